@@ -1,0 +1,47 @@
+"""The demo's text: the Python standard library's own source, cut into training and held-out files.
+
+The held-out files are listed in ``demo/heldout.txt`` so that benchmarks and tests can draw prompts
+the models have never seen, whatever Python version trained them.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+HELDOUT_LIST = Path(__file__).with_name("heldout.txt")
+
+# Tables of numbers and generated text: they would teach the model to count, not to write Python.
+_SKIPPED_FOLDERS = {"site-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "idlelib",
+                    "idle_test", "__pycache__", "turtledemo"}
+_HELDOUT_SHARE = 20  # one file in twenty
+
+
+def stdlib_root() -> Path:
+    """Return the folder that holds the running interpreter's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def text_files(root: Path) -> list[Path]:
+    """Return every ``.py``, ``.txt`` and ``.md`` file below *root* worth learning from, sorted by name."""
+    found = (path for suffix in ("*.py", "*.txt", "*.md") for path in root.rglob(suffix))
+    return sorted(path for path in found if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]))
+
+
+def is_heldout(name: str) -> bool:
+    """Return whether the file *name* (relative to its root) stays out of training: a fixed hash decides."""
+    return hashlib.sha256(name.encode()).digest()[0] % _HELDOUT_SHARE == 0
+
+
+def split(root: Path) -> tuple[list[Path], list[Path]]:
+    """Return the training files and the held-out files below *root*."""
+    files = text_files(root)
+    heldout = [path for path in files if is_heldout(path.relative_to(root).as_posix())]
+    kept_back = set(heldout)
+    return [path for path in files if path not in kept_back], heldout
+
+
+def read(paths: list[Path]) -> Iterator[str]:
+    """Yield the text of each file; bytes that are not UTF-8 are replaced."""
+    for path in paths:
+        yield path.read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,1 @@
+"""The words all parts speak: configuration, messages, protocols. Knows nothing of the parts."""

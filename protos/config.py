@@ -1,0 +1,95 @@
+"""Frozen engine configuration: validated once, at the edge, then passed in parts to whoever needs that part.
+
+`protos.arguments` turns what users write (vLLM's argument names, flags, YAML, removed names) into these.
+"""
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid")
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Placement = Literal["dedicated", "colocated"]
+AcceptanceRule = Literal["coupled"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """Which weights, and how they are loaded. `model` is a Hub id or a folder."""
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
+    dtype: Dtype = "auto"
+    max_model_len: int | None = Field(default=None, gt=0)
+    enforce_eager: bool = False
+    skip_tokenizer_init: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int | None = Field(default=None, gt=0)
+
+
+@dataclass(frozen=True, config=STRICT)
+class CacheConfig:
+    """The paged KV cache. `num_blocks` wins over `memory_bytes`, which wins over `memory_utilization`."""
+
+    block_size: int = Field(default=16, gt=0, le=256)
+    num_blocks: int | None = Field(default=None, gt=0)
+    memory_bytes: int | None = Field(default=None, gt=0)
+    memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, config=STRICT)
+class SchedulerConfig:
+    """Who runs in a step. `max_num_batched_tokens` counts known and draft tokens of all rows."""
+
+    max_num_seqs: int = Field(default=64, gt=0)
+    max_num_batched_tokens: int = Field(default=2048, gt=0)
+    enable_chunked_prefill: bool = True
+
+
+@dataclass(frozen=True, config=STRICT)
+class SpeculativeConfig:
+    """How guesses are made and judged. `method` names a registered proposer, several for a cascade."""
+
+    method: str | tuple[str, ...]
+    num_speculative_tokens: int = Field(gt=0, le=64)
+    model: str | None = None
+    revision: str | None = None
+    dtype: Dtype = "auto"
+    max_model_len: int | None = Field(default=None, gt=0)
+    enforce_eager: bool | None = None
+    draft_tensor_parallel_size: int = Field(default=1, ge=1, le=1)
+    placement: Placement = "colocated"
+    prompt_lookup_min: int = Field(default=5, gt=0)
+    prompt_lookup_max: int = Field(default=5, gt=0)
+    disable_by_batch_size: int | None = Field(default=None, gt=0)
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
+    rejection_sample_method: AcceptanceRule = "coupled"
+
+
+@dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How many devices, and who places them."""
+
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    executor: Literal["uni", "ray"] = "uni"
+
+
+@dataclass(frozen=True, config=STRICT)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    speculative: SpeculativeConfig | None = None
+    seed: int | None = None
+    served_model_name: tuple[str, ...] = ()
+    disable_log_stats: bool = False

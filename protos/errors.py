@@ -1,0 +1,30 @@
+"""Typed errors. Each message says what was wrong, the numbers, and the way out."""
+
+
+class SlipstreamError(Exception):
+    """Base of every error Slipstream raises on purpose."""
+
+
+class ConfigError(SlipstreamError, ValueError):
+    """The engine cannot be built from these arguments."""
+
+
+class ModelError(SlipstreamError, ValueError):
+    """A checkpoint cannot be loaded or served."""
+
+
+class InvalidRequestError(SlipstreamError, ValueError):
+    """One request is not acceptable; nothing was scheduled and nobody else is disturbed.
+
+    Args:
+        message: names the value and the limit.
+        param: the request field at fault, as the user spelt it.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineDeadError(SlipstreamError, RuntimeError):
+    """The engine process is gone; requests in flight cannot be answered."""

@@ -1,0 +1,80 @@
+"""The protocols through which the parts meet. `runtime` and `workers` know each other only by these."""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+import msgspec
+
+from protos.messages import Draft, RoundPlan, Verdict, WorkerInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Needs = Literal["none", "last", "all"]
+
+
+class DraftRow(msgspec.Struct, frozen=True, gc=False):
+    """One sequence that wants a draft of at most `k` tokens after its `token_ids`.
+
+    `token_ids` is given to proposers beside the controller; learned ones read the draft worker's own
+    tables by `slot`.
+    """
+
+    slot: int
+    k: int
+    token_ids: Seq[int] = ()
+
+
+class Proposer(Protocol):
+    """Guesses what the target will say. Never decides anything: any draft is a valid draft.
+
+    `needs` says which target features it is fed; `on_worker` whether it lives on the draft worker
+    (handed a `DraftRunner`) or beside the controller.
+    """
+
+    needs: ClassVar[Needs]
+    on_worker: ClassVar[bool]
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return one draft a row, of 0 to `row.k` tokens."""
+        ...
+
+
+class DraftRunner(Protocol):
+    """What a learned proposer may ask of the worker it lives on."""
+
+    def catch_up(self, rows: Seq[DraftRow]) -> "torch.Tensor":
+        """Feed each row's known tokens that the draft's KV cache lacks; return next-token logits `[R, V]`."""
+        ...
+
+    def extend(self, rows: Seq[DraftRow], token_ids: "torch.Tensor", step: int) -> "torch.Tensor":
+        """Feed drafted token number *step* of each row, ids `[R]`; return next-token logits `[R, V]`."""
+        ...
+
+    def sample(self, rows: Seq[DraftRow], logits: "torch.Tensor", step: int) -> "torch.Tensor":
+        """Return ids `[R]` for drafted token number *step*, by the target's pipeline and noise."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs rounds: propose, score, verify."""
+
+    def start(self) -> WorkerInfo:
+        """Load and warm up everything. Raises `ModelError` or `ConfigError`."""
+        ...
+
+    def run(self, plan: RoundPlan) -> list[Verdict]:
+        """Run one round; one verdict for each row that samples or owes prompt log-probabilities, in order."""
+        ...
+
+    def shutdown(self) -> None:
+        """Free everything. May be called twice."""
+        ...
+
+
+class TokenHistory(Protocol):
+    """Known and drafted tokens by slot, read by the sampler (`workers.slots.SlotTable`)."""
+
+    tokens: "np.ndarray"
+    prompt_len: "np.ndarray"

@@ -1,0 +1,211 @@
+"""Messages between the controller and its workers, and between front ends and the controller.
+
+All are frozen msgspec structs: they cross processes as msgpack, never as pickle. Token ids are plain
+ints; positions count from 0 over prompt + output; blocks are indices into every worker's KV cache.
+"""
+
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from protos.sampling import SamplingParams
+
+
+class Sampling(msgspec.Struct, frozen=True, gc=False):
+    """What the target's sampler needs of a request; everything is resolved and validated.
+
+    `top_k` 0 and `temperature` 0.0 mean off and greedy. `stop_ids` are masked before `min_tokens`
+    outputs. `logprobs` and `prompt_logprobs` are counts of top tokens, None for none asked.
+    """
+
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """One sequence to generate, already validated and tokenised. `n > 1` is n requests of one group.
+
+    `cache_salt` separates prefix caches; `deadline` is in seconds of `time.monotonic`.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    sampling: Sampling
+    max_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    speculate: bool = True
+    cache_salt: str = ""
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop these requests; their blocks are free within one step."""
+
+    request_ids: tuple[str, ...]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log-probabilities at one position, from the model's raw logits.
+
+    The chosen token comes first, then the top ones, best first. `ranks[i]` is 1 + the number of tokens
+    strictly more likely than `token_ids[i]`.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+class Draft(msgspec.Struct, frozen=True, gc=False):
+    """A guess of what follows: nodes of a tree in topological order.
+
+    `parents[i]` is the index of node i's parent, -1 for the root (the last known token); an empty
+    `parents` is a chain: each token follows the one before. `probes[i]` marks nodes whose outcome is
+    wanted but which are never accepted; empty means none.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    probes: tuple[bool, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return not self.parents
+
+
+class NewSequence(msgspec.Struct, frozen=True, gc=False):
+    """A sequence that takes a worker slot: told in full. Tokens are prompt + output so far."""
+
+    slot: int
+    token_ids: Seq[int]
+    prompt_len: int
+    sampling: Sampling
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """One sequence's part of a round: feed known tokens `start .. start + length`, then `k` drafts.
+
+    Attributes:
+        slot: the sequence's place in every worker's tables.
+        start: position of the first token fed; everything before it is in the KV cache.
+        length: known tokens fed, at least 1.
+        k: draft tokens wanted, or `len(draft)` where the ids ride in the plan.
+        samples: whether the last known token is fed, so that tokens come back.
+        new_token_ids: committed ids the workers have not been told, ending at position
+            `known_len - 1`. They override whatever the worker believed.
+        known_len: number of known tokens, prompt + output.
+        new_block_ids / new_block_versions: blocks appended to the sequence's table. A block's version
+            changes whenever its content is given up, so (id, version) names a content for good.
+        draft: ids proposed beside the controller, or None: the draft worker proposes.
+    """
+
+    slot: int
+    start: int
+    length: int
+    known_len: int
+    k: int = 0
+    samples: bool = True
+    new_token_ids: Seq[int] = ()
+    new_block_ids: Seq[int] = ()
+    new_block_versions: Seq[int] = ()
+    draft: Draft | None = None
+
+
+class RoundPlan(msgspec.Struct, frozen=True, gc=False):
+    """One step for every worker. `new` sequences come before `rows` that use them."""
+
+    round: int
+    rows: Seq[Row]
+    new: Seq[NewSequence] = ()
+    epoch: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.rows
+
+
+class Verdict(msgspec.Struct, frozen=True, gc=False):
+    """What a round decided for one row that samples, or the prompt log-probabilities of one that does not.
+
+    Attributes:
+        slot: as in the row.
+        token_ids: accepted draft tokens followed by the target's own next token; empty for rows that
+            do not sample.
+        proposed: draft tokens that were scored.
+        path: accepted nodes of the draft, root to leaf; for a chain 0 .. accepted - 1.
+        logprobs: one entry a token id, where asked for.
+        prompt_logprobs: entries for predicted positions `start + 1 ...` of the prompt, where asked for.
+        failed: a reason why this row alone cannot go on (its logits were NaN, say), else None.
+    """
+
+    slot: int
+    token_ids: Seq[int] = ()
+    proposed: int = 0
+    path: Seq[int] = ()
+    logprobs: Seq[TokenLogprobs] | None = None
+    prompt_logprobs: Seq[TokenLogprobs] | None = None
+    failed: str | None = None
+
+    @property
+    def accepted(self) -> int:
+        return len(self.path)
+
+
+class SpeculationStats(msgspec.Struct, frozen=True, gc=False):
+    """Acceptance statistics of one request. Index j of `accepted_per_pos` counts steps whose j-th draft
+    token was accepted; `steps` counts rounds in which anything was proposed for it."""
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_per_pos: tuple[int, ...] = ()
+
+
+class TokenOutput(msgspec.Struct, frozen=True, gc=False):
+    """What one step added to one request. `finish_reason` is None while it runs.
+
+    `text` is the new text that may be shown: whole characters, with nothing that could still turn out
+    to be the beginning of a stop string.
+    """
+
+    request_id: str
+    token_ids: Seq[int] = ()
+    text: str = ""
+    logprobs: Seq[TokenLogprobs] | None = None
+    prompt_logprobs: Seq[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    speculation: SpeculationStats | None = None
+    error: str | None = None
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """What a loaded executor tells the controller.
+
+    `num_blocks` is the minimum over workers; `max_model_len` is clamped to what the cache holds.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    speculates: bool = False
+    notes: tuple[str, ...] = ()

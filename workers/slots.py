@@ -1,0 +1,69 @@
+"""The workers' copy of what the controller knows: tokens, block tables and sampling by slot.
+
+Host arrays, because they are read by Python once a step; nothing here decides anything. The controller
+overrides it with every plan.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.messages import NewSequence, RoundPlan, Row, Sampling
+
+
+class SlotTable:
+    """Per-slot state of one worker.
+
+    Attributes:
+        tokens: int64 `[S, L]`, prompt + output, then the round's draft tokens behind the known ones.
+        known_len: int64 `[S]`, number of known tokens.
+        prompt_len: int64 `[S]`.
+        blocks: int32 `[S, B]`, block ids in order; `num_blocks` `[S]` says how many.
+        versions: int64 `[S, B]`, the version of each block's content.
+        sampling: the slot's sampling parameters; `joined[slot]` counts sequences that ever had the slot,
+            so that caches keyed by (slot, joined) never mistake one sequence for another.
+    """
+
+    def __init__(self, num_slots: int, max_len: int, block_size: int, max_draft: int = 64) -> None:
+        self.block_size = block_size
+        length = max_len + max_draft + 1
+        self.tokens: npt.NDArray[np.int64] = np.zeros((num_slots, length), np.int64)
+        self.known_len: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.prompt_len: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.blocks: npt.NDArray[np.int32] = np.zeros((num_slots, -(-length // block_size)), np.int32)
+        self.versions: npt.NDArray[np.int64] = np.zeros_like(self.blocks, np.int64)
+        self.num_blocks: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.joined: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.sampling: list[Sampling] = [Sampling(seed=0)] * num_slots
+
+    def apply(self, plan: RoundPlan) -> None:
+        """Take over what *plan* says of new and known sequences."""
+        for new in plan.new:
+            self._join(new)
+        for row in plan.rows:
+            self._update(row)
+
+    def _join(self, new: NewSequence) -> None:
+        slot = new.slot
+        self.tokens[slot, : len(new.token_ids)] = new.token_ids
+        self.known_len[slot] = len(new.token_ids)
+        self.prompt_len[slot] = new.prompt_len
+        self.num_blocks[slot] = 0
+        self.joined[slot] += 1
+        self.sampling[slot] = new.sampling
+
+    def _update(self, row: Row) -> None:
+        slot = row.slot
+        if row.new_token_ids:
+            self.tokens[slot, row.known_len - len(row.new_token_ids) : row.known_len] = row.new_token_ids
+        self.known_len[slot] = row.known_len
+        if row.new_block_ids:
+            first = int(self.num_blocks[slot])
+            last = first + len(row.new_block_ids)
+            self.blocks[slot, first:last] = row.new_block_ids
+            self.versions[slot, first:last] = row.new_block_versions
+            self.num_blocks[slot] = last
+
+    def write_draft(self, slot: int, token_ids: tuple[int, ...] | list[int]) -> None:
+        """Put a chain of drafted ids behind the known tokens, where scoring and penalties look for them."""
+        known = int(self.known_len[slot])
+        self.tokens[slot, known : known + len(token_ids)] = token_ids
