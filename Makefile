@@ -1,0 +1,65 @@
+# People and CI use the same targets; each installs what it needs, once.
+#   make serve | test | check | bench | accept-engine | clean
+# VENV and PYTHON may be given: `make test VENV=/path/to/venv PYTHON=python3.12`.
+
+PYTHON ?= python3
+VENV ?= .venv
+OLDEST_VENV ?= .venv-oldest
+OLDEST_TRANSFORMERS := 5.17.0
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.slipstream-installed
+OLDEST_READY := $(OLDEST_VENV)/.slipstream-installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+RESULTS := benchmarks/results
+
+TWO_THREADS := OMP_NUM_THREADS=2
+
+.PHONY: install serve test check bench accept-engine accept-oldest clean
+
+serve: $(READY)
+	$(BIN)/slipstream serve $(ARGS)
+
+test: check
+	$(TWO_THREADS) $(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	mkdir -p $(RESULTS)
+	$(BIN)/python -m benchmarks.engine --output $(RESULTS)/engine.json $(ARGS)
+	$(BIN)/python -m benchmarks.off_is_free --output $(RESULTS)/off_is_free.json
+
+accept-engine: check accept-oldest
+	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s
+	$(MAKE) bench
+
+# The oldest transformers that is promised, in an environment of its own.
+accept-oldest: $(OLDEST_READY)
+	$(TWO_THREADS) $(OLDEST_VENV)/bin/python -m pytest -q
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"Slipstream needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(OLDEST_READY): pyproject.toml constraints.txt
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --disable-pip-version-check $(TORCH)
+	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	echo 'transformers==$(OLDEST_TRANSFORMERS)' >> $(OLDEST_VENV)/constraints.txt
+	$(OLDEST_VENV)/bin/python -m pip install --disable-pip-version-check -c $(OLDEST_VENV)/constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-oldest build *.egg-info $(RESULTS)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
