@@ -1,0 +1,46 @@
+"""The fixed workload of every benchmark, read from `workload.json`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+PATH = Path(__file__).with_name("workload.json")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request: prompt ids and the number of tokens to generate, end of text or not."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; temperature 0 is greedy."""
+
+    temperature: float
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    single: tuple[Item, ...]
+    concurrent: tuple[Item, ...]
+    sampling: dict[str, Sampling]
+
+
+def load(model: Path, limit: int | None = None) -> Workload:
+    """Return the workload in the ids of the tokenizer in *model*; at most *limit* requests of each kind."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    stored = json.loads(PATH.read_text(encoding="utf-8"))
+
+    def items(rows: list[dict[str, Any]]) -> tuple[Item, ...]:
+        encoded = tokenizer.encode_batch([row["prompt"] for row in rows[:limit]], add_special_tokens=False)
+        return tuple(Item(tuple(e.ids), row["output_tokens"]) for e, row in zip(encoded, rows, strict=False))
+
+    sampling = {name: Sampling(**values) for name, values in stored["sampling"].items()}
+    return Workload(items(stored["single"]), items(stored["concurrent"]), sampling)
