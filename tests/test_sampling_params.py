@@ -1,0 +1,133 @@
+"""SamplingParams: what is taken, what is refused, and how the refusal reads."""
+
+import dataclasses
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.errors import InvalidRequestError
+from protos.messages import Request, Sampling
+from protos.sampling import SamplingParams
+
+BAD = [
+    ("n", 0, "at least 1"),
+    ("n", 129, "at most 128"),
+    ("n", 10**400, "at most 128"),
+    ("n", 1.5, "integer"),
+    ("temperature", -0.1, "at least 0"),
+    ("temperature", 1e9, "at most 100"),
+    ("top_p", 0.0, "greater than 0"),
+    ("top_p", 1.01, "at most 1"),
+    ("top_k", -2, "at least 0"),
+    ("min_p", 1.5, "at most 1"),
+    ("presence_penalty", 2.5, "at most 2"),
+    ("frequency_penalty", -2.5, "at least -2"),
+    ("repetition_penalty", 0.0, "at least 0.001"),
+    ("seed", -1, "at least 0"),
+    ("seed", 2**64, "at most 18446744073709551615"),
+    ("stop", [""], "at least 1 character"),
+    ("stop", ["x"] * 65, "at most 64"),
+    ("stop", ["x" * 1025], "at most 1024"),
+    ("stop", 5, "tuple"),
+    ("stop_token_ids", [-1], "at least 0"),
+    ("stop_token_ids", [2**40], "at most"),
+    ("bad_words", ["x"] * 257, "at most 256"),
+    ("bad_words", [""], "at least 1 character"),
+    ("max_tokens", 0, "at least 1"),
+    ("max_tokens", -5, "at least 1"),
+    ("max_tokens", 10**30, "at most"),
+    ("min_tokens", -1, "at least 0"),
+    ("min_tokens", 17, "at most max_tokens (16)"),
+    ("logprobs", 21, "at most 20"),
+    ("logprobs", -2, "at least -1"),
+    ("prompt_logprobs", 10**6, "at most 20"),
+    ("truncate_prompt_tokens", 0, "at least 1"),
+    ("logit_bias", {1: 101.0}, "at most 100"),
+    ("logit_bias", {-1: 1.0}, "at least 0"),
+    ("logit_bias", dict.fromkeys(range(1025), 0.0), "at most 1024"),
+    ("allowed_token_ids", [], "at least 1 item"),
+]
+FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+
+
+@pytest.mark.parametrize(("name", "value", "limit"), BAD, ids=lambda x: str(x)[:24])
+def test_refusals_name_the_argument_and_the_limit_on_one_line(name: str, value: object, limit: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{name: value})
+    message = str(caught.value)
+    assert name in message
+    assert limit in message
+    assert "\n" not in message
+    assert len(message) < 250
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_are_refused_everywhere(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} must be"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_is_refused_inside_logit_bias(value: float) -> None:
+    with pytest.raises(InvalidRequestError, match=r"logit_bias\['?7'?\] must be finite"):
+        SamplingParams(logit_bias={7: value})
+
+
+def test_a_wrong_keyword_gets_a_hint() -> None:
+    with pytest.raises(InvalidRequestError, match="unknown argument 'temprature', did you mean 'temperature'"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_what_vllm_users_write_is_taken() -> None:
+    params = SamplingParams(stop="\n", stop_token_ids=[7], bad_words=["x"], logit_bias={"5": 1}, top_k=-1)
+    assert (params.stop, params.stop_token_ids, params.bad_words) == (("\n",), (7,), ("x",))
+    assert (params.logit_bias, params.top_k) == ({5: 1.0}, 0)
+    assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None) == SamplingParams()
+
+
+def test_tiny_temperatures_are_greedy_and_small_ones_are_kept() -> None:
+    assert SamplingParams(temperature=9e-6).temperature == 0.0
+    assert SamplingParams(temperature=0.005).temperature == 0.005
+
+
+def test_vllm_fields_without_meaning_pass_and_those_with_meaning_are_refused() -> None:
+    assert SamplingParams(output_kind=2, extra_args=None, best_of=None) == SamplingParams()  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequestError, match="use_beam_search is not supported"):
+        SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(InvalidRequestError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_replace_validates_again() -> None:
+    assert dataclasses.replace(SamplingParams(), n=3).n == 3
+    with pytest.raises(InvalidRequestError):
+        dataclasses.replace(SamplingParams(), n=0)
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        n=st.integers(1, 128),
+        seed=st.none() | st.integers(0, 2**64 - 1),
+        temperature=st.floats(0, 100),
+        stop=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=9), max_size=4),
+        stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4),
+        logit_bias=st.none() | st.dictionaries(st.integers(0, 10**6), st.floats(-100, 100), max_size=3),
+        allowed_token_ids=st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3),
+        max_tokens=st.none() | st.integers(1, 2**31 - 1),
+    )
+)
+def test_it_crosses_processes_as_msgpack(params: SamplingParams) -> None:
+    request = Request("r", (1, 2), params, Sampling(seed=2**64 - 1), max_tokens=3)
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request)
+    assert copy == request
+    assert type(copy.params) is SamplingParams
+    assert type(copy.params.stop) is tuple
