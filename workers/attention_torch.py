@@ -1,0 +1,203 @@
+"""Paged attention in plain torch operators: any device, every option."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from workers.attention import Ints, Options, Rows
+from workers.kv import KVCache
+
+CHUNK = 16
+"""Rows that feed more tokens than this are attended one by one."""
+
+
+@dataclass
+class Group:
+    """Rows attended together, padded to R rows x Q queries x L keys.
+
+    Attributes:
+        tokens_RQ: flat index of each query; padding repeats the row's last token. None: tokens are in order.
+        places_N: of the queries in `tokens_RQ`, the ones that are real, flat; None where all are.
+        blocks_N: block ids to gather, R x L / block_size of them, flat.
+        positions_RQ: position of each query.
+        contexts_R: number of keys of each row.
+        length: L, whole blocks for several rows, the exact context for one.
+        stale_N: gathered places behind a row's context. They are zeroed: whatever another sequence left
+            there must not reach this one, not even a NaN behind a mask.
+    """
+
+    tokens_RQ: torch.Tensor | None
+    real_N: torch.Tensor | None
+    targets_N: torch.Tensor | None
+    blocks_N: torch.Tensor
+    positions_RQ: torch.Tensor
+    contexts_R: torch.Tensor
+    length: int
+    stale_N: torch.Tensor | None
+    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
+
+    def mask_RQL(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the additive mask for *window*, made once a forward; None where every key is seen."""
+        if window not in self.masks:
+            self.masks[window] = self._make_mask(window, dtype)
+        return self.masks[window]
+
+    def _make_mask(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
+        one_query_sees_all = self.positions_RQ.numel() == 1 and self.stale_N is None
+        if one_query_sees_all and not 0 < window < self.length:
+            return None
+        keys_L = torch.arange(self.length, device=self.positions_RQ.device)
+        distance_RQL = self.positions_RQ.unsqueeze(-1) - keys_L
+        hidden_RQL = distance_RQL < 0
+        if window:
+            hidden_RQL |= distance_RQL >= window
+        return torch.zeros(hidden_RQL.shape, dtype=dtype, device=keys_L.device).masked_fill_(hidden_RQL, -torch.inf)
+
+
+class TorchAttention:
+    """Gathers each row's blocks and calls scaled-dot-product attention. Owns nothing but the plan of one forward."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.device = cache.keys[0].device
+        self._places_T = torch.empty(0, dtype=torch.int64)
+        self._groups: list[Group] = []
+
+    def plan(self, rows: Rows) -> None:
+        """Group the rows, and make the index tensors that all layers share."""
+        self._places_T = self._tensor(rows.places_T)
+        self._groups = [self._group(rows, members) for members in partition(rows)]
+
+    def attend(
+        self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTE: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        self.write(layer, key_GTD, value_GTE)
+        return self.attend_groups(layer, query_HTD.transpose(0, 1), options)
+
+    def write(self, layer: int, key_GTD: torch.Tensor, value_GTE: torch.Tensor) -> None:
+        """Put K and V of the forward's tokens into their places."""
+        self.cache.keys[layer].flatten(0, 1).index_copy_(0, self._places_T, key_GTD.transpose(0, 1))
+        self.cache.values[layer].flatten(0, 1).index_copy_(0, self._places_T, value_GTE.transpose(0, 1))
+
+    def attend_groups(self, layer: int, query_THD: torch.Tensor, options: Options) -> torch.Tensor:
+        """Attend over what stands in the cache; returns `[T, heads, value_size]`."""
+        if len(self._groups) == 1 and self._groups[0].tokens_RQ is None:
+            return self._attend(layer, query_THD, self._groups[0], options)
+        shape = (*query_THD.shape[:2], self.cache.shapes[layer].value_size)
+        output_THE = query_THD.new_empty(shape)
+        for group in self._groups:
+            self._attend_into(output_THE, layer, query_THD, group, options)
+        return output_THE
+
+    def _attend_into(
+        self, output_THE: torch.Tensor, layer: int, query_THD: torch.Tensor, group: Group, options: Options
+    ) -> None:
+        assert group.tokens_RQ is not None
+        padded_NHE = self._attend(layer, query_THD[group.tokens_RQ.flatten()], group, options)
+        if group.real_N is not None:
+            padded_NHE = padded_NHE[group.real_N]
+        output_THE.index_copy_(0, group.targets_N, padded_NHE)
+
+    def _attend(self, layer: int, query_NHD: torch.Tensor, group: Group, options: Options) -> torch.Tensor:
+        """Attend for the N = R x Q queries of one group; returns a contiguous `[N, heads, value_size]`."""
+        shape = self.cache.shapes[layer]
+        rows, queries = group.positions_RQ.shape
+        key_RGLD = self._gather(self.cache.keys[layer], group)
+        value_RGLE = self._gather(self.cache.values[layer], group)
+        mask_RQL = group.mask_RQL(options.window, query_NHD.dtype)
+        query_RGSQD = query_NHD.reshape(rows, queries, shape.kv_heads, -1, shape.key_size).permute(0, 2, 3, 1, 4)
+        share = query_RGSQD.shape[2]
+        # The query heads that share a K/V head become queries of that head.
+        query_RGMD = query_RGSQD.flatten(2, 3)
+        mask_R1ML = None if mask_RQL is None else _repeat(mask_RQL, share)
+        if options.softcap or options.sinks_H is not None:
+            output_RGME = explicit_attention(query_RGMD, key_RGLD, value_RGLE, mask_R1ML, options)
+        else:
+            output_RGME = F.scaled_dot_product_attention(
+                query_RGMD, key_RGLD, value_RGLE, attn_mask=mask_R1ML, scale=options.scaling
+            )
+        output_RGSQE = output_RGME.unflatten(2, (share, queries))
+        return output_RGSQE.permute(0, 3, 1, 2, 4).reshape(rows * queries, -1, shape.value_size)
+
+    def _gather(self, pages: torch.Tensor, group: Group) -> torch.Tensor:
+        """Return the group's keys or values, `[R, kv_heads, L, size]`."""
+        gathered = pages.index_select(0, group.blocks_N)
+        if group.stale_N is not None:
+            gathered.flatten(0, 1).index_fill_(0, group.stale_N, 0)
+        rows = group.positions_RQ.shape[0]
+        return gathered.view(rows, -1, *pages.shape[2:])[:, : group.length].transpose(1, 2)
+
+    def _group(self, rows: Rows, members: Ints) -> Group:
+        starts_R, lengths_R = rows.starts_R[members], rows.lengths_R[members]
+        contexts_R = starts_R + lengths_R
+        block_size = self.cache.block_size
+        num_blocks = -(-int(contexts_R.max()) // block_size)
+        queries_Q = np.minimum(np.arange(int(lengths_R.max())), lengths_R[:, None] - 1)
+        several = len(members) > 1
+        length = num_blocks * block_size if several else int(contexts_R[0])
+        stale_N = np.flatnonzero(np.arange(length) >= contexts_R[:, None]) if several else None
+        in_order = len(members) == len(rows.starts_R) and bool((lengths_R == lengths_R[0]).all())
+        in_order = in_order and bool((np.diff(members) == 1).all())
+        real = np.arange(queries_Q.shape[1]) < lengths_R[:, None]
+        tokens_RQ = queries_Q + rows.offsets_R[members][:, None]
+        return Group(
+            tokens_RQ=None if in_order else self._tensor(tokens_RQ),
+            real_N=None if real.all() else self._tensor(np.flatnonzero(real)),
+            targets_N=None if in_order else self._tensor(tokens_RQ[real]),
+            blocks_N=self._tensor(rows.tables_RB[members, :num_blocks].reshape(-1)),
+            positions_RQ=self._tensor(queries_Q + starts_R[:, None]),
+            contexts_R=self._tensor(contexts_R),
+            length=length,
+            stale_N=None if stale_N is None else self._tensor(stale_N),
+        )
+
+    def _tensor(self, array: Ints) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+def partition(rows: Rows) -> list[Ints]:
+    """Split rows into groups worth padding to a common shape: long chunks alone, others by similar context."""
+    if len(rows.starts_R) == 1:
+        return [np.zeros(1, np.int64)]
+    contexts_R = rows.starts_R + rows.lengths_R
+    alone = np.flatnonzero(rows.lengths_R > CHUNK)
+    groups = [np.asarray([row]) for row in alone]
+    short = np.flatnonzero(rows.lengths_R <= CHUNK)
+    while len(short):
+        # A group reaches down to half of its longest context: padding at most doubles the work.
+        longest = contexts_R[short].max()
+        together = (contexts_R[short] * 2 >= longest) | (longest <= 4 * CHUNK)
+        groups.append(short[together])
+        short = short[~together]
+    return groups
+
+
+def _repeat(mask_RQL: torch.Tensor, share: int) -> torch.Tensor:
+    """Repeat the queries' mask for each of *share* heads: `[R, 1, share * Q, L]`."""
+    return mask_RQL.unsqueeze(1).expand(-1, share, -1, -1).flatten(1, 2).unsqueeze(1)
+
+
+def explicit_attention(
+    query_RGMD: torch.Tensor,
+    key_RGLD: torch.Tensor,
+    value_RGLE: torch.Tensor,
+    mask_R1ML: torch.Tensor | None,
+    options: Options,
+) -> torch.Tensor:
+    """Attention with a soft cap on the scores or sinks, softmax in fp32; returns `[R, G, M, value_size]`."""
+    scores = torch.matmul(query_RGMD, key_RGLD.transpose(-1, -2)).float() * options.scaling
+    if options.softcap:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if mask_R1ML is not None:
+        scores = scores + mask_R1ML
+    if options.sinks_H is None:
+        return torch.matmul(torch.softmax(scores, -1).to(value_RGLE.dtype), value_RGLE)
+    groups, queries = scores.shape[1:3]
+    share = options.sinks_H.numel() // groups
+    sinks_G1M1 = options.sinks_H.float().view(groups, share, 1).expand(-1, -1, queries // share).reshape(groups, -1, 1)
+    with_sinks = torch.cat([scores, sinks_G1M1.expand(scores.shape[0], -1, -1, -1)], -1)
+    weights = torch.softmax(with_sinks, -1)[..., :-1]
+    return torch.matmul(weights.to(value_RGLE.dtype), value_RGLE)

@@ -1,0 +1,64 @@
+"""The paged KV cache: K and V of every layer in blocks, and what a block costs."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from protos.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads and head sizes of one layer's K and V (they may differ, as in deepseek_v3)."""
+
+    kv_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.kv_heads * (self.key_size + self.value_size)
+
+
+def bytes_per_block(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes that one block takes over all layers."""
+    return block_size * sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
+
+
+def num_blocks_for(memory_bytes: int, shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Return how many blocks fit into *memory_bytes*.
+
+    Raises:
+        ConfigError: not even one fits.
+    """
+    size = bytes_per_block(shapes, block_size, dtype)
+    if memory_bytes < size:
+        raise ConfigError(
+            f"the KV cache was given {memory_bytes} bytes, but one block of {block_size} tokens takes {size}: "
+            "give it more memory or use a smaller block_size"
+        )
+    return memory_bytes // size
+
+
+class KVCache:
+    """K and V of all layers.
+
+    A block holds `block_size` tokens, token-major: a whole block is one contiguous piece, so gathering
+    blocks is a few large copies. All positions are kept, sliding windows being masks only.
+
+    Attributes:
+        keys: one `[num_blocks, block_size, kv_heads, key_size]` a layer.
+        values: one `[num_blocks, block_size, kv_heads, value_size]` a layer.
+    """
+
+    def __init__(
+        self, shapes: Seq[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # Zeros rather than empty: memory that was never written could hold NaNs, and the pages are lazy anyway.
+        lead = (num_blocks, block_size)
+        self.keys = [torch.zeros(*lead, s.kv_heads, s.key_size, dtype=dtype, device=device) for s in shapes]
+        self.values = [torch.zeros(*lead, s.kv_heads, s.value_size, dtype=dtype, device=device) for s in shapes]

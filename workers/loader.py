@@ -1,0 +1,301 @@
+"""Load a checkpoint: a Hub id or a folder, safetensors only, nothing executed from it."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from protos.config import ModelConfig
+from protos.errors import ModelError
+from workers import families
+from workers.attention import HARMLESS_OPTIONS, KNOWN_OPTIONS, NAME, Options, Rows, run_with
+from workers.kv import LayerShape
+
+logger = logging.getLogger(__name__)
+
+WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+UNWANTED_FILES = ["original/*", "consolidated*", "onnx/*"]
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and what the rest must know of it.
+
+    Attributes:
+        model: the causal LM, in eval mode, without gradients, with paged attention.
+        folder: where the checkpoint lies.
+        vocab_size: rows of the head, padding included.
+        max_model_len: the model's context length, or the user's smaller limit.
+        eos_ids: end-of-sequence ids of generation_config and config, ascending.
+        layers: K and V shape of every layer.
+        notes: what the user should be told.
+    """
+
+    model: torch.nn.Module
+    folder: Path
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device
+    notes: tuple[str, ...] = ()
+
+
+def load(config: ModelConfig) -> LoadedModel:
+    """Load what *config* names.
+
+    Raises:
+        ModelError: it cannot be found, read or served; names what and why.
+    """
+    described = _read_json(_config_file(config), config.model)
+    families.check(described, config.model, config.max_model_len)
+    folder = _fetch(config)
+    _check_weights(folder, config.model)
+    device = pick_device(config.device)
+    dtype, notes = pick_dtype(config.dtype, described, folder, device)
+    limit = _context_length(described, config)
+    model = _instantiate(folder, config.model, dtype, device)
+    layers = _probe(model, config.model)
+    kind = str(described["model_type"])
+    notes += _notes(kind, layers, dtype)
+    for note in notes:
+        logger.info("%s", note)
+    head = model.get_output_embeddings()
+    return LoadedModel(
+        model=model,
+        folder=folder,
+        model_type=kind,
+        vocab_size=int(head.weight.shape[0]),
+        max_model_len=limit,
+        eos_ids=_eos_ids(folder, described),
+        layers=layers,
+        dtype=dtype,
+        device=device,
+        notes=notes,
+    )
+
+
+def pick_device(wanted: str) -> torch.device:
+    """Return the device *wanted* ("auto", "cpu", "cuda") means here."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device is 'cuda', but torch sees no CUDA device; use device='cpu' or 'auto'")
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(wanted)
+
+
+def pick_dtype(
+    wanted: str, described: Mapping[str, Any], folder: Path, device: torch.device
+) -> tuple[torch.dtype, tuple[str, ...]]:
+    """Return the dtype to load in, and notes. "auto" is the checkpoint's, or fp32 where a CPU has no arithmetic for it."""
+    if wanted != "auto":
+        return DTYPES[wanted], ()
+    own = described.get("dtype") or described.get("torch_dtype") or _stored_dtype(folder)
+    dtype = DTYPES.get(str(own), torch.float32)
+    if device.type == "cpu" and not _cpu_computes(dtype):
+        return torch.float32, (f"this CPU has no {own} arithmetic: weights are loaded as float32",)
+    return dtype, ()
+
+
+def _cpu_computes(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def _stored_dtype(folder: Path) -> str:
+    with safe_open(next(iter(sorted(folder.glob("*.safetensors")))), "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - not a mapping
+            kind = str(weights.get_slice(name).get_dtype())
+            if kind in DTYPES:
+                return kind
+    return "F32"
+
+
+def _config_file(config: ModelConfig) -> Path:
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{config.model}: the folder has no config.json")
+        return path / "config.json"
+    if path.exists() or config.model.startswith(("/", "./", "../", "~")):
+        raise ModelError(f"{config.model}: there is no such folder")
+    options = {"revision": config.revision, "cache_dir": config.download_dir}
+    return Path(_from_hub(config, lambda: hf_hub_download(config.model, "config.json", **options)))
+
+
+def _fetch(config: ModelConfig) -> Path:
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        return path
+    logger.info("fetching %s", config.model)
+    return Path(
+        _from_hub(
+            config,
+            lambda: snapshot_download(
+                config.model,
+                revision=config.revision,
+                cache_dir=config.download_dir,
+                allow_patterns=WANTED_FILES,
+                ignore_patterns=UNWANTED_FILES,
+            ),
+        )
+    )
+
+
+def _from_hub(config: ModelConfig, fetch: Callable[[], str]) -> str:
+    where = config.model if config.revision is None else f"{config.model} at revision {config.revision}"
+    try:
+        return fetch()
+    except LocalEntryNotFoundError as error:
+        raise ModelError(f"{where}: not in the cache, and the Hub cannot be reached (or offline mode is on)") from error
+    except HFValidationError as error:
+        raise ModelError(f"{where}: neither a folder nor a valid Hub id") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(f"{where}: the Hub answered: {str(error).strip().splitlines()[0]}") from error
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: {path.name} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{name}: {path.name} holds no JSON object")
+    return content
+
+
+def _check_weights(folder: Path, name: str) -> None:
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{name}: there are no *.safetensors files; other formats can run code when loaded and are not read. "
+            "Convert the checkpoint with save_pretrained"
+        )
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    shards = _read_json(index, name).get("weight_map")
+    if not isinstance(shards, dict):
+        raise ModelError(f"{name}: {index.name} has no weight_map")
+    for shard in sorted({str(value) for value in shards.values()}):
+        if "/" in shard or "\\" in shard or not shard.endswith(".safetensors"):
+            raise ModelError(f"{name}: {index.name} names the shard {shard!r}; shards must be *.safetensors beside it")
+        if not (folder / shard).is_file():
+            raise ModelError(f"{name}: the shard {shard} named in {index.name} is missing")
+
+
+def _context_length(described: Mapping[str, Any], config: ModelConfig) -> int:
+    own = next((described[key] for key in ("max_position_embeddings", "n_positions") if described.get(key)), None)
+    if own is None and config.max_model_len is None:
+        raise ModelError(f"{config.model}: its config states no context length; set max_model_len")
+    if own is not None and config.max_model_len is not None and config.max_model_len > own:
+        raise ModelError(f"max_model_len is {config.max_model_len}, but {config.model} was made for {own} positions")
+    return int(config.max_model_len or own or 0)
+
+
+def _eos_ids(folder: Path, described: Mapping[str, Any]) -> tuple[int, ...]:
+    sources = [described.get("eos_token_id")]
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        sources.append(_read_json(generation, folder.name).get("eos_token_id"))
+    found: set[int] = set()
+    for ids in sources:
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return tuple(sorted(found))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and logging to stderr while it loads: start-up messages are ours."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> Any:  # noqa: ANN401
+    """Return the `transformers` model (which has no useful static type), checked to be complete."""
+    safely: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(folder, **safely)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                use_safetensors=True,
+                output_loading_info=True,
+                **safely,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"{name}: {len(missing)} weights are missing from the checkpoint, the first is {missing[0]}")
+    return model.eval().requires_grad_(False).to(device)
+
+
+class _Probe:
+    """An attention backend that only looks at what each layer hands over."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def plan(self, rows: Rows) -> None:
+        """Nothing to prepare."""
+
+    def attend(
+        self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTE: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """Record the layer's shape; attention to oneself alone returns the value."""
+        self.shapes[layer] = LayerShape(key_GTD.shape[0], key_GTD.shape[2], value_GTE.shape[2])
+        return value_GTE.repeat_interleave(query_HTD.shape[0] // value_GTE.shape[0], 0).transpose(0, 1).contiguous()
+
+
+def _probe(model: Any, name: str) -> tuple[LayerShape, ...]:  # noqa: ANN401
+    """Run one token through the model: every layer must come by the attention function, asking nothing unknown."""
+    probe = _Probe()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        run_with(probe, lambda: model(input_ids=token, position_ids=token, use_cache=False))
+    expected = set(range(int(model.config.num_hidden_layers)))
+    if set(probe.shapes) != expected:
+        lacking = sorted(expected - set(probe.shapes))
+        raise ModelError(f"{name} cannot be served: layers {lacking} do not attend through the attention interface")
+    return tuple(probe.shapes[layer] for layer in sorted(probe.shapes))
+
+
+def _notes(kind: str, layers: tuple[LayerShape, ...], dtype: torch.dtype) -> tuple[str, ...]:
+    per_token = sum(shape.elements_per_token for shape in layers) * dtype.itemsize
+    notes = [f"KV cache: {per_token} bytes per token"]
+    if any(shape.key_size != shape.value_size for shape in layers):
+        notes[0] += " (keys and values are cached expanded, since their head sizes differ)"
+    if kind not in families.TESTED:
+        notes.append(f"model_type {kind!r} is not among the families that are tested")
+    return tuple(notes)
+
+
+__all__ = ["HARMLESS_OPTIONS", "KNOWN_OPTIONS", "LoadedModel", "load", "pick_device", "pick_dtype"]

@@ -1,0 +1,91 @@
+"""Runs a loaded model over paged KV: a batch of rows in, fp32 logits out."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from workers.attention import AttentionBackend, Ints, Rows, run_with
+from workers.attention_torch import TorchAttention
+from workers.batch import Batch
+from workers.kv import KVCache, bytes_per_block
+from workers.loader import LoadedModel
+from workers.slots import SlotTable
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class ModelRunner:
+    """One model, its KV cache and its attention. Reads block tables from *slots*; owns nothing else of them."""
+
+    def __init__(self, loaded: LoadedModel, slots: SlotTable, num_blocks: int, block_size: int) -> None:
+        self.loaded = loaded
+        self.slots = slots
+        self.device = loaded.device
+        self.block_size = block_size
+        self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        self.attention: AttentionBackend = TorchAttention(self.cache)
+        self._run: Forward = causal_lm(loaded.model)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes one KV block takes over all layers."""
+        return bytes_per_block(self.loaded.layers, self.block_size, self.loaded.dtype)
+
+    def forward(self, batch: Batch, wanted_N: Ints) -> torch.Tensor:
+        """Run *batch*, writing its K and V.
+
+        Args:
+            batch: rows whose slots hold the blocks for every position fed.
+            wanted_N: int64, flat indices of the tokens whose logits are wanted.
+
+        Returns:
+            fp32 `[N, V]` on the model's device, valid until the next forward at least.
+        """
+        self.attention.plan(self._rows(batch))
+        tokens_1T = self._tensor(batch.tokens_T).unsqueeze(0)
+        positions_1T = self._tensor(batch.positions_T).unsqueeze(0)
+        wanted = self._tensor(_at_least(wanted_N, 1 if len(batch.tokens_T) == 1 else 2))
+        with torch.inference_mode():
+            logits_NV = run_with(self.attention, lambda: self._run(tokens_1T, positions_1T, wanted))
+        return logits_NV[: len(wanted_N)]
+
+    def _rows(self, batch: Batch) -> Rows:
+        contexts_R = batch.starts_R + batch.lengths_R
+        used = -(-int(contexts_R.max()) // self.block_size)
+        tables_RB = self.slots.blocks[batch.slots_R, :used].astype(np.int64)
+        # Tables are padded with the row's own first block, so that a gather never reads a stranger's.
+        unused_RB = np.arange(used) * self.block_size >= contexts_R[:, None]
+        np.copyto(tables_RB, tables_RB[:, :1], where=unused_RB)
+        positions_T = batch.positions_T
+        rows_T = np.repeat(np.arange(len(batch.slots_R)), batch.lengths_R)
+        places_T = tables_RB[rows_T, positions_T // self.block_size] * self.block_size + positions_T % self.block_size
+        return Rows(batch.starts_R, batch.lengths_R, batch.offsets_R, tables_RB, places_T)
+
+    def _tensor(self, array: Ints) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _at_least(wanted_N: Ints, count: int) -> Ints:
+    """Pad *wanted_N* with index 0: sizes 0 and 1 would each be a shape of their own to compile."""
+    if len(wanted_N) >= count:
+        return wanted_N
+    return np.concatenate([wanted_N, np.zeros(count - len(wanted_N), np.int64)])
+
+
+def causal_lm(model: Any) -> Forward:  # noqa: ANN401 - transformers models have no useful static type
+    """Return the model as a function of tokens, positions and wanted indices, giving fp32 logits `[N, V]`.
+
+    The model's own head is called, with whatever its family does to logits (caps, scales).
+    """
+
+    def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> torch.Tensor:
+        output = model(input_ids=tokens_1T, position_ids=positions_1T, use_cache=False, logits_to_keep=wanted_N)
+        logits_NV: torch.Tensor = output.logits[0].float()
+        return logits_NV
+
+    return forward
