@@ -1,0 +1,154 @@
+"""Who holds which block of the paged KV cache, and which content a free block still has."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+Chain = int | str
+"""The identity of a content from position 0 on: a published block's node, or the cache salt before any block."""
+
+
+class BlockManager:
+    """Blocks 0 .. num_blocks - 1: reference counts, versions, and a prefix cache keyed by content.
+
+    A full block of computed, committed tokens is published under (the chain before it, its token ids),
+    which is compared exactly; nodes are never used twice, so equal chains mean equal contents. A free block
+    keeps its content until no empty one is left; then the one unused for longest is given up.
+    A block's version changes whenever it is handed out for new content.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._owners = [0] * num_blocks
+        self._versions = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._idle: dict[int, None] = {}
+        self._index: dict[tuple[Chain, tuple[int, ...]], int] = {}
+        self._published: dict[int, tuple[tuple[Chain, tuple[int, ...]], int]] = {}
+        self._nodes = count()
+        self._shared: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody owns, whether or not their content could still be hit."""
+        return len(self._empty) + len(self._idle)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold *num_tokens*."""
+        return -(-num_tokens // self.block_size)
+
+    def versions_of(self, block_ids: Sequence[int]) -> list[int]:
+        """Return the current version of each block."""
+        return [self._versions[block] for block in block_ids]
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Hand out blocks for new content.
+
+        Raises:
+            RuntimeError: fewer are free; callers look at `num_free` first.
+        """
+        if num_blocks > self.num_free:
+            raise RuntimeError(f"{num_blocks} blocks wanted, {self.num_free} of {self.num_blocks} free")
+        return [self._allocate_one() for _ in range(num_blocks)]
+
+    def _allocate_one(self) -> int:
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block = next(iter(self._idle))
+            del self._idle[block]
+            self._unpublish(block)
+        self._shared.discard(block)
+        self._owners[block] = 1
+        self._versions[block] += 1
+        return block
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give back one ownership of each block. Later blocks of a sequence lose their content sooner."""
+        for block in reversed(block_ids):
+            if self._owners[block] < 1:
+                raise RuntimeError(f"block {block} was freed more often than it was owned")
+            self._owners[block] -= 1
+            if not self._owners[block]:
+                self._retire(block)
+
+    def _retire(self, block: int) -> None:
+        if block in self._published:
+            self._idle[block] = None
+        else:
+            self._empty.append(block)
+
+    def match(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], Chain]:
+        """Find the longest published prefix that leaves at least one token to feed.
+
+        Returns:
+            Its blocks, not yet owned, and its chain (the salt where nothing was found).
+        """
+        chain: Chain = salt
+        hit: list[int] = []
+        size = self.block_size
+        for end in range(size, len(token_ids), size):
+            block = self._index.get((chain, tuple(token_ids[end - size : end])))
+            if block is None:
+                break
+            hit.append(block)
+            chain = self._published[block][1]
+        return hit, chain
+
+    def num_free_among(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks nobody owns now."""
+        return sum(not self._owners[block] for block in block_ids)
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Become one more owner of blocks that `match` found."""
+        for block in block_ids:
+            if not self._owners[block]:
+                del self._idle[block]
+            self._owners[block] += 1
+            self._shared.add(block)
+
+    def publish(self, block: int, parent: Chain, token_ids: tuple[int, ...]) -> Chain:
+        """Make a full block of computed, committed tokens findable; return the chain that ends with it.
+
+        Content published before stays where it is: the chain is then that of the earlier block.
+        """
+        key = (parent, token_ids)
+        holder = self._index.get(key)
+        if holder is not None:
+            return self._published[holder][1]
+        node = next(self._nodes)
+        self._index[key] = block
+        self._published[block] = (key, node)
+        return node
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Withdraw blocks whose content cannot be trusted, whoever owns them."""
+        for block in block_ids:
+            if block in self._published:
+                self._unpublish(block)
+                if block in self._idle:
+                    del self._idle[block]
+                    self._empty.append(block)
+
+    def _unpublish(self, block: int) -> None:
+        key, _ = self._published.pop(block)
+        del self._index[key]
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Check the books against the block tables of all sequences.
+
+        Raises:
+            RuntimeError: says which block is booked wrongly.
+        """
+        owned = Counter(block for table in tables for block in table)
+        for block in range(self.num_blocks):
+            if self._owners[block] != owned[block]:
+                raise RuntimeError(f"block {block} has {self._owners[block]} owners booked, {owned[block]} in tables")
+            if owned[block] > 1 and block not in self._shared:
+                raise RuntimeError(f"block {block} has {owned[block]} owners and was never shared")
+        free = [*self._empty, *self._idle]
+        if len(set(free)) != len(free) or len(free) + len(owned) != self.num_blocks or set(free) & set(owned):
+            raise RuntimeError(f"{len(free)} free and {len(owned)} used blocks are not {self.num_blocks}")
+        if {b: k for k, b in self._index.items()} != {b: entry[0] for b, entry in self._published.items()}:
+            raise RuntimeError("the prefix index and the published blocks differ")

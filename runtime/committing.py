@@ -1,0 +1,70 @@
+"""What verdicts do to sequences: the only place where tokens grow."""
+
+from collections.abc import Sequence as Seq
+
+from protos.config import CacheConfig
+from protos.messages import Row, TokenOutput, Verdict
+from runtime.roster import Roster
+from runtime.sequence import Sequence
+from runtime.stats import EngineCounters
+
+
+class Committer:
+    """Applies verdicts row by row, ends what is finished, and publishes full blocks to the prefix cache."""
+
+    def __init__(self, roster: Roster, counters: EngineCounters, cache: CacheConfig) -> None:
+        self._roster = roster
+        self._blocks = roster.blocks
+        self._counters = counters
+        self._prefix_caching = cache.enable_prefix_caching
+
+    def commit(self, sequence: Sequence, row: Row, verdict: Verdict | None) -> TokenOutput | None:
+        """Apply one row's verdict; None is fine for rows that neither sample nor owe log-probabilities."""
+        if verdict is None and row.samples:
+            verdict = Verdict(row.slot, failed="the workers returned no verdict for this row")
+        if verdict is not None and verdict.failed is not None:
+            self._blocks.forget(sequence.block_ids)
+            return self._roster.end(sequence, "error", verdict.failed)
+        if verdict is None or not row.samples:
+            return self._commit_chunk(sequence, row, verdict)
+        return self._commit_tokens(sequence, row, verdict)
+
+    def _commit_chunk(self, sequence: Sequence, row: Row, verdict: Verdict | None) -> TokenOutput | None:
+        sequence.num_computed = row.start + row.length
+        self._publish(sequence)
+        entries = verdict.prompt_logprobs if verdict else None
+        fresh = sequence.take_prompt_logprobs(row.start, entries) if entries else None
+        return sequence.report(prompt_logprobs=fresh) if fresh else None
+
+    def _commit_tokens(self, sequence: Sequence, row: Row, verdict: Verdict) -> TokenOutput:
+        kept = sequence.absorb(verdict)
+        self._counters.generated_tokens += kept
+        if verdict.proposed:
+            self._count_guesses(sequence, verdict, kept)
+        self._publish(sequence)
+        if sequence.finish_reason is not None:
+            self._roster.depart(sequence)
+        entries = verdict.prompt_logprobs
+        return sequence.report(
+            verdict.token_ids[:kept],
+            verdict.logprobs[:kept] if verdict.logprobs is not None else None,
+            sequence.take_prompt_logprobs(row.start, entries) or None if entries else None,
+        )
+
+    def _count_guesses(self, sequence: Sequence, verdict: Verdict, kept: int) -> None:
+        """Count a round's guesses; those behind the end of the sequence are nobody's."""
+        proposed = verdict.proposed if sequence.finish_reason is None else min(verdict.proposed, kept)
+        accepted = min(verdict.accepted, kept)
+        sequence.speculation.add(proposed, accepted)
+        self._counters.speculation.add(proposed, accepted)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Tell the prefix cache of the blocks that became full of computed, committed tokens."""
+        size = self._blocks.block_size
+        num_full = sequence.num_computed // size
+        if not self._prefix_caching or num_full == sequence.num_published:
+            return
+        for index in range(sequence.num_published, num_full):
+            content: Seq[int] = sequence.token_ids[index * size : (index + 1) * size]
+            sequence.chain = self._blocks.publish(sequence.block_ids[index], sequence.chain, tuple(content))
+        sequence.num_published = num_full

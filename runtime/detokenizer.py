@@ -1,0 +1,213 @@
+"""Incremental text of one sequence: whole characters only, stop strings found at the token that completes them."""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer, decoders
+
+from protos.messages import Request
+
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 5
+MAX_HELD_TOKENS = 16
+
+
+class PieceDecoder(Protocol):
+    """Turns tokens into whole characters, one token at a time."""
+
+    def push(self, token_id: int) -> str:
+        """Return the characters completed by this token, possibly none."""
+        ...
+
+    def flush(self) -> str:
+        """Return what never became a whole character, as U+FFFD."""
+        ...
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte each character of a byte-level vocabulary stands for."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of every token of a byte-level vocabulary, filled in as they are met."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(hidden_ids, b""))
+        self._tokenizer = tokenizer
+        self._byte_of = _byte_of_char()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token: str = self._tokenizer.id_to_token(token_id) or ""
+        if all(char in self._byte_of for char in token):
+            spelt = bytes(self._byte_of[char] for char in token)
+        else:
+            spelt = token.encode()
+        self[token_id] = spelt
+        return spelt
+
+
+class _BytePieces:
+    """Byte-level vocabularies: bytes go straight through an incremental UTF-8 decoder."""
+
+    __slots__ = ("_bytes", "_utf8")
+
+    def __init__(self, token_bytes: _TokenBytes) -> None:
+        self._bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._bytes[token_id])
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class _WindowPieces:
+    """Every other vocabulary: decode a short window, whose first part gives the context, and show what it added."""
+
+    __slots__ = ("_decode", "_num_context", "_shown", "_window")
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
+        self._decode = decode
+        self._advance_to(list(context))
+
+    def _advance_to(self, context: list[int]) -> None:
+        self._window = context
+        self._num_context = len(context)
+        self._shown = len(self._decode(context))
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        num_held = len(self._window) - self._num_context
+        text = self._decode(self._window)
+        if len(text) <= self._shown or (text.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
+            return ""
+        piece = text[self._shown :]
+        self._advance_to(self._window[self._num_context :])
+        return piece
+
+    def flush(self) -> str:
+        return self._decode(self._window)[self._shown :]
+
+
+class Detokenizer:
+    """The text of one sequence. Owned by its `Sequence`; fed by `commit` alone.
+
+    Args:
+        pieces: decodes tokens to whole characters.
+        stop: stop strings, none of them empty.
+        min_tokens: a stop string completed within this many tokens does not count.
+        include_stop: whether the stop string stays in the text.
+    """
+
+    __slots__ = ("_first", "_held", "_include_stop", "_longest", "_min_tokens", "_pieces", "_ready", "_stop")
+
+    def __init__(
+        self, pieces: PieceDecoder, stop: tuple[str, ...] = (), min_tokens: int = 0, include_stop: bool = False
+    ) -> None:
+        self._pieces = pieces
+        self._stop = stop
+        self._first = {text[0] for text in stop}
+        self._longest = max(map(len, stop), default=0)
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self._ready = ""
+        self._held = ""
+
+    def push(self, token_id: int) -> str | None:
+        """Take one token; return the stop string it completed, after which nothing more may be pushed."""
+        piece = self._pieces.push(token_id)
+        if not self._stop:
+            self._ready += piece
+            return None
+        self._min_tokens -= 1
+        text = self._held + piece
+        stop = self._find_stop(text, len(self._held)) if self._min_tokens < 0 and piece else None
+        if stop is None:
+            self._hold_back(text)
+        return stop
+
+    def _find_stop(self, text: str, num_old: int) -> str | None:
+        """Look for the earliest stop string of *text* that ends in its new part, and cut there."""
+        found = [(text.find(stop, max(0, num_old - len(stop) + 1)), n) for n, stop in enumerate(self._stop)]
+        start, which = min((hit for hit in found if hit[0] >= 0), default=(-1, -1))
+        if start < 0:
+            return None
+        stop = self._stop[which]
+        self._ready += text[: start + len(stop) * self._include_stop]
+        self._held = ""
+        self._pieces = _NoPieces()
+        return stop
+
+    def _hold_back(self, text: str) -> None:
+        """Release *text* up to where a stop string could have begun."""
+        safe = len(text)
+        for start in range(max(0, safe - self._longest + 1), safe):
+            if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stop):
+                safe = start
+                break
+        self._ready += text[:safe]
+        self._held = text[safe:]
+
+    def take(self) -> str:
+        """Return the text that may be shown and has not been."""
+        text, self._ready = self._ready, ""
+        return text
+
+    def finish(self) -> str:
+        """Return the rest of the text; incomplete characters come as U+FFFD."""
+        text = self._ready + self._held + self._pieces.flush()
+        self._ready = self._held = ""
+        return text
+
+
+class _NoPieces:
+    """What stands behind a stop string."""
+
+    def push(self, token_id: int) -> str:
+        raise RuntimeError(f"token {token_id} was pushed behind a stop string")
+
+    def flush(self) -> str:
+        return ""
+
+
+class DetokenizerFactory:
+    """Makes a request's `Detokenizer`; holds what all requests share of the vocabulary.
+
+    Args:
+        tokenizer: `PreTrainedTokenizerFast.backend_tokenizer`, or None where none was loaded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._byte_level = tokenizer is not None and isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._token_bytes: dict[bool, _TokenBytes] = {}
+
+    def __call__(self, request: Request) -> Detokenizer | None:
+        """Return a detokenizer, or None where no text is wanted or can be made."""
+        params = request.params
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        pieces = self._pieces(params.skip_special_tokens, request.prompt_token_ids)
+        return Detokenizer(pieces, params.stop, params.min_tokens, params.include_stop_str_in_output)
+
+    def _pieces(self, skip_special: bool, prompt: Sequence[int]) -> PieceDecoder:
+        if self._byte_level:
+            return _BytePieces(self._bytes_of(skip_special))
+        tokenizer: Any = self._tokenizer
+        return _WindowPieces(
+            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special)), prompt[-CONTEXT_TOKENS:]
+        )
+
+    def _bytes_of(self, skip_special: bool) -> _TokenBytes:
+        known = self._token_bytes.get(skip_special)
+        if known is None:
+            tokenizer: Any = self._tokenizer
+            added = tokenizer.get_added_tokens_decoder()
+            hidden = frozenset(i for i, token in added.items() if token.special and skip_special)
+            known = self._token_bytes[skip_special] = _TokenBytes(tokenizer, hidden)
+        return known

@@ -1,0 +1,69 @@
+"""Engine-wide counters, and the frozen picture of them that metrics and `LLM` read."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from runtime.sequence import SpeculationCounts
+
+
+class EngineStats(msgspec.Struct, frozen=True, gc=False):
+    """The engine at one moment. Counters count from its start; token counts are of committed tokens.
+
+    Attributes:
+        steps: rounds committed.
+        drafting_rounds: row-rounds in which something was proposed.
+        proposed, accepted, accepted_per_pos: draft tokens; index j is the j-th of a round.
+        prefix_queries, prefix_hits: tokens looked up in and found in the prefix cache.
+        num_running, num_waiting: requests now.
+        kv_usage: share of KV blocks owned now, 0 to 1.
+    """
+
+    steps: int = 0
+    drafting_rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_per_pos: tuple[int, ...] = ()
+    draft_failures: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What the `Scheduler` counts as it goes."""
+
+    steps: int = 0
+    draft_failures: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    def snapshot(self, num_running: int, num_waiting: int, kv_usage: float) -> EngineStats:
+        """Return the counts with the gauges given."""
+        guesses = self.speculation
+        return EngineStats(
+            steps=self.steps,
+            drafting_rounds=guesses.steps,
+            proposed=guesses.proposed,
+            accepted=guesses.accepted,
+            accepted_per_pos=tuple(guesses.accepted_per_pos),
+            draft_failures=self.draft_failures,
+            preemptions=self.preemptions,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            prefix_queries=self.prefix_queries,
+            prefix_hits=self.prefix_hits,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            kv_usage=kv_usage,
+        )
