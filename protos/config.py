@@ -6,16 +6,20 @@
 from dataclasses import field
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(extra="forbid")
+from protos.validation import config_error, typed
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+MAX_SPECULATIVE_TOKENS = 64
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Placement = Literal["dedicated", "colocated"]
 AcceptanceRule = Literal["coupled"]
 
 
+@typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """Which weights, and how they are loaded. `model` is a Hub id or a folder."""
@@ -33,6 +37,7 @@ class ModelConfig:
     num_threads: int | None = Field(default=None, gt=0)
 
 
+@typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class CacheConfig:
     """The paged KV cache. `num_blocks` wins over `memory_bytes`, which wins over `memory_utilization`."""
@@ -44,21 +49,23 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
 
+@typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class SchedulerConfig:
     """Who runs in a step. `max_num_batched_tokens` counts known and draft tokens of all rows."""
 
-    max_num_seqs: int = Field(default=64, gt=0)
-    max_num_batched_tokens: int = Field(default=2048, gt=0)
+    max_num_seqs: int = Field(default=64, gt=0, le=8192)
+    max_num_batched_tokens: int = Field(default=2048, gt=0, le=2**22)
     enable_chunked_prefill: bool = True
 
 
+@typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class SpeculativeConfig:
     """How guesses are made and judged. `method` names a registered proposer, several for a cascade."""
 
     method: str | tuple[str, ...]
-    num_speculative_tokens: int = Field(gt=0, le=64)
+    num_speculative_tokens: int = Field(gt=0, le=MAX_SPECULATIVE_TOKENS)
     model: str | None = None
     revision: str | None = None
     dtype: Dtype = "auto"
@@ -72,7 +79,15 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     rejection_sample_method: AcceptanceRule = "coupled"
 
+    @model_validator(mode="after")
+    def _lookup_range(self) -> "SpeculativeConfig":
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low > high:
+            raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max ({high}), got {low}")
+        return self
 
+
+@typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
     """How many devices, and who places them."""
@@ -81,15 +96,16 @@ class ParallelConfig:
     executor: Literal["uni", "ray"] = "uni"
 
 
+@typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class EngineConfig:
-    """Everything an engine is built from."""
+    """Everything an engine is built from. `seed` makes the seeds of requests without one repeatable."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     speculative: SpeculativeConfig | None = None
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0, le=2**64 - 1)
     served_model_name: tuple[str, ...] = ()
     disable_log_stats: bool = False

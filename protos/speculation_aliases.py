@@ -1,0 +1,116 @@
+"""Arguments outside `speculative_config` that speak of speculation: vLLM's removed ones, and other engines'.
+
+Each becomes one or two keys of `speculative_config`, with one warning that says so.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from protos.errors import ConfigError
+from protos.validation import shown, warn_once
+
+Keys = dict[str, Any]
+
+# vLLM's own short forms of today: nothing to warn of.
+SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+RENAMED = {
+    # vLLM until 0.8
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "spec_draft_tp": "draft_tensor_parallel_size",
+    "speculative_max_model_len": "max_model_len",
+    "speculative_model_quantization": "quantization",
+    "speculative_disable_by_batch_size": "disable_by_batch_size",
+    "speculative_disable_mqa_scorer": "disable_mqa_scorer",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+    "spec_decoding_acceptance_method": "acceptance_method",
+    "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
+    "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
+    "disable_logprobs_during_spec_decoding": "disable_logprobs",
+    # SGLang and LMDeploy; a chain's number of steps is its number of drafted tokens
+    "speculative_algorithm": "method",
+    "speculative_draft_model_path": "model",
+    "speculative_draft_model": "model",
+    "speculative_draft_model_revision": "revision",
+    "speculative_draft_model_quantization": "quantization",
+    "speculative_draft_kv_cache_dtype": "kv_cache_dtype",
+    "speculative_draft_attention_backend": "attention_backend",
+    "speculative_num_steps": "num_speculative_tokens",
+    "speculative_num_draft_tokens": "num_speculative_tokens",
+    "speculative_token_map": "token_map",
+    # llama.cpp
+    "model_draft": "model",
+    "spec_draft_n_max": "num_speculative_tokens",
+    "draft_max": "num_speculative_tokens",
+    # transformers
+    "assistant_model": "model",
+    "num_assistant_tokens": "num_speculative_tokens",
+}
+FLAGS = frozenset({"speculative_disable_mqa_scorer", "disable_logprobs_during_spec_decoding",
+                   "speculative_use_rejection_sampling", "speculative_use_block_verification"})  # fmt: skip
+
+
+def _one_branch(value: object) -> Keys:
+    if str(value) != "1":
+        raise ConfigError(f"speculative_eagle_topk must be 1, got {shown(value)}: drafts are chains")
+    return {}
+
+
+def _lossless(value: object) -> Keys:
+    if str(value) not in ("1", "1.0"):
+        raise ConfigError(f"an acceptance threshold below 1.0 is lossy: it changes the answer, got {shown(value)}")
+    return {}
+
+
+def _lookup(value: object) -> Keys:
+    return {"method": "ngram", "num_speculative_tokens": value}
+
+
+def _rule(name: str) -> Callable[[object], Keys]:
+    return lambda value: {"rejection_sample_method": name} if str(value).lower() in ("true", "1") else {}
+
+
+TRANSLATED: dict[str, Callable[[object], Keys]] = {
+    "speculative_eagle_topk": _one_branch,
+    "speculative_accept_threshold_single": _lossless,
+    "speculative_accept_threshold_acc": _lossless,
+    "speculative_use_rejection_sampling": _rule("standard"),
+    "speculative_use_block_verification": _rule("block"),
+    "prompt_lookup_num_tokens": _lookup,
+    "speculate": _lookup,
+}
+NAMES = frozenset(SHORTCUTS) | frozenset(RENAMED) | frozenset(TRANSLATED)
+
+
+def collect(arguments: Mapping[str, Any]) -> Keys:
+    """Return the `speculative_config` keys that *arguments* (underscored names) ask for outside of it.
+
+    Raises:
+        ConfigError: two of them say different things, or one would be lossy.
+    """
+    keys: Keys = {}
+    for name in sorted(NAMES & arguments.keys(), key=_rank):
+        if arguments[name] is None:
+            continue
+        for key, value in _translate(name, arguments[name]).items():
+            if keys.setdefault(key, value) != value and name != "speculative_num_draft_tokens":
+                raise ConfigError(f"{name} asks for {key} {shown(value)}, another argument for {shown(keys[key])}")
+    return keys
+
+
+def _rank(name: str) -> tuple[bool, str]:
+    """SGLang counts the root among its draft tokens, so that number counts only where the steps are not told."""
+    return name == "speculative_num_draft_tokens", name
+
+
+def _translate(name: str, value: object) -> Keys:
+    if name in SHORTCUTS:
+        return {SHORTCUTS[name]: value}
+    if name in TRANSLATED:
+        keys = TRANSLATED[name](value)
+        warn_once(f"{name} is not an argument of Slipstream; it was read as speculative_config={shown(keys)}")
+        return keys
+    warn_once(f"{name} is deprecated; write speculative_config={{{RENAMED[name]!r}: ...}}")
+    return {RENAMED[name]: value}
