@@ -1,0 +1,113 @@
+"""Time several ways to do the same work so that noise hits all alike, and say how sure the answer is."""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+RESAMPLES = 4000
+Floats = npt.NDArray[np.float64]
+Block = TypeVar("Block")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times one side is faster (or slower) than another, with a bootstrap 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds `[B]` of each side in each block, and the tokens `[B]` that every side made there."""
+
+    tokens_B: Floats
+    seconds: Mapping[str, Floats]
+
+    def tokens_per_second(self, side: str) -> float:
+        """Return the median over blocks."""
+        return float(np.median(self.tokens_B / self.seconds[side]))
+
+    def speedup(self, side: str, over: str) -> Ratio:
+        """Return how many times faster *side* did all blocks together than *over*."""
+        return _bootstrap(lambda picked: self.seconds[over][picked].sum() / self.seconds[side][picked].sum(),
+                          len(self.tokens_B))
+
+    def slowdown(self, side: str, over: str) -> Ratio:
+        """Return the median over blocks of the time of *side* by the time of *over* in the same block."""
+        ratio_B = self.seconds[side] / self.seconds[over]
+        return _bootstrap(lambda picked: np.median(ratio_B[picked]), len(ratio_B))
+
+
+def _bootstrap(statistic: Callable[[npt.NDArray[np.int64]], Any], blocks: int) -> Ratio:
+    """Return *statistic* of all blocks, and the interval that resampling them with replacement gives."""
+    rng = np.random.default_rng(0)
+    drawn = [float(statistic(rng.integers(blocks, size=blocks))) for _ in range(RESAMPLES)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return Ratio(float(statistic(np.arange(blocks))), float(low), float(high))
+
+
+def alternate(sides: Mapping[str, Callable[[Block], int]], blocks: Sequence[Block]) -> Timings:
+    """Run every side on every block, another side first each time; a side returns the tokens it made.
+
+    Raises:
+        ValueError: two sides made different numbers of tokens, so that their times say nothing.
+    """
+    names = list(sides)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    tokens: list[int] = []
+    for index, block in enumerate(blocks):
+        made = {}
+        for name in names[index % len(names):] + names[: index % len(names)]:
+            began = time.perf_counter()
+            made[name] = sides[name](block)
+            seconds[name].append(time.perf_counter() - began)
+        if len(set(made.values())) != 1:
+            raise ValueError(f"block {index}: the sides made different numbers of tokens: {made}")
+        tokens.append(made[names[0]])
+    return Timings(np.array(tokens, float), {name: np.array(values) for name, values in seconds.items()})
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Return what a reader needs to compare figures from two machines."""
+    packages = {name: version(name) for name in ("torch", "transformers", "numpy")}
+    return {"cpu": _cpu_name(), "threads": threads, "python": platform.python_version(), **packages}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    """Return the parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of the target (default: the demo's)")
+    parser.add_argument("--draft", type=Path, help="folder of the draft (default: the demo's)")
+    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--limit", type=int, help="use only the first so many prompts")
+    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
+    return parser
+
+
+def write(path: Path | None, report: Mapping[str, Any]) -> None:
+    """Write *report* as JSON to *path*, or nowhere."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {path}")
