@@ -8,6 +8,7 @@ from protos.interfaces import Executor
 from protos.messages import RoundPlan, TokenOutput, Verdict
 from runtime.policy import Policy
 from runtime.scheduler import Command, Scheduler
+from runtime.stats import EngineStats
 
 
 class Inbox(Protocol):
@@ -64,6 +65,10 @@ class Controller:
             return ended or self.inbox.wait()
         verdicts = self._run(plan, ended)
         return ended + self.scheduler.commit(plan, verdicts)
+
+    def stats(self) -> EngineStats:
+        """Return a picture of the engine's counters and gauges."""
+        return self.scheduler.stats()
 
     def _run(self, plan: RoundPlan, ended: list[TokenOutput]) -> list[Verdict]:
         try:

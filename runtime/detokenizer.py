@@ -133,11 +133,13 @@ class Detokenizer:
 
     def _find_stop(self, text: str, num_old: int) -> str | None:
         """Look for the earliest stop string of *text* that ends in its new part, and cut there."""
-        found = [(text.find(stop, max(0, num_old - len(stop) + 1)), n) for n, stop in enumerate(self._stop)]
-        start, which = min((hit for hit in found if hit[0] >= 0), default=(-1, -1))
-        if start < 0:
+        start, stop = len(text), ""
+        for wanted in self._stop:
+            found = text.find(wanted, max(0, num_old - len(wanted) + 1), start + len(wanted) - 1)
+            if found >= 0:
+                start, stop = found, wanted
+        if not stop:
             return None
-        stop = self._stop[which]
         self._ready += text[: start + len(stop) * self._include_stop]
         self._held = ""
         self._pieces = _NoPieces()
@@ -145,6 +147,10 @@ class Detokenizer:
 
     def _hold_back(self, text: str) -> None:
         """Release *text* up to where a stop string could have begun."""
+        if self._first.isdisjoint(text):
+            self._ready += text
+            self._held = ""
+            return
         safe = len(text)
         for start in range(max(0, safe - self._longest + 1), safe):
             if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stop):
