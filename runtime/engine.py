@@ -1,0 +1,260 @@
+"""The async engine: what every front end (HTTP, gRPC, Python) asks for answers.
+
+It tokenises, hands requests to a controller over a `Channel`, and gives each caller its own stream.
+Cancelling or closing a stream aborts what is left of it; the blocks are free within one step.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from protos import errors
+from protos.errors import EngineDeadError, InvalidRequestError, SlipstreamError
+from protos.messages import Request, TokenOutput, WorkerInfo
+from protos.sampling import SamplingParams
+from runtime.channel import Channel, Failed, Mail, Outputs, Ready, Report
+from runtime.metrics import Metrics
+from runtime.stats import EngineStats
+
+log = logging.getLogger("slipstream")
+
+LONG_PROMPT = 20_000
+"""Prompts of more characters are tokenised in a thread, so that other requests are not held up."""
+
+Prompt = Any
+"""Whatever `Preprocessor.requests` takes: text, token ids, or a dict of either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of the request at `index` of those that were streamed together."""
+
+    index: int
+    output: TokenOutput
+
+
+class RequestMaker(Protocol):
+    """What the engine needs of `runtime.inputs.Preprocessor`."""
+
+    def requests(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
+        """Validate and tokenise; one request for each of `params.n` samples. Raises `InvalidRequestError`."""
+        ...
+
+    def chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Any:  # noqa: ANN401
+        """Render a conversation by the chat template; return a prompt. Raises `InvalidRequestError`."""
+        ...
+
+
+class EngineClient(Protocol):
+    """How front ends speak to an engine, wherever it runs."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be answered."""
+        ...
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What the loaded engine said of itself."""
+        ...
+
+    async def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
+        """Validate and tokenise, without scheduling anything. Raises `InvalidRequestError`."""
+        ...
+
+    async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:  # noqa: ANN401
+        """Make a conversation a prompt. Raises `InvalidRequestError`."""
+        ...
+
+    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
+        """Schedule prepared requests and yield what each gains, until all have finished."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the newest snapshot of the controller."""
+        ...
+
+
+class AsyncEngine:
+    """An `EngineClient` over a channel. Belongs to the event loop it was started on.
+
+    Args:
+        channel: leads to the controller; owned by this engine.
+        make_preprocessor: called once the engine is loaded, with what it said of itself.
+        metrics: told of every request and output.
+    """
+
+    def __init__(
+        self, channel: Channel, make_preprocessor: Callable[[WorkerInfo], RequestMaker], metrics: Metrics | None = None
+    ) -> None:
+        self.metrics = metrics
+        self._channel = channel
+        self._make_preprocessor = make_preprocessor
+        self._preprocessor: RequestMaker | None = None
+        self._info: WorkerInfo | None = None
+        self._ready: asyncio.Future[WorkerInfo] | None = None
+        self._failure: SlipstreamError | None = None
+        self._stats = EngineStats()
+        self._inboxes: dict[str, asyncio.Queue[TokenOutput | None]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> WorkerInfo:
+        """Start the controller and wait until it serves.
+
+        Raises:
+            ConfigError, ModelError: as the controller found.
+            EngineDeadError: it ended for another reason.
+        """
+        self._ready = asyncio.get_running_loop().create_future()
+        await self._channel.start(self._deliver)
+        self._info = await self._ready
+        self._preprocessor = self._make_preprocessor(self._info)
+        return self._info
+
+    @property
+    def is_alive(self) -> bool:
+        """See `EngineClient`."""
+        return self._info is not None and self._failure is None
+
+    @property
+    def info(self) -> WorkerInfo:
+        """See `EngineClient`."""
+        if self._info is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._info
+
+    @property
+    def preprocessor(self) -> RequestMaker:
+        """What makes requests. Raises `EngineDeadError` before the start and after the end."""
+        self._check_alive()
+        if self._preprocessor is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._preprocessor
+
+    def stats(self) -> EngineStats:
+        """See `EngineClient`."""
+        return self._stats
+
+    async def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
+        """See `EngineClient`."""
+        make = self.preprocessor.requests
+        if isinstance(prompt, str) and len(prompt) > LONG_PROMPT:
+            return await asyncio.to_thread(make, prompt, params, request_id)
+        return make(prompt, params, request_id)
+
+    async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:  # noqa: ANN401
+        """See `EngineClient`."""
+        return await asyncio.to_thread(self.preprocessor.chat, messages, params, **options)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[Delta, None]:
+        """Prepare and stream one prompt; `Delta.index` counts the samples of `params.n`."""
+        stream = self.stream(await self.prepare(prompt, params, request_id))
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            await stream.aclose()
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
+        """See `EngineClient`. Raises `EngineDeadError` if the controller ends first."""
+        inbox = self._enter(requests)
+        places = {request.request_id: index for index, request in enumerate(requests)}
+        try:
+            while places:
+                output = await inbox.get()
+                if output is None:
+                    raise self._death()
+                yield Delta(places[output.request_id], output)
+                if output.finish_reason is not None:
+                    del places[output.request_id]
+        finally:
+            self._leave([name for name in places if name in self._inboxes])
+
+    def _enter(self, requests: Sequence[Request]) -> "asyncio.Queue[TokenOutput | None]":
+        self._check_alive()
+        names = [request.request_id for request in requests]
+        for name in names:
+            if name in self._inboxes:
+                raise InvalidRequestError(f"request_id {name!r} is already being answered", "request_id")
+        inbox: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
+        self._inboxes.update(dict.fromkeys(names, inbox))
+        self._idle.clear()
+        for request in requests:
+            if self.metrics:
+                self.metrics.submitted(request)
+        self._channel.send(Mail(requests=tuple(requests)))
+        return inbox
+
+    def _leave(self, names: Sequence[str]) -> None:
+        """Abort requests nobody listens to any more."""
+        for name in names:
+            self._forget(name)
+            if self.metrics:
+                self.metrics.aborted(name)
+        if names and self._failure is None:
+            self._channel.send(Mail(aborts=tuple(names)))
+
+    def _forget(self, name: str) -> None:
+        del self._inboxes[name]
+        if not self._inboxes:
+            self._idle.set()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._death()
+
+    def _death(self) -> EngineDeadError:
+        return EngineDeadError(str(self._failure))
+
+    def _deliver(self, report: Report) -> None:
+        """Take a report from the channel; runs on the event loop."""
+        if isinstance(report, Outputs):
+            self._take_outputs(report)
+        elif isinstance(report, Ready):
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_result(report.info)
+        elif self._failure is None:
+            self._fail(report)
+
+    def _take_outputs(self, report: Outputs) -> None:
+        if report.stats is not None:
+            self._stats = report.stats
+        for output in report.outputs:
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is None:
+                continue  # aborted meanwhile
+            if self.metrics:
+                self.metrics.received(output)
+            inbox.put_nowait(output)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+
+    def _fail(self, report: Failed) -> None:
+        kind = getattr(errors, report.kind, EngineDeadError)
+        self._failure = kind(report.reason)
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(self._failure or EngineDeadError(report.reason))
+            return
+        log.error("the engine is gone: %s; %d request(s) cannot be answered", report.reason, len(self._inboxes))
+        for inbox in {id(inbox): inbox for inbox in self._inboxes.values()}.values():
+            inbox.put_nowait(None)
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait up to *grace_s* seconds until nothing is in flight."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            log.warning("%d request(s) were given up after %g s", len(self._inboxes), grace_s)
+
+    async def close(self) -> None:
+        """Stop the controller. What is in flight gets `EngineDeadError`."""
+        if self._failure is None:
+            self._failure = EngineDeadError("the engine was shut down")
+        for inbox in {id(inbox): inbox for inbox in self._inboxes.values()}.values():
+            inbox.put_nowait(None)
+        await self._channel.close()

@@ -1,0 +1,106 @@
+"""`POST /v1/completions`."""
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from protos.messages import Request, TokenOutput
+from runtime.engine import EngineClient
+from runtime.http.render import LogprobsWriter, TokenTexts, prompt_logprobs
+from runtime.http.responding import Choice, Envelope, Job, marked
+from runtime.http.responses import Completion, CompletionChoice, CompletionLogprobs, RequestMetrics, Usage
+from runtime.http.schemas import CompletionRequest
+
+
+@dataclass(frozen=True)
+class CompletionEnvelope(Envelope):
+    """The fields that a completion and all its chunks have in common."""
+
+    id: str
+    created: int
+    model: str
+
+    def wrap(
+        self,
+        choices: list[Any],
+        usage: Usage | UnsetType | None = UNSET,
+        metrics: RequestMetrics | UnsetType = UNSET,
+    ) -> msgspec.Struct:
+        """See `Envelope`."""
+        return Completion(self.id, self.created, self.model, choices, usage=usage, metrics=metrics)
+
+
+class CompletionWriter(Choice):
+    """One choice of a completion.
+
+    Args:
+        index: its number among the choices.
+        request: what is being answered.
+        body: what the client asked for.
+        texts: the texts of tokens.
+        echoed: the prompt's text where it is to be echoed, else nothing.
+    """
+
+    def __init__(
+        self, index: int, request: Request, body: CompletionRequest, texts: TokenTexts, echoed: str
+    ) -> None:
+        super().__init__(index)
+        self._request = request
+        self._body = body
+        self._texts = texts
+        self._echo: str | None = echoed if body.echo else None
+        self._logprobs = None if body.logprobs is None else LogprobsWriter(texts, body.logprobs)
+
+    def add(self, output: TokenOutput) -> None:
+        """Take what a step added; of a request that only scores its prompt, no token."""
+        if self._body.only_scores:
+            output = msgspec.structs.replace(output, token_ids=(), text="", logprobs=None, stop_reason=None)
+            if output.finish_reason is not None:
+                output = msgspec.structs.replace(output, finish_reason="length")
+        super().add(output)
+
+    def written(self) -> CompletionChoice:
+        """See `Choice`."""
+        logprobs = self._written_logprobs()
+        text = (self._echo or "") + self.text
+        self._echo = None
+        shown = UNSET if self._body.prompt_logprobs is None else prompt_logprobs(self.prompt_logprobs, self._texts)
+        return CompletionChoice(self.index, text, logprobs, self.finish_reason, self.stop_reason, shown)
+
+    def _written_logprobs(self) -> CompletionLogprobs | None:
+        if self._logprobs is None:
+            return None
+        if self._echo is None:
+            return self._logprobs.completion(self.logprobs)
+        return self._logprobs.completion([*self.prompt_logprobs, *self.logprobs], self._request.prompt_token_ids[0])
+
+
+async def completion_job(engine: EngineClient, body: CompletionRequest, model: str, texts: TokenTexts) -> Job:
+    """Validate everything *body* asks for; nothing is scheduled yet.
+
+    Raises:
+        InvalidRequestError: names the field, the value and the limit.
+    """
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    prompts, params = body.prompts(), body.completion_sampling()
+    groups: list[list[Request]] = []
+    choices: list[Choice] = []
+    for index, prompt in enumerate(prompts):
+        name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+        groups.append(marked(await engine.prepare(prompt, params, name), body))
+        echoed = _echoed(prompt, groups[-1][0], texts) if body.echo else ""
+        choices += [CompletionWriter(len(choices) + j, each, body, texts, echoed) for j, each in enumerate(groups[-1])]
+        await asyncio.sleep(0)  # a large batch must not hold up everyone's tokens
+    return Job(groups, choices, CompletionEnvelope(request_id, int(time.time()), model), body.wants_usage)
+
+
+def _echoed(prompt: str | list[int], request: Request, texts: TokenTexts) -> str:
+    """The prompt as it was given, or the text of its tokens where only they are known."""
+    if isinstance(prompt, str) and request.params.truncate_prompt_tokens is None:
+        return prompt
+    return texts.decode(request.prompt_token_ids, request.params)

@@ -1,0 +1,143 @@
+"""From token outputs to the fields of a response: token texts, log-probabilities, usage, statistics."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+from protos.messages import Request, SpeculationStats, TokenLogprobs
+from protos.sampling import SamplingParams
+from runtime.http.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptDetails,
+    PromptLogprob,
+    PromptLogprobs,
+    RequestMetrics,
+    SpeculativeDecoding,
+    TopLogprob,
+    Usage,
+)
+
+LOWEST = -9999.0
+"""What stands for minus infinity, which JSON cannot say."""
+
+
+REPLACEMENT = "\ufffd"
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool = False) -> str:
+        """Return the text of *ids*."""
+        ...
+
+
+class TokenTexts(dict[int, str]):
+    """The text of every token met so far, special tokens as they are spelt."""
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def decode(self, token_ids: Sequence[int], params: SamplingParams) -> str:
+        """Return the text of *token_ids*, with special tokens or without as *params* say."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
+
+
+def finite(logprob: float) -> float:
+    """Return *logprob* as JSON can hold it."""
+    return logprob if math.isfinite(logprob) else LOWEST
+
+
+class LogprobsWriter:
+    """Writes the log-probabilities of one choice, chunk after chunk; knows how far its text has come."""
+
+    def __init__(self, texts: TokenTexts, num_top: int) -> None:
+        self._texts = texts
+        self._num_top = num_top
+        self._offset = 0
+
+    def completion(
+        self, entries: Sequence[TokenLogprobs], first_id: int | None = None
+    ) -> CompletionLogprobs:
+        """Return *entries*, behind a token *first_id* that nothing precedes."""
+        head = [] if first_id is None else [self._texts[first_id]]
+        tokens = head + [self._texts[entry.token_ids[0]] for entry in entries]
+        offsets = list(accumulate(map(len, tokens), initial=self._offset))
+        self._offset = offsets.pop()
+        return CompletionLogprobs(
+            tokens,
+            [None] * len(head) + [finite(entry.logprobs[0]) for entry in entries],
+            [None] * len(head) + [self._top(entry) for entry in entries],
+            offsets,
+        )
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The best `num_top` tokens and the chosen one; of tokens spelt alike, the likelier."""
+        last = 1 + self._num_top
+        best: dict[str, float] = {}
+        pairs = [*zip(entry.token_ids[1:last], entry.logprobs[1:last], strict=True)]
+        for token_id, logprob in [*pairs, (entry.token_ids[0], entry.logprobs[0])]:
+            best.setdefault(self._texts[token_id], finite(logprob))
+        return best
+
+
+def chat_logprobs(entries: Sequence[TokenLogprobs], texts: TokenTexts, num_top: int) -> ChatLogprobs:
+    """Return chat's form: each token with its *num_top* best candidates."""
+    return ChatLogprobs([_chat_token(entry, texts, num_top) for entry in entries])
+
+
+def _chat_token(entry: TokenLogprobs, texts: TokenTexts, num_top: int) -> ChatTokenLogprob:
+    spelt = [texts[token_id] for token_id in entry.token_ids[: 1 + num_top]]
+    tops = [TopLogprob(text, finite(value), _bytes(text)) for text, value in zip(spelt, entry.logprobs, strict=False)]
+    return ChatTokenLogprob(spelt[0], finite(entry.logprobs[0]), _bytes(spelt[0]), tops[1:])
+
+
+def _bytes(text: str) -> list[int] | None:
+    """UTF-8 of *text*, None for a piece of a character."""
+    return None if REPLACEMENT in text else list(text.encode())
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprobs], texts: TokenTexts) -> PromptLogprobs:
+    """Return vLLM's form: null for the first token, then candidates by id."""
+    return [None, *({str(i): candidate for i, candidate in _candidates(entry, texts)} for entry in entries)]
+
+
+def _candidates(entry: TokenLogprobs, texts: TokenTexts) -> list[tuple[int, PromptLogprob]]:
+    return [
+        (token_id, PromptLogprob(finite(logprob), rank, texts[token_id]))
+        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+    ]
+
+
+def usage(groups: Sequence[Sequence[Request]], num_generated: int, num_cached: int) -> Usage:
+    """Count tokens; the requests of a group are samples of one prompt."""
+    num_prompt = sum(len(group[0].prompt_token_ids) for group in groups)
+    return Usage(num_prompt, num_generated, num_prompt + num_generated, PromptDetails(num_cached))
+
+
+def speculation(stats: Sequence[SpeculationStats | None]) -> RequestMetrics:
+    """Return the statistics of a response with one choice, null for several."""
+    if len(stats) != 1:
+        return RequestMetrics(None)
+    return RequestMetrics(_speculative_decoding(stats[0] or SpeculationStats()))
+
+
+def _speculative_decoding(stats: SpeculationStats) -> SpeculativeDecoding:
+    reached = (stats.steps, *stats.accepted_per_pos, 0)
+    return SpeculativeDecoding(
+        mean_acceptance_length=1 + stats.accepted / stats.steps if stats.steps else 1.0,
+        draft_acceptance_rate=stats.accepted / stats.proposed if stats.proposed else 0.0,
+        acceptance_histogram=tuple(here - further for here, further in pairwise(reached)),
+        num_spec_steps=stats.steps,
+        num_accepted_draft_tokens=stats.accepted,
+        num_draft_tokens=stats.proposed,
+        num_spec_tokens=len(stats.accepted_per_pos),
+    )

@@ -1,0 +1,210 @@
+"""What completions and chat completions share: collecting answers, streaming them, noticing who hung up."""
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request as HttpRequest
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
+
+from protos.messages import Request, SpeculationStats, TokenLogprobs, TokenOutput
+from runtime.engine import EngineClient
+from runtime.http.errors import ApiError, as_api_error, error_body
+from runtime.http.render import speculation, usage
+from runtime.http.responses import RequestMetrics, Usage
+from runtime.http.schemas import GenerationRequest
+
+T = TypeVar("T")
+CLIENT_CLOSED = 499
+
+
+class Choice(ABC):
+    """One answer in the making: takes outputs, gives what may be sent since the last time."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.speculation: SpeculationStats | None = None
+        self.text = ""
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def add(self, output: TokenOutput) -> None:
+        """Take what a step added. Raises `ApiError` where the request failed."""
+        if output.error is not None:
+            raise ApiError(500, f"the request failed: {output.error}")
+        self.text += output.text
+        self.num_tokens += len(output.token_ids)
+        self.logprobs += output.logprobs or ()
+        self.prompt_logprobs += output.prompt_logprobs or ()
+        self.num_cached = max(self.num_cached, output.num_cached_tokens)
+        self.speculation = output.speculation or self.speculation
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a chunk would say anything."""
+        return self.finish_reason is not None or (self.num_tokens > 0 and bool(self.text or self.logprobs))
+
+    def write(self) -> msgspec.Struct:
+        """Return the response's part for everything added since the last call."""
+        part = self.written()
+        self.text, self.logprobs, self.prompt_logprobs = "", [], []
+        return part
+
+    @abstractmethod
+    def written(self) -> msgspec.Struct:
+        """Return the endpoint's form of what is pending."""
+
+
+class Envelope(ABC):
+    """What stands around the choices."""
+
+    @abstractmethod
+    def wrap(
+        self,
+        choices: list[Any],
+        usage: Usage | UnsetType | None = UNSET,
+        metrics: RequestMetrics | UnsetType = UNSET,
+    ) -> msgspec.Struct:
+        """Return a response, or a chunk of a stream."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request for tokens, validated and ready to run.
+
+    `groups` holds the requests of each prompt; flattened, they are in the order of `choices`.
+    """
+
+    groups: Sequence[Sequence[Request]]
+    choices: Sequence[Choice]
+    envelope: Envelope
+    wants_usage: bool = False
+    wants_metrics: bool = False
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests, choice after choice."""
+        return [request for group in self.groups for request in group]
+
+    def usage(self) -> Usage:
+        """Count the tokens so far."""
+        cached, first = 0, 0
+        for group in self.groups:
+            cached += self.choices[first].num_cached
+            first += len(group)
+        return usage(self.groups, sum(choice.num_tokens for choice in self.choices), cached)
+
+    def metrics(self) -> RequestMetrics | UnsetType:
+        """Return the statistics, where they were asked for."""
+        return speculation([choice.speculation for choice in self.choices]) if self.wants_metrics else UNSET
+
+
+def marked(group: Sequence[Request], body: GenerationRequest) -> list[Request]:
+    """Return the samples of one prompt with what *body* says beside sampling.
+
+    Every choice of a response tells the prompt's log-probabilities, so every sample computes them.
+    """
+    first = group[0].sampling.prompt_logprobs
+    return [
+        msgspec.structs.replace(
+            each,
+            speculate=body.speculates,
+            cache_salt=body.cache_salt or "",
+            sampling=msgspec.structs.replace(each.sampling, prompt_logprobs=first),
+        )
+        for each in group
+    ]
+
+
+async def respond_whole(engine: EngineClient, job: Job, http: HttpRequest) -> Response:
+    """Answer with one JSON body."""
+    await _unless_gone(http, _collect(engine, job))
+    body = job.envelope.wrap([choice.write() for choice in job.choices], job.usage(), job.metrics())
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def _collect(engine: EngineClient, job: Job) -> None:
+    async with aclosing(engine.stream(job.requests)) as deltas:
+        async for delta in deltas:
+            job.choices[delta.index].add(delta.output)
+
+
+async def _unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
+    """Do *work*, but give it up when the client hangs up."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_hung_up(http.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(CLIENT_CLOSED, "the client closed the connection")
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose source is closed at once when the client hangs up."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events = events
+
+    async def stream_response(self, send: Send) -> None:
+        """Send all events, then close their source."""
+        async with aclosing(self._events):
+            await super().stream_response(send)
+
+
+def respond_in_chunks(engine: EngineClient, job: Job) -> Response:
+    """Answer with server-sent events."""
+    return EventStream(_events(engine, job))
+
+
+async def _events(engine: EngineClient, job: Job) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(_chunks(engine, job)) as chunks:
+            async for chunk in chunks:
+                yield _event(msgspec.json.encode(chunk))
+    except Exception as error:
+        yield _event(error_body(as_api_error(error)))
+    yield _event(b"[DONE]")
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+async def _chunks(engine: EngineClient, job: Job) -> AsyncGenerator[msgspec.Struct, None]:
+    """Yield chunks as tokens come; usage and statistics at the end, where they were asked for."""
+    no_usage = None if job.wants_usage else UNSET
+    async with aclosing(engine.stream(job.requests)) as deltas:
+        async for delta in deltas:
+            choice = job.choices[delta.index]
+            choice.add(delta.output)
+            if choice.has_news:
+                over = not job.wants_usage and all(each.finish_reason is not None for each in job.choices)
+                yield job.envelope.wrap([choice.write()], no_usage, job.metrics() if over else UNSET)
+    if job.wants_usage:
+        yield job.envelope.wrap([], job.usage(), job.metrics())
