@@ -68,7 +68,11 @@ class TorchAttention:
     def plan(self, rows: Rows) -> None:
         """Group the rows, and make the index tensors that all layers share."""
         self._places_T = self._tensor(rows.places_T)
-        self._groups = [self._group(rows, members) for members in partition(rows)]
+        self.plan_members(rows, np.arange(len(rows.starts_R)))
+
+    def plan_members(self, rows: Rows, members: Ints) -> None:
+        """Plan attention (not the write) for some of the rows only."""
+        self._groups = [self._group(rows, group) for group in partition(rows, members)]
 
     def attend(
         self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTE: torch.Tensor, options: Options
@@ -86,16 +90,23 @@ class TorchAttention:
         """Attend over what stands in the cache; returns `[T, heads, value_size]`."""
         if len(self._groups) == 1 and self._groups[0].tokens_RQ is None:
             return self._attend(layer, query_THD, self._groups[0], options)
-        shape = (*query_THD.shape[:2], self.cache.shapes[layer].value_size)
-        output_THE = query_THD.new_empty(shape)
+        output_THE = query_THD.new_empty(*query_THD.shape[:2], self.cache.shapes[layer].value_size)
+        self.attend_groups_into(output_THE, layer, query_THD, options)
+        return output_THE
+
+    def attend_groups_into(
+        self, output_THE: torch.Tensor, layer: int, query_THD: torch.Tensor, options: Options
+    ) -> None:
+        """Attend and put the results of the planned rows into *output_THE*, leaving others alone."""
         for group in self._groups:
             self._attend_into(output_THE, layer, query_THD, group, options)
-        return output_THE
 
     def _attend_into(
         self, output_THE: torch.Tensor, layer: int, query_THD: torch.Tensor, group: Group, options: Options
     ) -> None:
-        assert group.tokens_RQ is not None
+        if group.tokens_RQ is None:
+            output_THE.copy_(self._attend(layer, query_THD, group, options))
+            return
         padded_NHE = self._attend(layer, query_THD[group.tokens_RQ.flatten()], group, options)
         if group.real_N is not None:
             padded_NHE = padded_NHE[group.real_N]
@@ -158,14 +169,13 @@ class TorchAttention:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
 
-def partition(rows: Rows) -> list[Ints]:
+def partition(rows: Rows, members: Ints) -> list[Ints]:
     """Split rows into groups worth padding to a common shape: long chunks alone, others by similar context."""
-    if len(rows.starts_R) == 1:
-        return [np.zeros(1, np.int64)]
+    if len(members) == 1:
+        return [members]
     contexts_R = rows.starts_R + rows.lengths_R
-    alone = np.flatnonzero(rows.lengths_R > CHUNK)
-    groups = [np.asarray([row]) for row in alone]
-    short = np.flatnonzero(rows.lengths_R <= CHUNK)
+    groups = [members[i : i + 1] for i in np.flatnonzero(rows.lengths_R[members] > CHUNK)]
+    short = members[rows.lengths_R[members] <= CHUNK]
     while len(short):
         # A group reaches down to half of its longest context: padding at most doubles the work.
         longest = contexts_R[short].max()

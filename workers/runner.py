@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from workers.attention import AttentionBackend, Ints, Rows, run_with
+from workers.attention_native import DTYPES, KernelUnavailableError, NativeAttention
 from workers.attention_torch import TorchAttention
 from workers.batch import Batch
 from workers.kv import KVCache, bytes_per_block
@@ -28,7 +29,7 @@ class ModelRunner:
         self.device = loaded.device
         self.block_size = block_size
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
-        self.attention: AttentionBackend = TorchAttention(self.cache)
+        self.attention = pick_attention(self.cache)
         self._run: Forward = causal_lm(loaded.model)
 
     @property
@@ -68,6 +69,17 @@ class ModelRunner:
 
     def _tensor(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def pick_attention(cache: KVCache) -> AttentionBackend:
+    """Return the fastest attention this machine has for *cache*."""
+    if cache.keys[0].device.type != "cpu" or cache.keys[0].dtype not in DTYPES:
+        return TorchAttention(cache)
+    try:
+        return NativeAttention(cache)
+    except KernelUnavailableError as error:
+        logger.info("attention runs in plain torch: %s", error)
+        return TorchAttention(cache)
 
 
 def _at_least(wanted_N: Ints, count: int) -> Ints:
