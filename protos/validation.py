@@ -25,6 +25,7 @@ LIMITS = {
     "too_short": "must have at least {min_length} item(s)",
     "too_long": "must have at most {max_length} items",
     "literal_error": "must be one of {expected}",
+    "string_unicode": "must be text without lone surrogates",
     "value_error": "{error}",
 }
 
@@ -61,7 +62,7 @@ def one_line(error: ValidationError, known: Collection[str]) -> tuple[str, str |
     if kind in ("unexpected_keyword_argument", "unexpected_positional_argument"):
         hint = did_you_mean(name or "", known) or "; positional arguments are not taken" * ("positional" in kind)
         return f"unknown argument {name!r}{hint}", name
-    said = LIMITS.get(kind, first["msg"]).format(**first.get("ctx", {}))
+    said = LIMITS.get(kind, first["msg"].replace("Input should be", "must be")).format(**first.get("ctx", {}))
     if name is None:  # checks across arguments begin with the name of the one at fault
         word = said.partition(" ")[0]
         return said, word if word in known else None

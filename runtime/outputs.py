@@ -1,0 +1,115 @@
+"""From what steps add to requests, to the results users get."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from protos.messages import Request, SpeculationStats, TokenLogprobs, TokenOutput
+from protos.outputs import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SpeculativeDecodingMetrics,
+    total,
+)
+
+Decode = Callable[[int], str | None]
+"""The text of one token id, None where there is no tokenizer."""
+
+
+def no_text(token_id: int) -> None:
+    """The `Decode` of engines without a tokenizer."""
+
+
+def position_logprobs(entry: TokenLogprobs, decode: Decode) -> PositionLogprobs:
+    """Return *entry* as users see it, the chosen token first."""
+    rows = zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+    return {token_id: Logprob(logprob, rank, decode(token_id)) for token_id, logprob, rank in rows}
+
+
+class OutputCollector:
+    """Gathers the outputs of one prompt's requests (one for each of its `n` samples) into a `RequestOutput`.
+
+    Args:
+        request_id: the user's; the samples' own ids are in *requests*.
+        prompt: the prompt's text, if it was given as text.
+        requests: the samples in order, all with the same prompt and parameters.
+        decode: the text of one token, for log-probabilities.
+    """
+
+    def __init__(
+        self, request_id: str, prompt: str | None, requests: Sequence[Request], decode: Decode = no_text
+    ) -> None:
+        self._request_id = request_id
+        self._prompt = prompt
+        self._prompt_token_ids = list(requests[0].prompt_token_ids)
+        self._decode = decode
+        self._places = {request.request_id: index for index, request in enumerate(requests)}
+        self._outputs = [CompletionOutput(index) for index in range(len(requests))]
+        self._texts: list[list[str]] = [[] for _ in requests]
+        self._stats: list[SpeculationStats | None] = [None] * len(requests)
+        self._num_cached = 0
+        self._metrics = RequestMetrics(arrival_time=time.time())
+        wants = requests[0].sampling
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        if wants.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
+        if wants.logprobs is not None:
+            for output in self._outputs:
+                output.logprobs, output.cumulative_logprob = [], 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(output.finish_reason is not None for output in self._outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, over all samples."""
+        return self._metrics.num_generation_tokens
+
+    def add(self, new: TokenOutput) -> None:
+        """Take over what a step added to one of the samples."""
+        index = self._places[new.request_id]
+        output = self._outputs[index]
+        output.token_ids.extend(new.token_ids)
+        if new.text:
+            self._texts[index].append(new.text)
+        self._count(len(new.token_ids))
+        self._add_logprobs(output, new)
+        if index == 0:
+            self._num_cached = max(self._num_cached, new.num_cached_tokens)
+        if new.finish_reason is not None:
+            self._finish(output, new)
+
+    def _count(self, num_tokens: int) -> None:
+        if num_tokens and self._metrics.first_token_time is None:
+            self._metrics.first_token_time = time.time()
+        self._metrics.num_generation_tokens += num_tokens
+
+    def _add_logprobs(self, output: CompletionOutput, new: TokenOutput) -> None:
+        if new.logprobs and output.logprobs is not None:
+            output.logprobs.extend(position_logprobs(entry, self._decode) for entry in new.logprobs)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e.logprobs[0] for e in new.logprobs)
+        if new.prompt_logprobs and self._prompt_logprobs is not None and output.index == 0:
+            self._prompt_logprobs.extend(position_logprobs(entry, self._decode) for entry in new.prompt_logprobs)
+
+    def _finish(self, output: CompletionOutput, new: TokenOutput) -> None:
+        output.finish_reason = new.finish_reason
+        output.stop_reason = new.stop_reason if new.error is None else new.error
+        self._stats[output.index] = new.speculation
+        if new.speculation is not None:
+            output.speculation = SpeculativeDecodingMetrics.of(new.speculation)
+        if self.finished:
+            self._metrics.finished_time = time.time()
+            self._metrics.speculative_decoding = SpeculativeDecodingMetrics.of(total(self._stats))
+
+    def result(self) -> RequestOutput:
+        """Return the request as it stands; call again for more, the lists are shared."""
+        for output, pieces in zip(self._outputs, self._texts, strict=True):
+            output.text = "".join(pieces)
+        return RequestOutput(
+            self._request_id, self._prompt, self._prompt_token_ids, self._prompt_logprobs, self._outputs,
+            self.finished, self._metrics, self._num_cached,
+        )  # fmt: skip

@@ -1,0 +1,69 @@
+"""The tokenizer: what is used of it, how it is loaded, and what counts as text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from protos.config import ModelConfig
+from protos.errors import InvalidRequestError, ModelError
+
+
+class Tokenizer(Protocol):
+    """What is used of `transformers.PreTrainedTokenizerFast`."""
+
+    chat_template: str | None
+    backend_tokenizer: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of *text*."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of *token_ids*."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return every token and its id."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Render *conversation*; sandboxed by transformers."""
+        ...
+
+
+def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
+    """Load the tokenizer that *config* names; None with `skip_tokenizer_init`. Does not load torch.
+
+    Raises:
+        ModelError: there is none that can be loaded without running its repository's code.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - takes a second to import
+
+    name = config.tokenizer or config.model
+    revision = config.tokenizer_revision or (config.revision if config.tokenizer is None else None)
+    try:
+        tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            name, revision=revision, cache_dir=config.download_dir, local_files_only=Path(name).is_dir()
+        )
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(
+            f"no tokenizer could be loaded from {name} ({reason}); pass tokenizer= a folder or Hub id with a "
+            "tokenizer.json, or skip_tokenizer_init=True to use token ids only"
+        ) from None
+    return tokenizer
+
+
+def check_text(text: str, param: str = "prompt") -> None:
+    """Raise `InvalidRequestError` for text that is empty or cannot be encoded."""
+    if not text:
+        raise InvalidRequestError(f"{param} must not be empty", param)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; it is not text",
+            param,
+        ) from None
