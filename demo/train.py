@@ -181,11 +181,11 @@ class Trainer:
         budget, saved_at, mean = self.run.minutes * 60, self.seconds, 0.0
         bar = tqdm(total=round(budget), initial=round(self.seconds), desc=name, unit="s", mininterval=5.0)
         while self.seconds < budget:
-            began = time.monotonic()
+            began = _clock()
             self._set_rate(self.seconds / budget)
             loss = self._update(loss_of)
             self.step += 1
-            self.seconds += time.monotonic() - began
+            self.seconds += _clock() - began
             mean = loss if self.step == 1 else 0.95 * (mean or loss) + 0.05 * loss
             bar.set_postfix(loss=f"{mean:.3f}", step=self.step, refresh=False)
             bar.update(max(0, min(round(self.seconds), bar.total) - bar.n))
@@ -194,6 +194,11 @@ class Trainer:
                 saved_at = self.seconds
         self._save()
         bar.close()
+
+
+def _clock() -> float:
+    """Seconds of work: on a CPU those really spent computing, so that a starved or paused run loses no training."""
+    return time.monotonic() if torch.cuda.is_available() else time.process_time() / torch.get_num_threads()
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import msgspec
 
+from protos.config import SpeculativeConfig
 from protos.messages import Draft, RoundPlan, Verdict, WorkerInfo
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ class Proposer(Protocol):
 
     needs: ClassVar[Needs]
     on_worker: ClassVar[bool]
+
+    @classmethod
+    def create(cls, config: SpeculativeConfig, runner: "DraftRunner | None") -> "Proposer":
+        """Return a proposer as *config* asks; *runner* is None beside the controller."""
+        ...
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft a row, of 0 to `row.k` tokens."""

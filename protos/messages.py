@@ -207,5 +207,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     block_size: int
     max_model_len: int
     vocab_size: int
+    eos_ids: tuple[int, ...] = ()
     speculates: bool = False
     notes: tuple[str, ...] = ()

@@ -1,0 +1,113 @@
+"""Puts an engine together from a configuration: the one place where `runtime` and `workers` meet."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from proposers import registry
+from protos.config import EngineConfig, SpeculativeConfig
+from protos.errors import ConfigError, ModelError
+from protos.interfaces import Executor, Proposer
+from protos.messages import WorkerInfo
+from runtime.controller import Controller, Inbox, LocalInbox
+from runtime.detokenizer import DetokenizerFactory
+from runtime.inputs import Preprocessor, load_tokenizer
+from runtime.policy import make_policy
+from runtime.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """An engine ready to step. Whoever drives `controller.step()` owns it."""
+
+    config: EngineConfig
+    controller: Controller
+    inbox: Inbox
+    executor: Executor
+    info: WorkerInfo
+    tokenizer: Any
+
+    @property
+    def preprocessor(self) -> Preprocessor:
+        """Makes requests out of prompts, for this engine's model."""
+        return preprocessor(self.config, self.info, self.tokenizer)
+
+    def shutdown(self) -> None:
+        """Free the workers."""
+        self.executor.shutdown()
+
+
+def build(config: EngineConfig, inbox: Inbox | None = None, say: Say = logger.info) -> Assembled:
+    """Load models and tokenizer, and wire scheduler, proposer and executor together.
+
+    Args:
+        config: a parsed configuration.
+        inbox: where requests come from; a `LocalInbox` where none is given.
+        say: told, in a line each, what is being done.
+
+    Raises:
+        ConfigError, ModelError: with what is wrong, the numbers and the way out.
+    """
+    if config.parallel.executor == "ray":
+        raise ConfigError(f"tensor_parallel_size {config.parallel.tensor_parallel_size} needs the ray executor, which "
+                          "this version does not have; run with tensor_parallel_size 1")
+    tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
+    if config.speculative and config.speculative.model and tokenizer is not None:
+        check_draft_tokenizer(config, config.speculative, tokenizer)
+    executor = _uni(config, say)
+    info = executor.start()
+    scheduler = Scheduler(
+        config.scheduler, config.cache, info,
+        proposer=beside_controller(config.speculative),
+        detokenizers=DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
+    )
+    mailbox = inbox or LocalInbox()
+    controller = Controller(scheduler, make_policy(config.speculative), executor, mailbox)
+    return Assembled(config, controller, mailbox, executor, info, tokenizer)
+
+
+def _uni(config: EngineConfig, say: Say) -> Executor:
+    from workers.build import build_uni  # noqa: PLC0415 - torch loads when an engine is built, not before
+
+    return build_uni(config, say)
+
+
+def beside_controller(speculative: SpeculativeConfig | None) -> Proposer | None:
+    """Return the proposer that runs beside the controller, or None where a worker proposes or nobody does."""
+    if speculative is None or registry.load(registry.only_method(speculative)).on_worker:
+        return None
+    return registry.create(speculative)
+
+
+def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Preprocessor:  # noqa: ANN401
+    """Return what makes requests for a model as described by *info*; *tokenizer* as `load_tokenizer` gave it."""
+    return Preprocessor(
+        tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len,
+        capacity=info.num_blocks * info.block_size, eos_ids=info.eos_ids, seed=config.seed,
+    )
+
+
+def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, tokenizer: Any) -> None:  # noqa: ANN401
+    """Refuse a draft that maps text to other ids than the target: its guesses would be noise.
+
+    Vocabularies of different padded sizes are fine; what counts is that shared ids mean the same text.
+
+    Raises:
+        ModelError: names the first token that differs.
+    """
+    draft = load_tokenizer(replace(config.model, model=speculative.model or "", tokenizer=None,
+                                   revision=speculative.revision, tokenizer_revision=None))
+    theirs, ours = draft.get_vocab() if draft else {}, tokenizer.get_vocab()
+    for token, index in sorted(theirs.items(), key=lambda item: item[1]):
+        if ours.get(token, index) != index:
+            raise ModelError(f"the draft {speculative.model} maps {token!r} to id {index}, the target "
+                             f"{config.model.model} to id {ours[token]}: they must share a tokenizer")
+    shared = len(theirs.keys() & ours.keys())
+    if shared < min(len(theirs), len(ours)) // 2:
+        raise ModelError(f"the draft {speculative.model} shares {shared} of {len(theirs)} tokens with the target "
+                         f"{config.model.model}: they must share a tokenizer")

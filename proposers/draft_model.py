@@ -1,0 +1,47 @@
+"""A smaller model of the same vocabulary drafts one token after another (Leviathan et al. 2023; Chen et al. 2023).
+
+It samples with the target's own noise, so that its guesses stay right at any temperature (DESIGN section 5).
+"""
+
+from collections.abc import Sequence as Seq
+from typing import ClassVar, Self
+
+import torch
+
+from protos.config import SpeculativeConfig
+from protos.errors import ConfigError
+from protos.interfaces import DraftRow, DraftRunner, Needs
+from protos.messages import Draft
+
+
+class DraftModelProposer:
+    """Drafts a chain of k tokens a row with any causal language model."""
+
+    needs: ClassVar[Needs] = "none"
+    on_worker: ClassVar[bool] = True
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self.runner = runner
+
+    @classmethod
+    def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
+        """Return a proposer for the draft model that *runner* runs."""
+        if runner is None:
+            raise ConfigError("method 'draft_model' runs on a draft worker, and there is none")
+        return cls(runner)
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return `row.k` tokens for each row; a row leaves the batch when it has its k."""
+        order = sorted(range(len(rows)), key=lambda i: -rows[i].k)
+        ranked = [rows[i] for i in order]
+        columns: list[list[int]] = []
+        ids = torch.empty(0, dtype=torch.int64)
+        for step in range(ranked[0].k):
+            active = ranked[: sum(row.k > step for row in ranked)]
+            logits = self.runner.extend(active, ids[: len(active)], step - 1) if step else self.runner.catch_up(active)
+            ids = self.runner.sample(active, logits, step)
+            columns.append(ids.tolist())
+        drafts = [Draft(())] * len(rows)
+        for place, i in enumerate(order):
+            drafts[i] = Draft(tuple(column[place] for column in columns[: rows[i].k]))
+        return drafts

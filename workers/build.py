@@ -1,0 +1,107 @@
+"""Builds the `uni` executor: loads the models, sizes the KV cache, warms up."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from proposers import registry
+from protos.config import CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
+from protos.errors import ConfigError
+from protos.messages import WorkerInfo
+from workers.draft import DraftWorker
+from workers.kv import bytes_per_block
+from workers.loader import LoadedModel, load
+from workers.runner import ModelRunner
+from workers.sampler import Sampler
+from workers.slots import SlotTable
+from workers.target import TargetWorker
+from workers.uni import UniExecutor
+
+logger = logging.getLogger(__name__)
+
+CPU_CACHE_BYTES = 4 << 30  # where nothing is said, at most this much of main memory, as vLLM does
+Say = Callable[[str], None]
+
+
+def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
+    """Load everything *config* names into this process.
+
+    Args:
+        config: a parsed configuration.
+        say: told, in a line each, what is being done.
+
+    Raises:
+        ModelError, ConfigError: with what is wrong and the numbers.
+    """
+    if config.model.num_threads:
+        torch.set_num_threads(config.model.num_threads)
+    say(f"loading {config.model.model}")
+    target = load(config.model)
+    speculative = config.speculative
+    on_worker = speculative is not None and registry.load(registry.only_method(speculative)).on_worker
+    draft = _load_draft(config.model, speculative, say) if speculative and on_worker else None
+    info, notes = _size(config, target, draft)
+    max_draft = speculative.num_speculative_tokens if speculative else 0
+    slots = SlotTable(config.scheduler.max_num_seqs, info.max_model_len, info.block_size, max_draft)
+    sampler = Sampler(slots, target.vocab_size, target.device)
+    executor = UniExecutor(info, slots, TargetWorker(_runner(target, slots, info), slots, sampler))
+    if draft is not None and speculative is not None:
+        runner = _runner(draft, slots, info)
+        budget = config.scheduler.max_num_batched_tokens
+        executor.draft = DraftWorker(runner, slots, sampler, budget)
+        executor.proposer = registry.create(speculative, executor.draft)
+    for note in (*target.notes, *notes):
+        say(note)
+    return executor
+
+
+def _load_draft(target: ModelConfig, speculative: SpeculativeConfig, say: Say) -> LoadedModel:
+    if speculative.model is None:
+        raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
+    say(f"loading the draft {speculative.model}")
+    eager = target.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
+    dtype = target.dtype if speculative.dtype == "auto" else speculative.dtype
+    return load(replace(target, model=speculative.model, revision=speculative.revision, dtype=dtype,
+                        max_model_len=speculative.max_model_len, enforce_eager=eager))
+
+
+def _runner(loaded: LoadedModel, slots: SlotTable, info: WorkerInfo) -> ModelRunner:
+    return ModelRunner(loaded, slots, info.num_blocks, info.block_size)
+
+
+def _size(config: EngineConfig, target: LoadedModel, draft: LoadedModel | None) -> tuple[WorkerInfo, tuple[str, ...]]:
+    """Return the block count that all models' caches share, and the context length it leaves."""
+    size = config.cache.block_size
+    each = bytes_per_block(target.layers, size, target.dtype)
+    if draft is not None:
+        each += bytes_per_block(draft.layers, size, draft.dtype)
+    enough = config.scheduler.max_num_seqs * -(-target.max_model_len // size)
+    num_blocks = config.cache.num_blocks or min(enough, _memory(config.cache, target.device) // each)
+    if num_blocks < 2:
+        raise ConfigError(f"the KV cache holds {num_blocks} blocks of {size} tokens ({each} bytes each); "
+                          "it needs 2 at least: give it more memory")
+    held = num_blocks * size
+    max_model_len = min(target.max_model_len, held)
+    notes = [f"KV cache: {num_blocks} blocks of {size} tokens, {held} tokens, {num_blocks * each / 2**20:.0f} MiB; "
+             f"{held / max_model_len:.1f} sequences of {max_model_len} tokens at once"]
+    if max_model_len < target.max_model_len:
+        notes.append(f"max_model_len is cut from {target.max_model_len} to {max_model_len}, what the KV cache holds")
+    info = WorkerInfo(
+        num_blocks=num_blocks, block_size=size, max_model_len=max_model_len, vocab_size=target.vocab_size,
+        eos_ids=target.eos_ids, speculates=config.speculative is not None,
+    )
+    return info, tuple(notes)
+
+
+def _memory(cache: CacheConfig, device: torch.device) -> int:
+    """Return the bytes the KV caches may take."""
+    if cache.memory_bytes is not None:
+        return cache.memory_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - cache.memory_utilization) * total)
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(CPU_CACHE_BYTES, int(pages * cache.memory_utilization))

@@ -1,0 +1,127 @@
+"""The target worker: scores every row of a round in one forward, samples, and judges the drafts."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from protos.messages import Draft, Row, TokenLogprobs, Verdict
+from workers.batch import Batch, Ints
+from workers.logprobs import token_logprobs
+from workers.runner import ModelRunner
+from workers.sampler import Sampler
+from workers.slots import SlotTable
+from workers.verify import accept
+
+NOT_A_NUMBER = "the model's logits for this sequence are not numbers (NaN)"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """One round as the target sees it: row r feeds its known tokens and its draft, and scores `counts_R[r]` positions.
+
+    Attributes:
+        batch: what is fed.
+        counts_R: `1 + k` for rows that sample, else 0.
+        wanted_N: flat token index of every scored position, row after row.
+        slots_N, index_N: slot, and position of the token that is being chosen there.
+    """
+
+    batch: Batch
+    counts_R: Ints
+    wanted_N: Ints
+
+    @property
+    def slots_N(self) -> Ints:  # noqa: D102
+        return self.batch.slots_T[self.wanted_N]
+
+    @property
+    def index_N(self) -> Ints:  # noqa: D102
+        return self.batch.positions_T[self.wanted_N] + 1
+
+    @classmethod
+    def of(cls, rows: Seq[Row], drafts: Seq[Draft], tokens_SL: Ints) -> "Scoring":
+        """Lay out *rows* with their *drafts*, whose ids already stand in `tokens_SL`."""
+        table = np.array([(row.slot, row.start, row.length, len(draft), row.samples)
+                          for row, draft in zip(rows, drafts, strict=True)], np.int64)
+        slots_R, starts_R, known_R, drafted_R, samples_R = np.ascontiguousarray(table.T)
+        batch = Batch.from_history(tokens_SL, slots_R, starts_R, known_R + drafted_R)
+        counts_R = (drafted_R + 1) * samples_R
+        first_R = batch.offsets_R + known_R - 1 - (np.cumsum(counts_R) - counts_R)
+        wanted_N = np.arange(int(counts_R.sum())) + np.repeat(first_R, counts_R)
+        return cls(batch, counts_R, wanted_N)
+
+
+class TargetWorker:
+    """Owns the target's runner and sampler. Samples with the ordinary pipeline at every position, drafted or not."""
+
+    def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: Sampler) -> None:
+        self.runner, self.slots, self.sampler = runner, slots, sampler
+
+    def score(self, rows: Seq[Row], drafts: Seq[Draft]) -> list[Verdict]:
+        """Return one verdict for each row that samples or owes prompt log-probabilities, in order."""
+        for row, draft in zip(rows, drafts, strict=True):
+            if draft.tokens:
+                self.slots.write_draft(row.slot, draft.tokens)
+        scoring = Scoring.of(rows, drafts, self.slots.tokens)
+        prompt_P = self._prompt_positions(rows, scoring.batch)
+        logits_XV = self.runner.forward(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
+        logits_NV = logits_XV[: len(scoring.wanted_N)]
+        chosen_N = self.sampler.sample(logits_NV, scoring.slots_N, scoring.index_N).tolist()
+        verdicts = self._judge(rows, drafts, scoring, chosen_N, logits_NV)
+        if len(prompt_P):
+            self._add_prompt_logprobs(verdicts, rows, scoring.batch, prompt_P, logits_XV[len(scoring.wanted_N) :])
+        return [verdict for verdict in verdicts if verdict is not None]
+
+    def _judge(self, rows: Seq[Row], drafts: Seq[Draft], scoring: Scoring, chosen_N: list[int],
+               logits_NV: torch.Tensor) -> list[Verdict | None]:
+        """Walk each row's draft along what was chosen; None for rows that do not sample."""
+        verdicts: list[Verdict | None] = []
+        at = 0
+        for row, draft, count in zip(rows, drafts, scoring.counts_R.tolist(), strict=True):
+            if not count:
+                verdicts.append(None)
+                continue
+            chosen = chosen_N[at : at + count]
+            path = accept(draft, chosen)
+            emitted = [chosen[0], *(chosen[node + 1] for node in path)]
+            if -1 in emitted:
+                verdicts.append(Verdict(row.slot, failed=NOT_A_NUMBER))
+            else:
+                logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
+                verdicts.append(Verdict(row.slot, emitted, len(draft), path, logprobs))
+            at += count
+        return verdicts
+
+    def _logprobs(self, slot: int, logits_NV: torch.Tensor, at: int, path: Seq[int],
+                  emitted: list[int]) -> list[TokenLogprobs] | None:
+        top = self.slots.sampling[slot].logprobs
+        if top is None:
+            return None
+        scored = torch.tensor([at, *(at + node + 1 for node in path)], device=logits_NV.device)
+        return token_logprobs(logits_NV[scored], emitted, top)
+
+    def _prompt_positions(self, rows: Seq[Row], batch: Batch) -> Ints:
+        """Return the flat indices of fed prompt tokens whose successor is a prompt token somebody asks about."""
+        asking = [r for r, row in enumerate(rows) if self.slots.sampling[row.slot].prompt_logprobs is not None]
+        if not asking:
+            return np.empty(0, np.int64)
+        rows_T = np.repeat(np.arange(len(rows)), batch.lengths_R)
+        inside_T = batch.positions_T + 1 < self.slots.prompt_len[batch.slots_T]
+        return np.flatnonzero(np.isin(rows_T, asking) & inside_T)
+
+    def _add_prompt_logprobs(self, verdicts: list[Verdict | None], rows: Seq[Row], batch: Batch, prompt_P: Ints,
+                             logits_PV: torch.Tensor) -> None:
+        """Give each asking row's verdict the log-probabilities of the prompt tokens that follow those fed."""
+        slots_P, following_P = batch.slots_T[prompt_P], batch.positions_T[prompt_P] + 1
+        for r, row in enumerate(rows):
+            here = np.flatnonzero(slots_P == row.slot)
+            if not len(here):
+                continue
+            tokens = self.slots.tokens[row.slot, following_P[here]].tolist()
+            top = self.slots.sampling[row.slot].prompt_logprobs or 0
+            found = token_logprobs(logits_PV[torch.from_numpy(here).to(logits_PV.device)], tokens, top)
+            verdict = verdicts[r] or Verdict(row.slot)
+            verdicts[r] = msgspec.structs.replace(verdict, prompt_logprobs=found)

@@ -1,0 +1,42 @@
+"""`UniExecutor`: target, draft and sampler in one process; the round of DESIGN section 4 without a wire."""
+
+from collections.abc import Sequence as Seq
+
+from protos.interfaces import DraftRow, Proposer
+from protos.messages import Draft, RoundPlan, Row, Verdict, WorkerInfo
+from workers.draft import DraftWorker
+from workers.slots import SlotTable
+from workers.target import TargetWorker
+
+_NO_DRAFT = Draft(())
+
+
+class UniExecutor:
+    """Runs rounds in this process. Built by `workers.build`."""
+
+    def __init__(self, info: WorkerInfo, slots: SlotTable, target: TargetWorker, draft: DraftWorker | None = None,
+                 proposer: Proposer | None = None) -> None:
+        self.info, self.slots, self.target, self.draft, self.proposer = info, slots, target, draft, proposer
+
+    def start(self) -> WorkerInfo:
+        """Return what the controller needs to know; everything is loaded already."""
+        return self.info
+
+    def run(self, plan: RoundPlan) -> list[Verdict]:
+        """Propose, score, verify."""
+        self.slots.apply(plan)
+        drafts = self._propose(plan.rows)
+        return self.target.score(plan.rows, drafts)
+
+    def shutdown(self) -> None:
+        """Nothing outlives this object."""
+
+    def _propose(self, rows: Seq[Row]) -> list[Draft]:
+        """Take the drafts that ride in the plan; ask the draft worker for the others that are wanted."""
+        drafts = [row.draft or _NO_DRAFT for row in rows]
+        wanting = [r for r, row in enumerate(rows) if row.k and row.draft is None]
+        if wanting and self.draft is not None and self.proposer is not None:
+            asked = [DraftRow(rows[r].slot, rows[r].k) for r in wanting]
+            for r, draft in zip(wanting, self.draft.propose(self.proposer, asked), strict=True):
+                drafts[r] = draft
+        return drafts
