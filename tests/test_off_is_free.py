@@ -10,17 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from proposers.ngram import NgramProposer
+from cluster import assemble
 from protos.arguments import parse
-from protos.config import EngineConfig
-from protos.interfaces import Executor, Proposer
+from protos.interfaces import Executor
 from protos.messages import Request, RoundPlan, Sampling, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
-from runtime.controller import Controller, LocalInbox
-from runtime.policy import make_policy
-from runtime.scheduler import Scheduler
+from runtime.controller import LocalInbox
 from tests.tiny_models import build
-from workers.build import build_uni
 
 ALWAYS_OFF = [[1, 1000, 0]]
 
@@ -78,29 +74,24 @@ def requests() -> list[Request]:
     ]
 
 
-def proposer_of(config: EngineConfig) -> Proposer | None:
-    """Return the proposer that stands beside the controller, if it is one of those."""
-    wanted = config.speculative
-    return NgramProposer(wanted.prompt_lookup_min, wanted.prompt_lookup_max) if wanted and not wanted.model else None
-
-
 def trace(target: Path, speculative: Mapping[str, Any] | None) -> Trace:
     config = parse({
         "model": str(target), "speculative_config": speculative, "dtype": "float32", "enforce_eager": True,
         "skip_tokenizer_init": True, "device": "cpu", "num_gpu_blocks_override": 24, "block_size": 4,
         "max_num_seqs": 3, "max_num_batched_tokens": 16,
     })
-    executor = Recorder(build_uni(config, say=lambda line: None))
     inbox = LocalInbox()
     inbox.put(requests())
-    scheduler = Scheduler(config.scheduler, config.cache, executor.start(), proposer=proposer_of(config))
-    controller = Controller(scheduler, make_policy(config.speculative), executor, inbox)
+    engine = assemble.build(config, inbox, say=lambda line: None)
+    controller = engine.controller
+    controller.executor = executor = Recorder(engine.executor)
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests()}
     added = controller.step()
-    while added or scheduler.num_unfinished:
+    while added or controller.scheduler.num_unfinished:
         for output in added:
             outputs[output.request_id] += output.token_ids
         added = controller.step()
+    engine.shutdown()
     return Trace(executor.plans, executor.operators, outputs)
 
 
