@@ -41,6 +41,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     info: WorkerInfo
 
 
+class Said(msgspec.Struct, frozen=True, tag=True):
+    """What the controller is doing while it loads, in a line."""
+
+    text: str
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     """What one step produced, with a snapshot when one is due."""
 
@@ -55,7 +61,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     kind: str = "EngineDeadError"
 
 
-Report = Ready | Outputs | Failed
+Report = Ready | Said | Outputs | Failed
+
+Say = Callable[[str], None]
 
 
 class Inbox(Protocol):
@@ -133,11 +141,11 @@ def run_controller(host: Host, inbox: Inbox, post: Callable[[Outputs], None]) ->
             post(Outputs(outputs, stats))
 
 
-def serve_controller(build: Callable[[], Host], inbox: Inbox, post: Callable[[Report], None]) -> bool:
-    """Build a host and run it to its end, reporting readiness and failure. Returns False after a failure."""
+def serve_controller(build: Callable[[Say], Host], inbox: Inbox, post: Callable[[Report], None]) -> bool:
+    """Build a host and run it to its end, reporting progress, readiness and failure. False after a failure."""
     host = None
     try:
-        host = build()
+        host = build(lambda text: post(Said(text)))
         post(Ready(host.info))
         run_controller(host, inbox, post)
     except SlipstreamError as error:
@@ -197,10 +205,10 @@ class ThreadChannel:
     """A controller in a thread of this process.
 
     Args:
-        build: called in that thread with the inbox the controller must read.
+        build: called in that thread with the inbox the controller must read, and with what tells of progress.
     """
 
-    def __init__(self, build: Callable[[Inbox], Host]) -> None:
+    def __init__(self, build: Callable[[Inbox, Say], Host]) -> None:
         self._build = build
         self._inbox = ThreadInbox()
         self._thread: threading.Thread | None = None
@@ -219,7 +227,7 @@ class ThreadChannel:
                 loop.call_soon_threadsafe(hand_over, report)
 
         def serve() -> None:
-            serve_controller(lambda: self._build(self._inbox), self._inbox, post)
+            serve_controller(lambda say: self._build(self._inbox, say), self._inbox, post)
 
         self._thread = threading.Thread(target=serve, name="slipstream-controller", daemon=True)
         self._thread.start()

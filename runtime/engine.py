@@ -6,15 +6,14 @@ Cancelling or closing a stream aborts what is left of it; the blocks are free wi
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from protos import errors
-from protos.errors import EngineDeadError, InvalidRequestError, SlipstreamError
+from protos.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelError, SlipstreamError
 from protos.messages import Request, TokenOutput, WorkerInfo
 from protos.sampling import SamplingParams
-from runtime.channel import Channel, Failed, Mail, Outputs, Ready, Report
+from runtime.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
 from runtime.metrics import Metrics
 from runtime.stats import EngineStats
 
@@ -22,6 +21,8 @@ log = logging.getLogger("slipstream")
 
 LONG_PROMPT = 20_000
 """Prompts of more characters are tokenised in a thread, so that other requests are not held up."""
+
+START_ERRORS: dict[str, type[SlipstreamError]] = {"ConfigError": ConfigError, "ModelError": ModelError}
 
 Prompt = Any
 """Whatever `Preprocessor.requests` takes: text, token ids, or a dict of either."""
@@ -77,6 +78,9 @@ class EngineClient(Protocol):
         ...
 
 
+MakePreprocessor = Callable[[WorkerInfo], Awaitable[RequestMaker]]
+
+
 class AsyncEngine:
     """An `EngineClient` over a channel. Belongs to the event loop it was started on.
 
@@ -87,7 +91,7 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, channel: Channel, make_preprocessor: Callable[[WorkerInfo], RequestMaker], metrics: Metrics | None = None
+        self, channel: Channel, make_preprocessor: MakePreprocessor, metrics: Metrics | None = None
     ) -> None:
         self.metrics = metrics
         self._channel = channel
@@ -96,28 +100,30 @@ class AsyncEngine:
         self._info: WorkerInfo | None = None
         self._ready: asyncio.Future[WorkerInfo] | None = None
         self._failure: SlipstreamError | None = None
+        self._say: Say = log.info
         self._stats = EngineStats()
         self._inboxes: dict[str, asyncio.Queue[TokenOutput | None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def start(self) -> WorkerInfo:
-        """Start the controller and wait until it serves.
+    async def start(self, say: Say = log.info) -> WorkerInfo:
+        """Start the controller and wait until it serves; *say* is told what it does, line by line.
 
         Raises:
             ConfigError, ModelError: as the controller found.
             EngineDeadError: it ended for another reason.
         """
+        self._say = say
         self._ready = asyncio.get_running_loop().create_future()
         await self._channel.start(self._deliver)
         self._info = await self._ready
-        self._preprocessor = self._make_preprocessor(self._info)
+        self._preprocessor = await self._make_preprocessor(self._info)
         return self._info
 
     @property
     def is_alive(self) -> bool:
         """See `EngineClient`."""
-        return self._info is not None and self._failure is None
+        return self._preprocessor is not None and self._failure is None
 
     @property
     def info(self) -> WorkerInfo:
@@ -215,6 +221,8 @@ class AsyncEngine:
         """Take a report from the channel; runs on the event loop."""
         if isinstance(report, Outputs):
             self._take_outputs(report)
+        elif isinstance(report, Said):
+            self._say(report.text)
         elif isinstance(report, Ready):
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(report.info)
@@ -235,13 +243,16 @@ class AsyncEngine:
                 self._forget(output.request_id)
 
     def _fail(self, report: Failed) -> None:
-        kind = getattr(errors, report.kind, EngineDeadError)
-        self._failure = kind(report.reason)
+        self._failure = START_ERRORS.get(report.kind, EngineDeadError)(report.reason)
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(self._failure or EngineDeadError(report.reason))
+            self._ready.set_exception(self._failure)
             return
         log.error("the engine is gone: %s; %d request(s) cannot be answered", report.reason, len(self._inboxes))
-        for inbox in {id(inbox): inbox for inbox in self._inboxes.values()}.values():
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        """Tell every stream that nothing more will come."""
+        for inbox in set(self._inboxes.values()):
             inbox.put_nowait(None)
 
     async def drain(self, grace_s: float) -> None:
@@ -255,6 +266,5 @@ class AsyncEngine:
         """Stop the controller. What is in flight gets `EngineDeadError`."""
         if self._failure is None:
             self._failure = EngineDeadError("the engine was shut down")
-        for inbox in {id(inbox): inbox for inbox in self._inboxes.values()}.values():
-            inbox.put_nowait(None)
+        self._wake_all()
         await self._channel.close()

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from protos.messages import Abort, Request, TokenOutput
-from runtime.channel import IDLE_S, Failed, Host, Inbox, Mail, Report, serve_controller, unpack
+from runtime.channel import IDLE_S, Failed, Host, Inbox, Mail, Report, Say, serve_controller, unpack
 
 STOP_GRACE_S = 5.0
 """A child that was told to stop is killed after this long."""
@@ -200,11 +200,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def serve_child(build: Callable[[str, Inbox], Host]) -> None:
+def serve_child(build: Callable[[str, Inbox, Say], Host]) -> None:
     """Be the child of a `ProcessChannel`: build from the configuration, serve, and exit 1 after a failure.
 
     Args:
-        build: called with the configuration and the inbox the controller must read.
+        build: called with the configuration, the inbox the controller must read, and what tells of progress.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_to_parent)
@@ -217,7 +217,7 @@ def serve_child(build: Callable[[str, Inbox], Host]) -> None:
         socket.connect(_address(Path(hello.folder), name))
     encoder, inbox = msgspec.msgpack.Encoder(), SocketInbox(up)
     succeeded = serve_controller(
-        lambda: build(hello.config, inbox), inbox, lambda report: down.send(encoder.encode(report))
+        lambda say: build(hello.config, inbox, say), inbox, lambda report: down.send(encoder.encode(report))
     )
     context.destroy(linger=1000)
     if not succeeded:

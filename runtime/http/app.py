@@ -39,10 +39,14 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What the server is told beside its engine. The first model name is the one answers carry by default."""
+    """What the server is told beside its engine.
+
+    The first of `model_names` is the one answers carry by default; `unlisted_names` are taken for it, but not told.
+    """
 
     model_names: tuple[str, ...]
     version: str
+    unlisted_names: tuple[str, ...] = ()
     spec_metrics: SpecMetrics = "none"
     log_stats: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
@@ -60,7 +64,7 @@ class Server:
     def model_name(self, asked: str | None) -> str:
         """Return the served name *asked* for. Raises `ApiError` 404 for a name that is not served."""
         names = self.options.model_names
-        if asked is None:
+        if asked is None or asked in self.options.unlisted_names:
             return names[0]
         if asked not in names:
             served = ", ".join(names)

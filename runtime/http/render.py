@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Protocol
 
 from protos.messages import Request, SpeculationStats, TokenLogprobs
+from protos.outputs import SpeculativeDecodingMetrics
 from protos.sampling import SamplingParams
 from runtime.http.responses import (
     ChatLogprobs,
@@ -15,7 +16,6 @@ from runtime.http.responses import (
     PromptLogprob,
     PromptLogprobs,
     RequestMetrics,
-    SpeculativeDecoding,
     TopLogprob,
     Usage,
 )
@@ -127,17 +127,4 @@ def speculation(stats: Sequence[SpeculationStats | None]) -> RequestMetrics:
     """Return the statistics of a response with one choice, null for several."""
     if len(stats) != 1:
         return RequestMetrics(None)
-    return RequestMetrics(_speculative_decoding(stats[0] or SpeculationStats()))
-
-
-def _speculative_decoding(stats: SpeculationStats) -> SpeculativeDecoding:
-    reached = (stats.steps, *stats.accepted_per_pos, 0)
-    return SpeculativeDecoding(
-        mean_acceptance_length=1 + stats.accepted / stats.steps if stats.steps else 1.0,
-        draft_acceptance_rate=stats.accepted / stats.proposed if stats.proposed else 0.0,
-        acceptance_histogram=tuple(here - further for here, further in pairwise(reached)),
-        num_spec_steps=stats.steps,
-        num_accepted_draft_tokens=stats.accepted,
-        num_draft_tokens=stats.proposed,
-        num_spec_tokens=len(stats.accepted_per_pos),
-    )
+    return RequestMetrics(SpeculativeDecodingMetrics.of(stats[0] or SpeculationStats()))

@@ -5,6 +5,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from protos.outputs import SpeculativeDecodingMetrics
+
 
 class PromptDetails(msgspec.Struct, frozen=True):
     """How much of the prompt was in the prefix cache."""
@@ -21,22 +23,10 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptDetails
 
 
-class SpeculativeDecoding(msgspec.Struct, frozen=True):
-    """How speculation went, under vLLM's names. Index j of the histogram counts rounds that accepted exactly j."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: tuple[int, ...]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int
-
-
 class RequestMetrics(msgspec.Struct, frozen=True):
     """Per-request statistics; null where the response has several choices."""
 
-    speculative_decoding: SpeculativeDecoding | None
+    speculative_decoding: SpeculativeDecodingMetrics | None
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):

@@ -1,0 +1,226 @@
+"""`slipstream serve`: the controller in a child process, the HTTP face in this one."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from cluster import assemble
+from cluster.engine_process import CONFIG, log_to_stderr
+from protos.config import EngineConfig, SpeculativeConfig
+from protos.errors import ConfigError
+from protos.messages import WorkerInfo
+from runtime.engine import AsyncEngine
+from runtime.http.app import ServerOptions, create_app
+from runtime.http.render import Decoder
+from runtime.http.schemas import SpecMetrics
+from runtime.inputs import Preprocessor, load_tokenizer
+from runtime.metrics import Metrics
+from runtime.process import ProcessChannel, python_command
+
+log = logging.getLogger("slipstream")
+
+SILENCE_S = 30.0
+"""A stage that says nothing for this long is named again."""
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """Where and how to serve. `grace_s` is how long answers in flight may take once the server is told to stop."""
+
+    version: str
+    host: str = "0.0.0.0"
+    port: int = 8000
+    grace_s: int = 15
+    chat_template: str | None = None
+    spec_metrics: SpecMetrics = "none"
+
+
+def serve(config: EngineConfig, options: HttpOptions) -> None:
+    """Serve until SIGINT or SIGTERM; a second one stops at once.
+
+    Raises:
+        ConfigError, ModelError: the engine cannot be built, or the address is taken.
+        EngineDeadError: the engine ended while it was loading.
+    """
+    log_to_stderr()
+    if config.model.skip_tokenizer_init:
+        raise ConfigError("serving needs a tokenizer: leave out skip_tokenizer_init")
+    with _bound(options.host, options.port) as listener:
+        asyncio.run(_Service(config, options, listener).run())
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """Take the address before anything is loaded, so that a port in use is told at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another host or port") from None
+        yield listener
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `_Service`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stages:
+    """Says what is being done while the engine loads, and says it again after a silence."""
+
+    def __init__(self) -> None:
+        self._text, self._since = "starting the engine process", time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Begin a stage."""
+        self._text, self._since = text, time.monotonic()
+        log.info(text)
+
+    async def remind(self) -> None:
+        """Name the stage once every `SILENCE_S`; runs until cancelled."""
+        while True:
+            await asyncio.sleep(SILENCE_S)
+            seconds = time.monotonic() - self._since
+            if seconds >= SILENCE_S:
+                log.info("still waiting after %.0f s for: %s", seconds, self._text)
+
+
+class _Service:
+    """One run of the server: load, serve, stop."""
+
+    def __init__(self, config: EngineConfig, options: HttpOptions, listener: socket.socket) -> None:
+        self._config = config
+        self._options = options
+        self._listener = listener
+        self._names = served_names(config)
+        self._metrics = Metrics(self._names[0])
+        self._channel = ProcessChannel(python_command("cluster.engine_process"), CONFIG.dump_json(config).decode())
+        self._engine = AsyncEngine(self._channel, self._make_preprocessor, self._metrics)
+        self._metrics.follow(self._engine.stats)
+        self._stop = asyncio.Event()
+        self._server: _Server | None = None
+        self._tokenizer: asyncio.Task[Decoder] | None = None
+
+    async def run(self) -> None:
+        """Load and serve until told to stop."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        try:
+            info = await self._load()
+            if info is not None:
+                await self._serve(info)
+        finally:
+            await self._engine.close()
+            log.info("stopped")
+
+    def _on_signal(self) -> None:
+        """Stop in order; the second time at once."""
+        if self._stop.is_set() or self._server is None:
+            self._channel.kill()
+        if self._server is not None:
+            self._server.force_exit = self._stop.is_set()
+            self._server.should_exit = True
+        if not self._stop.is_set():
+            log.info("stopping; answers in flight have %d s, once more stops at once", self._options.grace_s)
+        self._stop.set()
+
+    async def _load(self) -> WorkerInfo | None:
+        """Start the engine; None if told to stop meanwhile."""
+        stages = _Stages()
+        self._tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        loading = asyncio.create_task(self._engine.start(stages.say))
+        reminding, stopping = asyncio.create_task(stages.remind()), asyncio.create_task(self._stop.wait())
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        reminding.cancel()
+        if self._stop.is_set():
+            loading.cancel()
+            await asyncio.gather(loading, self._tokenizer, return_exceptions=True)
+            return None
+        stopping.cancel()
+        return loading.result()
+
+    def _load_tokenizer(self) -> Decoder:
+        tokenizer = load_tokenizer(self._config.model)
+        assert tokenizer is not None, "refused by `serve`"
+        if self._options.chat_template is not None:
+            tokenizer.chat_template = self._options.chat_template
+        return tokenizer
+
+    async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
+        assert self._tokenizer is not None
+        return assemble.preprocessor(self._config, info, await self._tokenizer)
+
+    async def _serve(self, info: WorkerInfo) -> None:
+        assert self._tokenizer is not None
+        served = ServerOptions(
+            self._names,
+            self._options.version,
+            unlisted_names=(self._config.model.model,),
+            spec_metrics=self._options.spec_metrics,
+            log_stats=not self._config.disable_log_stats,
+        )
+        app = create_app(self._engine, await self._tokenizer, self._metrics, served)
+        self._server = _Server(uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=self._options.grace_s,
+        ))  # fmt: skip
+        for line in described(self._config, info):
+            log.info(line)
+        log.info(self._ready_line())
+        await self._server.serve(sockets=[self._listener])
+
+    def _ready_line(self) -> str:
+        port = self._listener.getsockname()[1]
+        host = "localhost" if self._options.host in ("0.0.0.0", "::") else self._options.host
+        body = f'{{"model": "{self._names[0]}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"ready on {url}; try\n\n  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
+
+
+def served_names(config: EngineConfig) -> tuple[str, ...]:
+    """Return the names answers carry: those asked for, else the model's; of a folder only its last part."""
+    if config.served_model_name:
+        return config.served_model_name
+    model = config.model.model
+    return (Path(model).resolve().name if Path(model).is_dir() else model,)
+
+
+def described(config: EngineConfig, info: WorkerInfo) -> list[str]:
+    """Say what was loaded, in lines for the log."""
+    tokens = info.num_blocks * info.block_size
+    return [
+        *info.notes,
+        f"KV cache: {tokens:,} tokens; maximum concurrency for {info.max_model_len:,} tokens a request: "
+        f"{tokens / info.max_model_len:.1f}x, at most {config.scheduler.max_num_seqs} at once",
+        f"speculation: {_speculation(config.speculative)}",
+    ]
+
+
+def _speculation(config: SpeculativeConfig | None) -> str:
+    if config is None:
+        return "off"
+    method = config.method if isinstance(config.method, str) else " + ".join(config.method)
+    limit = config.disable_by_batch_size
+    threshold = "at every batch size" if limit is None else f"off above {limit} running requests"
+    if config.num_speculative_tokens_per_batch_size:
+        threshold = "K by batch size " + ", ".join(
+            f"{start}-{end}: {k}" for start, end, k in config.num_speculative_tokens_per_batch_size
+        )
+    return f"{method}, K = {config.num_speculative_tokens}, {threshold}"
