@@ -1,0 +1,193 @@
+"""The sampling pipeline against its own definition, against transformers' processors, and alone against in a batch."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos.messages import Sampling
+from workers.choice import Limits, choose, greedy, host_choose, host_greedy
+from workers.noise import row_keys
+from workers.sampler import Sampler
+from workers.slots import SlotTable
+
+VOCAB = 61
+OFF = Limits(np.ones(1, np.float32), np.zeros(1, np.int64), np.ones(1), np.zeros(1))
+
+
+def table(*requests: Sampling, prompts: list[list[int]] | None = None, outputs: list[list[int]] | None = None,
+          length: int = 64) -> SlotTable:
+    slots = SlotTable(len(requests), length, 16)
+    for slot, sampling in enumerate(requests):
+        prompt, output = (prompts or [[1, 2]] * len(requests))[slot], (outputs or [[]] * len(requests))[slot]
+        slots.sampling[slot] = sampling
+        slots.tokens[slot, : len(prompt) + len(output)] = prompt + output
+        slots.known_len[slot], slots.prompt_len[slot] = len(prompt) + len(output), len(prompt)
+        slots.joined[slot] = 1
+    return slots
+
+
+def logits(rows: int, vocab: int = VOCAB, seed: int = 0, *, step: float = 0.0) -> torch.Tensor:
+    """Random logits; with a *step* they are its multiples, so that many tie."""
+    values = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    return (values / step).round() * step if step else values
+
+
+def draw(slots: SlotTable, values: torch.Tensor, extra: int = 0, **kwargs: Any) -> list[int]:
+    """Sample one token for every slot, *extra* tokens behind the known ones."""
+    rows = np.arange(len(values))
+    return Sampler(slots, values.shape[1], **kwargs).sample(values, rows, slots.known_len[rows] + extra).tolist()
+
+
+@pytest.mark.parametrize("step", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("vocab", [3, 61, 1500])
+@pytest.mark.parametrize("bound", [{}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.3}, {"top_p": 0.95}, {"top_p": 0.9999},
+                                   {"min_p": 0.02}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01}])
+def test_host_path_equals_definition(vocab: int, step: float, bound: dict[str, Any]) -> None:
+    rows = 64
+    values = logits(rows, vocab, step=step)
+    values[::7, : vocab // 2] = -torch.inf
+    table = {name: np.repeat(getattr(OFF, name), rows) for name in ("temperature", "top_k", "top_p", "min_p")}
+    table["temperature"] = np.linspace(0.3, 2, rows, dtype=np.float32)
+    for name, value in bound.items():
+        table[name][rows // 4 :] = value
+    table["top_k"] = np.where(table["top_k"] < vocab, table["top_k"], 0)
+    limits = Limits(**table)
+    keys = row_keys(np.arange(rows) % 5, np.arange(rows))
+    expected = choose(values, torch.from_numpy(keys), limits)
+    assert host_choose(values.numpy(), keys, limits).tolist() == expected.tolist()
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    values = logits(20, step=4.0)
+    lowest = [int(np.flatnonzero(row == row.max())[0]) for row in values.numpy()]
+    assert greedy(values).tolist() == lowest
+    assert host_greedy(values.numpy()).tolist() == lowest
+    assert draw(table(*[Sampling(seed=1, temperature=0.0)] * 20), values) == lowest
+
+
+MIXED = (Sampling(seed=1, temperature=0.0), Sampling(seed=2), Sampling(seed=3, temperature=0.7, top_p=0.9),
+         Sampling(seed=4, top_k=7), Sampling(seed=5, min_p=0.05), Sampling(seed=6, repetition_penalty=1.3, top_p=0.8),
+         Sampling(seed=7, temperature=0.0, logit_bias={3: 2.5}), Sampling(seed=8, bad_words=((5,), (6, 7))),
+         Sampling(seed=9, allowed_ids=(1, 2, 3, 4)), Sampling(seed=10, min_tokens=9, stop_ids=(0, 1)),
+         Sampling(seed=11, presence_penalty=1.0, frequency_penalty=0.5))
+
+
+@given(st.lists(st.integers(0, len(MIXED) - 1), min_size=1, max_size=24), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_a_row_alone_is_the_row_among_others(kinds: list[int], seed: int) -> None:
+    slots = table(*MIXED, outputs=[[6, 3, 3]] * len(MIXED))
+    slots.tokens[:, 5:9] = [6, 8, 8, 1]
+    rows, index = np.array(kinds), 5 + np.arange(len(kinds)) % 4
+    values = logits(len(kinds), 131, seed)
+    before = values.clone()
+    together = Sampler(slots, 131).sample(values, rows, index).tolist()
+    alone = [Sampler(slots, 131).sample(values[i : i + 1], rows[i : i + 1], index[i : i + 1]).item()
+             for i in range(len(kinds))]
+    assert together == alone
+    assert torch.equal(values, before)
+
+
+def test_failed_rows_disturb_nobody() -> None:
+    requests = [sampling for sampling in MIXED for _ in range(4)]
+    values = logits(len(requests))
+    expected = draw(table(*requests), values)
+    broken = values.clone()
+    broken[1::4, 9] = torch.nan
+    broken[2::4] = -torch.inf
+    broken[3::4] = torch.nan
+    found = draw(table(*requests), broken)
+    assert found[::4] == expected[::4]
+    assert all(found[i] == -1 for i in range(len(found)) if i % 4)
+
+
+def test_nothing_left_to_choose_is_a_failed_row() -> None:
+    requests = [Sampling(seed=1, temperature=t, allowed_ids=(4,), bad_words=((4,),)) for t in (0.0, 1.0)]
+    assert draw(table(*requests), logits(2)) == [-1, -1]
+
+
+def test_columns_behind_the_vocabulary_are_never_chosen() -> None:
+    values = logits(8)
+    values[:, 50:] = 100.0
+    for sampling in MIXED:
+        slots = table(*[sampling] * 8)
+        sampler = Sampler(slots, 50)
+        assert max(sampler.sample(values, np.arange(8), slots.known_len).tolist()) < 50
+
+
+def test_options_naming_ids_the_logits_lack() -> None:
+    sampling = Sampling(seed=1, logit_bias={70: 5.0}, bad_words=((71,), (1, 72)), allowed_ids=(3, 73), min_tokens=3,
+                        stop_ids=(74,), repetition_penalty=1.2)
+    assert draw(table(sampling, prompts=[[80, 1]], outputs=[[90]]), logits(1)) == [3]
+
+
+def test_penalties_as_transformers_and_the_formula() -> None:
+    prompt, output, values = [3, 4, 4], [5, 5, 3, 9], logits(1)
+    processor = transformers.RepetitionPenaltyLogitsProcessor(1.7)
+    repeated = processor(torch.tensor([prompt + output]), values.clone())
+    counts = torch.bincount(torch.tensor(output), minlength=VOCAB)
+    expected = repeated - 0.4 * counts - 0.9 * (counts > 0)
+    sampling = Sampling(seed=1, repetition_penalty=1.7, frequency_penalty=0.4, presence_penalty=0.9)
+    assert torch.allclose(edited(sampling, values, prompt, output), expected, atol=1e-6)
+
+
+def test_bias_masks_and_minimum_length() -> None:
+    sampling = Sampling(seed=1, logit_bias={3: -2.0, 8: 1.5}, bad_words=((5,), (6, 7), (6, 6, 9)), min_tokens=3,
+                        stop_ids=(10, 11))
+    values = logits(1)
+    expected = values.clone()
+    expected[0, 3] -= 2.0
+    expected[0, 8] += 1.5
+    expected[0, [5, 7]] = -torch.inf
+    early = expected.clone()
+    early[0, [10, 11]] = -torch.inf
+    assert torch.equal(edited(sampling, values, [6, 6], [6]), early)  # the prompt's 6 does not count
+    assert torch.equal(edited(sampling, values, [1], [1, 1, 6]), expected)
+    expected[0, 9] = -torch.inf
+    assert torch.equal(edited(sampling, values, [1], [1, 6, 6]), expected)
+
+
+def test_allowed_ids() -> None:
+    found = edited(Sampling(seed=1, allowed_ids=(2, 30)), logits(1), [1], [])
+    assert found[0].isfinite().nonzero()[:, 0].tolist() == [2, 30]
+
+
+def test_drafted_tokens_count_like_committed_ones_and_are_forgotten_again() -> None:
+    sampling = Sampling(seed=1, presence_penalty=1.0, repetition_penalty=1.2, bad_words=((6, 7),), min_tokens=4,
+                        stop_ids=(1,))
+    slots = table(sampling, prompts=[[1, 2]], outputs=[[3]])
+    edits = Sampler(slots, VOCAB)
+    for draft in ([6, 5], [8, 6], [3, 3, 6]):
+        slots.write_draft(0, draft)
+        for known in range(len(draft) + 1):
+            found = edit_with(edits, logits(1), slots, 3 + known)
+            assert torch.equal(found, edited(sampling, logits(1), [1, 2], [3, *draft[:known]]))
+
+
+def test_a_slot_given_to_another_sequence_starts_afresh() -> None:
+    old, new = Sampling(seed=1, repetition_penalty=1.5, allowed_ids=(3, 4)), Sampling(seed=9, presence_penalty=2.0)
+    slots = table(old, prompts=[[1, 2]], outputs=[[3, 3]])
+    sampler = Sampler(slots, VOCAB)
+    sampler.sample(logits(1), np.array([0]), np.array([4]))
+    slots.tokens[0, :3], slots.known_len[0], slots.prompt_len[0] = [5, 6, 7], 3, 2
+    slots.sampling[0] = new
+    slots.joined[0] += 1
+    fresh = table(new, prompts=[[5, 6]], outputs=[[7]])
+    for values in logits(30, seed=3)[:, None]:
+        assert sampler.sample(values, np.array([0]), np.array([3])).tolist() == draw(fresh, values)
+
+
+def edited(sampling: Sampling, values: torch.Tensor, prompt: list[int], output: list[int]) -> torch.Tensor:
+    slots = table(sampling, prompts=[prompt], outputs=[output])
+    return edit_with(Sampler(slots, VOCAB), values, slots, len(prompt) + len(output))
+
+
+def edit_with(sampler: Sampler, values: torch.Tensor, slots: SlotTable, index: int) -> torch.Tensor:
+    rows, seen = np.array([0]), []
+    sampler._choose = lambda values, *_: seen.append(values) or torch.zeros(1, dtype=torch.int64)  # type: ignore[method-assign]
+    sampler.sample(values, rows, np.array([index]))
+    return seen[0]

@@ -1,0 +1,206 @@
+"""What requests ask to be done to the logits before temperature: masks, bias and penalties, in vLLM's order.
+
+Allowed ids, bad words, minimum length, logit bias, then repetition, presence and frequency penalties. Repetition
+looks at prompt and output, the other penalties and bad words at the output only. "Output" includes the drafted
+tokens before the position: where the position's token is kept they are the emitted ones.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from protos.messages import Sampling
+from workers.slots import SlotTable
+
+Ints = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.float32]
+
+
+def changes_logits(sampling: Sampling) -> bool:
+    """Say whether the request has any option of this module."""
+    return _adds(sampling) or penalises(sampling)
+
+
+def penalises(sampling: Sampling) -> bool:
+    """Say whether the request has a penalty, for which tokens must be counted."""
+    return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def _adds(sampling: Sampling) -> bool:
+    return bool(sampling.allowed_ids is not None or sampling.bad_words or sampling.logit_bias
+                or (sampling.min_tokens and sampling.stop_ids))
+
+
+@dataclass(frozen=True)
+class _Additions:
+    """One request's masks and bias as ids and what is added to them; ids the vocabulary lacks are left out."""
+
+    ids: Ints
+    values: Counts
+    stop_ids: Ints
+    min_tokens: int
+    phrases: tuple[tuple[int, ...], ...]
+    others_V: torch.Tensor | None  # 0 for allowed ids, -inf for others; added, so that a NaN stays one
+
+    @classmethod
+    def of(cls, sampling: Sampling, vocab: int, device: torch.device) -> "_Additions":
+        bias = {i: value for i, value in (sampling.logit_bias or {}).items() if i < vocab}
+        banned = [word[0] for word in sampling.bad_words if len(word) == 1 and word[0] < vocab]
+        values = [*bias.values(), *(-np.inf for _ in banned)]
+        return cls(np.array([*bias, *banned], np.int64), np.array(values, np.float32),
+                   np.array([i for i in sampling.stop_ids if i < vocab], np.int64), sampling.min_tokens,
+                   tuple(word for word in sampling.bad_words if len(word) > 1 and word[-1] < vocab),
+                   _mask(sampling.allowed_ids, vocab, device))
+
+    def masked_now(self, output: Ints) -> Ints:
+        """Return the ids masked because of the *output* so far: its length, and words of which only the end lacks."""
+        ends = [word[-1] for word in self.phrases if _ends_with(output, word[:-1])]
+        ids = np.array(ends, np.int64)
+        return np.concatenate((ids, self.stop_ids)) if len(output) < self.min_tokens else ids
+
+
+def _mask(allowed: tuple[int, ...] | None, vocab: int, device: torch.device) -> torch.Tensor | None:
+    if allowed is None:
+        return None
+    mask_V = torch.full((vocab,), -torch.inf)
+    mask_V[[i for i in allowed if i < vocab]] = 0.0
+    return mask_V.to(device)
+
+
+def _ends_with(output: Ints, prefix: tuple[int, ...]) -> bool:
+    return len(output) >= len(prefix) and output[len(output) - len(prefix) :].tolist() == list(prefix)
+
+
+class LogitEdits:
+    """Applies every row's edits; remembers by slot what does not change from step to step.
+
+    Args:
+        slots: owned by the worker; read only.
+        vocab: number of columns of the logits given.
+        device: where the logits live.
+    """
+
+    def __init__(self, slots: SlotTable, vocab: int, device: torch.device) -> None:
+        self._slots, self._vocab, self._device = slots, vocab, device
+        self._additions: dict[int, _Additions] = {}
+        self._counts: dict[int, _Counts] = {}
+
+    def join(self, slot: int) -> None:
+        """Forget the sequence that had *slot* and prepare for the one that has it now."""
+        self._additions.pop(slot, None)
+        self._counts.pop(slot, None)
+        sampling = self._slots.sampling[slot]
+        if _adds(sampling):
+            self._additions[slot] = _Additions.of(sampling, self._vocab, self._device)
+        if penalises(sampling):
+            self._counts[slot] = _Counts(int(self._slots.prompt_len[slot]), self._vocab)
+
+    def apply_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
+        """Edit the logits of position `index_N[r]` of `slots_N[r]` in place."""
+        self._add_(logits_NV, slots_N, index_N)
+        self._penalise_(logits_NV, slots_N, index_N)
+
+    def _add_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
+        changed = _Elements()
+        values: list[Counts] = []
+        for row, (slot, index) in enumerate(zip(slots_N.tolist(), index_N.tolist(), strict=True)):
+            additions = self._additions.get(slot)
+            if additions is None:
+                continue
+            if additions.others_V is not None:
+                logits_NV[row] += additions.others_V
+            masked = additions.masked_now(self._slots.tokens[slot, self._slots.prompt_len[slot] : index])
+            changed.append(row, np.concatenate((additions.ids, masked)))
+            values += [additions.values, np.full(len(masked), -np.inf, np.float32)]
+        if values:
+            added = torch.from_numpy(np.concatenate(values)).to(self._device)
+            logits_NV.index_put_(changed.on(self._device), added, accumulate=True)
+
+    def _penalise_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
+        seen = _Elements()
+        counts: list[Counts] = []
+        penalties: list[tuple[float, float, float]] = []
+        for row, (slot, index) in enumerate(zip(slots_N.tolist(), index_N.tolist(), strict=True)):
+            counter = self._counts.get(slot)
+            if counter is not None:
+                ids, count = counter.before(index, self._slots.tokens[slot], int(self._slots.known_len[slot]))
+                seen.append(row, ids)
+                counts.append(count)
+                asked = self._slots.sampling[slot]
+                penalties.append((asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty))
+        if counts:
+            penalties_M3 = np.repeat(np.array(penalties, np.float32), [len(count) for count in counts], axis=0)
+            where = seen.on(self._device)
+            logits_NV[where] = _penalised(logits_NV[where], *(torch.from_numpy(part).to(self._device) for part in
+                                                              (np.concatenate(counts), penalties_M3)))
+
+
+def _penalised(logits_M: torch.Tensor, counts_M: torch.Tensor, penalties_M3: torch.Tensor) -> torch.Tensor:
+    """Return the logits of tokens that occurred, lowered by their repetition, presence and frequency penalties."""
+    repetition_M, presence_M, frequency_M = penalties_M3.unbind(1)
+    logits_M = logits_M * torch.where(logits_M > 0, 1.0 / repetition_M, repetition_M)
+    return logits_M - frequency_M * counts_M - presence_M * (counts_M > 0)
+
+
+@dataclass
+class _Elements:
+    """Single elements of a matrix, gathered row by row."""
+
+    rows: list[Ints] = field(default_factory=list)
+    ids: list[Ints] = field(default_factory=list)
+
+    def append(self, row: int, ids: Ints) -> None:
+        self.rows.append(np.full(len(ids), row, np.int64))
+        self.ids.append(ids)
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, ids = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (self.rows, self.ids))
+        return rows, ids
+
+
+class _Counts:
+    """How often each token occurs in one sequence's output, and which ids occur at all, prompt included.
+
+    Committed tokens are counted once, as they come; drafted ones are counted for one answer and forgotten again.
+    """
+
+    def __init__(self, prompt_len: int, vocab: int) -> None:
+        self._prompt_len, self._vocab = prompt_len, vocab
+        self._reset()
+
+    def _reset(self) -> None:
+        self._counted = 0
+        self._ids: Ints = np.empty(0, np.int64)
+        self._seen_V = np.zeros(self._vocab, np.bool_)
+        self._output_V = np.zeros(self._vocab, np.float32)
+
+    def before(self, index: int, tokens_L: Ints, known_len: int) -> tuple[Ints, Counts]:
+        """Return the ids that occur before *index*, drafted ones perhaps twice, and each one's count in the output."""
+        committed = min(index, known_len)
+        if committed < self._counted:
+            self._reset()
+        if committed > self._counted:
+            self._commit(tokens_L, committed)
+        if index <= committed:
+            return self._ids, self._output_V[self._ids]
+        drafted = self._within(tokens_L[max(committed, self._prompt_len) : index])
+        ids = np.concatenate((self._ids, drafted))
+        np.add.at(self._output_V, drafted, 1.0)
+        counts = self._output_V[ids]
+        np.subtract.at(self._output_V, drafted, 1.0)
+        return ids, counts
+
+    def _commit(self, tokens_L: Ints, end: int) -> None:
+        new = self._within(tokens_L[self._counted : end])
+        output = self._within(tokens_L[max(self._counted, self._prompt_len) : end])
+        self._counted = end
+        np.add.at(self._output_V, output, 1.0)
+        unseen = np.unique(new[~self._seen_V[new]])
+        self._seen_V[unseen] = True
+        self._ids = np.concatenate((self._ids, unseen))
+
+    def _within(self, tokens: Ints) -> Ints:
+        """Leave out ids that the logits have no column for."""
+        return tokens[tokens < self._vocab]

@@ -1,0 +1,112 @@
+"""The one sampling pipeline: every token, of target and draft, speculative or not, is chosen here.
+
+y = argmax over v of (log p(v) + g(seed, index, v)) at temperature > 0, argmax of log p at 0, where p is what edits
+(`workers.edits`), temperature and limits (`workers.choice`) make of the logits, and g is keyed noise
+(`workers.noise`). A choice depends on the row's logits, its slot's tokens before the index, and the request: on
+nothing else in the batch. DESIGN section 5.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from protos.messages import Sampling
+from workers.choice import Flags, Ints, Limits, block_rows, choose, greedy, host_choose, host_greedy
+from workers.edits import LogitEdits, changes_logits
+from workers.noise import row_keys, signed
+from workers.slots import SlotTable
+
+Rows = tuple[torch.Tensor, Ints, Ints]  # logits, slots and index of N rows
+Chooser = Callable[[torch.Tensor, Ints, Ints], torch.Tensor]
+COLDEST = 1e-5  # temperatures below are greedy, as in vLLM
+
+
+class Sampler:
+    """Chooses tokens by the parameters in a worker's slot table.
+
+    Args:
+        slots: owned by the worker; read only.
+        vocab_size: number of ids that may be chosen; logits may have more columns (padding), which are ignored.
+        device: where the logits live.
+    """
+
+    def __init__(self, slots: SlotTable, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.slots, self.vocab_size = slots, vocab_size
+        self._on_host = torch.device(device).type == "cpu"
+        self._edits = LogitEdits(slots, vocab_size, torch.device(device))
+        num_slots = len(slots.joined)
+        self._joined_S: Ints = np.full(num_slots, -1, np.int64)
+        self._seed_S: Ints = np.zeros(num_slots, np.int64)
+        self._limits_S = Limits(np.ones(num_slots, np.float32), np.zeros(num_slots, np.int64), np.ones(num_slots),
+                                np.zeros(num_slots))
+        self._edited_S = np.zeros(num_slots, np.bool_)
+
+    def sample(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        """Return the chosen ids, int64 `[N]` on the logits' device; -1 for rows from which none can be chosen.
+
+        Args:
+            logits_NV: float32, raw; not changed.
+            slots_N: int64, the slot of each row.
+            index_N: int64, the position in prompt + output of the token being chosen. The tokens before it,
+                drafted ones included, stand in `slots.tokens[slot, :index]`.
+        """
+        if not len(slots_N):
+            return torch.empty(0, dtype=torch.int64, device=logits_NV.device)
+        self._refresh(slots_N)
+        rows = (logits_NV[:, : self.vocab_size], slots_N, index_N)
+        return _by_part(self._edited_S[slots_N], self._edit_and_choose, self._choose, rows)
+
+    def _refresh(self, slots_N: Ints) -> None:
+        """Read the parameters of the slots that a sequence joined since they were last read."""
+        changed_N = self._joined_S[slots_N] != self.slots.joined[slots_N]
+        if changed_N.any():
+            for slot in np.unique(slots_N[changed_N]).tolist():
+                self._read(slot, self.slots.sampling[slot])
+
+    def _read(self, slot: int, sampling: Sampling) -> None:
+        self._joined_S[slot] = self.slots.joined[slot]
+        self._seed_S[slot] = signed(sampling.seed)
+        self._limits_S.temperature[slot] = sampling.temperature
+        self._limits_S.top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
+        self._limits_S.top_p[slot] = sampling.top_p
+        self._limits_S.min_p[slot] = sampling.min_p
+        self._edited_S[slot] = changes_logits(sampling)
+        self._edits.join(slot)
+
+    def _edit_and_choose(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        size = block_rows(self.vocab_size) if self._on_host else len(slots_N)
+        return torch.cat([self._edit_block(logits_NV[at], slots_N[at], index_N[at])
+                          for at in (slice(first, first + size) for first in range(0, len(slots_N), size))])
+
+    def _edit_block(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        edited_NV = logits_NV.clone()
+        self._edits.apply_(edited_NV, slots_N, index_N)
+        return self._choose(edited_NV, slots_N, index_N)
+
+    def _choose(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        drawn_N = self._limits_S.temperature[slots_N] >= COLDEST
+        return _by_part(drawn_N, self._draw, self._greedy, (logits_NV, slots_N, index_N))
+
+    def _greedy(self, logits_NV: torch.Tensor, _slots_N: Ints, _index_N: Ints) -> torch.Tensor:
+        return torch.from_numpy(host_greedy(logits_NV.numpy())) if self._on_host else greedy(logits_NV)
+
+    def _draw(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        keys_N, limits = row_keys(self._seed_S[slots_N], index_N), self._limits_S.at(slots_N)
+        if self._on_host:
+            return torch.from_numpy(host_choose(logits_NV.numpy(), keys_N, limits))
+        return choose(logits_NV, torch.from_numpy(keys_N).to(logits_NV.device), limits)
+
+
+def _by_part(first_N: Flags, choose_first: Chooser, choose_rest: Chooser, rows: Rows) -> torch.Tensor:
+    """Let one chooser have the rows marked in `first_N` and the other the rest; copy logits only if both have some."""
+    if first_N.all():
+        return choose_first(*rows)
+    if not first_N.any():
+        return choose_rest(*rows)
+    logits_NV, slots_N, index_N = rows
+    ids_N = torch.empty(len(slots_N), dtype=torch.int64, device=logits_NV.device)
+    for part, chooser in ((np.flatnonzero(first_N), choose_first), (np.flatnonzero(~first_N), choose_rest)):
+        at = torch.from_numpy(part).to(logits_NV.device)
+        ids_N[at] = chooser(logits_NV[at], slots_N[part], index_N[part])
+    return ids_N
