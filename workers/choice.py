@@ -138,7 +138,7 @@ def _choose_bounded(logits_NV: Logits, keys_N: Ints, limits: Limits) -> Ints:
     """Choose among the tokens within the limits, found by their values: which is cheap to sort, and leaves few ids."""
     sorted_NV = np.sort(logits_NV, axis=1)[:, ::-1]
     count_N = _count_kept(sorted_NV, limits)
-    cut_N = sorted_NV[np.arange(len(count_N)), count_N - 1]
+    cut_N = np.where(np.isfinite(sorted_NV[:, 0]), sorted_NV[np.arange(len(count_N)), count_N - 1], np.inf)
     keep_NV = logits_NV >= cut_N[:, None]
     for row in np.flatnonzero(np.count_nonzero(keep_NV, axis=1) > count_N).tolist():
         ids = np.flatnonzero(keep_NV[row])
