@@ -5,6 +5,7 @@ one that would change results (refused by name), or unknown (refused with a hint
 second kind: checkpoints' own code is never run, so it can be promised neither effect nor harm.
 """
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -226,7 +227,8 @@ def _read(name: str, value: Any) -> Any:  # noqa: ANN401
         word = str(value).removeprefix("torch.")
         return DTYPES.get(word, word)
     if name == "served_model_name":
-        return (value,) if isinstance(value, str) else tuple(value)
+        names = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+        return (names,) if isinstance(names, str) else tuple(names)
     return str(value) if name in ("model", "tokenizer", "download_dir") else value
 
 

@@ -104,6 +104,7 @@ def test_figures_follow_their_definitions(played: list[tuple[int, int]]) -> None
     assert figures.mean_acceptance_length == pytest.approx(1 + sum(accepted) / len(played))
     assert figures.draft_acceptance_rate == pytest.approx(sum(accepted) / sum(p for p, _ in played))
     assert (figures.num_spec_steps, figures.num_spec_tokens) == (len(played), width)
+    assert figures.counts() == stats_of(played)
 
 
 @given(st.lists(rounds(), max_size=4))

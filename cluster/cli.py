@@ -1,0 +1,132 @@
+"""The `slipstream` command: serve, generate, env, bench."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster import shadowing
+from cluster.cli_options import engine_options, sampling_options, with_options
+from cluster.cli_output import OUT, show_error
+from cluster.cli_version import version
+from cluster.settings import engine_config
+from protos.errors import ConfigError, SlipstreamError
+
+FAILED = 2
+# Names of options with `_` for `-`, as Python and YAML spell them.
+HYPHENS = {"token_normalize_func": lambda name: name.replace("_", "-")}
+
+app = typer.Typer(
+    name="slipstream",
+    help="Lossless speculative decoding. Without --model, the embedded demo pair is used.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long option names off
+    context_settings=HYPHENS,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        OUT.print(f"slipstream {version()}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Lossless speculative decoding. Without --model, the embedded demo pair is used."""
+
+
+@app.command(context_settings=HYPHENS)
+@with_options(engine=engine_options(), sampling=sampling_options(max_tokens=128, temperature=0.0))
+def generate(
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    *,
+    prompt: Annotated[str | None, typer.Argument(help="Text to complete.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL: a string, or an object with `prompt`, a line.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSONL of results for --prompts.")] = None,
+) -> None:
+    """Complete a prompt, streaming, or a file of them; then say how fast it went and what was accepted."""
+    from cluster import cli_generate  # noqa: PLC0415 - what it loads, other commands need not wait for
+
+    if (prompt is None) == (prompts is None):
+        raise ConfigError("give one prompt, or a file of them with --prompts")
+    if prompts is None:
+        cli_generate.stream(engine_config(engine), prompt or "", sampling)
+    elif output is None:
+        raise ConfigError("--prompts needs --output, the file to write the results to")
+    else:
+        cli_generate.batch(engine_config(engine), prompts, output, sampling)
+
+
+@app.command(context_settings=HYPHENS)
+@with_options(engine=engine_options(but=("model",)))
+def serve(
+    engine: dict[str, Any],
+    *,
+    positional_model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the embedded demo pair.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    chat_template: Annotated[str | None, typer.Option(help="File of a chat template, or the template.")] = None,
+    per_request_spec_decode_metrics: Annotated[str, typer.Option(help="none, summary or detailed.")] = "none",
+    shutdown_timeout: Annotated[int, typer.Option(help="Seconds that answers in flight have to end.", min=0)] = 15,
+) -> None:
+    """Serve the OpenAI HTTP API."""
+    from cluster import cli_serve  # noqa: PLC0415 - as above
+
+    if positional_model is not None and model is not None:
+        raise ConfigError(f"the model is given twice: {positional_model!r} and --model {model!r}")
+    config = engine_config({**engine, "model": positional_model or model})
+    cli_serve.run(
+        config,
+        host=host,
+        port=port,
+        chat_template=chat_template,
+        spec_metrics=per_request_spec_decode_metrics,
+        grace_s=shutdown_timeout,
+    )
+
+
+@app.command(context_settings=HYPHENS)
+@with_options(engine=engine_options())
+def env(engine: dict[str, Any]) -> None:
+    """Print what a bug report needs: versions, processor, devices, and the configuration of these options."""
+    from cluster import cli_env  # noqa: PLC0415 - as above
+
+    cli_env.show(engine_config(engine))
+
+
+@app.command(context_settings={**HYPHENS, "allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Run the measured comparisons; arguments go to `python -m benchmarks`."""
+    if find_spec("benchmarks") is None or find_spec("benchmarks.__main__") is None:
+        raise ConfigError("the benchmarks are not installed: run this from a checkout, or `make bench` there")
+    import runpy  # noqa: PLC0415 - as above
+
+    sys.argv[1:] = context.args
+    runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    """Run the command line; what went wrong in a known way is one line on stderr, and exit status 2."""
+    try:
+        shadowing.check()
+        app(prog_name="slipstream")
+    except SlipstreamError as error:
+        show_error(str(error))
+        sys.exit(FAILED)
+    except BrokenPipeError:  # the reader of our output has left
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

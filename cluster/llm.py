@@ -1,0 +1,248 @@
+"""`LLM`: offline generation in the caller's own thread and process, with vLLM's signatures."""
+
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from cluster import assemble, shadowing
+from cluster.settings import engine_config
+from protos.config import EngineConfig
+from protos.errors import InvalidRequestError
+from protos.messages import Abort, Request, TokenOutput
+from protos.outputs import RequestOutput
+from protos.sampling import SamplingParams
+from runtime.controller import LocalInbox
+from runtime.inputs import Prompt, as_prompts
+from runtime.outputs import Decode, OutputCollector, no_text
+from runtime.stats import EngineStats
+
+logger = logging.getLogger("slipstream")
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Messages = Sequence[Mapping[str, Any]]
+Progress = bool | Callable[..., Any]
+
+
+class LLM:
+    """A model with everything around it. `LLM()` is the embedded demo pair.
+
+    Args:
+        model: Hub id or folder.
+        arguments: vLLM's engine arguments; `slipstream env` lists them with their values.
+
+    Raises:
+        ConfigError, ModelError: one line that names the value and the limit.
+    """
+
+    def __init__(self, model: str | None = None, **arguments: Any) -> None:  # noqa: ANN401
+        shadowing.check()
+        self._start(engine_config({"model": model, **arguments}), logger.info)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, say: Callable[[str], None] = logger.info) -> "LLM":
+        """Build from a parsed configuration; *say* is told, in a line each, what is being done."""
+        llm = cls.__new__(cls)
+        llm._start(config, say)
+        return llm
+
+    def _start(self, config: EngineConfig, say: Callable[[str], None]) -> None:
+        self.config = config
+        self._inbox = LocalInbox()
+        self._engine = assemble.build(config, self._inbox, say)
+        self._preprocessor = self._engine.preprocessor
+        self._names = map(str, itertools.count())
+        self._decode = _decoder(self._engine.tokenizer)
+
+    def generate(
+        self,
+        prompts: Any,  # noqa: ANN401
+        sampling_params: Params = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt and return the results in the prompts' order.
+
+        Args:
+            prompts: text, token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, or a list of these.
+            sampling_params: one for all, or one for each prompt; the defaults of `SamplingParams` if None.
+            use_tqdm: whether to show a progress bar, or what to make one with.
+            lora_request: as in vLLM; only None is taken.
+            priority: as in vLLM; only None is taken.
+
+        Raises:
+            InvalidRequestError: some prompt or parameter is not acceptable; nothing was scheduled.
+            EngineDeadError: the engine failed.
+        """
+        _refuse(lora_request=lora_request, priority=priority)
+        if isinstance(prompts, list | tuple) and not prompts:
+            return []
+        single = as_prompts(prompts)
+        params = _for_each(sampling_params, len(single))
+        encoded = [self._preprocessor.encode(one, some) for one, some in zip(single, params, strict=True)]
+        return self._complete(encoded, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, rendered by the model's chat template or by *chat_template*.
+
+        Raises:
+            InvalidRequestError: there is no template, or some message or parameter is not acceptable.
+        """
+        _refuse(lora_request=lora_request)
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        params = _for_each(sampling_params, len(conversations))
+        options = {
+            "chat_template": chat_template, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message, "tools": tools, **(chat_template_kwargs or {}),
+        }  # fmt: skip
+        chat = self._preprocessor.chat
+        encoded = [chat(one, some, **options) for one, some in zip(conversations, params, strict=True)]
+        return self._complete(encoded, params, use_tqdm)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[TokenOutput]:  # noqa: ANN401
+        """Yield what each step adds to one prompt's completion; leaving early aborts it.
+
+        Raises:
+            InvalidRequestError: before the first output; `n` must be 1.
+        """
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequestError(f"n must be 1 for a stream, got {params.n}", "n")
+        requests = self._preprocessor.requests(prompt, params, next(self._names))
+        return self._drive(requests)
+
+    def get_tokenizer(self) -> Any:  # noqa: ANN401
+        """Return the tokenizer, as transformers made it; None with `skip_tokenizer_init`."""
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generate` uses where nothing is given."""
+        return SamplingParams()
+
+    def stats(self) -> EngineStats:
+        """Return a picture of the engine's counters and gauges."""
+        return self._engine.controller.stats()
+
+    def shutdown(self) -> None:
+        """Free models and memory. May be called twice."""
+        self._engine.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _complete(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: Progress
+    ) -> list[RequestOutput]:
+        names = [next(self._names) for _ in prompts]
+        made = [
+            self._preprocessor.requests(prompt, some, name)
+            for prompt, some, name in zip(prompts, params, names, strict=True)
+        ]
+        collectors = [
+            OutputCollector(name, prompt.text, requests, self._decode)
+            for name, prompt, requests in zip(names, prompts, made, strict=True)
+        ]
+        owners = {request.request_id: c for requests, c in zip(made, collectors, strict=True) for request in requests}
+        with _Bar(use_tqdm, len(prompts)) as bar:
+            for output in self._drive([request for requests in made for request in requests]):
+                collector = owners[output.request_id]
+                collector.add(output)
+                bar.update(len(output.token_ids), collector.finished)
+        return [collector.result() for collector in collectors]
+
+    def _drive(self, requests: Sequence[Request]) -> Iterator[TokenOutput]:
+        """Run *requests* to their end; those still running when the caller leaves are aborted."""
+        running = {request.request_id for request in requests}
+        self._inbox.put(requests)
+        try:
+            while running:
+                for output in self._engine.controller.step():
+                    if output.finish_reason is not None:
+                        running.discard(output.request_id)
+                    yield output
+        except (GeneratorExit, KeyboardInterrupt):
+            self._abort(running)
+            raise
+
+    def _abort(self, names: set[str]) -> None:
+        self._inbox.put([Abort(tuple(names))])
+        self._engine.controller.step()
+
+
+class _Bar:
+    """A progress bar over prompts that also tells tokens a second; or nothing."""
+
+    def __init__(self, wanted: Progress, num_prompts: int) -> None:
+        self._bar = None
+        self._num_tokens = 0
+        self._started = time.monotonic()
+        if wanted:
+            self._bar = (_tqdm() if wanted is True else wanted)(
+                total=num_prompts, desc="Processed prompts", dynamic_ncols=True
+            )
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, num_tokens: int, finished: bool) -> None:
+        """Count tokens, and a prompt that *finished*."""
+        self._num_tokens += num_tokens
+        if self._bar is None or not finished:
+            return
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        self._bar.set_postfix_str(f"{self._num_tokens / seconds:.1f} tokens/s", refresh=False)
+        self._bar.update(1)
+
+
+def _tqdm() -> Callable[..., Any]:
+    from tqdm import tqdm  # noqa: PLC0415 - only where a bar is shown
+
+    bar: Callable[..., Any] = tqdm
+    return bar
+
+
+def _decoder(tokenizer: Any) -> Decode:  # noqa: ANN401
+    """Return what gives the text of single tokens, remembered: log-probabilities name the same ones again and again."""
+    if tokenizer is None:
+        return no_text
+    return functools.lru_cache(maxsize=65536)(lambda token_id: str(tokenizer.decode([token_id])))
+
+
+def _refuse(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidRequestError(f"{name} is not supported", name)
+
+
+def _for_each(params: Params, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params")
+    return params

@@ -1,0 +1,37 @@
+"""Slipstream: lossless speculative decoding, served. `from slipstream import LLM, SamplingParams`.
+
+Importing this loads nothing heavy; what is named is loaded when it is named.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cluster.llm import LLM
+    from protos.outputs import CompletionOutput, RequestOutput
+    from protos.sampling import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "cluster.llm",
+    "SamplingParams": "protos.sampling",
+    "RequestOutput": "protos.outputs",
+    "CompletionOutput": "protos.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if __name__ == "__main__":
+    from cluster.cli import main
+
+    main()
