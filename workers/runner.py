@@ -1,7 +1,6 @@
 """Runs a loaded model over paged KV: a batch of rows in, fp32 logits out."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,12 @@ from workers.attention import AttentionBackend, Ints, Rows, run_with
 from workers.attention_native import DTYPES, KernelUnavailableError, NativeAttention
 from workers.attention_torch import TorchAttention
 from workers.batch import Batch
+from workers.compiling import Forward, compile_forward
 from workers.kv import KVCache, bytes_per_block
 from workers.loader import LoadedModel
 from workers.slots import SlotTable
 
 logger = logging.getLogger(__name__)
-
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ModelRunner:
@@ -36,6 +34,26 @@ class ModelRunner:
     def bytes_per_block(self) -> int:
         """Bytes one KV block takes over all layers."""
         return bytes_per_block(self.loaded.layers, self.block_size, self.loaded.dtype)
+
+    def warm_up(self) -> str:
+        """Compile the model, or find out that it runs eager; returns the line to tell the user.
+
+        Scribbles on block 0: to be called before any sequence is served.
+        """
+        self._run, note = compile_forward(self._run, self._try, self.loaded.dtype)
+        logger.info("%s", note)
+        return note
+
+    def _try(self, forward: Forward, num_tokens: int, num_wanted: int) -> torch.Tensor:
+        """Run *forward* on made-up tokens of one row, all of whose blocks are block 0."""
+        positions_T = np.arange(num_tokens)
+        tables_RB = np.zeros((1, num_tokens), np.int64)
+        zero, length = np.zeros(1, np.int64), np.array([num_tokens])
+        self.attention.plan(Rows(zero, length, zero, tables_RB, positions_T % self.block_size))
+        ids_1T = self._tensor(positions_T % self.loaded.vocab_size).unsqueeze(0)
+        with torch.inference_mode():
+            wanted_N = self._tensor(np.arange(num_wanted))
+            return run_with(self.attention, lambda: forward(ids_1T, self._tensor(positions_T)[None], wanted_N))
 
     def forward(self, batch: Batch, wanted_N: Ints) -> torch.Tensor:
         """Run *batch*, writing its K and V.

@@ -131,9 +131,13 @@ void attend(const Plan& plan, const Layer& layer, const Call& call, int64_t row,
     const int64_t begin = call.window > 0 ? std::max<int64_t>(0, start - call.window + 1) : 0;
     for (int64_t base = begin; base < end; base += kTile) {
         const int64_t n = std::min(kTile, end - base);
+        int64_t block = base / plan.block_size, offset = base % plan.block_size;
         for (int64_t j = 0; j < n; ++j) {
-            const int64_t place =
-                table[(base + j) / plan.block_size] * plan.block_size + (base + j) % plan.block_size;
+            const int64_t place = table[block] * plan.block_size + offset;
+            if (++offset == plan.block_size) {
+                offset = 0;
+                ++block;
+            }
             const T* k = static_cast<const T*>(layer.keys) + (place * layer.kv_heads + group) * D;
             const T* v = static_cast<const T*>(layer.values) + (place * layer.kv_heads + group) * E;
             float *kf = &s.keys[j * D], *vf = &s.values[j * E];
