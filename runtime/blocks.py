@@ -152,3 +152,5 @@ class BlockManager:
             raise RuntimeError(f"{len(free)} free and {len(owned)} used blocks are not {self.num_blocks}")
         if {b: k for k, b in self._index.items()} != {b: entry[0] for b, entry in self._published.items()}:
             raise RuntimeError("the prefix index and the published blocks differ")
+        if any(len(content) != self.block_size for _, content in self._index):
+            raise RuntimeError(f"a published block has not {self.block_size} tokens")
