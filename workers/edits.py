@@ -56,9 +56,9 @@ class _Additions:
 
     def masked_now(self, output: Ints) -> Ints:
         """Return the ids masked because of the *output* so far: its length, and words of which only the end lacks."""
+        early = self.stop_ids if len(output) < self.min_tokens else self.stop_ids[:0]
         ends = [word[-1] for word in self.phrases if _ends_with(output, word[:-1])]
-        ids = np.array(ends, np.int64)
-        return np.concatenate((ids, self.stop_ids)) if len(output) < self.min_tokens else ids
+        return np.concatenate((early, np.array(ends, np.int64))) if ends else early
 
 
 def _mask(allowed: tuple[int, ...] | None, vocab: int, device: torch.device) -> torch.Tensor | None:
@@ -112,8 +112,11 @@ class LogitEdits:
             if additions.others_V is not None:
                 logits_NV[row] += additions.others_V
             masked = additions.masked_now(self._slots.tokens[slot, self._slots.prompt_len[slot] : index])
-            changed.append(row, np.concatenate((additions.ids, masked)))
-            values += [additions.values, np.full(len(masked), -np.inf, np.float32)]
+            changed.append(row, additions.ids)
+            values.append(additions.values)
+            if len(masked):
+                changed.append(row, masked)
+                values.append(np.full(len(masked), -np.inf, np.float32))
         if values:
             added = torch.from_numpy(np.concatenate(values)).to(self._device)
             logits_NV.index_put_(changed.on(self._device), added, accumulate=True)
@@ -131,7 +134,7 @@ class LogitEdits:
                 asked = self._slots.sampling[slot]
                 penalties.append((asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty))
         if counts:
-            penalties_M3 = np.repeat(np.array(penalties, np.float32), [len(count) for count in counts], axis=0)
+            penalties_M3 = np.repeat(np.array(penalties, np.float32), seen.lengths, axis=0)
             where = seen.on(self._device)
             logits_NV[where] = _penalised(logits_NV[where], *(torch.from_numpy(part).to(self._device) for part in
                                                               (np.concatenate(counts), penalties_M3)))
@@ -148,16 +151,20 @@ def _penalised(logits_M: torch.Tensor, counts_M: torch.Tensor, penalties_M3: tor
 class _Elements:
     """Single elements of a matrix, gathered row by row."""
 
-    rows: list[Ints] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     ids: list[Ints] = field(default_factory=list)
 
     def append(self, row: int, ids: Ints) -> None:
-        self.rows.append(np.full(len(ids), row, np.int64))
+        self.rows.append(row)
         self.ids.append(ids)
 
+    @property
+    def lengths(self) -> list[int]:
+        return [len(ids) for ids in self.ids]
+
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, ids = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (self.rows, self.ids))
-        return rows, ids
+        rows, ids = np.repeat(self.rows, self.lengths), np.concatenate(self.ids)
+        return torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device)
 
 
 class _Counts:

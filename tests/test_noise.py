@@ -1,0 +1,82 @@
+"""The keyed noise: its bits against SplitMix64's published values, its law, and the independence of neighbours."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from protos.seeds import INCREMENT, MASK, mix, mix_seed
+from workers.noise import fraction_bits, gumbel, host_gumbel, mix_, row_keys, signed
+
+FALSE_ALARM = 1e-6
+
+
+def uniform(seeds: np.ndarray, index: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return (fraction_bits(row_keys(seeds, index), ids) + 0.5) * 2.0**-52
+
+
+def test_mix_is_splitmix64() -> None:
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
+                 16408922859458223821]  # the first outputs for seed 1234567
+    assert [mix((1234567 + n * INCREMENT) & MASK) for n in range(1, 6)] == published
+
+
+def test_arrays_and_tensors_mix_as_integers_do() -> None:
+    words = np.array([0, 1, 2**63 - 1, -(2**63), -1, 123456789], np.int64)
+    expected = [signed(mix(word & MASK)) for word in words.tolist()]
+    assert mix_(words.copy()).tolist() == expected
+    assert mix_(torch.from_numpy(words.copy())).tolist() == expected
+
+
+def test_host_and_device_noise_agree() -> None:
+    keys = row_keys(np.arange(50), np.arange(50))[:, None]
+    ids = np.arange(1000)[None]
+    device = gumbel(torch.from_numpy(keys), torch.from_numpy(ids)).numpy()
+    np.testing.assert_allclose(device, host_gumbel(keys, ids), rtol=0, atol=1e-12)
+
+
+def test_noise_is_finite_at_the_ends_of_the_bits() -> None:
+    ends = (np.array([0, 2**52 - 1]) + 0.5) * 2.0**-52
+    assert ends.min() > 0
+    assert ends.max() < 1
+    noise = -np.log(-np.log1p(-ends))
+    assert np.isfinite(noise).all()
+    assert -3.7 < noise.min() < noise.max() < 36.8
+
+
+@pytest.mark.parametrize(("seeds", "index", "ids"), [
+    (np.zeros(1), np.zeros(1), np.arange(200_000)),
+    (np.zeros(1), np.arange(200_000), np.zeros(1)),
+    (np.arange(200_000), np.zeros(1), np.zeros(1)),
+    (np.arange(200_000) << 43, np.full(1, 7), np.full(1, 4095)),
+])
+def test_law_along_each_coordinate(seeds: np.ndarray, index: np.ndarray, ids: np.ndarray) -> None:
+    seeds, index, ids = (part.astype(np.int64) for part in np.broadcast_arrays(seeds, index, ids))
+    values = uniform(seeds, index, ids)
+    assert stats.chisquare(np.histogram(values, 256, (0, 1))[0]).pvalue > FALSE_ALARM
+    low = fraction_bits(row_keys(seeds, index), ids) & 255
+    assert stats.chisquare(np.bincount(low, minlength=256)).pvalue > FALSE_ALARM
+    assert stats.kstest(host_gumbel(row_keys(seeds, index), ids), stats.gumbel_r.cdf).pvalue > FALSE_ALARM
+
+
+NEIGHBOURS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, -1, 0), (0, 1, -1), (1, 0, -1), (0, 0, 64)]
+
+
+@pytest.mark.parametrize("step", NEIGHBOURS)
+def test_neighbours_are_independent(step: tuple[int, int, int]) -> None:
+    seeds, index, ids = (part.ravel() for part in np.meshgrid(np.arange(40) + 5, np.arange(60) + 5, np.arange(80) + 5))
+    here, there = uniform(seeds, index, ids), uniform(seeds + step[0], index + step[1], ids + step[2])
+    table = np.histogram2d(here, there, 16, [(0, 1), (0, 1)])[0]
+    assert stats.chisquare(table.ravel()).pvalue > FALSE_ALARM
+    assert abs(np.corrcoef(here, there)[0, 1]) < 5 / math.sqrt(len(here))
+
+
+def test_seeds_of_samples() -> None:
+    assert mix_seed(77, 0) == 77
+    assert mix_seed(2**64 - 1, 0) == 2**64 - 1
+    seeds = {mix_seed(seed, sample) for seed in range(200) for sample in range(100)}
+    assert len(seeds) == 200 * 100
+    assert max(seeds) < 2**64
+    assert {signed(mix_seed(2**64 - 5, 3)) & MASK} == {mix_seed(2**64 - 5, 3)}
