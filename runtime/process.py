@@ -86,8 +86,10 @@ class ProcessChannel:
 
     async def start(self, deliver: Callable[[Report], None]) -> None:
         """See `Channel`."""
-        self._up = self._bind(zmq.PUSH, "up")
-        self._down = zmq.asyncio.Socket.from_socket(self._bind(zmq.PULL, "down"))
+        self._up = self._context.socket(zmq.PUSH)
+        self._bind(self._up, "up")
+        self._down = zmq.asyncio.Socket(self._context, zmq.PULL)
+        self._bind(self._down, "down")
         self._child = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
@@ -97,12 +99,10 @@ class ProcessChannel:
             pipe.write(hello + b"\n")
         self._watcher = asyncio.create_task(self._watch(self._child, self._down, deliver))
 
-    def _bind(self, kind: int, name: str) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(kind)
+    def _bind(self, socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", name: str) -> None:
         socket.set_hwm(0)
         socket.linger = 0
         socket.bind(_address(self._folder, name))
-        return socket
 
     async def _watch(
         self, child: asyncio.subprocess.Process, down: zmq.asyncio.Socket, deliver: Callable[[Report], None]
@@ -193,10 +193,11 @@ def _leave_to_parent(number: int, frame: FrameType | None) -> None:
     """The parent decides when to stop, so that answers can finish; an ignored signal would be inherited."""
 
 
-def _end_with_parent() -> None:
-    """Leave at once when the pipe closes: the parent is gone."""
+def _end_with_parent(folder: str) -> None:
+    """Leave at once when the pipe closes: the parent is gone, and cannot remove the sockets itself."""
     while os.read(LIFELINE, 65536):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -209,7 +210,7 @@ def serve_child(build: Callable[[str, Inbox, Say], Host]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_to_parent)
     hello = _read_hello()
-    threading.Thread(target=_end_with_parent, name="slipstream-lifeline", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(hello.folder,), name="slipstream-lifeline", daemon=True).start()
     context = zmq.Context()
     up, down = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, name in ((up, "up"), (down, "down")):

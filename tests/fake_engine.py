@@ -1,0 +1,181 @@
+"""A whole engine without a model: real controller, scheduler, tokenizer and preprocessor over an executor that hashes.
+
+`main` serves it as the child of a `ProcessChannel`.
+"""
+
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from protos.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+from protos.errors import ModelError
+from protos.messages import RoundPlan, Row, TokenLogprobs, Verdict, WorkerInfo
+from runtime.channel import Inbox, Say, ThreadChannel
+from runtime.controller import Controller
+from runtime.detokenizer import DetokenizerFactory
+from runtime.engine import AsyncEngine
+from runtime.inputs import Preprocessor
+from runtime.metrics import Metrics
+from runtime.policy import make_policy
+from runtime.process import serve_child
+from runtime.scheduler import Scheduler
+
+EOS = 0
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+)
+POISON = "crash now"
+SENTENCES = ["the quick brown fox jumps over the lazy dog", "naïve café, déjà vu", "def f(x): return x + 1"]
+
+
+@cache
+def bare_tokenizer() -> Tokenizer:
+    """Return a byte-level BPE tokenizer; `transformers` is not needed for it."""
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[AddedToken("<eos>", special=True)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bare.train_from_iterator(SENTENCES, trainer)
+    return bare
+
+
+@cache
+def tokenizer() -> Any:
+    """Return the same tokenizer as front ends load it, with a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=bare_tokenizer(), eos_token="<eos>", chat_template=TEMPLATE)
+
+
+@cache
+def letters() -> list[int]:
+    """Return the ids that the fake model may say: lower-case letters and the space."""
+    return [bare_tokenizer().token_to_id(char) for char in "abcdefghijklmnopqrstuvwxyzĠ"]
+
+
+def ranked(history: Sequence[int]) -> list[int]:
+    """Return what the fake model holds likely after *history*, best first."""
+    said = letters()
+    first = zlib.crc32(repr(list(history[-4:])).encode()) % len(said)
+    return said[first:] + said[:first]
+
+
+def expected(prompt: str, count: int) -> str:
+    """Return the text of *count* tokens after *prompt*."""
+    ids = bare_tokenizer().encode(prompt).ids
+    for _ in range(count):
+        ids.append(ranked(ids)[0])
+    return str(bare_tokenizer().decode(ids[-count:]))
+
+
+@dataclass
+class HashExecutor:
+    """Says `ranked(history)[0]`; every second draft token it makes for itself is right."""
+
+    info: WorkerInfo
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    prompt_len: dict[int, int] = field(default_factory=dict)
+
+    def start(self) -> WorkerInfo:
+        return self.info
+
+    def shutdown(self) -> None:
+        pass
+
+    def run(self, plan: RoundPlan) -> list[Verdict]:
+        for new in plan.new:
+            self.token_ids[new.slot] = list(new.token_ids)
+            self.prompt_len[new.slot] = new.prompt_len
+            text = bare_tokenizer().decode(list(new.token_ids))
+            if POISON in text:
+                os._exit(9)
+            if "raise" in text:
+                raise RuntimeError("no such luck at /secret/path")
+        return [self._verdict(row) for row in plan.rows]
+
+    def _verdict(self, row: Row) -> Verdict:
+        known = self.token_ids[row.slot]
+        known[row.known_len - len(row.new_token_ids) :] = row.new_token_ids
+        del known[row.known_len :]
+        end = min(row.start + row.length, self.prompt_len[row.slot] - 1)
+        prompt = [self._logprobs(known[:i], known[i]) for i in range(row.start + 1, end + 1)]
+        if not row.samples:
+            return Verdict(row.slot, prompt_logprobs=prompt)
+        said: list[int] = []
+        for _ in range(1 + row.k // 2):
+            said.append(ranked(known + said)[0])
+        logprobs = [self._logprobs(known + said[:i], token) for i, token in enumerate(said)]
+        return Verdict(row.slot, said, row.k, range(len(said) - 1), logprobs, prompt)
+
+    def _logprobs(self, history: Sequence[int], chosen: int) -> TokenLogprobs:
+        best = ranked(history)
+        rank = best.index(chosen) + 1 if chosen in best else len(best) + 1
+        top = best[:5]
+        chosen_logprob = -0.5 * rank if rank <= len(best) else float("-inf")
+        return TokenLogprobs([chosen, *top], [chosen_logprob, *(-0.5 * i for i in range(1, 6))], [rank, *range(1, 6)])
+
+
+@dataclass(frozen=True)
+class FakeHost:
+    """What `cluster.assemble.build` gives, without a model."""
+
+    controller: Controller
+    info: WorkerInfo
+
+    def shutdown(self) -> None:
+        pass
+
+
+def build(inbox: Inbox, say: Say, max_model_len: int = 512, speculative: SpeculativeConfig | None = None) -> FakeHost:
+    """Return an engine of 4 slots."""
+    say("loading nothing")
+    info = WorkerInfo(4 * max_model_len // 16, 16, max_model_len, bare_tokenizer().get_vocab_size(), (EOS,))
+    executor = HashExecutor(info)
+    detokenizers = DetokenizerFactory(bare_tokenizer())
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), CacheConfig(), info, detokenizers=detokenizers
+    )
+    return FakeHost(Controller(scheduler, make_policy(speculative), executor, inbox), info)
+
+
+async def make_preprocessor(info: WorkerInfo) -> Preprocessor:
+    """Return the preprocessor of the fake model."""
+    capacity = info.num_blocks * info.block_size
+    return Preprocessor(
+        tokenizer(),
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        capacity=capacity,
+        eos_ids=info.eos_ids,
+    )
+
+
+def local_engine(max_model_len: int = 512, speculative: SpeculativeConfig | None = None) -> AsyncEngine:
+    """Return an engine whose controller will run in a thread."""
+    channel = ThreadChannel(lambda inbox, say: build(inbox, say, max_model_len, speculative))
+    metrics = Metrics("fake")
+    engine = AsyncEngine(channel, make_preprocessor, metrics)
+    metrics.follow(engine.stats)
+    return engine
+
+
+def build_child(config: str, inbox: Inbox, say: Say) -> FakeHost:
+    """Build what *config* names."""
+    if config == "refuse":
+        raise ModelError("there is no such model")
+    return build(inbox, say, max_model_len=int(config))
+
+
+def main() -> None:
+    """Be a child process."""
+    serve_child(build_child)

@@ -1,0 +1,93 @@
+"""The figures that Prometheus scrapes: names, values, and what the summary line says."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos.messages import Request, Sampling, TokenOutput
+from protos.sampling import SamplingParams
+from runtime.metrics import Metrics
+from runtime.stats import EngineStats
+
+
+def request(name: str, num_prompt: int = 3) -> Request:
+    return Request(name, tuple(range(num_prompt)), SamplingParams(), Sampling(seed=0), max_tokens=8)
+
+
+def scraped(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """Return sample values by name and by the label that tells samples of one name apart."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            rest = {name: value for name, value in sample.labels.items() if name not in ("model_name", "engine")}
+            found[sample.name, next(iter(rest.values()), "")] = sample.value
+    return found
+
+
+def test_requests_are_counted_under_both_prefixes() -> None:
+    metrics = Metrics("m")
+    for name in ("a", "b", "c"):
+        metrics.submitted(request(name))
+    metrics.received(TokenOutput("a", [1, 2]))
+    metrics.received(TokenOutput("a", [3, 4, 5], finish_reason="stop"))
+    metrics.received(TokenOutput("b", [1], finish_reason="length"))
+    metrics.aborted("c")
+    metrics.aborted("a")
+    metrics.received(TokenOutput("gone", [1], finish_reason="stop"))
+    found = scraped(metrics)
+    for prefix in ("vllm:", "slipstream_"):
+        assert found[prefix + "prompt_tokens_total", ""] == 9
+        assert found[prefix + "generation_tokens_total", ""] == 6
+        by_reason = {reason: found[prefix + "request_success_total", reason] for reason in ("stop", "length", "abort")}
+        assert by_reason == {"stop": 1, "length": 1, "abort": 1}
+        assert found[prefix + "time_to_first_token_seconds_count", ""] == 2
+        assert found[prefix + "inter_token_latency_seconds_count", ""] == 3
+        assert found[prefix + "e2e_request_latency_seconds_count", ""] == 2
+        assert found[prefix + "request_generation_tokens_sum", ""] == 6
+    assert not any(name.endswith("_created") for name, _ in found)
+
+
+def test_the_controllers_figures_have_vllms_names() -> None:
+    stats = EngineStats(
+        drafting_rounds=10, proposed=40, accepted=25, accepted_per_pos=(10, 8, 5, 2), preemptions=1,
+        prefix_queries=100, prefix_hits=60, num_running=3, num_waiting=2, kv_usage=0.25,
+    )  # fmt: skip
+    found = scraped(Metrics("m", lambda: stats))
+    for prefix in ("vllm:", "slipstream_"):
+        assert found[prefix + "num_requests_running", ""] == 3
+        assert found[prefix + "num_requests_waiting", ""] == 2
+        assert found[prefix + "kv_cache_usage_perc", ""] == 0.25
+        assert found[prefix + "prefix_cache_queries_total", ""] == 100
+        assert found[prefix + "prefix_cache_hits_total", ""] == 60
+        assert found[prefix + "num_preemptions_total", ""] == 1
+        assert found[prefix + "spec_decode_num_drafts_total", ""] == 10
+        assert found[prefix + "spec_decode_num_draft_tokens_total", ""] == 40
+        assert found[prefix + "spec_decode_num_accepted_tokens_total", ""] == 25
+        per_position = [found[prefix + "spec_decode_num_accepted_tokens_per_pos_total", str(j)] for j in range(4)]
+        assert per_position == [10, 8, 5, 2]
+
+
+def test_labels_come_from_known_sets() -> None:
+    metrics = Metrics("m")
+    for number in range(100):
+        metrics.answered(f"VERB{number}", None, 400 + number % 10)
+        metrics.submitted(request(f"r{number}"))
+        metrics.received(TokenOutput(f"r{number}", finish_reason=f"reason {number}"))
+    found = scraped(metrics)
+    assert found["slipstream_http_requests_total", "other"] == 100
+    assert found["vllm:request_success_total", "error"] == 100
+    assert sum(name == "vllm:request_success_total" for name, _ in found) == 4
+
+
+def test_the_summary_tells_what_happened_since_the_last_one() -> None:
+    stats = EngineStats()
+    metrics = Metrics("m")
+    metrics.follow(lambda: stats)
+    assert metrics.summary() is None
+    metrics.submitted(request("a"))
+    metrics.received(TokenOutput("a", [1, 2], finish_reason="stop"))
+    stats = EngineStats(drafting_rounds=2, proposed=10, accepted=6, prefix_queries=4, prefix_hits=1)
+    line = metrics.summary()
+    assert line is not None
+    assert "1 finished" in line
+    assert "prefix hits 25%" in line
+    assert "accepted 3.0 of 5.0 guesses (60%)" in line
+    assert metrics.summary() is None
