@@ -10,8 +10,13 @@ from tiny_models import FAMILIES, build
 from transformers import AutoModelForCausalLM
 
 from protos.config import ModelConfig
-from protos.messages import NewSequence, Row, RoundPlan, Sampling
+from protos.errors import ConfigError
+from protos.messages import NewSequence, RoundPlan, Row, Sampling
+from workers.attention import AttentionBackend
+from workers.attention_native import NativeAttention, load_kernel
+from workers.attention_torch import TorchAttention
 from workers.batch import Batch
+from workers.kv import LayerShape, bytes_per_block, num_blocks_for
 from workers.loader import load
 from workers.runner import ModelRunner
 from workers.slots import SlotTable
@@ -79,8 +84,17 @@ def paged_logits(runner: ModelRunner, rows: list[np.ndarray]) -> list[torch.Tens
     return [torch.cat(part) for part in parts]
 
 
-def make_runner(folder: Path, rows: list[np.ndarray], num_blocks: int = 40) -> ModelRunner:
-    loaded = load(ModelConfig(model=str(folder), device="cpu"))
+def batch_of(runner: ModelRunner, slots: list[int], starts: list[int], lengths: list[int]) -> Batch:
+    return Batch.from_history(runner.slots.tokens, np.array(slots), np.array(starts), np.array(lengths))
+
+
+def feed(runner: ModelRunner, slots: list[int], starts: list[int], lengths: list[int]) -> torch.Tensor:
+    """Return the logits of every token fed."""
+    return runner.forward(batch_of(runner, slots, starts, lengths), np.arange(sum(lengths))).clone()
+
+
+def make_runner(folder: Path, rows: list[np.ndarray], num_blocks: int = 40, dtype: str = "auto") -> ModelRunner:
+    loaded = load(ModelConfig(model=str(folder), device="cpu", dtype=dtype))  # type: ignore[arg-type]
     slots = SlotTable(SLOTS, 64, BLOCK)
     fill(slots, rows, num_blocks)
     return ModelRunner(loaded, slots, num_blocks, BLOCK)
@@ -102,3 +116,116 @@ def test_chunks_equal_the_plain_forward(family: str, tmp_path: Path) -> None:
         wanted = reference[PREFIX:] if slot == 2 else reference
         assert torch.isfinite(mine).all()
         assert (mine - wanted).abs().max() <= 2e-5 * max(1.0, wanted.abs().max().item()), (family, slot)
+
+
+def test_torch_attention_equals_the_kernel(tmp_path: Path) -> None:
+    """The fallback without a compiler, and on other devices; soft caps, windows and sinks included."""
+    rows = sequences()
+    for family in ("gemma2", "gpt_oss", "deepseek_v3", "gpt_bigcode"):
+        folder = build(family, tmp_path / family)
+        runner = make_runner(folder, rows)
+        fast = paged_logits(runner, rows)
+        runner.attention = TorchAttention(runner.cache)
+        for mine, other in zip(fast, paged_logits(runner, rows), strict=True):
+            assert (mine - other).abs().max() <= 2e-5 * max(1.0, other.abs().max().item()), family
+
+
+@pytest.mark.parametrize("backend", [TorchAttention, NativeAttention])
+def test_what_strangers_left_in_the_cache_is_never_read(backend: type[AttentionBackend], tmp_path: Path) -> None:
+    rows = sequences()
+    runner = make_runner(build("gemma2", tmp_path), rows)
+    expected = paged_logits(runner, rows)
+    for pages in (*runner.cache.keys, *runner.cache.values):
+        pages.fill_(torch.nan)
+    runner.attention = backend(runner.cache)  # type: ignore[call-arg]
+    for mine, other in zip(paged_logits(runner, rows), expected, strict=True):
+        assert (mine - other).abs().max() <= 2e-5 * max(1.0, other.abs().max().item())
+
+
+@pytest.mark.parametrize("backend", [TorchAttention, NativeAttention])
+def test_a_broken_row_does_not_disturb_its_neighbours(backend: type[AttentionBackend], tmp_path: Path) -> None:
+    rows = sequences()[:2]
+    runner = make_runner(build("llama", tmp_path), rows)
+    runner.attention = backend(runner.cache)  # type: ignore[call-arg]
+    feed(runner, [0, 1], [0, 0], [20, 20])
+    expected = feed(runner, [0, 1], [20, 20], [1, 1])
+    block = int(runner.slots.blocks[0, 1])
+    runner.cache.keys[0][block] = torch.nan
+    found = feed(runner, [0, 1], [20, 20], [1, 1])
+    assert torch.isnan(found[0]).all()
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("backend", [TorchAttention, NativeAttention])
+def test_bfloat16_is_as_near_as_bfloat16_gets(backend: type[AttentionBackend], tmp_path: Path) -> None:
+    rows = sequences()
+    folder = build("llama", tmp_path)
+    exact = reference_logits(folder, rows, "eager")
+    runner = make_runner(folder, rows, dtype="bfloat16")
+    runner.attention = backend(runner.cache)  # type: ignore[call-arg]
+    for slot, mine in enumerate(paged_logits(runner, rows)):
+        wanted = exact[slot][PREFIX:] if slot == 2 else exact[slot]
+        assert mine.dtype == torch.float32
+        assert (mine - wanted).abs().mean() <= 0.02 * wanted.abs().max()
+
+
+def test_only_wanted_logits_come_back_in_order(tmp_path: Path) -> None:
+    rows = sequences()[:2]
+    runner = make_runner(build("granite", tmp_path), rows)
+    everything = feed(runner, [0, 1], [0, 0], [9, 6]).clone()
+    batch = batch_of(runner, [0, 1], [0, 0], [9, 6])
+    wanted = np.array([14, 8])
+    assert torch.allclose(runner.forward(batch, wanted), everything[wanted], atol=1e-5)
+    assert runner.forward(batch, np.array([3])).shape == (1, 96)
+    assert runner.forward(batch, np.array([], np.int64)).shape == (0, 96)
+
+
+def test_blocks_are_sized_from_heads_and_memory() -> None:
+    layers = (LayerShape(2, 8, 6), LayerShape(1, 8, 8))
+    assert bytes_per_block(layers, 4, torch.bfloat16) == 4 * (2 * 14 + 16) * 2
+    assert num_blocks_for(1000, layers, 4, torch.bfloat16) == 2
+    with pytest.raises(ConfigError, match="given 100 bytes, but one block of 4 tokens takes 352"):
+        num_blocks_for(100, layers, 4, torch.bfloat16)
+
+
+def test_a_model_refuses_to_run_without_its_runner(tmp_path: Path) -> None:
+    model = load(ModelConfig(model=str(build("llama", tmp_path)))).model
+    with pytest.raises(RuntimeError, match="only through ModelRunner"):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_compiled_equals_eager_at_every_size_with_two_graphs(tmp_path: Path) -> None:
+    rows = sequences()
+    folder = build("llama", tmp_path, num_hidden_layers=1)
+    expected = paged_logits(make_runner(folder, rows), rows)
+    runner = make_runner(folder, rows)
+    torch._dynamo.utils.counters.clear()
+    assert runner.warm_up().startswith("compiled in")
+    for mine, other in zip(paged_logits(runner, rows), expected, strict=True):
+        assert (mine - other).abs().max() <= 1e-5 * max(1.0, other.abs().max().item())
+    feed(runner, [0], [36], [1])
+    feed(runner, [0], [35], [2])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_without_a_compiler_everything_runs_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = sequences()[:1]
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    load_kernel.cache_clear()
+    runner = make_runner(build("llama", tmp_path), rows)
+    load_kernel.cache_clear()
+    assert isinstance(runner.attention, TorchAttention)
+    assert "there is none" in runner.warm_up()
+    assert torch.isfinite(feed(runner, [0], [0], [20])).all()
+
+
+def test_what_cannot_be_compiled_runs_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trips(*_: object, **__: object) -> None:
+        raise ValueError("no\nway")
+
+    rows = sequences()[:1]
+    runner = make_runner(build("llama", tmp_path), rows)
+    expected = feed(runner, [0], [0], [20])
+    monkeypatch.setattr("torch.compile", trips)
+    assert runner.warm_up() == "running eager: torch.compile failed: ValueError: no"
+    assert torch.equal(feed(runner, [0], [0], [20]), expected)

@@ -18,9 +18,11 @@ import numpy.typing as npt
 import torch
 from transformers import AttentionInterface
 
+from protos.errors import ModelError
+
 NAME = "slipstream_paged"
-KNOWN_OPTIONS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux"})
-HARMLESS_OPTIONS = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "layer_idx"})
+HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cache_position", "output_attentions"})
+"""What models pass along that does not change attention here; anything else we do not know is refused."""
 
 Ints = npt.NDArray[np.int64]
 Result = TypeVar("Result")
@@ -68,7 +70,8 @@ class AttentionBackend(Protocol):
         Args:
             layer: index of the layer.
             query_HTD: `[heads, T, key_size]`, any strides, last dimension contiguous.
-            key_GTD, value_GTE: `[kv_heads, T, key_size]`, `[kv_heads, T, value_size]`.
+            key_GTD: `[kv_heads, T, key_size]`.
+            value_GTE: `[kv_heads, T, value_size]`.
             options: scaling, window, cap and sinks.
 
         Returns:
@@ -92,7 +95,7 @@ def run_with(backend: AttentionBackend, forward: Callable[[], Result]) -> Result
         _Current.backend = previous
 
 
-def _op(
+def _op(  # noqa: PLR0917 - the operator's schema
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -116,13 +119,13 @@ def _shape(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_: obj
 def _define_op() -> torch.library.Library:
     # An op of its own keeps torch.compile from looking inside. The cache is not declared as mutated: nothing
     # else in a graph touches it, and the data flow of the hidden states alone orders the layers.
-    library = torch.library.Library("slipstream", "DEF")
-    library.define(
+    library = torch.library.Library("slipstream", "DEF")  # type: ignore[no-untyped-call]
+    library.define(  # type: ignore[no-untyped-call]
         "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scaling, "
         "int window, float softcap) -> Tensor"
     )
-    library.impl("paged_attention", _op, "CPU")
-    library.impl("paged_attention", _op, "CUDA")
+    library.impl("paged_attention", _op, "CPU")  # type: ignore[no-untyped-call]
+    library.impl("paged_attention", _op, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake("slipstream::paged_attention", _shape, lib=library)
     return library
 
@@ -130,7 +133,7 @@ def _define_op() -> torch.library.Library:
 _LIBRARY = _define_op()
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0917 - the signature is transformers'
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -140,9 +143,12 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,  # noqa: ANN401 - whatever a model passes along
 ) -> tuple[torch.Tensor, None]:
     """The function `transformers` calls in each layer: `[1, heads, T, size]` in, `[1, T, heads, size]` out."""
+    for name in others.keys() - HARMLESS:
+        if others[name] is not None and others[name] is not False:
+            raise ModelError(f"{type(module).__name__} passes {name!r} to attention, which paged attention cannot obey")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = torch.ops.slipstream.paged_attention(
         query, key, value, s_aux, module.layer_idx, scale, sliding_window or 0, softcap or 0.0

@@ -19,10 +19,10 @@ class Group:
 
     Attributes:
         tokens_RQ: flat index of each query; padding repeats the row's last token. None: tokens are in order.
-        places_N: of the queries in `tokens_RQ`, the ones that are real, flat; None where all are.
+        real_N: of the queries in `tokens_RQ`, the ones that are not padding, flat; None where all are.
+        targets_N: flat index of each real query; None as `tokens_RQ`.
         blocks_N: block ids to gather, R x L / block_size of them, flat.
         positions_RQ: position of each query.
-        contexts_R: number of keys of each row.
         length: L, whole blocks for several rows, the exact context for one.
         stale_N: gathered places behind a row's context. They are zeroed: whatever another sequence left
             there must not reach this one, not even a NaN behind a mask.
@@ -33,7 +33,6 @@ class Group:
     targets_N: torch.Tensor | None
     blocks_N: torch.Tensor
     positions_RQ: torch.Tensor
-    contexts_R: torch.Tensor
     length: int
     stale_N: torch.Tensor | None
     masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
@@ -104,7 +103,7 @@ class TorchAttention:
     def _attend_into(
         self, output_THE: torch.Tensor, layer: int, query_THD: torch.Tensor, group: Group, options: Options
     ) -> None:
-        if group.tokens_RQ is None:
+        if group.tokens_RQ is None or group.targets_N is None:
             output_THE.copy_(self._attend(layer, query_THD, group, options))
             return
         padded_NHE = self._attend(layer, query_THD[group.tokens_RQ.flatten()], group, options)
@@ -130,7 +129,7 @@ class TorchAttention:
             output_RGME = F.scaled_dot_product_attention(
                 query_RGMD, key_RGLD, value_RGLE, attn_mask=mask_R1ML, scale=options.scaling
             )
-        output_RGSQE = output_RGME.unflatten(2, (share, queries))
+        output_RGSQE = output_RGME.view(rows, shape.kv_heads, share, queries, shape.value_size)
         return output_RGSQE.permute(0, 3, 1, 2, 4).reshape(rows * queries, -1, shape.value_size)
 
     def _gather(self, pages: torch.Tensor, group: Group) -> torch.Tensor:
@@ -160,7 +159,6 @@ class TorchAttention:
             targets_N=None if in_order else self._tensor(tokens_RQ[real]),
             blocks_N=self._tensor(rows.tables_RB[members, :num_blocks].reshape(-1)),
             positions_RQ=self._tensor(queries_Q + starts_R[:, None]),
-            contexts_R=self._tensor(contexts_R),
             length=length,
             stale_N=None if stale_N is None else self._tensor(stale_N),
         )

@@ -4,7 +4,8 @@ import logging
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def compile_forward(forward: Forward, trial: Trial, dtype: torch.dtype) -> tuple
     try:
         compiled = _compile(forward)
         found = _quietly(lambda: [trial(compiled, *sizes) for sizes in TRIALS])
-    except Exception as error:  # noqa: BLE001 - whatever the compiler trips over, eager works
+    except Exception as error:  # whatever the compiler trips over, eager works
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         return forward, f"running eager: torch.compile failed: {type(error).__name__}: {reason}"
     off = max(_difference(a, b) for a, b in zip(expected, found, strict=True))

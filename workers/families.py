@@ -50,12 +50,12 @@ def check(config: Mapping[str, Any], name: str, max_model_len: int | None) -> No
         ModelError: names the model, its type and the reason.
     """
     kind = str(config.get("model_type", ""))
-    reason = _reason(config, kind) or _rope_reason(config, max_model_len)
+    reason = _family_reason(config, kind) or _rope_reason(config, max_model_len)
     if reason:
         raise ModelError(f"{name} (model_type {kind!r}) cannot be served: {reason}")
 
 
-def _reason(config: Mapping[str, Any], kind: str) -> str | None:
+def _family_reason(config: Mapping[str, Any], kind: str) -> str | None:
     if config.get("is_encoder_decoder"):
         return "it is an encoder-decoder; only decoder-only models are served"
     if kind in REFUSED:
@@ -64,6 +64,10 @@ def _reason(config: Mapping[str, Any], kind: str) -> str | None:
         return _ALIBI
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return _not_native(config)
+    return _checkpoint_reason(config, kind)
+
+
+def _checkpoint_reason(config: Mapping[str, Any], kind: str) -> str | None:
     if "ForConditionalGeneration" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] or "text_config" in config:
         return "it is a multimodal checkpoint; use one with the text model alone"
     if config.get("quantization_config"):
@@ -72,7 +76,9 @@ def _reason(config: Mapping[str, Any], kind: str) -> str | None:
     if config.get("use_bidirectional_attention"):
         return "its attention is bidirectional"
     strange = sorted(set(config.get("layer_types") or ()) - SERVED_LAYER_TYPES)
-    return f"it has layers of type {', '.join(strange)}; only full and sliding attention are served" if strange else None
+    if strange:
+        return f"it has layers of type {', '.join(strange)}; only full and sliding attention are served"
+    return None
 
 
 def _not_native(config: Mapping[str, Any]) -> str:
@@ -83,7 +89,13 @@ def _not_native(config: Mapping[str, Any]) -> str:
 
 def _rope_reason(config: Mapping[str, Any], max_model_len: int | None) -> str | None:
     """Some rotary scalings depend on the longest sequence of the *batch*: then neighbours would change a text."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_layer_type = [value for value in ropes.values() if isinstance(value, Mapping)]
+    reasons = (_one_rope_reason(rope, config, max_model_len) for rope in (ropes, *by_layer_type))
+    return next((reason for reason in reasons if reason), None)
+
+
+def _one_rope_reason(rope: Mapping[str, Any], config: Mapping[str, Any], max_model_len: int | None) -> str | None:
     kind = rope.get("rope_type") or rope.get("type")
     if kind == "dynamic":
         return "its rotary scaling ('dynamic') depends on the longest sequence in the batch"

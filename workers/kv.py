@@ -18,6 +18,7 @@ class LayerShape:
 
     @property
     def elements_per_token(self) -> int:
+        """Numbers cached for one token."""
         return self.kv_heads * (self.key_size + self.value_size)
 
 

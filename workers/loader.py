@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protos.config import ModelConfig
 from protos.errors import ModelError
 from workers import families
-from workers.attention import HARMLESS_OPTIONS, KNOWN_OPTIONS, NAME, Options, Rows, run_with
+from workers.attention import NAME, Options, Rows, run_with
 from workers.kv import LayerShape
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def pick_device(wanted: str) -> torch.device:
 def pick_dtype(
     wanted: str, described: Mapping[str, Any], folder: Path, device: torch.device
 ) -> tuple[torch.dtype, tuple[str, ...]]:
-    """Return the dtype to load in, and notes. "auto" is the checkpoint's, or fp32 where a CPU has no arithmetic for it."""
+    """Return the dtype to load in, and notes. "auto" is the checkpoint's, or fp32 where a CPU cannot compute in it."""
     if wanted != "auto":
         return DTYPES[wanted], ()
     own = described.get("dtype") or described.get("torch_dtype") or _stored_dtype(folder)
@@ -115,17 +115,18 @@ def pick_dtype(
 
 def _cpu_computes(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
-        return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
 
 
 def _stored_dtype(folder: Path) -> str:
-    with safe_open(next(iter(sorted(folder.glob("*.safetensors")))), "pt") as weights:
-        for name in weights.keys():  # noqa: SIM118 - not a mapping
-            kind = str(weights.get_slice(name).get_dtype())
-            if kind in DTYPES:
-                return kind
-    return "F32"
+    first = min(folder.glob("*.safetensors"))
+    try:
+        with safe_open(first, "pt") as weights:
+            kinds = [str(weights.get_slice(name).get_dtype()) for name in weights.keys()]  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{first} cannot be read: {error}") from error
+    return next((kind for kind in kinds if kind in DTYPES), "F32")
 
 
 def _config_file(config: ModelConfig) -> Path:
@@ -136,8 +137,8 @@ def _config_file(config: ModelConfig) -> Path:
         return path / "config.json"
     if path.exists() or config.model.startswith(("/", "./", "../", "~")):
         raise ModelError(f"{config.model}: there is no such folder")
-    options = {"revision": config.revision, "cache_dir": config.download_dir}
-    return Path(_from_hub(config, lambda: hf_hub_download(config.model, "config.json", **options)))
+    name, revision, cache = config.model, config.revision, config.download_dir
+    return Path(_from_hub(config, lambda: hf_hub_download(name, "config.json", revision=revision, cache_dir=cache)))
 
 
 def _fetch(config: ModelConfig) -> Path:
@@ -250,7 +251,7 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
                 output_loading_info=True,
                 **safely,
             )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -296,6 +297,3 @@ def _notes(kind: str, layers: tuple[LayerShape, ...], dtype: torch.dtype) -> tup
     if kind not in families.TESTED:
         notes.append(f"model_type {kind!r} is not among the families that are tested")
     return tuple(notes)
-
-
-__all__ = ["HARMLESS_OPTIONS", "KNOWN_OPTIONS", "LoadedModel", "load", "pick_device", "pick_dtype"]

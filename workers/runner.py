@@ -46,14 +46,11 @@ class ModelRunner:
 
     def _try(self, forward: Forward, num_tokens: int, num_wanted: int) -> torch.Tensor:
         """Run *forward* on made-up tokens of one row, all of whose blocks are block 0."""
-        positions_T = np.arange(num_tokens)
-        tables_RB = np.zeros((1, num_tokens), np.int64)
-        zero, length = np.zeros(1, np.int64), np.array([num_tokens])
-        self.attention.plan(Rows(zero, length, zero, tables_RB, positions_T % self.block_size))
-        ids_1T = self._tensor(positions_T % self.loaded.vocab_size).unsqueeze(0)
-        with torch.inference_mode():
-            wanted_N = self._tensor(np.arange(num_wanted))
-            return run_with(self.attention, lambda: forward(ids_1T, self._tensor(positions_T)[None], wanted_N))
+        start, length = np.zeros(1, np.int64), np.array([num_tokens])
+        batch = Batch(start, start, length, np.arange(num_tokens) % self.loaded.vocab_size)
+        places_T = np.arange(num_tokens) % self.block_size
+        rows = Rows(start, length, start, np.zeros((1, num_tokens), np.int64), places_T)
+        return self._call(forward, rows, batch, np.arange(num_wanted))
 
     def forward(self, batch: Batch, wanted_N: Ints) -> torch.Tensor:
         """Run *batch*, writing its K and V.
@@ -65,13 +62,17 @@ class ModelRunner:
         Returns:
             fp32 `[N, V]` on the model's device, valid until the next forward at least.
         """
-        self.attention.plan(self._rows(batch))
-        tokens_1T = self._tensor(batch.tokens_T).unsqueeze(0)
-        positions_1T = self._tensor(batch.positions_T).unsqueeze(0)
-        wanted = self._tensor(_at_least(wanted_N, 1 if len(batch.tokens_T) == 1 else 2))
+        wanted_M = _at_least(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
+        return self._call(self._run, self._rows(batch), batch, wanted_M)[: len(wanted_N)]
+
+    def _call(self, forward: Forward, rows: Rows, batch: Batch, wanted_N: Ints) -> torch.Tensor:
+        self.attention.plan(rows)
+        # Tensors made inside and outside inference mode are of different kinds to a compiled graph: always inside.
         with torch.inference_mode():
-            logits_NV = run_with(self.attention, lambda: self._run(tokens_1T, positions_1T, wanted))
-        return logits_NV[: len(wanted_N)]
+            tokens_1T = self._tensor(batch.tokens_T).unsqueeze(0)
+            positions_1T = self._tensor(batch.positions_T).unsqueeze(0)
+            wanted = self._tensor(wanted_N)
+            return run_with(self.attention, lambda: forward(tokens_1T, positions_1T, wanted))
 
     def _rows(self, batch: Batch) -> Rows:
         contexts_R = batch.starts_R + batch.lengths_R
