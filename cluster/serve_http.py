@@ -208,12 +208,9 @@ def served_names(config: EngineConfig) -> tuple[str, ...]:
 
 
 def described(config: EngineConfig, info: WorkerInfo) -> list[str]:
-    """Say what was loaded, in lines for the log."""
-    tokens = info.num_blocks * info.block_size
+    """Say what will be served, in lines for the log; of weights and cache the engine has told itself."""
     return [
-        *info.notes,
-        f"KV cache: {tokens:,} tokens; maximum concurrency for {info.max_model_len:,} tokens a request: "
-        f"{tokens / info.max_model_len:.1f}x, at most {config.scheduler.max_num_seqs} at once",
+        f"context: {info.max_model_len:,} tokens; at most {config.scheduler.max_num_seqs} requests run at once",
         f"speculation: {_speculation(config.speculative)}",
     ]
 

@@ -192,6 +192,8 @@ class ThreadInbox:
 
     def wait(self) -> list[TokenOutput]:
         """See `Inbox`."""
+        if self.stopped:
+            return []
         try:
             self._held.append(self._mail.get(timeout=IDLE_S))
         except queue.Empty:

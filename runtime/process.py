@@ -7,6 +7,7 @@ the parent waits for the child. The first line on that pipe is the child's `Hell
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -175,7 +177,8 @@ class SocketInbox:
 
     def wait(self) -> list[TokenOutput]:
         """See `runtime.channel.Inbox`."""
-        self._socket.poll(round(IDLE_S * 1000))
+        if not self.stopped:
+            self._socket.poll(round(IDLE_S * 1000))
         return []
 
 
@@ -201,8 +204,8 @@ def _end_with_parent(folder: str) -> None:
     os._exit(1)
 
 
-def serve_child(build: Callable[[str, Inbox, Say], Host]) -> None:
-    """Be the child of a `ProcessChannel`: build from the configuration, serve, and exit 1 after a failure.
+def serve_child(build: Callable[[str, Inbox, Say], Host]) -> NoReturn:
+    """Be the child of a `ProcessChannel`: build from the configuration, serve, and exit: 1 after a failure, else 0.
 
     Args:
         build: called with the configuration, the inbox the controller must read, and what tells of progress.
@@ -221,5 +224,5 @@ def serve_child(build: Callable[[str, Inbox, Say], Host]) -> None:
         lambda say: build(hello.config, inbox, say), inbox, lambda report: down.send(encoder.encode(report))
     )
     context.destroy(linger=1000)
-    if not succeeded:
-        sys.exit(1)
+    logging.shutdown()
+    os._exit(0 if succeeded else 1)  # nothing is left to do, and libraries may take seconds to take themselves apart
