@@ -156,8 +156,8 @@ def parse(
         ConfigError: names the argument, the value, and the limit or what to do instead; one line.
     """
     arguments = normalised(given)
-    _check_refused(arguments)
     speculative = _speculative(arguments, methods, detect)
+    _check_refused(arguments)
     _warn_ignored(arguments)
     fields = _fields(arguments)
     fields["parallel"]["executor"] = _executor(arguments, speculative)
