@@ -22,7 +22,7 @@ from runtime.http.app import ServerOptions, create_app
 from runtime.http.render import Decoder
 from runtime.http.schemas import SpecMetrics
 from runtime.inputs import Preprocessor, load_tokenizer
-from runtime.metrics import Metrics
+from runtime.metrics import Metrics, log_summaries
 from runtime.process import ProcessChannel, python_command
 
 log = logging.getLogger("slipstream")
@@ -175,7 +175,6 @@ class _Service:
             self._options.version,
             unlisted_names=(self._config.model.model,),
             spec_metrics=self._options.spec_metrics,
-            log_stats=not self._config.disable_log_stats,
         )
         app = create_app(self._engine, await self._tokenizer, self._metrics, served)
         self._server = _Server(uvicorn.Config(
@@ -184,12 +183,16 @@ class _Service:
             log_level="warning",
             access_log=False,
             server_header=False,
+            lifespan="off",
             timeout_graceful_shutdown=self._options.grace_s,
         ))  # fmt: skip
         for line in described(self._config, info):
             log.info(line)
         log.info(self._ready_line())
+        summaries = None if self._config.disable_log_stats else asyncio.create_task(log_summaries(self._metrics))
         await self._server.serve(sockets=[self._listener])
+        if summaries is not None:
+            summaries.cancel()
 
     def _ready_line(self) -> str:
         port = self._listener.getsockname()[1]

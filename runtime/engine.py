@@ -103,8 +103,6 @@ class AsyncEngine:
         self._say: Say = log.info
         self._stats = EngineStats()
         self._inboxes: dict[str, asyncio.Queue[TokenOutput | None]] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def start(self, say: Say = log.info) -> WorkerInfo:
         """Start the controller and wait until it serves; *say* is told what it does, line by line.
@@ -189,7 +187,6 @@ class AsyncEngine:
                 raise InvalidRequestError(f"request_id {name!r} is already being answered", "request_id")
         inbox: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
         self._inboxes.update(dict.fromkeys(names, inbox))
-        self._idle.clear()
         for request in requests:
             if self.metrics:
                 self.metrics.submitted(request)
@@ -199,16 +196,11 @@ class AsyncEngine:
     def _leave(self, names: Sequence[str]) -> None:
         """Abort requests nobody listens to any more."""
         for name in names:
-            self._forget(name)
+            del self._inboxes[name]
             if self.metrics:
                 self.metrics.aborted(name)
         if names and self._failure is None:
             self._channel.send(Mail(aborts=tuple(names)))
-
-    def _forget(self, name: str) -> None:
-        del self._inboxes[name]
-        if not self._inboxes:
-            self._idle.set()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -240,7 +232,7 @@ class AsyncEngine:
                 self.metrics.received(output)
             inbox.put_nowait(output)
             if output.finish_reason is not None:
-                self._forget(output.request_id)
+                del self._inboxes[output.request_id]
 
     def _fail(self, report: Failed) -> None:
         self._failure = START_ERRORS.get(report.kind, EngineDeadError)(report.reason)
@@ -254,13 +246,6 @@ class AsyncEngine:
         """Tell every stream that nothing more will come."""
         for inbox in set(self._inboxes.values()):
             inbox.put_nowait(None)
-
-    async def drain(self, grace_s: float) -> None:
-        """Wait up to *grace_s* seconds until nothing is in flight."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        except TimeoutError:
-            log.warning("%d request(s) were given up after %g s", len(self._inboxes), grace_s)
 
     async def close(self) -> None:
         """Stop the controller. What is in flight gets `EngineDeadError`."""

@@ -4,6 +4,8 @@ Every figure of the engine appears twice: under vLLM's name (`vllm:...`), which 
 and under ours (`slipstream_...`). Label values come from sets known in advance, never from a request.
 """
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,6 +18,9 @@ from prometheus_client.samples import Sample
 from protos.messages import Request, TokenOutput
 from runtime.stats import EngineStats
 
+log = logging.getLogger("slipstream")
+
+SUMMARY_EVERY_S = 10.0
 PREFIXES = ("vllm:", "slipstream_")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -247,3 +252,12 @@ def _acceptance(now: EngineStats, before: EngineStats) -> str:
         return ""
     accepted = now.accepted - before.accepted
     return f", accepted {accepted / drafts:.1f} of {proposed / drafts:.1f} guesses ({accepted / proposed:.0%})"
+
+
+async def log_summaries(metrics: Metrics) -> None:
+    """Log what happened every `SUMMARY_EVERY_S`, where anything did; runs until cancelled."""
+    while True:
+        await asyncio.sleep(SUMMARY_EVERY_S)
+        line = metrics.summary()
+        if line is not None:
+            log.info(line)

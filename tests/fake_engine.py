@@ -3,7 +3,9 @@
 `main` serves it as the child of a `ProcessChannel`.
 """
 
+import json
 import os
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -170,10 +172,14 @@ def local_engine(max_model_len: int = 512, speculative: SpeculativeConfig | None
 
 
 def build_child(config: str, inbox: Inbox, say: Say) -> FakeHost:
-    """Build what *config* names."""
-    if config == "refuse":
+    """Build what *config* names: an `EngineConfig` as JSON, of which only the name and the length count."""
+    model = json.loads(config)["model"]
+    if model["model"] == "refuse":
         raise ModelError("there is no such model")
-    return build(inbox, say, max_model_len=int(config))
+    if model["model"] == "hang":
+        say("hanging")
+        threading.Event().wait()
+    return build(inbox, say, max_model_len=model["max_model_len"])
 
 
 def main() -> None:

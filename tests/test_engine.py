@@ -1,6 +1,7 @@
 """The async engine over both of its channels: streams, aborts, the end of the other side."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -21,12 +22,13 @@ from runtime.process import ProcessChannel, python_command
 LONG = 200_000
 
 
-def process_channel(config: str = "512") -> ProcessChannel:
+def process_channel(model: str = "fake", max_model_len: int = 512) -> ProcessChannel:
+    config = json.dumps({"model": {"model": model, "max_model_len": max_model_len}})
     return ProcessChannel(python_command("fake_engine"), config)
 
 
-def process_engine(config: str = "512") -> AsyncEngine:
-    return AsyncEngine(process_channel(config), make_preprocessor)
+def process_engine() -> AsyncEngine:
+    return AsyncEngine(process_channel(), make_preprocessor)
 
 
 @asynccontextmanager
@@ -139,7 +141,7 @@ def test_a_failing_executor_ends_every_request_and_the_engine() -> None:
 @pytest.mark.parametrize("how", ["prompt", "signal"])
 def test_a_dead_child_is_noticed_at_once(how: str) -> None:
     async def check() -> None:
-        channel = process_channel(str(LONG))
+        channel = process_channel(max_model_len=LONG)
         async with started(AsyncEngine(channel, make_preprocessor)) as engine:
             waiting = asyncio.create_task(text_of(engine, "endless", "long", max_tokens=LONG // 2))
             await until(lambda: engine.stats().num_running == 1)
@@ -159,7 +161,7 @@ def test_a_dead_child_is_noticed_at_once(how: str) -> None:
 
 def test_a_child_that_cannot_load_says_why() -> None:
     async def check() -> None:
-        engine = process_engine("refuse")
+        engine = AsyncEngine(process_channel("refuse"), make_preprocessor)
         with pytest.raises(ModelError, match="there is no such model"):
             await engine.start()
         await engine.close()
@@ -192,7 +194,6 @@ def test_closing_ends_streams_in_flight() -> None:
         await engine.start()
         waiting = asyncio.create_task(text_of(engine, "endless", "long", max_tokens=LONG // 2))
         await until(lambda: engine.stats().num_running == 1)
-        await engine.drain(0.01)
         await engine.close()
         with pytest.raises(EngineDeadError, match="shut down"):
             await waiting

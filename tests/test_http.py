@@ -66,7 +66,7 @@ def serving(engine: AsyncEngine) -> Iterator[Served]:
         options = ServerOptions(("fake", "org/alias"), "1.2.3", unlisted_names=("/models/fake",))
         assert engine.metrics is not None
         app = create_app(engine, tokenizer(), engine.metrics, options)
-        server = Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        server = Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
 
         async def serve() -> None:
             loops.append(asyncio.get_running_loop())

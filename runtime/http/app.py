@@ -1,12 +1,9 @@
 """The application: routes, bodies, limits, and figures of what was answered."""
 
-import asyncio
-import contextlib
-import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -28,9 +25,6 @@ from runtime.http.responses import ModelCard, ModelList
 from runtime.http.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest, SpecMetrics, screen
 from runtime.metrics import CONTENT_TYPE, Metrics
 
-log = logging.getLogger("slipstream")
-
-SUMMARY_EVERY_S = 10.0
 MAX_BODY_BYTES = 32 * 1024 * 1024
 REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
@@ -48,7 +42,6 @@ class ServerOptions:
     version: str
     unlisted_names: tuple[str, ...] = ()
     spec_metrics: SpecMetrics = "none"
-    log_stats: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -81,29 +74,13 @@ class Server:
 def create_app(engine: EngineClient, tokenizer: Decoder, metrics: Metrics, options: ServerOptions) -> FastAPI:
     """Build the application around a started engine, which stays the caller's to close."""
     server = Server(engine, metrics, options, TokenTexts(tokenizer))
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        summaries = asyncio.create_task(_log_summaries(metrics)) if options.log_stats else None
-        yield
-        if summaries is not None:
-            summaries.cancel()
-
-    app = FastAPI(title="Slipstream", version=options.version, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="Slipstream", version=options.version, docs_url=None, redoc_url=None)
     errors.install(app)
     _add_service_routes(app, server)
     _add_model_routes(app, server)
     _add_generation_routes(app, server)
     app.add_middleware(Observed, metrics=metrics)
     return app
-
-
-async def _log_summaries(metrics: Metrics) -> None:
-    while True:
-        await asyncio.sleep(SUMMARY_EVERY_S)
-        line = metrics.summary()
-        if line is not None:
-            log.info(line)
 
 
 def _json(body: msgspec.Struct | dict[str, Any]) -> Response:

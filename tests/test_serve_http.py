@@ -1,0 +1,141 @@
+"""`slipstream serve` as a process: ready, signals, and what it leaves behind (nothing)."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.serve_http import bound, described, served_names
+from protos.config import EngineConfig, ModelConfig, SpeculativeConfig
+from protos.errors import ConfigError
+from protos.messages import WorkerInfo
+
+HERE = Path(__file__).parent
+LONG = 200_000
+SERVE = """
+import sys
+sys.path[:0] = {path!r}
+import fake_engine
+from cluster import serve_http
+from protos.config import EngineConfig, ModelConfig
+from runtime.process import python_command
+serve_http.load_tokenizer = lambda config: fake_engine.tokenizer()
+serve_http.python_command = lambda module: python_command("fake_engine")
+config = EngineConfig(ModelConfig({model!r}, max_model_len={length}))
+serve_http.serve(config, serve_http.HttpOptions("1", host="127.0.0.1", port=0, grace_s=60))
+"""
+
+
+class Running:
+    """A server in a process. Its child shares its standard error, which therefore ends with the last of both."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+
+    def until(self, words: str) -> str:
+        """Return the first line of the log with *words*."""
+        assert self.process.stderr is not None
+        seen = []
+        for line in self.process.stderr:
+            seen.append(line)
+            if words in line:
+                return line
+        raise AssertionError("".join(seen))
+
+    def url(self) -> str:
+        found = re.search(r"http://[\d.:]+", self.until("ready on"))
+        assert found is not None
+        return found[0]
+
+    def ended(self) -> tuple[int, str]:
+        """Return the exit code and the rest of the log, once nobody of it is left."""
+        _, log = self.process.communicate(timeout=60)
+        return self.process.returncode, log
+
+
+@contextlib.contextmanager
+def running(model: str = "fake") -> Iterator[Running]:
+    code = SERVE.format(path=[str(HERE), str(HERE.parent)], model=model, length=LONG)
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield Running(process)
+        finally:
+            process.kill()
+
+
+def body(max_tokens: int) -> dict[str, object]:
+    return {"prompt": "on and on", "max_tokens": max_tokens, "stream": True}
+
+
+def test_answers_in_flight_end_before_the_server_does() -> None:
+    with running() as server:
+        with httpx.stream("POST", server.url() + "/v1/completions", json=body(3000), timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        code, log = server.ended()
+        assert code == 0
+        assert "stopping" in log
+        assert "Traceback" not in log
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    with running() as server:
+        with httpx.stream("POST", server.url() + "/v1/completions", json=body(LONG // 2), timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            server.until("stopping")
+            server.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                assert "data: [DONE]" not in list(lines)[:-2] or "error" in "".join(lines)
+        code, log = server.ended()
+        assert code == 0
+        assert "Traceback" not in log
+
+
+def test_a_signal_while_loading() -> None:
+    with running("hang") as server:
+        server.until("hanging")
+        server.process.send_signal(signal.SIGTERM)
+        code, log = server.ended()
+        assert code == 0
+        assert "Traceback" not in log
+
+
+def test_a_model_that_cannot_be_loaded() -> None:
+    with running("refuse") as server:
+        code, log = server.ended()
+        assert code == 1
+        assert log.strip().endswith("ModelError: there is no such model")
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
+    with bound("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} .*choose another"), bound(
+            "127.0.0.1", port
+        ):
+            pass
+
+
+def test_names_and_description(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert served_names(EngineConfig(ModelConfig(str(folder)))) == ("my-model",)
+    assert served_names(EngineConfig(ModelConfig("org/model"))) == ("org/model",)
+    assert served_names(EngineConfig(ModelConfig("org/model"), served_model_name=("a", "b"))) == ("a", "b")
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=5, disable_by_batch_size=8)
+    info = WorkerInfo(100, 16, 512, 300)
+    lines = described(EngineConfig(ModelConfig("m"), speculative=drafts), info)
+    assert lines[-1] == "speculation: ngram, K = 5, off above 8 running requests"
+    assert described(EngineConfig(ModelConfig("m")), info)[-1] == "speculation: off"
