@@ -43,7 +43,7 @@ class RequestMaker(Protocol):
         """Validate and tokenise; one request for each of `params.n` samples. Raises `InvalidRequestError`."""
         ...
 
-    def chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Any:  # noqa: ANN401
+    def chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Any:
         """Render a conversation by the chat template; return a prompt. Raises `InvalidRequestError`."""
         ...
 
@@ -65,7 +65,7 @@ class EngineClient(Protocol):
         """Validate and tokenise, without scheduling anything. Raises `InvalidRequestError`."""
         ...
 
-    async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:  # noqa: ANN401
+    async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
         """Make a conversation a prompt. Raises `InvalidRequestError`."""
         ...
 
@@ -149,7 +149,7 @@ class AsyncEngine:
             return await asyncio.to_thread(make, prompt, params, request_id)
         return make(prompt, params, request_id)
 
-    async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:  # noqa: ANN401
+    async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
         """See `EngineClient`."""
         return await asyncio.to_thread(self.preprocessor.chat, messages, params, **options)
 
