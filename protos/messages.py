@@ -87,6 +87,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_chain(self) -> bool:
+        """Whether each token follows the one before."""
         return not self.parents
 
 
@@ -138,6 +139,7 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_empty(self) -> bool:
+        """Whether nobody runs in this round."""
         return not self.rows
 
 
@@ -165,12 +167,16 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def accepted(self) -> int:
+        """How many draft tokens were accepted."""
         return len(self.path)
 
 
 class SpeculationStats(msgspec.Struct, frozen=True, gc=False):
-    """Acceptance statistics of one request. Index j of `accepted_per_pos` counts steps whose j-th draft
-    token was accepted; `steps` counts rounds in which anything was proposed for it."""
+    """Acceptance statistics of one request.
+
+    `steps` counts rounds in which anything was proposed for it; index j of `accepted_per_pos` counts those
+    whose j-th draft token was accepted.
+    """
 
     steps: int = 0
     proposed: int = 0

@@ -47,29 +47,37 @@ def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
     max_draft = speculative.num_speculative_tokens if speculative else 0
     slots = SlotTable(config.scheduler.max_num_seqs, info.max_model_len, info.block_size, max_draft)
     sampler = Sampler(slots, target.vocab_size, target.device)
-    executor = UniExecutor(info, slots, TargetWorker(_runner(target, slots, info), slots, sampler))
-    if draft is not None and speculative is not None:
-        runner = _runner(draft, slots, info)
-        budget = config.scheduler.max_num_batched_tokens
-        executor.draft = DraftWorker(runner, slots, sampler, budget)
-        executor.proposer = registry.create(speculative, executor.draft)
     for note in (*target.notes, *notes):
         say(note)
+    runner = ModelRunner(target, slots, info.num_blocks, info.block_size)
+    _warm_up("target", runner, config.model.enforce_eager, say)
+    executor = UniExecutor(info, slots, TargetWorker(runner, slots, sampler))
+    if draft is not None and speculative is not None:
+        runner = ModelRunner(draft, slots, info.num_blocks, info.block_size)
+        _warm_up("draft", runner, _draft_is_eager(config.model, speculative), say)
+        executor.draft = DraftWorker(runner, slots, sampler, config.scheduler.max_num_batched_tokens)
+        executor.proposer = registry.create(speculative, executor.draft)
     return executor
+
+
+def _warm_up(name: str, runner: ModelRunner, stay_eager: bool, say: Say) -> None:
+    if stay_eager:
+        return
+    say(f"warming up the {name}")
+    say(f"{name}: {runner.warm_up()}")
 
 
 def _load_draft(target: ModelConfig, speculative: SpeculativeConfig, say: Say) -> LoadedModel:
     if speculative.model is None:
         raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
     say(f"loading the draft {speculative.model}")
-    eager = target.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
     dtype = target.dtype if speculative.dtype == "auto" else speculative.dtype
     return load(replace(target, model=speculative.model, revision=speculative.revision, dtype=dtype,
-                        max_model_len=speculative.max_model_len, enforce_eager=eager))
+                        max_model_len=speculative.max_model_len))
 
 
-def _runner(loaded: LoadedModel, slots: SlotTable, info: WorkerInfo) -> ModelRunner:
-    return ModelRunner(loaded, slots, info.num_blocks, info.block_size)
+def _draft_is_eager(target: ModelConfig, speculative: SpeculativeConfig) -> bool:
+    return target.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
 
 
 def _size(config: EngineConfig, target: LoadedModel, draft: LoadedModel | None) -> tuple[WorkerInfo, tuple[str, ...]]:

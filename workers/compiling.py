@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -50,8 +51,10 @@ def compile_forward(forward: Forward, trial: Trial, dtype: torch.dtype) -> tuple
 
 
 def _compile(forward: Forward) -> Forward:
+    # Compiled graphs are kept by code object, and ours do not check which model they belong to: so each gets its own.
+    own = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, None, forward.__closure__)
     compiled: Forward = torch.compile(
-        forward, fullgraph=True, dynamic=True, options={"guard_filter_fn": _guards_on_inputs}
+        own, fullgraph=True, dynamic=True, options={"guard_filter_fn": _guards_on_inputs}
     )
     return compiled
 
