@@ -203,9 +203,14 @@ def test_compiled_equals_eager_at_every_size_with_two_graphs(tmp_path: Path) -> 
     assert runner.warm_up().startswith("compiled in")
     for mine, other in zip(paged_logits(runner, rows), expected, strict=True):
         assert (mine - other).abs().max() <= 1e-5 * max(1.0, other.abs().max().item())
-    feed(runner, [0], [36], [1])
+    last = feed(runner, [0], [36], [1])
     feed(runner, [0], [35], [2])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    other = make_runner(build("llama", tmp_path / "other", num_hidden_layers=1, seed=9), rows)
+    other_logits = feed(other, [0], [0], [20])
+    assert other.warm_up().startswith("compiled in"), "graphs of one model must not serve another of the same shape"
+    assert (feed(other, [0], [0], [20]) - other_logits).abs().max() <= 1e-5 * other_logits.abs().max()
+    assert (feed(runner, [0], [36], [1]) - last).abs().max() <= 1e-5 * last.abs().max()
 
 
 def test_without_a_compiler_everything_runs_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
