@@ -84,7 +84,7 @@ def beside_controller(speculative: SpeculativeConfig | None) -> Proposer | None:
     return registry.create(speculative)
 
 
-def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Preprocessor:  # noqa: ANN401
+def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Preprocessor:
     """Return what makes requests for a model as described by *info*; *tokenizer* as `load_tokenizer` gave it."""
     return Preprocessor(
         tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len,
@@ -92,7 +92,7 @@ def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Prep
     )
 
 
-def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, tokenizer: Any) -> None:  # noqa: ANN401
+def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, tokenizer: Any) -> None:
     """Refuse a draft that maps text to other ids than the target: its guesses would be noise.
 
     Vocabularies of different padded sizes are fine; what counts is that shared ids mean the same text.

@@ -35,7 +35,7 @@ def spelling(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _parameter(name: str, kind: object, option: Any) -> inspect.Parameter:  # noqa: ANN401
+def _parameter(name: str, kind: object, option: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
 
@@ -59,7 +59,7 @@ def engine_options(*, but: tuple[str, ...] = ()) -> list[inspect.Parameter]:
     return [_engine_parameter(name, text) for name, text in texts.items() if name not in but]
 
 
-def sampling_options(**defaults: Any) -> list[inspect.Parameter]:  # noqa: ANN401
+def sampling_options(**defaults: Any) -> list[inspect.Parameter]:
     """Return the sampling options of one completion, some with other defaults than `SamplingParams`."""
 
     def one(name: str, kind: object) -> inspect.Parameter:
@@ -85,7 +85,7 @@ def with_options(**groups: list[inspect.Parameter]) -> Decorator:
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
-        def wrapper(**given: Any) -> None:  # noqa: ANN401
+        def wrapper(**given: Any) -> None:
             given.pop("config")
             taken = {group: _taken(given, options) for group, options in groups.items()}
             command(**given, **taken)

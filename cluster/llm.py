@@ -38,7 +38,7 @@ class LLM:
         ConfigError, ModelError: one line that names the value and the limit.
     """
 
-    def __init__(self, model: str | None = None, **arguments: Any) -> None:  # noqa: ANN401
+    def __init__(self, model: str | None = None, **arguments: Any) -> None:
         shadowing.check()
         self._start(engine_config({"model": model, **arguments}), logger.info)
 
@@ -59,7 +59,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Any,  # noqa: ANN401
+        prompts: Any,
         sampling_params: Params = None,
         *,
         use_tqdm: Progress = True,
@@ -116,7 +116,7 @@ class LLM:
         encoded = [chat(one, some, **options) for one, some in zip(conversations, params, strict=True)]
         return self._complete(encoded, params, use_tqdm)
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[TokenOutput]:  # noqa: ANN401
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[TokenOutput]:
         """Yield what each step adds to one prompt's completion; leaving early aborts it.
 
         Raises:
@@ -128,7 +128,7 @@ class LLM:
         requests = self._preprocessor.requests(prompt, params, next(self._names))
         return self._drive(requests)
 
-    def get_tokenizer(self) -> Any:  # noqa: ANN401
+    def get_tokenizer(self) -> Any:
         """Return the tokenizer, as transformers made it; None with `skip_tokenizer_init`."""
         return self._engine.tokenizer
 
@@ -227,7 +227,7 @@ def _tqdm() -> Callable[..., Any]:
     return bar
 
 
-def _decoder(tokenizer: Any) -> Decode:  # noqa: ANN401
+def _decoder(tokenizer: Any) -> Decode:
     """Return what gives the text of single tokens, remembered: log-probabilities name the same ones again and again."""
     if tokenizer is None:
         return no_text

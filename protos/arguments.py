@@ -222,7 +222,7 @@ def _fields(arguments: Arguments) -> dict[str, Arguments]:
     return fields
 
 
-def _read(name: str, value: Any) -> Any:  # noqa: ANN401
+def _read(name: str, value: Any) -> Any:
     if name == "dtype":  # torch.float16 says "torch.float16"
         word = str(value).removeprefix("torch.")
         return DTYPES.get(word, word)
@@ -269,11 +269,11 @@ def _integer(arguments: Arguments, name: str, default: int) -> int:
         raise ConfigError(f"{name} must be an integer, got {shown(value)}") from None
 
 
-def _build(part: str, fields: Arguments) -> Any:  # noqa: ANN401
+def _build(part: str, fields: Arguments) -> Any:
     return _named(PARTS[part], part, fields)
 
 
-def _named(cls: type, part: str, fields: Arguments) -> Any:  # noqa: ANN401
+def _named(cls: type, part: str, fields: Arguments) -> Any:
     """Build *cls*; errors speak of the argument by the name the user wrote."""
     try:
         return cls(**fields)

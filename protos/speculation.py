@@ -121,7 +121,7 @@ def mapping(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     return given
 
 
-def _json(text: str) -> Any:  # noqa: ANN401
+def _json(text: str) -> Any:
     if text.strip().lower() in ("", "none"):
         return None
     try:

@@ -92,7 +92,7 @@ def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[
         validate: Any = cls.__init__
 
         @functools.wraps(validate)
-        def init(self: object, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def init(self: object, *args: Any, **kwargs: Any) -> None:
             try:
                 validate(self, *args, **foreign(kwargs))
             except ValidationError as error:

@@ -15,7 +15,7 @@ def render_chat(
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> str:
     """Return the text of *messages* by the tokenizer's chat template, or by *chat_template*.
 

@@ -82,7 +82,7 @@ class Preprocessor:
         self._eos_ids = tuple(eos_ids)
         self._random = random.Random(seed)
 
-    def requests(self, prompt: Any, params: SamplingParams, request_id: str) -> list[Request]:  # noqa: ANN401
+    def requests(self, prompt: Any, params: SamplingParams, request_id: str) -> list[Request]:
         """Return one request for each of the `n` samples of *prompt*: text, ids, a dict, or a `Prompt`.
 
         Raises:
@@ -107,7 +107,7 @@ class Preprocessor:
 
     # Prompts
 
-    def encode(self, prompt: Any, params: SamplingParams | None = None) -> Prompt:  # noqa: ANN401
+    def encode(self, prompt: Any, params: SamplingParams | None = None) -> Prompt:
         """Tokenise and check one prompt; *params* says how to truncate it, and how much room to leave."""
         params = params or SamplingParams()
         if isinstance(prompt, Mapping):
@@ -151,7 +151,7 @@ class Preprocessor:
         assert self.tokenizer is not None
         return max(map(len, self.tokenizer.get_vocab()))
 
-    def _check_ids(self, token_ids: Any, param: str) -> tuple[int, ...]:  # noqa: ANN401
+    def _check_ids(self, token_ids: Any, param: str) -> tuple[int, ...]:
         """Return *token_ids* as a tuple of ints that the model has."""
         ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
         if not isinstance(ids, list | tuple) or not INTEGERS.issuperset(map(type, ids)):
@@ -255,7 +255,7 @@ class Preprocessor:
 
     # Chat
 
-    def chat(self, messages: object, params: SamplingParams | None = None, **options: Any) -> Prompt:  # noqa: ANN401
+    def chat(self, messages: object, params: SamplingParams | None = None, **options: Any) -> Prompt:
         """Render *messages* by the chat template and tokenise the result; options as for `render_chat`."""
         if self.tokenizer is None:
             raise InvalidRequestError("messages are text, but skip_tokenizer_init is set: pass token ids", "messages")

@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
         """Return every token and its id."""
         ...
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:  # noqa: ANN401
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
         """Render *conversation*; sandboxed by transformers."""
         ...
 

@@ -1,5 +1,13 @@
 """What the draft's cache holds is tracked exactly: never trusted where it is wrong, never recomputed where right."""
 
+import random
+from pathlib import Path
+
+import pytest
+
+from slipstream import SamplingParams
+from tests.identity import generate
+from tests.tiny_models import build
 from workers.draft import BlockValidity
 
 
@@ -26,3 +34,23 @@ def test_a_block_given_to_other_content_is_forgotten() -> None:
     validity.mark([0], [2], 0, 1)
     assert validity.prefix([0], [1]) == 0
     assert validity.prefix([0], [2]) == 1
+
+
+@pytest.mark.parametrize("table", [None, [[1, 3, 3], [4, 99, 0]]], ids=["always on", "on and off by batch size"])
+def test_a_draft_that_is_the_target_is_never_wrong(table: list[list[int]] | None, tmp_path: Path) -> None:
+    # Any position whose draft KV were stale, missing or another sequence's would show as a rejection. Shared
+    # prefixes, chunked prompts, preemption and rounds without speculation all leave gaps to be found and filled.
+    model = build("llama", tmp_path / "target")
+    rng = random.Random(1)
+    shared = [rng.randrange(3, 90) for _ in range(21)]
+    prompts = [shared + [rng.randrange(3, 90) for _ in range(1 + 5 * i)] for i in range(6)]
+    params = [SamplingParams(temperature=0.0, max_tokens=10 + 9 * i, ignore_eos=True) for i in range(6)]
+    speculative: dict[str, object] = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    if table:
+        speculative["num_speculative_tokens_per_batch_size"] = table
+    run = generate(
+        model, prompts * 2, params * 2, max_num_batched_tokens=24, max_num_seqs=5, block_size=4,
+        num_gpu_blocks_override=44, max_model_len=160, speculative_config=speculative,
+    )
+    assert run.preemptions > 0
+    assert run.accepted == run.proposed > 50

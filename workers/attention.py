@@ -143,7 +143,7 @@ def paged_attention(  # noqa: PLR0917 - the signature is transformers'
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **others: Any,  # noqa: ANN401 - whatever a model passes along
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function `transformers` calls in each layer: `[1, heads, T, size]` in, `[1, T, heads, size]` out."""
     for name in others.keys() - HARMLESS:

@@ -236,7 +236,7 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> Any:  # noqa: ANN401
+def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the `transformers` model (which has no useful static type), checked to be complete."""
     safely: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -276,7 +276,7 @@ class _Probe:
         return value_GTE.repeat_interleave(query_HTD.shape[0] // value_GTE.shape[0], 0).transpose(0, 1).contiguous()
 
 
-def _probe(model: Any, name: str) -> tuple[LayerShape, ...]:  # noqa: ANN401
+def _probe(model: Any, name: str) -> tuple[LayerShape, ...]:
     """Run one token through the model: every layer must come by the attention function, asking nothing unknown."""
     probe = _Probe()
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)

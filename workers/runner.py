@@ -108,7 +108,7 @@ def _at_least(wanted_N: Ints, count: int) -> Ints:
     return np.concatenate([wanted_N, np.zeros(count - len(wanted_N), np.int64)])
 
 
-def causal_lm(model: Any) -> Forward:  # noqa: ANN401 - transformers models have no useful static type
+def causal_lm(model: Any) -> Forward:
     """Return the model as a function of tokens, positions and wanted indices, giving fp32 logits `[N, V]`.
 
     The model's own head is called, with whatever its family does to logits (caps, scales).
