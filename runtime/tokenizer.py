@@ -12,6 +12,7 @@ class Tokenizer(Protocol):
     """What is used of `transformers.PreTrainedTokenizerFast`."""
 
     chat_template: str | None
+    is_fast: bool
     backend_tokenizer: Any
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -39,20 +40,37 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     """
     if config.skip_tokenizer_init:
         return None
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - takes a second to import
-
     name = config.tokenizer or config.model
     revision = config.tokenizer_revision or (config.revision if config.tokenizer is None else None)
+    options = {"revision": revision, "cache_dir": config.download_dir, "local_files_only": Path(name).is_dir()}
     try:
-        tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            name, revision=revision, cache_dir=config.download_dir, local_files_only=Path(name).is_dir()
-        )
+        return _from_one_file(name, options) or _from_parts(name, options)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(
             f"no tokenizer could be loaded from {name} ({reason}); pass tokenizer= a folder or Hub id with a "
             "tokenizer.json, or skip_tokenizer_init=True to use token ids only"
         ) from None
+
+
+def _from_one_file(name: str, options: dict[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer of a tokenizer.json, None where there is none."""
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - takes a second to import
+
+    try:
+        tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
+    except (OSError, ValueError):
+        return None
+    return tokenizer
+
+
+def _from_parts(name: str, options: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer that older files (vocab.json and merges.txt, a sentencepiece model) are converted to."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - loads torch, so only where it must
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+    if not tokenizer.is_fast:
+        raise ValueError("it has no form that the tokenizers library can run")
     return tokenizer
 
 

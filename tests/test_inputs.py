@@ -1,5 +1,6 @@
 """From prompts and parameters to requests: tokenised as transformers does, refused before anything is scheduled."""
 
+import json
 import os
 import subprocess
 import sys
@@ -264,3 +265,22 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_skip_tokenizer_init_loads_nothing() -> None:
     assert load_tokenizer(ModelConfig(model="nowhere", skip_tokenizer_init=True)) is None
+
+
+def test_a_tokenizer_in_its_older_files_is_converted(tmp_path: Path) -> None:
+    # facebook/opt-* on the Hub have no tokenizer.json.
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.train_from_iterator(["def f(x): return x"] * 9, trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    ))
+    parts = json.loads(core.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(parts["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in parts["merges"]))
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    tokenizer = load_tokenizer(ModelConfig(str(tmp_path)))
+    assert tokenizer is not None
+    text = "def f(x): return x"
+    assert tokenizer.backend_tokenizer.encode(text).ids == core.encode(text).ids
