@@ -26,7 +26,8 @@ from tests.identity import perturbed
 from tests.tiny_models import build
 
 VOCAB = 16
-PROMPT = [3, 7, 7, 11, 3]
+PROMPT = [3, 9, 5, 9, 3]
+SPREAD = 0.1  # of the weights: a law with many likely outcomes
 FALSE_ALARM = 1e-6
 SETTINGS = {
     "top-p and repetition": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3},
@@ -41,7 +42,7 @@ METHODS = ("off", "ngram", "draft_model")
 def expected_law(model: torch.nn.Module, setting: dict[str, object], outputs: list[int]) -> np.ndarray:
     """Return p(next | PROMPT + outputs), float64 `[V]`: bias, penalties, temperature, min-p, top-k, top-p."""
     ids = torch.tensor([[*PROMPT, *outputs]])
-    with torch.inference_mode():
+    with torch.no_grad():
         scores = model(ids, use_cache=False).logits[:, -1].double()
     for token, bias in setting.get("logit_bias", {}).items():
         scores[0, token] += bias
@@ -87,7 +88,7 @@ def speculation(method: str, draft: Path) -> dict[str, object] | None:
 
 
 def check_law(folder: Path, method: str, names: list[str], draws: int) -> None:
-    model = build("llama", folder / "target", vocab_size=VOCAB)
+    model = build("llama", folder / "target", vocab_size=VOCAB, spread=SPREAD)
     draft = perturbed(model, folder / "draft", scale=0.2)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with LLM(model=str(model), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, seed=11,
@@ -118,7 +119,7 @@ def test_the_emitted_law_is_the_targets_in_full(method: str, tmp_path: Path) -> 
 
 
 def test_the_check_would_notice_a_tilted_law(tmp_path: Path) -> None:
-    model = build("llama", tmp_path / "target", vocab_size=VOCAB)
+    model = build("llama", tmp_path / "target", vocab_size=VOCAB, spread=SPREAD)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     law = joint_law(reference, SETTINGS["top-p and repetition"])
     tilted = law**1.2 / (law**1.2).sum()
