@@ -176,4 +176,4 @@ def test_scheduler_lives() -> None:
 
 @pytest.mark.full
 def test_scheduler_lives_for_long() -> None:
-    run_machine(examples=5000, steps=60)
+    run_machine(examples=1000, steps=60)
