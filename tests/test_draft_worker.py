@@ -1,14 +1,18 @@
 """What the draft's cache holds is tracked exactly: never trusted where it is wrong, never recomputed where right."""
 
+import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from protos.interfaces import DraftRow
 from slipstream import SamplingParams
 from tests.identity import generate
 from tests.tiny_models import build
-from workers.draft import BlockValidity
+from workers.draft import BlockValidity, DraftWorker
 
 
 def test_a_prefix_is_held_as_far_as_versions_agree_and_blocks_are_full() -> None:
@@ -54,3 +58,41 @@ def test_a_draft_that_is_the_target_is_never_wrong(table: list[list[int]] | None
     )
     assert run.preemptions > 0
     assert run.accepted == run.proposed > 50
+
+
+PROMPTS = [[7, 8, 9, 7, 8], [90, 60, 61, 95, 62, 63]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def test_a_draft_of_a_smaller_vocabulary_reads_ids_it_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = build("llama", tmp_path / "target")
+    small = build("llama", tmp_path / "small", vocab_size=64)
+    off = generate(target, PROMPTS, GREEDY, max_model_len=64)
+    draft = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 3}
+    on = generate(target, PROMPTS, GREEDY, max_model_len=64, speculative_config=draft)
+    assert on.outputs == off.outputs
+    assert on.proposed > 0
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_draft_that_fails_costs_guesses_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build("llama", tmp_path / "target")
+    off = generate(model, PROMPTS, GREEDY, max_model_len=64)
+    extend, calls = DraftWorker.extend, []
+
+    def failing(self: DraftWorker, rows: Sequence[DraftRow], token_ids: torch.Tensor, step: int) -> torch.Tensor:
+        calls.append(step)
+        if len(calls) % 3 == 0:
+            raise RuntimeError("out of memory")
+        return extend(self, rows, token_ids, step)
+
+    monkeypatch.setattr(DraftWorker, "extend", failing)
+    draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 4}
+    on = generate(model, PROMPTS, GREEDY, max_model_len=64, speculative_config=draft)
+    assert on.outputs == off.outputs
+    assert on.accepted == on.proposed > 0
+    assert "the draft failed" in caplog.text

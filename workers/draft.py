@@ -87,10 +87,11 @@ class DraftWorker:
         """Feed drafted token *step* (ids `[R]`); return logits `[R, V]` after it."""
         slots_R = _slots(rows)
         positions_R = self.slots.known_len[slots_R] + step
+        batch = Batch(slots_R, positions_R, np.ones_like(slots_R), self._known_to_draft(token_ids.cpu().numpy()))
+        logits_RV = self.runner.forward(batch, np.arange(len(slots_R)))
         for slot, token in zip(slots_R.tolist(), token_ids.tolist(), strict=True):
-            self._fed[slot][1].append(token)
-        batch = Batch(slots_R, positions_R, np.ones_like(slots_R), token_ids.cpu().numpy())
-        return self.runner.forward(batch, np.arange(len(slots_R)))
+            self._fed[slot][1].append(token)  # only now: after a failure it must not count as held
+        return logits_RV
 
     def sample(self, rows: Seq[DraftRow], logits: torch.Tensor, step: int) -> torch.Tensor:
         """Return ids `[R]`: the shared noise at the position the target will use it for."""
@@ -150,11 +151,16 @@ class DraftWorker:
         """Run known tokens `first .. end` of each slot; note what the cache now holds; return the last logits."""
         lengths_R = end_R - first_R
         batch = Batch.from_history(self.slots.tokens, slots_R, first_R, lengths_R)
+        self._known_to_draft(batch.tokens_T)
         logits_RV = self.runner.forward(batch, np.cumsum(lengths_R) - 1)
         for slot, first, end in zip(slots_R.tolist(), first_R.tolist(), end_R.tolist(), strict=True):
             self.validity.mark(self.slots.blocks[slot], self.slots.versions[slot], first, end)
         self._held[slots_R] = end_R
         return logits_RV
+
+    def _known_to_draft(self, tokens_T: Ints) -> Ints:
+        """Replace, in place, ids that the draft's smaller vocabulary lacks: a poorer guess, and no error."""
+        return np.minimum(tokens_T, self.runner.loaded.vocab_size - 1, out=tokens_T)
 
 
 def _slots(rows: Seq[DraftRow]) -> Ints:

@@ -1,5 +1,6 @@
 """`UniExecutor`: target, draft and sampler in one process; the round of DESIGN section 4 without a wire."""
 
+import logging
 from collections.abc import Sequence as Seq
 
 from protos.interfaces import DraftRow, Proposer
@@ -7,6 +8,8 @@ from protos.messages import Draft, RoundPlan, Row, Verdict, WorkerInfo
 from workers.draft import DraftWorker
 from workers.slots import SlotTable
 from workers.target import TargetWorker
+
+logger = logging.getLogger(__name__)
 
 _NO_DRAFT = Draft(())
 
@@ -37,6 +40,14 @@ class UniExecutor:
         wanting = [r for r, row in enumerate(rows) if row.k and row.draft is None]
         if wanting and self.draft is not None and self.proposer is not None:
             asked = [DraftRow(rows[r].slot, rows[r].k) for r in wanting]
-            for r, draft in zip(wanting, self.draft.propose(self.proposer, asked), strict=True):
+            for r, draft in zip(wanting, self._ask(self.draft, self.proposer, asked), strict=True):
                 drafts[r] = draft
         return drafts
+
+    def _ask(self, worker: DraftWorker, proposer: Proposer, asked: list[DraftRow]) -> list[Draft]:
+        """Return the worker's drafts. A draft that fails costs guesses, never a request."""
+        try:
+            return worker.propose(proposer, asked)
+        except Exception:
+            logger.exception("the draft failed; these rows go on without guesses")
+            return [_NO_DRAFT] * len(asked)
