@@ -9,6 +9,9 @@ from runtime.roster import Roster
 from runtime.sequence import Sequence
 from runtime.stats import EngineCounters
 
+PROMPT_LOGITS = 1 << 25
+"""Most logits of prompt positions in one step, over all rows: 128 MiB in fp32, however large the vocabulary."""
+
 
 class Planner:
     """Shares the token budget and the blocks of one step: running rows first, then waiting ones."""
@@ -20,6 +23,7 @@ class Planner:
         drafting: Drafting,
         counters: EngineCounters,
         cache: CacheConfig,
+        vocab_size: int,
     ) -> None:
         self._config = config
         self._roster = roster
@@ -27,10 +31,13 @@ class Planner:
         self._drafting = drafting
         self._counters = counters
         self._prefix_caching = cache.enable_prefix_caching
+        self._max_scored = max(1, PROMPT_LOGITS // vocab_size)
+        self._num_scored = 0  # prompt tokens of this step whose logits are wanted
 
     def plan(self, policy: Policy) -> list[Part]:
         """Return the parts of the next step, in order of arrival, with their blocks secured."""
         roster = self._roster
+        self._num_scored = 0
         policy.begin_step(sum([sequence.is_decoding for sequence in roster.running]))
         num_preemptions = roster.num_preemptions
         parts = self._secure_known(self._share_budget(policy))
@@ -60,7 +67,15 @@ class Planner:
         length = sequence.num_unfed
         if length > budget:
             length = budget if self._config.enable_chunked_prefill else 0
+        if sequence.owes_prompt_logprobs:
+            length = self._score(length)
         return Part(sequence, length) if length > 0 else None
+
+    def _score(self, length: int) -> int:
+        """Return how many of *length* prompt tokens may have their logits computed in this step; count them."""
+        length = min(length, self._max_scored - self._num_scored)
+        self._num_scored += length
+        return length
 
     def _want_guesses(self, part: Part, policy: Policy, budget: int) -> None:
         """Set `k`. The target adds a token of its own to what it accepts: one fewer than may still come."""
@@ -111,6 +126,8 @@ class Planner:
     def _admit_first(self, budget: int) -> Part | None:
         """Let the first waiting sequence run if all it knows fits, and one block more for each running one."""
         sequence = self._roster.waiting[0]
+        if sequence.owes_prompt_logprobs and self._num_scored >= self._max_scored:
+            return None
         hit, chain = self._look_up(sequence)
         num_known = self._blocks.blocks_for(len(sequence.token_ids))
         wanted = num_known - len(hit) + self._blocks.num_free_among(hit)
@@ -123,7 +140,8 @@ class Planner:
         self._blocks.share(hit)
         sequence.start_after(num_cached, hit, chain)
         self._count_admission(sequence, num_cached)
-        part = Part(sequence, min(sequence.num_unfed, budget))
+        length = min(sequence.num_unfed, budget)
+        part = Part(sequence, self._score(length) if sequence.owes_prompt_logprobs else length)
         sequence.block_ids += self._blocks.allocate(self._blocks.blocks_for(part.end) - len(hit))
         return part
 

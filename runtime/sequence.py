@@ -84,6 +84,12 @@ class Sequence:
         """Whether only its newest output is unfed."""
         return self.num_unfed == 1 and len(self.token_ids) > len(self.request.prompt_token_ids)
 
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether the next token it feeds is one of the prompt whose successor's log-probability was asked for."""
+        request = self.request
+        return request.sampling.prompt_logprobs is not None and self.num_computed + 1 < len(request.prompt_token_ids)
+
     def append(self, token_ids: Seq[int]) -> int:
         """Grow by new tokens up to the first that ends the sequence; return how many were kept."""
         for index, token_id in enumerate(token_ids):

@@ -9,6 +9,7 @@ from protos.errors import ConfigError, EngineDeadError
 from protos.interfaces import DraftRow
 from protos.messages import Abort, Draft, Request, RoundPlan, SpeculationStats, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
+from runtime import planning
 from runtime.controller import Controller, LocalInbox
 from runtime.detokenizer import DetokenizerFactory
 from runtime.policy import NoSpeculation, Policy, SpeculationPolicy, make_policy
@@ -164,6 +165,40 @@ def test_prompt_logprobs_or_a_switched_off_cache_read_nothing_from_it() -> None:
     scheduler = begun(make_request("a", [1] * 9), cache=CacheConfig(enable_prefix_caching=False))
     scheduler.admit([make_request("b", [1] * 9)])
     assert scheduler.schedule(OFF).rows[1].start == 0
+
+
+def test_prompt_logits_are_bounded_however_many_rows_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "PROMPT_LOGITS", 9 * INFO.vocab_size)
+    scheduler, worker = make(), FakeWorker(INFO, 8)
+    prompts = {"a": [1] * 14, "b": [2] * 7, "c": [3] * 5}
+    scheduler.admit([make_request(name, prompt, prompt_logprobs=0) for name, prompt in prompts.items()])
+    scheduler.admit([make_request("plain", [4] * 20, max_tokens=1)])
+    emitted: dict[str, list[int]] = {name: [] for name in [*prompts, "plain"]}
+    lengths = []
+    while scheduler.num_unfinished:
+        plan = scheduler.schedule(k_of(3))
+        lengths.append([row.length for row in plan.rows])
+        verdicts = worker.run(plan)
+        assert sum(len(verdict.prompt_logprobs or ()) for verdict in verdicts) <= 9
+        for output in scheduler.commit(plan, verdicts):
+            emitted[output.request_id] += [entry.token_ids[0] for entry in output.prompt_logprobs or ()]
+    assert lengths[:2] == [[9], [5, 4]]
+    assert emitted == {**{name: prompt[1:] for name, prompt in prompts.items()}, "plain": []}
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_the_oldest_request_goes_on_where_the_vocabulary_is_huge(chunked: bool) -> None:
+    info = WorkerInfo(num_blocks=32, block_size=4, max_model_len=64, vocab_size=1 << 26)
+    scheduler = make(info, enable_chunked_prefill=chunked)
+    scheduler.admit([make_request("a", [1] * 3, prompt_logprobs=0), make_request("b", [1] * 3, prompt_logprobs=0)])
+    plan = scheduler.schedule(OFF)
+    assert [(row.length, row.samples) for row in plan.rows] == [(1, False)]
+    scheduler.commit(plan, [])
+    plan = scheduler.schedule(OFF)
+    assert [(row.start, row.length) for row in plan.rows] == [(1, 1)]
+    scheduler.commit(plan, [])
+    plan = scheduler.schedule(OFF)
+    assert [(row.start, row.length, row.samples) for row in plan.rows] == [(2, 1, True), (0, 1, False)]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ class Lives(RuleBasedStateMachine):
             proposer=draw(st.sampled_from([None, FakeProposer(seed)])),
             detokenizers=DetokenizerFactory(TOKENIZER),
         )
+        self.scheduler._planner._max_scored = draw(st.sampled_from([1, 3, 7, 1000]))
         self.worker = FakeWorker(self.info, num_seqs, seed, skill=draw(st.sampled_from([0.0, 0.7, 1.0])))
         self.live: dict[str, Request] = {}
         self.said: dict[str, list[TokenOutput]] = defaultdict(list)

@@ -105,11 +105,13 @@ class TargetWorker:
 
     def _prompt_positions(self, rows: Seq[Row], batch: Batch) -> Ints:
         """Return the flat indices of fed prompt tokens whose successor is a prompt token somebody asks about."""
-        asking = [r for r, row in enumerate(rows) if self.slots.sampling[row.slot].prompt_logprobs is not None]
+        sampling, prompt_len = self.slots.sampling, self.slots.prompt_len
+        asking = [r for r, row in enumerate(rows) if sampling[row.slot].prompt_logprobs is not None
+                  and row.start + 1 < prompt_len[row.slot]]
         if not asking:
             return np.empty(0, np.int64)
         rows_T = np.repeat(np.arange(len(rows)), batch.lengths_R)
-        inside_T = batch.positions_T + 1 < self.slots.prompt_len[batch.slots_T]
+        inside_T = batch.positions_T + 1 < prompt_len[batch.slots_T]
         return np.flatnonzero(np.isin(rows_T, asking) & inside_T)
 
     def _add_prompt_logprobs(self, verdicts: list[Verdict | None], rows: Seq[Row], batch: Batch, prompt_P: Ints,
@@ -122,6 +124,6 @@ class TargetWorker:
                 continue
             tokens = self.slots.tokens[row.slot, following_P[here]].tolist()
             top = self.slots.sampling[row.slot].prompt_logprobs or 0
-            found = token_logprobs(logits_PV[torch.from_numpy(here).to(logits_PV.device)], tokens, top)
+            found = token_logprobs(logits_PV[here[0] : here[-1] + 1], tokens, top)  # a row's tokens lie together
             verdict = verdicts[r] or Verdict(row.slot)
             verdicts[r] = msgspec.structs.replace(verdict, prompt_logprobs=found)
