@@ -11,7 +11,7 @@ from typing import Any
 from cluster import assemble, shadowing
 from cluster.settings import engine_config
 from protos.config import EngineConfig
-from protos.errors import InvalidRequestError
+from protos.errors import EngineDeadError, InvalidRequestError
 from protos.messages import Abort, Request, TokenOutput
 from protos.outputs import RequestOutput
 from protos.sampling import SamplingParams
@@ -55,6 +55,7 @@ class LLM:
         self._engine = assemble.build(config, self._inbox, say)
         self._preprocessor = self._engine.preprocessor
         self._names = map(str, itertools.count())
+        self._arrived: dict[str, list[TokenOutput]] = {}  # for each live request, what its caller has yet to take
         self._decode = _decoder(self._engine.tokenizer)
 
     def generate(
@@ -173,22 +174,44 @@ class LLM:
         return [collector.result() for collector in collectors]
 
     def _drive(self, requests: Sequence[Request]) -> Iterator[TokenOutput]:
-        """Run *requests* to their end; those still running when the caller leaves are aborted."""
+        """Run *requests* to their end; those still running when the caller leaves are aborted.
+
+        Several callers may take turns (streams left half read): a step's outputs go to whom they belong.
+        """
         running = {request.request_id for request in requests}
+        arrived: list[TokenOutput] = []
+        self._arrived.update(dict.fromkeys(running, arrived))
         self._inbox.put(requests)
         try:
             while running:
-                for output in self._engine.controller.step():
+                if not arrived:
+                    self._step()
+                outputs = arrived.copy()
+                arrived.clear()
+                for output in outputs:
                     if output.finish_reason is not None:
                         running.discard(output.request_id)
+                        del self._arrived[output.request_id]
                     yield output
         except (GeneratorExit, KeyboardInterrupt):
-            self._abort(running)
+            self._inbox.put([Abort(tuple(running))])
+            self._step()
+            raise
+        finally:
+            for name in running:
+                del self._arrived[name]
+
+    def _step(self) -> None:
+        controller = self._engine.controller
+        try:
+            self._hand_out(controller.step())
+        except EngineDeadError:
+            self._hand_out(controller.last_words)  # for the callers whose turn it is not
             raise
 
-    def _abort(self, names: set[str]) -> None:
-        self._inbox.put([Abort(tuple(names))])
-        self._engine.controller.step()
+    def _hand_out(self, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
+            self._arrived[output.request_id].append(output)
 
 
 class _Bar:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.settings import detect_method, engine_config
-from protos.errors import ConfigError, InvalidRequestError
+from protos.errors import ConfigError, EngineDeadError, InvalidRequestError
 from protos.sampling import SamplingParams
 from slipstream import LLM
 
@@ -112,6 +112,29 @@ def test_a_stream_adds_up_and_may_be_left(llm: LLM, reference: list[list[int]]) 
     stats = llm._engine.controller.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == reference[0]
+
+
+def test_a_half_read_stream_neither_gets_nor_loses_what_others_say(llm: LLM, reference: list[list[int]]) -> None:
+    first, second = (llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2])
+    heads = [list(next(first).token_ids), list(next(second).token_ids)]
+    (result,) = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
+    third = llm.stream(PROMPTS[2], GREEDY)
+    next(third)
+    third.close()
+    tails = [[token for output in stream for token in output.token_ids] for stream in (first, second)]
+    assert [head + tail for head, tail in zip(heads, tails, strict=True)] == reference[:2]
+    assert result.outputs[0].token_ids == reference[2]
+    assert not llm._arrived
+
+
+def test_a_dead_engine_ends_half_read_streams_too(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(pair[0]), **SMALL) as llm:
+        left = llm.stream(PROMPTS[0], GREEDY)
+        next(left)
+        monkeypatch.setattr(llm._engine.executor, "run", lambda plan: 1 / 0)
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+            llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
+        assert [output.finish_reason for output in left] == ["error"]
 
 
 def test_one_bad_prompt_schedules_nothing(llm: LLM) -> None:
