@@ -23,6 +23,7 @@ class Planner:
         drafting: Drafting,
         counters: EngineCounters,
         cache: CacheConfig,
+        *,
         vocab_size: int,
     ) -> None:
         self._config = config

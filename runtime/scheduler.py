@@ -54,7 +54,9 @@ class Scheduler:
         self._counters = EngineCounters()
         self._drafting = Drafting(proposer, info.vocab_size)
         self._roster = Roster(config.max_num_seqs, BlockManager(info.num_blocks, info.block_size))
-        self._planner = Planner(config, self._roster, self._drafting, self._counters, cache, info.vocab_size)
+        self._planner = Planner(
+            config, self._roster, self._drafting, self._counters, cache, vocab_size=info.vocab_size
+        )
         self._committer = Committer(self._roster, self._counters, cache)
         self._in_flight: dict[int, list[tuple[Sequence, Row]]] = {}
         self._round = 0

@@ -16,10 +16,10 @@ import transformers
 from msgspec.structs import replace
 from scipy import stats
 
-from protos.messages import Sampling
+from protos.messages import Draft, Sampling
 from workers.sampler import Sampler
 from workers.slots import SlotTable
-from workers.verify import accept_chains
+from workers.verify import accept
 
 Law = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -160,7 +160,9 @@ class Pair:
         rows_N = np.repeat(rows, self.k + 1)
         y_N = sampler.sample(self.target[slots.tokens[rows_N, index - 1]], rows_N, index).numpy()
         draft = slots.tokens[rows[:, None], known[:, None] + np.arange(self.k)]
-        accepted = accept_chains(y_N, draft, np.full(len(rows), self.k))
+        choices = y_N.reshape(-1, self.k + 1).tolist()
+        drafts = [Draft(tuple(ids)) for ids in draft.tolist()]
+        accepted = np.array([len(accept(*row)) for row in zip(drafts, choices, strict=True)])
         slots.tokens[rows_N, index] = y_N  # behind the kept ones lies what will be overwritten
         slots.known_len[rows] += accepted + 1
         self.proposed += self.k * len(rows)

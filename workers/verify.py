@@ -7,31 +7,7 @@ only decides how many of them one round yields. DESIGN section 5.
 
 from collections.abc import Sequence as Seq
 
-import numpy as np
-import numpy.typing as npt
-
 from protos.messages import Draft
-
-Ints = npt.NDArray[np.int64]
-
-
-def accept_chains(y_N: Ints, draft_RK: Ints, k_R: Ints) -> Ints:
-    """Return int64 `[R]`: how many draft tokens of each row are accepted, `0 .. k_R[r]`.
-
-    Args:
-        y_N: the target's choices, row after row: row r has `k_R[r] + 1` of them, the j-th chosen where the
-            j-th draft token stands, the last one behind the whole draft. -1 where no token could be chosen.
-            Row r emits the first `accepted + 1` of its choices.
-        draft_RK: drafted ids, row r valid in its first `k_R[r]` columns.
-        k_R: draft lengths, `0 .. K`.
-    """
-    columns_K = np.arange(draft_RK.shape[1])
-    in_draft_RK = columns_K < k_R[:, None]
-    first_R = np.cumsum(k_R + 1) - (k_R + 1)
-    y_RK = np.take(y_N, first_R[:, None] + columns_K, mode="clip")
-    match_RK = (y_RK == draft_RK) & in_draft_RK
-    accepted_R: Ints = np.logical_and.accumulate(match_RK, axis=1).sum(axis=1, dtype=np.int64)
-    return accepted_R
 
 
 def accept(draft: Draft, y: Seq[int]) -> list[int]:
