@@ -38,7 +38,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 class Request(msgspec.Struct, frozen=True, gc=False):
     """One sequence to generate, already validated and tokenised. `n > 1` is n requests of one group.
 
-    `cache_salt` separates prefix caches; `deadline` is in seconds of `time.monotonic`.
+    `cache_salt` separates prefix caches.
     """
 
     request_id: str
@@ -49,7 +49,6 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     eos_ids: tuple[int, ...] = ()
     speculate: bool = True
     cache_salt: str = ""
-    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
