@@ -1,7 +1,6 @@
 """Builds the `uni` executor: loads the models, sizes the KV cache, warms up."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from protos.messages import WorkerInfo
 from workers.draft import DraftWorker
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
-from workers.runner import ModelRunner
+from workers.runner import ModelRunner, free_memory
 from workers.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
@@ -111,5 +110,4 @@ def _memory(cache: CacheConfig, device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - cache.memory_utilization) * total)
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(CPU_CACHE_BYTES, int(pages * cache.memory_utilization))
+    return min(CPU_CACHE_BYTES, int(free_memory() * cache.memory_utilization))

@@ -1,6 +1,7 @@
 """Runs a loaded model over paged KV: a batch of rows in, fp32 logits out."""
 
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from workers.loader import LoadedModel
 from workers.slots import SlotTable
 
 logger = logging.getLogger(__name__)
+
+
+FREEZE_SHARE = 0.25  # of free memory that packed copies of the weights may take
 
 
 class ModelRunner:
@@ -40,7 +44,10 @@ class ModelRunner:
 
         Scribbles on block 0: to be called before any sequence is served.
         """
-        self._run, note = compile_forward(self._run, self._try, self.loaded.dtype)
+        if self.device.type != "cpu":
+            return "running eager"
+        may_freeze = weight_bytes(self.loaded.model) <= FREEZE_SHARE * free_memory()
+        self._run, note = compile_forward(self._run, self._try, self.loaded.dtype, may_freeze=may_freeze)
         logger.info("%s", note)
         return note
 
@@ -88,6 +95,16 @@ class ModelRunner:
 
     def _tensor(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all weights, shared ones once."""
+    return sum(weight.nbytes for weight in model.parameters())
+
+
+def free_memory() -> int:
+    """Return the bytes of main memory that are free now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def pick_attention(cache: KVCache) -> AttentionBackend:
