@@ -98,7 +98,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of the target (default: the demo's)")
     parser.add_argument("--draft", type=Path, help="folder of the draft (default: the demo's)")
-    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, help="use only the first so many prompts")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")

@@ -54,13 +54,17 @@ def generate(
     prompts: Annotated[Path | None, typer.Option(help="JSONL: a string, or an object with `prompt`, a line.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSONL of results for --prompts.")] = None,
 ) -> None:
-    """Complete a prompt, streaming, or a file of them; then say how fast it went and what was accepted."""
+    """Complete a prompt, streaming, or a file of them; then say how fast it went and what was accepted.
+
+    One prompt runs eager unless --no-enforce-eager is given: compiling would take longer than it saves.
+    """
     from cluster import cli_generate  # noqa: PLC0415 - what it loads, other commands need not wait for
 
     if (prompt is None) == (prompts is None):
         raise ConfigError("give one prompt, or a file of them with --prompts")
     if prompts is None:
-        cli_generate.stream(engine_config(engine), prompt or "", sampling)
+        # Compiling takes longer than one answer could ever gain from it.
+        cli_generate.stream(engine_config({"enforce_eager": True, **engine}), prompt or "", sampling)
     elif output is None:
         raise ConfigError("--prompts needs --output, the file to write the results to")
     else:

@@ -11,6 +11,7 @@ from protos import arguments, speculation, speculation_aliases
 from protos.config import EngineConfig
 
 DEMO_NAME = "demo"
+TOKENS, DEMO_GUESSES = "num_speculative_tokens", 3  # the fastest on a CPU, by `benchmarks.engine`
 IMPLYING = frozenset({"method", "model", "prompt_lookup_max", "prompt_lookup_min"})
 # Looked for in this order, in the config.json's model type and architectures, then in the checkpoint's own name.
 METHOD_MARKS = {"eagle3": "eagle3", "eagle-3": "eagle3", "eagle": "eagle", "medusa": "medusa",
@@ -36,9 +37,11 @@ def _with_demo(wanted: dict[str, Any]) -> dict[str, Any]:
     filled = {"served_model_name": DEMO_NAME, **wanted, "model": str(target)}
     asked = wanted.get(arguments.SPECULATIVE, {})
     keys = {str(key).replace("-", "_"): value for key, value in speculation.mapping(asked).items()}
+    named = keys.keys() | speculation_aliases.collect(wanted).keys()
     is_off = arguments.SPECULATIVE in wanted and not keys
-    if not is_off and IMPLYING.isdisjoint(keys.keys() | speculation_aliases.collect(wanted).keys()):
-        filled[arguments.SPECULATIVE] = {**keys, "model": str(draft)}
+    if not is_off and IMPLYING.isdisjoint(named):
+        guesses = {} if TOKENS in named else {TOKENS: DEMO_GUESSES}
+        filled[arguments.SPECULATIVE] = {**guesses, **keys, "model": str(draft)}
     return filled
 
 
