@@ -6,6 +6,7 @@
 import json
 import os
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ EOS = 0
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
 )
+STEP_S = 0.0005
+"""A real step computes outside the interpreter; one that never let go of it would starve the front end's thread."""
+
 POISON = "crash now"
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "naïve café, déjà vu", "def f(x): return x + 1"]
 
@@ -95,6 +99,7 @@ class HashExecutor:
         pass
 
     def run(self, plan: RoundPlan) -> list[Verdict]:
+        time.sleep(STEP_S)
         for new in plan.new:
             self.token_ids[new.slot] = list(new.token_ids)
             self.prompt_len[new.slot] = new.prompt_len
