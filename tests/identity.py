@@ -66,7 +66,10 @@ class Reference:
     """`transformers` itself, one sequence at a time in fp32."""
 
     def __init__(self, model: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        # Eager: in transformers 5.17 gemma2 runs SDPA if nothing is said, which leaves out its soft cap.
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager",
+        ).eval()
 
     @torch.inference_mode()
     def greedy(self, prompt: Seq[int], count: int) -> list[int]:

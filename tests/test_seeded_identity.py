@@ -66,13 +66,21 @@ def variants(pair: ModelPair, size: Size) -> Iterator[tuple[str, dict[str, Any] 
         yield f"draft K={length}, preempted", drafted(pair, length), {"max_num_seqs": 32, **TIGHT}
 
 
-def assert_same_logprobs(ours: Any, theirs: Any) -> None:
+MAX_RANK_TIES = 1e-3
+"""Share of ranks that may be off by one. Tokens less than 1e-5 apart, the tolerance, may stand either way round."""
+
+
+def assert_same_logprobs(ours: Any, theirs: Any) -> list[int]:
+    """Compare position by position; return by how much each token's rank differs, 0 or 1."""
     assert (ours is None) == (theirs is None)
+    off: list[int] = []
     for mine, other in zip(ours or [], theirs or [], strict=True):
         assert (mine is None) == (other is None)
         for token in (mine or {}).keys() & (other or {}).keys():
             assert mine[token].logprob == pytest.approx(other[token].logprob, abs=1e-5)
-            assert mine[token].rank == other[token].rank
+            off.append(abs(mine[token].rank - other[token].rank))
+    assert max(off, default=0) <= 1
+    return off
 
 
 def compare(pair: ModelPair, size: Size) -> None:
@@ -82,10 +90,13 @@ def compare(pair: ModelPair, size: Size) -> None:
         with engine(pair, speculative, **arguments) as llm:
             results = llm.generate(prompts(size.prompts), params(size), use_tqdm=False)
             stats = llm.stats()
+        off: list[int] = []
         for mine, other in zip(results, wanted, strict=True):
             assert mine.outputs[0].token_ids == other.outputs[0].token_ids, name
-            assert_same_logprobs(mine.outputs[0].logprobs, other.outputs[0].logprobs)
-            assert_same_logprobs(mine.prompt_logprobs, other.prompt_logprobs)
+            off += assert_same_logprobs(mine.outputs[0].logprobs, other.outputs[0].logprobs)
+            off += assert_same_logprobs(mine.prompt_logprobs, other.prompt_logprobs)
+        print(f"{name}: {len(results)} sequences equal; {sum(off)} of {len(off)} ranks off by one")  # noqa: T201
+        assert sum(off) <= MAX_RANK_TIES * len(off), name
         assert (stats.proposed > stats.accepted > 0) if speculative else stats.proposed == 0, name
         if "num_gpu_blocks_override" in arguments and size is FULL:
             assert stats.preemptions > 0, name
