@@ -9,7 +9,6 @@ from protos.config import SpeculativeConfig
 from protos.messages import Draft, RoundPlan, Verdict, WorkerInfo
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 Needs = Literal["none", "last", "all"]
@@ -77,10 +76,3 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Free everything. May be called twice."""
         ...
-
-
-class TokenHistory(Protocol):
-    """Known and drafted tokens by slot, read by the sampler (`workers.slots.SlotTable`)."""
-
-    tokens: "np.ndarray"
-    prompt_len: "np.ndarray"
