@@ -3,10 +3,11 @@
     python -m demo.train                                   both models, on this Python's standard library
     python -m demo.train --target DIR --text DIR --out DIR  a draft for a target of your own
 
-Runs on a GPU where there is one (minutes), else on the CPU at the lowest priority (about 100 minutes on
+Runs on a GPU where there is one (minutes), else on the CPU at the lowest priority (about 110 minutes on
 two cores), and goes on from its last checkpoint when started again. Matrices are trained with Muon
 (Jordan et al. 2024), everything else with AdamW; the learning rate falls linearly to zero over the
-time given. The draft minimises KL(target || draft) at every position (Hinton et al. 2015).
+time given. The draft learns the target's distribution (Hinton et al. 2015), one half on the text and one
+half on what the target itself goes on to write (Zhou et al. 2023, DistillSpec), which is what it will meet.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from demo import corpus
+from demo import corpus, own_text
 
 HERE = Path(__file__).parent
 VOCAB_SIZE = 4096
@@ -35,6 +36,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}# assistant:\n{% endif %}"
 )
 CHECKPOINT_EVERY_S = 120.0
+SHARP = 0.7  # temperature at which total variation is taken
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -107,17 +109,29 @@ def next_token_loss(model: nn.Module) -> Loss:
 
 
 def distillation_loss(draft: nn.Module, target: nn.Module) -> Loss:
-    """Return KL(target || draft) a position over ids `[B, L]`."""
+    """Return KL(target || draft) + their total variation at `SHARP`, a position, over ids `[B, L]`.
+
+    KL covers everything the target might say; total variation is the share of guesses that optimal acceptance
+    would refuse, taken at a lower temperature so that the likeliest tokens count most.
+    """
     target.eval().requires_grad_(False)
     student, teacher = torch.compile(draft), torch.compile(target)
 
     def loss(ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            wanted = F.log_softmax(teacher(input_ids=ids, use_cache=False).logits.float(), -1)
-        guessed = F.log_softmax(student(input_ids=ids, use_cache=False).logits.float(), -1)
-        return F.kl_div(guessed.flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True)
+            wanted = teacher(input_ids=ids, use_cache=False).logits
+        return divergence(student(input_ids=ids, use_cache=False).logits, wanted)
 
     return loss
+
+
+@torch.compile
+def divergence(guessed_BLV: torch.Tensor, wanted_BLV: torch.Tensor) -> torch.Tensor:
+    """Return KL + total variation, a mean over positions."""
+    guessed, wanted = guessed_BLV.float().flatten(0, 1), wanted_BLV.float().flatten(0, 1)
+    kl = F.kl_div(F.log_softmax(guessed, -1), F.log_softmax(wanted, -1), reduction="batchmean", log_target=True)
+    apart = (F.softmax(guessed / SHARP, -1) - F.softmax(wanted / SHARP, -1)).abs().sum(-1).mean() / 2
+    return kl + apart
 
 
 def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
@@ -132,8 +146,8 @@ def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 class Trainer:
     """Trains one model for the time of its run, and can be stopped and started at any moment."""
 
-    def __init__(self, model: nn.Module, stream: torch.Tensor, run: Run, state: Path) -> None:
-        self.model, self.stream, self.run, self.state = model, stream, run, state
+    def __init__(self, model: nn.Module, streams: Sequence[torch.Tensor], run: Run, state: Path) -> None:
+        self.model, self.streams, self.run, self.state = model, streams, run, state
         self.optimizers = optimizers(model, run.learning_rate)
         self.step, self.seconds = 0, 0.0
         if state.exists():
@@ -153,11 +167,14 @@ class Trainer:
         partial.replace(self.state)
 
     def _batch(self) -> torch.Tensor:
-        """Return ids `[B, L]`, a function of the step alone, so that a resumed run sees the same data."""
+        """Return ids `[B, L]`, the streams by turns; a function of the step alone: a resumed run sees the same data."""
         generator = torch.Generator().manual_seed(self.run.seed * 1_000_003 + self.step)
-        starts = torch.randint(len(self.stream) - self.run.length, (self.run.batch,), generator=generator)
-        rows = torch.stack([self.stream[s : s + self.run.length] for s in starts.tolist()])
-        return rows.long().to(next(self.model.parameters()).device)
+        rows = [self._cut(self.streams[i % len(self.streams)], generator) for i in range(self.run.batch)]
+        return torch.stack(rows).long().to(next(self.model.parameters()).device)
+
+    def _cut(self, stream: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        start = int(torch.randint(len(stream) - self.run.length, (1,), generator=generator))
+        return stream[start : start + self.run.length]
 
     def _set_rate(self, progress: float) -> None:
         scale = min(1.0, (self.step + 1) / 40) * max(0.0, 1.0 - progress)
@@ -222,20 +239,22 @@ def train_target(work: Path, run: Run, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     torch.manual_seed(run.seed)
     model = AutoModelForCausalLM.from_config(target_config()).to(_device())
-    trainer = Trainer(model, encode(texts, tokenizer), run, work / "target.pt")
+    trainer = Trainer(model, [encode(texts, tokenizer)], run, work / "target.pt")
     trainer.train(next_token_loss(model), "target")
     save(model, tokenizer, out)
 
 
 def train_draft(target_folder: Path, text: Path, work: Path, run: Run, out: Path) -> None:
-    """Distil a draft for the target in *target_folder* on the text below *text*."""
+    """Distil a draft for the target in *target_folder* on the text below *text* and the target's own."""
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
-    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(_device())
     train_files, _ = corpus.split(text)
+    stream = encode(list(corpus.read(train_files)), tokenizer)
+    streams = [stream, own_text.load_or_write(target_folder, stream, work / "own_text.safetensors")]
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(_device())
     config = draft_config(AutoConfig.from_pretrained(target_folder))
     torch.manual_seed(run.seed)
     draft = AutoModelForCausalLM.from_config(config).to(_device())
-    trainer = Trainer(draft, encode(list(corpus.read(train_files)), tokenizer), run, work / "draft.pt")
+    trainer = Trainer(draft, streams, run, work / "draft.pt")
     trainer.train(distillation_loss(draft, target), "draft")
     save(draft, tokenizer, out)
 

@@ -28,3 +28,11 @@ class InvalidRequestError(SlipstreamError, ValueError):
 
 class EngineDeadError(SlipstreamError, RuntimeError):
     """The engine process is gone; requests in flight cannot be answered."""
+
+
+class TargetLostError(SlipstreamError, RuntimeError):
+    """A target rank died or hangs: the group must be rebuilt; requests go on from their committed tokens."""
+
+
+class PlacementError(EngineDeadError):
+    """The cluster cannot place the workers, or lost the node they need."""

@@ -1,0 +1,49 @@
+"""Text a target writes itself, for its draft to learn from: what a draft meets when it serves is not the corpus.
+
+Written by this project's own engine, a third each greedily, at temperature 0.7 and as the model is, behind beginnings
+cut from the corpus.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream import LLM, SamplingParams
+
+NUM_TEXTS, TOKENS = 3072, 384
+PROMPT_TOKENS = (16, 160)
+STYLES = ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0})
+
+
+def load_or_write(target: Path, corpus: torch.Tensor, path: Path) -> torch.Tensor:
+    """Return int32 ids `[N]`, those kept at *path* or new ones from the model in *target*.
+
+    Args:
+        corpus: int32 ids `[M]` to cut beginnings from.
+    """
+    if not path.exists():
+        save_file({"ids": write(target, corpus)}, path)
+    return load_file(path)["ids"]
+
+
+def write(target: Path, corpus: torch.Tensor) -> torch.Tensor:
+    """Return `NUM_TEXTS` texts of `TOKENS` tokens, beginnings included, one after another."""
+    llm = LLM(model=str(target), max_num_seqs=64, seed=0)
+    prompts = list(beginnings(corpus))
+    params = [SamplingParams(max_tokens=TOKENS - len(prompt), ignore_eos=True, seed=i, detokenize=False,
+                             **STYLES[i % len(STYLES)]) for i, prompt in enumerate(prompts)]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    ids = [token for prompt, output in zip(prompts, outputs, strict=True)
+           for token in (*prompt, *output.outputs[0].token_ids)]
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def beginnings(corpus: torch.Tensor) -> Iterator[list[int]]:
+    """Yield `NUM_TEXTS` pieces of *corpus*, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(NUM_TEXTS):
+        length = int(torch.randint(*PROMPT_TOKENS, (1,), generator=generator))
+        start = int(torch.randint(len(corpus) - length, (1,), generator=generator))
+        yield corpus[start : start + length].tolist()
