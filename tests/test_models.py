@@ -13,11 +13,12 @@ from protos.config import ModelConfig
 from protos.errors import ConfigError
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from workers.attention import AttentionBackend
-from workers.attention_native import NativeAttention, load_kernel
+from workers.attention_native import NativeAttention
 from workers.attention_torch import TorchAttention
 from workers.batch import Batch
 from workers.kv import LayerShape, bytes_per_block, num_blocks_for
 from workers.loader import load
+from workers.native_library import load_function
 from workers.runner import ModelRunner
 from workers.slots import SlotTable
 
@@ -216,9 +217,9 @@ def test_compiled_equals_eager_at_every_size_with_two_graphs(tmp_path: Path) -> 
 def test_without_a_compiler_everything_runs_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = sequences()[:1]
     monkeypatch.setattr("shutil.which", lambda _: None)
-    load_kernel.cache_clear()
+    load_function.cache_clear()
     runner = make_runner(build("llama", tmp_path), rows)
-    load_kernel.cache_clear()
+    load_function.cache_clear()
     assert isinstance(runner.attention, TorchAttention)
     assert "there is none" in runner.warm_up()
     assert torch.isfinite(feed(runner, [0], [0], [20])).all()

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.messages import Sampling
-from workers.choice import Limits, choose, greedy, host_choose, host_greedy
+from workers.choice import Limits, choose, greedy
+from workers.choice_native import NativeChooser
 from workers.noise import row_keys
 from workers.sampler import Sampler
 from workers.slots import SlotTable
@@ -46,9 +47,10 @@ def draw(slots: SlotTable, values: torch.Tensor, extra: int = 0, **kwargs: Any) 
 @pytest.mark.parametrize("step", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("vocab", [3, 61, 1500])
 @pytest.mark.parametrize("bound", [{}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.3}, {"top_p": 0.95}, {"top_p": 0.9999},
-                                   {"min_p": 0.02}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01}])
-def test_host_path_equals_definition(vocab: int, step: float, bound: dict[str, Any]) -> None:
-    rows = 64
+                                   {"min_p": 0.02}, {"min_p": 1e-7, "top_p": 0.9}, {"top_k": 400, "top_p": 0.99},
+                                   {"top_k": 40, "top_p": 0.8, "min_p": 0.01}])
+def test_native_code_equals_the_definition(vocab: int, step: float, bound: dict[str, Any]) -> None:
+    rows = 256
     values = logits(rows, vocab, step=step)
     values[::7, : vocab // 2] = -torch.inf
     table = {name: np.repeat(getattr(OFF, name), rows) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -57,16 +59,15 @@ def test_host_path_equals_definition(vocab: int, step: float, bound: dict[str, A
         table[name][rows // 4 :] = value
     table["top_k"] = np.where(table["top_k"] < vocab, table["top_k"], 0)
     limits = Limits(**table)
-    keys = row_keys(np.arange(rows) % 5, np.arange(rows))
-    expected = choose(values, torch.from_numpy(keys), limits)
-    assert host_choose(values.numpy(), keys, limits).tolist() == expected.tolist()
+    seeds, at = np.arange(rows) % 5, np.arange(rows)
+    expected = choose(values, torch.from_numpy(row_keys(seeds, at)), limits)
+    assert NativeChooser(seeds, limits).choose(values, at, at).tolist() == expected.tolist()
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
     values = logits(20, step=4.0)
     lowest = [int(np.flatnonzero(row == row.max())[0]) for row in values.numpy()]
     assert greedy(values).tolist() == lowest
-    assert host_greedy(values.numpy()).tolist() == lowest
     assert draw(table(*[Sampling(seed=1, temperature=0.0)] * 20), values) == lowest
 
 

@@ -1,14 +1,6 @@
-"""Paged attention on CPUs by a small C++ kernel, compiled once for this machine and kept in the user's cache."""
+"""Paged attention on CPUs by a small C++ kernel (`native/paged_attention.cpp`)."""
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,15 +8,9 @@ import torch
 from workers.attention import Options, Rows
 from workers.attention_torch import CHUNK, TorchAttention
 from workers.kv import KVCache
+from workers.native_library import load_function
 
-SOURCE = Path(__file__).parent / "native" / "paged_attention.cpp"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
-BUILD_SECONDS = 120
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-class KernelUnavailableError(Exception):
-    """The kernel cannot be used here; the message says why."""
 
 
 class _Plan(ctypes.Structure):
@@ -51,7 +37,7 @@ class NativeAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self._kernel = load_kernel()
+        self._kernel = load_function("paged_attention", "slipstream_attention")
         self._torch = TorchAttention(cache)
         self._plan = _Plan(block_size=cache.block_size)
         self._plan_ref = ctypes.byref(self._plan)
@@ -111,72 +97,3 @@ class NativeAttention:
             value_size=shape.value_size,
             is_bf16=keys.dtype == torch.bfloat16,
         )
-
-
-@cache
-def load_kernel() -> "ctypes._NamedFuncPointer":
-    """Return the compiled kernel, building it on first use on this machine (a few seconds).
-
-    Raises:
-        KernelUnavailableError: there is no compiler, or it failed.
-    """
-    try:
-        library = ctypes.CDLL(str(_built()))
-    except OSError as error:
-        raise KernelUnavailableError(f"the attention kernel cannot be loaded: {error}") from error
-    kernel = library.slipstream_attention
-    kernel.restype = None
-    return kernel
-
-
-def _built() -> Path:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        raise KernelUnavailableError("there is no C++ compiler")
-    target = _cache_folder() / f"attention-{_fingerprint(compiler)}.so"
-    if not target.is_file():
-        _compile(compiler, target)
-    return target
-
-
-def _compile(compiler: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built = Path(folder) / target.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
-        except subprocess.CalledProcessError as error:
-            reason = (error.stderr.strip().splitlines() or ["no message"])[0]
-            raise KernelUnavailableError(f"the C++ compiler failed: {reason}") from error
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise KernelUnavailableError(f"the C++ compiler failed: {error}") from error
-        built.replace(target)
-
-
-def _cache_folder() -> Path:
-    # A folder of the user's own, so that nobody else can put a library there.
-    folder = Path("~/.cache/slipstream").expanduser()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelUnavailableError(f"{folder} cannot be made: {error}") from error
-    if folder.stat().st_uid != os.getuid():
-        raise KernelUnavailableError(f"{folder} belongs to somebody else")
-    return folder
-
-
-def _fingerprint(compiler: str) -> str:
-    """What the machine code depends on: source, flags, compiler, processor."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
-    for part in (compiler, *FLAGS, platform.machine(), _processor()):
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:32]
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return platform.processor()
-    wanted = ("model name", "flags", "Features")
-    lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith(wanted))

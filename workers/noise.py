@@ -14,7 +14,6 @@ import torch
 from protos.seeds import INCREMENT, MASK, MULTIPLIERS, SHIFTS
 
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 Words = TypeVar("Words", Ints, torch.Tensor)
 
 FRACTION_BITS = 52  # (bits + 1/2) / 2^52 is exact in float64, and never 0 or 1
@@ -54,14 +53,7 @@ def fraction_bits(keys: Words, ids: Words) -> Words:
     return words
 
 
-def host_gumbel(keys: Ints, ids: Ints) -> Floats:
-    """Return standard Gumbel noise, float64, for keys and ids that broadcast; between -3.6 and 36.8."""
-    uniform = (fraction_bits(keys, ids) + 0.5) * SCALE
-    noise: Floats = -np.log(-np.log1p(-uniform))
-    return noise
-
-
 def gumbel(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """As `host_gumbel`, over int64 tensors of one device."""
+    """Return standard Gumbel noise, float64, for int64 keys and ids that broadcast; between -3.6 and 36.8."""
     uniform = (fraction_bits(keys, ids).double() + 0.5) * SCALE
     return -torch.log(-torch.log1p(-uniform))

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from workers.attention import AttentionBackend, Ints, Rows, run_with
-from workers.attention_native import DTYPES, KernelUnavailableError, NativeAttention
+from workers.attention_native import DTYPES, NativeAttention
 from workers.attention_torch import TorchAttention
 from workers.batch import Batch
 from workers.compiling import Forward, compile_forward
 from workers.kv import KVCache, bytes_per_block
 from workers.loader import LoadedModel
+from workers.native_library import KernelUnavailableError
 from workers.slots import SlotTable
 
 logger = logging.getLogger(__name__)

@@ -6,20 +6,27 @@ y = argmax over v of (log p(v) + g(seed, index, v)) at temperature > 0, argmax o
 nothing else in the batch. DESIGN section 5.
 """
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from protos.messages import Sampling
-from workers.choice import Flags, Ints, Limits, block_rows, choose, greedy, host_choose, host_greedy
+from workers.choice import COLDEST, Ints, Limits, choose, greedy
+from workers.choice_native import NativeChooser
 from workers.edits import LogitEdits, changes_logits
+from workers.native_library import KernelUnavailableError
 from workers.noise import row_keys, signed
 from workers.slots import SlotTable
 
+logger = logging.getLogger(__name__)
+
 Rows = tuple[torch.Tensor, Ints, Ints]  # logits, slots and index of N rows
 Chooser = Callable[[torch.Tensor, Ints, Ints], torch.Tensor]
-COLDEST = 1e-5  # temperatures below are greedy, as in vLLM
+Flags = npt.NDArray[np.bool_]
+EDIT_ELEMENTS = 1 << 15  # logits edited at a time on the host, so that they stay in the processor's cache
 
 
 class Sampler:
@@ -41,6 +48,7 @@ class Sampler:
         self._limits_S = Limits(np.ones(num_slots, np.float32), np.zeros(num_slots, np.int64), np.ones(num_slots),
                                 np.zeros(num_slots))
         self._edited_S = np.zeros(num_slots, np.bool_)
+        self._choose: Chooser = self._native() or self._choose_in_torch
 
     def sample(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         """Return the chosen ids, int64 `[N]` on the logits' device; -1 for rows from which none can be chosen.
@@ -75,7 +83,7 @@ class Sampler:
         self._edits.join(slot)
 
     def _edit_and_choose(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        size = block_rows(self.vocab_size) if self._on_host else len(slots_N)
+        size = max(1, EDIT_ELEMENTS // self.vocab_size) if self._on_host else len(slots_N)
         return torch.cat([self._edit_block(logits_NV[at], slots_N[at], index_N[at])
                           for at in (slice(first, first + size) for first in range(0, len(slots_N), size))])
 
@@ -84,18 +92,26 @@ class Sampler:
         self._edits.apply_(edited_NV, slots_N, index_N)
         return self._choose(edited_NV, slots_N, index_N)
 
-    def _choose(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        drawn_N = self._limits_S.temperature[slots_N] >= COLDEST
-        return _by_part(drawn_N, self._draw, self._greedy, (logits_NV, slots_N, index_N))
+    def _native(self) -> Chooser | None:
+        if not self._on_host:
+            return None
+        try:
+            return NativeChooser(self._seed_S, self._limits_S).choose
+        except KernelUnavailableError as error:
+            logger.info("sampling runs in plain torch: %s", error)
+            return None
 
-    def _greedy(self, logits_NV: torch.Tensor, _slots_N: Ints, _index_N: Ints) -> torch.Tensor:
-        return torch.from_numpy(host_greedy(logits_NV.numpy())) if self._on_host else greedy(logits_NV)
+    def _choose_in_torch(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        drawn_N = self._limits_S.temperature[slots_N] >= COLDEST
+        return _by_part(drawn_N, self._draw, _greedy, (logits_NV, slots_N, index_N))
 
     def _draw(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        keys_N, limits = row_keys(self._seed_S[slots_N], index_N), self._limits_S.at(slots_N)
-        if self._on_host:
-            return torch.from_numpy(host_choose(logits_NV.numpy(), keys_N, limits))
-        return choose(logits_NV, torch.from_numpy(keys_N).to(logits_NV.device), limits)
+        keys_N = torch.from_numpy(row_keys(self._seed_S[slots_N], index_N))
+        return choose(logits_NV, keys_N.to(logits_NV.device), self._limits_S.at(slots_N))
+
+
+def _greedy(logits_NV: torch.Tensor, _slots_N: Ints, _index_N: Ints) -> torch.Tensor:
+    return greedy(logits_NV)
 
 
 def _by_part(first_N: Flags, choose_first: Chooser, choose_rest: Chooser, rows: Rows) -> torch.Tensor:

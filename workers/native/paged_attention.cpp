@@ -1,14 +1,16 @@
 // Paged attention for CPUs: reads K and V where they lie instead of gathering them first.
 //
 // One task is one row x one K/V head x a tile of query tokens. It walks the row's keys in tiles of 64 with an
-// online softmax in fp32. Compiled for the machine it runs on (workers/attention_native.py); the struct layouts
-// are mirrored there. No exceptions, no allocation beyond thread-local scratch.
+// online softmax in fp32. Compiled for the machine it runs on (workers/native_library.py); the struct layouts
+// are mirrored in workers/attention_native.py. No exceptions, no allocation beyond thread-local scratch.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <vector>
+
+#include "exp.h"
 
 namespace {
 
@@ -35,28 +37,6 @@ inline void narrow(float x, Bf16& to) {
         return;
     }
     to.bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-// exp(x) for x <= 0 in fp32, about one unit in the last place; written so that loops over it vectorise.
-inline float exp_negative(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    float shifted = x * 1.44269504088896341f + 12582912.0f;
-    int32_t bits;
-    std::memcpy(&bits, &shifted, sizeof bits);
-    float n = shifted - 12582912.0f;
-    float r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t scale_bits = ((bits - 0x4b400000) + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &scale_bits, sizeof scale);
-    return p * scale;
 }
 
 }  // namespace
