@@ -1,0 +1,144 @@
+"""Groups made from a store: what their operations return, and how they fail."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from protos.gang import StoreAddress
+from workers.groups import Group, GroupError, Solo, address_towards, connect_store, form, open_store
+
+
+def on_ranks(size: int, work: Callable[[Group], Any], *, timeout_s: float = 20.0) -> list[Any]:
+    """Run *work* on every rank of a gloo group, a thread each, and return what they returned."""
+    _store, address = open_store()
+
+    def rank_of(rank: int) -> Any:
+        group = form("tp", connect_store(address), rank, size, timeout_s=timeout_s)
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank_of, range(size)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives(size: int) -> None:
+    def work(group: Group) -> None:
+        mine = torch.full((2, 3), float(group.rank + 1))
+        total = sum(range(1, size + 1))
+        assert torch.equal(group.all_reduce(mine.clone()), torch.full((2, 3), float(total)))
+        assert torch.equal(group.all_reduce(mine.clone().T), torch.full((3, 2), float(total)))
+        row = torch.arange(1.0, size + 1)
+        assert torch.equal(group.all_gather(mine), row.repeat_interleave(3).repeat(2, 1))
+        assert torch.equal(group.all_gather(mine[:1], 0), row[:, None].expand(size, 3))
+        joined = group.gather(mine, dst=1, dim=0)
+        assert (joined is None) == (group.rank != 1)
+        assert joined is None or torch.equal(joined, row.repeat_interleave(2)[:, None].expand(2 * size, 3))
+        ids = torch.full((4,), group.rank)
+        assert group.broadcast(ids, src=size - 1) is ids
+        assert ids.tolist() == [size - 1] * 4
+        assert group.all_reduce(torch.ones(2, dtype=torch.bfloat16)).tolist() == [size] * 2
+        assert group.all_gather(torch.empty(0, 3)).shape == (0, 3 * size)
+
+    on_ranks(size, work)
+
+
+def test_point_to_point() -> None:
+    def work(group: Group) -> list[int]:
+        if group.rank == 0:
+            group.send(torch.tensor([3, 4]), 1)
+            return group.recv(torch.zeros(2, dtype=torch.int64), 1).tolist()  # type: ignore[no-any-return]
+        got = group.recv(torch.zeros(2, dtype=torch.int64), 0)
+        group.send(got * 2, 0)
+        return got.tolist()  # type: ignore[no-any-return]
+
+    assert on_ranks(2, work) == [[6, 8], [3, 4]]
+
+
+def test_one_group_lives_on_when_another_dies() -> None:
+    _store, address = open_store()
+
+    def work(rank: int) -> float:
+        store = connect_store(address)
+        lasting = form("tp", store, rank, 2, timeout_s=20)
+        for epoch in range(3):
+            pair = form(f"pair-{epoch}", store, rank, 2, timeout_s=20)
+            assert pair.broadcast(torch.tensor([epoch + rank])).item() == epoch
+            pair.close()
+            pair.close()
+            with pytest.raises(GroupError, match=f"group pair-{epoch}: broadcast on rank {rank} after it was closed"):
+                pair.broadcast(torch.zeros(1))
+        return float(lasting.all_reduce(torch.ones(1)))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [2.0, 2.0]
+
+
+def test_a_silent_peer_is_an_error_after_the_timeout() -> None:
+    done = threading.Event()
+
+    def work(group: Group) -> str:
+        if group.rank == 1:
+            done.wait(20)
+            return ""
+        with pytest.raises(GroupError) as caught:
+            group.recv(torch.zeros(1), 1)
+        done.set()
+        return str(caught.value)
+
+    message = on_ranks(2, work, timeout_s=0.5)[0]
+    assert message.startswith("group tp: recv from rank 1 on rank 0 failed: ")
+    assert "500ms" in message
+
+
+def test_a_peer_that_leaves_is_an_error_at_once() -> None:
+    def work(group: Group) -> float:
+        if group.rank == 1:
+            return 0.0
+        started = time.monotonic()
+        with pytest.raises(GroupError):
+            group.recv(torch.zeros(1), 1)
+        return time.monotonic() - started
+
+    assert on_ranks(2, work, timeout_s=30)[0] < 10
+
+
+def test_a_rank_that_never_comes() -> None:
+    store, _ = open_store()
+    with pytest.raises(GroupError, match="group tp: rank 0 of 2 could not join: "):
+        form("tp", store, 0, 2, timeout_s=0.3)
+
+
+def test_stores_say_where_they_cannot_be() -> None:
+    store, address = open_store()
+    connect_store(address).set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(GroupError, match=r"a store cannot listen on 192\.0\.2\.1: "):
+        open_store("192.0.2.1")
+    with pytest.raises(GroupError, match=r"no store answers at 127\.0\.0\.1:9: "):
+        connect_store(StoreAddress("127.0.0.1", 9), timeout_s=1)
+
+
+def test_addresses() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(GroupError, match=r"finds no way to nowhere\.invalid"):
+        address_towards("nowhere.invalid")
+
+
+def test_solo() -> None:
+    solo = form("tp", open_store()[0], 0, 1)
+    assert isinstance(solo, Solo)
+    mine = torch.ones(2)
+    assert solo.all_reduce(mine) is solo.all_gather(mine) is solo.gather(mine) is solo.broadcast(mine) is mine
+    with pytest.raises(GroupError, match="no rank 1 to send to"):
+        solo.send(mine, 1)
+    with pytest.raises(GroupError, match="no rank 1 to receive from"):
+        solo.recv(mine, 1)
+    solo.close()
