@@ -49,7 +49,8 @@ def python_command(module: str) -> list[str]:
     return [sys.executable, "-c", start, json.dumps(sys.path)]
 
 
-def _socket_folder() -> Path:
+def socket_folder() -> Path:
+    """Make an empty folder that only this user can read, with a path short enough for sockets in it."""
     folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
     if len(str(folder)) <= SOCKET_FOLDER_LIMIT:
         return folder
@@ -72,7 +73,7 @@ class ProcessChannel:
     def __init__(self, command: Sequence[str], config: str) -> None:
         self._command = tuple(command)
         self._config = config
-        self._folder = _socket_folder()
+        self._folder = socket_folder()
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
