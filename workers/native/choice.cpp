@@ -160,6 +160,7 @@ bool cut_nucleus(const std::vector<Candidate>& c, int64_t& count, double top_p, 
 // argmax of log p + g over what the limits leave.
 int64_t choose_limited(Scratch& s, uint64_t key, int64_t top_k, double top_p, double min_p, int64_t vocab) {
     int64_t count = 0;
+    double all = -1.0;  // mass of what min-p leaves, once it was needed
     for (const float threshold : kThresholds) {
         collect(s, threshold, vocab);
         bool settled = threshold == 0.0f || min_p >= threshold;
@@ -169,7 +170,7 @@ int64_t choose_limited(Scratch& s, uint64_t key, int64_t top_k, double top_p, do
             if (settled)
                 for (int64_t i = 0; i < count; ++i) total += mass(s.candidates[i].weight);
             else
-                total = mass_of_all(s, min_p);
+                total = all = all < 0.0 ? mass_of_all(s, min_p) : all;
             settled |= cut_nucleus(s.candidates, count, top_p, total);
         }
         if (settled) break;
