@@ -62,17 +62,73 @@ class DraftRunner(Protocol):
         ...
 
 
+class DraftService(msgspec.Struct, frozen=True, gc=False):
+    """Whether an executor's draft worker can be counted on now.
+
+    Attributes:
+        is_up: rows may be planned with `k > 0`.
+        epoch: names who drafts, from 1 on; goes into plans. A draft of a new epoch knows no sequence yet. 0 where
+            nothing that drafts can be lost.
+        changes: how often the service changed so far, by reason.
+    """
+
+    is_up: bool = True
+    epoch: int = 0
+    changes: dict[str, int] = {}
+
+
+ALWAYS_UP = DraftService()
+
+
 class Executor(Protocol):
     """Runs rounds: propose, score, verify."""
+
+    @property
+    def drafting(self) -> DraftService:
+        """Whether the draft worker can be counted on now; changes only in `run`, `attend` and `rebuild`."""
+        ...
 
     def start(self) -> WorkerInfo:
         """Load and warm up everything. Raises `ModelError` or `ConfigError`."""
         ...
 
     def run(self, plan: RoundPlan) -> list[Verdict]:
-        """Run one round; one verdict for each row that samples or owes prompt log-probabilities, in order."""
+        """Run one round; one verdict for each row that samples or owes prompt log-probabilities, in order.
+
+        Raises:
+            TargetLostError: `rebuild` must be called; whatever the workers knew is gone.
+        """
+        ...
+
+    def attend(self) -> None:
+        """Take note, without waiting, of what happened since the last call. Raises `TargetLostError`."""
+        ...
+
+    def rebuild(self, for_s: float) -> bool:
+        """Go on rebuilding a lost target group for at most *for_s* seconds; return whether it serves again.
+
+        Raises:
+            PlacementError: there is no place for it, and there was none for too long.
+            EngineDeadError: it could not be rebuilt.
+        """
         ...
 
     def shutdown(self) -> None:
         """Free everything. May be called twice."""
         ...
+
+
+class InOneProcess:
+    """The part of an `Executor` that has no other process to lose."""
+
+    @property
+    def drafting(self) -> DraftService:
+        """See `Executor`."""
+        return ALWAYS_UP
+
+    def attend(self) -> None:
+        """Nothing happens between rounds."""
+
+    def rebuild(self, for_s: float) -> bool:
+        """Nothing was lost."""
+        return True

@@ -131,6 +131,10 @@ class BlockManager:
                     del self._idle[block]
                     self._empty.append(block)
 
+    def forget_all(self) -> None:
+        """Withdraw every block: the workers' caches are gone. Versions keep growing."""
+        self.forget(list(self._published))
+
     def _unpublish(self, block: int) -> None:
         key, _ = self._published.pop(block)
         del self._index[key]

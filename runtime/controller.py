@@ -1,14 +1,24 @@
 """The loop around everything: admit, schedule, run, commit."""
 
-from collections.abc import Iterable
-from typing import Protocol
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
-from protos.errors import EngineDeadError
+from msgspec import structs
+
+from protos.errors import EngineDeadError, TargetLostError
 from protos.interfaces import Executor
-from protos.messages import RoundPlan, TokenOutput, Verdict
+from protos.messages import TokenOutput
 from runtime.policy import Policy
 from runtime.scheduler import Command, Scheduler
 from runtime.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+REBUILD_SLICE_S = 0.1
+"""While the targets are being rebuilt, requests and aborts are looked at this often."""
+
+Result = TypeVar("Result")
 
 
 class Inbox(Protocol):
@@ -52,28 +62,54 @@ class Controller:
         self.executor = executor
         self.inbox = inbox
         self.last_words: list[TokenOutput] = []
+        self._is_lost = False
+        self._num_losses = 0
 
     def step(self) -> list[TokenOutput]:
-        """Run one round; return what it added to each request.
+        """Run one round, or a part of a rebuilding; return what it added to each request.
 
         Raises:
             EngineDeadError: the executor failed; every request's end is in `last_words`.
         """
         ended = self.scheduler.admit(self.inbox.drain())
-        plan = self.scheduler.schedule(self.policy)
+        if not self._guarded("between rounds", self._is_serving, ended):
+            return ended
+        plan = self.scheduler.schedule(self.policy, self.executor.drafting)
         if plan.is_empty:
             return ended or self.inbox.wait()
-        verdicts = self._run(plan, ended)
-        return ended + self.scheduler.commit(plan, verdicts)
+        verdicts = self._guarded(f"in round {plan.round}", lambda: self.executor.run(plan), ended)
+        return ended if verdicts is None else ended + self.scheduler.commit(plan, verdicts)
 
     def stats(self) -> EngineStats:
         """Return a picture of the engine's counters and gauges."""
-        return self.scheduler.stats()
+        changes = self.executor.drafting.changes
+        return structs.replace(self.scheduler.stats(), draft_changes=changes, target_losses=self._num_losses)
 
-    def _run(self, plan: RoundPlan, ended: list[TokenOutput]) -> list[Verdict]:
+    def _is_serving(self) -> bool:
+        """Whether rounds can run; where the targets are lost, spend a little time on rebuilding them."""
+        if self._is_lost:
+            self._is_lost = not self.executor.rebuild(REBUILD_SLICE_S)
+        else:
+            self.executor.attend()
+        return not self._is_lost
+
+    def _guarded(self, when: str, act: Callable[[], Result], ended: list[TokenOutput]) -> Result | None:
+        """Let the executor act; None where it lost its targets, and with them all work in flight."""
         try:
-            return self.executor.run(plan)
+            return act()
+        except TargetLostError as loss:
+            self._give_up(loss)
+        except EngineDeadError as death:
+            self.last_words = ended + self.scheduler.fail_all(str(death))
+            raise
         except Exception as failure:
-            reason = f"the engine failed in round {plan.round}: {type(failure).__name__}: {failure}"
+            reason = f"the engine failed {when}: {type(failure).__name__}: {failure}"
             self.last_words = ended + self.scheduler.fail_all(reason)
             raise EngineDeadError(reason) from failure
+        return None
+
+    def _give_up(self, loss: TargetLostError) -> None:
+        logger.warning("%s; rebuilding, %d request(s) go on from their tokens", loss, self.scheduler.num_unfinished)
+        self._is_lost = True
+        self._num_losses += 1
+        self.scheduler.give_up()

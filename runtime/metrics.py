@@ -62,6 +62,8 @@ class _Snapshot(Collector):
         yield self._counter("spec_decode_num_draft_tokens", "Draft tokens scored", stats.proposed)
         yield self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", stats.accepted)
         yield self._per_position(stats.accepted_per_pos)
+        yield self._changes(stats.draft_changes)
+        yield self._counter("target_losses", "Times the target group was lost and rebuilt", stats.target_losses)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=list(self._labels))
@@ -80,6 +82,13 @@ class _Snapshot(Collector):
         )
         for position, count in enumerate(accepted):
             family.add_metric([*self._labels.values(), str(position)], count)
+        return family
+
+    def _changes(self, changes: dict[str, int]) -> Metric:
+        text = "Times the draft worker came into service or went out of it, by reason"
+        family = CounterMetricFamily("draft_service_changes", text, labels=[*self._labels, "reason"])
+        for reason, count in changes.items():
+            family.add_metric([*self._labels.values(), reason], count)
         return family
 
 

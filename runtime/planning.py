@@ -34,11 +34,16 @@ class Planner:
         self._prefix_caching = cache.enable_prefix_caching
         self._max_scored = max(1, PROMPT_LOGITS // vocab_size)
         self._num_scored = 0  # prompt tokens of this step whose logits are wanted
+        self._can_draft = True  # in this step
 
-    def plan(self, policy: Policy) -> list[Part]:
-        """Return the parts of the next step, in order of arrival, with their blocks secured."""
+    def plan(self, policy: Policy, *, can_draft: bool = True) -> list[Part]:
+        """Return the parts of the next step, in order of arrival, with their blocks secured.
+
+        Where nobody *can_draft*, no row gets guesses or blocks for them, whatever the policy allows.
+        """
         roster = self._roster
         self._num_scored = 0
+        self._can_draft = can_draft
         policy.begin_step(sum([sequence.is_decoding for sequence in roster.running]))
         num_preemptions = roster.num_preemptions
         parts = self._secure_known(self._share_budget(policy))
@@ -81,7 +86,7 @@ class Planner:
     def _want_guesses(self, part: Part, policy: Policy, budget: int) -> None:
         """Set `k`. The target adds a token of its own to what it accepts: one fewer than may still come."""
         sequence = part.sequence
-        if part.samples:
+        if part.samples and self._can_draft:
             room = sequence.max_len - len(sequence.token_ids) - 1
             part.k = max(0, min(policy.guesses(sequence.request), room, budget))
 

@@ -58,6 +58,19 @@ class Roster:
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
+    def tell_all_again(self) -> None:
+        """Let the workers be told in full of every running sequence when it runs next."""
+        for sequence in self.running:
+            sequence.num_told_tokens = sequence.num_told_blocks = 0
+
+    def give_up(self) -> None:
+        """Send everything that runs back in line, in order of arrival, and forget what any block holds."""
+        while self.running:
+            sequence = self.running.pop()
+            self._release(sequence)
+            self.waiting.appendleft(sequence)
+        self.blocks.forget_all()
+
     def depart(self, sequence: Sequence) -> None:
         """Let a sequence go, with all it holds."""
         del self._by_id[sequence.request.request_id]

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from protos.config import CacheConfig, SchedulerConfig
 from protos.errors import ConfigError
-from protos.interfaces import Proposer
+from protos.interfaces import ALWAYS_UP, DraftService, Proposer
 from protos.messages import Abort, Request, RoundPlan, Row, TokenOutput, Verdict, WorkerInfo
 from runtime.blocks import BlockManager
 from runtime.committing import Committer
@@ -60,6 +60,7 @@ class Scheduler:
         self._committer = Committer(self._roster, self._counters, cache)
         self._in_flight: dict[int, list[tuple[Sequence, Row]]] = {}
         self._round = 0
+        self._epoch = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -101,12 +102,19 @@ class Scheduler:
         """End every request with an error: nobody is left to serve it."""
         return [self._roster.end(sequence, "error", reason) for sequence in self._roster.everyone()]
 
-    def schedule(self, policy: Policy) -> RoundPlan:
-        """Plan the next round; empty where nothing can run. Every plan that is not empty must be committed."""
-        parts = self._planner.plan(policy)
+    def schedule(self, policy: Policy, drafting: DraftService = ALWAYS_UP) -> RoundPlan:
+        """Plan the next round; empty where nothing can run.
+
+        Every plan that is not empty must be committed, or else all of them given up.
+        """
+        if drafting.is_up and drafting.epoch != self._epoch:
+            self._epoch = drafting.epoch
+            self._roster.tell_all_again()
+        parts = self._planner.plan(policy, can_draft=drafting.is_up)
         new = self._planner.introduce(parts)
         rows = [self._planner.row(part) for part in parts]
-        plan = RoundPlan(self._round, rows, new)
+        is_on = drafting.is_up and any(policy.guesses(part.sequence.request) for part in parts)
+        plan = RoundPlan(self._round, rows, new, drafting.epoch if is_on else 0)
         if rows:
             self._in_flight[self._round] = [(part.sequence, row) for part, row in zip(parts, rows, strict=True)]
             self._round += 1
@@ -121,6 +129,11 @@ class Scheduler:
             if sequence.finish_reason is None:
                 outputs.append(self._committer.commit(sequence, row, by_slot.get(row.slot)))
         return [output for output in outputs if output is not None]
+
+    def give_up(self) -> None:
+        """The workers lost all they held: compute every sequence again from its committed tokens, oldest first."""
+        self._in_flight.clear()
+        self._roster.give_up()
 
     def stats(self) -> EngineStats:
         """Return a picture of all counters and gauges."""

@@ -17,6 +17,8 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
         prefix_queries, prefix_hits: tokens looked up in and found in the prefix cache.
         num_running, num_waiting: requests now.
         kv_usage: share of KV blocks owned now, 0 to 1.
+        draft_changes: how often the draft's service changed, by reason.
+        target_losses: how often the target group was lost and rebuilt.
     """
 
     steps: int = 0
@@ -33,6 +35,8 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+    draft_changes: dict[str, int] = {}
+    target_losses: int = 0
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from protos.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.errors import ModelError
+from protos.interfaces import InOneProcess
 from protos.messages import RoundPlan, Row, TokenLogprobs, Verdict, WorkerInfo
 from runtime.channel import Inbox, Say, ThreadChannel
 from runtime.controller import Controller
@@ -85,7 +86,7 @@ def expected(prompt: str, count: int) -> str:
 
 
 @dataclass
-class HashExecutor:
+class HashExecutor(InOneProcess):
     """Says `ranked(history)[0]`; every second draft token it makes for itself is right."""
 
     info: WorkerInfo

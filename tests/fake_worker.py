@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from protos.interfaces import DraftRow
+from protos.interfaces import DraftRow, InOneProcess
 from protos.messages import Draft, Request, RoundPlan, Row, Sampling, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from workers.slots import SlotTable
@@ -73,7 +73,7 @@ class FakeProposer:
         return Draft(tuple(guess(prefix, self.dice.randint(0, row.k), self.skill, self.dice)))
 
 
-class FakeWorker:
+class FakeWorker(InOneProcess):
     """An `Executor` without a model. Raises AssertionError where a row would read what it must not."""
 
     def __init__(self, info: WorkerInfo, num_slots: int, seed: int = 0, skill: float = 0.7) -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster import assemble
 from protos.arguments import parse
-from protos.interfaces import Executor
+from protos.interfaces import Executor, InOneProcess
 from protos.messages import Request, RoundPlan, Sampling, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
@@ -35,7 +35,7 @@ class Operators(TorchDispatchMode):
 
 
 @dataclass
-class Recorder:
+class Recorder(InOneProcess):
     """An executor that notes every plan, and the operators that running it took."""
 
     inner: Executor

@@ -6,7 +6,7 @@ import pytest
 
 from protos.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.errors import ConfigError, EngineDeadError
-from protos.interfaces import DraftRow
+from protos.interfaces import DraftRow, InOneProcess
 from protos.messages import Abort, Draft, Request, RoundPlan, SpeculationStats, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime import planning
@@ -337,7 +337,7 @@ def test_a_bad_draft_costs_guesses_and_nothing_else(tokens: tuple[int, ...], usa
     assert scheduler.stats().draft_failures == (not tokens)
 
 
-class Broken:
+class Broken(InOneProcess):
     def run(self, plan: RoundPlan) -> list[Verdict]:
         raise OSError("device lost")
 

@@ -9,8 +9,10 @@ No mask function is registered: `transformers` then builds no mask at all for th
 want, since masks are made here from positions.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -30,19 +32,41 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one forward, on the host; all int64.
+    """The rows of one forward, on the host.
 
     Attributes:
-        starts_R, lengths_R, offsets_R: first position, number of tokens, first flat index of each row.
-        tables_RB: block ids in order; entries behind a row's context are arbitrary valid ids.
-        places_T: index of each token's place in the cache, counted in tokens (block * block_size + offset).
+        starts_R, lengths_R, offsets_R: int64; first position, number of tokens, first flat index of each row.
+        slots_R: int64, where each row's blocks stand in `blocks_SB`.
+        blocks_SB: int32, contiguous, block ids in order.
     """
 
     starts_R: Ints
     lengths_R: Ints
     offsets_R: Ints
-    tables_RB: Ints
-    places_T: Ints
+    slots_R: Ints
+    blocks_SB: npt.NDArray[np.int32]
+    block_size: int
+
+    @cached_property
+    def tables_RB(self) -> Ints:
+        """Block ids of the rows, int64; entries behind a row's context are its own first block's.
+
+        So a gather never reads a stranger's.
+        """
+        contexts_R = self.starts_R + self.lengths_R
+        used = -(-int(contexts_R.max()) // self.block_size)
+        tables_RB = self.blocks_SB[self.slots_R, :used].astype(np.int64)
+        unused_RB = np.arange(used) * self.block_size >= contexts_R[:, None]
+        np.copyto(tables_RB, tables_RB[:, :1], where=unused_RB)
+        return tables_RB
+
+    @cached_property
+    def places_T(self) -> Ints:
+        """Index of each token's place in the cache, int64, counted in tokens (block * block_size + offset)."""
+        rows_T = np.repeat(np.arange(len(self.starts_R)), self.lengths_R)
+        positions_T = np.arange(len(rows_T)) + (self.starts_R - self.offsets_R)[rows_T]
+        blocks_T = self.tables_RB[rows_T, positions_T // self.block_size]
+        return blocks_T * self.block_size + positions_T % self.block_size
 
 
 @dataclass(frozen=True)
@@ -63,36 +87,39 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTE: torch.Tensor, options: Options
+        self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
     ) -> torch.Tensor:
         """Write K and V of the T tokens, then attend.
 
         Args:
             layer: index of the layer.
-            query_HTD: `[heads, T, key_size]`, any strides, last dimension contiguous.
-            key_GTD: `[kv_heads, T, key_size]`.
-            value_GTE: `[kv_heads, T, value_size]`.
+            query_1HTD: `[1, heads, T, key_size]`, any strides, last dimension contiguous.
+            key_1GTD: `[1, kv_heads, T, key_size]`.
+            value_1GTE: `[1, kv_heads, T, value_size]`.
             options: scaling, window, cap and sinks.
 
         Returns:
-            A contiguous `[T, heads, value_size]`.
+            A contiguous `[1, T, heads, value_size]`.
         """
         ...
 
 
-class _Current:
-    """The backend of the forward that is running. Written by `run_with` alone."""
+class _Current(threading.local):
+    """The backend of the forward that runs in this thread. Written by `run_with` alone."""
 
     backend: AttentionBackend | None = None
 
 
+_CURRENT = _Current()
+
+
 def run_with(backend: AttentionBackend, forward: Callable[[], Result]) -> Result:
     """Call *forward* with *backend* as the one that serves attention."""
-    previous, _Current.backend = _Current.backend, backend
+    previous, _CURRENT.backend = _CURRENT.backend, backend
     try:
         return forward()
     finally:
-        _Current.backend = previous
+        _CURRENT.backend = previous
 
 
 def _op(  # noqa: PLR0917 - the operator's schema
@@ -105,11 +132,10 @@ def _op(  # noqa: PLR0917 - the operator's schema
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    backend = _Current.backend
+    backend = _CURRENT.backend
     if backend is None:
         raise RuntimeError(f"a model loaded with {NAME} attention runs only through ModelRunner")
-    options = Options(scaling, window, softcap, sinks)
-    return backend.attend(layer, query[0], key[0], value[0], options).unsqueeze(0)
+    return backend.attend(layer, query, key, value, Options(scaling, window, softcap, sinks))
 
 
 def _shape(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:

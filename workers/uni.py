@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence as Seq
 
-from protos.interfaces import DraftRow, Proposer
+from protos.interfaces import DraftRow, InOneProcess, Proposer
 from protos.messages import Draft, RoundPlan, Row, Verdict, WorkerInfo
 from workers.draft import DraftWorker
 from workers.slots import SlotTable
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _NO_DRAFT = Draft(())
 
 
-class UniExecutor:
+class UniExecutor(InOneProcess):
     """Runs rounds in this process. Built by `workers.build`."""
 
     def __init__(self, info: WorkerInfo, slots: SlotTable, target: TargetWorker, draft: DraftWorker | None = None,
