@@ -35,8 +35,8 @@ class Rows:
     """The rows of one forward, on the host.
 
     Attributes:
-        starts_R, lengths_R, offsets_R: int64; first position, number of tokens, first flat index of each row.
-        slots_R: int64, where each row's blocks stand in `blocks_SB`.
+        starts_R, lengths_R, offsets_R: int64, contiguous; each row's first position, tokens, first flat index.
+        slots_R: int64, contiguous; where each row's blocks stand in `blocks_SB`.
         blocks_SB: int32, contiguous, block ids in order.
     """
 
@@ -66,7 +66,8 @@ class Rows:
         rows_T = np.repeat(np.arange(len(self.starts_R)), self.lengths_R)
         positions_T = np.arange(len(rows_T)) + (self.starts_R - self.offsets_R)[rows_T]
         blocks_T = self.tables_RB[rows_T, positions_T // self.block_size]
-        return blocks_T * self.block_size + positions_T % self.block_size
+        places_T: Ints = blocks_T * self.block_size + positions_T % self.block_size
+        return places_T
 
 
 @dataclass(frozen=True)

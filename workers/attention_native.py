@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import torch
 
-from workers.attention import Options, Rows
+from workers.attention import Ints, Options, Rows
 from workers.attention_torch import CHUNK, TorchAttention
 from workers.kv import KVCache
 from workers.native_library import load_function
@@ -14,8 +14,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "tasks", "table_stride", "block_size", "tokens", "threads")]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("starts", "lengths", "offsets", "tables", "places", "short_rows")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "tasks", "table_stride", "block_size", "threads")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("starts", "lengths", "offsets", "slots", "blocks", "short_rows")]
 
 
 class _Layer(ctypes.Structure):
@@ -44,48 +44,51 @@ class NativeAttention:
         self._call = _Call()
         self._call_ref = ctypes.byref(self._call)
         self._layers = [self._describe(index) for index in range(len(cache.shapes))]
-        self._kept: tuple[object, ...] = ()
+        self._layer_refs = [ctypes.byref(layer) for layer in self._layers]
+        self._rows: Rows | None = None
+        self._short_rows: Ints = np.empty(0, np.int64)
         self._has_long = False
 
     def plan(self, rows: Rows) -> None:
         """Point the kernel at this forward's rows."""
-        is_long_R = rows.lengths_R > CHUNK
-        self._has_long = bool(is_long_R.any())
-        short_rows = np.flatnonzero(~is_long_R)
-        arrays = {
-            "starts": rows.starts_R, "lengths": rows.lengths_R, "offsets": rows.offsets_R,
-            "tables": rows.tables_RB, "places": rows.places_T, "short_rows": short_rows,
-        }  # fmt: skip
-        kept = {name: np.ascontiguousarray(array, np.int64) for name, array in arrays.items()}
-        for name, array in kept.items():
-            setattr(self._plan, name, array.ctypes.data)
-        self._kept = tuple(kept.values())
+        self._rows = rows  # keeps the arrays alive
+        self._has_long = int(rows.lengths_R.max()) > CHUNK
         plan = self._plan
-        plan.rows, plan.table_stride = rows.tables_RB.shape
-        plan.tasks, plan.tokens, plan.threads = len(short_rows), len(rows.places_T), torch.get_num_threads()
+        plan.rows = plan.tasks = len(rows.starts_R)
+        plan.starts, plan.lengths = rows.starts_R.ctypes.data, rows.lengths_R.ctypes.data
+        plan.offsets, plan.slots = rows.offsets_R.ctypes.data, rows.slots_R.ctypes.data
+        plan.blocks, plan.table_stride = rows.blocks_SB.ctypes.data, rows.blocks_SB.shape[1]
+        plan.threads, plan.short_rows = torch.get_num_threads(), None
         if self._has_long:
-            self._torch.plan_members(rows, np.flatnonzero(is_long_R))
+            self._plan_long(rows)
+
+    def _plan_long(self, rows: Rows) -> None:
+        """Leave rows with long chunks to torch."""
+        is_long_R = rows.lengths_R > CHUNK
+        self._short_rows = np.flatnonzero(~is_long_R)
+        self._plan.tasks, self._plan.short_rows = len(self._short_rows), self._short_rows.ctypes.data
+        self._torch.plan_members(rows, np.flatnonzero(is_long_R))
 
     def attend(
-        self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTE: torch.Tensor, options: Options
+        self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        heads, tokens, _ = query_HTD.shape
-        output_THE = query_HTD.new_empty(tokens, heads, value_GTE.shape[2])
+        _, heads, tokens, _ = query_1HTD.shape
+        output_1THE = query_1HTD.new_empty(1, tokens, heads, value_1GTE.shape[3])
         call, described = self._call, self._layers[layer]
         described.heads = heads
-        call.query, call.key, call.value = query_HTD.data_ptr(), key_GTD.data_ptr(), value_GTE.data_ptr()
-        call.output = output_THE.data_ptr()
-        call.query_head, call.query_token, _ = query_HTD.stride()
-        call.key_head, call.key_token, _ = key_GTD.stride()
-        call.value_head, call.value_token, _ = value_GTE.stride()
+        call.query, call.key, call.value = query_1HTD.data_ptr(), key_1GTD.data_ptr(), value_1GTE.data_ptr()
+        call.output = output_1THE.data_ptr()
+        _, call.query_head, call.query_token, _ = query_1HTD.stride()
+        _, call.key_head, call.key_token, _ = key_1GTD.stride()
+        _, call.value_head, call.value_token, _ = value_1GTE.stride()
         sinks_H = None if options.sinks_H is None else options.sinks_H.float().contiguous()
         call.sinks = None if sinks_H is None else sinks_H.data_ptr()
         call.scaling, call.softcap, call.window = options.scaling, options.softcap, options.window
-        self._kernel(self._plan_ref, ctypes.byref(described), self._call_ref)
+        self._kernel(self._plan_ref, self._layer_refs[layer], self._call_ref)
         if self._has_long:
-            self._torch.attend_groups_into(output_THE, layer, query_HTD.transpose(0, 1), options)
-        return output_THE
+            self._torch.attend_groups_into(output_1THE[0], layer, query_1HTD[0].transpose(0, 1), options)
+        return output_1THE
 
     def _describe(self, index: int) -> _Layer:
         shape, keys = self.cache.shapes[index], self.cache.keys[index]

@@ -74,11 +74,11 @@ class TorchAttention:
         self._groups = [self._group(rows, group) for group in partition(rows, members)]
 
     def attend(
-        self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTE: torch.Tensor, options: Options
+        self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        self.write(layer, key_GTD, value_GTE)
-        return self.attend_groups(layer, query_HTD.transpose(0, 1), options)
+        self.write(layer, key_1GTD[0], value_1GTE[0])
+        return self.attend_groups(layer, query_1HTD[0].transpose(0, 1), options).unsqueeze(0)
 
     def write(self, layer: int, key_GTD: torch.Tensor, value_GTE: torch.Tensor) -> None:
         """Put K and V of the forward's tokens into their places."""

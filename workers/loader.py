@@ -269,11 +269,12 @@ class _Probe:
         """Nothing to prepare."""
 
     def attend(
-        self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTE: torch.Tensor, options: Options
+        self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
     ) -> torch.Tensor:
         """Record the layer's shape; attention to oneself alone returns the value."""
-        self.shapes[layer] = LayerShape(key_GTD.shape[0], key_GTD.shape[2], value_GTE.shape[2])
-        return value_GTE.repeat_interleave(query_HTD.shape[0] // value_GTE.shape[0], 0).transpose(0, 1).contiguous()
+        self.shapes[layer] = LayerShape(key_1GTD.shape[1], key_1GTD.shape[3], value_1GTE.shape[3])
+        share = query_1HTD.shape[1] // value_1GTE.shape[1]
+        return value_1GTE.repeat_interleave(share, 1).transpose(1, 2).contiguous()
 
 
 def _probe(model: Any, name: str) -> tuple[LayerShape, ...]:

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from workers.attention import AttentionBackend, Ints, Rows, run_with
@@ -56,9 +57,7 @@ class ModelRunner:
         """Run *forward* on made-up tokens of one row, all of whose blocks are block 0."""
         start, length = np.zeros(1, np.int64), np.array([num_tokens])
         batch = Batch(start, start, length, np.arange(num_tokens) % self.loaded.vocab_size)
-        places_T = np.arange(num_tokens) % self.block_size
-        rows = Rows(start, length, start, np.zeros((1, num_tokens), np.int64), places_T)
-        return self._call(forward, rows, batch, np.arange(num_wanted))
+        return self._call(forward, batch, np.zeros((1, num_tokens), np.int32), np.arange(num_wanted))
 
     def forward(self, batch: Batch, wanted_N: Ints) -> torch.Tensor:
         """Run *batch*, writing its K and V.
@@ -71,28 +70,17 @@ class ModelRunner:
             fp32 `[N, V]` on the model's device, valid until the next forward at least.
         """
         wanted_M = _at_least(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
-        return self._call(self._run, self._rows(batch), batch, wanted_M)[: len(wanted_N)]
+        return self._call(self._run, batch, self.slots.blocks, wanted_M)[: len(wanted_N)]
 
-    def _call(self, forward: Forward, rows: Rows, batch: Batch, wanted_N: Ints) -> torch.Tensor:
-        self.attention.plan(rows)
+    def _call(self, forward: Forward, batch: Batch, blocks_SB: npt.NDArray[np.int32], wanted_N: Ints) -> torch.Tensor:
+        self.attention.plan(Rows(batch.starts_R, batch.lengths_R, batch.offsets_R, batch.slots_R, blocks_SB,
+                                 self.block_size))
         # Tensors made inside and outside inference mode are of different kinds to a compiled graph: always inside.
         with torch.inference_mode():
             tokens_1T = self._tensor(batch.tokens_T).unsqueeze(0)
             positions_1T = self._tensor(batch.positions_T).unsqueeze(0)
             wanted = self._tensor(wanted_N)
             return run_with(self.attention, lambda: forward(tokens_1T, positions_1T, wanted))
-
-    def _rows(self, batch: Batch) -> Rows:
-        contexts_R = batch.starts_R + batch.lengths_R
-        used = -(-int(contexts_R.max()) // self.block_size)
-        tables_RB = self.slots.blocks[batch.slots_R, :used].astype(np.int64)
-        # Tables are padded with the row's own first block, so that a gather never reads a stranger's.
-        unused_RB = np.arange(used) * self.block_size >= contexts_R[:, None]
-        np.copyto(tables_RB, tables_RB[:, :1], where=unused_RB)
-        positions_T = batch.positions_T
-        rows_T = np.repeat(np.arange(len(batch.slots_R)), batch.lengths_R)
-        places_T = tables_RB[rows_T, positions_T // self.block_size] * self.block_size + positions_T % self.block_size
-        return Rows(batch.starts_R, batch.lengths_R, batch.offsets_R, tables_RB, places_T)
 
     def _tensor(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -44,9 +44,10 @@ inline void narrow(float x, Bf16& to) {
 extern "C" {
 
 struct Plan {
-    int64_t rows, tasks, table_stride, block_size, tokens, threads;
-    const int64_t *starts, *lengths, *offsets, *tables, *places;
-    const int64_t* short_rows;  // the rows this kernel attends; K and V of all tokens are written
+    int64_t rows, tasks, table_stride, block_size, threads;
+    const int64_t *starts, *lengths, *offsets, *slots;
+    const int32_t* blocks;      // ids by slot, `table_stride` from slot to slot
+    const int64_t* short_rows;  // the `tasks` rows this kernel attends, null for all; K and V of all rows are written
 };
 
 struct Layer {
@@ -67,15 +68,30 @@ struct Call {
 
 namespace {
 
+// Where a position's K and V lie, counted in tokens.
+struct Table {
+    const int32_t* blocks;
+    int64_t block_size;
+    Table(const Plan& plan, int64_t row)
+        : blocks(plan.blocks + plan.slots[row] * plan.table_stride), block_size(plan.block_size) {}
+    int64_t place(int64_t position) const {
+        return blocks[position / block_size] * block_size + position % block_size;
+    }
+};
+
 template <typename T>
 void write(const void* source, int64_t head_stride, int64_t token_stride, void* pages, int64_t heads, int64_t size,
            const Plan& plan) {
     const T* from = static_cast<const T*>(source);
     T* to = static_cast<T*>(pages);
-    for (int64_t t = 0; t < plan.tokens; ++t)
-        for (int64_t h = 0; h < heads; ++h)
-            std::memcpy(to + (plan.places[t] * heads + h) * size, from + t * token_stride + h * head_stride,
-                        static_cast<size_t>(size) * sizeof(T));
+    for (int64_t row = 0; row < plan.rows; ++row) {
+        const Table table(plan, row);
+        for (int64_t i = 0; i < plan.lengths[row]; ++i)
+            for (int64_t h = 0; h < heads; ++h)
+                std::memcpy(to + (table.place(plan.starts[row] + i) * heads + h) * size,
+                            from + (plan.offsets[row] + i) * token_stride + h * head_stride,
+                            static_cast<size_t>(size) * sizeof(T));
+    }
 }
 
 struct Scratch {
@@ -88,7 +104,7 @@ void attend(const Plan& plan, const Layer& layer, const Call& call, int64_t row,
     const int64_t D = KeySize ? KeySize : layer.key_size, E = ValueSize ? ValueSize : layer.value_size;
     const int64_t share = layer.heads / layer.kv_heads, M = count * share;
     const int64_t start = plan.starts[row] + first, token = plan.offsets[row] + first;
-    const int64_t* table = plan.tables + row * plan.table_stride;
+    const Table table(plan, row);
     s.query.resize(M * D);
     s.output.assign(M * E, 0.0f);
     s.keys.resize(kTile * D);
@@ -113,7 +129,7 @@ void attend(const Plan& plan, const Layer& layer, const Call& call, int64_t row,
         const int64_t n = std::min(kTile, end - base);
         int64_t block = base / plan.block_size, offset = base % plan.block_size;
         for (int64_t j = 0; j < n; ++j) {
-            const int64_t place = table[block] * plan.block_size + offset;
+            const int64_t place = table.blocks[block] * plan.block_size + offset;
             if (++offset == plan.block_size) {
                 offset = 0;
                 ++block;
@@ -196,7 +212,8 @@ void run(const Plan& plan, const Layer& layer, const Call& call) {
 #pragma omp parallel for num_threads(static_cast<int>(std::min(plan.threads, tasks))) schedule(dynamic, 1)
     for (int64_t task = 0; task < tasks; ++task) {
         thread_local Scratch scratch;
-        const int64_t row = plan.short_rows[task / layer.kv_heads], length = plan.lengths[row];
+        const int64_t index = task / layer.kv_heads, row = plan.short_rows ? plan.short_rows[index] : index;
+        const int64_t length = plan.lengths[row];
         for (int64_t first = 0; first < length; first += step)
             work(plan, layer, call, row, task % layer.kv_heads, first, std::min(step, length - first), scratch);
     }
