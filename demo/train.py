@@ -2,6 +2,7 @@
 
     python -m demo.train                                   both models, on this Python's standard library
     python -m demo.train --target DIR --text DIR --out DIR  a draft for a target of your own
+    python -m demo.train --target DIR --draft DIR ...       the same, going on from a draft there is
 
 Runs on a GPU where there is one (minutes), else on the CPU at the lowest priority (about 110 minutes on
 two cores), and goes on from its last checkpoint when started again. Matrices are trained with Muon
@@ -244,24 +245,33 @@ def train_target(work: Path, run: Run, out: Path) -> None:
     save(model, tokenizer, out)
 
 
-def train_draft(target_folder: Path, text: Path, work: Path, run: Run, out: Path) -> None:
-    """Distil a draft for the target in *target_folder* on the text below *text* and the target's own."""
+def train_draft(target_folder: Path, text: Path, work: Path, run: Run, out: Path, start: Path | None = None) -> None:
+    """Distil a draft for the target in *target_folder* on the text below *text* and the target's own.
+
+    It begins with the weights in *start*, or with random ones.
+    """
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     train_files, _ = corpus.split(text)
     stream = encode(list(corpus.read(train_files)), tokenizer)
     streams = [stream, own_text.load_or_write(target_folder, stream, work / "own_text.safetensors")]
     target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(_device())
-    config = draft_config(AutoConfig.from_pretrained(target_folder))
     torch.manual_seed(run.seed)
-    draft = AutoModelForCausalLM.from_config(config).to(_device())
+    draft = _new_draft(target_folder) if start is None else AutoModelForCausalLM.from_pretrained(
+        start, dtype=torch.float32)
+    draft.to(_device())
     trainer = Trainer(draft, streams, run, work / "draft.pt")
     trainer.train(distillation_loss(draft, target), "draft")
     save(draft, tokenizer, out)
 
 
+def _new_draft(target_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_config(draft_config(AutoConfig.from_pretrained(target_folder)))
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, help="train only a draft, for the model in this folder")
+    parser.add_argument("--draft", type=Path, help="a draft to go on from (default: a new one)")
     parser.add_argument("--text", type=Path, default=corpus.stdlib_root(), help="folder of text to distil on")
     parser.add_argument("--out", type=Path, help="where the draft of --target goes (default: TARGET-draft)")
     parser.add_argument("--work", type=Path, default=HERE / ".work", help="folder for checkpoints")
@@ -279,7 +289,7 @@ def main() -> None:
     if args.target is None and not (target / "model.safetensors").exists():
         train_target(args.work, Run(minutes=args.target_minutes), target)
     out: Path = args.out or (target.with_name(target.name + "-draft") if args.target else HERE / "draft")
-    train_draft(target, args.text, args.work, Run(minutes=args.draft_minutes), out)
+    train_draft(target, args.text, args.work, Run(minutes=args.draft_minutes), out, args.draft)
 
 
 if __name__ == "__main__":
