@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "native"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 BUILD_SECONDS = 120
 
 

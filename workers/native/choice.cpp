@@ -120,12 +120,14 @@ void collect(Scratch& s, float threshold, int64_t vocab) {
     });
 }
 
-inline double mass(float weight) { return static_cast<double>(std::nearbyint(weight * kUnits)); }
+inline float mass(float weight) { return std::nearbyint(weight * kUnits); }
 
-double mass_of_all(const Scratch& s, double min_p) {
-    double total = 0.0;
-    for (size_t v = 0; v < s.weight.size(); ++v)
-        if (s.weight[v] >= min_p && s.value[v] > -std::numeric_limits<float>::infinity()) total += mass(s.weight[v]);
+double mass_of_all(const std::vector<float>& weights, double min_p) {
+    const float* weight = weights.data();
+    const int64_t n = static_cast<int64_t>(weights.size());
+    double total = 0.0;  // of whole numbers below 2^53: exact in any order. Impossible tokens weigh nothing.
+#pragma omp simd reduction(+ : total)
+    for (int64_t v = 0; v < n; ++v) total += weight[v] >= min_p ? mass(weight[v]) : 0.0f;
     return total;
 }
 
@@ -170,7 +172,7 @@ int64_t choose_limited(Scratch& s, uint64_t key, int64_t top_k, double top_p, do
             if (settled)
                 for (int64_t i = 0; i < count; ++i) total += mass(s.candidates[i].weight);
             else
-                total = all = all < 0.0 ? mass_of_all(s, min_p) : all;
+                total = all = all < 0.0 ? mass_of_all(s.weight, min_p) : all;
             settled |= cut_nucleus(s.candidates, count, top_p, total);
         }
         if (settled) break;
@@ -203,7 +205,7 @@ int64_t choose(const Choice& c, int64_t row, Scratch& s) {
 }  // namespace
 
 extern "C" void slipstream_choose(const Choice* choice) {
-#pragma omp parallel for num_threads(static_cast<int>(choice->threads)) schedule(static) if (choice->rows > 7)
+#pragma omp parallel for num_threads(static_cast<int>(choice->threads)) schedule(static) if (choice->rows > 3)
     for (int64_t row = 0; row < choice->rows; ++row) {
         thread_local Scratch scratch;
         choice->chosen[row] = choose(*choice, row, scratch);
