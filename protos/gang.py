@@ -60,10 +60,14 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """How many KV blocks every worker holds, and the context length they leave: the minimum over workers."""
+    """How many KV blocks every worker holds, and the context length they leave: the minimum over workers.
+
+    `vocab_size` is the target's, which the draft samples in.
+    """
 
     num_blocks: int
     max_model_len: int
+    vocab_size: int = 0
 
 
 class FormPair(msgspec.Struct, frozen=True, tag=True):
@@ -134,7 +138,9 @@ class PairFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drafted(msgspec.Struct, frozen=True, tag=True):
-    """The draft's ids of *round* are on their way over pair *epoch*. `propose_s` is how long they took.
+    """The draft's ids of *round* are on their way over pair *epoch*, as int32 `[rows, width]`.
+
+    `propose_s` is how long they took.
 
     Announced to target 0, which only then posts a receive, and to the controller, which counts.
     """
@@ -142,6 +148,8 @@ class Drafted(msgspec.Struct, frozen=True, tag=True):
     round: int
     epoch: int
     propose_s: float = 0.0
+    rows: int = 0
+    width: int = 0
 
 
 class RoundDone(msgspec.Struct, frozen=True, tag=True):
