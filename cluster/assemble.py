@@ -13,7 +13,7 @@ from protos.messages import WorkerInfo
 from runtime.controller import Controller, Inbox, LocalInbox
 from runtime.detokenizer import DetokenizerFactory
 from runtime.inputs import Preprocessor, load_tokenizer
-from runtime.policy import make_policy
+from runtime.policy import Policy, make_policy, settled
 from runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,17 @@ def build(config: EngineConfig, inbox: Inbox | None = None, say: Say = logger.in
         detokenizers=DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
     )
     mailbox = inbox or LocalInbox()
-    controller = Controller(scheduler, make_policy(config.speculative), executor, mailbox)
+    controller = Controller(scheduler, _policy(config, info, say), executor, mailbox)
     return Assembled(config, controller, mailbox, executor, info, tokenizer)
+
+
+def _policy(config: EngineConfig, info: WorkerInfo, say: Say) -> Policy:
+    """Return the policy of *config*, its threshold derived from measured costs where the user set none."""
+    if config.speculative is None:
+        return make_policy(None)
+    speculative, line = settled(config.speculative, info.costs, config.scheduler.max_num_seqs)
+    say(line)
+    return make_policy(speculative)
 
 
 def _uni(config: EngineConfig, say: Say) -> Executor:

@@ -27,6 +27,7 @@ from runtime.process import ProcessChannel, python_command
 
 log = logging.getLogger("slipstream")
 
+BACKLOG = 2048  # connections that may wait to be accepted
 SILENCE_S = 30.0
 """A stage that says nothing for this long is named again."""
 
@@ -185,9 +186,11 @@ class _Service:
             server_header=False,
             lifespan="off",
             timeout_graceful_shutdown=self._options.grace_s,
+            backlog=BACKLOG,
         ))  # fmt: skip
         for line in described(self._config, info):
             log.info(line)
+        self._listener.listen(BACKLOG)  # whoever reads the next line may connect at once
         log.info(self._ready_line())
         summaries = None if self._config.disable_log_stats else asyncio.create_task(log_summaries(self._metrics))
         await self._server.serve(sockets=[self._listener])
@@ -222,10 +225,4 @@ def _speculation(config: SpeculativeConfig | None) -> str:
     if config is None:
         return "off"
     method = config.method if isinstance(config.method, str) else " + ".join(config.method)
-    limit = config.disable_by_batch_size
-    threshold = "at every batch size" if limit is None else f"off above {limit} running requests"
-    if config.num_speculative_tokens_per_batch_size:
-        threshold = "K by batch size " + ", ".join(
-            f"{start}-{end}: {k}" for start, end, k in config.num_speculative_tokens_per_batch_size
-        )
-    return f"{method}, K = {config.num_speculative_tokens}, {threshold}"
+    return f"{method}, K = {config.num_speculative_tokens}"

@@ -91,12 +91,17 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
 
 class NewSequence(msgspec.Struct, frozen=True, gc=False):
-    """A sequence that takes a worker slot: told in full. Tokens are prompt + output so far."""
+    """A sequence that takes a worker slot: told in full. Tokens are prompt + output so far.
+
+    `generation`, from 1 on, is never used twice, so that workers can tell whether they speak of the same sequence; 0
+    where nobody compares.
+    """
 
     slot: int
     token_ids: Seq[int]
     prompt_len: int
     sampling: Sampling
+    generation: int = 0
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -202,10 +207,18 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
 
 
+class StepCosts(msgspec.Struct, frozen=True):
+    """Seconds of one forward by the number of tokens fed, as measured in warm-up. No `draft_s`: guesses cost nothing."""
+
+    target_s: dict[int, float]
+    draft_s: dict[int, float] = {}
+
+
 class WorkerInfo(msgspec.Struct, frozen=True):
     """What a loaded executor tells the controller.
 
-    `num_blocks` is the minimum over workers; `max_model_len` is clamped to what the cache holds.
+    `num_blocks` is the minimum over workers; `max_model_len` is clamped to what the cache holds. `costs` is None
+    where nothing was measured.
     """
 
     num_blocks: int
@@ -215,3 +228,4 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     eos_ids: tuple[int, ...] = ()
     speculates: bool = False
     notes: tuple[str, ...] = ()
+    costs: StepCosts | None = None

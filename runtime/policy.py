@@ -2,11 +2,13 @@
 
 from bisect import bisect_right
 from collections import Counter
+from dataclasses import replace
 from typing import Protocol
 
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.messages import Request
+from protos.messages import Request, StepCosts
+from runtime.threshold import ASSUMED_ACCEPTANCE, derive
 
 RESUME_STEPS = 16
 
@@ -129,3 +131,24 @@ def make_policy(config: SpeculativeConfig | None) -> Policy:
         ConfigError: the table of batch sizes does not make sense.
     """
     return NoSpeculation() if config is None else SpeculationPolicy(config)
+
+
+def settled(config: SpeculativeConfig, costs: StepCosts | None, max_rows: int) -> tuple[SpeculativeConfig, str]:
+    """Return *config* with its batch-size threshold, and a line about it.
+
+    The user's own threshold or table stands; else it is derived from *costs*, where they were measured, for batches
+    of at most *max_rows*.
+    """
+    if config.num_speculative_tokens_per_batch_size is not None:
+        return config, "speculation: guesses by batch size, as configured"
+    limit = config.disable_by_batch_size
+    if limit is not None:
+        return config, f"speculation: off above {limit} decoding rows, as configured"
+    if costs is None:
+        return config, "speculation: on at every batch size (no step costs were measured)"
+    limit = derive(costs, config.num_speculative_tokens, max_rows)
+    if limit is None:
+        return config, f"speculation: on at every batch size up to {max_rows}, by measured step costs"
+    return replace(config, disable_by_batch_size=limit), (
+        f"speculation: off above {limit} decoding rows, by measured step costs at an assumed acceptance of "
+        f"{ASSUMED_ACCEPTANCE:.0%}; disable_by_batch_size sets another threshold")

@@ -137,5 +137,5 @@ def test_names_and_description(tmp_path: Path) -> None:
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=5, disable_by_batch_size=8)
     info = WorkerInfo(100, 16, 512, 300)
     lines = described(EngineConfig(ModelConfig("m"), speculative=drafts), info)
-    assert lines[-1] == "speculation: ngram, K = 5, off above 8 running requests"
+    assert lines[-1] == "speculation: ngram, K = 5"
     assert described(EngineConfig(ModelConfig("m")), info)[-1] == "speculation: off"
