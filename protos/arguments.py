@@ -7,7 +7,7 @@ second kind: checkpoints' own code is never run, so it can be promised neither e
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +18,7 @@ from protos.config import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    Placement,
     SchedulerConfig,
     SpeculativeConfig,
 )
@@ -62,6 +63,10 @@ KEPT = (
     Option("enable_chunked_prefill", "scheduler", "enable_chunked_prefill", "split long prompts", is_flag=True),
     Option("tensor_parallel_size", "parallel", "tensor_parallel_size", "devices the model is split over"),
     Option("distributed_executor_backend", "parallel", "executor", "uni, ray, or mp (uni on one device, else ray)"),
+    Option("placement_strategy", "parallel", "placement_strategy", "STRICT_PACK (one node), PACK or SPREAD, on ray"),
+    Option("worker_resources", "parallel", "worker_resources", "JSON of what each worker asks ray for; default: 1 GPU"),
+    Option("placement_timeout_s", "parallel", "placement_timeout_s", "seconds to wait for room in the ray cluster"),
+    Option("rebuild_timeout_s", "parallel", "rebuild_timeout_s", "seconds a lost target group waits for room"),
     Option("seed", "engine", "seed", "makes the seeds of requests without one repeatable"),
     Option("served_model_name", "engine", "served_model_name", "the name, or names, the API gives the model"),
     Option("disable_log_stats", "engine", "disable_log_stats", "no summary lines", is_flag=True),
@@ -161,6 +166,8 @@ def parse(
     _warn_ignored(arguments)
     fields = _fields(arguments)
     fields["parallel"]["executor"] = _executor(arguments, speculative)
+    if speculative is not None and speculative.placement is None:
+        speculative = replace(speculative, placement=_placement(fields["parallel"]["executor"], speculative))
     _check_budget(fields["scheduler"])
     if "model" not in fields["model"]:
         raise ConfigError("model is missing: a Hub id or a folder")
@@ -229,14 +236,25 @@ def _read(name: str, value: Any) -> Any:
     if name == "served_model_name":
         names = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
         return (names,) if isinstance(names, str) else tuple(names)
+    if name == "worker_resources" and isinstance(value, str):
+        return _json(name, value)
+    if name == "placement_strategy":
+        return str(value).upper()
     return str(value) if name in ("model", "tokenizer", "download_dir") else value
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid JSON ({error}): {shown(text)}") from None
 
 
 def _executor(arguments: Arguments, speculative: SpeculativeConfig | None) -> str:
     """`mp` and no wish mean one process on one device, and Ray where there are several."""
     size = _integer(arguments, "tensor_parallel_size", 1)
     backend = arguments.get("distributed_executor_backend")
-    alone = size == 1 and (speculative is None or speculative.placement == "colocated")
+    alone = size == 1 and (speculative is None or speculative.placement != "dedicated")
     if backend in (None, "mp"):
         return "uni" if alone else "ray"
     if backend not in ("uni", "ray"):
@@ -247,6 +265,11 @@ def _executor(arguments: Arguments, speculative: SpeculativeConfig | None) -> st
             " or a dedicated draft; use ray"
         )
     return str(backend)
+
+
+def _placement(executor: str, speculative: SpeculativeConfig) -> Placement:
+    """Say where a draft model lives if nobody did: by itself, wherever there are several processes anyway."""
+    return "dedicated" if executor == "ray" and speculative.model is not None else "colocated"
 
 
 def _check_budget(scheduler: Arguments) -> None:

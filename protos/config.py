@@ -4,7 +4,7 @@
 """
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -72,7 +72,7 @@ class SpeculativeConfig:
     max_model_len: int | None = Field(default=None, gt=0)
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: int = Field(default=1, ge=1, le=1)
-    placement: Placement = "colocated"
+    placement: Placement | None = None  # `arguments.parse` settles it: dedicated on ray, colocated on uni
     prompt_lookup_min: int = Field(default=5, gt=0)
     prompt_lookup_max: int = Field(default=5, gt=0)
     disable_by_batch_size: int | None = Field(default=None, gt=0)
@@ -90,10 +90,21 @@ class SpeculativeConfig:
 @typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """How many devices, and who places them."""
+    """How many devices, and who places them.
+
+    Attributes:
+        placement_strategy: of the placement group: STRICT_PACK is one node, PACK one node for the targets, SPREAD many.
+        worker_resources: what each worker asks Ray for, such as {"GPU": 0.5}; None for one GPU where there are any.
+        placement_timeout_s: how long a start waits for room in the cluster.
+        rebuild_timeout_s: how long a lost target group waits for room.
+    """
 
     tensor_parallel_size: int = Field(default=1, gt=0)
     executor: Literal["uni", "ray"] = "uni"
+    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD"] = "STRICT_PACK"
+    worker_resources: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    placement_timeout_s: float = Field(default=600.0, gt=0)
+    rebuild_timeout_s: float = Field(default=300.0, gt=0)
 
 
 @typed(config_error)

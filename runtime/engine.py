@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from protos.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelError, SlipstreamError
+from protos.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelError, PlacementError, SlipstreamError
 from protos.messages import Request, TokenOutput, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
@@ -22,7 +22,9 @@ log = logging.getLogger("slipstream")
 LONG_PROMPT = 20_000
 """Prompts of more characters are tokenised in a thread, so that other requests are not held up."""
 
-START_ERRORS: dict[str, type[SlipstreamError]] = {"ConfigError": ConfigError, "ModelError": ModelError}
+START_ERRORS: dict[str, type[SlipstreamError]] = {
+    "ConfigError": ConfigError, "ModelError": ModelError, "PlacementError": PlacementError,
+}  # fmt: skip
 
 Prompt = Any
 """Whatever `Preprocessor.requests` takes: text, token ids, or a dict of either."""

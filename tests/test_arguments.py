@@ -91,8 +91,34 @@ def test_executor_follows_from_the_devices(given: dict[str, Any], executor: str)
 
 
 @pytest.mark.parametrize(
+    ("given", "placement"),
+    [
+        ({"speculative_config": {"model": "d"}}, "colocated"),
+        ({"speculative_config": {"model": "d"}, "tensor_parallel_size": 2}, "dedicated"),
+        ({"speculative_config": {"model": "d"}, "distributed_executor_backend": "ray"}, "dedicated"),
+        ({"speculative_config": {"model": "d", "placement": "colocated"}, "tensor_parallel_size": 2}, "colocated"),
+        ({"speculative_config": {"method": "ngram"}, "tensor_parallel_size": 2}, "colocated"),
+    ],
+)
+def test_a_draft_model_lives_by_itself_on_ray(given: dict[str, Any], placement: str) -> None:
+    speculative = parse(**given).speculative
+    assert speculative is not None
+    assert speculative.placement == placement
+
+
+def test_what_is_placed_how() -> None:
+    given = {"worker_resources": '{"GPU": 0.5, "CPU": 1}', "placement_strategy": "spread", "rebuild_timeout_s": "5"}
+    parallel = parse(**given).parallel
+    assert parallel.worker_resources == {"GPU": 0.5, "CPU": 1}
+    assert (parallel.placement_strategy, parallel.rebuild_timeout_s) == ("SPREAD", 5.0)
+
+
+@pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"worker_resources": "{GPU"}, "worker_resources is not valid JSON"),
+        ({"worker_resources": {"GPU": 0}}, r"worker_resources['GPU'] must be greater than 0.0, got 0"),
+        ({"placement_strategy": "near"}, "placement_strategy must be one of 'STRICT_PACK', 'PACK' or 'SPREAD'"),
         ({"max_modl_len": 5}, "unknown argument 'max_modl_len', did you mean 'max_model_len'"),
         ({"dtype": "int8"}, "dtype must be one of 'auto', 'float32', 'bfloat16' or 'float16', got 'int8'"),
         ({"max_model_len": 0}, "max_model_len must be greater than 0, got 0"),
