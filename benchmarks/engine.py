@@ -1,6 +1,6 @@
 """Slipstream against itself and against `transformers`: same process, weights, prompts and numbers of tokens.
 
-    python -m benchmarks.engine [--limit 8] [--output figures.json]
+    python -m benchmarks.engine [--limit 8] [--only single] [--output figures.json]
 
 Batch 1: each prompt of the workload is one block, in which every side runs, another first each time. Ratios are
 of the time of all blocks, with bootstrap 95 % intervals over blocks. 32 concurrent requests: a round is one block.
@@ -119,6 +119,7 @@ def print_outside(shares: dict[str, float]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = measure.arguments(__doc__)
+    parser.add_argument("--only", choices=("single", "concurrent", "outside_forward"), help="measure one part")
     parser.add_argument("--repeat", type=int, default=1, help="times that each batch-1 prompt is measured")
     parser.add_argument("--rounds", type=int, default=8, help="times that the concurrent requests are measured")
     return parser.parse_args()
@@ -128,13 +129,17 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     bench = Bench(args)
-    figures = {
-        "environment": measure.environment(args.threads),
-        "num_speculative_tokens": args.num_speculative_tokens,
-        "single": {name: bench.single(name, sampling) for name, sampling in bench.work.sampling.items()},
-        "concurrent": bench.concurrent(),
-        "outside_forward": bench.outside(),
+    parts: dict[str, Callable[[], Any]] = {
+        "single": lambda: {name: bench.single(name, sampling) for name, sampling in bench.work.sampling.items()},
+        "concurrent": bench.concurrent,
+        "outside_forward": bench.outside,
     }
+    figures: dict[str, Any] = {
+        "environment": measure.environment(args.threads), "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    for name, part in parts.items():
+        if args.only in (None, name):
+            figures[name] = part()
     measure.write(args.output, figures)
 
 
