@@ -1,5 +1,7 @@
 """Who runs in a step, with which tokens, blocks and guesses."""
 
+from itertools import count
+
 from protos.config import CacheConfig, SchedulerConfig
 from protos.messages import NewSequence, Request, Row
 from runtime.blocks import Chain
@@ -35,6 +37,7 @@ class Planner:
         self._max_scored = max(1, PROMPT_LOGITS // vocab_size)
         self._num_scored = 0  # prompt tokens of this step whose logits are wanted
         self._can_draft = True  # in this step
+        self._generations = count(1)
 
     def plan(self, policy: Policy, *, can_draft: bool = True) -> list[Part]:
         """Return the parts of the next step, in order of arrival, with their blocks secured.
@@ -170,7 +173,9 @@ class Planner:
 
     def introduce(self, parts: list[Part]) -> list[NewSequence]:
         """Tell the workers in full of the sequences that have just taken a slot."""
-        return [_introduce(part.sequence) for part in parts if not part.sequence.num_told_tokens]
+        return [
+            _introduce(part.sequence, next(self._generations)) for part in parts if not part.sequence.num_told_tokens
+        ]
 
     def row(self, part: Part) -> Row:
         """Tell the workers what of this part they do not know yet."""
@@ -194,7 +199,9 @@ class Planner:
         return row
 
 
-def _introduce(sequence: Sequence) -> NewSequence:
+def _introduce(sequence: Sequence, generation: int) -> NewSequence:
     request = sequence.request
     sequence.num_told_tokens = len(sequence.token_ids)
-    return NewSequence(sequence.slot, tuple(sequence.token_ids), len(request.prompt_token_ids), request.sampling)
+    return NewSequence(
+        sequence.slot, tuple(sequence.token_ids), len(request.prompt_token_ids), request.sampling, generation
+    )

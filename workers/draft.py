@@ -20,6 +20,9 @@ from workers.slots import SlotTable
 
 _NOTHING = Draft(())
 
+NEAR = 16
+"""A row that lacks fewer known tokens than this is caught up while it drafts: no wider than a batch may well be."""
+
 
 class BlockValidity:
     """Which positions of which block contents the draft's cache holds."""
@@ -63,6 +66,7 @@ class DraftWorker:
         self._joined: Ints = np.full(num_slots, -1, np.int64)
         self._held: Ints = np.zeros(num_slots, np.int64)  # leading positions whose KV is right
         self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # (position, drafted ids) fed behind them
+        self._lagging: list[int] = []  # slots of the last round that `catch_up_some` looks after
 
     def propose(self, proposer: Proposer, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a draft for every row; rows whose cache is too far behind are brought nearer and get none."""
@@ -73,6 +77,50 @@ class DraftWorker:
             for i, draft in zip(ready, found, strict=True):
                 drafts[i] = draft
         return drafts
+
+    def propose_at_once(self, proposer: Proposer, slots: Seq[int], rows: Seq[DraftRow]) -> list[Draft]:
+        """Return a draft for every row without making anybody wait: rows whose cache is far behind get none.
+
+        Args:
+            proposer: guesses.
+            slots: all that run in this round, so that `catch_up_some` knows who is behind.
+            rows: those among them that want a draft.
+        """
+        lag = {slot: self._reach(slot) - self._refresh(slot) for slot in slots}
+        drafts = [_NOTHING] * len(rows)
+        near = [i for i, row in enumerate(rows) if lag[row.slot] < NEAR and self._fits(row)]
+        self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
+        if near:
+            for i, draft in zip(near, proposer.propose([rows[i] for i in near]), strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def catch_up_some(self, budget: int) -> bool:
+        """Feed at most *budget* known tokens of the last round's rows that are behind; False where none is."""
+        slots, first, end = [], [], []
+        for slot in self._lagging:
+            held = int(self._held[slot])
+            count = min(budget, self._reach(slot) - held)
+            if count > 0:
+                slots.append(slot)
+                first.append(held)
+                end.append(held + count)
+                budget -= count
+        if slots:
+            self._feed(np.array(slots), np.array(first), np.array(end))
+        else:
+            self._lagging = []
+        return bool(slots)
+
+    def _reach(self, slot: int) -> int:
+        """Return how many leading positions could be held: known ones that have a block, but for the last known one."""
+        slots = self.slots
+        return min(int(slots.known_len[slot]) - 1, int(slots.num_blocks[slot]) * slots.block_size,
+                   self.runner.loaded.max_model_len)
+
+    def _fits(self, row: DraftRow) -> bool:
+        """Whether the draft model's context holds the row with its guesses."""
+        return int(self.slots.known_len[row.slot]) + row.k <= self.runner.loaded.max_model_len
 
     def catch_up(self, rows: Seq[DraftRow]) -> torch.Tensor:
         """Feed the known tokens that the cache lacks; return logits `[R, V]` after each row's last one."""
@@ -103,12 +151,11 @@ class DraftWorker:
 
     def _within_budget(self, rows: Seq[DraftRow]) -> list[int]:
         """Return the rows that can be caught up in this round; feed a part of the first that cannot."""
-        ready, left, max_len = [], self.max_catch_up, self.runner.loaded.max_model_len
+        ready, left = [], self.max_catch_up
         for i, row in enumerate(rows):
-            known = int(self.slots.known_len[row.slot])
-            if known + row.k > max_len:
-                continue  # it would outgrow the draft model's context
-            behind = known - self._refresh(row.slot)
+            if not self._fits(row):
+                continue
+            behind = int(self.slots.known_len[row.slot]) - self._refresh(row.slot)
             if behind <= left:
                 ready.append(i)
                 left -= behind
@@ -138,6 +185,7 @@ class DraftWorker:
     def _held_after_verdict(self, slot: int) -> int:
         """Drafted tokens that were fed and then accepted count as held."""
         held, (base, fed) = int(self._held[slot]), self._fed[slot]
+        fed = fed[: max(0, int(self.slots.known_len[slot]) - base)]  # behind the known tokens stand our own guesses
         accepted = _agreeing(fed, self.slots.tokens[slot, base : base + len(fed)].tolist())
         if accepted:
             self.validity.mark(self.slots.blocks[slot], self.slots.versions[slot], held, held + accepted)

@@ -19,8 +19,9 @@ class SlotTable:
         prompt_len: int64 `[S]`.
         blocks: int32 `[S, B]`, block ids in order; `num_blocks` `[S]` says how many.
         versions: int64 `[S, B]`, the version of each block's content.
-        sampling: the slot's sampling parameters; `joined[slot]` counts sequences that ever had the slot,
-            so that caches keyed by (slot, joined) never mistake one sequence for another.
+        sampling: the slot's sampling parameters.
+        joined: int64 `[S]`, the generation of the sequence in the slot, 0 before the first; caches keyed by
+            (slot, joined) never mistake one sequence for another.
     """
 
     def __init__(self, num_slots: int, max_len: int, block_size: int, max_draft: int = 64) -> None:
@@ -48,7 +49,7 @@ class SlotTable:
         self.known_len[slot] = len(new.token_ids)
         self.prompt_len[slot] = new.prompt_len
         self.num_blocks[slot] = 0
-        self.joined[slot] += 1
+        self.joined[slot] = new.generation or self.joined[slot] + 1
         self.sampling[slot] = new.sampling
 
     def _update(self, row: Row) -> None:

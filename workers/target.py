@@ -1,5 +1,6 @@
 """The target worker: scores every row of a round in one forward, samples, and judges the drafts."""
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -55,19 +56,34 @@ class Scoring:
 
 
 class TargetWorker:
-    """Owns the target's runner and sampler. Samples with the ordinary pipeline at every position, drafted or not."""
+    """Owns the target's runner and sampler. Samples with the ordinary pipeline at every position, drafted or not.
+
+    `forward_s` is how long the last forward took; on a GPU, how long it took to ask for it.
+    """
 
     def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: Sampler) -> None:
         self.runner, self.slots, self.sampler = runner, slots, sampler
+        self.forward_s = 0.0
 
-    def score(self, rows: Seq[Row], drafts: Seq[Draft]) -> list[Verdict]:
-        """Return one verdict for each row that samples or owes prompt log-probabilities, in order."""
+    def follow(self, rows: Seq[Row], drafts: Seq[Draft]) -> None:
+        """Run the forward of a round that another rank samples and judges."""
+        scoring, prompt_P = self._lay_out(rows, drafts)
+        self.runner.forward(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
+
+    def _lay_out(self, rows: Seq[Row], drafts: Seq[Draft]) -> tuple[Scoring, Ints]:
+        """Put the drafts where scoring looks for them; return what is scored, and prompt positions asked about."""
         for row, draft in zip(rows, drafts, strict=True):
             if draft.tokens:
                 self.slots.write_draft(row.slot, draft.tokens)
         scoring = Scoring.of(rows, drafts, self.slots.tokens)
-        prompt_P = self._prompt_positions(rows, scoring.batch)
+        return scoring, self._prompt_positions(rows, scoring.batch)
+
+    def score(self, rows: Seq[Row], drafts: Seq[Draft]) -> list[Verdict]:
+        """Return one verdict for each row that samples or owes prompt log-probabilities, in order."""
+        began = time.monotonic()
+        scoring, prompt_P = self._lay_out(rows, drafts)
         logits_XV = self.runner.forward(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
+        self.forward_s = time.monotonic() - began
         logits_NV = logits_XV[: len(scoring.wanted_N)]
         chosen_N = self.sampler.sample(logits_NV, scoring.slots_N, scoring.index_N).tolist()
         verdicts = self._judge(rows, drafts, scoring, chosen_N, logits_NV)
