@@ -42,24 +42,30 @@ class Assembled:
         self.executor.shutdown()
 
 
-def build(config: EngineConfig, inbox: Inbox | None = None, say: Say = logger.info) -> Assembled:
+MakeExecutor = Callable[[EngineConfig, Say], Executor]
+
+
+def build(
+    config: EngineConfig, inbox: Inbox | None = None, say: Say = logger.info, make_executor: MakeExecutor | None = None
+) -> Assembled:
     """Load models and tokenizer, and wire scheduler, proposer and executor together.
 
     Args:
         config: a parsed configuration.
         inbox: where requests come from; a `LocalInbox` where none is given.
         say: told, in a line each, what is being done.
+        make_executor: makes what runs the rounds; everything in this process where none is given.
 
     Raises:
         ConfigError, ModelError: with what is wrong, the numbers and the way out.
+        PlacementError: there is no room for the workers.
     """
-    if config.parallel.executor == "ray":
-        raise ConfigError(f"tensor_parallel_size {config.parallel.tensor_parallel_size} needs the ray executor, which "
-                          "this version does not have; run with tensor_parallel_size 1")
+    if make_executor is None and config.parallel.executor == "ray":
+        raise ConfigError("the ray executor runs in a process of its own; reach it over a channel, as LLM does")
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
     if config.speculative and config.speculative.model and tokenizer is not None:
         check_draft_tokenizer(config, config.speculative, tokenizer)
-    executor = _uni(config, say)
+    executor = (make_executor or _uni)(config, say)
     info = executor.start()
     scheduler = Scheduler(
         config.scheduler, config.cache, info,

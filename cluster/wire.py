@@ -14,7 +14,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from runtime.process import socket_folder
 
-Socket = zmq.Socket[bytes]
+Socket = zmq.Socket[Any]  # asyncio's answer otherwise, and are bound and locked the same
 
 
 class Endpoint(msgspec.Struct, frozen=True):

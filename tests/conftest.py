@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,13 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+HERE = Path(__file__).parent
+RAY_VARIABLES = {
+    "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_memory_monitor_refresh_ms": "0",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,24 @@ def demo_pair() -> ModelPair:
     from demo import pair
 
     return ModelPair(*pair())
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """Yield Ray, joined to a cluster of this session's own: 16 logical CPUs and 8 logical GPUs on one node."""
+    os.environ.update(RAY_VARIABLES)
+    import ray
+
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets lie deep in it, and their paths must be short
+    with pytest.MonkeyPatch.context() as patch:  # workers find the bodies that tests give them
+        patch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{HERE.parent}")
+        ray.init(
+            address="local", num_cpus=16, num_gpus=8, include_dashboard=False, object_store_memory=80 * 2**20,
+            log_to_driver=False, configure_logging=False, _temp_dir=str(folder),
+        )  # fmt: skip
+    yield ray
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

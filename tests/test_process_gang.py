@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import is_running, wait_gone
 
 from cluster.process_gang import ProcessGang
 from protos.gang import Allocate, Died, FromWorker, Heartbeat, Placed, Progress, Stop, WorkerFailed, WorkerId
@@ -46,20 +47,6 @@ def until(gang: ProcessGang, *wanted: type) -> Mail:
             if type(message) in missing:
                 missing.remove(type(message))
     return mail
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_gone(pids: list[int], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline, [pid for pid in pids if is_running(pid)]
-        time.sleep(0.02)
 
 
 def test_workers_say_where_they_are_and_stop_when_told(make: Callable[[str], ProcessGang]) -> None:

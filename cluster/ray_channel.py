@@ -1,0 +1,174 @@
+"""A front end's way to a controller on Ray: places the replica, starts it, and carries mail over ZMQ."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import ray
+import zmq
+import zmq.asyncio
+
+from cluster import ray_cluster
+from cluster.engine_process import CONFIG
+from cluster.process_gang import BODY
+from cluster.ray_actors import remote
+from cluster.ray_cluster import Membership, passed_on
+from cluster.ray_controller import ControllerActor
+from cluster.ray_gang import Hired, why
+from cluster.ray_placement import CONTROLLER, Patience, Placement, cpus_needed, layout, place
+from cluster.wire import Bound, Socket
+from protos.config import EngineConfig
+from runtime.channel import Failed, Mail, Report, Said, Say
+from runtime.process import STOP_GRACE_S
+
+LAST_REPORTS_MS = 50
+
+
+class RayChannel:
+    """A `runtime.channel.Channel` to a controller that is a Ray actor. Belongs to one event loop.
+
+    Args:
+        config: what to build.
+        body: of the workers; see `RayGang`.
+    """
+
+    def __init__(self, config: EngineConfig, body: str = BODY) -> None:
+        self._config, self._body = config, body
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+        self._membership: Membership | None = None
+        self._placement: Placement | None = None
+        self._bound: Bound | None = None
+        self._up: zmq.asyncio.Socket | None = None
+        self._down: Socket | None = None
+        self._controller: Hired | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._placing: asyncio.Future[None] | None = None
+        self._unwanted = threading.Event()
+
+    async def start(self, deliver: Callable[[Report], None]) -> None:
+        """See `Channel`. Returns when the replica has its place; raises `PlacementError` where it gets none."""
+        loop = asyncio.get_running_loop()
+
+        def say(text: str) -> None:
+            loop.call_soon_threadsafe(deliver, Said(text))
+
+        self._placing = asyncio.ensure_future(asyncio.to_thread(self._place, say))
+        await asyncio.shield(self._placing)
+        self._bind()
+        hired = self._controller = await asyncio.to_thread(self._hire)
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def notice(_: "Future[Any]") -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(_settle, ended)
+
+        hired.ended.add_done_callback(notice)
+        self._watcher = asyncio.create_task(self._watch(hired, ended, deliver))
+
+    def _place(self, say: Say) -> None:
+        """Join the cluster and wait for room in it; runs in a thread."""
+        say("joining Ray")
+        self._membership = member = Membership(cpus_needed(self._config))
+        plan = layout(self._config, ray_cluster.cluster_resources())
+        patience = Patience(
+            self._config.parallel.placement_timeout_s,
+            may_grow=not member.is_local,
+            is_wanted=lambda: not self._unwanted.is_set(),
+        )
+        self._placement = place(plan, patience, say)
+
+    def _bind(self) -> None:
+        assert self._placement is not None
+        is_near = self._placement.nodes[CONTROLLER] == ray_cluster.node_id()
+        self._up, self._down = zmq.asyncio.Socket(self._context, zmq.PULL), self._context.socket(zmq.PUSH)
+        host = None if is_near else ray_cluster.node_address()
+        self._bound = Bound(self._context, self._up, self._down, host)
+
+    def _hire(self) -> Hired:
+        """Start the controller's actor; runs in a thread."""
+        assert self._placement is not None
+        assert self._bound is not None
+        actor = remote(ControllerActor).options(**self._placement.options(CONTROLLER)).remote(
+            CONFIG.dump_json(self._config).decode(), msgspec.msgpack.encode(self._bound.endpoint), self._placement,
+            passed_on(), self._body,
+        )  # fmt: skip
+        return Hired.hire(actor)
+
+    async def _watch(self, hired: Hired, ended: "asyncio.Future[None]", deliver: Callable[[Report], None]) -> None:
+        """Deliver reports until the controller is gone, then what it had still sent, then that it is gone."""
+        assert self._up is not None
+        receiver = asyncio.create_task(self._receive(self._up, deliver))
+        try:
+            await ended
+        finally:
+            receiver.cancel()
+            await asyncio.gather(receiver, return_exceptions=True)
+        while await self._up.poll(timeout=LAST_REPORTS_MS):
+            deliver(self._decoder.decode(await self._up.recv()))
+        deliver(Failed(f"the controller is gone: {why(hired.ended)}"))
+
+    async def _receive(self, up: zmq.asyncio.Socket, deliver: Callable[[Report], None]) -> None:
+        while True:
+            deliver(self._decoder.decode(await up.recv()))
+
+    def send(self, mail: Mail) -> None:
+        """See `Channel`."""
+        self._post(mail)
+
+    def _post(self, mail: Mail) -> bool:
+        """Whether the controller was there to be sent *mail*."""
+        if self._down is None or self._down.closed:
+            return False
+        try:
+            self._down.send(self._encoder.encode(mail), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """See `Channel`."""
+        self._unwanted.set()
+        if self._placing is not None:
+            await asyncio.gather(self._placing, return_exceptions=True)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        grace_s = STOP_GRACE_S if self._post(Mail(stop=True)) else 0.0
+        await asyncio.to_thread(self._give_back, grace_s)
+        for socket in (self._up, self._down):
+            if socket is not None:
+                socket.close()
+        if self._bound is not None:
+            self._bound.close()
+        self._context.term()
+
+    def _give_back(self, grace_s: float) -> None:
+        """End the controller and give its place back; runs in a thread."""
+        if not ray.is_initialized():  # somebody has shut Ray down, and everything of ours with it
+            return
+        if self._controller is not None:
+            with contextlib.suppress(Exception):  # however it ends, it has ended
+                self._controller.ended.result(grace_s)
+            self._controller.end()
+            self._controller.wait_gone()
+        if self._placement is not None:
+            self._placement.remove()
+        if self._membership is not None:
+            self._membership.leave()
+
+    def kill(self) -> None:
+        """End the controller at once."""
+        self._unwanted.set()
+        if self._controller is not None and ray.is_initialized():
+            self._controller.end()
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

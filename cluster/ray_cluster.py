@@ -1,0 +1,172 @@
+"""Joins the Ray cluster that RAY_ADDRESS names, or starts one on this machine; leaves it in the same way.
+
+Ray ties the processes it starts to the *thread* that started them, so ours is started, kept and stopped by a thread
+that lives as long as it is used.
+"""
+
+import logging
+import os
+import threading
+from typing import Any
+
+import ray
+
+from protos.errors import PlacementError
+
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Nothing of ours goes through Ray's object store but the arguments of actors."""
+
+# Ray's own defaults would report usage to its makers, ask `uv` for another environment, and hide devices from the
+# controller. Whoever sets these themselves is left alone.
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "token",
+}
+PASSED_ON = ("HF_", "NCCL_", "GLOO_", "TORCH_NCCL_", "TOKENIZERS_")
+"""Variables that begin so are set for workers too, where their node does not say otherwise."""
+
+
+class _Keeper(threading.Thread):
+    """One stay in a cluster, from `ray.init` to `ray.shutdown`."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(name="slipstream-ray", daemon=True)
+        self._options = options
+        self._settled, self._leaving = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            ray.init(**self._options)
+        except Exception as error:
+            self.error = error
+            return
+        finally:
+            self._settled.set()
+        self._leaving.wait()
+        ray.shutdown()
+
+    def arrive(self) -> None:
+        """Return when Ray can be used, or `error` says why not."""
+        self.start()
+        self._settled.wait()
+
+    def leave(self) -> None:
+        """Return when nothing of Ray is left in this process, nor of a cluster that was started here."""
+        self._leaving.set()
+        self.join()
+
+
+class _Shared:
+    """The stay that everything of ours in this process shares."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.keeper: _Keeper | None = None
+        self.num_users = 0
+
+
+_shared = _Shared()
+
+
+class Membership:
+    """One use of the cluster; `leave` ends it. A Ray that somebody else has initialised is left as it is.
+
+    Args:
+        num_cpus: how many CPUs a cluster that is started here must count at least; they may be more than there are.
+
+    Raises:
+        PlacementError: Ray could neither be joined nor started.
+    """
+
+    def __init__(self, num_cpus: float) -> None:
+        self._is_over = False
+        self.is_local = False
+        """Whether the cluster was started here, so that nothing will ever join it."""
+        with _shared.lock:
+            if _shared.keeper is None and not ray.is_initialized():
+                _shared.keeper = _arrived(num_cpus)
+            self._is_ours = _shared.keeper is not None
+            if self._is_ours:
+                _shared.num_users += 1
+                self.is_local = _address() is None
+
+    def leave(self) -> None:
+        """Leave; the last one to do so ends a cluster that was started here. May be called twice."""
+        with _shared.lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            if not self._is_ours:
+                return
+            _shared.num_users -= 1
+            keeper = _shared.keeper
+            if _shared.num_users == 0 and keeper is not None:
+                _shared.keeper = None
+                keeper.leave()
+
+
+def _arrived(num_cpus: float) -> _Keeper:
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    keeper = _Keeper(_options(num_cpus))
+    keeper.arrive()
+    if keeper.error is not None:
+        how = "start Ray here" if _address() is None else f"join the Ray cluster at {_address()} (RAY_ADDRESS)"
+        raise PlacementError(f"cannot {how}: {type(keeper.error).__name__}: {keeper.error}") from keeper.error
+    return keeper
+
+
+def _address() -> str | None:
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def _options(num_cpus: float) -> dict[str, Any]:
+    common: dict[str, Any] = {"configure_logging": True, "logging_level": logging.ERROR}
+    if _address() is not None:
+        return {**common, "address": _address()}
+    counted = max(os.cpu_count() or 1, round(num_cpus))
+    return {**common, "address": "local", "num_cpus": counted, "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES}  # fmt: skip
+
+
+def passed_on() -> dict[str, str]:
+    """Return the variables of this process that workers elsewhere should have too."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+
+
+def adopt(variables: dict[str, str]) -> None:
+    """Set what `passed_on` gave elsewhere, where this process has nothing of that name."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+# Ray leaves these functions without types.
+_ray: Any = ray
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Return Ray's description of the nodes that live."""
+    return [node for node in _ray.nodes() if node["Alive"]]
+
+
+def cluster_resources() -> dict[str, float]:
+    """Return what the cluster has, by resource."""
+    return dict(_ray.cluster_resources())
+
+
+def available_resources() -> dict[str, float]:
+    """Return what of it is free."""
+    return dict(_ray.available_resources())
+
+
+def node_address() -> str:
+    """Return the address by which other nodes reach this one."""
+    return str(_ray.util.get_node_ip_address())
+
+
+def node_id() -> str:
+    """Return the id of the node this process is on."""
+    return str(_ray.get_runtime_context().get_node_id())

@@ -1,0 +1,70 @@
+"""The controller as a Ray actor in bundle 0: it makes the workers, so they die with it, and serves one front end."""
+
+import logging
+import os
+
+import msgspec
+import ray
+import zmq
+
+from cluster import assemble
+from cluster.engine_process import CONFIG, log_to_stderr
+from cluster.process_gang import BODY
+from cluster.ray_actors import Parked
+from cluster.ray_cluster import adopt
+from cluster.ray_gang import RayGang
+from cluster.ray_placement import Placement
+from cluster.wire import Endpoint, Socket, connect
+from protos.config import EngineConfig
+from protos.interfaces import Executor
+from runtime.channel import Report, Say, serve_controller
+from runtime.gang import GangExecutor
+from runtime.process import SocketInbox
+
+LAST_REPORTS_MS = 1000
+
+
+class ControllerActor(Parked):
+    """The loop of one engine.
+
+    Args:
+        config: the `EngineConfig`, as JSON.
+        endpoint: of the front end's sockets, as msgpack.
+        placement: the replica's bundles.
+        environment: variables to set where there are none.
+        body: of the workers; see `RayGang`.
+    """
+
+    def __init__(self, config: str, endpoint: bytes, placement: Placement, environment: dict[str, str],
+                 body: str = BODY) -> None:
+        adopt(environment)
+        log_to_stderr()
+        self._config = CONFIG.validate_json(config)
+        self._endpoint = msgspec.msgpack.decode(endpoint, type=Endpoint)
+        self._placement, self._body = placement, body
+
+    @ray.method(concurrency_group="serve")
+    def run(self) -> None:
+        """Build the engine and serve until told to stop; after a failure, end the process."""
+        context: zmq.Context[Socket] = zmq.Context()
+        up, down = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        connect(up, self._endpoint.up, self._endpoint)
+        connect(down, self._endpoint.down, self._endpoint)
+        encoder, inbox = msgspec.msgpack.Encoder(), SocketInbox(down)
+
+        def post(report: Report) -> None:
+            up.send(encoder.encode(report))
+
+        succeeded = serve_controller(
+            lambda say: assemble.build(self._config, inbox, say, self._make_executor), inbox, post
+        )
+        up.close(linger=LAST_REPORTS_MS)
+        down.close()
+        context.term()
+        if not succeeded:
+            logging.shutdown()
+            os._exit(1)  # whoever watches must see that this did not end well
+
+    def _make_executor(self, config: EngineConfig, say: Say) -> Executor:
+        gang = RayGang(self._placement, self._body)
+        return GangExecutor(gang, config, say, rebuild_timeout_s=config.parallel.rebuild_timeout_s)

@@ -1,0 +1,27 @@
+"""Processes, in tests: whether they run, and waiting until something is so."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    """Whether *pid* runs or is stopped; a zombie does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: object = "") -> float:
+    """Return how many seconds it took until *condition*; fail where it takes longer than *seconds*."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def wait_gone(pids: list[int], seconds: float = 5.0) -> None:
+    """Return when none of *pids* runs."""
+    wait_until(lambda: not any(map(is_running, pids)), seconds, [pid for pid in pids if is_running(pid)])
