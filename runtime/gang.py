@@ -30,7 +30,7 @@ from protos.gang import (
     WorkerId,
 )
 from protos.interfaces import ALWAYS_UP, DraftService
-from protos.messages import RoundPlan, Verdict, WorkerInfo
+from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
 from runtime.draft_keeper import DraftKeeper
 from runtime.squad import RANK_0, Devices, Squad, StartError
 from runtime.watch import Clock, Pace, Watch
@@ -67,15 +67,14 @@ class GangExecutor:
         config: a parsed configuration.
         say: told, in a line each, what is being done and waited for.
         clock: seconds, monotonic.
-        rebuild_timeout_s: how long lost targets may wait for a place before that is an error.
         backend: of torch.distributed; "nccl" on devices and "gloo" on CPUs where empty.
         may_share_devices: whether one device may serve several workers where there are too few.
     """
 
     def __init__(self, gang: Gang, config: EngineConfig, say: Say = logger.info, clock: Clock = time.monotonic, *,
-                 rebuild_timeout_s: float = 300.0, backend: str = "", may_share_devices: bool = False) -> None:
+                 backend: str = "", may_share_devices: bool = False) -> None:
         self._gang, self._config, self._say, self._clock = gang, config, say, clock
-        self._rebuild_timeout_s = rebuild_timeout_s
+        self._rebuild_timeout_s = config.parallel.rebuild_timeout_s
         self._world = config.parallel.tensor_parallel_size
         self._setup = Setup(_CONFIG.dump_json(config).decode(), WorkerId("target"), self._world, "cpu", backend)
         self._devices = Devices(config.model.device, may_share=may_share_devices)
@@ -220,13 +219,20 @@ class GangExecutor:
                   f"{held / allocate.max_model_len:.1f} sequences of {allocate.max_model_len} tokens at once")
         return msgspec.structs.replace(
             info, num_blocks=allocate.num_blocks, max_model_len=allocate.max_model_len,
-            speculates=self._config.speculative is not None,
+            speculates=self._config.speculative is not None, costs=self._costs(squad),
         )
+
+    def _costs(self, squad: Squad) -> StepCosts | None:
+        """Return what was measured of compiled models; eager ones were only timed to know a hang when we see one."""
+        if self._config.model.enforce_eager:
+            return None
+        draft_s = {} if self._keeper is None else squad.step_s(self._keeper.worker)
+        return StepCosts(squad.step_s(self._targets[RANK_0]), draft_s)
 
     def _enter_service(self, squad: Squad) -> None:
         """The targets are ready for plans; so is a draft that was started with them."""
         self._squad = None
-        self._pace = Pace(squad.step_s)
+        self._pace = Pace(squad.step_s(self._targets[RANK_0]))
         self._num_rounds = 0
         for worker in self._targets:
             self._watch.serves(worker)

@@ -124,10 +124,9 @@ class Squad:
         """What those that have loaded said."""
         return self._loaded
 
-    @property
-    def step_s(self) -> dict[int, float]:
-        """What target rank 0 measured in warm-up."""
-        return next((ready.step_s for worker, ready in self._ready.items() if _is_rank_0(worker)), {})
+    def step_s(self, worker: WorkerId) -> dict[int, float]:
+        """Return what *worker* measured in warm-up."""
+        return self._ready[worker].step_s
 
     @property
     def waits_for(self) -> str:

@@ -40,14 +40,15 @@ class UniExecutor(InOneProcess):
         wanting = [r for r, row in enumerate(rows) if row.k and row.draft is None]
         if wanting and self.draft is not None and self.proposer is not None:
             asked = [DraftRow(rows[r].slot, rows[r].k) for r in wanting]
-            for r, draft in zip(wanting, self._ask(self.draft, self.proposer, asked), strict=True):
+            for r, draft in zip(wanting, ask(self.draft, self.proposer, asked), strict=True):
                 drafts[r] = draft
         return drafts
 
-    def _ask(self, worker: DraftWorker, proposer: Proposer, asked: list[DraftRow]) -> list[Draft]:
-        """Return the worker's drafts. A draft that fails costs guesses, never a request."""
-        try:
-            return worker.propose(proposer, asked)
-        except Exception:
-            logger.exception("the draft failed; these rows go on without guesses")
-            return [_NO_DRAFT] * len(asked)
+
+def ask(worker: DraftWorker, proposer: Proposer, asked: list[DraftRow]) -> list[Draft]:
+    """Return the worker's drafts. A draft that fails costs guesses, never a request."""
+    try:
+        return worker.propose(proposer, asked)
+    except Exception:
+        logger.exception("the draft failed; these rows go on without guesses")
+        return [_NO_DRAFT] * len(asked)

@@ -1,0 +1,77 @@
+"""The draft's announcements, straight to target 0: PUSH to PULL, under CURVE keys that travel through a store."""
+
+import msgspec
+import zmq
+from torch.distributed.distributed_c10d import Store
+
+from protos.gang import Drafted
+
+Socket = zmq.Socket[bytes]
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """Where to connect, and the key that proves it is the right place."""
+
+    where: str
+    key: str
+
+
+class Listener:
+    """Target 0's end. Made in one thread and then used by one.
+
+    Args:
+        store: where the other end finds the address.
+        epoch: of the pair.
+        host: an address of this machine that the draft reaches.
+    """
+
+    def __init__(self, store: Store, epoch: int, host: str) -> None:
+        public, secret = zmq.curve_keypair()
+        self._socket = _open(zmq.PULL)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        self._decoder = msgspec.msgpack.Decoder(Drafted)
+        address = _Address(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), public.decode())
+        store.set(_key(epoch), msgspec.json.encode(address).decode())
+
+    def receive(self, timeout_s: float) -> Drafted | None:
+        """Return the next announcement, None where there is none within *timeout_s*. Raises `msgspec.DecodeError`."""
+        if not self._socket.poll(round(timeout_s * 1000)):
+            return None
+        return self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._socket.close(linger=0)
+
+
+class Announcer:
+    """The draft's end. Connects when it is made; waits for the address as long as *store* lets it."""
+
+    def __init__(self, store: Store, epoch: int) -> None:
+        address = msgspec.json.decode(store.get(_key(epoch)), type=_Address)
+        public, secret = zmq.curve_keypair()
+        self._socket = _open(zmq.PUSH)
+        self._socket.curve_serverkey = address.key.encode()
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.connect(address.where)
+
+    def send(self, drafted: Drafted) -> None:
+        """Announce, without waiting."""
+        self._socket.send(msgspec.msgpack.encode(drafted))
+
+    def close(self) -> None:
+        """Announce no more."""
+        self._socket.close(linger=0)
+
+
+def _open(kind: int) -> Socket:
+    opened: Socket = zmq.Context.instance().socket(kind)
+    opened.ipv6 = True
+    opened.set_hwm(0)
+    return opened
+
+
+def _key(epoch: int) -> str:
+    return f"announce/{epoch}"

@@ -1,0 +1,90 @@
+"""The draft on a worker of its own: guesses at once for whom it can, and catches up when nobody waits."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from protos.gang import FormPair, FromWorker, Plan, Stop, ToWorker
+from protos.interfaces import DraftRow, Proposer
+from protos.messages import Draft, RoundPlan, Row
+from workers.draft import DraftWorker
+from workers.pair import DraftSender, Pairing, encode
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 128
+"""Tokens of a piece of catching up; the next round waits for one piece at most."""
+MAX_FAILURES = 3
+"""Rounds in a row that the proposer may fail in, before the worker gives up and is replaced."""
+
+
+class DraftRank:
+    """The draft's loop. It may be late: of the plans that piled up, only the newest is drafted for.
+
+    Args:
+        send: tells the controller.
+        worker: the draft model.
+        proposer: guesses with it.
+        pairing: the draft's end of the pair with target 0.
+    """
+
+    def __init__(self, send: Callable[[FromWorker], None], worker: DraftWorker, proposer: Proposer,
+                 pairing: Pairing[DraftSender]) -> None:
+        self._send, self._worker, self._proposer, self._pairing = send, worker, proposer, pairing
+        self._num_failures = 0
+        self._is_behind = False
+        self.round = -1
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `catch_up` has something to do."""
+        return self._is_behind
+
+    def take(self, messages: list[ToWorker]) -> bool:
+        """Do what the controller says, all of what has come in at once; False when it is time to leave."""
+        newest: RoundPlan | None = None
+        for message in messages:
+            if isinstance(message, Plan):
+                newest = message.plan
+                self._worker.slots.apply(newest)
+            elif isinstance(message, FormPair):
+                self._pairing.form(message)
+            elif isinstance(message, Stop):
+                return False
+        if newest is not None:
+            self._run(newest)
+        return True
+
+    def catch_up(self) -> None:
+        """Compute a piece of what the cache lacks."""
+        self._is_behind = self._worker.catch_up_some(CHUNK)
+
+    def close(self) -> None:
+        """Leave the pair."""
+        self._pairing.close()
+
+    def _run(self, plan: RoundPlan) -> None:
+        """Propose for a round; nothing at all where it goes without drafts."""
+        end = self._pairing.end(plan.epoch)
+        self._is_behind = end is not None
+        if end is not None:
+            began = time.monotonic()
+            wanting = [row for row in plan.rows if row.k and row.draft is None]
+            drafts = self._propose(plan, wanting)
+            if wanting:
+                end.post(encode(self._worker.slots, wanting, drafts), plan.round, time.monotonic() - began)
+        self.round = plan.round
+
+    def _propose(self, plan: RoundPlan, wanting: list[Row]) -> list[Draft]:
+        """Return the drafts of *wanting*. A proposer that fails costs guesses; one that always fails, its worker."""
+        rows = [DraftRow(row.slot, row.k) for row in wanting]
+        try:
+            drafts = self._worker.propose_at_once(self._proposer, [row.slot for row in plan.rows], rows)
+        except Exception:
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
+                raise
+            logger.exception("the draft failed; these rows go on without guesses")
+            return [Draft(())] * len(rows)
+        self._num_failures = 0
+        return drafts

@@ -1,0 +1,117 @@
+"""A target rank: runs its share of every round's forward; rank 0 gathers the drafts, samples and judges."""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from protos.gang import FormPair, FromWorker, Plan, RoundDone, Stop, ToWorker
+from protos.interfaces import DraftRow, Proposer
+from protos.messages import Draft, RoundPlan, Row
+from workers.draft import DraftWorker
+from workers.groups import Group
+from workers.pair import Arrival, DraftReceiver, Pairing, decode
+from workers.slots import SlotTable
+from workers.target import TargetWorker
+from workers.uni import ask
+
+NO_DRAFT = Draft(())
+
+
+@dataclass(frozen=True)
+class LocalDraft:
+    """A draft that lives in rank 0's process (placement "colocated")."""
+
+    worker: DraftWorker
+    proposer: Proposer
+
+
+class TargetRank:
+    """One rank of the target group. Rounds are the only thing it does; pairs form beside them.
+
+    Args:
+        send: tells the controller.
+        tp: all ranks; they exchange the drafts, and the model's forward exchanges over it.
+        worker: this rank's share of the model.
+        pairing: rank 0's end of the pair with the draft.
+        local: the draft in this process, if there is one.
+    """
+
+    def __init__(self, send: Callable[[FromWorker], None], tp: Group, worker: TargetWorker,
+                 pairing: Pairing[DraftReceiver], local: LocalDraft | None = None) -> None:
+        self._send, self._tp, self._worker = send, tp, worker
+        self._slots: SlotTable = worker.slots
+        self._pairing, self._local = pairing, local
+        self._device = worker.runner.device
+        self.round = -1
+
+    def take(self, message: ToWorker) -> bool:
+        """Do what the controller says; False when it is time to leave."""
+        if isinstance(message, Plan):
+            self._run(message.plan)
+        elif isinstance(message, FormPair):
+            self._pairing.form(message)
+        return not isinstance(message, Stop)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self._pairing.close()
+        self._tp.close()
+
+    def _run(self, plan: RoundPlan) -> None:
+        self._slots.apply(plan)
+        wanting = [r for r, row in enumerate(plan.rows) if row.k and row.draft is None]
+        drafts = [row.draft or NO_DRAFT for row in plan.rows]
+        began = time.monotonic()
+        missed = False
+        if wanting:
+            found, missed = self._gather(plan, [plan.rows[r] for r in wanting])
+            for r, draft in zip(wanting, found, strict=True):
+                drafts[r] = draft
+        waited = time.monotonic() - began
+        if self._tp.rank == 0:
+            self._judge(plan, drafts, waited, missed)
+        else:
+            self._worker.follow(plan.rows, drafts)
+        self.round = plan.round
+
+    def _judge(self, plan: RoundPlan, drafts: Seq[Draft], waited: float, missed: bool) -> None:
+        began = time.monotonic()
+        verdicts = self._worker.score(plan.rows, drafts)
+        took, forward_s = time.monotonic() - began, self._worker.forward_s
+        self._send(RoundDone(plan.round, verdicts, waited, forward_s, took - forward_s, missed))
+        end = self._pairing.end(plan.epoch)
+        if end is not None:
+            end.scored(took)
+
+    def _gather(self, plan: RoundPlan, rows: list[Row]) -> tuple[list[Draft], bool]:
+        """Return the drafts of *rows* as rank 0 has them, and whether the draft missed its deadline.
+
+        All ranks obey rank 0's one message, so that none can disagree on the shape of the forward.
+        """
+        missed = False
+        drafts = [NO_DRAFT] * len(rows)
+        if self._tp.rank == 0:
+            drafts, missed = self._drafts(plan, rows)
+        if self._tp.size > 1:
+            drafts = self._agree(rows, drafts)
+        return drafts, missed
+
+    def _drafts(self, plan: RoundPlan, rows: list[Row]) -> tuple[list[Draft], bool]:
+        if self._local is not None:
+            asked = [DraftRow(row.slot, row.k) for row in rows]
+            return ask(self._local.worker, self._local.proposer, asked), False
+        end = self._pairing.end(plan.epoch)
+        arrival = Arrival(None) if end is None else end.collect(plan.round, max(row.k for row in rows))
+        if arrival.table is None:
+            return [NO_DRAFT] * len(rows), arrival.missed
+        return decode(self._slots, rows, arrival.table, self._worker.sampler.vocab_size), False
+
+    def _agree(self, rows: list[Row], drafts: list[Draft]) -> list[Draft]:
+        """Broadcast count and ids of every row, int32 `[R, 1 + K]`."""
+        width = max(row.k for row in rows)
+        lines = [[len(draft), *draft.tokens, *([0] * (width - len(draft)))] for draft in drafts]
+        table = self._tp.broadcast(torch.tensor(lines, dtype=torch.int32, device=self._device))
+        return [Draft(tuple(line[1 : 1 + line[0]])) for line in table.tolist()]
