@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import signal
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
