@@ -18,8 +18,11 @@ from transformers.utils import logging as transformers_logging
 from protos.config import ModelConfig
 from protos.errors import ModelError
 from workers import families
-from workers.attention import NAME, Options, Rows, run_with
+from workers.attention import NAME
+from workers.groups import Group
 from workers.kv import LayerShape
+from workers.parallel import build_share
+from workers.probe import probe
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class LoadedModel:
         eos_ids: end-of-sequence ids of generation_config and config, ascending.
         layers: K and V shape of every layer.
         notes: what the user should be told.
+        ranks: how many share it. With several, `model` and `layers` are one rank's, and rank 0 alone gets logits.
     """
 
     model: torch.nn.Module
@@ -55,10 +59,15 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     notes: tuple[str, ...] = ()
+    ranks: int = 1
 
 
-def load(config: ModelConfig) -> LoadedModel:
+def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     """Load what *config* names.
+
+    Args:
+        config: the model.
+        group: ranks that share the model, all of which call this at once; each loads its own part. None: all of it.
 
     Raises:
         ModelError: it cannot be found, read or served; names what and why.
@@ -70,24 +79,28 @@ def load(config: ModelConfig) -> LoadedModel:
     device = pick_device(config.device)
     dtype, notes = pick_dtype(config.dtype, described, folder, device)
     limit = _context_length(described, config)
-    model = _instantiate(folder, config.model, dtype, device)
-    layers = _probe(model, config.model)
+    ranks = 1 if group is None else group.size
+    if group is None or ranks == 1:
+        model = _instantiate(folder, config.model, dtype, device)
+    else:
+        model = _instantiate_share(folder, config.model, dtype, device, group)
+    layers = probe(model, config.model, ranks)
     kind = str(described["model_type"])
     notes += _notes(kind, layers, dtype)
     for note in notes:
         logger.info("%s", note)
-    head = model.get_output_embeddings()
     return LoadedModel(
         model=model,
         folder=folder,
         model_type=kind,
-        vocab_size=int(head.weight.shape[0]),
+        vocab_size=_vocab_size(model, ranks),
         max_model_len=limit,
         eos_ids=_eos_ids(folder, described),
         layers=layers,
         dtype=dtype,
         device=device,
         notes=notes,
+        ranks=ranks,
     )
 
 
@@ -259,35 +272,21 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
     return model.eval().requires_grad_(False).to(device)
 
 
-class _Probe:
-    """An attention backend that only looks at what each layer hands over."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
-
-    def plan(self, rows: Rows) -> None:
-        """Nothing to prepare."""
-
-    def attend(
-        self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
-    ) -> torch.Tensor:
-        """Record the layer's shape; attention to oneself alone returns the value."""
-        self.shapes[layer] = LayerShape(key_1GTD.shape[1], key_1GTD.shape[3], value_1GTE.shape[3])
-        share = query_1HTD.shape[1] // value_1GTE.shape[1]
-        return value_1GTE.repeat_interleave(share, 1).transpose(1, 2).contiguous()
+def _instantiate_share(folder: Path, name: str, dtype: torch.dtype, device: torch.device, group: Group) -> Any:
+    """Return one rank's share of the model, checked to be complete."""
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return build_share(folder, name, config, dtype=dtype, device=device, group=group)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
 
 
-def _probe(model: Any, name: str) -> tuple[LayerShape, ...]:
-    """Run one token through the model: every layer must come by the attention function, asking nothing unknown."""
-    probe = _Probe()
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.inference_mode():
-        run_with(probe, lambda: model(input_ids=token, position_ids=token, use_cache=False))
-    expected = set(range(int(model.config.num_hidden_layers)))
-    if set(probe.shapes) != expected:
-        lacking = sorted(expected - set(probe.shapes))
-        raise ModelError(f"{name} cannot be served: layers {lacking} do not attend through the attention interface")
-    return tuple(probe.shapes[layer] for layer in sorted(probe.shapes))
+def _vocab_size(model: Any, ranks: int) -> int:
+    # A rank's head has a share of the rows, and perhaps padding.
+    return int(model.get_output_embeddings().weight.shape[0]) if ranks == 1 else int(model.config.vocab_size)
 
 
 def _notes(kind: str, layers: tuple[LayerShape, ...], dtype: torch.dtype) -> tuple[str, ...]:
