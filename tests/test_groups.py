@@ -2,30 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 from protos.gang import StoreAddress
 from workers.groups import Group, GroupError, Solo, address_towards, connect_store, form, open_store
-
-
-def on_ranks(size: int, work: Callable[[Group], Any], *, timeout_s: float = 20.0) -> list[Any]:
-    """Run *work* on every rank of a gloo group, a thread each, and return what they returned."""
-    _store, address = open_store()
-
-    def rank_of(rank: int) -> Any:
-        group = form("tp", connect_store(address), rank, size, timeout_s=timeout_s)
-        try:
-            return work(group)
-        finally:
-            group.close()
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(rank_of, range(size)))
 
 
 @pytest.mark.parametrize("size", [2, 3])

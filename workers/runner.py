@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from workers.slots import SlotTable
 logger = logging.getLogger(__name__)
 
 
+TIMINGS = 3  # runs of which the fastest counts
 FREEZE_SHARE = 0.25  # of free memory that packed copies of the weights may take
 
 
@@ -46,6 +48,8 @@ class ModelRunner:
 
         Scribbles on block 0: to be called before any sequence is served.
         """
+        if self.loaded.ranks > 1:
+            return "running eager: exchanges between ranks are not compiled"
         if self.device.type != "cpu":
             return "running eager"
         may_freeze = weight_bytes(self.loaded.model) <= FREEZE_SHARE * free_memory()
@@ -58,6 +62,19 @@ class ModelRunner:
         start, length = np.zeros(1, np.int64), np.array([num_tokens])
         batch = Batch(start, start, length, np.arange(num_tokens) % self.loaded.vocab_size)
         return self._call(forward, batch, np.zeros((1, num_tokens), np.int32), np.arange(num_wanted))
+
+    def measure(self, max_tokens: int) -> dict[int, float]:
+        """Return seconds of one forward with 1, 2, 4 ... rows of one token, to *max_tokens* at least. As `warm_up`."""
+        sizes = [1 << power for power in range((max_tokens - 1).bit_length() + 1)]
+        return {size: min(self._time(size) for _ in range(TIMINGS)) for size in sizes}
+
+    def _time(self, num_rows: int) -> float:
+        rows_R = np.arange(num_rows)
+        batch = Batch(rows_R, np.zeros_like(rows_R), np.ones_like(rows_R), rows_R % self.loaded.vocab_size)
+        started = time.perf_counter()
+        logits_NV = self._call(self._run, batch, np.zeros((num_rows, 1), np.int32), _at_least(rows_R, min(2, num_rows)))
+        logits_NV.sum().item()  # waits for the device; on ranks without logits, too
+        return time.perf_counter() - started
 
     def forward(self, batch: Batch, wanted_N: Ints) -> torch.Tensor:
         """Run *batch*, writing its K and V.
