@@ -1,4 +1,4 @@
-"""`LLM`: offline generation in the caller's own thread and process, with vLLM's signatures."""
+"""`LLM`: offline generation with vLLM's signatures, in the caller's own thread or by a gang of workers on Ray."""
 
 import functools
 import itertools
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from cluster import assemble, shadowing
+from cluster import shadowing
+from cluster.offline import ChannelEngine, Engine, LocalEngine
 from cluster.settings import engine_config
 from protos.config import EngineConfig
 from protos.errors import EngineDeadError, InvalidRequestError
-from protos.messages import Abort, Request, TokenOutput
+from protos.messages import Request, TokenOutput
 from protos.outputs import RequestOutput
 from protos.sampling import SamplingParams
-from runtime.controller import LocalInbox
 from runtime.inputs import Prompt, as_prompts
 from runtime.outputs import Decode, OutputCollector, no_text
 from runtime.stats import EngineStats
@@ -36,6 +36,7 @@ class LLM:
 
     Raises:
         ConfigError, ModelError: one line that names the value and the limit.
+        PlacementError: the Ray cluster has no room for the workers.
     """
 
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
@@ -51,8 +52,7 @@ class LLM:
 
     def _start(self, config: EngineConfig, say: Callable[[str], None]) -> None:
         self.config = config
-        self._inbox = LocalInbox()
-        self._engine = assemble.build(config, self._inbox, say)
+        self._engine = make_engine(config, say)
         self._preprocessor = self._engine.preprocessor
         self._names = map(str, itertools.count())
         self._arrived: dict[str, list[TokenOutput]] = {}  # for each live request, what its caller has yet to take
@@ -139,10 +139,10 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Return a picture of the engine's counters and gauges."""
-        return self._engine.controller.stats()
+        return self._engine.stats()
 
     def shutdown(self) -> None:
-        """Free models and memory. May be called twice."""
+        """Free models and memory, and end all processes. May be called twice."""
         self._engine.shutdown()
 
     def __enter__(self) -> "LLM":
@@ -181,7 +181,7 @@ class LLM:
         running = {request.request_id for request in requests}
         arrived: list[TokenOutput] = []
         self._arrived.update(dict.fromkeys(running, arrived))
-        self._inbox.put(requests)
+        self._engine.put(requests)
         try:
             while running:
                 if not arrived:
@@ -194,24 +194,32 @@ class LLM:
                         del self._arrived[output.request_id]
                     yield output
         except (GeneratorExit, KeyboardInterrupt):
-            self._inbox.put([Abort(tuple(running))])
-            self._step()
+            self._hand_out(self._engine.abort(tuple(running)))
             raise
         finally:
             for name in running:
                 del self._arrived[name]
 
     def _step(self) -> None:
-        controller = self._engine.controller
         try:
-            self._hand_out(controller.step())
+            self._hand_out(self._engine.step())
         except EngineDeadError:
-            self._hand_out(controller.last_words)  # for the callers whose turn it is not
+            self._hand_out(self._engine.last_words)  # for the callers whose turn it is not
             raise
 
     def _hand_out(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
-            self._arrived[output.request_id].append(output)
+            if output.request_id in self._arrived:  # else nobody waits for it any more
+                self._arrived[output.request_id].append(output)
+
+
+def make_engine(config: EngineConfig, say: Callable[[str], None]) -> Engine:
+    """Build what *config* asks for: in this thread, or on Ray."""
+    if config.parallel.executor == "uni":
+        return LocalEngine(config, say)
+    from cluster.ray_channel import RayChannel  # noqa: PLC0415 - Ray is loaded only where it is used
+
+    return ChannelEngine(config, RayChannel(config), say)
 
 
 class _Bar:

@@ -14,11 +14,14 @@ import msgspec
 import ray
 
 from cluster.engine_process import log_to_stderr
-from cluster.ray_cluster import adopt
+from cluster.ray_cluster import adopt, node_address
 from cluster.worker_process import Order, perform
 
 GROUPS = {"serve": 1, "aside": 1}
 """Threads of an actor's two concurrency groups."""
+
+
+LOOPBACK = "127.0.0.1"
 
 
 class Whereabouts(NamedTuple):
@@ -69,17 +72,19 @@ class WorkerActor(Parked):
     Args:
         order: an `Order`, as msgpack.
         environment: variables to set where there are none.
+        is_near: whether all workers are on one node.
     """
 
-    def __init__(self, order: bytes, environment: dict[str, str]) -> None:
+    def __init__(self, order: bytes, environment: dict[str, str], is_near: bool) -> None:
         adopt(environment)
+        self._is_near = is_near
         log_to_stderr()
         self._order = msgspec.msgpack.decode(order, type=Order)
 
     @ray.method(concurrency_group="serve")
     def run(self) -> None:
         """Be the worker until its body returns."""
-        perform(self._order)
+        perform(self._order, LOOPBACK if self._is_near else node_address(), here().machine)
 
 
 def remote(cls: type) -> Any:

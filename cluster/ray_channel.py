@@ -139,8 +139,10 @@ class RayChannel:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        grace_s = STOP_GRACE_S if self._post(Mail(stop=True)) else 0.0
-        await asyncio.to_thread(self._give_back, grace_s)
+        if self._controller is not None and self._post(Mail(stop=True)):
+            with contextlib.suppress(Exception):  # however it ends, it ends
+                await asyncio.wait_for(asyncio.wrap_future(self._controller.ended), STOP_GRACE_S)
+        self._give_back()  # in this thread: an interpreter that exits starts no other
         for socket in (self._up, self._down):
             if socket is not None:
                 socket.close()
@@ -148,13 +150,11 @@ class RayChannel:
             self._bound.close()
         self._context.term()
 
-    def _give_back(self, grace_s: float) -> None:
-        """End the controller and give its place back; runs in a thread."""
+    def _give_back(self) -> None:
+        """End the controller and give its place back."""
         if not ray.is_initialized():  # somebody has shut Ray down, and everything of ours with it
             return
         if self._controller is not None:
-            with contextlib.suppress(Exception):  # however it ends, it has ended
-                self._controller.ended.result(grace_s)
             self._controller.end()
             self._controller.wait_gone()
         if self._placement is not None:

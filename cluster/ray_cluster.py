@@ -17,12 +17,12 @@ OBJECT_STORE_BYTES = 128 * 2**20
 """Nothing of ours goes through Ray's object store but the arguments of actors."""
 
 # Ray's own defaults would report usage to its makers, ask `uv` for another environment, and hide devices from the
-# controller. Whoever sets these themselves is left alone.
+# controller. Whoever sets these themselves is left alone. RAY_AUTH_MODE is not among them: Ray has read it when it was
+# imported, and a cluster whose parts read it differently does not start; unset, a cluster started here uses a token.
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_AUTH_MODE": "token",
 }
 PASSED_ON = ("HF_", "NCCL_", "GLOO_", "TORCH_NCCL_", "TOKENIZERS_")
 """Variables that begin so are set for workers too, where their node does not say otherwise."""

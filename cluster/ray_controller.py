@@ -67,4 +67,6 @@ class ControllerActor(Parked):
 
     def _make_executor(self, config: EngineConfig, say: Say) -> Executor:
         gang = RayGang(self._placement, self._body)
-        return GangExecutor(gang, config, say, rebuild_timeout_s=config.parallel.rebuild_timeout_s)
+        # Whoever asks for a part of a GPU wants others on the same one.
+        shares = self._placement.plan.worker.get("GPU", 1.0) < 1.0
+        return GangExecutor(gang, config, say, may_share_devices=shares)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import signal
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -106,8 +105,8 @@ class RayGang:
     """
 
     def __init__(self, placement: Placement, body: str = BODY) -> None:
-        is_near = set(placement.nodes) == {placement.nodes[CONTROLLER]}
-        self._hub = Hub(None if is_near else node_address())
+        self._is_near = set(placement.nodes) == {placement.nodes[CONTROLLER]}
+        self._hub = Hub(None if self._is_near else node_address())
         self._placement, self._body = placement, body
         self._environment = passed_on()
         self._hired: dict[WorkerId, Hired] = {}
@@ -119,7 +118,7 @@ class RayGang:
             self._hub.admit(worker)
             order = msgspec.msgpack.encode(Order(self._hub.endpoint, worker, self._body))
             options = self._placement.options(self._placement.plan.bundle_of(worker))
-            hired = Hired.hire(remote(WorkerActor).options(**options).remote(order, self._environment))
+            hired = Hired.hire(remote(WorkerActor).options(**options).remote(order, self._environment, self._is_near))
             self._hired[worker] = hired
             hired.ended.add_done_callback(partial(self._notice, worker))
 

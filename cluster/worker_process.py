@@ -37,11 +37,11 @@ def find(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def perform(order: Order) -> None:
-    """Connect, and be the worker until its body returns."""
+def perform(order: Order, *place: str) -> None:
+    """Connect, and be the worker until its body returns; the body is told its *place* too, where that is known."""
     port = HubPort(order.endpoint, order.worker, find(order.hears) if order.hears else ToWorker)
     try:
-        find(order.body)(port)
+        find(order.body)(port, *place)
     finally:
         port.close()
 

@@ -14,7 +14,7 @@ def placed() -> Placed:
     return Placed(socket.gethostname(), "a node", os.getpid())
 
 
-def echo(port: Port) -> None:
+def echo(port: Port, *place: str) -> None:
     """Say where we are, then the type of everything that comes, until told to stop."""
     port.send(placed())
     while not isinstance(message := port.receive(None), Stop):
@@ -22,7 +22,7 @@ def echo(port: Port) -> None:
     port.send(Progress("goodbye"))
 
 
-def beat(port: Port) -> None:
+def beat(port: Port, *place: str) -> None:
     """Say where we are, and ten times a second that we live."""
 
     def tell() -> None:
@@ -36,7 +36,7 @@ def beat(port: Port) -> None:
         pass
 
 
-def leave(port: Port) -> None:
+def leave(port: Port, *place: str) -> None:
     """Say where we are, and leave with a failure as soon as anything comes."""
     port.send(placed())
     port.receive(None)
@@ -44,13 +44,13 @@ def leave(port: Port) -> None:
     sys.exit(3)
 
 
-def shoot_oneself(port: Port) -> None:
+def shoot_oneself(port: Port, *place: str) -> None:
     """Say where we are, and be killed as soon as anything comes."""
     port.send(placed())
     port.receive(None)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raise_at_once(port: Port) -> None:
+def raise_at_once(port: Port, *place: str) -> None:
     """Fail before a word is said."""
     raise RuntimeError("cannot even begin")

@@ -109,7 +109,7 @@ def test_a_stream_adds_up_and_may_be_left(llm: LLM, reference: list[list[int]]) 
     left = llm.stream(PROMPTS[0], GREEDY)
     next(left)
     left.close()
-    stats = llm._engine.controller.stats()
+    stats = llm.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == reference[0]
 
@@ -131,7 +131,7 @@ def test_a_dead_engine_ends_half_read_streams_too(pair: tuple[Path, Path], monke
     with LLM(str(pair[0]), **SMALL) as llm:
         left = llm.stream(PROMPTS[0], GREEDY)
         next(left)
-        monkeypatch.setattr(llm._engine.executor, "run", lambda plan: 1 / 0)
+        monkeypatch.setattr(llm._engine.assembled.executor, "run", lambda plan: 1 / 0)
         with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
             llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
         assert [output.finish_reason for output in left] == ["error"]
@@ -140,7 +140,7 @@ def test_a_dead_engine_ends_half_read_streams_too(pair: tuple[Path, Path], monke
 def test_one_bad_prompt_schedules_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="prompt must not be empty"):
         llm.generate(["fine", ""], GREEDY)
-    stats = llm._engine.controller.stats()
+    stats = llm.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert llm.generate([], GREEDY) == []
 
