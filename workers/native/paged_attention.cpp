@@ -1,7 +1,7 @@
 // Paged attention for CPUs: reads K and V where they lie instead of gathering them first.
 //
-// One task is one row x one K/V head x a tile of query tokens. It walks the row's keys in tiles of 64 with an
-// online softmax in fp32. Compiled for the machine it runs on (workers/native_library.py); the struct layouts
+// One task is one row x one K/V head x a few query tokens. It walks the row's keys in tiles of 32 with an online
+// softmax in fp32. Compiled for the machine it runs on (workers/native_library.py); the struct layouts
 // are mirrored in workers/attention_native.py. No exceptions, no allocation beyond thread-local scratch.
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t kTile = 64;
+constexpr int64_t kTile = 32;
 constexpr int64_t kQueryHeads = 32;  // query tokens x heads handled by one task, at most (one token at least)
 
 struct Bf16 {
@@ -94,122 +94,221 @@ void write(const void* source, int64_t head_stride, int64_t token_stride, void* 
     }
 }
 
+// Sixteen numbers at a time, in whatever registers the machine has.
+constexpr int kLanes = 16;
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+
+inline Lanes load(const float* from) {
+    Lanes lanes;
+    std::memcpy(&lanes, from, sizeof lanes);
+    return lanes;
+}
+inline Lanes load(const Bf16* from) {
+    Halves bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return reinterpret_cast<Lanes>(__builtin_convertvector(bits, Words) << 16);
+}
+inline void store(Lanes lanes, float* to) { std::memcpy(to, &lanes, sizeof lanes); }
+inline float sum(Lanes lanes) {
+    float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < kLanes; ++i) total += lanes[i];
+    return total;
+}
+
 struct Scratch {
-    std::vector<float> query, output, keys, values, scores, largest, total;
+    std::vector<float> query, output, scores, largest, total;
 };
 
-template <typename T, int KeySize, int ValueSize>
-void attend(const Plan& plan, const Layer& layer, const Call& call, int64_t row, int64_t group, int64_t first,
-            int64_t count, Scratch& s) {
-    const int64_t D = KeySize ? KeySize : layer.key_size, E = ValueSize ? ValueSize : layer.value_size;
-    const int64_t share = layer.heads / layer.kv_heads, M = count * share;
-    const int64_t start = plan.starts[row] + first, token = plan.offsets[row] + first;
-    const Table table(plan, row);
-    s.query.resize(M * D);
-    s.output.assign(M * E, 0.0f);
-    s.keys.resize(kTile * D);
-    s.values.resize(kTile * E);
-    s.scores.resize(kTile);
-    s.largest.assign(M, -std::numeric_limits<float>::infinity());
-    s.total.assign(M, 0.0f);
-    const T* query = static_cast<const T*>(call.query);
-    for (int64_t m = 0; m < M; ++m) {
-        const int64_t head = group * share + m % share;
-        const T* from = query + (token + m / share) * call.query_token + head * call.query_head;
-        float* to = &s.query[m * D];
-        for (int64_t d = 0; d < D; ++d) to[d] = widen(from[d]) * call.scaling;
-        if (call.sinks) {
-            s.largest[m] = call.sinks[head];
+// The queries of one task, M of them, against one tile of n keys after another. Size is that of keys and values if it is
+// known when this is compiled, else 0.
+template <typename T, int Size>
+struct Task {
+    const Plan& plan;
+    const Layer& layer;
+    const Call& call;
+    const int64_t group, start, end, token, share, M, D, E;  // `start` is the first query's position, `token` its place
+    const Table table;
+    Scratch& s;
+    int64_t base = 0, n = 0;  // the tile: positions base .. base + n
+    const T *keys[kTile], *values[kTile];
+
+    Task(const Plan& plan, const Layer& layer, const Call& call, int64_t row, int64_t group, int64_t first,
+         int64_t count, Scratch& s)
+        : plan(plan), layer(layer), call(call), group(group), start(plan.starts[row] + first),
+          end(start + count), token(plan.offsets[row] + first), share(layer.heads / layer.kv_heads), M(count * share),
+          D(Size ? Size : layer.key_size), E(Size ? Size : layer.value_size), table(plan, row), s(s) {
+        read_queries();
+        for (base = call.window > 0 ? std::max<int64_t>(0, start - call.window + 1) : 0; base < end; base += kTile) {
+            n = std::min(kTile, end - base);
+            find_keys();
+            score();
+            for (int64_t m = 0; m < M; ++m) soften(m);
+            add_values();
+        }
+        write_output();
+    }
+
+    int64_t head(int64_t m) const { return group * share + m % share; }
+    int64_t last(int64_t m) const { return std::min(n, start + m / share + 1 - base); }  // behind the last key it sees
+    int64_t first(int64_t m) const {
+        return call.window > 0 ? std::max<int64_t>(0, start + m / share - call.window + 1 - base) : 0;
+    }
+
+    void read_queries() {
+        s.query.resize(M * D);
+        s.output.assign(M * E, 0.0f);
+        s.scores.resize(M * kTile);
+        s.largest.assign(M, -std::numeric_limits<float>::infinity());
+        s.total.assign(M, 0.0f);
+        for (int64_t m = 0; m < M; ++m) {
+            const T* from = static_cast<const T*>(call.query) + (token + m / share) * call.query_token +
+                            head(m) * call.query_head;
+            for (int64_t d = 0; d < D; ++d) s.query[m * D + d] = widen(from[d]) * call.scaling;
+            if (!call.sinks) continue;
+            s.largest[m] = call.sinks[head(m)];
             s.total[m] = 1.0f;
         }
     }
-    const int64_t end = start + count;
-    const int64_t begin = call.window > 0 ? std::max<int64_t>(0, start - call.window + 1) : 0;
-    for (int64_t base = begin; base < end; base += kTile) {
-        const int64_t n = std::min(kTile, end - base);
-        int64_t block = base / plan.block_size, offset = base % plan.block_size;
+
+    void find_keys() {
         for (int64_t j = 0; j < n; ++j) {
-            const int64_t place = table.blocks[block] * plan.block_size + offset;
-            if (++offset == plan.block_size) {
-                offset = 0;
-                ++block;
-            }
-            const T* k = static_cast<const T*>(layer.keys) + (place * layer.kv_heads + group) * D;
-            const T* v = static_cast<const T*>(layer.values) + (place * layer.kv_heads + group) * E;
-            float *kf = &s.keys[j * D], *vf = &s.values[j * E];
-            for (int64_t d = 0; d < D; ++d) kf[d] = widen(k[d]);
-            for (int64_t e = 0; e < E; ++e) vf[e] = widen(v[e]);
+            const int64_t place = table.place(base + j) * layer.kv_heads + group;
+            keys[j] = static_cast<const T*>(layer.keys) + place * D;
+            values[j] = static_cast<const T*>(layer.values) + place * E;
+            prefetch(values[j], E);
         }
-        for (int64_t m = 0; m < M; ++m) {
-            const int64_t position = start + m / share;
-            const int64_t lowest = call.window > 0 ? std::max<int64_t>(0, position - call.window + 1) : 0;
-            const int64_t from = std::max<int64_t>(0, lowest - base), to = std::min(n, position + 1 - base);
-            if (from >= to) continue;
-            const float* q = &s.query[m * D];
-            float* score = s.scores.data();
-            for (int64_t j = from; j < to; ++j) {
-                const float* k = &s.keys[j * D];
-                float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t d = 0; d < D; ++d) sum += q[d] * k[d];
-                score[j] = sum;
+        for (int64_t position = base + n; position < std::min(base + n + kTile, end); ++position)
+            prefetch(static_cast<const T*>(layer.keys) + (table.place(position) * layer.kv_heads + group) * D, D);
+    }
+
+    // Rows lie all over the cache: without being told, the processor would wait for each.
+    static void prefetch(const T* from, int64_t size) {
+        for (int64_t byte = 0; byte < size * static_cast<int64_t>(sizeof(T)); byte += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(from) + byte);
+    }
+
+    // Scores every query against every key of the tile, also those it does not see.
+    void score() {
+        for (int64_t j = 0; j < n; ++j) {
+            if constexpr (Size > 0) {
+                Lanes key[Size / kLanes];
+                for (int i = 0; i < Size / kLanes; ++i) key[i] = load(keys[j] + i * kLanes);
+                for (int64_t m = 0; m < M; ++m) {
+                    Lanes product = load(&s.query[m * Size]) * key[0];
+                    for (int i = 1; i < Size / kLanes; ++i) product += load(&s.query[m * Size + i * kLanes]) * key[i];
+                    s.scores[m * kTile + j] = sum(product);
+                }
+            } else {
+                for (int64_t m = 0; m < M; ++m) {
+                    float total = 0.0f;
+                    for (int64_t d = 0; d < D; ++d) total += s.query[m * D + d] * widen(keys[j][d]);
+                    s.scores[m * kTile + j] = total;
+                }
             }
-            if (call.softcap > 0.0f)
-                for (int64_t j = from; j < to; ++j) score[j] = std::tanh(score[j] / call.softcap) * call.softcap;
-            float largest = s.largest[m];
-            bool broken = false;
-            for (int64_t j = from; j < to; ++j) {
-                largest = score[j] > largest ? score[j] : largest;
-                broken |= !(score[j] - score[j] == 0.0f);
-            }
-            float* out = &s.output[m * E];
-            if (broken) {  // an infinite or NaN score: this query's result is NaN, as it would be anywhere
-                s.total[m] = std::numeric_limits<float>::quiet_NaN();
-                continue;
-            }
-            const float shrink = s.largest[m] == largest ? 1.0f : exp_negative(s.largest[m] - largest);
-            float total = 0.0f;
+        }
+    }
+
+    // Turns a query's scores into weights relative to its largest score so far; an online softmax.
+    void soften(int64_t m) {
+        const int64_t from = first(m), to = last(m);
+        if (from >= to) return;
+        float* score = &s.scores[m * kTile];
+        if (call.softcap > 0.0f)
+            for (int64_t j = from; j < to; ++j) score[j] = std::tanh(score[j] / call.softcap) * call.softcap;
+        float largest = s.largest[m];
+        int broken = 0;
+#pragma omp simd reduction(max : largest) reduction(| : broken)
+        for (int64_t j = from; j < to; ++j) {
+            largest = score[j] > largest ? score[j] : largest;
+            broken |= !(score[j] - score[j] == 0.0f);
+        }
+        if (broken) {  // an infinite or NaN score: this query's result is NaN, as it would be anywhere
+            s.total[m] = std::numeric_limits<float>::quiet_NaN();
+            std::fill(score + from, score + to, 0.0f);
+            return;
+        }
+        const float shrink = s.largest[m] == largest ? 1.0f : exp_negative(s.largest[m] - largest);
+        float total = 0.0f;
 #pragma omp simd reduction(+ : total)
-            for (int64_t j = from; j < to; ++j) {
-                score[j] = exp_negative(score[j] - largest);
-                total += score[j];
-            }
-            s.total[m] = s.total[m] * shrink + total;
-            s.largest[m] = largest;
-            if (shrink != 1.0f)
-                for (int64_t e = 0; e < E; ++e) out[e] *= shrink;
-            int64_t j = from;
-            for (; j + 4 <= to; j += 4) {
-                const float *v = &s.values[j * E], a = score[j], b = score[j + 1], c = score[j + 2], d = score[j + 3];
-#pragma omp simd
-                for (int64_t e = 0; e < E; ++e)
-                    out[e] += a * v[e] + b * v[e + E] + c * v[e + 2 * E] + d * v[e + 3 * E];
-            }
-            for (; j < to; ++j) {
-                const float *v = &s.values[j * E], a = score[j];
-#pragma omp simd
-                for (int64_t e = 0; e < E; ++e) out[e] += a * v[e];
-            }
+        for (int64_t j = from; j < to; ++j) {
+            score[j] = exp_negative(score[j] - largest);
+            total += score[j];
+        }
+        s.total[m] = s.total[m] * shrink + total;
+        s.largest[m] = largest;
+        if (shrink != 1.0f)
+            for (int64_t e = 0; e < E; ++e) s.output[m * E + e] *= shrink;
+    }
+
+    // Adds the weighted values, for queries that see the same keys together. What a query does not see is never touched:
+    // it may not even be a number.
+    void add_values() {
+        for (int64_t m = 0; m < M;) {
+            const int64_t from = first(m), to = last(m);
+            int64_t same = 1;
+            while (same < 4 && m + same < M && first(m + same) == from && last(m + same) == to) ++same;
+            if (same == 4)
+                m += add<4>(m, from, to);
+            else
+                m += same >= 2 ? add<2>(m, from, to) : add<1>(m, from, to);
         }
     }
-    T* output = static_cast<T*>(call.output);
-    for (int64_t m = 0; m < M; ++m) {
-        const float scale = 1.0f / s.total[m];
-        T* to = output + ((token + m / share) * layer.heads + group * share + m % share) * E;
-        for (int64_t e = 0; e < E; ++e) narrow(s.output[m * E + e] * scale, to[e]);
+
+    template <int Queries>
+    int64_t add(int64_t m, int64_t from, int64_t to) {
+        float* output = &s.output[m * E];
+        const float* weight = &s.scores[m * kTile];
+        if constexpr (Size > 0) {
+            constexpr int kParts = Size / kLanes;
+            Lanes sums[Queries][kParts];
+            for (int q = 0; q < Queries; ++q)
+                for (int i = 0; i < kParts; ++i) sums[q][i] = load(output + q * Size + i * kLanes);
+            for (int64_t j = from; j < to; ++j)
+                for (int i = 0; i < kParts; ++i) {
+                    const Lanes value = load(values[j] + i * kLanes);
+                    for (int q = 0; q < Queries; ++q) sums[q][i] += weight[q * kTile + j] * value;
+                }
+            for (int q = 0; q < Queries; ++q)
+                for (int i = 0; i < kParts; ++i) store(sums[q][i], output + q * Size + i * kLanes);
+        } else {
+            for (int64_t j = from; j < to; ++j)
+                for (int q = 0; q < Queries; ++q)
+                    for (int64_t e = 0; e < E; ++e) output[q * E + e] += weight[q * kTile + j] * widen(values[j][e]);
+        }
+        return Queries;
     }
+
+    void write_output() const {
+        T* output = static_cast<T*>(call.output);
+        for (int64_t m = 0; m < M; ++m) {
+            const float scale = 1.0f / s.total[m];
+            T* to = output + ((token + m / share) * layer.heads + head(m)) * E;
+            for (int64_t e = 0; e < E; ++e) narrow(s.output[m * E + e] * scale, to[e]);
+        }
+    }
+};
+
+template <typename T, int Size>
+void attend(const Plan& plan, const Layer& layer, const Call& call, int64_t row, int64_t group, int64_t first,
+            int64_t count, Scratch& s) {
+    Task<T, Size>(plan, layer, call, row, group, first, count, s);
 }
 
 template <typename T>
 void run(const Plan& plan, const Layer& layer, const Call& call) {
     write<T>(call.key, call.key_head, call.key_token, layer.keys, layer.kv_heads, layer.key_size, plan);
     write<T>(call.value, call.value_head, call.value_token, layer.values, layer.kv_heads, layer.value_size, plan);
-    auto work = attend<T, 0, 0>;
-    if (layer.key_size == 64 && layer.value_size == 64) work = attend<T, 64, 64>;
-    if (layer.key_size == 128 && layer.value_size == 128) work = attend<T, 128, 128>;
+    auto work = attend<T, 0>;
+    if (layer.key_size == 64 && layer.value_size == 64) work = attend<T, 64>;
+    if (layer.key_size == 128 && layer.value_size == 128) work = attend<T, 128>;
     const int64_t step = std::max<int64_t>(1, kQueryHeads * layer.kv_heads / layer.heads);
     const int64_t tasks = plan.tasks * layer.kv_heads;
-#pragma omp parallel for num_threads(static_cast<int>(std::min(plan.threads, tasks))) schedule(dynamic, 1)
+    // A row's heads lie side by side in memory: where there are rows enough, one thread reads them all.
+    const int64_t chunk = plan.tasks >= 4 * plan.threads ? layer.kv_heads : 1;
+#pragma omp parallel for num_threads(static_cast<int>(std::min(plan.threads, tasks))) schedule(dynamic, chunk)
     for (int64_t task = 0; task < tasks; ++task) {
         thread_local Scratch scratch;
         const int64_t index = task / layer.kv_heads, row = plan.short_rows ? plan.short_rows[index] : index;
