@@ -14,11 +14,11 @@ CONFIG = TypeAdapter(EngineConfig)
 """How the configuration crosses the process boundary: as JSON, validated again on the other side."""
 
 
-def log_to_stderr() -> None:
-    """Let our log lines reach the terminal; of others, only warnings."""
+def log_to_stderr(level: int = logging.INFO) -> None:
+    """Let our log lines from *level* on reach the terminal; of others, only warnings."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     for name in ("slipstream", "protos", "proposers", "workers", "runtime", "cluster"):
-        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).setLevel(level)
 
 
 def build(config: str, inbox: Inbox, say: Say) -> assemble.Assembled:

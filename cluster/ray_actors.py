@@ -3,6 +3,7 @@
 So a worker that serves, or is stuck, can still be asked for its stacks.
 """
 
+import logging
 import os
 import sys
 import threading
@@ -78,7 +79,7 @@ class WorkerActor(Parked):
     def __init__(self, order: bytes, environment: dict[str, str], is_near: bool) -> None:
         adopt(environment)
         self._is_near = is_near
-        log_to_stderr()
+        log_to_stderr(logging.WARNING)  # progress goes to the controller, which tells it once
         self._order = msgspec.msgpack.decode(order, type=Order)
 
     @ray.method(concurrency_group="serve")

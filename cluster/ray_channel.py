@@ -73,7 +73,7 @@ class RayChannel:
 
     def _place(self, say: Say) -> None:
         """Join the cluster and wait for room in it; runs in a thread."""
-        say("joining Ray")
+        say(ray_cluster.way_in())
         self._membership = member = Membership(cpus_needed(self._config))
         plan = layout(self._config, ray_cluster.cluster_resources())
         patience = Patience(

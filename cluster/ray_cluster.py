@@ -108,15 +108,26 @@ class Membership:
                 keeper.leave()
 
 
+def way_in() -> str:
+    """Say how `Membership` will come to Ray."""
+    if ray.is_initialized():
+        return "using the Ray that this process has joined"
+    return "starting Ray on this machine" if _address() is None else f"joining the Ray cluster at {_address()}"
+
+
 def _arrived(num_cpus: float) -> _Keeper:
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     keeper = _Keeper(_options(num_cpus))
     keeper.arrive()
     if keeper.error is not None:
-        how = "start Ray here" if _address() is None else f"join the Ray cluster at {_address()} (RAY_ADDRESS)"
-        raise PlacementError(f"cannot {how}: {type(keeper.error).__name__}: {keeper.error}") from keeper.error
+        what = f"{type(keeper.error).__name__}: {keeper.error}"
+        raise PlacementError(f"{way_in()} failed: {what}{_hint()}") from keeper.error
     return keeper
+
+
+def _hint() -> str:
+    return "" if _address() is None else "; is RAY_ADDRESS right, and are Ray and Python of the same versions there?"
 
 
 def _address() -> str | None:

@@ -1,4 +1,4 @@
-"""`slipstream serve`: the controller in a child process, the HTTP face in this one."""
+"""`slipstream serve`: the controller in a child process or on Ray, the HTTP face in this one."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import uvicorn
 
@@ -17,6 +18,7 @@ from cluster.engine_process import CONFIG, log_to_stderr
 from protos.config import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
+from runtime.channel import Channel
 from runtime.engine import AsyncEngine
 from runtime.http.app import ServerOptions, create_app
 from runtime.http.render import Decoder
@@ -49,6 +51,7 @@ def serve(config: EngineConfig, options: HttpOptions) -> None:
 
     Raises:
         ConfigError, ModelError: the engine cannot be built, or the address is taken.
+        PlacementError: the Ray cluster has no room for the workers.
         EngineDeadError: the engine ended while it was loading.
     """
     log_to_stderr()
@@ -74,6 +77,23 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another host or port") from None
         yield listener
+
+
+class KillableChannel(Channel, Protocol):
+    """A channel whose controller can be ended at once."""
+
+    def kill(self) -> None:
+        """End the controller, without waiting."""
+        ...
+
+
+def controller_channel(config: EngineConfig) -> KillableChannel:
+    """Return the way to a controller where *config* wants it: in a child process, or on Ray."""
+    if config.parallel.executor == "uni":
+        return ProcessChannel(python_command("cluster.engine_process"), CONFIG.dump_json(config).decode())
+    from cluster.ray_channel import RayChannel  # noqa: PLC0415 - Ray is loaded only where it is used
+
+    return RayChannel(config)
 
 
 class _Server(uvicorn.Server):
@@ -113,7 +133,7 @@ class _Service:
         self._listener = listener
         self._names = served_names(config)
         self._metrics = Metrics(self._names[0])
-        self._channel = ProcessChannel(python_command("cluster.engine_process"), CONFIG.dump_json(config).decode())
+        self._channel = controller_channel(config)
         self._engine = AsyncEngine(self._channel, self._make_preprocessor, self._metrics)
         self._metrics.follow(self._engine.stats)
         self._stop = asyncio.Event()

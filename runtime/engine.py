@@ -209,7 +209,8 @@ class AsyncEngine:
             raise self._death()
 
     def _death(self) -> EngineDeadError:
-        return EngineDeadError(str(self._failure))
+        kind = type(self._failure) if isinstance(self._failure, EngineDeadError) else EngineDeadError
+        return kind(str(self._failure))
 
     def _deliver(self, report: Report) -> None:
         """Take a report from the channel; runs on the event loop."""
