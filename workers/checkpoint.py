@@ -59,7 +59,7 @@ class One:
     def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
         """See `Stored`."""
         part: torch.Tensor = self.piece[(*(slice(None),) * dim, slice(start, stop))]
-        return part
+        return part.contiguous()  # columns may come as a view of the mapped file, of which the rest would stay, too
 
 
 @dataclass(frozen=True)
