@@ -82,8 +82,8 @@ class Controller:
 
     def stats(self) -> EngineStats:
         """Return a picture of the engine's counters and gauges."""
-        changes = self.executor.drafting.changes
-        return structs.replace(self.scheduler.stats(), draft_changes=changes, target_losses=self._num_losses)
+        return structs.replace(self.scheduler.stats(), draft_changes=self.executor.drafting.changes,
+                               guess_changes=dict(self.policy.changes), target_losses=self._num_losses)
 
     def _is_serving(self) -> bool:
         """Whether rounds can run; where the targets are lost, spend a little time on rebuilding them."""

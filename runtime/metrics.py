@@ -62,7 +62,10 @@ class _Snapshot(Collector):
         yield self._counter("spec_decode_num_draft_tokens", "Draft tokens scored", stats.proposed)
         yield self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", stats.accepted)
         yield self._per_position(stats.accepted_per_pos)
-        yield self._changes(stats.draft_changes)
+        yield self._by_reason("draft_service_changes", "Times the draft worker came into service or went out of it",
+                              stats.draft_changes)
+        yield self._by_reason("spec_decode_changes", "Times speculation changed with the batch size",
+                              stats.guess_changes)
         yield self._counter("target_losses", "Times the target group was lost and rebuilt", stats.target_losses)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
@@ -84,9 +87,8 @@ class _Snapshot(Collector):
             family.add_metric([*self._labels.values(), str(position)], count)
         return family
 
-    def _changes(self, changes: dict[str, int]) -> Metric:
-        text = "Times the draft worker came into service or went out of it, by reason"
-        family = CounterMetricFamily("draft_service_changes", text, labels=[*self._labels, "reason"])
+    def _by_reason(self, name: str, text: str, changes: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(name, f"{text}, by reason", labels=[*self._labels, "reason"])
         for reason, count in changes.items():
             family.add_metric([*self._labels.values(), reason], count)
         return family

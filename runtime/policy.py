@@ -1,8 +1,11 @@
 """How many guesses a row gets. Never changes what comes out, only how fast."""
 
+import logging
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 from protos.config import SpeculativeConfig
@@ -10,11 +13,16 @@ from protos.errors import ConfigError
 from protos.messages import Request, StepCosts
 from runtime.threshold import ASSUMED_ACCEPTANCE, derive
 
+logger = logging.getLogger(__name__)
+
 RESUME_STEPS = 16
 
 
 class Policy(Protocol):
-    """Asked once a step, then once for each row that samples."""
+    """Asked once a step, then once for each row that samples. `changes` counts changes of K by reason."""
+
+    @property
+    def changes(self) -> Mapping[str, int]: ...  # noqa: D102
 
     def begin_step(self, num_decoding: int) -> None:
         """Learn how many rows decode in this step; rows still reading their prompt do not count."""
@@ -27,6 +35,8 @@ class Policy(Protocol):
 
 class NoSpeculation:
     """What runs when speculation is not configured."""
+
+    changes: Mapping[str, int] = MappingProxyType({})
 
     def begin_step(self, num_decoding: int) -> None:
         """Nothing depends on it."""
@@ -112,6 +122,8 @@ class SpeculationPolicy:
             reason = self._switch.update(num_decoding)
             if reason:
                 self.changes[reason] += 1
+                state = "on again" if self._switch.is_on else "off"
+                logger.info("speculation is %s: %d rows decode (%s)", state, num_decoding, reason)
         self._current = self._from_table if self._switch is None or self._switch.is_on else 0
 
     def _follow_table(self, guesses: int) -> None:

@@ -18,6 +18,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
         num_running, num_waiting: requests now.
         kv_usage: share of KV blocks owned now, 0 to 1.
         draft_changes: how often the draft's service changed, by reason.
+        guess_changes: how often the number of guesses changed with the batch size, by reason.
         target_losses: how often the target group was lost and rebuilt.
     """
 
@@ -36,6 +37,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_waiting: int = 0
     kv_usage: float = 0.0
     draft_changes: dict[str, int] = {}
+    guess_changes: dict[str, int] = {}
     target_losses: int = 0
 
 

@@ -49,6 +49,7 @@ def test_the_controllers_figures_have_vllms_names() -> None:
     stats = EngineStats(
         drafting_rounds=10, proposed=40, accepted=25, accepted_per_pos=(10, 8, 5, 2), preemptions=1,
         prefix_queries=100, prefix_hits=60, num_running=3, num_waiting=2, kv_usage=0.25,
+        draft_changes={"lost": 2}, guess_changes={"batch_size_rose": 3}, target_losses=1,
     )  # fmt: skip
     found = scraped(Metrics("m", lambda: stats))
     for prefix in ("vllm:", "slipstream_"):
@@ -63,6 +64,9 @@ def test_the_controllers_figures_have_vllms_names() -> None:
         assert found[prefix + "spec_decode_num_accepted_tokens_total", ""] == 25
         per_position = [found[prefix + "spec_decode_num_accepted_tokens_per_pos_total", str(j)] for j in range(4)]
         assert per_position == [10, 8, 5, 2]
+        assert found[prefix + "draft_service_changes_total", "lost"] == 2
+        assert found[prefix + "spec_decode_changes_total", "batch_size_rose"] == 3
+        assert found[prefix + "target_losses_total", ""] == 1
 
 
 def test_labels_come_from_known_sets() -> None:

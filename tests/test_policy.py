@@ -78,3 +78,11 @@ def test_table_and_limit_together() -> None:
 def test_tables_that_make_no_sense(table: tuple[tuple[int, int, int], ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(num_speculative_tokens_per_batch_size=table)
+
+
+def test_a_switch_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "runtime.policy")
+    series(configured(disable_by_batch_size=1), [1, 2, *[1] * 16])
+    assert [record.message for record in caplog.records] == [
+        "speculation is off: 2 rows decode (batch_size_rose)", "speculation is on again: 1 rows decode (batch_size_fell)",
+    ]

@@ -26,17 +26,26 @@ class Batch:
     @cached_property
     def offsets_R(self) -> Ints:
         """Index in the flat order of each row's first token."""
+        if self._is_plain:
+            return np.arange(len(self.slots_R))
         return np.cumsum(self.lengths_R) - self.lengths_R
 
     @cached_property
     def slots_T(self) -> Ints:
         """The slot of every token."""
-        return np.repeat(self.slots_R, self.lengths_R)
+        return self.slots_R if self._is_plain else np.repeat(self.slots_R, self.lengths_R)
 
     @cached_property
     def positions_T(self) -> Ints:
         """The position of every token in its sequence."""
+        if self._is_plain:
+            return self.starts_R
         return np.arange(len(self.tokens_T)) + np.repeat(self.starts_R - self.offsets_R, self.lengths_R)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether every row feeds one token: the common case, in which there is nothing to lay out."""
+        return len(self.tokens_T) == len(self.slots_R)
 
     @classmethod
     def from_history(cls, tokens_SL: Ints, slots_R: Ints, starts_R: Ints, lengths_R: Ints) -> "Batch":
