@@ -128,6 +128,8 @@ class DraftKeeper:
 
     def take_result(self, done: RoundDone) -> None:
         """Note how the draft did in a round: being late, and being back, are said once."""
+        if not self.is_serving:
+            return
         if done.draft_missed and not self._is_late:
             self._is_late = True
             self._change("late", "the draft missed its deadline; rounds no longer wait for it until it keeps up")

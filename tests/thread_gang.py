@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from protos.gang import Died, Drafted, FromWorker, Plan, Port, ToWorker, WorkerId
+from protos.gang import Died, FromWorker, Plan, Port, ToWorker, WorkerId
 from workers.rank import serve
 
 Body = Callable[[Port], None]
@@ -114,7 +114,3 @@ class ThreadGang:
     def newest(self, role: str, rank: int = 0) -> ThreadPort:
         """Return the port of the newest incarnation."""
         return self.ports[max(worker for worker in self.ports if (worker.role, worker.rank) == (role, rank))]
-
-    def num_drafted(self) -> int:
-        """Return how many rounds drafts were announced for."""
-        return sum(isinstance(message, Drafted) for port in self.ports.values() for message in port.sent)

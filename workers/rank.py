@@ -196,6 +196,13 @@ class _Loading:
     def target(self, floor_s: float) -> TargetRank:
         """Load this rank's share, and the draft beside it if it lives here; return it ready for plans."""
         tp = self._join()
+        try:
+            return self._target(tp, floor_s)
+        except BaseException:
+            tp.close()  # the other ranks must not wait for this one
+            raise
+
+    def _target(self, tp: Group, floor_s: float) -> TargetRank:
         config = self._config
         self._say(f"loading {config.model.model}")
         model = load(config.model, tp)
