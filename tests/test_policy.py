@@ -84,5 +84,6 @@ def test_a_switch_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) ->
     caplog.set_level("INFO", "runtime.policy")
     series(configured(disable_by_batch_size=1), [1, 2, *[1] * 16])
     assert [record.message for record in caplog.records] == [
-        "speculation is off: 2 rows decode (batch_size_rose)", "speculation is on again: 1 rows decode (batch_size_fell)",
+        "speculation is off: 2 rows decode (batch_size_rose)",
+        "speculation is on again: 1 rows decode (batch_size_fell)",
     ]
