@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 MAX_RETRY_S = 60.0
+STEADY_S = 15.0
+"""A draft that served for so long is replaced at once; one that did not, ever more slowly."""
 FORM_S = 60.0
 """Both ends of a pair must be ready after this long."""
 STUCK_S = 10.0
@@ -62,6 +64,7 @@ class DraftKeeper:
         self._ends: set[WorkerId] = set()
         self._form_by: float | None = None
         self._serving = 0
+        self._served_since = 0.0
         self._retry_at: float | None = None
         self._num_failures = 0
         self._num_bad_pairs = 0
@@ -156,15 +159,15 @@ class DraftKeeper:
 
     def lost(self, reason: str) -> None:
         """The draft is dead or hangs: end what is left of it, and start the next one."""
-        was_ready, self._is_ready = self._is_ready, False
+        was_sound = self._serving > 0 and self._watch.now - self._served_since >= STEADY_S
+        self._num_failures = 0 if was_sound else self._num_failures + 1
+        self._is_ready = False
         self._squad = None
         self._leave_service("lost", f"{self.worker} {reason}; decoding goes on without guesses")
         self._watch.remove(self.worker)
         self._gang.kill([self.worker])
-        self._num_failures = 0 if was_ready else self._num_failures + 1
-        delay = 0.0 if was_ready else min(MAX_RETRY_S, RETRY_S * 2**self._num_failures)
-        if delay:
-            logger.warning("%s %s; trying again in %.0f s", self.worker, reason, delay)
+        delay = min(MAX_RETRY_S, RETRY_S * (2 ** max(0, self._num_failures - 1) - 1))
+        logger.warning("%s %s; starting another in %.0f s", self.worker, reason, delay)
         self._retry_at = self._watch.now + delay
         self.worker = WorkerId("draft", 0, self.worker.incarnation + 1)
         self._reached = -1
@@ -207,6 +210,7 @@ class DraftKeeper:
             self._form_by = None
             self._num_bad_pairs = 0
             self._serving = self._epoch
+            self._served_since = self._watch.now
             self._change("started" if self._epoch == 1 else "revived", f"{self.worker} serves, as pair {self._epoch}")
 
     def _pair_failed(self, worker: WorkerId, message: PairFailed) -> None:

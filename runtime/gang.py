@@ -43,8 +43,8 @@ POLL_S = 0.25
 """While nothing comes in, hangs are looked for this often."""
 SAY_EVERY_S = 30.0
 MAX_REBUILDS = 3
-STEADY_ROUNDS = 50
-"""After so many rounds a rebuilt group counts as sound, and the rebuilds before it are forgotten."""
+STEADY_ROUNDS, STEADY_S = 50, 60.0
+"""After so many rounds, or so long, a rebuilt group counts as sound, and the rebuilds before it are forgotten."""
 DRAFT_AT_START_S = 60.0
 """The start waits this long for the first pair, then goes on without."""
 
@@ -91,6 +91,7 @@ class GangExecutor:
         self._done: RoundDone | None = None
         self._num_rebuilds = 0
         self._num_rounds = 0
+        self._served_since = 0.0
         self._said_at = clock()
         self._is_closed = False
 
@@ -234,6 +235,7 @@ class GangExecutor:
         self._squad = None
         self._pace = Pace(squad.step_s(self._targets[RANK_0]))
         self._num_rounds = 0
+        self._served_since = self._watch.now
         for worker in self._targets:
             self._watch.serves(worker)
         if self._keeper is not None:
@@ -263,8 +265,6 @@ class GangExecutor:
 
     def _count_round(self, done: RoundDone) -> None:
         self._num_rounds += 1
-        if self._num_rounds == STEADY_ROUNDS:
-            self._num_rebuilds = 0
         if self._keeper is not None:
             self._keeper.take_result(done)
 
@@ -348,7 +348,7 @@ class GangExecutor:
 
     def _restart_targets(self) -> None:
         """End what is left of the group, and ask for the next one."""
-        self._num_rebuilds += 1
+        self._count_rebuild()
         self._done = None
         if self._keeper is not None:
             self._keeper.targets_down()
@@ -362,6 +362,17 @@ class GangExecutor:
         )
         self._say(f"starting the target group again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
         self._begin(self._targets, self._as_before)
+
+    def _count_rebuild(self) -> None:
+        """Count, and give up a group that is lost again and again: what it dies of comes back with its requests."""
+        if self._loss is not None:
+            served_s = self._watch.now - self._served_since
+            if self._num_rounds >= STEADY_ROUNDS or served_s >= STEADY_S:
+                self._num_rebuilds = 0
+            if self._num_rebuilds >= MAX_REBUILDS:
+                raise EngineDeadError(f"the target group was lost {MAX_REBUILDS + 1} times in a row, each time within "
+                                      f"{STEADY_ROUNDS} rounds; the last time: {self._loss}")
+        self._num_rebuilds += 1
 
     def _retry(self, failure: SlipstreamError) -> None:
         """An attempt failed: try the next, or give up."""
