@@ -177,7 +177,6 @@ class DraftKeeper:
             self._form_pair()
             return
         self._squad = self._make_squad(self.worker)
-        self._watch.add(self.worker)
         self._squad.start()
 
     def _start_on(self, squad: Squad, worker: WorkerId, message: FromWorker) -> None:

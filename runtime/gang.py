@@ -21,6 +21,7 @@ from protos.gang import (
     FromWorker,
     Gang,
     Loaded,
+    Placed,
     Plan,
     Progress,
     RoundDone,
@@ -176,8 +177,6 @@ class GangExecutor:
         self._failure = None
         self._squad = squad = Squad(self._gang, workers, self._setup, self._devices, size)
         self._squad_since = self._said_at = self._clock()
-        for worker in workers:
-            self._watch.add(worker)
         squad.start()
         return squad
 
@@ -285,6 +284,8 @@ class GangExecutor:
     def _take(self, worker: WorkerId, message: FromWorker) -> None:
         """Hand one message to whom it concerns."""
         self._watch.heard(worker)
+        if isinstance(message, Placed):
+            self._watch.add(worker)
         if isinstance(message, Progress):
             self._said_at = self._clock()
             self._say(f"{worker}: {message.text}")

@@ -80,7 +80,7 @@ class Watch:
         self._looked_at = now
 
     def add(self, worker: WorkerId) -> None:
-        """Watch a worker that loads."""
+        """Watch a worker that was placed, and loads."""
         self._lives[worker] = _Life(self._watched, SILENT_LOADING_S)
 
     def serves(self, worker: WorkerId) -> None:

@@ -243,6 +243,19 @@ def test_everybody_gets_the_fewest_blocks_that_anyone_has_room_for() -> None:
     assert setups[DRAFT].store is None
 
 
+def test_waiting_for_a_place_is_no_hang_and_is_said() -> None:
+    class Crowded(ScriptedGang):
+        def receive(self, timeout_s: float) -> list[tuple[WorkerId, FromWorker]]:
+            self.clock.now += timeout_s
+            return [] if self.clock.now < 400 else super().receive(0.0)
+
+    clock, said = Clock(), []
+    config = EngineConfig(ModelConfig("m", enforce_eager=True), CacheConfig(block_size=4))
+    GangExecutor(Crowded(clock), config, said.append, clock).start()
+    assert clock.now >= 400
+    assert said.count("waiting for target rank 0 to be placed") == 9
+
+
 def test_too_small_a_cache_and_a_failing_worker_end_the_start() -> None:
     clock = Clock()
     gang = ScriptedGang(clock, {"draft": 1})

@@ -70,7 +70,7 @@ class Heart:
         self._port = port
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self.stage = "loading"
+        self.stage = "starting"
         self.round = -1
 
     def __enter__(self) -> Self:
@@ -102,10 +102,10 @@ def serve(port: Port, host: str = LOOPBACK, node: str = "", *, floor_s: float = 
     try:
         store, address = open_store(host)
         port.send(Placed(host, node or socket.gethostname(), os.getpid(), _devices(), address))
-        setup = _wait_for(port, Setup)
-        if setup.worker.role != "target" or setup.worker.rank:
-            del store  # only rank 0's is used
         with Heart(port) as heart:
+            setup = _wait_for(port, Setup)
+            if setup.worker.role != "target" or setup.worker.rank:
+                del store  # only rank 0's is used
             _live(port, setup, heart, floor_s)
     except StoppedError:
         return
@@ -195,6 +195,7 @@ class _Loading:
 
     def target(self, floor_s: float) -> TargetRank:
         """Load this rank's share, and the draft beside it if it lives here; return it ready for plans."""
+        self._heart.stage = "loading"
         tp = self._join()
         try:
             return self._target(tp, floor_s)
@@ -228,6 +229,7 @@ class _Loading:
         config, speculative = self._config, self._config.speculative
         if speculative is None:
             raise ConfigError("a draft worker was started, but nothing says what it should load")
+        self._heart.stage = "loading"
         model = load_draft(config.model, speculative, self._say)
         slots, sampler, allocate = self._settle(model, None)
         runner = ModelRunner(model, slots, allocate.num_blocks, slots.block_size)
