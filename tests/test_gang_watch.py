@@ -253,7 +253,7 @@ def test_waiting_for_a_place_is_no_hang_and_is_said() -> None:
     config = EngineConfig(ModelConfig("m", enforce_eager=True), CacheConfig(block_size=4))
     GangExecutor(Crowded(clock), config, said.append, clock).start()
     assert clock.now >= 400
-    assert said.count("waiting for target rank 0 to be placed") == 9
+    assert said.count("waiting for target rank 0 to be placed") == 10
 
 
 def test_too_small_a_cache_and_a_failing_worker_end_the_start() -> None:
