@@ -18,10 +18,9 @@ STYLES = ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperatur
 
 
 def load_or_write(target: Path, corpus: torch.Tensor, path: Path) -> torch.Tensor:
-    """Return int32 ids `[N]`, those kept at *path* or new ones from the model in *target*.
+    """Return int32 ids `[N]`: those kept at *path*, or else new ones from the model in *target*.
 
-    Args:
-        corpus: int32 ids `[M]` to cut beginnings from.
+    Their beginnings are cut from *corpus*, int32 ids `[M]`.
     """
     if not path.exists():
         save_file({"ids": write(target, corpus)}, path)

@@ -116,17 +116,16 @@ def distillation_loss(draft: nn.Module, target: nn.Module) -> Loss:
     would refuse, taken at a lower temperature so that the likeliest tokens count most.
     """
     target.eval().requires_grad_(False)
-    student, teacher = torch.compile(draft), torch.compile(target)
+    student, teacher, apart = torch.compile(draft), torch.compile(target), torch.compile(divergence)
 
     def loss(ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             wanted = teacher(input_ids=ids, use_cache=False).logits
-        return divergence(student(input_ids=ids, use_cache=False).logits, wanted)
+        return apart(student(input_ids=ids, use_cache=False).logits, wanted)
 
     return loss
 
 
-@torch.compile
 def divergence(guessed_BLV: torch.Tensor, wanted_BLV: torch.Tensor) -> torch.Tensor:
     """Return KL + total variation, a mean over positions."""
     guessed, wanted = guessed_BLV.float().flatten(0, 1), wanted_BLV.float().flatten(0, 1)
@@ -245,7 +244,9 @@ def train_target(work: Path, run: Run, out: Path) -> None:
     save(model, tokenizer, out)
 
 
-def train_draft(target_folder: Path, text: Path, work: Path, run: Run, out: Path, start: Path | None = None) -> None:
+def train_draft(
+    target_folder: Path, text: Path, work: Path, run: Run, *, out: Path, start: Path | None = None
+) -> None:
     """Distil a draft for the target in *target_folder* on the text below *text* and the target's own.
 
     It begins with the weights in *start*, or with random ones.
@@ -289,7 +290,7 @@ def main() -> None:
     if args.target is None and not (target / "model.safetensors").exists():
         train_target(args.work, Run(minutes=args.target_minutes), target)
     out: Path = args.out or (target.with_name(target.name + "-draft") if args.target else HERE / "draft")
-    train_draft(target, args.text, args.work, Run(minutes=args.draft_minutes), out, args.draft)
+    train_draft(target, args.text, args.work, Run(minutes=args.draft_minutes), out=out, start=args.draft)
 
 
 if __name__ == "__main__":

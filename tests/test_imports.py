@@ -19,7 +19,7 @@ ALLOWED = {
     "workers": {"protos", "proposers", "workers"},
     "runtime": {"protos", "proposers", "runtime"},
     "cluster": EVERYTHING,
-    "demo": {"demo"},
+    "demo": {"demo", "slipstream"},
     "slipstream": EVERYTHING,
 }
 # Packages that a part must not name anywhere, not even inside a function.

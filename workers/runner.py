@@ -13,7 +13,7 @@ from workers.attention import AttentionBackend, Ints, Rows, run_with
 from workers.attention_native import DTYPES, NativeAttention
 from workers.attention_torch import TorchAttention
 from workers.batch import Batch
-from workers.compiling import Forward, compile_forward
+from workers.compiling import Forward, Weights, compile_forward
 from workers.kv import KVCache, bytes_per_block
 from workers.loader import LoadedModel
 from workers.native_library import KernelUnavailableError
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 TIMINGS = 3  # runs of which the fastest counts
-FREEZE_SHARE = 0.25  # of free memory that packed copies of the weights may take
 
 
 class ModelRunner:
@@ -52,8 +51,8 @@ class ModelRunner:
             return "running eager: exchanges between ranks are not compiled"
         if self.device.type != "cpu":
             return "running eager"
-        may_freeze = weight_bytes(self.loaded.model) <= FREEZE_SHARE * free_memory()
-        self._run, note = compile_forward(self._run, self._try, self.loaded.dtype, may_freeze=may_freeze)
+        weights = Weights(self.loaded.dtype, weight_bytes(self.loaded.model), free_memory())
+        self._run, note = compile_forward(self._run, self._try, weights)
         logger.info("%s", note)
         return note
 
