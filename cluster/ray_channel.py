@@ -51,6 +51,11 @@ class RayChannel:
         self._placing: asyncio.Future[None] | None = None
         self._unwanted = threading.Event()
 
+    @property
+    def placement(self) -> Placement | None:
+        """Where the replica is, once it has its place."""
+        return self._placement
+
     async def start(self, deliver: Callable[[Report], None]) -> None:
         """See `Channel`. Returns when the replica has its place; raises `PlacementError` where it gets none."""
         loop = asyncio.get_running_loop()
@@ -94,7 +99,7 @@ class RayChannel:
         """Start the controller's actor; runs in a thread."""
         assert self._placement is not None
         assert self._bound is not None
-        actor = remote(ControllerActor).options(**self._placement.options(CONTROLLER)).remote(
+        actor = remote(ControllerActor).options(**self._placement.options(CONTROLLER, "controller")).remote(
             CONFIG.dump_json(self._config).decode(), msgspec.msgpack.encode(self._bound.endpoint), self._placement,
             passed_on(), self._body,
         )  # fmt: skip

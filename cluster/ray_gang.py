@@ -26,7 +26,7 @@ from cluster.worker_process import Order
 from protos.errors import PlacementError
 from protos.gang import Died, FromWorker, ToWorker, WorkerId
 
-RAY_KILL_S = 0.5
+RAY_KILL_S = 0.1
 """Ray ends a process that can hear within this; one that is frozen would be ended after five seconds, so we do it."""
 GONE_S = 10.0
 """A process that was killed is gone within this, or its node is."""
@@ -117,7 +117,7 @@ class RayGang:
         for worker in workers:
             self._hub.admit(worker)
             order = msgspec.msgpack.encode(Order(self._hub.endpoint, worker, self._body))
-            options = self._placement.options(self._placement.plan.bundle_of(worker))
+            options = self._placement.options(self._placement.plan.bundle_of(worker), str(worker))
             hired = Hired.hire(remote(WorkerActor).options(**options).remote(order, self._environment, self._is_near))
             self._hired[worker] = hired
             hired.ended.add_done_callback(partial(self._notice, worker))

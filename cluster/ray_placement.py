@@ -100,9 +100,13 @@ class Placement:
         table: dict[str, Any] = placement_group_table(group)
         self.nodes: list[str] = [table["bundles_to_node_id"][i] for i in range(len(plan.bundles))]
 
-    def options(self, bundle: int) -> dict[str, Any]:
+    def options(self, bundle: int, who: str) -> dict[str, Any]:
         """Return the options of an actor that fills *bundle*."""
-        return actor_options(self.group, bundle, self.plan.bundles[bundle])
+        return {**actor_options(self.group, bundle, self.plan.bundles[bundle]), "name": self.name_of(who)}
+
+    def name_of(self, who: str) -> str:
+        """Return the name Ray knows an actor of this replica by, such as "slipstream 1f00ab5c draft"."""
+        return f"slipstream {self.group.id.hex()[:8]} {who}"
 
     def remove(self) -> None:
         """Give the bundles back; whatever still runs in them is ended."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from protos.gang import Heartbeat, Placed, Port, Progress, Stop, WorkerFailed
+from protos.gang import FromWorker, Heartbeat, Placed, Plan, Port, Progress, Setup, Stop, ToWorker, WorkerFailed
 
 
 def placed() -> Placed:
@@ -54,3 +54,32 @@ def shoot_oneself(port: Port, *place: str) -> None:
 def raise_at_once(port: Port, *place: str) -> None:
     """Fail before a word is said."""
     raise RuntimeError("cannot even begin")
+
+
+DELAY_S = 0.2
+
+
+class SlowDraftPort:
+    """A port through which a draft, and nobody else, gets every plan late."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self._is_draft = False
+
+    def send(self, message: FromWorker) -> None:
+        self._port.send(message)
+
+    def receive(self, timeout_s: float | None) -> ToWorker | None:
+        message = self._port.receive(timeout_s)
+        if isinstance(message, Setup):
+            self._is_draft = message.worker.role == "draft"
+        elif isinstance(message, Plan) and self._is_draft:
+            time.sleep(DELAY_S)
+        return message
+
+
+def slow_draft(port: Port, host: str, node: str) -> None:
+    """Be a real worker, whose draft is late in every round."""
+    from workers.rank import serve
+
+    serve(SlowDraftPort(port), host, node)

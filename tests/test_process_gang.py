@@ -17,7 +17,7 @@ from protos.gang import Allocate, Died, FromWorker, Heartbeat, Placed, Progress,
 HERE = Path(__file__).parent
 RANKS = [WorkerId("target", 0), WorkerId("target", 1)]
 DRAFT = WorkerId("draft")
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 Mail = list[tuple[WorkerId, FromWorker]]
 
 

@@ -18,7 +18,7 @@ from protos.gang import Allocate, Died, FromWorker, Heartbeat, Placed, Progress,
 
 RANKS = [WorkerId("target", 0), WorkerId("target", 1)]
 DRAFT = WorkerId("draft")
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 Mail = list[tuple[WorkerId, FromWorker]]
 Make = Callable[..., RayGang]
 EVERYBODY = Layout(2, has_draft=True, worker={"CPU": 1.0, "GPU": 1.0}, strategy="STRICT_PACK")
@@ -134,7 +134,7 @@ def test_workers_die_with_who_made_them(ray_cluster: Any) -> None:
             pids = pids_of(until(self.gang, Placed, Placed, Placed))
             return {"owner": os.getpid(), **{str(worker): pid for worker, pid in pids.items()}}
 
-    owner = ray_cluster.remote(Owner).options(**placement.options(0)).remote()
+    owner = ray_cluster.remote(Owner).options(**placement.options(0, "owner")).remote()
     pids = ray_cluster.get(owner.hire.remote(), timeout=PATIENCE_S)
     assert len(pids) == 4
     os.kill(pids["owner"], signal.SIGKILL)
