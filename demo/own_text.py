@@ -5,6 +5,7 @@ cut from the corpus.
 """
 
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from slipstream import LLM, SamplingParams
 
 NUM_TEXTS, TOKENS = 3072, 384
 PROMPT_TOKENS = (16, 160)
-STYLES = ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0})
+STYLES = ((0.0, 1.0), (0.7, 0.9), (1.0, 1.0))  # temperature, top-p
 
 
 def load_or_write(target: Path, corpus: torch.Tensor, path: Path) -> torch.Tensor:
@@ -31,8 +32,9 @@ def write(target: Path, corpus: torch.Tensor) -> torch.Tensor:
     """Return `NUM_TEXTS` texts of `TOKENS` tokens, beginnings included, one after another."""
     llm = LLM(model=str(target), max_num_seqs=64, seed=0)
     prompts = list(beginnings(corpus))
-    params = [SamplingParams(max_tokens=TOKENS - len(prompt), ignore_eos=True, seed=i, detokenize=False,
-                             **STYLES[i % len(STYLES)]) for i, prompt in enumerate(prompts)]
+    params = [SamplingParams(max_tokens=TOKENS - len(prompt), temperature=temperature, top_p=top_p, seed=i,
+                             ignore_eos=True, detokenize=False)
+              for i, (prompt, (temperature, top_p)) in enumerate(zip(prompts, cycle(STYLES), strict=False))]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     ids = [token for prompt, output in zip(prompts, outputs, strict=True)
            for token in (*prompt, *output.outputs[0].token_ids)]
