@@ -25,7 +25,8 @@ def load_or_write(target: Path, corpus: torch.Tensor, path: Path) -> torch.Tenso
     """
     if not path.exists():
         save_file({"ids": write(target, corpus)}, path)
-    return load_file(path)["ids"]
+    ids: torch.Tensor = load_file(path)["ids"]
+    return ids
 
 
 def write(target: Path, corpus: torch.Tensor) -> torch.Tensor:
