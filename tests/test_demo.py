@@ -1,0 +1,66 @@
+"""The demo pair as shipped, and the training that makes drafts for other models."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo import corpus, own_text, pair, train
+
+SMALL = 80 * 1000 * 1000
+
+
+def test_the_pair_is_small_shares_a_tokenizer_and_loads_in_plain_transformers() -> None:
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in pair())
+    assert sum(path.stat().st_size for folder in pair() for path in folder.iterdir()) <= SMALL
+    assert 15e6 <= target.num_parameters() <= 30e6
+    assert draft.num_parameters() <= target.num_parameters() / 5
+    mine, other = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in pair())
+    assert mine == other
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+    for name in [f"module_{i}.py" for i in range(60)]:
+        (tmp_path / name).write_text("x = 1\n")
+    kept, heldout = corpus.split(tmp_path)
+    assert heldout
+    assert not set(kept) & set(heldout)
+    assert len(kept) + len(heldout) == 60
+    assert corpus.HELDOUT_LIST.read_text().split()
+    assert all(corpus.is_heldout(name) for name in corpus.HELDOUT_LIST.read_text().split())
+
+
+def test_batches_take_from_every_stream_and_are_the_same_again(tmp_path: Path) -> None:
+    streams = [torch.zeros(100, dtype=torch.int32), torch.ones(100, dtype=torch.int32)]
+    trainers = [train.Trainer(torch.nn.Linear(2, 2), streams, train.Run(1.0, length=8, batch=4), tmp_path / "none.pt")
+                for _ in range(2)]
+    batches = [trainer._batch() for trainer in trainers]
+    assert batches[0].tolist() == [[i % 2] * 8 for i in range(4)]
+    assert torch.equal(*batches)
+
+
+@pytest.mark.full
+def test_a_draft_for_ones_own_target_learns_from_text_and_from_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, work, out = (tmp_path / name for name in ("text", "work", "out"))
+    for folder in (text, work):
+        folder.mkdir()
+    for path in corpus.split(corpus.stdlib_root())[0][:12]:
+        (text / path.name).write_text(path.read_text(encoding="utf-8"))
+    monkeypatch.setattr(own_text, "NUM_TEXTS", 8)
+    monkeypatch.setattr(own_text, "TOKENS", 192)
+    target = pair()[0]
+    untrained = train._new_draft(target)
+    train.train_draft(target, text, work, train.Run(minutes=0.5, length=128), out=out)
+    teacher, student = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target, out))
+    ids = own_text.load_or_write(target, torch.empty(0), work / "own_text.safetensors")
+    assert len(ids) == 8 * 192
+    batch = ids[: 4 * 192].long().view(4, 192)
+    with torch.no_grad():
+        wanted = teacher(batch).logits
+        before, after = (train.divergence(model(batch).logits, wanted) for model in (untrained, student))
+    assert after < 0.8 * before
+    train.train_draft(target, text, tmp_path, train.Run(minutes=0.001, length=128), out=tmp_path / "on", start=out)
+    assert (tmp_path / "on" / "model.safetensors").exists()
