@@ -52,7 +52,7 @@ def serve(config: EngineConfig, options: HttpOptions) -> None:
     Raises:
         ConfigError, ModelError: the engine cannot be built, or the address is taken.
         PlacementError: the Ray cluster has no room for the workers.
-        EngineDeadError: the engine ended while it was loading.
+        EngineDeadError: the engine ended by itself, while it was loading or later.
     """
     log_to_stderr()
     if config.model.skip_tokenizer_init:
@@ -213,9 +213,18 @@ class _Service:
         self._listener.listen(BACKLOG)  # whoever reads the next line may connect at once
         log.info(self._ready_line())
         summaries = None if self._config.disable_log_stats else asyncio.create_task(log_summaries(self._metrics))
+        ending = asyncio.create_task(self._end_with_engine(self._server))
         await self._server.serve(sockets=[self._listener])
+        ending.cancel()
         if summaries is not None:
             summaries.cancel()
+        if not self._server.force_exit and not self._engine.is_alive:
+            raise await self._engine.death()
+
+    async def _end_with_engine(self, server: _Server) -> None:
+        """Stop serving when the engine is gone for good; whatever supervises this process then starts another."""
+        await self._engine.death()
+        server.should_exit = True
 
     def _ready_line(self) -> str:
         port = self._listener.getsockname()[1]

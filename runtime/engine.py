@@ -102,6 +102,7 @@ class AsyncEngine:
         self._info: WorkerInfo | None = None
         self._ready: asyncio.Future[WorkerInfo] | None = None
         self._failure: SlipstreamError | None = None
+        self._has_died = asyncio.Event()
         self._say: Say = log.info
         self._stats = EngineStats()
         self._inboxes: dict[str, asyncio.Queue[TokenOutput | None]] = {}
@@ -124,6 +125,11 @@ class AsyncEngine:
     def is_alive(self) -> bool:
         """See `EngineClient`."""
         return self._preprocessor is not None and self._failure is None
+
+    async def death(self) -> EngineDeadError:
+        """Return why the engine is gone, once it is; a `close` does not count."""
+        await self._has_died.wait()
+        return self._death()
 
     @property
     def info(self) -> WorkerInfo:
@@ -244,6 +250,7 @@ class AsyncEngine:
             return
         log.error("the engine is gone: %s; %d request(s) cannot be answered", report.reason, len(self._inboxes))
         self._wake_all()
+        self._has_died.set()
 
     def _wake_all(self) -> None:
         """Tell every stream that nothing more will come."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fake_engine
 import httpx
 import pytest
 
@@ -100,6 +101,21 @@ def test_a_second_signal_stops_at_once() -> None:
         code, log = server.ended()
         assert code == 0
         assert "Traceback" not in log
+
+
+def test_an_engine_that_is_gone_for_good_ends_the_server() -> None:
+    with running() as server:
+        url = server.url() + "/v1/completions"
+        with httpx.stream("POST", url, json=body(LONG // 2), timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            with contextlib.suppress(httpx.TransportError):  # it may stop listening before it is answered
+                dead = httpx.post(url, json={"prompt": fake_engine.POISON, "max_tokens": 5}, timeout=60)
+                assert (dead.status_code, dead.json()["error"]["code"]) == (503, "engine_dead")
+            assert '"code":"engine_dead"' in "".join(lines).replace(" ", "")
+        code, log = server.ended()
+        assert code == 1
+        assert log.strip().splitlines()[-1].endswith("EngineDeadError: the engine process ended (exit code 9)")
 
 
 def test_a_signal_while_loading() -> None:
