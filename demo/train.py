@@ -4,7 +4,7 @@
     python -m demo.train --target DIR --text DIR --out DIR  a draft for a target of your own
     python -m demo.train --target DIR --draft DIR ...       the same, going on from a draft there is
 
-Runs on a GPU where there is one (minutes), else on the CPU at the lowest priority (about 110 minutes on
+Runs on a GPU where there is one (minutes), else on the CPU at the lowest priority (under two hours on
 two cores), and goes on from its last checkpoint when started again. Matrices are trained with Muon
 (Jordan et al. 2024), everything else with AdamW; the learning rate falls linearly to zero over the
 time given. The draft learns the target's distribution (Hinton et al. 2015), one half on the text and one
@@ -277,7 +277,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where the draft of --target goes (default: TARGET-draft)")
     parser.add_argument("--work", type=Path, default=HERE / ".work", help="folder for checkpoints")
     parser.add_argument("--target-minutes", type=float, default=75.0)
-    parser.add_argument("--draft-minutes", type=float, default=25.0)
+    parser.add_argument("--draft-minutes", type=float, default=40.0)
     return parser.parse_args()
 
 
