@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from proposers import registry
 from protos.config import CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from protos.errors import ConfigError
-from protos.messages import WorkerInfo
+from protos.messages import StepCosts, WorkerInfo
 from workers.draft import DraftWorker
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
@@ -22,6 +23,7 @@ from workers.uni import UniExecutor
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 4 << 30  # where nothing is said, at most this much of main memory, as vLLM does
+MEASURED_TOKENS = 512  # step costs are measured up to this many tokens
 Say = Callable[[str], None]
 
 
@@ -41,7 +43,7 @@ def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
     target = load(config.model)
     speculative = config.speculative
     on_worker = speculative is not None and registry.load(registry.only_method(speculative)).on_worker
-    draft = _load_draft(config.model, speculative, say) if speculative and on_worker else None
+    draft = load_draft(config.model, speculative, say) if speculative and on_worker else None
     info, notes = _size(config, target, draft)
     max_draft = speculative.num_speculative_tokens if speculative else 0
     slots = SlotTable(config.scheduler.max_num_seqs, info.max_model_len, info.block_size, max_draft)
@@ -49,24 +51,34 @@ def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
     for note in (*target.notes, *notes):
         say(note)
     runner = ModelRunner(target, slots, info.num_blocks, info.block_size)
-    _warm_up("target", runner, config.model.enforce_eager, say)
+    max_rows = config.scheduler.max_num_seqs
+    target_s = warm_up("target", runner, max_rows * (max_draft + 1), config.model.enforce_eager, say)
     executor = UniExecutor(info, slots, TargetWorker(runner, slots, sampler))
+    draft_s: dict[int, float] = {}
     if draft is not None and speculative is not None:
         runner = ModelRunner(draft, slots, info.num_blocks, info.block_size)
-        _warm_up("draft", runner, _draft_is_eager(config.model, speculative), say)
+        draft_s = warm_up("draft", runner, max_rows, draft_is_eager(config.model, speculative), say)
         executor.draft = DraftWorker(runner, slots, sampler, config.scheduler.max_num_batched_tokens)
         executor.proposer = registry.create(speculative, executor.draft)
+    if target_s and (draft_s or draft is None):
+        executor.info = structs.replace(info, costs=StepCosts(target_s, draft_s))
     return executor
 
 
-def _warm_up(name: str, runner: ModelRunner, stay_eager: bool, say: Say) -> None:
+def warm_up(name: str, runner: ModelRunner, max_tokens: int, stay_eager: bool, say: Say) -> dict[int, float]:
+    """Compile where that wins; return the measured seconds of a forward by tokens fed, none where eager was asked for.
+
+    Nothing larger than `MEASURED_TOKENS` is run: beyond, costs grow in proportion.
+    """
     if stay_eager:
-        return
+        return {}
     say(f"warming up the {name}")
     say(f"{name}: {runner.warm_up()}")
+    return runner.measure(min(max_tokens, MEASURED_TOKENS))
 
 
-def _load_draft(target: ModelConfig, speculative: SpeculativeConfig, say: Say) -> LoadedModel:
+def load_draft(target: ModelConfig, speculative: SpeculativeConfig, say: Say) -> LoadedModel:
+    """Load the draft, with the target's settings where it has none of its own."""
     if speculative.model is None:
         raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
     say(f"loading the draft {speculative.model}")
@@ -75,7 +87,8 @@ def _load_draft(target: ModelConfig, speculative: SpeculativeConfig, say: Say) -
                         max_model_len=speculative.max_model_len))
 
 
-def _draft_is_eager(target: ModelConfig, speculative: SpeculativeConfig) -> bool:
+def draft_is_eager(target: ModelConfig, speculative: SpeculativeConfig) -> bool:
+    """Whether the draft is not to be compiled."""
     return target.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
 
 
@@ -86,7 +99,7 @@ def _size(config: EngineConfig, target: LoadedModel, draft: LoadedModel | None) 
     if draft is not None:
         each += bytes_per_block(draft.layers, size, draft.dtype)
     enough = config.scheduler.max_num_seqs * -(-target.max_model_len // size)
-    num_blocks = config.cache.num_blocks or min(enough, _memory(config.cache, target.device) // each)
+    num_blocks = config.cache.num_blocks or min(enough, cache_memory(config.cache, target.device) // each)
     if num_blocks < 2:
         raise ConfigError(f"the KV cache holds {num_blocks} blocks of {size} tokens ({each} bytes each); "
                           "it needs 2 at least: give it more memory")
@@ -103,7 +116,7 @@ def _size(config: EngineConfig, target: LoadedModel, draft: LoadedModel | None) 
     return info, tuple(notes)
 
 
-def _memory(cache: CacheConfig, device: torch.device) -> int:
+def cache_memory(cache: CacheConfig, device: torch.device) -> int:
     """Return the bytes the KV caches may take."""
     if cache.memory_bytes is not None:
         return cache.memory_bytes
