@@ -1,4 +1,4 @@
-"""The `slipstream` command: serve, generate, env, bench."""
+"""The `slipstream` command: serve, generate, env, doctor, bench."""
 
 import sys
 from importlib.util import find_spec
@@ -107,6 +107,26 @@ def env(engine: dict[str, Any]) -> None:
     from cluster import cli_env  # noqa: PLC0415 - as above
 
     cli_env.show(engine_config(engine))
+
+
+@app.command(context_settings=HYPHENS)
+def doctor(
+    *,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option("--tensor-parallel-size", "-tp", help="Target ranks; default: what there is.", min=1)
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    share_devices: Annotated[
+        bool, typer.Option("--share-devices", help="Several ranks on one device; NCCL must be told to allow it.")
+    ] = False,
+    ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Whether to check Ray, too.")] = True,
+) -> None:
+    """Check devices, process groups and Ray with real processes; say what is wrong and how to mend it."""
+    from cluster import cli_doctor, doctor  # noqa: PLC0415 - as above
+
+    wanted = doctor.Wanted(tensor_parallel_size, device, share_devices)
+    if not cli_doctor.run(wanted, with_ray=ray):
+        raise typer.Exit(1)
 
 
 @app.command(context_settings={**HYPHENS, "allow_extra_args": True, "ignore_unknown_options": True})

@@ -69,7 +69,7 @@ class Hub:
         self._workers.pop(name_of(worker), None)
         self._waiting.pop(name_of(worker), None)
 
-    def send(self, worker: WorkerId, message: ToWorker) -> None:
+    def send(self, worker: WorkerId, message: Any) -> None:
         """Send without waiting; dropped where nobody of that name is known."""
         name = name_of(worker)
         if name not in self._workers:
@@ -81,7 +81,7 @@ class Hub:
         else:
             self._down.send_multipart([name, self._encode(message)])
 
-    def _encode(self, message: ToWorker) -> bytes:
+    def _encode(self, message: Any) -> bytes:
         """A plan goes to every worker, and is encoded once."""
         if self._last[0] is not message:
             self._last = (message, self._encoder.encode(message))

@@ -12,7 +12,7 @@ import msgspec
 
 from cluster.hub import Hub
 from cluster.worker_process import Order, find
-from protos.gang import Died, FromWorker, ToWorker, WorkerId
+from protos.gang import Died, FromWorker, WorkerId
 from runtime.process import python_command
 
 BODY = "workers.rank:serve"
@@ -62,7 +62,7 @@ class ProcessGang:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self._hub.post(worker, Died(f"its process ended ({how})"))
 
-    def send(self, worker: WorkerId, message: ToWorker) -> None:
+    def send(self, worker: WorkerId, message: Any) -> None:
         """See `Gang`."""
         self._hub.send(worker, message)
 

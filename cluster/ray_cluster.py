@@ -91,7 +91,7 @@ class Membership:
             self._is_ours = _shared.keeper is not None
             if self._is_ours:
                 _shared.num_users += 1
-                self.is_local = _address() is None
+                self.is_local = address() is None
 
     def leave(self) -> None:
         """Leave; the last one to do so ends a cluster that was started here. May be called twice."""
@@ -112,7 +112,7 @@ def way_in() -> str:
     """Say how `Membership` will come to Ray."""
     if ray.is_initialized():
         return "using the Ray that this process has joined"
-    return "starting Ray on this machine" if _address() is None else f"joining the Ray cluster at {_address()}"
+    return "starting Ray on this machine" if address() is None else f"joining the Ray cluster at {address()}"
 
 
 def _arrived(num_cpus: float) -> _Keeper:
@@ -127,17 +127,18 @@ def _arrived(num_cpus: float) -> _Keeper:
 
 
 def _hint() -> str:
-    return "" if _address() is None else "; is RAY_ADDRESS right, and are Ray and Python of the same versions there?"
+    return "" if address() is None else "; is RAY_ADDRESS right, and are Ray and Python of the same versions there?"
 
 
-def _address() -> str | None:
+def address() -> str | None:
+    """Return what RAY_ADDRESS names, if anything."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def _options(num_cpus: float) -> dict[str, Any]:
     common: dict[str, Any] = {"configure_logging": True, "logging_level": logging.ERROR}
-    if _address() is not None:
-        return {**common, "address": _address()}
+    if address() is not None:
+        return {**common, "address": address()}
     counted = max(os.cpu_count() or 1, round(num_cpus))
     return {**common, "address": "local", "num_cpus": counted, "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES}  # fmt: skip

@@ -208,7 +208,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """Seconds of one forward by the number of tokens fed, as measured in warm-up. No `draft_s`: guesses cost nothing."""
+    """Seconds of one forward by number of tokens fed, as measured in warm-up. No `draft_s`: guesses cost nothing."""
 
     target_s: dict[int, float]
     draft_s: dict[int, float] = {}
