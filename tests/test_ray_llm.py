@@ -17,7 +17,7 @@ from processes import is_running, wait_gone, wait_until
 
 from cluster import assemble
 from cluster.ray_channel import RayChannel
-from cluster.ray_cluster import available_resources, cluster_resources
+from cluster.ray_cluster import available_resources
 from cluster.settings import engine_config
 from protos.config import EngineConfig
 from protos.errors import EngineDeadError, ModelError, PlacementError
@@ -71,9 +71,18 @@ def ids_of(llm: LLM) -> Texts:
     return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
-def is_given_back() -> bool:
-    total, free = cluster_resources(), available_resources()
-    return all(free.get(name, 0.0) == total[name] for name in ("CPU", "GPU"))
+def free() -> dict[str, float]:
+    """Return what the cluster has left: other tests' engines may still have their places."""
+    left = available_resources()
+    return {name: left.get(name, 0.0) for name in ("CPU", "GPU")}
+
+
+@pytest.fixture
+def gives_back(ray_cluster: Any) -> Iterator[None]:
+    """See that a test leaves the cluster as free as it was."""
+    before = free()
+    yield
+    wait_until(lambda: free() == before, what=f"{before} free")
 
 
 class Running:
@@ -150,15 +159,17 @@ class Running:
 def running(ray_cluster: Any, pair: Pair) -> Iterator[Running]:
     """Two target ranks and a draft, on logical GPUs."""
     arguments = {"tensor_parallel_size": 2, "speculative_config": pair.speculation(), **SMALL}
+    before = free()
     running = Running(engine_config({"model": str(pair.target), **arguments}))
+    wait_until(lambda: free()["GPU"] == before["GPU"] - 3)
     yield running
-    workers = [running.pid(who) for who in ("controller",)]
+    controller = running.pid("controller")
     running.close()
-    wait_gone(workers)
-    wait_until(is_given_back)
+    wait_gone([controller])
+    wait_until(lambda: free() == before)
 
 
-def test_one_rank_says_what_uni_says(ray_cluster: Any, pair: Pair, undisturbed: Texts) -> None:
+def test_one_rank_says_what_uni_says(gives_back: None, pair: Pair, undisturbed: Texts) -> None:
     with LLM(str(pair.target), distributed_executor_backend="ray", **SMALL) as llm:
         assert ids_of(llm) == undisturbed
         stats = llm.stats()
@@ -173,7 +184,6 @@ def test_one_rank_says_what_uni_says(ray_cluster: Any, pair: Pair, undisturbed: 
         assert head + [token for output in first for token in output.token_ids] == undisturbed[1]
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate("too late", PARAMS[0])
-    wait_until(is_given_back)
 
 
 @pytest.mark.full
@@ -224,7 +234,7 @@ def test_a_killed_target_rank_costs_no_token(running: Running, undisturbed: Text
 
 
 @pytest.mark.full
-def test_front_ends_hear_of_a_dead_controller_within_two_seconds(ray_cluster: Any, pair: Pair) -> None:
+def test_front_ends_hear_of_a_dead_controller_within_two_seconds(gives_back: None, pair: Pair) -> None:
     config = engine_config({"model": str(pair.target), "distributed_executor_backend": "ray",
                             "speculative_config": pair.speculation(), **SMALL})
     running = Running(config)
@@ -241,21 +251,19 @@ def test_front_ends_hear_of_a_dead_controller_within_two_seconds(ray_cluster: An
     wait_gone(pids)
     assert not running.engine.is_alive
     running.close()
-    wait_until(is_given_back)
 
 
 @pytest.mark.full
-def test_what_the_workers_find_wrong_is_told_as_it_is(ray_cluster: Any, pair: Pair, tmp_path: Path) -> None:
+def test_what_the_workers_find_wrong_is_told_as_it_is(gives_back: None, pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(ModelError):
         LLM(str(tmp_path / "nowhere"), skip_tokenizer_init=True, distributed_executor_backend="ray", **SMALL)
     with pytest.raises(PlacementError, match="needs 9 GPUs and 10 CPUs on one node, the cluster has 8 GPUs"):
         LLM(str(pair.target), tensor_parallel_size=9, placement_timeout_s=0.5, **SMALL)
-    wait_until(is_given_back)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("who", ["draft", "target rank 1", "target rank 0"])
-def test_a_frozen_worker_costs_no_token(ray_cluster: Any, pair: Pair, undisturbed: Texts, who: str) -> None:
+def test_a_frozen_worker_costs_no_token(gives_back: None, pair: Pair, undisturbed: Texts, who: str) -> None:
     running = two_ranks(pair)
     pid, stopped, heard = running.pid(who), [0.0], [0.0]
 
@@ -284,7 +292,6 @@ def test_a_frozen_worker_costs_no_token(ray_cluster: Any, pair: Pair, undisturbe
     assert running.stream() == undisturbed
     assert running.proposed() > before
     running.close()
-    wait_until(is_given_back)
 
 
 def two_ranks(pair: Pair, body: str = "workers.rank:serve") -> Running:
@@ -293,7 +300,7 @@ def two_ranks(pair: Pair, body: str = "workers.rank:serve") -> Running:
 
 
 @pytest.mark.full
-def test_a_draft_frozen_for_ten_seconds_and_continued(ray_cluster: Any, pair: Pair, undisturbed: Texts) -> None:
+def test_a_draft_frozen_for_ten_seconds_and_continued(gives_back: None, pair: Pair, undisturbed: Texts) -> None:
     running = two_ranks(pair)
     pid = running.pid("draft")
     for _ in range(2):
@@ -311,7 +318,7 @@ def test_a_draft_frozen_for_ten_seconds_and_continued(ray_cluster: Any, pair: Pa
 
 
 @pytest.mark.full
-def test_a_draft_that_is_late_in_every_round(ray_cluster: Any, pair: Pair, undisturbed: Texts) -> None:
+def test_a_draft_that_is_late_in_every_round(gives_back: None, pair: Pair, undisturbed: Texts) -> None:
     running = two_ranks(pair, "gang_bodies:slow_draft")
     assert running.stream() == undisturbed
     running.until(lambda: running.changes("late") > 0)
