@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +66,42 @@ def variants(pair: ModelPair, size: Size) -> Iterator[tuple[str, dict[str, Any] 
         yield f"draft K={length}, preempted", drafted(pair, length), {"max_num_seqs": 32, **TIGHT}
 
 
+NEAR, NEVER_OVER = 1e-5, 1e-4
+"""Log-probabilities agree within the first, but for `MAX_FAR` of them; none is off by the second.
+
+Other batch shapes sum in another order: of a thousand values one is off by 7e-6, with any attention.
+"""
+MAX_FAR = 1e-4
 MAX_RANK_TIES = 1e-3
-"""Share of ranks that may be off by one. Tokens less than 1e-5 apart, the tolerance, may stand either way round."""
+"""Share of ranks that may be off by one: tokens less than `NEAR` apart may stand either way round."""
 
 
-def assert_same_logprobs(ours: Any, theirs: Any) -> list[int]:
-    """Compare position by position; return by how much each token's rank differs, 0 or 1."""
-    assert (ours is None) == (theirs is None)
-    off: list[int] = []
-    for mine, other in zip(ours or [], theirs or [], strict=True):
-        assert (mine is None) == (other is None)
-        for token in (mine or {}).keys() & (other or {}).keys():
-            assert mine[token].logprob == pytest.approx(other[token].logprob, abs=1e-5)
-            off.append(abs(mine[token].rank - other[token].rank))
-    assert max(off, default=0) <= 1
-    return off
+@dataclass
+class Differences:
+    """How far log-probabilities and ranks of two runs are apart, value by value."""
+
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+
+    def add(self, ours: Any, theirs: Any) -> None:
+        """Compare position by position."""
+        assert (ours is None) == (theirs is None)
+        for mine, other in zip(ours or [], theirs or [], strict=True):
+            assert (mine is None) == (other is None)
+            for token in (mine or {}).keys() & (other or {}).keys():
+                self.logprobs.append(abs(mine[token].logprob - other[token].logprob))
+                self.ranks.append(abs(mine[token].rank - other[token].rank))
+
+    @property
+    def num_far(self) -> int:
+        return sum(difference > NEAR for difference in self.logprobs)
+
+    def assert_small(self, name: str) -> None:
+        assert self.ranks, name
+        assert max(self.ranks) <= 1, name
+        assert sum(self.ranks) <= MAX_RANK_TIES * len(self.ranks), name
+        assert max(self.logprobs) < NEVER_OVER, name
+        assert self.num_far <= MAX_FAR * len(self.logprobs), (name, self.num_far, max(self.logprobs))
 
 
 def compare(pair: ModelPair, size: Size) -> None:
@@ -90,13 +111,14 @@ def compare(pair: ModelPair, size: Size) -> None:
         with engine(pair, speculative, **arguments) as llm:
             results = llm.generate(prompts(size.prompts), params(size), use_tqdm=False)
             stats = llm.stats()
-        off: list[int] = []
+        found = Differences()
         for mine, other in zip(results, wanted, strict=True):
             assert mine.outputs[0].token_ids == other.outputs[0].token_ids, name
-            off += assert_same_logprobs(mine.outputs[0].logprobs, other.outputs[0].logprobs)
-            off += assert_same_logprobs(mine.prompt_logprobs, other.prompt_logprobs)
-        print(f"{name}: {len(results)} sequences equal; {sum(off)} of {len(off)} ranks off by one")  # noqa: T201
-        assert sum(off) <= MAX_RANK_TIES * len(off), name
+            found.add(mine.outputs[0].logprobs, other.outputs[0].logprobs)
+            found.add(mine.prompt_logprobs, other.prompt_logprobs)
+        print(f"{name}: {len(results)} sequences equal; of {len(found.ranks)} log-probabilities {found.num_far} are "  # noqa: T201
+              f"off by more than {NEAR}, the most {max(found.logprobs):.1e}; {sum(found.ranks)} ranks off by one")
+        found.assert_small(name)
         assert (stats.proposed > stats.accepted > 0) if speculative else stats.proposed == 0, name
         if "num_gpu_blocks_override" in arguments and size is FULL:
             assert stats.preemptions > 0, name
