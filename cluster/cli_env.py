@@ -5,6 +5,7 @@ import platform
 import shutil
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -38,6 +39,7 @@ def report(config: EngineConfig) -> dict[str, dict[str, str]]:
         "Packages": dict(_packages()),
         "Processor": dict(_processor()),
         "Devices": dict(_devices()),
+        "Ray": dict(_ray()),
         "Tools": {name: shutil.which(name) or "not found" for name in ("g++", "ninja", "nvcc")},
         "Environment": {name: os.environ.get(name, "not set") for name in VARIABLES},
         "Configuration": {"json": TypeAdapter(EngineConfig).dump_json(config).decode()},
@@ -73,6 +75,15 @@ def _proc(path: str) -> dict[str, str]:
         name, _, value = line.partition(":")
         rows.setdefault(name.strip(), value.strip())
     return rows
+
+
+def _ray() -> Iterator[tuple[str, str]]:
+    yield "RAY_ADDRESS", os.environ.get("RAY_ADDRESS", "not set")
+    if find_spec("ray") is None:
+        return
+    from cluster.ray_doctor import summary  # noqa: PLC0415 - Ray is loaded only where it is used
+
+    yield "cluster", summary()
 
 
 def _devices() -> Iterator[tuple[str, str]]:

@@ -4,9 +4,12 @@ Ray ties the processes it starts to the *thread* that started them, so ours is s
 that lives as long as it is used.
 """
 
+import gc
 import logging
 import os
+import socket
 import threading
+import warnings
 from typing import Any
 
 import ray
@@ -15,6 +18,9 @@ from protos.errors import PlacementError
 
 OBJECT_STORE_BYTES = 128 * 2**20
 """Nothing of ours goes through Ray's object store but the arguments of actors."""
+
+KNOCK_S = 10.0
+"""Whoever listens at RAY_ADDRESS takes a connection within this."""
 
 # Ray's own defaults would report usage to its makers, ask `uv` for another environment, and hide devices from the
 # controller. Whoever sets these themselves is left alone. RAY_AUTH_MODE is not among them: Ray has read it when it was
@@ -35,18 +41,14 @@ class _Keeper(threading.Thread):
         super().__init__(name="slipstream-ray", daemon=True)
         self._options = options
         self._settled, self._leaving = threading.Event(), threading.Event()
-        self.error: Exception | None = None
+        self.error: PlacementError | None = None
 
     def run(self) -> None:
-        try:
-            ray.init(**self._options)
-        except Exception as error:
-            self.error = error
-            return
-        finally:
-            self._settled.set()
-        self._leaving.wait()
-        ray.shutdown()
+        self.error = _failure_of(self._options)
+        self._settled.set()
+        if self.error is None:
+            self._leaving.wait()
+            ray.shutdown()
 
     def arrive(self) -> None:
         """Return when Ray can be used, or `error` says why not."""
@@ -57,6 +59,23 @@ class _Keeper(threading.Thread):
         """Return when nothing of Ray is left in this process, nor of a cluster that was started here."""
         self._leaving.set()
         self.join()
+
+
+def _failure_of(options: dict[str, Any]) -> PlacementError | None:
+    """Join or start Ray; return why it cannot be done, once nothing of the attempt is left."""
+    try:
+        ray.init(**options)
+        return None
+    except Exception as error:
+        failed = error
+    failure = PlacementError(f"{type(failed).__name__}: {failed}")
+    with warnings.catch_warnings():
+        # Ray ends the processes of a failed start without waiting for them, and Python would remark on each.
+        warnings.simplefilter("ignore", ResourceWarning)
+        ray.shutdown()
+        del failed  # its traceback holds them
+        gc.collect()
+    return failure
 
 
 class _Shared:
@@ -78,7 +97,7 @@ class Membership:
         num_cpus: how many CPUs a cluster that is started here must count at least; they may be more than there are.
 
     Raises:
-        PlacementError: Ray could neither be joined nor started.
+        PlacementError: Ray could be neither joined nor started.
     """
 
     def __init__(self, num_cpus: float) -> None:
@@ -115,14 +134,33 @@ def way_in() -> str:
     return "starting Ray on this machine" if address() is None else f"joining the Ray cluster at {address()}"
 
 
+def _knock() -> None:
+    """See whether anybody is where RAY_ADDRESS points: Ray itself would try for minutes, aloud.
+
+    Raises:
+        PlacementError: nobody is, or we could not work with them.
+    """
+    where = address()
+    if where is not None and "://" in where:
+        raise PlacementError(f"RAY_ADDRESS is {where}: workers must reach this process, so run it on a node of the "
+                             "cluster, with RAY_ADDRESS=auto or the head's HOST:PORT")
+    host, _, port = (where or "").rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto", or a name for Ray to judge
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+    except OSError as error:
+        raise PlacementError(f"{way_in()} failed: nobody answers there ({error}){_hint()}") from None
+
+
 def _arrived(num_cpus: float) -> _Keeper:
+    _knock()
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     keeper = _Keeper(_options(num_cpus))
     keeper.arrive()
     if keeper.error is not None:
-        what = f"{type(keeper.error).__name__}: {keeper.error}"
-        raise PlacementError(f"{way_in()} failed: {what}{_hint()}") from keeper.error
+        raise PlacementError(f"{way_in()} failed: {keeper.error}{_hint()}")
     return keeper
 
 

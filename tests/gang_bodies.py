@@ -6,8 +6,22 @@ import socket
 import sys
 import threading
 import time
+from typing import Any
 
-from protos.gang import FromWorker, Heartbeat, Placed, Plan, Port, Progress, Setup, Stop, ToWorker, WorkerFailed
+from protos.doctor import Join, Seen, Trouble
+from protos.gang import (
+    FromWorker,
+    Heartbeat,
+    Placed,
+    Plan,
+    Port,
+    Progress,
+    Setup,
+    Stop,
+    StoreAddress,
+    ToWorker,
+    WorkerFailed,
+)
 
 
 def placed() -> Placed:
@@ -54,6 +68,14 @@ def shoot_oneself(port: Port, *place: str) -> None:
 def raise_at_once(port: Port, *place: str) -> None:
     """Fail before a word is said."""
     raise RuntimeError("cannot even begin")
+
+
+def two_devices(port: Any, *place: str) -> None:
+    """Be examined, as if on a machine with two devices whose groups cannot be formed."""
+    port.send(Seen("here", "2.0", "13.0", "2.30", ("A", "A"), StoreAddress("127.0.0.1", 1)))
+    while not isinstance(order := port.receive(None), Stop):
+        if isinstance(order, Join):
+            port.send(Trouble(f"group {order.group} on {order.device}: no way"))
 
 
 DELAY_S = 0.2

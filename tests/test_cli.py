@@ -216,7 +216,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_env_tells_versions_processor_and_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     run("env", "--max-num-seqs", "7")
     shown = capsys.readouterr().out
-    for word in ("Packages", "torch: ", "flags: ", "CUDA: ", '"max_num_seqs":7'):
+    for word in ("Packages", "torch: ", "flags: ", "CUDA: ", "RAY_ADDRESS: ", "cluster: ", '"max_num_seqs":7'):
         assert word in shown
 
 

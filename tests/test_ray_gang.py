@@ -2,13 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import is_running, wait_gone, wait_until
 
+from cluster import ray_doctor
 from cluster.ray_cluster import available_resources, cluster_resources
 from cluster.ray_gang import RayGang
 from cluster.ray_placement import Layout, Patience, Placement, check_nodes, cpus_needed, fits, layout, place
@@ -16,6 +20,7 @@ from cluster.settings import engine_config
 from protos.errors import PlacementError
 from protos.gang import Allocate, Died, FromWorker, Heartbeat, Placed, Progress, Stop, WorkerId
 
+ROOT = Path(__file__).parent.parent
 RANKS = [WorkerId("target", 0), WorkerId("target", 1)]
 DRAFT = WorkerId("draft")
 PATIENCE_S = 120.0
@@ -157,6 +162,45 @@ def test_what_is_waited_for_is_told_with_the_numbers(ray_cluster: Any) -> None:
     with pytest.raises(PlacementError, match="told to stop"):
         place(plan, Patience(60.0, is_wanted=lambda: False), said.append)
     wait_until(is_given_back)
+
+
+def test_the_doctor_tells_what_the_cluster_has(ray_cluster: Any) -> None:
+    text = ray_doctor.examine(2, has_draft=True, device="auto")
+    assert text.startswith(f"using the Ray that this process has joined: Ray {ray_cluster.__version__}, 1 node(s), ")
+    assert "of 8 GPUs free" in text
+    assert ray_doctor.summary() == ray_doctor.resources()
+    with pytest.raises(PlacementError, match="needs 9 GPUs and 10 CPUs on one node, the cluster has 8 GPUs"):
+        ray_doctor.examine(8, has_draft=True, device="auto")
+    assert ray_cluster.is_initialized()
+
+
+JOIN = """
+from cluster import ray_doctor
+from cluster.ray_cluster import Membership
+Membership(2)
+"""
+
+
+def joining(**variables: str) -> list[str]:
+    """Return what a process that cannot join says on stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", JOIN], env=environment, capture_output=True, text=True,
+                         timeout=PATIENCE_S, check=False)  # fmt: skip
+    assert ran.returncode == 1
+    return ran.stderr.strip().splitlines()
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
+    said = joining(RAY_ADDRESS="127.0.0.1:9")
+    assert "PlacementError: joining the Ray cluster at 127.0.0.1:9 failed: nobody answers there" in said[-1]
+    assert "PlacementError: RAY_ADDRESS is ray://a:1: workers must reach" in joining(RAY_ADDRESS="ray://a:1")[-1]
+
+
+@pytest.mark.full
+def test_a_ray_that_does_not_start_leaves_nothing_to_remark_on() -> None:
+    said = joining(RAY_raylet_start_wait_time_s="0", RAY_ADDRESS="")
+    assert "PlacementError: starting Ray on this machine failed: " in said[-1]
+    assert not any("ResourceWarning" in line or "Exception ignored" in line for line in said)
 
 
 def config_of(**given: Any) -> Any:

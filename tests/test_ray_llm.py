@@ -186,7 +186,6 @@ def test_one_rank_says_what_uni_says(gives_back: None, pair: Pair, undisturbed: 
         llm.generate("too late", PARAMS[0])
 
 
-@pytest.mark.full
 def test_two_ranks_and_a_draft_say_what_uni_says(running: Running, undisturbed: Texts) -> None:
     before = running.engine.stats()
     assert running.stream() == undisturbed
@@ -196,7 +195,6 @@ def test_two_ranks_and_a_draft_say_what_uni_says(running: Running, undisturbed: 
     assert any("placed: controller, target rank 0, target rank 1, draft on node" in line for line in running.said)
 
 
-@pytest.mark.full
 def test_a_killed_draft_costs_no_token_and_comes_back(running: Running, undisturbed: Texts) -> None:
     lost, revived, before = running.changes("lost"), running.changes("revived"), running.proposed()
     pid = newest_draft(running)
@@ -220,7 +218,6 @@ def newest_draft(running: Running) -> int:
     return running.pid("draft" if not lives else f"draft (restart {lives})")
 
 
-@pytest.mark.full
 def test_a_killed_target_rank_costs_no_token(running: Running, undisturbed: Texts) -> None:
     before, losses = running.proposed(), running.engine.stats().target_losses
     pids = [running.pid(f"target rank {rank}" + (f" (restart {losses})" if losses else "")) for rank in (0, 1)]
@@ -233,7 +230,6 @@ def test_a_killed_target_rank_costs_no_token(running: Running, undisturbed: Text
     assert running.proposed() > before
 
 
-@pytest.mark.full
 def test_front_ends_hear_of_a_dead_controller_within_two_seconds(gives_back: None, pair: Pair) -> None:
     config = engine_config({"model": str(pair.target), "distributed_executor_backend": "ray",
                             "speculative_config": pair.speculation(), **SMALL})
