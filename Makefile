@@ -1,5 +1,5 @@
 # People and CI use the same targets; each installs what it needs, once.
-#   make serve | test | check | bench | accept-engine | clean
+#   make serve | test | check | bench | accept-engine | accept-gang | clean
 # VENV and PYTHON may be given: `make test VENV=/path/to/venv PYTHON=python3.12`.
 
 PYTHON ?= python3
@@ -16,7 +16,11 @@ RESULTS := benchmarks/results
 
 TWO_THREADS := OMP_NUM_THREADS=2
 
-.PHONY: install serve test check bench accept-engine accept-oldest clean
+# What the gang's acceptance runs, and the engine's does not.
+GANG_TESTS := $(sort $(wildcard tests/test_gang_*.py tests/test_process_gang.py tests/test_ray_*.py \
+	tests/test_tensor_parallel*.py tests/test_doctor.py))
+
+.PHONY: install serve test check bench accept-engine accept-gang accept-oldest clean
 
 serve: $(READY)
 	$(BIN)/slipstream serve $(ARGS)
@@ -34,8 +38,15 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.off_is_free --output $(RESULTS)/off_is_free.json
 
 accept-engine: check accept-oldest
-	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s
+	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(GANG_TESTS))
 	$(MAKE) bench
+
+# Several processes a test on as many processors as there are: one thread each.
+accept-gang: check
+	mkdir -p $(RESULTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full -s $(GANG_TESTS)
+	$(BIN)/python -m benchmarks.round_latency --output $(RESULTS)/round_latency.json
+	$(BIN)/python -m benchmarks.soak --output $(RESULTS)/soak.json
 
 # The oldest transformers that is promised, in an environment of its own.
 accept-oldest: $(OLDEST_READY)
