@@ -73,12 +73,11 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 class FormPair(msgspec.Struct, frozen=True, tag=True):
     """Form `pair` number *epoch* in the background: target 0 and the draft meet at *store* under that prefix.
 
-    `announce` is where target 0 listens for the draft's announcements.
+    Where target 0 listens for the draft's announcements, and under which key, it says in that store.
     """
 
     epoch: int
     store: StoreAddress
-    announce: str = ""
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
@@ -124,10 +123,9 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class PairReady(msgspec.Struct, frozen=True, tag=True):
-    """This end of pair *epoch* is formed. `announce` as in `FormPair`, from target 0 only."""
+    """This end of pair *epoch* is formed."""
 
     epoch: int
-    announce: str = ""
 
 
 class PairFailed(msgspec.Struct, frozen=True, tag=True):
