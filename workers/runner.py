@@ -93,13 +93,19 @@ class ModelRunner:
                                  self.block_size))
         # Tensors made inside and outside inference mode are of different kinds to a compiled graph: always inside.
         with torch.inference_mode():
-            tokens_1T = self._tensor(batch.tokens_T).unsqueeze(0)
-            positions_1T = self._tensor(batch.positions_T).unsqueeze(0)
+            tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)
             wanted = self._tensor(wanted_N)
             return run_with(self.attention, lambda: forward(tokens_1T, positions_1T, wanted))
 
-    def _tensor(self, array: Ints) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+    def _tensor(self, array_N: Ints, *leading: int) -> torch.Tensor:
+        """Return a contiguous array as a tensor on our device, with *leading* dimensions of one.
+
+        Its strides are always the same: those that numpy gives a single element are arbitrary, and compiled code that
+        does not expect them is compiled anew.
+        """
+        size = len(array_N)
+        tensor = torch.from_numpy(array_N).as_strided((*leading, size), (*(size for _ in leading), 1))
+        return tensor.to(self.device, non_blocking=True)
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
