@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from proposers import registry
 from protos.config import EngineConfig, SpeculativeConfig
@@ -15,6 +15,9 @@ from runtime.detokenizer import DetokenizerFactory
 from runtime.inputs import Preprocessor, load_tokenizer
 from runtime.policy import Policy, make_policy, settled
 from runtime.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from cluster.ray_channel import RayChannel
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,20 @@ def _uni(config: EngineConfig, say: Say) -> Executor:
     from workers.build import build_uni  # noqa: PLC0415 - torch loads when an engine is built, not before
 
     return build_uni(config, say)
+
+
+def ray_channel(config: EngineConfig) -> "RayChannel":
+    """Return the way to a controller on Ray, which is loaded only here.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
+    try:
+        from cluster.ray_channel import RayChannel  # noqa: PLC0415 - engines in one process work without Ray
+    except ImportError as error:
+        raise ConfigError(f"several workers need Ray, which cannot be loaded ({error}): pip install 'ray[serve]>=2.56'"
+                          ", or use tensor_parallel_size 1 and placement colocated") from None
+    return RayChannel(config)
 
 
 def beside_controller(speculative: SpeculativeConfig | None) -> Proposer | None:

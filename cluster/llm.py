@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from cluster import shadowing
+from cluster.assemble import ray_channel
 from cluster.offline import ChannelEngine, Engine, LocalEngine
 from cluster.settings import engine_config
 from protos.config import EngineConfig
@@ -217,9 +218,7 @@ def make_engine(config: EngineConfig, say: Callable[[str], None]) -> Engine:
     """Build what *config* asks for: in this thread, or on Ray."""
     if config.parallel.executor == "uni":
         return LocalEngine(config, say)
-    from cluster.ray_channel import RayChannel  # noqa: PLC0415 - Ray is loaded only where it is used
-
-    return ChannelEngine(config, RayChannel(config), say)
+    return ChannelEngine(config, ray_channel(config), say)
 
 
 class _Bar:

@@ -91,9 +91,7 @@ def controller_channel(config: EngineConfig) -> KillableChannel:
     """Return the way to a controller where *config* wants it: in a child process, or on Ray."""
     if config.parallel.executor == "uni":
         return ProcessChannel(python_command("cluster.engine_process"), CONFIG.dump_json(config).decode())
-    from cluster.ray_channel import RayChannel  # noqa: PLC0415 - Ray is loaded only where it is used
-
-    return RayChannel(config)
+    return assemble.ray_channel(config)
 
 
 class _Server(uvicorn.Server):

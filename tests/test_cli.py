@@ -238,10 +238,21 @@ def test_importing_slipstream_is_light() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_without_ray_the_command_line_generates(pair: tuple[Path, Path]) -> None:
+def without_ray(*given: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; sys.modules['ray'] = None; from cluster.cli import main; main()"
-    given = ["generate", "x", "--max-tokens", "4", *model_options(pair)]
-    ran = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code, *given], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
     )
+
+
+def test_without_ray_the_command_line_generates(pair: tuple[Path, Path]) -> None:
+    ran = without_ray("generate", "x", "--max-tokens", "4", *model_options(pair))
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("serve", "--port", "0")])
+def test_without_ray_several_workers_are_refused(pair: tuple[Path, Path], command: tuple[str, ...]) -> None:
+    ran = without_ray(*command, "-tp", "2", *model_options(pair))
+    assert ran.returncode == cli.FAILED
+    assert "slipstream: error: several workers need Ray, which cannot be loaded (" in ran.stderr.splitlines()[-1]
+    assert "Traceback" not in ran.stderr

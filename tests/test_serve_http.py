@@ -1,7 +1,6 @@
 """`slipstream serve` as a process: ready, signals, and what it leaves behind (nothing)."""
 
 import contextlib
-import re
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import fake_engine
 import httpx
 import pytest
+from serving import Running
 
 from cluster.serve_http import bound, described, served_names
 from protos.config import EngineConfig, ModelConfig, SpeculativeConfig
@@ -31,33 +31,6 @@ serve_http.python_command = lambda module: python_command("fake_engine")
 config = EngineConfig(ModelConfig({model!r}, max_model_len={length}))
 serve_http.serve(config, serve_http.HttpOptions("1", host="127.0.0.1", port=0, grace_s=60))
 """
-
-
-class Running:
-    """A server in a process. Its child shares its standard error, which therefore ends with the last of both."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-
-    def until(self, words: str) -> str:
-        """Return the first line of the log with *words*."""
-        assert self.process.stderr is not None
-        seen = []
-        for line in self.process.stderr:
-            seen.append(line)
-            if words in line:
-                return line
-        raise AssertionError("".join(seen))
-
-    def url(self) -> str:
-        found = re.search(r"http://[\d.:]+", self.until("ready on"))
-        assert found is not None
-        return found[0]
-
-    def ended(self) -> tuple[int, str]:
-        """Return the exit code and the rest of the log, once nobody of it is left."""
-        _, log = self.process.communicate(timeout=60)
-        return self.process.returncode, log
 
 
 @contextlib.contextmanager
