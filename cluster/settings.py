@@ -11,7 +11,7 @@ from protos import arguments, speculation, speculation_aliases
 from protos.config import EngineConfig
 
 DEMO_NAME = "demo"
-TOKENS, DEMO_GUESSES = "num_speculative_tokens", 3  # of 3, 4 and 5 the fastest in a short run on two CPU cores
+TOKENS, DEMO_GUESSES = "num_speculative_tokens", 3  # of 3 and 4 the faster in a short run on two CPU cores
 IMPLYING = frozenset({"method", "model", "prompt_lookup_max", "prompt_lookup_min"})
 # Looked for in this order, in the config.json's model type and architectures, then in the checkpoint's own name.
 METHOD_MARKS = {"eagle3": "eagle3", "eagle-3": "eagle3", "eagle": "eagle", "medusa": "medusa",
