@@ -235,3 +235,15 @@ def test_what_cannot_be_compiled_runs_eager(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("torch.compile", trips)
     assert runner.warm_up() == "running eager: torch.compile failed: ValueError: no"
     assert torch.equal(feed(runner, [0], [0], [20]), expected)
+
+
+def test_a_single_element_of_any_stride_is_no_new_shape(tmp_path: Path) -> None:
+    rows = sequences()[:1]
+    runner = make_runner(build("llama", tmp_path, num_hidden_layers=1), rows)
+    feed(runner, [0], [0], [20])
+    runner.warm_up()
+    torch._dynamo.utils.counters.clear()
+    slot, start, length, token = np.ascontiguousarray(np.array([[0, 20, 1, 7]]).T)
+    assert start.strides != (8,)
+    runner.forward(Batch(slot, start, length, token), np.zeros(1, np.int64))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
