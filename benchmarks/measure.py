@@ -60,6 +60,17 @@ def _bootstrap(statistic: Callable[[npt.NDArray[np.int64]], Any], blocks: int) -
     return Ratio(float(statistic(np.arange(blocks))), float(low), float(high))
 
 
+def share(part_A: Floats, whole_B: Floats) -> Ratio:
+    """Return the median of *part_A* by that of *whole_B*, measured apart, with the interval that both give."""
+    rng = np.random.default_rng(0)
+
+    def drawn(values: Floats) -> Floats:
+        return np.median(values[rng.integers(len(values), size=(RESAMPLES, len(values)))], axis=1)
+
+    low, high = np.percentile(drawn(part_A) / drawn(whole_B), [2.5, 97.5])
+    return Ratio(float(np.median(part_A) / np.median(whole_B)), float(low), float(high))
+
+
 def alternate(sides: Mapping[str, Callable[[Block], int]], blocks: Sequence[Block]) -> Timings:
     """Run every side on every block, another side first each time; a side returns the tokens it made.
 

@@ -173,13 +173,13 @@ def threaded(config: EngineConfig, *, floor_s: float = PATIENT_S, body: Callable
     return over(ThreadGang(body or partial(rank.serve, floor_s=floor_s), on_start), config)
 
 
-def late_comer(may_come: threading.Event) -> Callable[[Port], None]:
+def late_comer(may_come: threading.Event, floor_s: float = 1.0) -> Callable[[Port], None]:
     """Return the life of workers of which a second draft waits to be let in."""
 
     def live(port: Port) -> None:
         assert isinstance(port, ThreadPort)
         if port.worker.role == "draft" and port.worker.incarnation:
             may_come.wait(60)
-        rank.serve(port, floor_s=1.0)
+        rank.serve(port, floor_s=floor_s)
 
     return live

@@ -1,0 +1,286 @@
+"""An empty round, controller to all workers and back from target 0, over our channel and over plain Ray actor calls.
+
+    python -m benchmarks.round_latency [--blocks 40] [--output figures.json]
+
+Nobody computes anything: what is timed is the control plane alone. The same round with ids that cross the pair from the
+draft to target 0, announced, shows what that adds. The sides take turns, block by block, another one first each time;
+the actors of all of them are on this machine's Ray. Both are set against a step of the demo pair in one process.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks import measure, workload
+from benchmarks.sides import Engine
+from demo import pair
+from protos.gang import (
+    FormPair,
+    Gang,
+    PairReady,
+    Placed,
+    Plan,
+    Port,
+    RoundDone,
+    Setup,
+    Stop,
+    StoreAddress,
+    WorkerId,
+)
+from protos.messages import RoundPlan
+from workers.groups import open_store
+from workers.pair import STAMP, DraftReceiver, DraftSender, join_as_draft, join_as_target
+
+CHANNEL, WITH_PAIR, RAY, RAY_FIRST = "channel", "channel and pair", "ray actor calls", "ray, target 0 awaited alone"
+AT_LEAST = 4.0
+SHAPES = {"1 target + 1 draft": 1, "2 targets + 1 draft": 2}
+ROUNDS = 100
+"""Rounds of one side in one block."""
+EPOCH = 1
+PATIENCE_S = 60.0
+CPU = torch.device("cpu")
+DRAFT = WorkerId("draft")
+HERE = "benchmarks.round_latency"
+
+
+# What the workers do.
+
+
+def answer(port: Port, *place: str) -> None:
+    """Be a worker that computes nothing: target 0 answers every plan, after the draft's ids where a pair serves it."""
+    _store, address = open_store()
+    port.send(Placed("", "", os.getpid(), store=address))
+    act: Callable[[RoundPlan], None] = _ignore
+    setup = Setup("", DRAFT, 1, "cpu", "gloo")
+    while not isinstance(message := port.receive(None), Stop):
+        if isinstance(message, Plan):
+            act(message.plan)
+        elif isinstance(message, Setup):
+            setup = message
+            act = _answering(port, None) if _is_first(setup.worker) else _ignore
+        elif isinstance(message, FormPair):
+            act = _paired(port, setup.worker, message, int(setup.config))
+
+
+def _is_first(worker: WorkerId) -> bool:
+    return worker.role == "target" and worker.rank == 0
+
+
+def _ignore(plan: RoundPlan) -> None:
+    """Hear of a round and do nothing."""
+
+
+def _paired(port: Port, me: WorkerId, order: FormPair, guesses: int) -> Callable[[RoundPlan], None]:
+    """Form our end of the pair; return what to do from now on."""
+    if _is_first(me):
+        receiver = join_as_target(order, port.send, "gloo", CPU, PATIENCE_S)
+        port.send(PairReady(order.epoch))
+        return _answering(port, receiver)
+    sender = join_as_draft(order, port.send, "gloo", CPU)
+    port.send(PairReady(order.epoch))
+    return _guessing(sender, guesses)
+
+
+def _answering(port: Port, end: DraftReceiver | None) -> Callable[[RoundPlan], None]:
+    def act(plan: RoundPlan) -> None:
+        began = time.monotonic()
+        if plan.epoch and (end is None or end.collect(plan.round, 1).table is None):
+            raise RuntimeError(f"no ids came in round {plan.round}")
+        port.send(RoundDone(plan.round, (), wait_s=time.monotonic() - began))
+
+    return act
+
+
+def _guessing(end: DraftSender, guesses: int) -> Callable[[RoundPlan], None]:
+    ids = np.zeros((1, STAMP + guesses), np.int32)
+
+    def act(plan: RoundPlan) -> None:
+        if plan.epoch:
+            end.post(ids, plan.round, 0.0)
+
+    return act
+
+
+class Plain:
+    """The same worker as an actor that is called for each round."""
+
+    def __init__(self) -> None:
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RoundPlan)
+
+    def round(self, plan: bytes) -> bytes:
+        """Answer a round."""
+        return self._encoder.encode(RoundDone(self._decoder.decode(plan).round, ()))
+
+
+# What the controller does.
+
+
+class Channel:
+    """Rounds over our channel. `waits` are the seconds target 0 waited for ids, of rounds with a pair."""
+
+    def __init__(self, gang: Gang, num_targets: int, guesses: int) -> None:
+        self._gang = gang
+        self._workers = [*(WorkerId("target", rank) for rank in range(num_targets)), DRAFT]
+        self._round = 0
+        self.waits: list[float] = []
+        gang.start(self._workers)
+        self._form(guesses)
+
+    def _form(self, guesses: int) -> None:
+        store: StoreAddress | None = None
+        for worker, placed in self._hear(Placed, len(self._workers)):
+            store = placed.store if _is_first(worker) else store
+        assert store is not None
+        for worker in self._workers:
+            self._gang.send(worker, Setup(str(guesses), worker, len(self._workers) - 1, "cpu", "gloo"))
+        for worker in (self._workers[0], DRAFT):
+            self._gang.send(worker, FormPair(EPOCH, store))
+        self._hear(PairReady, 2)
+
+    def _hear(self, kind: type, count: int) -> list[tuple[WorkerId, Any]]:
+        found: list[tuple[WorkerId, Any]] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while len(found) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"heard {len(found)} of {count} {kind.__name__}")
+            found += [(worker, message) for worker, message in self._gang.receive(1.0) if isinstance(message, kind)]
+        return found
+
+    def rounds(self, count: int, epoch: int = 0) -> int:
+        """Run *count* rounds, one after another; return *count*."""
+        for _ in range(count):
+            self._round += 1
+            plan = Plan(RoundPlan(self._round, (), epoch=epoch))
+            for worker in self._workers:
+                self._gang.send(worker, plan)
+            done = self._hear(RoundDone, 1)[0][1]
+            if done.round != self._round:
+                raise RuntimeError(f"round {self._round} was answered by {done.round}")
+            if epoch:
+                self.waits.append(done.wait_s)
+        return count
+
+
+class Calls:
+    """Rounds as calls of methods: sent to all, and awaited of all, or of target 0 alone."""
+
+    def __init__(self, ray: Any, num_actors: int) -> None:
+        self._get = ray.get
+        self._actors = [ray.remote(Plain).options(num_cpus=0).remote() for _ in range(num_actors)]
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RoundDone)
+        self._round = 0
+
+    def rounds(self, count: int, awaited: int | None = None) -> int:
+        """Run *count* rounds; return *count*."""
+        for _ in range(count):
+            self._round += 1
+            plan = self._encoder.encode(RoundPlan(self._round, ()))
+            answers = [actor.round.remote(plan) for actor in self._actors]
+            if self._decoder.decode(self._get(answers[:awaited])[0]).round != self._round:
+                raise RuntimeError("another round was answered")
+        return count
+
+
+@contextmanager
+def cluster() -> Iterator[Any]:
+    """Yield Ray, joined or started as the engine does it, with workers that find this module."""
+    root = str(Path(__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    import ray  # noqa: PLC0415 - reads the environment when it is imported
+
+    from cluster.ray_cluster import Membership  # noqa: PLC0415
+
+    member = Membership(max(SHAPES.values()) + 2)
+    try:
+        yield ray
+    finally:
+        member.leave()
+
+
+def measured(ray: Any, num_targets: int, blocks: int, guesses: int) -> tuple[measure.Timings, list[float]]:
+    """Return the times of all sides, and how long target 0 waited for ids."""
+    from cluster.ray_gang import RayGang  # noqa: PLC0415
+    from cluster.ray_placement import Layout, Patience, place  # noqa: PLC0415
+
+    placement = place(Layout(num_targets, True, {"CPU": 1.0}, "STRICT_PACK"), Patience(PATIENCE_S), print)
+    gang = RayGang(placement, f"{HERE}:answer")
+    try:
+        channel, calls = Channel(gang, num_targets, guesses), Calls(ray, num_targets + 1)
+        sides: dict[str, Callable[[int], int]] = {
+            CHANNEL: channel.rounds,
+            WITH_PAIR: lambda count: channel.rounds(count, EPOCH),
+            RAY: calls.rounds,
+            RAY_FIRST: lambda count: calls.rounds(count, 1),
+        }
+        for run in sides.values():
+            run(ROUNDS)  # warm
+        channel.waits.clear()
+        return measure.alternate(sides, [ROUNDS] * blocks), channel.waits
+    finally:
+        gang.close()
+        placement.remove()
+
+
+def demo_steps(args: Any) -> measure.Floats:
+    """Return the seconds of a step of the demo pair, one request at a time, averaged over each request."""
+    target, draft = args.model or pair()[0], args.draft or pair()[1]
+    engine = Engine(target, {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens},
+                    threads=args.threads)
+    items = workload.load(target, args.limit or 16).single
+    engine.all(items[:1])  # warm
+    found = []
+    for item in items:
+        began, before = time.perf_counter(), engine.llm.stats().steps
+        engine.all((item,))
+        found.append((time.perf_counter() - began) / (engine.llm.stats().steps - before))
+    engine.llm.shutdown()
+    return np.array(found)
+
+
+def report(timings: measure.Timings, waits: list[float], steps: measure.Floats) -> dict[str, Any]:
+    """Print and return the figures of one shape, in seconds a round."""
+    each = {side: seconds / timings.tokens_B for side, seconds in timings.seconds.items()}
+    faster = {side: timings.speedup(CHANNEL, side) for side in (RAY, RAY_FIRST)}
+    shares = {side: measure.share(seconds, steps) for side, seconds in each.items()}
+    for side, seconds in each.items():
+        print(f"  {side:28} {np.median(seconds) * 1e6:8.0f} us, of a demo step {shares[side]}")
+    print(f"  ids over the pair: target 0 waits {np.median(waits) * 1e6:.0f} us")
+    for side, ratio in faster.items():
+        print(f"  {CHANNEL} is faster than {side} by {ratio}" + (f"   wanted >= {AT_LEAST}" if side == RAY else ""))
+    return {
+        "round_s": {side: seconds.tolist() for side, seconds in each.items()},
+        "pair_wait_s": {"median": float(np.median(waits)), "p95": float(np.percentile(waits, 95))},
+        "times_faster": {side: asdict(ratio) for side, ratio in faster.items()},
+        "share_of_demo_step": {side: asdict(ratio) for side, ratio in shares.items()},
+    }
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--blocks", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    steps = demo_steps(args)
+    print(f"a step of the demo pair, K={args.num_speculative_tokens}: {np.median(steps) * 1e6:.0f} us")
+    shapes = {}
+    with cluster() as ray:
+        for name, num_targets in SHAPES.items():
+            timings, waits = measured(ray, num_targets, args.blocks, args.num_speculative_tokens)
+            print(name)
+            shapes[name] = report(timings, waits, steps)
+    measure.write(args.output, {
+        "environment": measure.environment(args.threads), "blocks": args.blocks, "rounds_per_block": ROUNDS,
+        "demo_step_s": steps.tolist(), "shapes": shapes,
+    })
+
+
+if __name__ == "__main__":
+    main()
