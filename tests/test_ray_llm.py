@@ -16,6 +16,7 @@ from identity import perturbed
 from processes import is_running, wait_gone, wait_until
 
 from cluster import assemble
+from cluster.process_gang import BODY
 from cluster.ray_channel import RayChannel
 from cluster.ray_cluster import available_resources
 from cluster.settings import engine_config
@@ -88,7 +89,7 @@ def gives_back(ray_cluster: Any) -> Iterator[None]:
 class Running:
     """An engine on Ray and the event loop it lives on, driven from a test's thread."""
 
-    def __init__(self, config: EngineConfig, body: str = "workers.rank:serve") -> None:
+    def __init__(self, config: EngineConfig, body: str = BODY) -> None:
         self._config = config
         self.said: list[str] = []
         self._loop = asyncio.new_event_loop()
@@ -169,6 +170,24 @@ def running(ray_cluster: Any, pair: Pair) -> Iterator[Running]:
     wait_until(lambda: free() == before)
 
 
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(gives_back: None, pair: Pair) -> Iterator[Start]:
+    """Start engines with a draft, two target ranks where nothing else is said; they end with the test."""
+    started: list[Running] = []
+
+    def start(body: str = BODY, **arguments: Any) -> Running:
+        given = {"tensor_parallel_size": 2, "speculative_config": pair.speculation(), **SMALL, **arguments}
+        started.append(Running(engine_config({"model": str(pair.target), **given}), body))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.close()
+
+
 def test_one_rank_says_what_uni_says(gives_back: None, pair: Pair, undisturbed: Texts) -> None:
     with LLM(str(pair.target), distributed_executor_backend="ray", **SMALL) as llm:
         assert ids_of(llm) == undisturbed
@@ -230,10 +249,8 @@ def test_a_killed_target_rank_costs_no_token(running: Running, undisturbed: Text
     assert running.proposed() > before
 
 
-def test_front_ends_hear_of_a_dead_controller_within_two_seconds(gives_back: None, pair: Pair) -> None:
-    config = engine_config({"model": str(pair.target), "distributed_executor_backend": "ray",
-                            "speculative_config": pair.speculation(), **SMALL})
-    running = Running(config)
+def test_front_ends_hear_of_a_dead_controller_within_two_seconds(start: Start) -> None:
+    running = start(tensor_parallel_size=1, distributed_executor_backend="ray")
     pids = [running.pid(who) for who in ("controller", "target rank 0", "draft")]
     killed: list[float] = []
 
@@ -246,7 +263,6 @@ def test_front_ends_hear_of_a_dead_controller_within_two_seconds(gives_back: Non
     assert time.monotonic() - killed[0] < 2.0
     wait_gone(pids)
     assert not running.engine.is_alive
-    running.close()
 
 
 @pytest.mark.full
@@ -259,8 +275,8 @@ def test_what_the_workers_find_wrong_is_told_as_it_is(gives_back: None, pair: Pa
 
 @pytest.mark.full
 @pytest.mark.parametrize("who", ["draft", "target rank 1", "target rank 0"])
-def test_a_frozen_worker_costs_no_token(gives_back: None, pair: Pair, undisturbed: Texts, who: str) -> None:
-    running = two_ranks(pair)
+def test_a_frozen_worker_costs_no_token(start: Start, undisturbed: Texts, who: str) -> None:
+    running = start()
     pid, stopped, heard = running.pid(who), [0.0], [0.0]
 
     def is_noticed() -> bool:
@@ -287,17 +303,11 @@ def test_a_frozen_worker_costs_no_token(gives_back: None, pair: Pair, undisturbe
     before = running.proposed()
     assert running.stream() == undisturbed
     assert running.proposed() > before
-    running.close()
-
-
-def two_ranks(pair: Pair, body: str = "workers.rank:serve") -> Running:
-    arguments = {"tensor_parallel_size": 2, "speculative_config": pair.speculation(), **SMALL}
-    return Running(engine_config({"model": str(pair.target), **arguments}), body)
 
 
 @pytest.mark.full
-def test_a_draft_frozen_for_ten_seconds_and_continued(gives_back: None, pair: Pair, undisturbed: Texts) -> None:
-    running = two_ranks(pair)
+def test_a_draft_frozen_for_ten_seconds_and_continued(start: Start, undisturbed: Texts) -> None:
+    running = start()
     pid = running.pid("draft")
     for _ in range(2):
         assert running.stream({500: partial(os.kill, pid, signal.SIGSTOP)}) == undisturbed
@@ -310,13 +320,11 @@ def test_a_draft_frozen_for_ten_seconds_and_continued(gives_back: None, pair: Pa
     before = running.proposed()
     assert running.stream() == undisturbed
     assert running.proposed() > before
-    running.close()
 
 
 @pytest.mark.full
-def test_a_draft_that_is_late_in_every_round(gives_back: None, pair: Pair, undisturbed: Texts) -> None:
-    running = two_ranks(pair, "gang_bodies:slow_draft")
+def test_a_draft_that_is_late_in_every_round(start: Start, undisturbed: Texts) -> None:
+    running = start("gang_bodies:slow_draft")
     assert running.stream() == undisturbed
     running.until(lambda: running.changes("late") > 0)
     assert running.changes("late") <= 3  # told once an outage, not once a round
-    running.close()
