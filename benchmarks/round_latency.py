@@ -23,6 +23,7 @@ from benchmarks import measure, workload
 from benchmarks.sides import Engine
 from demo import pair
 from protos.gang import (
+    Died,
     FormPair,
     Gang,
     PairReady,
@@ -151,7 +152,11 @@ class Channel:
         while len(found) < count:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"heard {len(found)} of {count} {kind.__name__}")
-            found += [(worker, message) for worker, message in self._gang.receive(1.0) if isinstance(message, kind)]
+            for worker, message in self._gang.receive(1.0):
+                if isinstance(message, Died):
+                    raise RuntimeError(f"{worker} died: {message.reason}")
+                if isinstance(message, kind):
+                    found.append((worker, message))
         return found
 
     def rounds(self, count: int, epoch: int = 0) -> int:
