@@ -32,7 +32,7 @@ from protos.gang import (
     WorkerReady,
 )
 from protos.messages import WorkerInfo
-from workers.build import cache_memory, draft_is_eager, load_draft
+from workers.build import MEASURED_TOKENS, cache_memory, draft_is_eager, load_draft
 from workers.draft import DraftWorker
 from workers.draft_rank import DraftRank
 from workers.groups import LOOPBACK, Group, Solo, address_towards, connect_store, form, open_store
@@ -53,7 +53,6 @@ TP_TIMEOUT_S = 3600.0
 """Whether a rank hangs is for the controller to judge; the group itself waits for longer than that can take."""
 PACE_TOKENS = 64
 """Steps are measured up to this many tokens at least, to tell a slow round from one that hangs."""
-MEASURED_TOKENS = 512
 
 _CONFIG = TypeAdapter(EngineConfig)
 Told = TypeVar("Told", Setup, Allocate)
