@@ -256,7 +256,7 @@ def test_offline_snippets_run(
 def test_the_ngram_snippet_runs_on_llama(llama_pair: tuple[Path, Path]) -> None:
     names = run(adapted(NGRAM_ASCEND, llama_pair))
     assert names["llm"].config.speculative == SpeculativeConfig(
-        "ngram", num_speculative_tokens=5, prompt_lookup_min=4, prompt_lookup_max=4
+        "ngram", num_speculative_tokens=5, prompt_lookup_min=4, prompt_lookup_max=4, placement="colocated"
     )
     assert names["generated_text"] == names["outputs"][0].outputs[0].text
     names["llm"].shutdown()
@@ -284,7 +284,9 @@ def test_the_server_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (options.host, options.port) == ("0.0.0.0", 8000)
     assert (config.model.model, config.seed, config.cache.memory_utilization) == ("facebook/opt-6.7b", 42, 0.8)
     assert config.parallel.executor == "uni"
-    assert config.speculative == SpeculativeConfig("draft_model", 5, model="facebook/opt-125m")
+    assert config.speculative == SpeculativeConfig(
+        "draft_model", 5, model="facebook/opt-125m", placement="colocated"
+    )
 
 
 def test_the_removed_flags_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
