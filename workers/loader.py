@@ -19,6 +19,7 @@ from protos.config import ModelConfig
 from protos.errors import ModelError
 from workers import families
 from workers.attention import NAME
+from workers.building import BUILDING
 from workers.groups import Group
 from workers.kv import LayerShape
 from workers.parallel import build_share

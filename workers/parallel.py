@@ -5,7 +5,6 @@ own code runs as it is, over this rank's heads and columns. Of the vocabulary ev
 are summed, and logits are gathered to rank 0, the only one that samples.
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from workers.attention import NAME
+from workers.building import BUILDING
 from workers.checkpoint import opened
 from workers.groups import Group
 from workers.parallel_cuts import ATTENTION, Cut, Shares, shares_of
 from workers.parallel_load import Cuts, Filler
 from workers.parallel_plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
 
-_BUILDING = threading.Lock()  # transformers changes torch's default dtype meanwhile, which all threads share
 SUMMED = frozenset({Style.ROWS, Style.SPLIT_INPUT, Style.EXPERTS, Style.EXPERTS_PAIRED})
 
 
@@ -47,7 +46,7 @@ def build_share(folder: Path, name: str, config: Any, *, dtype: torch.dtype, dev
     kind = str(config.model_type)
     plan = plan_for(config, kind, name)
     shares = shares_of(config, name, group.rank, group.size)
-    with _BUILDING, torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     with opened(folder, kind, model.base_model_prefix) as checkpoint:
         Filler(name, checkpoint, _cuts(model, plan, shares), dtype, device).fill(model)
