@@ -276,7 +276,7 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
 def _instantiate_share(folder: Path, name: str, dtype: torch.dtype, device: torch.device, group: Group) -> Any:
     """Return one rank's share of the model, checked to be complete."""
     try:
-        with BUILDING, _quiet():
+        with _quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             return build_share(folder, name, config, dtype=dtype, device=device, group=group)
     except (OSError, ValueError, KeyError, ImportError) as error:
