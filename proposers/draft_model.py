@@ -10,7 +10,8 @@ import torch
 
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow, DraftRunner, Needs
+from protos.interfaces import DraftRow, Needs
+from protos.learned import DraftRunner
 from protos.messages import Draft
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 from typing import ClassVar, Self
 
 from protos.config import SpeculativeConfig
-from protos.interfaces import DraftRow, DraftRunner, Needs
+from protos.interfaces import DraftRow, Needs
+from protos.learned import DraftRunner
 from protos.messages import Draft
 
 _ID = "i"

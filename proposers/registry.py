@@ -4,7 +4,8 @@ from importlib import import_module
 
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.interfaces import DraftRunner, Proposer
+from protos.interfaces import Proposer
+from protos.learned import DraftRunner
 
 _PROPOSERS: dict[str, str] = {
     "draft_model": "proposers.draft_model:DraftModelProposer",

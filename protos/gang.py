@@ -117,9 +117,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
-    """Warmed up; waits for plans. `step_s` are measured seconds of one forward by number of tokens fed."""
+    """Warmed up; waits for plans. `step_s` are measured seconds of one forward by number of tokens fed.
+
+    `draft_s` are those of a draft that lives in the same process.
+    """
 
     step_s: dict[int, float] = {}
+    draft_s: dict[int, float] = {}
 
 
 class PairReady(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,7 @@ from protos.config import SpeculativeConfig
 from protos.messages import Draft, RoundPlan, Verdict, WorkerInfo
 
 if TYPE_CHECKING:
-    import torch
+    from protos.learned import DraftRunner
 
 Needs = Literal["none", "last", "all"]
 
@@ -43,22 +43,6 @@ class Proposer(Protocol):
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft a row, of 0 to `row.k` tokens."""
-        ...
-
-
-class DraftRunner(Protocol):
-    """What a learned proposer may ask of the worker it lives on."""
-
-    def catch_up(self, rows: Seq[DraftRow]) -> "torch.Tensor":
-        """Feed each row's known tokens that the draft's KV cache lacks; return next-token logits `[R, V]`."""
-        ...
-
-    def extend(self, rows: Seq[DraftRow], token_ids: "torch.Tensor", step: int) -> "torch.Tensor":
-        """Feed drafted token number *step* of each row, ids `[R]`; return next-token logits `[R, V]`."""
-        ...
-
-    def sample(self, rows: Seq[DraftRow], logits: "torch.Tensor", step: int) -> "torch.Tensor":
-        """Return ids `[R]` for drafted token number *step*, by the target's pipeline and noise."""
         ...
 
 

@@ -134,12 +134,18 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoundPlan(msgspec.Struct, frozen=True, gc=False):
-    """One step for every worker. `new` sequences come before `rows` that use them."""
+    """One step for every worker. `new` sequences come before `rows` that use them.
+
+    `moves` are K and V that every target rank moves before anything is written: from, to, from, to ..., each a place in
+    the cache (block * block_size + offset). All are read before the first is written. They put the accepted path of a
+    tree where a chain would have stood.
+    """
 
     round: int
     rows: Seq[Row]
     new: Seq[NewSequence] = ()
     epoch: int = 0
+    moves: Seq[int] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -159,6 +165,7 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
         logprobs: one entry a token id, where asked for.
         prompt_logprobs: entries for predicted positions `start + 1 ...` of the prompt, where asked for.
         failed: a reason why this row alone cannot go on (its logits were NaN, say), else None.
+        probed: what the target would say behind each probe of the draft, in their order.
     """
 
     slot: int
@@ -168,6 +175,7 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     logprobs: Seq[TokenLogprobs] | None = None
     prompt_logprobs: Seq[TokenLogprobs] | None = None
     failed: str | None = None
+    probed: Seq[int] = ()
 
     @property
     def accepted(self) -> int:

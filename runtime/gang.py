@@ -226,13 +226,14 @@ class GangExecutor:
         """Return what was measured of compiled models; eager ones were only timed to know a hang when we see one."""
         if self._config.model.enforce_eager:
             return None
-        draft_s = {} if self._keeper is None else squad.step_s(self._keeper.worker)
-        return StepCosts(squad.step_s(self._targets[RANK_0]), draft_s)
+        rank_0 = squad.measured(self._targets[RANK_0])
+        draft_s = rank_0.draft_s if self._keeper is None else squad.measured(self._keeper.worker).step_s
+        return StepCosts(rank_0.step_s, draft_s)
 
     def _enter_service(self, squad: Squad) -> None:
         """The targets are ready for plans; so is a draft that was started with them."""
         self._squad = None
-        self._pace = Pace(squad.step_s(self._targets[RANK_0]))
+        self._pace = Pace(squad.measured(self._targets[RANK_0]).step_s)
         self._num_rounds = 0
         self._served_since = self._watch.now
         for worker in self._targets:

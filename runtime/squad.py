@@ -124,9 +124,9 @@ class Squad:
         """What those that have loaded said."""
         return self._loaded
 
-    def step_s(self, worker: WorkerId) -> dict[int, float]:
+    def measured(self, worker: WorkerId) -> WorkerReady:
         """Return what *worker* measured in warm-up."""
-        return self._ready[worker].step_s
+        return self._ready[worker]
 
     @property
     def waits_for(self) -> str:

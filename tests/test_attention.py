@@ -6,10 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protos.learned import LayerShape
 from workers.attention import Options, Rows
 from workers.attention_native import NativeAttention
 from workers.attention_torch import CHUNK, TorchAttention
-from workers.kv import KVCache, LayerShape
+from workers.kv import KVCache
 
 BLOCK = 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}

@@ -12,9 +12,9 @@ from tiny_models import build
 
 from protos.config import ModelConfig
 from protos.errors import ModelError
+from protos.learned import LayerShape
 from workers import loader
 from workers.families import REFUSED, TESTED
-from workers.kv import LayerShape
 from workers.loader import load
 
 

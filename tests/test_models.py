@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from protos.config import ModelConfig
 from protos.errors import ConfigError
+from protos.learned import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from workers.attention import AttentionBackend
 from workers.attention_native import NativeAttention
 from workers.attention_torch import TorchAttention
 from workers.batch import Batch
-from workers.kv import LayerShape, bytes_per_block, num_blocks_for
+from workers.kv import bytes_per_block, num_blocks_for
 from workers.loader import load
 from workers.native_library import load_function
 from workers.runner import ModelRunner

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from protos.config import ModelConfig
 from protos.errors import ModelError
+from protos.learned import LayerShape
 from workers.batch import Batch
 from workers.groups import Group
-from workers.kv import LayerShape
 from workers.loader import LoadedModel, load
 from workers.runner import ModelRunner
 from workers.slots import SlotTable

@@ -1,25 +1,11 @@
 """The paged KV cache: K and V of every layer in blocks, and what a block costs."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 
 from protos.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Heads and head sizes of one layer's K and V (they may differ, as in deepseek_v3)."""
-
-    kv_heads: int
-    key_size: int
-    value_size: int
-
-    @property
-    def elements_per_token(self) -> int:
-        """Numbers cached for one token."""
-        return self.kv_heads * (self.key_size + self.value_size)
+from protos.learned import LayerShape
 
 
 def bytes_per_block(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:

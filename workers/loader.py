@@ -17,11 +17,11 @@ from transformers.utils import logging as transformers_logging
 
 from protos.config import ModelConfig
 from protos.errors import ModelError
+from protos.learned import LayerShape
 from workers import families
 from workers.attention import NAME
 from workers.building import BUILDING
 from workers.groups import Group
-from workers.kv import LayerShape
 from workers.parallel import build_share
 from workers.probe import probe
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from protos.errors import ModelError
+from protos.learned import LayerShape
 from workers.attention import Options, Rows, run_with
 from workers.groups import GroupError
-from workers.kv import LayerShape
 
 
 class Probe:
