@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from mail import until
 from processes import is_running, wait_gone
 
 from cluster.process_gang import ProcessGang
-from protos.gang import Allocate, Died, FromWorker, Heartbeat, Placed, Progress, Stop, WorkerFailed, WorkerId
+from protos.gang import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerFailed, WorkerId
 
 HERE = Path(__file__).parent
 RANKS = [WorkerId("target", 0), WorkerId("target", 1)]
 DRAFT = WorkerId("draft")
-PATIENCE_S = 120.0
-Mail = list[tuple[WorkerId, FromWorker]]
 
 
 @pytest.fixture
@@ -34,19 +33,6 @@ def make() -> Iterator[Callable[[str], ProcessGang]]:
     sys.path.remove(str(HERE))
     for gang in gangs:
         gang.close()
-
-
-def until(gang: ProcessGang, *wanted: type) -> Mail:
-    """Return mail until there was a message of each wanted type."""
-    mail: Mail = []
-    missing, deadline = list(wanted), time.monotonic() + PATIENCE_S
-    while missing:
-        assert time.monotonic() < deadline, (missing, mail)
-        for worker, message in gang.receive(0.2):
-            mail.append((worker, message))
-            if type(message) in missing:
-                missing.remove(type(message))
-    return mail
 
 
 def test_workers_say_where_they_are_and_stop_when_told(make: Callable[[str], ProcessGang]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mail import PATIENCE_S, Mail, until
 from processes import is_running, wait_gone, wait_until
 
 from cluster import ray_doctor
@@ -18,13 +19,11 @@ from cluster.ray_gang import RayGang
 from cluster.ray_placement import Layout, Patience, Placement, check_nodes, cpus_needed, fits, layout, place
 from cluster.settings import engine_config
 from protos.errors import PlacementError
-from protos.gang import Allocate, Died, FromWorker, Heartbeat, Placed, Progress, Stop, WorkerId
+from protos.gang import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerId
 
 ROOT = Path(__file__).parent.parent
 RANKS = [WorkerId("target", 0), WorkerId("target", 1)]
 DRAFT = WorkerId("draft")
-PATIENCE_S = 120.0
-Mail = list[tuple[WorkerId, FromWorker]]
 Make = Callable[..., RayGang]
 EVERYBODY = Layout(2, has_draft=True, worker={"CPU": 1.0, "GPU": 1.0}, strategy="STRICT_PACK")
 
@@ -50,19 +49,6 @@ def make(ray_cluster: Any) -> Iterator[Make]:
     for placement in placements:
         placement.remove()
     wait_until(is_given_back, what="resources given back")
-
-
-def until(gang: RayGang, *wanted: type) -> Mail:
-    """Return mail until there was a message of each wanted type."""
-    mail: Mail = []
-    missing, deadline = list(wanted), time.monotonic() + PATIENCE_S
-    while missing:
-        assert time.monotonic() < deadline, (missing, mail)
-        for worker, message in gang.receive(0.2):
-            mail.append((worker, message))
-            if type(message) in missing:
-                missing.remove(type(message))
-    return mail
 
 
 def pids_of(mail: Mail) -> dict[WorkerId, int]:

@@ -1,0 +1,132 @@
+"""A draft that is late in every round, against an engine without speculation: what waiting for it costs.
+
+    python -m benchmarks.late_draft [--blocks 20] [--delay-ms 200] [--output figures.json]
+
+Both engines are gangs on this machine's Ray with one target rank; the draft gets every plan late. Streams of one block
+run at once, on one engine and then on the other, another one first each time.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measure, workload
+from benchmarks.workload import Item
+from demo import pair
+from protos.gang import FromWorker, Plan, Port, Setup, ToWorker
+from protos.sampling import SamplingParams
+
+LATE, PLAIN = "late draft", "no speculation"
+AT_MOST = 1.10
+STREAMS = 16
+DELAY = "SLIPSTREAM_BENCHMARK_DELAY_MS"
+"""Tells the workers, which inherit the environment."""
+
+
+class LatePort:
+    """A port through which a draft, and nobody else, gets every plan late."""
+
+    def __init__(self, port: Port, delay_s: float) -> None:
+        self._port, self._delay_s = port, delay_s
+        self._is_draft = False
+
+    def send(self, message: FromWorker) -> None:
+        """See `Port`."""
+        self._port.send(message)
+
+    def receive(self, timeout_s: float | None) -> ToWorker | None:
+        """See `Port`."""
+        message = self._port.receive(timeout_s)
+        if isinstance(message, Setup):
+            self._is_draft = message.worker.role == "draft"
+        elif isinstance(message, Plan) and self._is_draft:
+            time.sleep(self._delay_s)
+        return message
+
+
+def late(port: Port, host: str, node: str) -> None:
+    """Be a worker, whose draft is late."""
+    from workers.rank import serve  # noqa: PLC0415 - loaded in the worker's process alone
+
+    serve(LatePort(port, float(os.environ[DELAY]) / 1000), host, node)
+
+
+class Streams:
+    """An engine on Ray, and streams of it driven from this thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, model: Path, speculation: dict[str, Any] | None) -> None:
+        from cluster import assemble  # noqa: PLC0415 - Ray reads the environment when it is imported
+        from cluster.ray_channel import RayChannel  # noqa: PLC0415
+        from cluster.settings import engine_config  # noqa: PLC0415
+        from runtime.engine import AsyncEngine  # noqa: PLC0415
+
+        config = engine_config({
+            "model": str(model), "speculative_config": speculation, "distributed_executor_backend": "ray",
+            "skip_tokenizer_init": True, "max_num_seqs": STREAMS, "enable_prefix_caching": False, "num_threads": 1,
+        })  # fmt: skip
+
+        async def make_preprocessor(info: Any) -> Any:
+            return assemble.preprocessor(config, info, None)
+
+        self._loop, self._count = loop, 0
+        self.engine = AsyncEngine(RayChannel(config, f"{__spec__.name}:late"), make_preprocessor)
+        loop.run_until_complete(self.engine.start(lambda line: print(f"  {line}")))
+
+    def run(self, items: Sequence[Item]) -> int:
+        """Stream all *items* at once; return the tokens made."""
+        return self._loop.run_until_complete(self._all(items))
+
+    async def _all(self, items: Sequence[Item]) -> int:
+        return sum(await asyncio.gather(*(self._one(item) for item in items)))
+
+    async def _one(self, item: Item) -> int:
+        self._count += 1
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64, detokenize=False)
+        prompt = {"prompt_token_ids": list(item.prompt)}
+        made = 0
+        async for delta in self.engine.generate(prompt, params, f"late-{self._count}"):
+            made += len(delta.output.token_ids)
+        return made
+
+    def close(self) -> None:
+        """End the engine."""
+        self._loop.run_until_complete(self.engine.close())
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--delay-ms", type=float, default=200.0)
+    args = parser.parse_args()
+    os.environ[DELAY] = str(args.delay_ms)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    target, draft = args.model or pair()[0], args.draft or pair()[1]
+    items = workload.load(target, args.limit or STREAMS).single[:STREAMS]
+    loop = asyncio.new_event_loop()
+    speculation = {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens,
+                   "placement": "dedicated", "disable_by_batch_size": STREAMS}
+    engines = {LATE: Streams(loop, target, speculation), PLAIN: Streams(loop, target, None)}
+    try:
+        for engine in engines.values():
+            engine.run(items)  # warm
+        timings = measure.alternate({name: engine.run for name, engine in engines.items()}, [items] * args.blocks)
+        stats = engines[LATE].engine.stats()
+    finally:
+        for engine in engines.values():
+            engine.close()
+        loop.close()
+    ratio = timings.slowdown(LATE, PLAIN)
+    print(f"{LATE} by {PLAIN}: {ratio} of the time   wanted <= {AT_MOST}")
+    print(f"of {stats.steps} rounds, guesses were scored: {stats.proposed}; draft: {stats.draft_changes}")
+    measure.write(args.output, {
+        "environment": measure.environment(args.threads), "delay_ms": args.delay_ms, "streams": STREAMS,
+        "slowdown": asdict(ratio), "steps": stats.steps, "proposed": stats.proposed, "changes": stats.draft_changes,
+    })
+
+
+if __name__ == "__main__":
+    main()
