@@ -176,11 +176,20 @@ class DraftRunner(Protocol):
         """
         ...
 
-    def block(self, rows: Seq[DraftRow], tokens_RB: "torch.Tensor", *, sees_all: bool) -> "torch.Tensor":
-        """Feed B tokens a row at the positions behind the known ones, the newest known one first if the cache lacks it.
+    def block(self, rows: Seq[DraftRow], row_N: "torch.Tensor", tokens_N: "torch.Tensor",
+              features_NX: "torch.Tensor | None" = None, *, sees_all: bool) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Feed, in one forward, what `catch_up` would feed and N drafted tokens behind it, some of each row.
 
-        Returns the output behind them, `[R, B, X]`. A token sees the known ones and those before it in the block, or
-        the whole block where it *sees_all*. What they leave in the cache is forgotten.
+        Args:
+            rows: with at least as much room (`k`) as each has tokens, one more where the module's `shift` is 1.
+            row_N: index of each token's row, ascending; a row's tokens stand at consecutive positions.
+            tokens_N: ids, int64.
+            features_NX: what goes in beside the tokens; None where nothing does.
+            sees_all: a token sees the known ones and its row's whole block, not only what comes before it in the block.
+
+        Returns:
+            The output behind each row's newest known entry, `[R, X]`, and behind the N tokens, `[N, X]`. What the N
+            leave in the cache is forgotten.
         """
         ...
 
