@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from proposers import registry
 from protos.config import EngineConfig
-from protos.errors import ConfigError, EngineDeadError, PlacementError, SlipstreamError, TargetLostError
+from protos.errors import EngineDeadError, PlacementError, SlipstreamError, TargetLostError
 from protos.gang import (
     Allocate,
     Died,
@@ -33,6 +33,7 @@ from protos.gang import (
 from protos.interfaces import ALWAYS_UP, DraftService
 from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
 from runtime.draft_keeper import DraftKeeper
+from runtime.sizing import Sizing
 from runtime.squad import RANK_0, Devices, Squad, StartError
 from runtime.watch import Clock, Pace, Watch
 
@@ -85,7 +86,7 @@ class GangExecutor:
         self._targets = tuple(WorkerId("target", rank) for rank in range(self._world))
         self._squad: Squad | None = None
         self._squad_since = 0.0
-        self._allocate: Allocate | None = None
+        self._sizing = Sizing()
         self._pace = Pace({})
         self._failure: SlipstreamError | None = None  # why the squad that is being started cannot be
         self._loss: str | None = None  # why the serving targets are lost
@@ -113,7 +114,7 @@ class GangExecutor:
         drafts = () if self._keeper is None else (self._keeper.worker,)
         plural = "" if self._world == 1 else "s"
         self._say(f"placing {self._world} target rank{plural}" + (" and a draft" if drafts else ""))
-        squad = self._begin((*self._targets, *drafts), self._settle)
+        squad = self._begin((*self._targets, *drafts), self._sizing.settle)
         while not squad.is_ready:
             self._pump(POLL_S, squad.waits_for)
             if self._failure is not None:
@@ -183,44 +184,15 @@ class GangExecutor:
     def _draft_squad(self, worker: WorkerId) -> Squad:
         """Return what starts a draft after the first one."""
         self._devices.release([WorkerId("draft", 0, worker.incarnation - 1)])
-        return Squad(self._gang, (worker,), self._setup, self._devices, self._as_before)
-
-    def _settle(self, loaded: Mapping[WorkerId, Loaded]) -> Allocate:
-        """Settle the blocks that everybody holds: the minimum over workers."""
-        info = loaded[self._targets[RANK_0]].info
-        num_blocks = min(said.info.num_blocks for said in loaded.values())
-        if num_blocks < 2:
-            least = min(loaded, key=lambda worker: loaded[worker].info.num_blocks)
-            raise ConfigError(f"the KV cache of {least} holds {num_blocks} blocks of {info.block_size} tokens; it "
-                              "needs 2 at least: give it more memory")
-        max_model_len = min(info.max_model_len, num_blocks * info.block_size)
-        self._allocate = Allocate(num_blocks, max_model_len, info.vocab_size)
-        return self._allocate
-
-    def _as_before(self, loaded: Mapping[WorkerId, Loaded]) -> Allocate:
-        """Give a worker that replaces another the same blocks."""
-        if self._allocate is None:
-            raise EngineDeadError("a worker was replaced before the first one was ready")
-        for worker, said in loaded.items():
-            if said.info.num_blocks < self._allocate.num_blocks:
-                raise EngineDeadError(f"{worker} has memory for {said.info.num_blocks} KV blocks, and "
-                                      f"{self._allocate.num_blocks} are in use: other processes took the rest")
-        return self._allocate
+        return Squad(self._gang, (worker,), self._setup, self._devices, self._sizing.as_before)
 
     def _describe(self, squad: Squad) -> WorkerInfo:
-        if self._allocate is None:
-            raise EngineDeadError("the workers are ready, but were never told how many blocks they hold")
-        allocate, info = self._allocate, squad.loaded[self._targets[RANK_0]].info
-        held = allocate.num_blocks * info.block_size
         for worker in squad.workers:
             loaded = squad.loaded[worker]
             self._say(f"{worker} on {squad.devices[worker]}: {loaded.weight_bytes / 2**20:.0f} MiB of weights")
-        self._say(f"KV cache: {allocate.num_blocks} blocks of {info.block_size} tokens on every worker, {held} tokens; "
-                  f"{held / allocate.max_model_len:.1f} sequences of {allocate.max_model_len} tokens at once")
-        return msgspec.structs.replace(
-            info, num_blocks=allocate.num_blocks, max_model_len=allocate.max_model_len,
-            speculates=self._config.speculative is not None, costs=self._costs(squad),
-        )
+        self._say(self._sizing.summary)
+        speculates = self._config.speculative is not None
+        return msgspec.structs.replace(self._sizing.info, speculates=speculates, costs=self._costs(squad))
 
     def _costs(self, squad: Squad) -> StepCosts | None:
         """Return what was measured of compiled models; eager ones were only timed to know a hang when we see one."""
@@ -363,7 +335,7 @@ class GangExecutor:
             msgspec.structs.replace(worker, incarnation=worker.incarnation + 1) for worker in self._targets
         )
         self._say(f"starting the target group again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
-        self._begin(self._targets, self._as_before)
+        self._begin(self._targets, self._sizing.as_before)
 
     def _count_rebuild(self) -> None:
         """Count, and give up a group that is lost again and again: what it dies of comes back with its requests."""
