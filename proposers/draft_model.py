@@ -8,7 +8,8 @@ from typing import ClassVar, Self
 
 import torch
 
-from protos.config import SpeculativeConfig
+from proposers.chains import draft_chains
+from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.interfaces import DraftRow, Needs
 from protos.learned import DraftRunner
@@ -32,17 +33,8 @@ class DraftModelProposer:
         return cls(runner)
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return `row.k` tokens for each row; a row leaves the batch when it has its k."""
-        order = sorted(range(len(rows)), key=lambda i: -rows[i].k)
-        ranked = [rows[i] for i in order]
-        columns: list[list[int]] = []
-        ids = torch.empty(0, dtype=torch.int64)
-        for step in range(ranked[0].k):
-            active = ranked[: sum(row.k > step for row in ranked)]
-            logits = self.runner.extend(active, ids[: len(active)], step - 1) if step else self.runner.catch_up(active)
-            ids = self.runner.sample(active, logits, step)
-            columns.append(ids.tolist())
-        drafts = [Draft(())] * len(rows)
-        for place, i in enumerate(order):
-            drafts[i] = Draft(tuple(column[place] for column in columns[: rows[i].k]))
-        return drafts
+        """Return `row.k` tokens for each row."""
+        return draft_chains(self.runner, rows, self._logits_behind, MAX_SPECULATIVE_TOKENS)
+
+    def _logits_behind(self, rows: Seq[DraftRow], ids: torch.Tensor, step: int) -> torch.Tensor:
+        return self.runner.extend(rows, ids, step - 1) if step else self.runner.catch_up(rows)
