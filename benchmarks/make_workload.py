@@ -6,9 +6,11 @@ Prompts are stored as text, so that any tokenizer can read them; their lengths h
 """
 
 import argparse
+import ast
 import json
 import random
 import sysconfig
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from demo.corpus import HELDOUT_LIST
 SEED = 20260101
 NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, (32, 200), 128
 NUM_CONCURRENT, CONCURRENT_TOKENS = 32, (32, 256)
+NUM_EDITS, FUNCTION_TOKENS = 24, (64, 256)
 
 
 def heldout_texts(stdlib: Path) -> dict[str, str]:
@@ -80,6 +83,30 @@ class Cutter:
         raise AssertionError("unreachable: candidates never end")
 
 
+def functions(texts: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Return (file, its first line, the rest) of every function and method that a file defines."""
+    found = []
+    for name, text in sorted(texts.items()):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and not node.decorator_list and node.body[0].lineno > node.lineno:
+                lines = textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "").splitlines(keepends=True)
+                head = node.body[0].lineno - node.lineno
+                found.append((name, "".join(lines[:head]), "".join(lines[head:])))
+    return found
+
+
+def edits(cutter: Cutter, rng: random.Random) -> list[dict[str, Any]]:
+    """Return requests to write a function again that stands just above: its body is asked for behind its first line."""
+    shortest, longest = FUNCTION_TOKENS
+    fitting = [(name, head, body) for name, head, body in functions(cutter.texts)
+               if shortest <= cutter.count(head + body) <= longest]
+    return [
+        {"file": name, "prompt_tokens": cutter.count(prompt), "output_tokens": cutter.count(body), "prompt": prompt}
+        for name, head, body in rng.sample(fitting, NUM_EDITS)
+        for prompt in [f"{head}{body}\n\n\n{head}"]
+    ]
+
+
 def build(texts: dict[str, str], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the workload as JSON values."""
     rng = random.Random(SEED)
@@ -100,6 +127,7 @@ def build(texts: dict[str, str], tokenizer: Tokenizer) -> dict[str, Any]:
             {"file": name, "prompt_tokens": cutter.count(text), "output_tokens": output, "prompt": text}
             for name, text, output in concurrent
         ],
+        "editing": edits(cutter, random.Random(SEED + 1)),
     }
 
 

@@ -28,8 +28,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Workload:
+    """Single prompts, requests that come together, and functions to be written again."""
+
     single: tuple[Item, ...]
     concurrent: tuple[Item, ...]
+    editing: tuple[Item, ...]
     sampling: dict[str, Sampling]
 
 
@@ -43,4 +46,4 @@ def load(model: Path, limit: int | None = None) -> Workload:
         return tuple(Item(tuple(e.ids), row["output_tokens"]) for e, row in zip(encoded, rows, strict=False))
 
     sampling = {name: Sampling(**values) for name, values in stored["sampling"].items()}
-    return Workload(items(stored["single"]), items(stored["concurrent"]), sampling)
+    return Workload(items(stored["single"]), items(stored["concurrent"]), items(stored["editing"]), sampling)
