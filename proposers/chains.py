@@ -1,37 +1,43 @@
-"""Chains: one token behind another, sampled by the target's own pipeline and noise."""
+"""Chains: one token behind another. A row leaves the batch when it has as many as it wants."""
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 
+from protos.config import MAX_SPECULATIVE_TOKENS
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner
 from protos.messages import Draft
 
-LogitsBehind = Callable[[Seq[DraftRow], torch.Tensor, int], torch.Tensor]
-"""(rows, the drafted ids `[R]` they end in, step) -> logits `[R, V]` behind them; at step 0 there are no ids yet."""
 
-
-def draft_chains(runner: DraftRunner, rows: Seq[DraftRow], logits_behind: LogitsBehind, most: int) -> list[Draft]:
-    """Return a chain of `min(row.k, most)` tokens for each row.
+class Chains:
+    """The chains of one round, drafted together.
 
     Args:
-        runner: samples.
-        rows: who wants how many.
-        logits_behind: called once a step. A row leaves the batch when it has its tokens, and the rows stand by how
-            many they want: those of a step are always the first ones of the step before.
+        rows: who wants how many tokens.
         most: the longest chain there is.
+
+    Attributes:
+        rows: those that want most come first, so that the active rows of a step are the first ones of the step before.
+        steps: as many tokens as the longest chain gets.
     """
-    order = sorted(range(len(rows)), key=lambda i: -rows[i].k)
-    ranked = [rows[i] for i in order]
-    columns: list[list[int]] = []
-    ids = torch.empty(0, dtype=torch.int64)
-    for step in range(min(most, ranked[0].k if ranked else 0)):
-        active = ranked[: sum(row.k > step for row in ranked)]
-        ids = runner.sample(active, logits_behind(active, ids[: len(active)], step), step)
-        columns.append(ids.tolist())
-    drafts = [Draft(())] * len(rows)
-    for place, i in enumerate(order):
-        drafts[i] = Draft(tuple(column[place] for column in columns[: rows[i].k]))
-    return drafts
+
+    def __init__(self, rows: Seq[DraftRow], most: int = MAX_SPECULATIVE_TOKENS) -> None:
+        self._order = sorted(range(len(rows)), key=lambda i: -rows[i].k)
+        self.rows = [rows[i] for i in self._order]
+        self.steps = min(most, self.rows[0].k if rows else 0)
+        self._columns: list[list[int]] = []
+
+    def active(self, step: int) -> list[DraftRow]:
+        """Return the rows that want a token number *step*, from 0."""
+        return self.rows[: sum(row.k > step for row in self.rows)] if step < self.steps else []
+
+    def add(self, ids_R: torch.Tensor) -> None:
+        """Append a token to each row that is active in this step."""
+        self._columns.append(ids_R.tolist())
+
+    def drafts(self) -> list[Draft]:
+        """Return the chains, in the order in which the rows were given."""
+        drafts = [Draft(())] * len(self.rows)
+        for place, i in enumerate(self._order):
+            drafts[i] = Draft(tuple(column[place] for column in self._columns[: self.rows[place].k]))
+        return drafts

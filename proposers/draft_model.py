@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 
 import torch
 
-from proposers.chains import draft_chains
-from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from proposers.chains import Chains
+from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.interfaces import DraftRow, Needs
 from protos.learned import DraftRunner
@@ -34,7 +34,10 @@ class DraftModelProposer:
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return `row.k` tokens for each row."""
-        return draft_chains(self.runner, rows, self._logits_behind, MAX_SPECULATIVE_TOKENS)
-
-    def _logits_behind(self, rows: Seq[DraftRow], ids: torch.Tensor, step: int) -> torch.Tensor:
-        return self.runner.extend(rows, ids, step - 1) if step else self.runner.catch_up(rows)
+        chains, ids_R = Chains(rows), torch.empty(0, dtype=torch.int64)
+        for step in range(chains.steps):
+            active = chains.active(step)
+            logits = self.runner.extend(active, ids_R[: len(active)], step - 1) if step else self.runner.catch_up(active)
+            ids_R = self.runner.sample(active, logits, step)
+            chains.add(ids_R)
+        return chains.drafts()
