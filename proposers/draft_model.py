@@ -37,7 +37,11 @@ class DraftModelProposer:
         chains, ids_R = Chains(rows), torch.empty(0, dtype=torch.int64)
         for step in range(chains.steps):
             active = chains.active(step)
-            logits = self.runner.extend(active, ids_R[: len(active)], step - 1) if step else self.runner.catch_up(active)
-            ids_R = self.runner.sample(active, logits, step)
+            logits_RV = self._behind(active, ids_R[: len(active)], step)
+            ids_R = self.runner.sample(active, logits_RV, step)
             chains.add(ids_R)
         return chains.drafts()
+
+    def _behind(self, rows: Seq[DraftRow], ids_R: torch.Tensor, step: int) -> torch.Tensor:
+        """Return logits `[R, V]` behind the *step* tokens drafted so far, of which *ids_R* are the last."""
+        return self.runner.extend(rows, ids_R, step - 1) if step else self.runner.catch_up(rows)
