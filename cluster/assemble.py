@@ -72,7 +72,8 @@ def build(
     info = executor.start()
     scheduler = Scheduler(
         config.scheduler, config.cache, info,
-        proposer=beside_controller(config.speculative),
+        proposers=beside_controller(config.speculative),
+        has_worker=config.speculative is not None and registry.worker_method(config.speculative) is not None,
         detokenizers=DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
     )
     mailbox = inbox or LocalInbox()
@@ -109,11 +110,9 @@ def ray_channel(config: EngineConfig) -> "RayChannel":
     return RayChannel(config)
 
 
-def beside_controller(speculative: SpeculativeConfig | None) -> Proposer | None:
-    """Return the proposer that runs beside the controller, or None where a worker proposes or nobody does."""
-    if speculative is None or registry.load(registry.only_method(speculative)).on_worker:
-        return None
-    return registry.create(speculative)
+def beside_controller(speculative: SpeculativeConfig | None) -> list[Proposer]:
+    """Return the proposers that run beside the controller; none where only a worker proposes, or nobody does."""
+    return [] if speculative is None else registry.beside_controller(speculative)
 
 
 def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Preprocessor:

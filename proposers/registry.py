@@ -28,13 +28,36 @@ def load(method: str) -> type[Proposer]:
     return proposer
 
 
-def create(config: SpeculativeConfig, runner: DraftRunner | None = None) -> Proposer:
-    """Return the proposer *config* asks for; *runner* is given on the draft worker."""
-    return load(only_method(config)).create(config, runner)
+def create(config: SpeculativeConfig, runner: DraftRunner) -> Proposer:
+    """Return the proposer of the draft worker, for the runner of its module."""
+    method = worker_method(config)
+    if method is None:
+        raise ConfigError(f"speculative method {config.method!r} has no part on a draft worker")
+    return load(method).create(config, runner)
 
 
-def only_method(config: SpeculativeConfig) -> str:
-    """Return the one method of *config*."""
-    if not isinstance(config.method, str):
-        raise ConfigError(f"a cascade of methods ({', '.join(config.method)}) is not available; name one method")
-    return config.method
+def beside_controller(config: SpeculativeConfig) -> list[Proposer]:
+    """Return the proposers that run beside the controller, in the order in which they are asked; maybe none."""
+    return [load(method).create(config, None) for method in methods(config) if not load(method).on_worker]
+
+
+def worker_method(config: SpeculativeConfig) -> str | None:
+    """Return the method that runs on the draft worker, None where none does.
+
+    Raises:
+        ConfigError: there are several, or others come behind it and would never be asked.
+    """
+    cascade = methods(config)
+    learned = [method for method in cascade if load(method).on_worker]
+    if len(learned) > 1:
+        raise ConfigError(f"of the methods {', '.join(cascade)}, {len(learned)} run on the draft worker "
+                          f"({', '.join(learned)}), where one can; name one of them")
+    if learned and cascade[-1] != learned[0]:
+        raise ConfigError(f"of the methods {', '.join(cascade)}, those behind {learned[0]!r} would never be asked: "
+                          "it always has a guess; put it last")
+    return learned[0] if learned else None
+
+
+def methods(config: SpeculativeConfig) -> tuple[str, ...]:
+    """Return the methods of *config* in the order in which they are asked: one, or several in a cascade."""
+    return (config.method,) if isinstance(config.method, str) else config.method

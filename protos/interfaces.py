@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 import msgspec
 
 from protos.config import SpeculativeConfig
-from protos.messages import Draft, RoundPlan, Verdict, WorkerInfo
+from protos.messages import Draft, Request, RoundPlan, Verdict, WorkerInfo
 
 if TYPE_CHECKING:
     from protos.learned import DraftRunner
@@ -17,13 +17,14 @@ Needs = Literal["none", "last", "all"]
 class DraftRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence that wants a draft of at most `k` tokens after its `token_ids`.
 
-    `token_ids` is given to proposers beside the controller; learned ones read the draft worker's own
-    tables by `slot`.
+    `token_ids` is given to proposers beside the controller, and is only theirs to read; learned ones read the draft
+    worker's own tables by `slot`. `key` is the sequence's for life, as a `Follower` was told, and 0 where nobody was.
     """
 
     slot: int
     k: int
     token_ids: Seq[int] = ()
+    key: int = 0
 
 
 class Proposer(Protocol):
@@ -44,6 +45,23 @@ class Proposer(Protocol):
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft a row, of 0 to `row.k` tokens."""
         ...
+
+
+class Follower:
+    """What a proposer beside the controller inherits where it wants to know of sequences, from arrival to end.
+
+    Told in the controller's own thread, in between rounds: whatever takes long belongs into slices of `propose`. A
+    sequence that is preempted, or computed again, goes on as the same one.
+    """
+
+    def begin(self, key: int, request: Request) -> None:
+        """A sequence arrived; *key*, from 1 on, is never used twice."""
+
+    def grow(self, key: int, token_ids: Seq[int], probed: Seq[int]) -> None:
+        """A round committed *token_ids*; *probed* is what the target says behind each probe of the row's draft."""
+
+    def end(self, key: int, token_ids: Seq[int]) -> None:
+        """The sequence ended, for whatever reason, as *token_ids*: prompt and output."""
 
 
 class DraftService(msgspec.Struct, frozen=True, gc=False):

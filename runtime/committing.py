@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 
 from protos.config import CacheConfig
 from protos.messages import Row, TokenOutput, Verdict
+from runtime.drafting import Drafting
 from runtime.roster import Roster
 from runtime.sequence import Sequence
 from runtime.stats import EngineCounters
@@ -12,8 +13,9 @@ from runtime.stats import EngineCounters
 class Committer:
     """Applies verdicts row by row, ends what is finished, and publishes full blocks to the prefix cache."""
 
-    def __init__(self, roster: Roster, counters: EngineCounters, cache: CacheConfig) -> None:
+    def __init__(self, roster: Roster, drafting: Drafting, counters: EngineCounters, cache: CacheConfig) -> None:
         self._roster = roster
+        self._drafting = drafting
         self._blocks = roster.blocks
         self._counters = counters
         self._prefix_caching = cache.enable_prefix_caching
@@ -38,6 +40,7 @@ class Committer:
 
     def _commit_tokens(self, sequence: Sequence, row: Row, verdict: Verdict) -> TokenOutput:
         kept = sequence.absorb(verdict)
+        self._drafting.grow(sequence, verdict.token_ids[:kept], verdict.probed)
         self._counters.generated_tokens += kept
         if verdict.proposed:
             self._count_guesses(sequence, verdict, kept)

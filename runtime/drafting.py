@@ -1,10 +1,11 @@
-"""Guesses for the rows of a step: from a proposer beside the controller, or left to the draft worker."""
+"""Guesses for the rows of a step: from proposers beside the controller, the rest left to the draft worker."""
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from protos.interfaces import DraftRow, Proposer
+from protos.interfaces import DraftRow, Follower, Proposer
 from protos.messages import Draft
 from runtime.sequence import Sequence
 
@@ -43,24 +44,49 @@ def first_of(draft: Draft, k: int) -> Draft:
 
 
 class Drafting:
-    """Fills in the drafts of parts that want some. A proposer that fails costs guesses, never a request."""
+    """Fills in the drafts of parts that want some. A proposer that fails costs guesses, never a request.
 
-    def __init__(self, proposer: Proposer | None, vocab_size: int) -> None:
-        self._proposer = proposer
+    Args:
+        proposers: beside the controller, in the order in which they are asked; the first that has a guess for a row
+            supplies it, decided per row and round.
+        vocab_size: ids from here on are no tokens of the target.
+        has_worker: whether rows without a guess may be left to a draft worker.
+    """
+
+    def __init__(self, proposers: Seq[Proposer], vocab_size: int, *, has_worker: bool) -> None:
+        self._proposers = tuple(proposers)
+        self._followers = [proposer for proposer in proposers if isinstance(proposer, Follower)]
         self._vocab_size = vocab_size
+        self._has_worker = has_worker
         self.num_failures = 0
 
-    def fill(self, parts: Seq[Part]) -> None:
-        """Set `draft` and `k` of every part with `k > 0`; without a proposer here, the draft worker guesses."""
-        if self._proposer is None:
-            return
+    @property
+    def is_here(self) -> bool:
+        """Whether somebody beside the controller proposes."""
+        return bool(self._proposers)
+
+    def fill(self, parts: Seq[Part], *, can_ask_worker: bool) -> None:
+        """Set `draft` and `k` of every part with `k > 0`; what is left without a draft but with a `k`, a worker drafts.
+
+        Where there is none, or nobody *can ask* it now, rows without a guess go on without.
+        """
         wanting = [part for part in parts if part.k]
-        if not wanting:
-            return
-        rows = [DraftRow(part.sequence.slot, part.k, part.sequence.token_ids) for part in wanting]
-        for part, draft in zip(wanting, self._propose(self._proposer, rows), strict=True):
-            part.draft = draft
-            part.shrink(min(part.k, self._num_valid(draft)))
+        for proposer in self._proposers:
+            left = [part for part in wanting if part.draft is None]
+            if left:
+                self._fill_by(proposer, left)
+        if not (self._has_worker and can_ask_worker):
+            for part in wanting:
+                if part.draft is None:
+                    part.shrink(0)
+
+    def _fill_by(self, proposer: Proposer, parts: list[Part]) -> None:
+        rows = [DraftRow(part.sequence.slot, part.k, part.sequence.token_ids, part.sequence.key) for part in parts]
+        for part, draft in zip(parts, self._propose(proposer, rows), strict=True):
+            count = min(part.k, self._num_valid(draft))
+            if count:
+                part.draft = draft
+                part.shrink(count)
 
     def _propose(self, proposer: Proposer, rows: list[DraftRow]) -> list[Draft]:
         try:
@@ -69,7 +95,7 @@ class Drafting:
                 return drafts
             logger.warning("%s returned %d drafts for %d rows", type(proposer).__name__, len(drafts), len(rows))
         except Exception:
-            logger.exception("%s failed; these rows go on without guesses", type(proposer).__name__)
+            logger.exception("%s failed; these rows go on without its guesses", type(proposer).__name__)
         self.num_failures += 1
         return [Draft(())] * len(rows)
 
@@ -79,3 +105,25 @@ class Drafting:
             if not 0 <= token_id < self._vocab_size:
                 return index
         return len(draft)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Tell those who follow sequences of a new one."""
+        for follower in self._followers:
+            self._tell(follower, lambda to: to.begin(sequence.key, sequence.request))
+
+    def grow(self, sequence: Sequence, token_ids: Seq[int], probed: Seq[int]) -> None:
+        """Tell them what a round brought."""
+        for follower in self._followers:
+            self._tell(follower, lambda to: to.grow(sequence.key, token_ids, probed))
+
+    def end(self, sequence: Sequence) -> None:
+        """Tell them that a sequence ended."""
+        for follower in self._followers:
+            self._tell(follower, lambda to: to.end(sequence.key, sequence.token_ids))
+
+    def _tell(self, follower: Follower, say: Callable[[Follower], None]) -> None:
+        try:
+            say(follower)
+        except Exception:
+            logger.exception("%s failed to take note of a sequence", type(follower).__name__)
+            self.num_failures += 1

@@ -58,7 +58,7 @@ def has_draft_worker(config: EngineConfig) -> bool:
     speculative = config.speculative
     if speculative is None or speculative.placement != "dedicated":
         return False
-    return registry.load(registry.only_method(speculative)).on_worker
+    return registry.worker_method(speculative) is not None
 
 
 class GangExecutor:

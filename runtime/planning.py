@@ -36,13 +36,13 @@ class Planner:
         self._prefix_caching = cache.enable_prefix_caching
         self._max_scored = max(1, PROMPT_LOGITS // vocab_size)
         self._num_scored = 0  # prompt tokens of this step whose logits are wanted
-        self._can_draft = True  # in this step
+        self._can_draft = True  # whether the draft worker can, in this step
         self._generations = count(1)
 
     def plan(self, policy: Policy, *, can_draft: bool = True) -> list[Part]:
         """Return the parts of the next step, in order of arrival, with their blocks secured.
 
-        Where nobody *can_draft*, no row gets guesses or blocks for them, whatever the policy allows.
+        Where the draft worker cannot *draft*, rows get only what proposers beside the controller guess.
         """
         roster = self._roster
         self._num_scored = 0
@@ -89,7 +89,7 @@ class Planner:
     def _want_guesses(self, part: Part, policy: Policy, budget: int) -> None:
         """Set `k`. The target adds a token of its own to what it accepts: one fewer than may still come."""
         sequence = part.sequence
-        if part.samples and self._can_draft:
+        if part.samples and (self._can_draft or self._drafting.is_here):
             room = sequence.max_len - len(sequence.token_ids) - 1
             part.k = max(0, min(policy.guesses(sequence.request), room, budget))
 
@@ -106,7 +106,7 @@ class Planner:
 
     def _secure_drafts(self, parts: list[Part]) -> None:
         """Get the guesses, and blocks for them as far as blocks are free."""
-        self._drafting.fill(parts)
+        self._drafting.fill(parts, can_ask_worker=self._can_draft)
         for part in parts:
             if part.k:
                 self._secure_draft(part)

@@ -1,21 +1,28 @@
 """Every request in the engine: who waits, who runs, and what the running ones hold."""
 
 from collections import deque
+from collections.abc import Callable
 
 from protos.messages import TokenOutput
 from runtime.blocks import BlockManager
 from runtime.sequence import NO_SLOT, Sequence
 
 
+def _nobody(sequence: Sequence) -> None:
+    """Nobody asks."""
+
+
 class Roster:
     """The queues, the worker slots and the blocks. Owned by the `Scheduler`.
 
     `running` and `waiting` are in order of arrival, and everything running arrived before everything
-    waiting; so the oldest request is always first in line and is never preempted.
+    waiting; so the oldest request is always first in line and is never preempted. `departed` is told of every
+    sequence that leaves for good.
     """
 
-    def __init__(self, num_slots: int, blocks: BlockManager) -> None:
+    def __init__(self, num_slots: int, blocks: BlockManager, departed: Callable[[Sequence], None] = _nobody) -> None:
         self.blocks = blocks
+        self._departed = departed
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
@@ -79,6 +86,7 @@ class Roster:
         else:
             self.running.remove(sequence)
             self._release(sequence)
+        self._departed(sequence)
 
     def end(self, sequence: Sequence, finish_reason: str, error: str | None = None) -> TokenOutput:
         """End a sequence from outside; return its last output."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from itertools import count
 
 from protos.config import CacheConfig, SchedulerConfig
 from protos.errors import ConfigError
@@ -32,7 +33,8 @@ class Scheduler:
     """Admits requests, plans rounds, commits verdicts. There are no phases: computed tokens catch up with known ones.
 
     Args:
-        proposer: proposes beside the controller; None where the draft worker does, or nobody.
+        proposers: propose beside the controller, in the order in which they are asked.
+        has_worker: whether rows for which they have no guess may be left to a draft worker.
         detokenizers: makes each request's detokenizer (`DetokenizerFactory`).
 
     Raises:
@@ -45,20 +47,23 @@ class Scheduler:
         cache: CacheConfig,
         info: WorkerInfo,
         *,
-        proposer: Proposer | None = None,
+        proposers: Seq[Proposer] = (),
+        has_worker: bool = True,
         detokenizers: Callable[[Request], Detokenizer | None] = without_text,
     ) -> None:
         _check_limits(config, info)
         self._info = info
         self._detokenizers = detokenizers
         self._counters = EngineCounters()
-        self._drafting = Drafting(proposer, info.vocab_size)
-        self._roster = Roster(config.max_num_seqs, BlockManager(info.num_blocks, info.block_size))
+        self._drafting = Drafting(proposers, info.vocab_size, has_worker=has_worker)
+        blocks = BlockManager(info.num_blocks, info.block_size)
+        self._roster = Roster(config.max_num_seqs, blocks, self._drafting.end)
         self._planner = Planner(
             config, self._roster, self._drafting, self._counters, cache, vocab_size=info.vocab_size
         )
-        self._committer = Committer(self._roster, self._counters, cache)
+        self._committer = Committer(self._roster, self._drafting, self._counters, cache)
         self._in_flight: dict[int, list[tuple[Sequence, Row]]] = {}
+        self._keys = count(1)
         self._round = 0
         self._epoch = 0
 
@@ -82,7 +87,10 @@ class Scheduler:
         if refusal is not None:
             return [TokenOutput(request.request_id, finish_reason="error", error=refusal)]
         max_len = min(len(request.prompt_token_ids) + request.max_tokens, self._info.max_model_len)
-        self._roster.enter(Sequence(request, list(request.prompt_token_ids), max_len, self._detokenizers(request)))
+        sequence = Sequence(request, list(request.prompt_token_ids), max_len, self._detokenizers(request))
+        sequence.key = next(self._keys)
+        self._roster.enter(sequence)
+        self._drafting.begin(sequence)
         return []
 
     def _refusal(self, request: Request) -> str | None:

@@ -44,6 +44,7 @@ class Sequence:
         max_len: length at which `max_tokens` or the context ends it.
         num_computed: tokens from the front whose KV is in `block_ids`.
         slot: its place in the workers' tables while it runs, else `NO_SLOT`.
+        key: names it for life, from 1 on; what proposers beside the controller follow it by.
         num_told_tokens / num_told_blocks: how much of `token_ids` and `block_ids` the workers know.
         chain / num_published: the content of its first `num_published` blocks, as the prefix cache knows it.
         num_cached_tokens: prompt tokens found in the prefix cache when it first ran, None before.
@@ -58,6 +59,7 @@ class Sequence:
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     slot: int = NO_SLOT
+    key: int = 0
     num_told_tokens: int = 0
     num_told_blocks: int = 0
     chain: Chain = ""

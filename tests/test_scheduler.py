@@ -6,7 +6,7 @@ import pytest
 
 from protos.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.errors import ConfigError, EngineDeadError
-from protos.interfaces import DraftRow, InOneProcess
+from protos.interfaces import DraftRow, InOneProcess, Proposer
 from protos.messages import Abort, Draft, Request, RoundPlan, SpeculationStats, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime import planning
@@ -21,11 +21,14 @@ OFF = NoSpeculation()
 
 
 def make(
-    info: WorkerInfo = INFO, proposer: object = None, cache: CacheConfig | None = None, **limits: object
+    info: WorkerInfo = INFO, proposers: Sequence[Proposer] = (), cache: CacheConfig | None = None,
+    *, has_worker: bool | None = None, **limits: object
 ) -> Scheduler:
     config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
     text = DetokenizerFactory(tiny_tokenizer())
-    return Scheduler(config, cache or CacheConfig(), info, proposer=proposer, detokenizers=text)
+    has_worker = not proposers if has_worker is None else has_worker
+    return Scheduler(config, cache or CacheConfig(), info, proposers=proposers, has_worker=has_worker,
+                     detokenizers=text)
 
 
 def k_of(k: int, **options: object) -> Policy:
@@ -321,7 +324,7 @@ class Scripted:
 
 def test_drafts_made_beside_the_controller_ride_in_the_plan() -> None:
     proposer = Scripted(5, 6)
-    scheduler = begun(make_request("a", [1, 2]), proposer=proposer)
+    scheduler = begun(make_request("a", [1, 2]), proposers=[proposer])
     (row,) = scheduler.schedule(k_of(4)).rows
     assert (row.draft, row.k, proposer.asked) == (Draft((5, 6)), 2, [(4, [1, 2, 0])])
 
@@ -330,7 +333,7 @@ def test_drafts_made_beside_the_controller_ride_in_the_plan() -> None:
     ("tokens", "usable"), [((5, 6, 7, 8, 9), (5, 6, 7)), ((5, 10, 6), (5,)), ((-1,), None), ((), None)]
 )
 def test_a_bad_draft_costs_guesses_and_nothing_else(tokens: tuple[int, ...], usable: tuple[int, ...] | None) -> None:
-    scheduler = begun(make_request("a", [1, 2]), proposer=Scripted(*tokens))
+    scheduler = begun(make_request("a", [1, 2]), proposers=[Scripted(*tokens)])
     (row,) = scheduler.schedule(k_of(3)).rows
     assert row.draft == (Draft(usable) if usable else None)
     assert row.k == len(usable or ())

@@ -43,7 +43,7 @@ class Lives(RuleBasedStateMachine):
             SchedulerConfig(num_seqs, self.budget, chunked),
             CacheConfig(block_size, enable_prefix_caching=draw(st.booleans())),
             self.info,
-            proposer=draw(st.sampled_from([None, FakeProposer(seed)])),
+            proposers=draw(st.sampled_from([[], [FakeProposer(seed)]])),
             detokenizers=DetokenizerFactory(TOKENIZER),
         )
         self.scheduler._planner._max_scored = draw(st.sampled_from([1, 3, 7, 1000]))
