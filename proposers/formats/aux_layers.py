@@ -13,7 +13,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 def eagle_layers(title: str, config: Config, target: Target) -> tuple[int, ...]:
-    """Return the layers whose inputs an EAGLE-3 draft reads; raises `ModelError` where the target has no such layers."""
+    """Return the layers whose inputs an EAGLE-3 draft reads; raises `ModelError` where the target has none such."""
     inputs = integers(title, config, KEY)
     outputs = integers(title, section(config, "eagle_config"), KEY)
     default = (2, target.layers // 2, target.layers - 3)

@@ -1,7 +1,8 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840), with the extensions of NVIDIA's, vLLM's and `speculators`' checkpoints."""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840), with what NVIDIA's, vLLM's and `speculators`' checkpoints add to it."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from proposers.formats import speculators
@@ -117,17 +118,17 @@ def read_as(title: str, config: Config, target_config: Config, shapes: Shapes) -
         max_model_len=context_of(title, plain, target),
     )
     _check(title, plain, spec, target)
-    stored = layout(title, spec).fit(shapes, RULES)
+    stored = _layout(title, spec, shapes.get(names.get(MASK, ""))).fit(shapes, RULES)
     if "d2t" not in stored and spec.draft_size != spec.vocab_size:
         refuse(title, f"d2t should be [{spec.draft_size}], but the checkpoint has no such tensor")
-    return Spec(**{**vars(spec), "stored": stored})
+    return replace(spec, stored=stored)
 
 
 def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return `layers.{i}.*` as `transformers` names a Llama layer (layer 0 also `hidden_norm.weight [H]`, its queries,
     keys and values `[., 2H]`), `norm.weight [H]`, and as the spec says `fc.weight [H, features]`,
     `input_norm.weight [features]`, `fc_norm.{i}.weight [Ht]`, `embed_tokens.weight [V, H]`, `lm_head.weight [Vd, H]`,
-    and `target_ids`, int64 `[Vd]`: the target's id of each of the draft's, absent where they are the same.
+    and where there are maps `target_ids`, int64 `[Vd]`: the target's id of each of the draft's.
 
     Raises:
         ModelError: the vocabulary maps lead out of the vocabulary, or disagree.
@@ -137,13 +138,13 @@ def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.
     found = taken(spec, tensors)
     found.pop(MASK, None)
     d2t, t2d = (found.pop(name, None) for name in MAPS)
-    if d2t is not None and spec.draft_size != spec.vocab_size:
+    if d2t is not None:
         found["target_ids"] = target_ids(FORMAT, d2t, t2d, spec.vocab_size)
     return found
 
 
-def layout(title: str, spec: Spec) -> Layout:
-    """Return the tensors of a checkpoint of *spec*."""
+def _layout(title: str, spec: Spec, mask: Shape | None) -> Layout:
+    """Return the tensors of a checkpoint of *spec*, whose `mask_hidden` has the shape *mask*: ones may stand in it."""
     hidden, dims = spec.dims.hidden, spec.dims
     required: dict[str, Shape] = {"norm.weight": (hidden,), "layers.0.hidden_norm.weight": (hidden,)}
     for i in range(spec.num_layers):
@@ -162,7 +163,8 @@ def layout(title: str, spec: Spec) -> Layout:
     elif spec.draft_size != spec.vocab_size:
         required["lm_head.weight"] = ends["lm_head.weight"]
     maps: dict[str, Shape] = {"d2t": (spec.draft_size,), "t2d": (spec.vocab_size,)}
-    return Layout(title, required, {**ends, **maps, "fc.bias": (hidden,), MASK: (1, 1, spec.features)})
+    whole = mask if mask and math.prod(mask) == spec.features else (1, 1, spec.features)
+    return Layout(title, required, {**ends, **maps, MASK: whole})
 
 
 def _uses_aux(config: Config) -> bool:

@@ -40,7 +40,7 @@ def verifier_of(config: Config) -> str | None:
 
 
 def tokens_of(config: Config) -> int | None:
-    """Return how many tokens the checkpoint proposes by default, where it says so; raises `ModelError` for no number."""
+    """Return how many tokens the checkpoint proposes, where it says so; raises `ModelError` for no number."""
     proposals = section(config, "speculators_config").get("proposal_methods")
     first = proposals[0] if isinstance(proposals, list) and proposals and isinstance(proposals[0], dict) else {}
     return integer("speculators", first, "speculative_tokens", default=0) or None

@@ -1,0 +1,157 @@
+"""DFlash (arXiv 2602.06036): `z-lab/*-DFlash`, and `speculators`' own. Guesses a block of tokens in one forward."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from proposers.formats import speculators
+from proposers.formats.aux_layers import dflash_layers
+from proposers.formats.layers import LayerDims, context_of, layer_dims, rope_of
+from proposers.formats.layout import Fitted, Layout, Shape, Shapes, refuse, renamed, taken
+from proposers.formats.masks import mask_token
+from proposers.formats.values import (
+    Config,
+    check_unquantised,
+    check_vocabulary,
+    check_width,
+    flag,
+    integer,
+    section,
+    target_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "dflash"
+RULES = ((r"^model\.", ""),)
+MAPS = ("d2t", "t2d")
+SPECULATORS_BLOCK = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(Fitted):
+    """A DFlash head.
+
+    Attributes:
+        dims: of its decoder layers.
+        num_layers: of them.
+        windows: the sliding window of each layer, None for all that is known.
+        inputs_of: the target's layers whose inputs it reads, in this order.
+        target_hidden: width of each of those.
+        vocab_size: the target's.
+        draft_size: rows of its head; where fewer, `target_ids` says which.
+        block_size: tokens of a forward: the newest known one, and masks.
+        causal: tokens of the block see those before them only.
+        samples_anchor: the first guess comes from the newest known token's own place, not from the first mask's.
+        mask_token_id: an id of the embedding.
+        has_embedding, has_head: it brings its own; else the target's is used.
+        rope: rotary parameters, as `transformers` 5 writes them.
+        max_model_len: positions it may be used for.
+    """
+
+    dims: LayerDims
+    num_layers: int
+    windows: tuple[int | None, ...]
+    inputs_of: tuple[int, ...]
+    target_hidden: int
+    vocab_size: int
+    draft_size: int
+    block_size: int
+    causal: bool
+    samples_anchor: bool
+    mask_token_id: int
+    has_embedding: bool
+    has_head: bool
+    rope: Mapping[str, Any]
+    max_model_len: int
+
+
+def features_of(config: Config, target_config: Config) -> tuple[int, ...]:
+    """Return `inputs_of` by the configs alone; raises `ModelError` where the target has no such layers."""
+    return dflash_layers(FORMAT, speculators.flattened(config), target_of(target_config))
+
+
+def block_size_of(config: Config) -> int:
+    """Return the tokens of a block by the config alone; raises `ModelError` where it does not say or has no room."""
+    default = SPECULATORS_BLOCK if speculators.is_speculators(config) else None
+    size = integer(FORMAT, {**section(config, "dflash_config"), **config}, "block_size", default=default)
+    if size < 2:
+        refuse(FORMAT, f"block_size in its config must be at least 2, got {size}")
+    return size
+
+
+def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+    """Check a checkpoint by its config and the shapes of its tensors.
+
+    Raises:
+        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+    """
+    check_unquantised(FORMAT, config)
+    plain, target = speculators.flattened(config), target_of(target_config)
+    nested = section(plain, "dflash_config")
+    names = renamed(FORMAT, shapes, RULES)
+    if flag(FORMAT, nested, "attention_sink_bias", default=False):
+        refuse(FORMAT, "its attention has sinks (attention_sink_bias), which are not supported for this format")
+    vocab_size = integer(FORMAT, plain, "vocab_size", default=target.vocab_size)
+    check_vocabulary(FORMAT, vocab_size, target)
+    check_width(FORMAT, "target_hidden_size",
+                integer(FORMAT, plain, "target_hidden_size", default=target.hidden), target)
+    spec = Spec(
+        stored={}, dims=layer_dims(FORMAT, plain, names), num_layers=integer(FORMAT, plain, "num_hidden_layers"),
+        windows=_windows(plain, nested), inputs_of=features_of(config, target_config), target_hidden=target.hidden,
+        vocab_size=vocab_size, draft_size=integer(FORMAT, plain, "draft_vocab_size", default=vocab_size),
+        block_size=block_size_of(config), causal=flag(FORMAT, nested, "causal", default=False),
+        samples_anchor=flag(FORMAT, {**plain, **nested}, "sample_from_anchor", default=False),
+        mask_token_id=mask_token(FORMAT, plain, vocab_size), has_embedding="embed_tokens.weight" in names,
+        has_head="lm_head.weight" in names, rope=rope_of(plain, target_config),
+        max_model_len=context_of(FORMAT, plain, target),
+    )
+    stored = _layout(spec).fit(shapes, RULES)
+    if "d2t" not in stored and spec.draft_size != spec.vocab_size:
+        refuse(FORMAT, f"d2t should be [{spec.draft_size}], but the checkpoint has no such tensor")
+    return replace(spec, stored=stored)
+
+
+def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Return `fc.weight [H, n * Ht]`, `hidden_norm.weight [H]`, `norm.weight [H]`, `layers.{i}.*` as `transformers`
+    names a Qwen3 layer, perhaps `embed_tokens.weight [V, H]` and `lm_head.weight [Vd, H]`, and where there are maps
+    `target_ids`, int64 `[Vd]`: the target's id of each of the draft's.
+
+    Raises:
+        ModelError: the vocabulary maps lead out of the vocabulary, or disagree.
+    """
+    from proposers.formats.vocabulary import target_ids  # noqa: PLC0415 - `read` and `features_of` need no torch
+
+    found = taken(spec, tensors)
+    d2t, t2d = (found.pop(name, None) for name in MAPS)
+    if d2t is not None:
+        found["target_ids"] = target_ids(FORMAT, d2t, t2d, spec.vocab_size)
+    return found
+
+
+def _windows(config: Config, nested: Config) -> tuple[int | None, ...]:
+    num_layers = integer(FORMAT, config, "num_hidden_layers")
+    size = integer(FORMAT, {**config, **nested}, "swa_window_size", "sliding_window", default=0) or None
+    types = config.get("layer_types")
+    if isinstance(types, list) and len(types) == num_layers:
+        return tuple(size if kind == "sliding_attention" else None for kind in types)
+    everywhere = flag(FORMAT, {**config, **nested}, "use_swa", default=False)
+    return (size if everywhere else None,) * num_layers
+
+
+def _layout(spec: Spec) -> Layout:
+    hidden = spec.dims.hidden
+    features = spec.target_hidden * len(spec.inputs_of)
+    required: dict[str, Shape] = {
+        "fc.weight": (hidden, features), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)
+    }  # fmt: skip
+    for i in range(spec.num_layers):
+        required |= spec.dims.tensors(f"layers.{i}.")
+    ends: dict[str, Shape] = {"embed_tokens.weight": (spec.vocab_size, hidden),
+                              "lm_head.weight": (spec.draft_size, hidden)}
+    if hidden != spec.target_hidden:
+        required |= ends
+    elif spec.draft_size != spec.vocab_size:
+        required["lm_head.weight"] = ends["lm_head.weight"]
+    return Layout(FORMAT, required, {**ends, "d2t": (spec.draft_size,), "t2d": (spec.vocab_size,)})

@@ -1,0 +1,42 @@
+"""P-EAGLE: an EAGLE-3 head that guesses all tokens in one forward, the later ones behind a mask token and state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proposers.formats import eagle3, speculators
+from proposers.formats.layout import Shapes, refuse
+from proposers.formats.masks import mask_token
+from proposers.formats.values import Config
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "p_eagle"
+features_of = eagle3.features_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(eagle3.Spec):
+    """An EAGLE-3 head with a mask; `mask_token_id` is an id of the target."""
+
+    mask_token_id: int
+
+
+def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+    """Check a checkpoint by its config and the shapes of its tensors.
+
+    Raises:
+        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+    """
+    spec = eagle3.read_as(FORMAT, config, target_config, shapes)
+    if eagle3.MASK not in spec.stored:
+        refuse(FORMAT, f"{eagle3.MASK} should be [1, 1, {spec.features}], but the checkpoint has no such tensor")
+    mask = mask_token(FORMAT, speculators.flattened(config), spec.vocab_size)
+    return Spec(**vars(spec), mask_token_id=mask)
+
+
+def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Return what `eagle3.load` does, and `mask_hidden [features]`: what goes into `fc` at masked places."""
+    mask_F = tensors[spec.stored[eagle3.MASK]].reshape(-1)
+    return {**eagle3.load(spec, tensors), eagle3.MASK: mask_F}
