@@ -12,7 +12,8 @@ from protos.interfaces import DraftRow
 from slipstream import SamplingParams
 from tests.identity import generate
 from tests.tiny_models import build
-from workers.draft import BlockValidity, DraftWorker
+from workers.draft import DraftWorker
+from workers.validity import BlockValidity
 
 
 def test_a_prefix_is_held_as_far_as_versions_agree_and_blocks_are_full() -> None:

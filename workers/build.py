@@ -14,6 +14,7 @@ from protos.messages import StepCosts, WorkerInfo
 from workers.draft import DraftWorker
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
+from workers.module_runner import ModelForward
 from workers.runner import ModelRunner, free_memory
 from workers.sampler import Sampler
 from workers.slots import SlotTable
@@ -42,7 +43,7 @@ def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
     say(f"loading {config.model.model}")
     target = load(config.model)
     speculative = config.speculative
-    on_worker = speculative is not None and registry.load(registry.only_method(speculative)).on_worker
+    on_worker = speculative is not None and registry.worker_method(speculative) is not None
     draft = load_draft(config.model, speculative, say) if speculative and on_worker else None
     info, notes = _size(config, target, draft)
     max_draft = speculative.num_speculative_tokens if speculative else 0
@@ -58,7 +59,7 @@ def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
     if draft is not None and speculative is not None:
         runner = ModelRunner(draft, slots, info.num_blocks, info.block_size)
         draft_s = warm_up("draft", runner, max_rows, draft_is_eager(config.model, speculative), say)
-        executor.draft = DraftWorker(runner, slots, sampler, config.scheduler.max_num_batched_tokens)
+        executor.draft = DraftWorker(ModelForward(runner), slots, sampler, config.scheduler.max_num_batched_tokens)
         executor.proposer = registry.create(speculative, executor.draft)
     if target_s and (draft_s or draft is None):
         executor.info = structs.replace(info, costs=StepCosts(target_s, draft_s))

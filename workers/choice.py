@@ -51,6 +51,20 @@ def choose(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tor
         keys_N: int64, from `workers.noise.row_keys`.
         limits: of each row.
     """
+    score_NV, ids_NV = _scores(logits_NV, keys_N, limits)
+    winner_NV = score_NV == score_NV.amax(1, keepdim=True)
+    chosen_N = torch.where(winner_NV, ids_NV, logits_NV.shape[1]).amin(1)
+    return torch.where(logits_NV.amax(1).isfinite(), chosen_N, FAILED)
+
+
+def best(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: int) -> torch.Tensor:
+    """Return the *width* ids of highest score, best first, int64 `[N, W]`: `choose` names the first. As `choose`."""
+    score_NV, ids_NV = _scores(logits_NV, keys_N, limits)
+    return ids_NV.gather(1, score_NV.topk(width, 1).indices)
+
+
+def _scores(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log p + noise up to a constant a row, -inf for what the limits cut, and the ids they belong to."""
     vocab = logits_NV.shape[1]
     temperature_N, top_k_N, top_p_N, min_p_N = (
         torch.from_numpy(limit).to(logits_NV.device)
@@ -64,10 +78,7 @@ def choose(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tor
     mass_NV = torch.where(keep_NV, (weight_NV * UNITS).round(), 0.0).double()
     before_NV = mass_NV.cumsum(1) - mass_NV
     keep_NV &= (before_NV < top_p_N[:, None] * mass_NV.sum(1, keepdim=True)) | (top_p_N[:, None] >= 1.0)
-    score_NV = torch.where(keep_NV, sorted_NV + gumbel(keys_N[:, None], ids_NV), -torch.inf)
-    winner_NV = score_NV == score_NV.amax(1, keepdim=True)
-    chosen_N = torch.where(winner_NV, ids_NV, vocab).amin(1)
-    return torch.where(sorted_NV[:, 0].isfinite(), chosen_N, FAILED)
+    return torch.where(keep_NV, sorted_NV + gumbel(keys_N[:, None], ids_NV), -torch.inf), ids_NV
 
 
 def greedy(logits_NV: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ from workers.draft_rank import DraftRank
 from workers.groups import LOOPBACK, Group, Solo, address_towards, connect_store, form, open_store
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
+from workers.module_runner import ModelForward
 from workers.pair import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target, set_device
 from workers.patience import FLOOR_S
 from workers.runner import ModelRunner, weight_bytes
@@ -232,7 +233,7 @@ class _Loading:
         model = load_draft(config.model, speculative, self._say)
         slots, sampler, allocate = self._settle(model, None)
         runner = ModelRunner(model, slots, allocate.num_blocks, slots.block_size)
-        worker = DraftWorker(runner, slots, sampler, config.scheduler.max_num_batched_tokens)
+        worker = DraftWorker(ModelForward(runner), slots, sampler, config.scheduler.max_num_batched_tokens)
         proposer = registry.create(speculative, worker)
         self._ready(runner, config.scheduler.max_num_seqs, stay_eager=draft_is_eager(config.model, speculative))
 
@@ -260,13 +261,13 @@ class _Loading:
         speculative = self._config.speculative
         if speculative is None or speculative.placement != "colocated" or tp.rank:
             return None
-        return speculative if registry.load(registry.only_method(speculative)).on_worker else None
+        return speculative if registry.worker_method(speculative) is not None else None
 
     def _local(self, runner: ModelRunner, slots: SlotTable, sampler: Sampler,
                speculative: SpeculativeConfig) -> LocalDraft:
         if not draft_is_eager(self._config.model, speculative):
             self._say(f"draft: {runner.warm_up()}")
-        worker = DraftWorker(runner, slots, sampler, self._config.scheduler.max_num_batched_tokens)
+        worker = DraftWorker(ModelForward(runner), slots, sampler, self._config.scheduler.max_num_batched_tokens)
         return LocalDraft(worker, registry.create(speculative, worker))
 
     def _settle(self, model: LoadedModel, beside: LoadedModel | None) -> tuple[SlotTable, Sampler, Allocate]:

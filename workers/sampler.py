@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from protos.messages import Sampling
-from workers.choice import COLDEST, Ints, Limits, choose, greedy
+from workers.choice import COLDEST, Ints, Limits, best, choose, greedy
 from workers.choice_native import NativeChooser
 from workers.edits import LogitEdits, changes_logits
 from workers.native_library import KernelUnavailableError
@@ -65,6 +65,24 @@ class Sampler:
         rows = (logits_NV[:, : self.vocab_size], slots_N, index_N)
         return _by_part(self._edited_S[slots_N], self._edit_and_choose, self._choose, rows)
 
+    def best(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints, width: int) -> (
+        tuple[torch.Tensor, torch.Tensor]
+    ):  # fmt: skip
+        """Return the *width* likeliest choices, best first, int64 `[N, W]`, and their raw log-probabilities.
+
+        Edits are left out. Otherwise as `sample`, which would choose the first; where fewer than *width* ids can be
+        chosen, others follow.
+        """
+        self._refresh(slots_N)
+        logits_NV = logits_NV[:, : self.vocab_size]
+        ids_NW = logits_NV.topk(width, 1).indices
+        drawn = np.flatnonzero(self._limits_S.temperature[slots_N] >= COLDEST)
+        if len(drawn):
+            at = torch.from_numpy(drawn).to(logits_NV.device)
+            ids_NW[at] = best(logits_NV[at], self._keys(slots_N[drawn], index_N[drawn]).to(logits_NV.device),
+                              self._limits_S.at(slots_N[drawn]), width)
+        return ids_NW, torch.log_softmax(logits_NV, 1).gather(1, ids_NW)
+
     def _refresh(self, slots_N: Ints) -> None:
         """Read the parameters of the slots that a sequence joined since they were last read."""
         changed_N = self._joined_S[slots_N] != self.slots.joined[slots_N]
@@ -106,8 +124,11 @@ class Sampler:
         return _by_part(drawn_N, self._draw, _greedy, (logits_NV, slots_N, index_N))
 
     def _draw(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        keys_N = torch.from_numpy(row_keys(self._seed_S[slots_N], index_N))
-        return choose(logits_NV, keys_N.to(logits_NV.device), self._limits_S.at(slots_N))
+        keys_N = self._keys(slots_N, index_N).to(logits_NV.device)
+        return choose(logits_NV, keys_N, self._limits_S.at(slots_N))
+
+    def _keys(self, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        return torch.from_numpy(row_keys(self._seed_S[slots_N], index_N))
 
 
 def _greedy(logits_NV: torch.Tensor, _slots_N: Ints, _index_N: Ints) -> torch.Tensor:
