@@ -1,9 +1,9 @@
 """Paged attention for any `transformers` causal LM, through one registered attention function.
 
 The tokens of all rows come flattened, `[1, T]`. For each layer the function writes K and V into the paged
-cache and attends row by row, causally by position. What a forward is about (block tables, positions) does
-not travel through the model: `run_with` makes a backend current for the time of one forward, and the
-runner that owns the backend is the only caller.
+cache and attends row by row, causally by position but for the areas of drafts (`workers.batch.Area`). What a
+forward is about (block tables, positions, areas) does not travel through the model: `run_with` makes a backend
+current for the time of one forward, and the runner that owns the backend is the only caller.
 
 No mask function is registered: `transformers` then builds no mask at all for this name, which is what we
 want, since masks are made here from positions.
@@ -21,12 +21,13 @@ import torch
 from transformers import AttentionInterface
 
 from protos.errors import ModelError
+from workers.batch import Areas, Ints
 
 NAME = "slipstream_paged"
 HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cache_position", "output_attentions"})
 """What models pass along that does not change attention here; anything else we do not know is refused."""
 
-Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Result = TypeVar("Result")
 
 
@@ -35,9 +36,10 @@ class Rows:
     """The rows of one forward, on the host.
 
     Attributes:
-        starts_R, lengths_R, offsets_R: int64, contiguous; each row's first position, tokens, first flat index.
+        starts_R, lengths_R, offsets_R: int64, contiguous; each row's first place, tokens, first flat index.
         slots_R: int64, contiguous; where each row's blocks stand in `blocks_SB`.
         blocks_SB: int32, contiguous, block ids in order.
+        areas, lowest_R: as in `workers.batch.Batch`.
     """
 
     starts_R: Ints
@@ -46,6 +48,8 @@ class Rows:
     slots_R: Ints
     blocks_SB: npt.NDArray[np.int32]
     block_size: int
+    areas: Areas | None = None
+    lowest_R: Ints | None = None
 
     @cached_property
     def tables_RB(self) -> Ints:
@@ -64,10 +68,57 @@ class Rows:
     def places_T(self) -> Ints:
         """Index of each token's place in the cache, int64, counted in tokens (block * block_size + offset)."""
         rows_T = np.repeat(np.arange(len(self.starts_R)), self.lengths_R)
-        positions_T = np.arange(len(rows_T)) + (self.starts_R - self.offsets_R)[rows_T]
-        blocks_T = self.tables_RB[rows_T, positions_T // self.block_size]
-        places_T: Ints = blocks_T * self.block_size + positions_T % self.block_size
+        along_T = np.arange(len(rows_T)) + (self.starts_R - self.offsets_R)[rows_T]
+        blocks_T = self.tables_RB[rows_T, along_T // self.block_size]
+        places_T: Ints = blocks_T * self.block_size + along_T % self.block_size
         return places_T
+
+    @cached_property
+    def special_R(self) -> Flags | None:
+        """Which rows do not simply see all places up to their own; None where there is no such row."""
+        if self.areas is None and self.lowest_R is None:
+            return None
+        special_R = np.zeros(len(self.starts_R), np.bool_)
+        if self.areas is not None:
+            special_R |= self.areas.sizes_R > 0
+        if self.lowest_R is not None:
+            special_R |= self.lowest_R > 0
+        return special_R
+
+    def positions(self, members: Ints, places_MX: Ints) -> Ints:
+        """Return the positions of places of some rows, int64 `[M, X]`."""
+        return places_MX if self.areas is None else self.areas.positions(members[:, None], places_MX)
+
+    def seen(self, members: Ints, queries_MQ: Ints, length: int) -> Flags:
+        """Return which of a row's first *length* places its queries see, windows aside: `[M, Q, length]`.
+
+        Args:
+            members: the rows.
+            queries_MQ: which of its row's tokens each query is.
+            length: number of places.
+        """
+        places_MQ1 = (queries_MQ + self.starts_R[members][:, None])[:, :, None]
+        places_L = np.arange(length)
+        seen_MQL = places_L <= places_MQ1
+        if self.areas is not None:
+            first_M11 = self.areas.first_R[members][:, None, None]
+            in_area_MQL = self._seen_of_areas(members, queries_MQ, places_L)
+            seen_MQL = np.where(places_L < first_M11, seen_MQL, in_area_MQL)
+        if self.lowest_R is not None:
+            seen_MQL &= places_L >= self.lowest_R[members][:, None, None]
+        return seen_MQL
+
+    def _seen_of_areas(self, members: Ints, queries_MQ: Ints, places_L: Ints) -> Flags:
+        """Read the bits of the areas' places; False for all others."""
+        assert self.areas is not None
+        words_MQW = self.areas.seen_TW[queries_MQ + self.offsets_R[members][:, None]]
+        bits_MQA = np.unpackbits(words_MQW.astype("<u8", copy=False).view(np.uint8), axis=-1, bitorder="little")
+        inside_ML = places_L - self.areas.first_R[members][:, None]
+        is_there_ML = (inside_ML >= 0) & (inside_ML < self.areas.sizes_R[members][:, None])
+        at_M1L = np.clip(inside_ML, 0, bits_MQA.shape[2] - 1)[:, None, :]
+        found_MQL = np.take_along_axis(bits_MQA, np.broadcast_to(at_M1L, (*queries_MQ.shape, len(places_L))), 2)
+        seen_MQL: Flags = found_MQL.astype(np.bool_) & is_there_ML[:, None, :]
+        return seen_MQL
 
 
 @dataclass(frozen=True)

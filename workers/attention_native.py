@@ -5,8 +5,9 @@ import ctypes
 import numpy as np
 import torch
 
-from workers.attention import Ints, Options, Rows
+from workers.attention import Options, Rows
 from workers.attention_torch import CHUNK, TorchAttention
+from workers.batch import Areas, Ints
 from workers.kv import KVCache
 from workers.native_library import load_function
 
@@ -16,6 +17,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 class _Plan(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("rows", "tasks", "table_stride", "block_size", "threads")]
     _fields_ += [(name, ctypes.c_void_p) for name in ("starts", "lengths", "offsets", "slots", "blocks", "short_rows")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("lowest", "areas", "area_sizes", "area_positions", "seen")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("area_stride", "seen_words")]
 
 
 class _Layer(ctypes.Structure):
@@ -59,8 +62,18 @@ class NativeAttention:
         plan.offsets, plan.slots = rows.offsets_R.ctypes.data, rows.slots_R.ctypes.data
         plan.blocks, plan.table_stride = rows.blocks_SB.ctypes.data, rows.blocks_SB.shape[1]
         plan.threads, plan.short_rows = torch.get_num_threads(), None
+        plan.lowest = None if rows.lowest_R is None else rows.lowest_R.ctypes.data
+        plan.areas = None
+        if rows.areas is not None:
+            self._plan_areas(rows.areas)
         if self._has_long:
             self._plan_long(rows)
+
+    def _plan_areas(self, areas: Areas) -> None:
+        plan = self._plan
+        plan.areas, plan.area_sizes = areas.first_R.ctypes.data, areas.sizes_R.ctypes.data
+        plan.area_positions, plan.area_stride = areas.positions_RA.ctypes.data, areas.positions_RA.shape[1]
+        plan.seen, plan.seen_words = areas.seen_TW.ctypes.data, areas.seen_TW.shape[1]
 
     def _plan_long(self, rows: Rows) -> None:
         """Leave rows with long chunks to torch."""

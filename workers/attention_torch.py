@@ -6,7 +6,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from workers.attention import Ints, Options, Rows
+from workers.attention import Flags, Options, Rows
+from workers.batch import Ints
 from workers.kv import KVCache
 
 CHUNK = 16
@@ -24,8 +25,9 @@ class Group:
         blocks_N: block ids to gather, R x L / block_size of them, flat.
         positions_RQ: position of each query.
         length: L, whole blocks for several rows, the exact context for one.
-        stale_N: gathered places behind a row's context. They are zeroed: whatever another sequence left
-            there must not reach this one, not even a NaN behind a mask.
+        stale_N: gathered places behind a row's context, or below what it has. They are zeroed: whatever another
+            sequence left there must not reach this one, not even a NaN behind a mask.
+        sight: what each query sees; None where that is all up to its own position.
     """
 
     tokens_RQ: torch.Tensor | None
@@ -35,6 +37,7 @@ class Group:
     positions_RQ: torch.Tensor
     length: int
     stale_N: torch.Tensor | None
+    sight: "Sight | None" = None
     masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     def mask_RQL(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -44,15 +47,35 @@ class Group:
         return self.masks[window]
 
     def _make_mask(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
-        one_query_sees_all = self.positions_RQ.numel() == 1 and self.stale_N is None
+        one_query_sees_all = self.positions_RQ.numel() == 1 and self.stale_N is None and self.sight is None
         if one_query_sees_all and not 0 < window < self.length:
             return None
+        hidden_RQL = self._hidden(window)
+        return torch.zeros(hidden_RQL.shape, dtype=dtype, device=hidden_RQL.device).masked_fill_(hidden_RQL, -torch.inf)
+
+    def _hidden(self, window: int) -> torch.Tensor:
+        if self.sight is not None:
+            return self.sight.hidden(self.positions_RQ, window)
         keys_L = torch.arange(self.length, device=self.positions_RQ.device)
         distance_RQL = self.positions_RQ.unsqueeze(-1) - keys_L
         hidden_RQL = distance_RQL < 0
         if window:
             hidden_RQL |= distance_RQL >= window
-        return torch.zeros(hidden_RQL.shape, dtype=dtype, device=keys_L.device).masked_fill_(hidden_RQL, -torch.inf)
+        return hidden_RQL
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What queries see where places are not positions: `seen_RQL` aside from windows, `keys_RL` keys' positions."""
+
+    seen_RQL: torch.Tensor
+    keys_RL: torch.Tensor
+
+    def hidden(self, positions_RQ: torch.Tensor, window: int) -> torch.Tensor:
+        """Return what queries at these positions do not see, `[R, Q, L]`."""
+        if not window:
+            return ~self.seen_RQL
+        return ~self.seen_RQL | (positions_RQ.unsqueeze(-1) - self.keys_RL.unsqueeze(1) >= window)
 
 
 class TorchAttention:
@@ -123,18 +146,23 @@ class TorchAttention:
         # The query heads that share a K/V head become queries of that head.
         query_RGMD = query_RGSQD.flatten(2, 3)
         mask_R1ML = None if mask_RQL is None else _repeat(mask_RQL, share)
+        broken_RGM1 = None
+        if group.sight is not None and mask_R1ML is not None:
+            broken_RGM1 = without_broken_(key_RGLD, value_RGLE, mask_R1ML)
         if options.softcap or options.sinks_H is not None:
             output_RGME = explicit_attention(query_RGMD, key_RGLD, value_RGLE, mask_R1ML, options)
         else:
             output_RGME = F.scaled_dot_product_attention(
                 query_RGMD, key_RGLD, value_RGLE, attn_mask=mask_R1ML, scale=options.scaling
             )
+        if broken_RGM1 is not None:
+            output_RGME = output_RGME.masked_fill(broken_RGM1, torch.nan)
         output_RGSQE = output_RGME.view(rows, shape.kv_heads, share, queries, shape.value_size)
         return output_RGSQE.permute(0, 3, 1, 2, 4).reshape(rows * queries, -1, shape.value_size)
 
     def _gather(self, pages: torch.Tensor, group: Group) -> torch.Tensor:
         """Return the group's keys or values, `[R, kv_heads, L, size]`."""
-        gathered = pages.index_select(0, group.blocks_N)
+        gathered = pages.index_select(0, group.blocks_N)  # a copy, which may be changed
         if group.stale_N is not None:
             gathered.flatten(0, 1).index_fill_(0, group.stale_N, 0)
         rows = group.positions_RQ.shape[0]
@@ -148,27 +176,43 @@ class TorchAttention:
         queries_Q = np.minimum(np.arange(int(lengths_R.max())), lengths_R[:, None] - 1)
         several = len(members) > 1
         length = num_blocks * block_size if several else int(contexts_R[0])
-        stale_N = np.flatnonzero(np.arange(length) >= contexts_R[:, None]) if several else None
+        stale_N = _stale(rows, members, length) if several or rows.lowest_R is not None else None
         in_order = len(members) == len(rows.starts_R) and bool((lengths_R == lengths_R[0]).all())
         in_order = in_order and bool((np.diff(members) == 1).all())
         real = np.arange(queries_Q.shape[1]) < lengths_R[:, None]
         tokens_RQ = queries_Q + rows.offsets_R[members][:, None]
+        is_special = rows.special_R is not None and bool(rows.special_R[members[0]])
         return Group(
             tokens_RQ=None if in_order else self._tensor(tokens_RQ),
             real_N=None if real.all() else self._tensor(np.flatnonzero(real)),
             targets_N=None if in_order else self._tensor(tokens_RQ[real]),
             blocks_N=self._tensor(rows.tables_RB[members, :num_blocks].reshape(-1)),
-            positions_RQ=self._tensor(queries_Q + starts_R[:, None]),
+            positions_RQ=self._tensor(rows.positions(members, queries_Q + starts_R[:, None])),
             length=length,
             stale_N=None if stale_N is None else self._tensor(stale_N),
+            sight=self._sight(rows, members, queries_Q, length) if is_special else None,
         )
 
-    def _tensor(self, array: Ints) -> torch.Tensor:
+    def _sight(self, rows: Rows, members: Ints, queries_RQ: Ints, length: int) -> Sight:
+        keys_RL = rows.positions(members, np.tile(np.arange(length), (len(members), 1)))
+        return Sight(self._tensor(rows.seen(members, queries_RQ, length)), self._tensor(keys_RL))
+
+    def _tensor(self, array: Ints | Flags) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
 
 def partition(rows: Rows, members: Ints) -> list[Ints]:
-    """Split rows into groups worth padding to a common shape: long chunks alone, others by similar context."""
+    """Split rows into groups worth padding to a common shape: long chunks alone, others by similar context.
+
+    Rows that do not simply see all up to their own place are never together with those that do.
+    """
+    if rows.special_R is None:
+        return _alike(rows, members)
+    special_M = rows.special_R[members]
+    return [group for part in (members[~special_M], members[special_M]) if len(part) for group in _alike(rows, part)]
+
+
+def _alike(rows: Rows, members: Ints) -> list[Ints]:
     if len(members) == 1:
         return [members]
     contexts_R = rows.starts_R + rows.lengths_R
@@ -181,6 +225,27 @@ def partition(rows: Rows, members: Ints) -> list[Ints]:
         groups.append(short[together])
         short = short[~together]
     return groups
+
+
+def _stale(rows: Rows, members: Ints, length: int) -> Ints:
+    """Return the gathered places that are not the rows' own: behind their context, or below the lowest they have."""
+    places_L, contexts_R = np.arange(length), (rows.starts_R + rows.lengths_R)[members]
+    stale_RL = places_L >= contexts_R[:, None]
+    if rows.lowest_R is not None:
+        stale_RL |= places_L < rows.lowest_R[members][:, None]
+    return np.flatnonzero(stale_RL)
+
+
+def without_broken_(key_RGLD: torch.Tensor, value_RGLE: torch.Tensor, mask_R1ML: torch.Tensor) -> torch.Tensor:
+    """Zero keys and values that are not numbers, in place; return which queries see one, `[R, G, M, 1]`.
+
+    A mask is added to scores and multiplies values, so it would let a NaN through to those that must not see it.
+    """
+    finite_RGL = key_RGLD.isfinite().all(-1) & value_RGLE.isfinite().all(-1)
+    broken_RGL = ~finite_RGL
+    key_RGLD.masked_fill_(broken_RGL.unsqueeze(-1), 0)
+    value_RGLE.masked_fill_(broken_RGL.unsqueeze(-1), 0)
+    return (broken_RGL.unsqueeze(2) & (mask_R1ML == 0)).any(-1, keepdim=True)
 
 
 def _repeat(mask_RQL: torch.Tensor, share: int) -> torch.Tensor:

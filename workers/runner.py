@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.attention import AttentionBackend, Ints, Rows, run_with
+from workers.attention import AttentionBackend, Rows, run_with
 from workers.attention_native import DTYPES, NativeAttention
 from workers.attention_torch import TorchAttention
-from workers.batch import Batch
+from workers.batch import Batch, Ints
 from workers.compiling import Forward, Weights, compile_forward
 from workers.kv import KVCache, bytes_per_block
 from workers.loader import LoadedModel
@@ -90,7 +90,7 @@ class ModelRunner:
 
     def _call(self, forward: Forward, batch: Batch, blocks_SB: npt.NDArray[np.int32], wanted_N: Ints) -> torch.Tensor:
         self.attention.plan(Rows(batch.starts_R, batch.lengths_R, batch.offsets_R, batch.slots_R, blocks_SB,
-                                 self.block_size))
+                                 self.block_size, batch.areas, batch.lowest_R))
         # Tensors made inside and outside inference mode are of different kinds to a compiled graph: always inside.
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)

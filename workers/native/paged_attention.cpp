@@ -48,6 +48,12 @@ struct Plan {
     const int64_t *starts, *lengths, *offsets, *slots;
     const int32_t* blocks;      // ids by slot, `table_stride` from slot to slot
     const int64_t* short_rows;  // the `tasks` rows this kernel attends, null for all; K and V of all rows are written
+    // Of rows that do not simply see all places up to their own (workers/batch.py, `Area`); null where there are none.
+    const int64_t* lowest;              // by row: the first place that is there
+    const int64_t *areas, *area_sizes;  // by row: the first place of its area, and their number
+    const int64_t* area_positions;      // of the area's places, `area_stride` from row to row
+    const uint64_t* seen;               // by token: bits of the places it sees, `seen_words` words
+    int64_t area_stride, seen_words;
 };
 
 struct Layer {
@@ -77,6 +83,19 @@ struct Table {
     int64_t place(int64_t position) const {
         return blocks[position / block_size] * block_size + position % block_size;
     }
+};
+
+// What the tokens of one row see: the known places from `lowest` up to their own position, then what `seen` says of the
+// places from `area` on.
+struct View {
+    int64_t lowest, area, size;
+    const int64_t* positions;
+    View(const Plan& plan, int64_t row)
+        : lowest(plan.lowest ? plan.lowest[row] : 0),
+          area(plan.areas ? plan.areas[row] : plan.starts[row] + plan.lengths[row]),
+          size(plan.areas ? plan.area_sizes[row] : 0),
+          positions(plan.areas ? plan.area_positions + row * plan.area_stride : nullptr) {}
+    int64_t position(int64_t place) const { return place < area ? place : positions[place - area]; }
 };
 
 template <typename T>
@@ -120,6 +139,7 @@ inline float sum(Lanes lanes) {
 
 struct Scratch {
     std::vector<float> query, output, scores, largest, total;
+    std::vector<int64_t> positions;
 };
 
 // The queries of one task, M of them, against one tile of n keys after another. Size is that of keys and values if it is
@@ -129,32 +149,71 @@ struct Task {
     const Plan& plan;
     const Layer& layer;
     const Call& call;
-    const int64_t group, start, end, token, share, M, D, E;  // `start` is the first query's position, `token` its place
+    const int64_t group, start, token, share, M, D, E;  // `start` is the first query's place, `token` its index
     const Table table;
+    const View view;
     Scratch& s;
-    int64_t base = 0, n = 0;  // the tile: positions base .. base + n
+    int64_t base = 0, n = 0;  // the tile: places base .. base + n
     const T *keys[kTile], *values[kTile];
 
     Task(const Plan& plan, const Layer& layer, const Call& call, int64_t row, int64_t group, int64_t first,
          int64_t count, Scratch& s)
         : plan(plan), layer(layer), call(call), group(group), start(plan.starts[row] + first),
-          end(start + count), token(plan.offsets[row] + first), share(layer.heads / layer.kv_heads), M(count * share),
-          D(Size ? Size : layer.key_size), E(Size ? Size : layer.value_size), table(plan, row), s(s) {
+          token(plan.offsets[row] + first), share(layer.heads / layer.kv_heads), M(count * share),
+          D(Size ? Size : layer.key_size), E(Size ? Size : layer.value_size), table(plan, row), view(plan, row), s(s) {
         read_queries();
-        for (base = call.window > 0 ? std::max<int64_t>(0, start - call.window + 1) : 0; base < end; base += kTile) {
-            n = std::min(kTile, end - base);
-            find_keys();
-            score();
-            for (int64_t m = 0; m < M; ++m) soften(m);
-            add_values();
-        }
+        const auto [least, most] = std::minmax_element(s.positions.begin(), s.positions.end());
+        see_known(std::max(view.lowest, call.window > 0 ? *least - call.window + 1 : 0), std::min(view.area, *most + 1));
+        if (view.size > 0) see_area(count);
         write_output();
     }
 
+    // Every query sees the keys of the places from .. to as far as its own position.
+    void see_known(int64_t from, int64_t to) {
+        for (base = from; base < to; base += kTile) {
+            n = std::min(kTile, to - base);
+            find_keys(to);
+            score();
+            for (int64_t m = 0; m < M; ++m) soften(m, first(m), last(m));
+            add_values();
+        }
+    }
+
+    void see_area(int64_t count) {
+        const int64_t behind = view.area + view.size;
+        for (base = view.area; base < behind; base += kTile) {
+            n = std::min(kTile, behind - base);
+            find_keys(behind);
+            score();
+            for (int64_t i = 0; i < count; ++i) see_runs(i * share, seen(i));
+        }
+    }
+
+    // The keys of this tile of the area that token i sees: a bit each.
+    uint32_t seen(int64_t i) const {
+        const int64_t offset = base - view.area;  // a whole number of tiles
+        uint32_t bits = static_cast<uint32_t>(plan.seen[(token + i) * plan.seen_words + offset / 64] >> (offset % 64));
+        if (n < kTile) bits &= (1u << n) - 1;
+        if (call.window > 0)
+            for (int64_t j = 0; j < n; ++j)
+                if (s.positions[i * share] - view.positions[offset + j] >= call.window) bits &= ~(1u << j);
+        return bits;
+    }
+
+    // A token's heads, which begin with query m, see these keys: one run of neighbours after another.
+    void see_runs(int64_t m, uint32_t bits) {
+        while (bits) {
+            const int64_t from = __builtin_ctz(bits), to = from + __builtin_ctzll(~(uint64_t{bits} >> from));
+            for (int64_t i = 0; i < share; ++i) soften(m + i, from, to);
+            for (int64_t i = 0; i < share;) i += add_some(m + i, share - i, from, to);
+            bits = to < kTile ? bits & (~0u << to) : 0;
+        }
+    }
+
     int64_t head(int64_t m) const { return group * share + m % share; }
-    int64_t last(int64_t m) const { return std::min(n, start + m / share + 1 - base); }  // behind the last key it sees
+    int64_t last(int64_t m) const { return std::min(n, s.positions[m] + 1 - base); }  // behind the last key it sees
     int64_t first(int64_t m) const {
-        return call.window > 0 ? std::max<int64_t>(0, start + m / share - call.window + 1 - base) : 0;
+        return call.window > 0 ? std::max<int64_t>(0, s.positions[m] - call.window + 1 - base) : 0;
     }
 
     void read_queries() {
@@ -163,7 +222,9 @@ struct Task {
         s.scores.resize(M * kTile);
         s.largest.assign(M, -std::numeric_limits<float>::infinity());
         s.total.assign(M, 0.0f);
+        s.positions.resize(M);
         for (int64_t m = 0; m < M; ++m) {
+            s.positions[m] = view.position(start + m / share);
             const T* from = static_cast<const T*>(call.query) + (token + m / share) * call.query_token +
                             head(m) * call.query_head;
             for (int64_t d = 0; d < D; ++d) s.query[m * D + d] = widen(from[d]) * call.scaling;
@@ -173,15 +234,16 @@ struct Task {
         }
     }
 
-    void find_keys() {
+    // Fetches the tile's keys and values, and begins to fetch the keys of the next one, if it begins before `to`.
+    void find_keys(int64_t to) {
         for (int64_t j = 0; j < n; ++j) {
             const int64_t place = table.place(base + j) * layer.kv_heads + group;
             keys[j] = static_cast<const T*>(layer.keys) + place * D;
             values[j] = static_cast<const T*>(layer.values) + place * E;
             prefetch(values[j], E);
         }
-        for (int64_t position = base + n; position < std::min(base + n + kTile, end); ++position)
-            prefetch(static_cast<const T*>(layer.keys) + (table.place(position) * layer.kv_heads + group) * D, D);
+        for (int64_t next = base + n; next < std::min(base + n + kTile, to); ++next)
+            prefetch(static_cast<const T*>(layer.keys) + (table.place(next) * layer.kv_heads + group) * D, D);
     }
 
     // Rows lie all over the cache: without being told, the processor would wait for each.
@@ -211,9 +273,8 @@ struct Task {
         }
     }
 
-    // Turns a query's scores into weights relative to its largest score so far; an online softmax.
-    void soften(int64_t m) {
-        const int64_t from = first(m), to = last(m);
+    // Turns a query's scores of some keys into weights relative to its largest score so far; an online softmax.
+    [[gnu::noinline]] void soften(int64_t m, int64_t from, int64_t to) {
         if (from >= to) return;
         float* score = &s.scores[m * kTile];
         if (call.softcap > 0.0f)
@@ -250,11 +311,13 @@ struct Task {
             const int64_t from = first(m), to = last(m);
             int64_t same = 1;
             while (same < 4 && m + same < M && first(m + same) == from && last(m + same) == to) ++same;
-            if (same == 4)
-                m += add<4>(m, from, to);
-            else
-                m += same >= 2 ? add<2>(m, from, to) : add<1>(m, from, to);
+            m += add_some(m, same, from, to);
         }
+    }
+
+    [[gnu::noinline]] int64_t add_some(int64_t m, int64_t same, int64_t from, int64_t to) {
+        if (same >= 4) return add<4>(m, from, to);
+        return same >= 2 ? add<2>(m, from, to) : add<1>(m, from, to);
     }
 
     template <int Queries>
