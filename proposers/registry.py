@@ -9,6 +9,8 @@ from protos.learned import DraftRunner
 
 _PROPOSERS: dict[str, str] = {
     "draft_model": "proposers.draft_model:DraftModelProposer",
+    "eagle": "proposers.eagle:EagleProposer",
+    "eagle3": "proposers.eagle3:Eagle3Proposer",
     "ngram": "proposers.ngram:NgramProposer",
 }
 

@@ -1,0 +1,114 @@
+"""Decoder layers of `transformers` as parts of a draft, and how they get their weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from proposers.formats.layers import LayerDims
+from protos.errors import ModelError
+from protos.learned import LayerShape, Parts
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the positions of a forward, `[1, T, D]` each."""
+
+KEPT_IN_FP32 = "e_score_correction_bias"  # biases that choose experts: in fewer bits they would choose others
+
+
+class Layers:
+    """Makes layers of the same dimensions, their norms, and their rotary positions.
+
+    Args:
+        dims: of each layer.
+        num_layers: how many there are; their `layer_idx` count from 0.
+        rope: rotary parameters, as `transformers` 5 writes them.
+        max_model_len: positions they are for.
+        parts: says which attention they use.
+    """
+
+    def __init__(self, dims: LayerDims, num_layers: int, rope: Mapping[str, Any], max_model_len: int,
+                 parts: Parts) -> None:
+        self.dims, self.num_layers = dims, num_layers
+        # Its config has a field for everything; which of the layers are Llama's is decided below.
+        self.config: Any = Qwen3Config(
+            hidden_size=dims.hidden, intermediate_size=dims.inner, num_hidden_layers=num_layers,
+            num_attention_heads=dims.heads, num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim,
+            hidden_act=dims.act, rms_norm_eps=dims.eps, attention_bias=dims.qkv_bias, rope_parameters=dict(rope),
+            max_position_embeddings=max_model_len,
+        )
+        self.config.mlp_bias = dims.mlp_bias
+        self.config._attn_implementation = parts.attention
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """What each layer caches."""
+        return (LayerShape(self.dims.kv_heads, self.dims.head_dim, self.dims.head_dim),) * self.num_layers
+
+    def layer(self, index: int) -> Any:
+        """Return a new decoder layer."""
+        layer: Any = LlamaDecoderLayer(self.config, index)
+        if self.dims.qk_norm:
+            layer.self_attn = Qwen3Attention(self.config, index)
+        queries = self.dims.heads * self.dims.head_dim
+        layer.self_attn.o_proj = nn.Linear(queries, self.dims.hidden, bias=self.dims.o_bias)
+        return layer
+
+    def norm(self, width: int) -> Any:
+        """Return a new RMS norm."""
+        return LlamaRMSNorm(width, self.dims.eps)
+
+    def rope(self, parts: Parts) -> Any:
+        """Return a new module that makes `Rope` of states and positions; it holds no weights."""
+        return LlamaRotaryEmbedding(self.config).to(parts.device)
+
+
+def through(layers: nn.ModuleList, states_1TH: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Return the states behind decoder *layers*."""
+    for layer in layers:
+        states_1TH = layer(states_1TH, attention_mask=None, position_embeddings=rope)
+    return states_1TH
+
+
+def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
+    """Give *module*, made on the meta device, its weights, and leave it in eval mode, without gradients.
+
+    Raises:
+        ModelError: names the tensor that is missing, left over, or of another shape than the module's.
+    """
+    wanted = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
+    for name in sorted(wanted.keys() | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if wanted.get(name) != found:
+            raise ModelError(f"the draft's tensor {name} should be {wanted.get(name)}, but the checkpoint has {found}")
+    placed = {name: tensor.to(parts.device, torch.float32 if name.endswith(KEPT_IN_FP32) else parts.dtype)
+              for name, tensor in tensors.items()}
+    module.load_state_dict(placed, assign=True)
+    module.eval().requires_grad_(False)
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+class TargetVocabulary:
+    """Puts a draft's logits, of fewer ids, where the target has them. The others can never be drafted.
+
+    Args:
+        ids_V: int64, the target's id of each of the draft's; None where they are the same.
+        vocab_size: ids that the target has.
+    """
+
+    def __init__(self, ids_V: torch.Tensor | None, vocab_size: int) -> None:
+        self.ids_V, self.vocab_size = ids_V, vocab_size
+
+    def __call__(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits `[N, vocab_size]`."""
+        if self.ids_V is None:
+            return logits_NV.float()
+        whole_NV = logits_NV.new_full((len(logits_NV), self.vocab_size), -torch.inf, dtype=torch.float32)
+        return whole_NV.index_copy_(1, self.ids_V, logits_NV.float())

@@ -1,0 +1,79 @@
+"""EAGLE-1 and EAGLE-2: a decoder layer that goes on from the target's last states (Li et al. 2024, arXiv 2401.15077).
+
+The entry of position i is made of token i + 1 and the target's state of token i. What comes behind it is a guess of the
+target's state of token i + 1, and is read by the target's head. EAGLE-2 (arXiv 2406.16858) is the same weights, drafted
+as a tree.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from proposers.decoder import Layers, fill, shapes_of, through
+from proposers.formats import eagle as format_of
+from proposers.recycling import RecyclingProposer
+from protos.config import SpeculativeConfig
+from protos.learned import FeatureSpec, Parts
+
+
+class EagleNet(nn.Module):
+    """What the checkpoint holds, under its names: the first layer has no input norm, and there is none at the end."""
+
+    def __init__(self, spec: format_of.Spec, layers: Layers) -> None:
+        super().__init__()
+        hidden = spec.dims.hidden
+        self.fc = nn.Linear(2 * hidden, hidden, bias=spec.fc_bias)
+        self.layers = nn.ModuleList(layers.layer(index) for index in range(spec.num_layers))
+        self.layers[0].input_layernorm = nn.Identity()
+        if spec.has_embedding:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
+
+
+class EagleModule(nn.Module):
+    """See `protos.learned.Module`; its output are states, `[1, T, H]`."""
+
+    shift = 1
+
+    def __init__(self, spec: format_of.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
+        super().__init__()
+        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
+        with torch.device("meta"):
+            self.net = EagleNet(spec, layers)
+        fill(self.net, tensors, parts)
+        self.rope = layers.rope(parts)
+        self.embed = self.net.embed_tokens if spec.has_embedding else parts.embedding()
+        self.head = parts.head()
+        self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
+
+    def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """Return them as they are."""
+        return features_TF
+
+    def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TH: torch.Tensor) -> torch.Tensor:
+        """Return guesses of the target's states behind the tokens, `[1, T, H]`."""
+        states_1TH = self.net.fc(torch.cat([self.embed(tokens_1T), features_1TH], -1))
+        return through(self.net.layers, states_1TH, self.rope(states_1TH, positions_1T))
+
+    def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `proposers.recycling.Recycling`: the target's head reads the states, which are fed back as they are."""
+        return self.head(states_NH).float(), states_NH
+
+
+class EagleProposer(RecyclingProposer):
+    """Drafts with an EAGLE-1 head: chains, or trees as EAGLE-2 does."""
+
+    method: ClassVar[str] = "eagle"
+
+    @classmethod
+    def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
+        """The state that the target's head reads, of every token."""
+        return FeatureSpec("all")
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, parts: Parts) -> EagleModule:
+        """See `protos.learned.LearnedProposer`."""
+        tensors = parts.tensors()
+        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
+        return EagleModule(spec, format_of.load(spec, tensors), parts)

@@ -1,0 +1,130 @@
+"""EAGLE-3: a decoder layer over states from three depths of the target (Li et al. 2025, arXiv 2503.01840).
+
+Also the forms of it with norms in other places, as `speculators` writes them. The entry of position i is made of token
+i + 1 and of what `fc` makes of the target's states of token i; for drafted tokens the layer's own output stands there.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from proposers.decoder import Layers, Rope, TargetVocabulary, fill, shapes_of, through
+from proposers.formats import eagle3 as format_of
+from proposers.recycling import RecyclingProposer
+from protos.config import SpeculativeConfig
+from protos.learned import FeatureSpec, Parts
+
+
+class WideLayer(nn.Module):
+    """The first layer: its attention reads embedding and state side by side.
+
+    Where *norm_before_residual*, the normed state goes around the attention and not the state itself.
+    """
+
+    def __init__(self, layers: Layers, *, norm_before_residual: bool) -> None:
+        super().__init__()
+        dims, plain = layers.dims, layers.layer(0)
+        self.input_layernorm, self.hidden_norm = plain.input_layernorm, layers.norm(dims.hidden)
+        self.self_attn = plain.self_attn
+        queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+        self.self_attn.q_proj = nn.Linear(2 * dims.hidden, queries, bias=dims.qkv_bias)
+        self.self_attn.k_proj = nn.Linear(2 * dims.hidden, keys, bias=dims.qkv_bias)
+        self.self_attn.v_proj = nn.Linear(2 * dims.hidden, keys, bias=dims.qkv_bias)
+        self.post_attention_layernorm, self.mlp = plain.post_attention_layernorm, plain.mlp
+        self._norm_before_residual = norm_before_residual
+
+    def forward(self, embedded_1TH: torch.Tensor, states_1TH: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """Return the states behind the layer, `[1, T, H]`."""
+        normed_1TH = self.hidden_norm(states_1TH)
+        wide_1TW = torch.cat([self.input_layernorm(embedded_1TH), normed_1TH], -1)
+        attended_1TH, _ = self.self_attn(wide_1TW, position_embeddings=rope, attention_mask=None)
+        states_1TH = attended_1TH + (normed_1TH if self._norm_before_residual else states_1TH)
+        behind_1TH: torch.Tensor = states_1TH + self.mlp(self.post_attention_layernorm(states_1TH))
+        return behind_1TH
+
+
+class Eagle3Net(nn.Module):
+    """What the checkpoint holds, under its names."""
+
+    def __init__(self, spec: format_of.Spec, layers: Layers, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        hidden = spec.dims.hidden
+        first = WideLayer(layers, norm_before_residual=spec.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(layers.layer(index) for index in range(1, spec.num_layers))])
+        self.norm = layers.norm(hidden)
+        if spec.has_fc:
+            self.fc = nn.Linear(spec.features, hidden, bias="fc.bias" in tensors)
+        if spec.fc_norm:
+            self.fc_norm = nn.ModuleList(layers.norm(spec.target_hidden) for _ in spec.inputs_of)
+        if spec.norm_before_fc:
+            self.input_norm = layers.norm(spec.features)
+        if spec.has_embedding:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
+        if spec.has_head:
+            self.lm_head = nn.Linear(hidden, spec.draft_size, bias=False)
+
+
+class Eagle3Module(nn.Module):
+    """See `protos.learned.Module`; its output are states before the last norm, `[1, T, H]`.
+
+    Args:
+        spec: the checkpoint's.
+        tensors: as `formats.eagle3.load` returns them; they are consumed.
+        parts: of the target.
+    """
+
+    shift = 1
+
+    def __init__(self, spec: format_of.Spec, tensors: dict[str, torch.Tensor], parts: Parts) -> None:
+        super().__init__()
+        ids_V = tensors.pop("target_ids", None)
+        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
+        with torch.device("meta"):
+            self.net = Eagle3Net(spec, layers, tensors)
+        fill(self.net, tensors, parts)
+        self.rope = layers.rope(parts)
+        self.embed = self.net.embed_tokens if spec.has_embedding else parts.embedding()
+        self.head = self.net.lm_head if spec.has_head else parts.head()
+        self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(parts.device), spec.vocab_size)
+        self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
+        self._spec = spec
+
+    def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """Return `fc` of the target's states, `[T, H]`, normed before where the checkpoint says so."""
+        if self._spec.fc_norm:
+            chunks = features_TF.split(self._spec.target_hidden, -1)
+            features_TF = torch.cat([norm(chunk) for norm, chunk in zip(self.net.fc_norm, chunks, strict=True)], -1)
+        if self._spec.norm_before_fc:
+            features_TF = self.net.input_norm(features_TF)
+        return self.net.fc(features_TF) if self._spec.has_fc else features_TF
+
+    def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TH: torch.Tensor) -> torch.Tensor:
+        """Return states behind the tokens, `[1, T, H]`."""
+        rope: Rope = self.rope(features_1TH, positions_1T)
+        states_1TH = self.net.layers[0](self.embed(tokens_1T), features_1TH, rope)
+        return through(self.net.layers[1:], states_1TH, rope)
+
+    def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `proposers.recycling.Recycling`: states are fed back before the norm, after it only by `norm_output`."""
+        normed_NH = self.net.norm(states_NH)
+        return self.to_target(self.head(normed_NH)), normed_NH if self._spec.norm_output else states_NH
+
+
+class Eagle3Proposer(RecyclingProposer):
+    """Drafts with an EAGLE-3 head, chains or trees."""
+
+    method: ClassVar[str] = "eagle3"
+
+    @classmethod
+    def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
+        """The states at the depths that the checkpoint names, of every token."""
+        return FeatureSpec("all", format_of.features_of(draft, target))
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, parts: Parts) -> Eagle3Module:
+        """See `protos.learned.LearnedProposer`."""
+        tensors = parts.tensors()
+        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
+        return Eagle3Module(spec, format_of.load(spec, tensors), parts)

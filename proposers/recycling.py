@@ -1,0 +1,81 @@
+"""What EAGLE, EAGLE-3 and MTP share: states that are fed back in place of the target's features.
+
+The module's states behind a token say which tokens may follow and what is fed beside them. A chain follows the one
+token that the target would choose by them; a tree several (`proposers.growing`).
+"""
+
+from collections.abc import Sequence as Seq
+from typing import ClassVar, Protocol, Self
+
+import torch
+
+from proposers.chains import Chains
+from proposers.growing import Tree
+from protos.config import SpeculativeConfig
+from protos.errors import ConfigError
+from protos.interfaces import DraftRow, Needs
+from protos.learned import DraftRunner, Module
+from protos.messages import Draft
+
+
+class Recycling(Module, Protocol):
+    """A module whose states are fed back."""
+
+    def behind(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what states `[N, X]` behind *step* drafted tokens say.
+
+        Returns:
+            fp32 logits over the target's vocabulary `[N, V]`, and what is fed beside a token chosen by them `[N, Y]`.
+        """
+        ...
+
+
+class RecyclingProposer:
+    """Drafts a chain, or a tree where `width` is more than 1, with a module that is fed its own states.
+
+    Args:
+        runner: runs a `Recycling` module.
+        width: most children of a node, and nodes of a level that get any.
+        depth: levels of a tree, and the longest chain.
+    """
+
+    needs: ClassVar[Needs] = "all"
+    on_worker: ClassVar[bool] = True
+    method: ClassVar[str]
+
+    def __init__(self, runner: DraftRunner, width: int, depth: int) -> None:
+        self.runner, self.width, self.depth = runner, width, depth
+        self.module: Recycling = runner.module
+
+    @classmethod
+    def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
+        """See `protos.learned.LearnedProposer`."""
+        return cls(on_a_worker(runner, cls.method), 1, config.num_speculative_tokens)
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return a chain of `row.k` tokens for each row, or a tree of `row.k` nodes."""
+        with torch.inference_mode():
+            return self._chains(Chains(rows, self.depth)) if self.width == 1 else self._trees(rows)
+
+    def _chains(self, chains: Chains) -> list[Draft]:
+        states_RX = self.runner.catch_up(chains.rows)
+        for step in range(chains.steps):
+            logits_RV, features_RX = self.module.behind(states_RX, step)
+            ids_R = self.runner.sample(chains.active(step), logits_RV, step)
+            chains.add(ids_R)
+            going = chains.active(step + 1)
+            if going:
+                states_RX = self.runner.extend(going, ids_R[: len(going)], step, features_RX[: len(going)])
+        return chains.drafts()
+
+    def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:
+        states_RX = self.runner.catch_up(rows)
+        depth = min(self.depth, max(row.k for row in rows))
+        return Tree(self.runner, rows, self.module.behind, self.width).grow(states_RX, depth)
+
+
+def on_a_worker(runner: DraftRunner | None, method: str) -> DraftRunner:
+    """Return *runner*; raises `ConfigError` where there is none."""
+    if runner is None:
+        raise ConfigError(f"method {method!r} runs on a draft worker, and there is none")
+    return runner
