@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure, workload
+from benchmarks.round_latency import cluster
 from benchmarks.workload import Item
 from demo import pair
 from protos.gang import FromWorker, Plan, Port, Setup, ToWorker
@@ -103,22 +104,22 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=200.0)
     args = parser.parse_args()
     os.environ[DELAY] = str(args.delay_ms)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     target, draft = args.model or pair()[0], args.draft or pair()[1]
     items = workload.load(target, args.limit or STREAMS).single[:STREAMS]
     loop = asyncio.new_event_loop()
     speculation = {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens,
                    "placement": "dedicated", "disable_by_batch_size": STREAMS}
-    engines = {LATE: Streams(loop, target, speculation), PLAIN: Streams(loop, target, None)}
-    try:
-        for engine in engines.values():
-            engine.run(items)  # warm
-        timings = measure.alternate({name: engine.run for name, engine in engines.items()}, [items] * args.blocks)
-        stats = engines[LATE].engine.stats()
-    finally:
-        for engine in engines.values():
-            engine.close()
-        loop.close()
+    with cluster():
+        engines = {LATE: Streams(loop, target, speculation), PLAIN: Streams(loop, target, None)}
+        try:
+            for engine in engines.values():
+                engine.run(items)  # warm
+            timings = measure.alternate({name: engine.run for name, engine in engines.items()}, [items] * args.blocks)
+            stats = engines[LATE].engine.stats()
+        finally:
+            for engine in engines.values():
+                engine.close()
+            loop.close()
     ratio = timings.slowdown(LATE, PLAIN)
     print(f"{LATE} by {PLAIN}: {ratio} of the time   wanted <= {AT_MOST}")
     print(f"of {stats.steps} rounds, guesses were scored: {stats.proposed}; draft: {stats.draft_changes}")

@@ -47,6 +47,8 @@ ROUNDS = 100
 """Rounds of one side in one block."""
 EPOCH = 1
 PATIENCE_S = 60.0
+LOGICAL_CPUS = 8
+"""Of a cluster that is started here: room for two replicas, however few processors there are."""
 CPU = torch.device("cpu")
 DRAFT = WorkerId("draft")
 HERE = "benchmarks.round_latency"
@@ -196,14 +198,14 @@ class Calls:
 
 @contextmanager
 def cluster() -> Iterator[Any]:
-    """Yield Ray, joined or started as the engine does it, with workers that find this module."""
+    """Yield Ray, joined or started as the engine does it, with workers that find the benchmarks."""
     root = str(Path(__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     import ray  # noqa: PLC0415 - reads the environment when it is imported
 
     from cluster.ray_cluster import Membership  # noqa: PLC0415
 
-    member = Membership(max(SHAPES.values()) + 2)
+    member = Membership(LOGICAL_CPUS)
     try:
         yield ray
     finally:

@@ -19,7 +19,8 @@ Say = Callable[[str], None]
 Resources = Mapping[str, float]
 
 CONTROLLER = 0
-POLL_S = 0.5
+POLL_S = 1
+"""Whole seconds: Ray cuts off fractions, and would be asked again and again without a pause."""
 FIRST_WORD_S = 2.0
 SAY_EVERY_S = 30.0
 BARE = {"CPU": 1.0}
