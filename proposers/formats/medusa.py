@@ -27,7 +27,7 @@ RULES = (
     (r"^lm_heads\.", "heads."),
     (r"^lm_head\.", "head."),
 )
-TARGETS_OWN = r"^(model|transformer)\."
+TARGETS_OWN = (r"^(model|transformer)\.", r"^head\.weight$")
 
 Output = Literal["own", "shared", "target"]
 
@@ -77,7 +77,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
         has_bias=any(name.startswith("blocks.") and name.endswith(".bias") for name in names),
         output=_output(names), vocab_size=target.vocab_size, head_size=head_size,
     )
-    unused = (TARGETS_OWN,) if any(stored.startswith("medusa_head.") for stored in shapes) else ()
+    unused = TARGETS_OWN if _is_whole_model(names) else ()
     return replace(spec, stored=_layout(spec, unused).fit(shapes, RULES))
 
 
@@ -123,5 +123,4 @@ def _layout(spec: Spec, unused: tuple[str, ...]) -> Layout:
         required["token_map"] = (spec.head_size,)
     elif spec.head_size > spec.vocab_size:
         refuse(FORMAT, f"truncated_vocab_size is {spec.head_size}, but the target's vocabulary has {spec.vocab_size}")
-    optional = {} if spec.output != "target" or not unused else {"head.weight": (spec.vocab_size, width)}
-    return Layout(FORMAT, required, optional, unused)
+    return Layout(FORMAT, required, unused=unused)

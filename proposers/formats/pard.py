@@ -1,0 +1,52 @@
+"""PARD (An et al. 2025, arXiv 2504.18583): `amd/PARD-*`. A plain causal model, trained to guess at mask tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proposers.formats.layout import Fitted, Layout, Shapes, taken
+from proposers.formats.masks import mask_token
+from proposers.formats.values import Config, check_unquantised, integer
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "pard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(Fitted):
+    """A causal model with a mask token. It serves a family of targets, whose vocabularies may be padded otherwise.
+
+    Attributes:
+        vocab_size: its own.
+        mask_token_id: an id of its own, which need not be one of the target's.
+        max_model_len: positions it was made for.
+    """
+
+    vocab_size: int
+    mask_token_id: int
+    max_model_len: int
+
+
+def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+    """Check a checkpoint by its config and the shapes of its tensors.
+
+    Raises:
+        ModelError: it does not fit itself; names the tensor and both shapes.
+    """
+    from proposers.formats.causal import model_shapes  # noqa: PLC0415 - detection must not load transformers
+
+    check_unquantised(FORMAT, config)
+    vocab_size = integer(FORMAT, config, "vocab_size")
+    mask = mask_token(FORMAT, config, vocab_size)
+    stored, tied = model_shapes(FORMAT, config)
+    return Spec(
+        stored=Layout(FORMAT, stored, tied).fit(shapes), vocab_size=vocab_size, mask_token_id=mask,
+        max_model_len=integer(FORMAT, config, "max_position_embeddings"),
+    )
+
+
+def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Return the weights as `transformers` names them; those that are tied are there if they are stored."""
+    return taken(spec, tensors)
