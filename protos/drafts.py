@@ -11,18 +11,12 @@ def sane(draft: Draft, k: int, vocab_size: int) -> Draft:
     """Return what of *draft* can be scored: its nodes up to the first that makes no sense, at most *k*.
 
     A node makes sense if its id is one of the target's and its parent stands before it. Where ids, parents and probes
-    are not equally many, nothing does. A chain whose parents are spelt out comes back without them, one with probes
-    as a tree; so whatever `is_chain` is a chain without probes.
+    are not equally many, nothing does. In the normal form of `first_of`.
     """
     size = len(draft)
     if len(draft.parents) not in {0, size} or len(draft.probes) not in {0, size}:
         return NO_DRAFT
-    return _in_normal_form(first_of(draft, min(k, _num_valid(draft, vocab_size))))
-
-
-def first_of(draft: Draft, k: int) -> Draft:
-    """Return the first *k* nodes of a draft; parents come before children, so they still hang together."""
-    return draft if len(draft) <= k else Draft(draft.tokens[:k], draft.parents[:k], draft.probes[:k])
+    return first_of(draft, min(k, _num_valid(draft, vocab_size)))
 
 
 def _num_valid(draft: Draft, vocab_size: int) -> int:
@@ -33,13 +27,17 @@ def _num_valid(draft: Draft, vocab_size: int) -> int:
     return len(draft)
 
 
-def _in_normal_form(draft: Draft) -> Draft:
-    straight = tuple(range(-1, len(draft) - 1))
-    if any(draft.probes):
-        return draft if draft.parents else Draft(draft.tokens, straight, draft.probes)
-    if draft.parents == straight:
-        return Draft(draft.tokens)
-    return Draft(draft.tokens, draft.parents) if draft.probes else draft
+def first_of(draft: Draft, k: int) -> Draft:
+    """Return the first *k* nodes of a draft; parents come before children, so they still hang together.
+
+    What is a chain comes back without parents, and one with probes as a tree: so all that `is_chain` has no probes.
+    """
+    cut = draft if len(draft) <= k else Draft(draft.tokens[:k], draft.parents[:k], draft.probes[:k])
+    if cut.is_chain and not cut.probes:
+        return cut
+    probes, parents = cut.probes if any(cut.probes) else (), tuple(parents_of(cut))
+    is_straight = parents == tuple(range(-1, len(cut) - 1))
+    return Draft(cut.tokens) if is_straight and not probes else Draft(cut.tokens, parents, probes)
 
 
 def parents_of(draft: Draft) -> Seq[int]:

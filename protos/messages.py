@@ -38,7 +38,8 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 class Request(msgspec.Struct, frozen=True, gc=False):
     """One sequence to generate, already validated and tokenised. `n > 1` is n requests of one group.
 
-    `cache_salt` separates prefix caches.
+    `cache_salt` separates prefix caches, and whatever else one tenant's text could tell another. `prediction_token_ids`
+    is what the user expects as the answer, for proposers to look things up in; empty for nothing.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     eos_ids: tuple[int, ...] = ()
     speculate: bool = True
     cache_salt: str = ""
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +76,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     `parents[i]` is the index of node i's parent, -1 for the root (the last known token); an empty
     `parents` is a chain: each token follows the one before. `probes[i]` marks nodes whose outcome is
-    wanted but which are never accepted; empty means none.
+    wanted but which are never accepted; empty means none. See `protos.drafts`.
     """
 
     tokens: tuple[int, ...]
@@ -160,12 +162,13 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
         slot: as in the row.
         token_ids: accepted draft tokens followed by the target's own next token; empty for rows that
             do not sample.
-        proposed: draft tokens that were scored.
+        proposed: draft tokens that were scored and could have been accepted.
         path: accepted nodes of the draft, root to leaf; for a chain 0 .. accepted - 1.
         logprobs: one entry a token id, where asked for.
         prompt_logprobs: entries for predicted positions `start + 1 ...` of the prompt, where asked for.
         failed: a reason why this row alone cannot go on (its logits were NaN, say), else None.
-        probed: what the target would say behind each probe of the draft, in their order.
+        probed: what the target would say behind each probe of the draft, in their order; -1 where it could not.
+        widths: how many of the tokens proposed stood at each depth of a tree, from 1 on; empty for a chain.
     """
 
     slot: int
@@ -176,6 +179,7 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: Seq[TokenLogprobs] | None = None
     failed: str | None = None
     probed: Seq[int] = ()
+    widths: Seq[int] = ()
 
     @property
     def accepted(self) -> int:
@@ -187,7 +191,7 @@ class SpeculationStats(msgspec.Struct, frozen=True, gc=False):
     """Acceptance statistics of one request.
 
     `steps` counts rounds in which anything was proposed for it; index j of `accepted_per_pos` counts those
-    whose j-th draft token was accepted.
+    whose j-th draft token, or one at depth j + 1 of a tree, was accepted.
     """
 
     steps: int = 0

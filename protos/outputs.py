@@ -27,9 +27,9 @@ class SpeculativeDecodingMetrics:
         mean_acceptance_length: tokens gained a step, 1 + accepted / steps; None without steps.
         draft_acceptance_rate: accepted / proposed; None where nothing was proposed.
         acceptance_histogram: index j counts the steps that accepted exactly j draft tokens.
-        acceptance_per_position: index j is the share of steps whose draft token j was accepted.
+        acceptance_per_position: index j is the share of steps that accepted a draft token at position j.
         num_spec_steps / num_accepted_draft_tokens / num_draft_tokens: the counts behind them.
-        num_spec_tokens: the most draft tokens proposed in a step.
+        num_spec_tokens: the most draft tokens one behind the other that were proposed in a step.
     """
 
     mean_acceptance_length: float | None = None

@@ -19,6 +19,7 @@ class Committer:
         self._blocks = roster.blocks
         self._counters = counters
         self._prefix_caching = cache.enable_prefix_caching
+        self._moves: list[int] = []
 
     def commit(self, sequence: Sequence, row: Row, verdict: Verdict | None) -> TokenOutput | None:
         """Apply one row's verdict; None is fine for rows that neither sample nor owe log-probabilities."""
@@ -40,6 +41,7 @@ class Committer:
 
     def _commit_tokens(self, sequence: Sequence, row: Row, verdict: Verdict) -> TokenOutput:
         kept = sequence.absorb(verdict)
+        self._straighten(sequence, row, verdict.path)
         self._drafting.grow(sequence, verdict.token_ids[:kept], verdict.probed)
         self._counters.generated_tokens += kept
         if verdict.proposed:
@@ -56,10 +58,31 @@ class Committer:
 
     def _count_guesses(self, sequence: Sequence, verdict: Verdict, kept: int) -> None:
         """Count a round's guesses; those behind the end of the sequence are nobody's."""
-        proposed = verdict.proposed if sequence.finish_reason is None else min(verdict.proposed, kept)
+        widths = verdict.widths or (1,) * verdict.proposed
+        if sequence.finish_reason is not None:
+            widths = widths[:kept]
         accepted = min(verdict.accepted, kept)
-        sequence.speculation.add(proposed, accepted)
-        self._counters.speculation.add(proposed, accepted)
+        sequence.speculation.add(widths, accepted)
+        self._counters.speculation.add(widths, accepted)
+
+    def _straighten(self, sequence: Sequence, row: Row, path: Seq[int]) -> None:
+        """Have the K and V of a tree's accepted nodes moved to where a chain's would stand."""
+        for index, node in enumerate(path[: sequence.num_computed - row.known_len]):
+            if node != index:
+                self._moves += self._place(sequence, row.known_len + node), self._place(sequence, row.known_len + index)
+
+    def _place(self, sequence: Sequence, place: int) -> int:
+        """Return where in the cache a place along the sequence's blocks lies."""
+        index, offset = divmod(place, self._blocks.block_size)
+        return sequence.block_ids[index] * self._blocks.block_size + offset
+
+    def take_moves(self) -> list[int]:
+        """Return the moves (`RoundPlan.moves`) that nobody was told of yet.
+
+        They stand whatever becomes of their sequences: blocks that were published already rest on them.
+        """
+        moves, self._moves = self._moves, []
+        return moves
 
     def _publish(self, sequence: Sequence) -> None:
         """Tell the prefix cache of the blocks that became full of computed, committed tokens."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from protos.drafts import NO_DRAFT, first_of, sane
 from protos.interfaces import DraftRow, Follower, Proposer
 from protos.messages import Draft
 from runtime.sequence import Sequence
@@ -32,15 +33,10 @@ class Part:
         return self.length == self.sequence.num_unfed
 
     def shrink(self, k: int) -> None:
-        """Keep the first *k* draft tokens."""
+        """Keep the first *k* nodes of the draft."""
         self.k = k
         if self.draft is not None:
             self.draft = first_of(self.draft, k) if k else None
-
-
-def first_of(draft: Draft, k: int) -> Draft:
-    """Return the first *k* nodes of a draft; parents come before children, so they still hang together."""
-    return draft if len(draft) <= k else Draft(draft.tokens[:k], draft.parents[:k], draft.probes[:k])
 
 
 class Drafting:
@@ -83,28 +79,24 @@ class Drafting:
     def _fill_by(self, proposer: Proposer, parts: list[Part]) -> None:
         rows = [DraftRow(part.sequence.slot, part.k, part.sequence.token_ids, part.sequence.key) for part in parts]
         for part, draft in zip(parts, self._propose(proposer, rows), strict=True):
-            count = min(part.k, self._num_valid(draft))
-            if count:
-                part.draft = draft
-                part.shrink(count)
+            if draft.tokens:
+                part.draft, part.k = draft, len(draft)
 
     def _propose(self, proposer: Proposer, rows: list[DraftRow]) -> list[Draft]:
         try:
             drafts = proposer.propose(rows)
             if len(drafts) == len(rows):
-                return drafts
+                return [sane(draft, row.k, self._vocab_size) for draft, row in zip(drafts, rows, strict=True)]
             logger.warning("%s returned %d drafts for %d rows", type(proposer).__name__, len(drafts), len(rows))
         except Exception:
             logger.exception("%s failed; these rows go on without its guesses", type(proposer).__name__)
         self.num_failures += 1
-        return [Draft(())] * len(rows)
+        return [NO_DRAFT] * len(rows)
 
-    def _num_valid(self, draft: Draft) -> int:
-        """Return how many tokens come before the first that is no token of the target."""
-        for index, token_id in enumerate(draft.tokens):
-            if not 0 <= token_id < self._vocab_size:
-                return index
-        return len(draft)
+    def prepare(self) -> None:
+        """Let those who follow sequences do a slice of what takes long."""
+        for follower in self._followers:
+            self._tell(follower, lambda to: to.prepare())
 
     def begin(self, sequence: Sequence) -> None:
         """Tell those who follow sequences of a new one."""

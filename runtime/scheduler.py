@@ -121,8 +121,11 @@ class Scheduler:
         parts = self._planner.plan(policy, can_draft=drafting.is_up)
         new = self._planner.introduce(parts)
         rows = [self._planner.row(part) for part in parts]
-        is_on = drafting.is_up and any(policy.guesses(part.sequence.request) for part in parts)
-        plan = RoundPlan(self._round, rows, new, drafting.epoch if is_on else 0)
+        is_on = any(policy.guesses(part.sequence.request) for part in parts)
+        moves = self._committer.take_moves() if rows else ()
+        plan = RoundPlan(self._round, rows, new, drafting.epoch if is_on and drafting.is_up else 0, moves)
+        if is_on:
+            self._drafting.prepare()
         if rows:
             self._in_flight[self._round] = [(part.sequence, row) for part, row in zip(parts, rows, strict=True)]
             self._round += 1
@@ -141,6 +144,7 @@ class Scheduler:
     def give_up(self) -> None:
         """The workers lost all they held: compute every sequence again from its committed tokens, oldest first."""
         self._in_flight.clear()
+        self._committer.take_moves()  # of a cache that is gone
         self._roster.give_up()
 
     def stats(self) -> EngineStats:

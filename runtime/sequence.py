@@ -19,14 +19,14 @@ class SpeculationCounts:
     accepted: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
 
-    def add(self, proposed: int, accepted: int) -> None:
-        """Count one round in which something was proposed."""
+    def add(self, widths: Seq[int], accepted: int) -> None:
+        """Count one round in which something was proposed: how many tokens at each position of the draft, from 1 on."""
         self.steps += 1
-        self.proposed += proposed
+        self.proposed += sum(widths)
         self.accepted += accepted
         per_pos = self.accepted_per_pos
-        if len(per_pos) < proposed:
-            per_pos.extend([0] * (proposed - len(per_pos)))
+        if len(per_pos) < len(widths):
+            per_pos.extend([0] * (len(widths) - len(per_pos)))
         for position in range(accepted):
             per_pos[position] += 1
 

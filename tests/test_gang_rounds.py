@@ -25,7 +25,7 @@ from tests.gang_engine import (
     uni,
 )
 from tests.thread_gang import ThreadPort
-from workers import draft_rank, pair, rank
+from workers import draft_rank, draft_table, rank
 from workers.slots import SlotTable
 
 
@@ -159,9 +159,9 @@ def test_a_draft_delayed_every_round_is_not_waited_for_until_it_keeps_up(
 def test_rows_with_stale_stamps_go_without_and_others_do_not(
     gang: StartGang, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, spoiled = pair.encode, []
+    encode, spoiled = draft_table.encode, []
 
-    def spoil(slots: SlotTable, rows: Sequence[Row], drafts: Sequence[Draft]) -> pair.Ids:
+    def spoil(slots: SlotTable, rows: Sequence[Row], drafts: Sequence[Draft]) -> draft_table.Ids:
         table = encode(slots, rows, drafts)
         table[0, len(spoiled) % 2] -= 1  # the base length, or the generation
         spoiled.append(rows[0].slot)

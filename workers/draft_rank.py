@@ -4,11 +4,13 @@ import logging
 import time
 from collections.abc import Callable
 
+from protos.drafts import NO_DRAFT, sane
 from protos.gang import FormPair, FromWorker, Plan, Stop, ToWorker
 from protos.interfaces import DraftRow, Proposer
 from protos.messages import Draft, RoundPlan, Row
 from workers.draft import DraftWorker
-from workers.pair import DraftSender, Pairing, encode
+from workers.draft_table import encode
+from workers.pair import DraftSender, Pairing
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +81,14 @@ class DraftRank:
         """Return the drafts of *wanting*. A proposer that fails costs guesses; one that always fails, its worker."""
         rows = [DraftRow(row.slot, row.k) for row in wanting]
         try:
-            drafts = self._worker.propose_at_once(self._proposer, [row.slot for row in plan.rows], rows)
+            found = self._worker.propose_at_once(self._proposer, [row.slot for row in plan.rows], rows)
+            vocab_size = self._worker.sampler.vocab_size
+            drafts = [sane(draft, row.k, vocab_size) for draft, row in zip(found, rows, strict=True)]
         except Exception:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
                 raise
             logger.exception("the draft failed; these rows go on without guesses")
-            return [Draft(())] * len(rows)
+            return [NO_DRAFT] * len(rows)
         self._num_failures = 0
         return drafts

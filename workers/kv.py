@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from protos.errors import ConfigError
@@ -49,3 +51,13 @@ class KVCache:
         lead = (num_blocks, block_size)
         self.keys = [torch.zeros(*lead, s.kv_heads, s.key_size, dtype=dtype, device=device) for s in shapes]
         self.values = [torch.zeros(*lead, s.kv_heads, s.value_size, dtype=dtype, device=device) for s in shapes]
+
+    def move(self, moves_M2: npt.NDArray[np.int64]) -> None:
+        """Copy K and V of all layers from places to places (block * block_size + offset); `[M, 2]`, from and to.
+
+        All are read before the first is written, so that places may be both; nothing may be written twice.
+        """
+        from_M, to_M = torch.from_numpy(moves_M2).to(self.keys[0].device).unbind(1)
+        for pages in (*self.keys, *self.values):
+            flat = pages.flatten(0, 1)
+            flat.index_copy_(0, to_M, flat.index_select(0, from_M))

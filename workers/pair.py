@@ -9,21 +9,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from protos.gang import Drafted, FormPair, FromWorker, PairFailed, PairReady
-from protos.messages import Draft, Row
 from workers.announce import Announcer, Listener
+from workers.draft_table import Ids
 from workers.groups import Group, address_towards, connect_store, form
 from workers.patience import FLOOR_S, Patience
-from workers.slots import SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -32,37 +28,8 @@ TARGET, DRAFT = 0, 1
 FORM_S = 50.0
 """Forming takes at most this long at each end, less than the controller's patience; so does each transfer."""
 LOOK_S = 0.1
-STAMP = 3
-"""Columns before the ids: base length, generation, count."""
 
 Send = Callable[[FromWorker], None]
-Ids = npt.NDArray[np.int32]
-
-
-def encode(slots: SlotTable, rows: Seq[Row], drafts: Seq[Draft]) -> Ids:
-    """Return what crosses the pair, int32 `[R, 3 + K]`: each row's base length, generation, count and ids."""
-    width = max(row.k for row in rows)
-    table = np.zeros((len(rows), STAMP + width), np.int32)
-    for line, row, draft in zip(table, rows, drafts, strict=True):
-        count = len(draft)
-        line[:STAMP] = slots.known_len[row.slot], slots.joined[row.slot] & 0x7FFFFFFF, count
-        line[STAMP : STAMP + count] = draft.tokens
-    return table
-
-
-def decode(slots: SlotTable, rows: Seq[Row], table: Ids, vocab_size: int) -> list[Draft]:
-    """Return each row's draft; an empty one where it extends another text than ours, or makes no sense."""
-    if len(table) != len(rows):
-        return [Draft(())] * len(rows)
-    return [_decode_row(slots, row, line.tolist(), vocab_size) for row, line in zip(rows, table, strict=True)]
-
-
-def _decode_row(slots: SlotTable, row: Row, line: list[int], vocab_size: int) -> Draft:
-    base_len, generation, count = line[:STAMP]
-    if base_len != slots.known_len[row.slot] or generation != slots.joined[row.slot] & 0x7FFFFFFF:
-        return Draft(())
-    ids = tuple(line[STAMP : STAMP + max(0, min(count, row.k))])
-    return Draft(ids) if all(0 <= token < vocab_size for token in ids) else Draft(())
 
 
 @dataclass(frozen=True)

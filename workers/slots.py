@@ -14,7 +14,8 @@ class SlotTable:
     """Per-slot state of one worker.
 
     Attributes:
-        tokens: int64 `[S, L]`, prompt + output, then the round's draft tokens behind the known ones.
+        tokens: int64 `[S, L]`, prompt + output, then the round's draft behind the known ones: a chain's tokens, or a
+            tree's nodes, over which the target's choices along its path are written as they are made.
         known_len: int64 `[S]`, number of known tokens.
         prompt_len: int64 `[S]`.
         blocks: int32 `[S, B]`, block ids in order; `num_blocks` `[S]` says how many.
@@ -65,6 +66,6 @@ class SlotTable:
             self.num_blocks[slot] = last
 
     def write_draft(self, slot: int, token_ids: tuple[int, ...] | list[int]) -> None:
-        """Put a chain of drafted ids behind the known tokens, where scoring and penalties look for them."""
+        """Put drafted ids behind the known tokens, by place: where they are fed from, and penalties look for chains."""
         known = int(self.known_len[slot])
         self.tokens[slot, known : known + len(token_ids)] = token_ids

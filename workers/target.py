@@ -8,13 +8,17 @@ import msgspec
 import numpy as np
 import torch
 
+from protos.drafts import ancestors, depths, widths
+from protos.interfaces import Needs
 from protos.messages import Draft, Row, TokenLogprobs, Verdict
-from workers.batch import Batch, Ints
+from workers.batch import Area, Areas, Batch, Ints
+from workers.features import Features, kept
 from workers.logprobs import token_logprobs
 from workers.runner import ModelRunner
 from workers.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verify import accept
+from workers.walking import TreeSampler
 
 NOT_A_NUMBER = "the model's logits for this sequence are not numbers (NaN)"
 
@@ -48,22 +52,44 @@ class Scoring:
         table = np.array([(row.slot, row.start, row.length, len(draft), row.samples)
                           for row, draft in zip(rows, drafts, strict=True)], np.int64)
         slots_R, starts_R, known_R, drafted_R, samples_R = np.ascontiguousarray(table.T)
-        batch = Batch.from_history(tokens_SL, slots_R, starts_R, known_R + drafted_R)
+        lengths_R = known_R + drafted_R
+        areas = _areas(rows, drafts, starts_R + lengths_R, lengths_R)
+        batch = Batch.from_history(tokens_SL, slots_R, starts_R, lengths_R, areas=areas)
         counts_R = (drafted_R + 1) * samples_R
         first_R = batch.offsets_R + known_R - 1 - (np.cumsum(counts_R) - counts_R)
         wanted_N = np.arange(int(counts_R.sum())) + np.repeat(first_R, counts_R)
         return cls(batch, counts_R, wanted_N)
 
 
+def _areas(rows: Seq[Row], drafts: Seq[Draft], ends_R: Ints, lengths_R: Ints) -> Areas | None:
+    """Return what tells the nodes of trees from one another; None where every draft is a chain."""
+    if all(draft.is_chain for draft in drafts):
+        return None
+    return Areas.of([_area(row, draft) for row, draft in zip(rows, drafts, strict=True)], ends_R, lengths_R)
+
+
+def _area(row: Row, draft: Draft) -> Area | None:
+    if draft.is_chain:
+        return None
+    return Area(row.known_len, [row.known_len - 1 + depth for depth in depths(draft)], ancestors(draft))
+
+
 class TargetWorker:
     """Owns the target's runner and sampler. Samples with the ordinary pipeline at every position, drafted or not.
 
-    `forward_s` is how long the last forward took; on a GPU, how long it took to ask for it.
+    `needs` says which features a draft is fed, of those that the runner's taps catch; `forward_s` is how long the last forward took; on a GPU, how long it took to ask for it.
     """
 
-    def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: Sampler) -> None:
-        self.runner, self.slots, self.sampler = runner, slots, sampler
+    def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: Sampler, needs: Needs = "none") -> None:
+        self.runner, self.slots, self.sampler, self.needs = runner, slots, sampler, needs
         self.forward_s = 0.0
+        self._offsets_R: Ints = np.empty(0, np.int64)
+        self._states_TF = torch.empty(0, 0)
+
+    def move(self, moves: Seq[int]) -> None:
+        """Make the moves of a plan, before its forward: see `RoundPlan.moves`."""
+        if moves:
+            self.runner.cache.move(np.array(moves, np.int64).reshape(-1, 2))
 
     def follow(self, rows: Seq[Row], drafts: Seq[Draft]) -> None:
         """Run the forward of a round that another rank samples and judges."""
@@ -82,14 +108,30 @@ class TargetWorker:
         """Return one verdict for each row that samples or owes prompt log-probabilities, in order."""
         began = time.monotonic()
         scoring, prompt_P = self._lay_out(rows, drafts)
-        logits_XV = self.runner.forward(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
+        logits_XV, states_TF = self.runner.run(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
         self.forward_s = time.monotonic() - began
+        if states_TF is not None:
+            self._offsets_R, self._states_TF = scoring.batch.offsets_R, states_TF
         logits_NV = logits_XV[: len(scoring.wanted_N)]
-        chosen_N = self.sampler.sample(logits_NV, scoring.slots_N, scoring.index_N).tolist()
+        chosen_N = self._choose(drafts, scoring, logits_NV)
         verdicts = self._judge(rows, drafts, scoring, chosen_N, logits_NV)
         if len(prompt_P):
             self._add_prompt_logprobs(verdicts, rows, scoring.batch, prompt_P, logits_XV[len(scoring.wanted_N) :])
         return [verdict for verdict in verdicts if verdict is not None]
+
+    def kept(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
+        """Return the features of what was kept of the round just scored, as far as the draft needs them."""
+        table_M4, fed_N = kept(self.needs, rows, verdicts, self._offsets_R, self.slots.joined)
+        with torch.inference_mode():
+            at_N = torch.from_numpy(fed_N).to(self._states_TF.device)
+            return Features(table_M4, self._states_TF.index_select(0, at_N))
+
+    def _choose(self, drafts: Seq[Draft], scoring: Scoring, logits_NV: torch.Tensor) -> list[int]:
+        """Return what the target says behind every scored position; -1 where it cannot, or nobody will look."""
+        if scoring.batch.areas is None:
+            chosen_N: list[int] = self.sampler.sample(logits_NV, scoring.slots_N, scoring.index_N).tolist()
+            return chosen_N
+        return TreeSampler(self.sampler, logits_NV, scoring.slots_N, scoring.index_N).choose(drafts, scoring.counts_R)
 
     def _judge(self, rows: Seq[Row], drafts: Seq[Draft], scoring: Scoring, chosen_N: list[int],
                logits_NV: torch.Tensor) -> list[Verdict | None]:
@@ -107,7 +149,7 @@ class TargetWorker:
                 verdicts.append(Verdict(row.slot, failed=NOT_A_NUMBER))
             else:
                 logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
-                verdicts.append(Verdict(row.slot, emitted, len(draft), path, logprobs))
+                verdicts.append(_with_tree(Verdict(row.slot, emitted, len(draft), path, logprobs), draft, chosen))
             at += count
         return verdicts
 
@@ -143,3 +185,12 @@ class TargetWorker:
             found = token_logprobs(logits_PV[here[0] : here[-1] + 1], tokens, top)  # a row's tokens lie together
             verdict = verdicts[r] or Verdict(row.slot)
             verdicts[r] = msgspec.structs.replace(verdict, prompt_logprobs=found)
+
+
+def _with_tree(verdict: Verdict, draft: Draft, chosen: Seq[int]) -> Verdict:
+    """Add what only verdicts over trees have."""
+    if draft.is_chain:
+        return verdict
+    guesses = widths(draft)
+    probed = [y for y, is_probe in zip(chosen[1:], draft.probes, strict=False) if is_probe]
+    return msgspec.structs.replace(verdict, proposed=sum(guesses), widths=guesses, probed=probed)

@@ -5,19 +5,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
-
+from protos.drafts import NO_DRAFT
 from protos.gang import FormPair, FromWorker, Plan, RoundDone, Stop, ToWorker
 from protos.interfaces import DraftRow, Proposer
 from protos.messages import Draft, RoundPlan, Row
 from workers.draft import DraftWorker
+from workers.draft_table import agree, decode
 from workers.groups import Group
-from workers.pair import Arrival, DraftReceiver, Pairing, decode
+from workers.pair import Arrival, DraftReceiver, Pairing
 from workers.slots import SlotTable
 from workers.target import TargetWorker
 from workers.uni import ask
-
-NO_DRAFT = Draft(())
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class TargetRank:
 
     def _run(self, plan: RoundPlan) -> None:
         self._slots.apply(plan)
+        self._worker.move(plan.moves)
         wanting = [r for r, row in enumerate(plan.rows) if row.k and row.draft is None]
         drafts = [row.draft or NO_DRAFT for row in plan.rows]
         began = time.monotonic()
@@ -96,7 +95,7 @@ class TargetRank:
         if self._tp.rank == 0:
             drafts, missed = self._drafts(plan, rows)
         if self._tp.size > 1:
-            drafts = self._agree(rows, drafts)
+            drafts = agree(self._tp, rows, drafts, self._device)
         return drafts, missed
 
     def _drafts(self, plan: RoundPlan, rows: list[Row]) -> tuple[list[Draft], bool]:
@@ -108,10 +107,3 @@ class TargetRank:
         if arrival.table is None:
             return [NO_DRAFT] * len(rows), arrival.missed
         return decode(self._slots, rows, arrival.table, self._worker.sampler.vocab_size), False
-
-    def _agree(self, rows: list[Row], drafts: list[Draft]) -> list[Draft]:
-        """Broadcast count and ids of every row, int32 `[R, 1 + K]`."""
-        width = max(row.k for row in rows)
-        lines = [[len(draft), *draft.tokens, *([0] * (width - len(draft)))] for draft in drafts]
-        table = self._tp.broadcast(torch.tensor(lines, dtype=torch.int32, device=self._device))
-        return [Draft(tuple(line[1 : 1 + line[0]])) for line in table.tolist()]

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence as Seq
 
+from protos.drafts import NO_DRAFT, sane
 from protos.interfaces import DraftRow, InOneProcess, Proposer
 from protos.messages import Draft, RoundPlan, Row, Verdict, WorkerInfo
 from workers.draft import DraftWorker
@@ -10,8 +11,6 @@ from workers.slots import SlotTable
 from workers.target import TargetWorker
 
 logger = logging.getLogger(__name__)
-
-_NO_DRAFT = Draft(())
 
 
 class UniExecutor(InOneProcess):
@@ -28,6 +27,7 @@ class UniExecutor(InOneProcess):
     def run(self, plan: RoundPlan) -> list[Verdict]:
         """Propose, score, verify."""
         self.slots.apply(plan)
+        self.target.move(plan.moves)
         drafts = self._propose(plan.rows)
         return self.target.score(plan.rows, drafts)
 
@@ -36,7 +36,7 @@ class UniExecutor(InOneProcess):
 
     def _propose(self, rows: Seq[Row]) -> list[Draft]:
         """Take the drafts that ride in the plan; ask the draft worker for the others that are wanted."""
-        drafts = [row.draft or _NO_DRAFT for row in rows]
+        drafts = [row.draft or NO_DRAFT for row in rows]
         wanting = [r for r, row in enumerate(rows) if row.k and row.draft is None]
         if wanting and self.draft is not None and self.proposer is not None:
             asked = [DraftRow(rows[r].slot, rows[r].k) for r in wanting]
@@ -48,7 +48,9 @@ class UniExecutor(InOneProcess):
 def ask(worker: DraftWorker, proposer: Proposer, asked: list[DraftRow]) -> list[Draft]:
     """Return the worker's drafts. A draft that fails costs guesses, never a request."""
     try:
-        return worker.propose(proposer, asked)
+        drafts = worker.propose(proposer, asked)
+        vocab_size = worker.sampler.vocab_size
+        return [sane(draft, row.k, vocab_size) for draft, row in zip(drafts, asked, strict=True)]
     except Exception:
         logger.exception("the draft failed; these rows go on without guesses")
-        return [_NO_DRAFT] * len(asked)
+        return [NO_DRAFT] * len(asked)

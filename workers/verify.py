@@ -7,13 +7,38 @@ only decides how many of them one round yields. DESIGN section 5.
 
 from collections.abc import Sequence as Seq
 
+from protos.drafts import parents_of
 from protos.messages import Draft
+
+
+class Walk:
+    """One draft, followed from the root along the target's choices. Probes are never entered.
+
+    Attributes:
+        path: nodes entered so far.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self._children = _children(draft)
+        self.path: list[int] = []
+
+    @property
+    def node(self) -> int:
+        """Where it stands; -1 at the root."""
+        return self.path[-1] if self.path else -1
+
+    def take(self, y: int) -> bool:
+        """Go to the child that equals *y*, the target's choice behind `node`; False where there is none."""
+        child = self._children.get((self.node, y))
+        if child is not None:
+            self.path.append(child)
+        return child is not None
 
 
 def accept(draft: Draft, y: Seq[int]) -> list[int]:
     """Return the accepted nodes of *draft* from the root down; for a chain that is `0 .. accepted - 1`.
 
-    Walks from the root to the child equal to the target's choice, as far as there is one; probes are never entered.
+    Walks from the root to the child equal to the target's choice, as far as there is one.
 
     Args:
         draft: nodes in topological order.
@@ -22,13 +47,10 @@ def accept(draft: Draft, y: Seq[int]) -> list[int]:
     """
     if draft.is_chain and not draft.probes:
         return list(range(_common_start(draft.tokens, y)))
-    children = _children(draft)
-    path: list[int] = []
-    node = children.get((-1, y[0]))
-    while node is not None:
-        path.append(node)
-        node = children.get((node, y[1 + node]))
-    return path
+    walk = Walk(draft)
+    while walk.take(y[1 + walk.node]):
+        pass
+    return walk.path
 
 
 def _common_start(draft: Seq[int], y: Seq[int]) -> int:
@@ -41,7 +63,7 @@ def _common_start(draft: Seq[int], y: Seq[int]) -> int:
 
 def _children(draft: Draft) -> dict[tuple[int, int], int]:
     """Map (parent, token) to the first such node that may be accepted."""
-    parents = draft.parents or range(-1, len(draft) - 1)
+    parents = parents_of(draft)
     probes = draft.probes or (False,) * len(draft)
     children: dict[tuple[int, int], int] = {}
     for node, (parent, token, probe) in enumerate(zip(parents, draft.tokens, probes, strict=True)):
