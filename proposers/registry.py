@@ -11,7 +11,12 @@ _PROPOSERS: dict[str, str] = {
     "draft_model": "proposers.draft_model:DraftModelProposer",
     "eagle": "proposers.eagle:EagleProposer",
     "eagle3": "proposers.eagle3:Eagle3Proposer",
+    "hydra": "proposers.hydra:HydraProposer",
+    "medusa": "proposers.medusa:MedusaProposer",
+    "mlp_speculator": "proposers.mlp_speculator:MLPSpeculatorProposer",
     "ngram": "proposers.ngram:NgramProposer",
+    "recurrent": "proposers.recurrent:RecurrentProposer",
+    "suffix": "proposers.suffix:SuffixProposer",
 }
 
 

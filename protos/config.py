@@ -62,7 +62,19 @@ class SchedulerConfig:
 @typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class SpeculativeConfig:
-    """How guesses are made and judged. `method` names a registered proposer, several for a cascade."""
+    """How guesses are made and judged. `method` names a registered proposer, several for a cascade.
+
+    Attributes:
+        num_speculative_tokens: nodes of a draft at most, be it a chain or a tree.
+        speculative_token_tree: nodes of a tree of settled shape, as paths of ranks, parents first; None: the method's.
+        eagle_topk: children of a node and nodes fed of a level, where trees are grown; beams of `recurrent`; 1: chains.
+        num_steps: levels of a grown tree; None: as many as there may be nodes.
+        draft_shape: a chain, a tree with branches, or what is best for the method.
+        suffix_decoding_max_bytes: memory for all past answers together.
+        datastore: file that `slipstream build-datastore` wrote, for `rest`.
+        lookahead_window, lookahead_ngram, lookahead_guesses: W, N and G of Fu et al. 2024; a draft has up to
+            (W + G) * (N - 1) nodes.
+    """
 
     method: str | tuple[str, ...]
     num_speculative_tokens: int = Field(gt=0, le=MAX_SPECULATIVE_TOKENS)
@@ -73,8 +85,21 @@ class SpeculativeConfig:
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: int = Field(default=1, ge=1, le=1)
     placement: Placement | None = None  # `arguments.parse` settles it: dedicated on ray, colocated on uni
+    speculative_token_tree: tuple[tuple[int, ...], ...] | None = None
+    eagle_topk: int = Field(default=1, gt=0, le=MAX_SPECULATIVE_TOKENS)
+    num_steps: int | None = Field(default=None, gt=0, le=MAX_SPECULATIVE_TOKENS)
     prompt_lookup_min: int = Field(default=5, gt=0)
     prompt_lookup_max: int = Field(default=5, gt=0)
+    draft_shape: Literal["auto", "chain", "tree"] = "auto"
+    suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=1024)
+    suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)
+    suffix_decoding_max_spec_factor: float = Field(default=1.0, ge=0.0)
+    suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
+    suffix_decoding_max_bytes: int = Field(default=256 << 20, ge=1 << 20, le=64 << 30)
+    datastore: str | None = None
+    lookahead_window: int = Field(default=7, gt=0)
+    lookahead_ngram: int = Field(default=5, ge=2)
+    lookahead_guesses: int = Field(default=7, gt=0)
     disable_by_batch_size: int | None = Field(default=None, gt=0)
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     rejection_sample_method: AcceptanceRule = "coupled"

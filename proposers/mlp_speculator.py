@@ -1,0 +1,94 @@
+"""IBM's MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): a head mixes the state before it with a token.
+
+s_0 is the target's state; head i makes s_(i+1) = gelu(norm_i(proj_i(s_i) w_s + emb_i(token) w_e)) and guesses by
+head_i(s_(i+1)). The two weights keep the state's variance over the number of heads that were trained, so they follow
+from the checkpoint, however many tokens are asked for.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from proposers.decoder import fill, shapes_of
+from proposers.formats import mlp_speculator as checkpoint
+from proposers.heads import HeadsModule, HeadsProposer
+from protos.config import SpeculativeConfig
+from protos.learned import FeatureSpec, Parts
+
+EPSILON = 1e-6
+
+
+class Norm(nn.Module):
+    """Divides by the root of the mean square, scales and shifts."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
+
+    def forward(self, states_NS: torch.Tensor) -> torch.Tensor:
+        """Return states of the same shape."""
+        return F.rms_norm(states_NS, self.weight.shape, self.weight, EPSILON) + self.bias
+
+
+class MLPSpeculator(HeadsModule):
+    """See `proposers.heads.Heads`."""
+
+    def __init__(self, spec: checkpoint.Spec, dtype: torch.dtype) -> None:
+        super().__init__(spec.num_heads, spec.vocab_size, dtype)
+        self.scale_input = spec.scale_input
+        self.state_weight = 0.5 ** (0.5 / spec.num_heads)
+        self.token_weight = math.sqrt((1 - self.state_weight**2) * spec.inner / 2)
+        count, is_tied = spec.num_heads, spec.tied
+        self.emb = _several(count, is_tied, lambda: nn.Embedding(spec.vocab_size, spec.inner))
+        self.ln = _several(count, is_tied, lambda: Norm(spec.inner))
+        self.head = _several(count, is_tied, lambda: nn.Linear(spec.inner, spec.vocab_size, bias=False))
+        later = _several(count - 1, is_tied, lambda: nn.Linear(spec.inner, spec.inner, bias=False))
+        self.proj = nn.ModuleList([nn.Linear(spec.width, spec.inner, bias=False), *later])
+
+    def begin(self, features_RX: torch.Tensor) -> torch.Tensor:
+        """Return the target's states, `[R, H]`; normalised and divided by the root of two if it was trained so."""
+        if not self.scale_input:
+            return features_RX
+        return F.rms_norm(features_RX, features_RX.shape[-1:], eps=EPSILON) / math.sqrt(2)
+
+    def step(self, states_NS: torch.Tensor, tokens_N: torch.Tensor, head: int) -> torch.Tensor:
+        """Return `[N, inner]`."""
+        mixed_NS = self.proj[head](states_NS) * self.state_weight + self.emb[head](tokens_N) * self.token_weight
+        return F.gelu(self.ln[head](mixed_NS))
+
+    def logits(self, states_NS: torch.Tensor, head: int) -> torch.Tensor:
+        """Return `[N, V]`."""
+        logits_NV: torch.Tensor = self.head[head](states_NS)
+        return logits_NV.float()
+
+
+def _several(count: int, is_tied: bool, make: Callable[[], nn.Module]) -> nn.ModuleList:
+    """Return *count* modules; tied ones are one module under several numbers."""
+    return nn.ModuleList([make()] * count if is_tied else [make() for _ in range(count)])
+
+
+class MLPSpeculatorProposer(HeadsProposer):
+    """Drafts chains of at most as many tokens as there are heads; trees where they are asked for."""
+
+    method: ClassVar[str] = "mlp_speculator"
+    usual: ClassVar[Literal["chain", "tree"]] = "chain"
+    decay: ClassVar[float] = 0.9
+
+    @classmethod
+    def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
+        """The state that the target's head reads, of the newest token."""
+        return FeatureSpec("last")
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, parts: Parts) -> MLPSpeculator:
+        """See `protos.learned.LearnedProposer`."""
+        tensors = parts.tensors()
+        spec = checkpoint.read(parts.config, parts.target_config, shapes_of(tensors))
+        with torch.device("meta"):
+            module = MLPSpeculator(spec, parts.dtype)
+        fill(module, checkpoint.load(spec, tensors), parts)
+        return module

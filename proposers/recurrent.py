@@ -1,0 +1,160 @@
+"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): one recurrent head, drafting by beam search.
+
+s_0 = 0, and a token makes s' = silu(W emb(token) + U s + b), or emb(token) + s; the next token is guessed from the
+target's state and s' together, by a few blocks x + silu(W x + b) and an output, whose 50 best ids alone are left. Beams
+share their beginnings, so that all that were ever beams make a tree, of which the likeliest nodes are drafted.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from proposers.decoder import fill, shapes_of
+from proposers.formats import recurrent as checkpoint
+from proposers.growing import Nodes
+from proposers.heads import Block, HeadsModule, HeadsProposer
+from proposers.static_tree import StaticTree
+from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.interfaces import DraftRow
+from protos.learned import DraftRunner, FeatureSpec, Parts
+from protos.messages import Draft
+
+KEPT = 50
+"""Ids that stay possible behind a beam."""
+WIDTH, LENGTH = 10, 4
+"""Beams, and tokens of a beam, where nothing is said: as published."""
+
+
+class RecurrentNet(nn.Module):
+    """What the checkpoint holds, under its names."""
+
+    def __init__(self, spec: checkpoint.Spec) -> None:
+        super().__init__()
+        if spec.has_input:
+            self.input_proj = nn.Linear(2 * spec.width, spec.exit)
+        if spec.is_rnn:
+            self.rnn_u = nn.Linear(spec.width, spec.width)
+            self.rnn_w = nn.Linear(spec.width, spec.width, bias=False)
+        self.blocks = nn.Sequential(*(Block(spec.exit, spec.exit) for _ in range(spec.num_blocks)))
+        self.head = nn.Linear(spec.exit, spec.vocab_size, bias=False)
+
+
+class Recurrent(HeadsModule):
+    """See `proposers.heads.Heads`. What is handed on is the target's state and the recurrent one together, `[N, 2H]`.
+
+    The one head serves any number of steps.
+    """
+
+    def __init__(self, spec: checkpoint.Spec, net: RecurrentNet, parts: Parts) -> None:
+        super().__init__(MAX_SPECULATIVE_TOKENS, spec.vocab_size, parts.dtype)
+        self.net, self.spec, self.embed = net, spec, parts.embedding()
+
+    def begin(self, features_RX: torch.Tensor) -> torch.Tensor:
+        """Return the target's states, and zeros beside them."""
+        return torch.cat([features_RX, torch.zeros_like(features_RX)], 1)
+
+    def step(self, states_NS: torch.Tensor, tokens_N: torch.Tensor, head: int) -> torch.Tensor:
+        """Return them with the recurrent state behind the tokens."""
+        context_NH, state_NH = states_NS.chunk(2, 1)
+        token_NH = self.embed(tokens_N)
+        if self.spec.is_rnn:
+            return torch.cat([context_NH, F.silu(self.net.rnn_w(token_NH) + self.net.rnn_u(state_NH))], 1)
+        return torch.cat([context_NH, token_NH + state_NH], 1)
+
+    def logits(self, states_NS: torch.Tensor, head: int) -> torch.Tensor:
+        """Return `[N, V]`, -inf but for the `KEPT` best."""
+        read_NE = self.net.input_proj(states_NS) if self.spec.has_input else states_NS
+        logits_NV: torch.Tensor = self.net.head(self.net.blocks(read_NE)).float()
+        least_N1 = logits_NV.topk(min(KEPT, logits_NV.shape[1]), 1).values[:, -1:]
+        return logits_NV.masked_fill(logits_NV < least_N1, -torch.inf)
+
+
+class RecurrentProposer(HeadsProposer):
+    """Drafts the likeliest nodes of W beams; a chain, or a tree whose shape is given.
+
+    Args:
+        runner: of a `Recurrent`.
+        tree: the shape of what is not drafted by beams.
+        width: W; 0 where *tree* says what to draft.
+        length: tokens of a beam.
+    """
+
+    method: ClassVar[str] = "recurrent"
+    decay: ClassVar[float] = 0.95
+
+    def __init__(self, runner: DraftRunner, tree: StaticTree, width: int = 0, length: int = LENGTH) -> None:
+        super().__init__(runner, tree)
+        self.width, self.length = width, length
+
+    @classmethod
+    def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
+        """See `protos.learned.LearnedProposer`: beams, unless a chain or a tree is asked for."""
+        proposer = super().create(config, runner)
+        beams = config.draft_shape != "chain" and not config.speculative_token_tree
+        return cls(proposer.runner, proposer.tree, WIDTH) if beams else proposer
+
+    @classmethod
+    def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
+        """The state that the target's head reads, of the newest token."""
+        return FeatureSpec("last")
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, parts: Parts) -> Recurrent:
+        """See `protos.learned.LearnedProposer`."""
+        tensors = parts.tensors()
+        spec = checkpoint.read(parts.config, parts.target_config, shapes_of(tensors))
+        with torch.device("meta"):
+            net = RecurrentNet(spec)
+        fill(net, checkpoint.load(spec, tensors), parts)
+        return Recurrent(spec, net, parts)
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return a draft of at most `row.k` nodes for each row."""
+        return self._beams(rows) if self.width else super().propose(rows)
+
+    def _beams(self, rows: Seq[DraftRow]) -> list[Draft]:
+        beams = Beams(self.runner, rows, self.width)
+        for depth in range(min(self.length, max(row.k for row in rows))):
+            beams.grow(depth)
+        return beams.nodes.best(rows)
+
+
+class Beams:
+    """Beam search in all rows of a round at once. Beams of one row are never the same, so each step of one is a node.
+
+    Args:
+        runner: of a `Recurrent`.
+        rows: R of them.
+        width: beams in each.
+    """
+
+    def __init__(self, runner: DraftRunner, rows: Seq[DraftRow], width: int) -> None:
+        self.runner, self.rows, self.width = runner, rows, width
+        self.module: Recurrent = runner.module
+        self.tokens_RW = runner.newest(rows)[:, None]
+        self.states_RWS = self.module.begin(runner.features(rows))[:, None]
+        self.places_RW = torch.full_like(self.tokens_RW, -1)  # among the nodes
+        self.scores_RW = torch.zeros_like(self.tokens_RW, dtype=torch.float32)
+        nothing = self.tokens_RW[:, :0]
+        self.nodes = Nodes(nothing, nothing, self.scores_RW[:, :0])
+
+    def grow(self, depth: int) -> None:
+        """Go on from each beam to its best tokens, and keep the best of all."""
+        count, width = self.tokens_RW.shape
+        states_NS = self.module.step(self.states_RWS.flatten(0, 1), self.tokens_RW.flatten(), depth)
+        row_N = torch.arange(count, device=states_NS.device).repeat_interleave(width)
+        logits_NV = self.module.logits(states_NS, depth)
+        tokens_NC, scores_NC = self.runner.candidates(self.rows, row_N, logits_NV, depth,
+                                                      min(self.width, logits_NV.shape[1]))
+        scores_RWC = scores_NC.view(count, width, -1) + self.scores_RW[:, :, None]
+        self.scores_RW, best_RW = scores_RWC.flatten(1).topk(min(self.width, scores_RWC[0].numel()), 1)
+        froms_RW = best_RW // scores_RWC.shape[2]
+        self.tokens_RW = tokens_NC.view(count, -1).gather(1, best_RW)
+        self.states_RWS = states_NS.view(count, width, -1)[torch.arange(count)[:, None], froms_RW]
+        first = self.nodes.tokens_RM.shape[1]
+        self.nodes.add(self.tokens_RW, self.places_RW.gather(1, froms_RW), self.scores_RW)
+        self.places_RW = torch.arange(first, first + best_RW.shape[1], device=best_RW.device).expand_as(best_RW)
