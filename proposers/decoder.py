@@ -76,18 +76,44 @@ def through(layers: nn.ModuleList, states_1TH: torch.Tensor, rope: Rope) -> torc
 def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
     """Give *module*, made on the meta device, its weights, and leave it in eval mode, without gradients.
 
+    Weights that are tied stay tied; the first of their names is enough.
+
     Raises:
         ModelError: names the tensor that is missing, left over, or of another shape than the module's.
     """
-    wanted = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
-    for name in sorted(wanted.keys() | tensors.keys()):
-        found = tuple(tensors[name].shape) if name in tensors else None
-        if wanted.get(name) != found:
-            raise ModelError(f"the draft's tensor {name} should be {wanted.get(name)}, but the checkpoint has {found}")
-    placed = {name: tensor.to(parts.device, torch.float32 if name.endswith(KEPT_IN_FP32) else parts.dtype)
-              for name, tensor in tensors.items()}
-    module.load_state_dict(placed, assign=True)
+    weights = module.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    tied = {name: first.setdefault(id(weight), name) for name, weight in weights.items()}
+    given = {name: tensors[twin] for name, twin in tied.items() if twin in tensors} | dict(tensors)
+    for name in sorted(weights.keys() | given.keys()):
+        wanted = tuple(weights[name].shape) if name in weights else None
+        found = tuple(given[name].shape) if name in given else None
+        if wanted != found:
+            raise ModelError(f"the draft's tensor {name} should be {wanted}, but the checkpoint has {found}")
+    placed = {name: given[name].to(parts.device, torch.float32 if name.endswith(KEPT_IN_FP32) else parts.dtype)
+              for name in set(tied.values())}
+    module.load_state_dict({name: placed[twin] for name, twin in tied.items()}, assign=True)
     module.eval().requires_grad_(False)
+
+
+def compute_buffers(model: Any, device: torch.device) -> None:
+    """Compute what a `transformers` model on the meta device has and does not store, rotary frequencies above all."""
+    stored = set(model.state_dict())
+    for name, module in model.named_modules():
+        keys = [key for key, _ in module.named_buffers(recurse=False) if f"{name}.{key}" not in stored]
+        for key in keys:
+            module.register_buffer(key, torch.empty_like(module.get_buffer(key), device=device), persistent=False)
+        if keys:
+            model._init_weights(module)  # transformers' own code for models that were made on the meta device
+
+
+def layer_shape(config: Any) -> LayerShape:
+    """Return what a layer of a `transformers` model caches, by the model's config."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # latent attention is cached expanded: each head has its own
+        return LayerShape(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return LayerShape(getattr(config, "num_key_value_heads", None) or heads, size, size)
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

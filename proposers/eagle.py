@@ -14,7 +14,7 @@ from torch import nn
 from proposers.decoder import Layers, fill, shapes_of, through
 from proposers.formats import eagle as format_of
 from proposers.recycling import RecyclingProposer
-from protos.config import SpeculativeConfig
+from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.learned import FeatureSpec, Parts
 
 
@@ -35,6 +35,7 @@ class EagleModule(nn.Module):
     """See `protos.learned.Module`; its output are states, `[1, T, H]`."""
 
     shift = 1
+    most = MAX_SPECULATIVE_TOKENS
 
     def __init__(self, spec: format_of.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from torch import nn
 from proposers.decoder import Layers, Rope, TargetVocabulary, fill, shapes_of, through
 from proposers.formats import eagle3 as format_of
 from proposers.recycling import RecyclingProposer
-from protos.config import SpeculativeConfig
+from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.learned import FeatureSpec, Parts
 
 
@@ -76,6 +76,7 @@ class Eagle3Module(nn.Module):
     """
 
     shift = 1
+    most = MAX_SPECULATIVE_TOKENS
 
     def __init__(self, spec: format_of.Spec, tensors: dict[str, torch.Tensor], parts: Parts) -> None:
         super().__init__()

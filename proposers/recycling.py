@@ -19,7 +19,13 @@ from protos.messages import Draft
 
 
 class Recycling(Module, Protocol):
-    """A module whose states are fed back."""
+    """A module whose states are fed back.
+
+    Attributes:
+        most: tokens it can guess one behind another.
+    """
+
+    most: int
 
     def behind(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what states `[N, X]` behind *step* drafted tokens say.
@@ -50,7 +56,8 @@ class RecyclingProposer:
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
         """See `protos.learned.LearnedProposer`."""
-        return cls(on_a_worker(runner, cls.method), 1, config.num_speculative_tokens)
+        runner = on_a_worker(runner, cls.method)
+        return cls(runner, 1, min(runner.module.most, config.num_speculative_tokens))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a chain of `row.k` tokens for each row, or a tree of `row.k` nodes."""

@@ -8,13 +8,17 @@ from protos.interfaces import Proposer
 from protos.learned import DraftRunner
 
 _PROPOSERS: dict[str, str] = {
+    "dflash": "proposers.dflash:DFlashProposer",
     "draft_model": "proposers.draft_model:DraftModelProposer",
     "eagle": "proposers.eagle:EagleProposer",
     "eagle3": "proposers.eagle3:Eagle3Proposer",
     "hydra": "proposers.hydra:HydraProposer",
     "medusa": "proposers.medusa:MedusaProposer",
     "mlp_speculator": "proposers.mlp_speculator:MLPSpeculatorProposer",
+    "mtp": "proposers.mtp:MtpProposer",
     "ngram": "proposers.ngram:NgramProposer",
+    "p_eagle": "proposers.p_eagle:ParallelEagleProposer",
+    "pard": "proposers.pard:PardProposer",
     "recurrent": "proposers.recurrent:RecurrentProposer",
     "suffix": "proposers.suffix:SuffixProposer",
 }

@@ -1,99 +1,30 @@
-"""EAGLE, EAGLE-3 and their like: what they draft equals the published mathematics, computed anew for every token."""
+"""EAGLE and EAGLE-3: what they draft equals the published mathematics, computed anew for every token."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import published
 import pytest
 import torch
-from dense_runner import DenseRunner, FakeParts, Text
+from drafter_world import (
+    CONFIG,
+    HEAD,
+    HEADS,
+    THETA,
+    Behind,
+    H,
+    K,
+    V,
+    World,
+    assert_chains,
+    assert_trees,
+    layer_shapes,
+    random_tensors,
+    world,
+)
 from published import Drafted, Weights, attention, causal, linear, mlp, rms
 
 from proposers.eagle import EagleProposer
-from protos.config import SpeculativeConfig
-from protos.interfaces import DraftRow
-
-V, H, HEADS, KV_HEADS, INNER = 40, 16, 4, 2, 24
-THETA = 5000.0
-K = 5
-TARGET = {"model_type": "llama", "vocab_size": V, "hidden_size": H, "num_hidden_layers": 6, "num_attention_heads": 4,
-          "max_position_embeddings": 8192, "rope_theta": THETA}
-HEAD = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": V, "hidden_size": H,
-        "intermediate_size": INNER, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-CONFIG = SpeculativeConfig(method="eagle", num_speculative_tokens=K)
-
-
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Weights:
-    """Spread wider than usual, so that attention is far from uniform; norms near one."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in shapes.items():
-        drawn = torch.randn(shape, generator=generator)
-        tensors[name] = 1 + 0.2 * drawn if "norm" in name else 0.4 * drawn
-    return tensors
-
-
-def layer_shapes(prefix: str, reads: int = H, head_dim: int = H // HEADS) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.self_attn.q_proj.weight": (HEADS * head_dim, reads),
-        f"{prefix}.self_attn.k_proj.weight": (KV_HEADS * head_dim, reads),
-        f"{prefix}.self_attn.v_proj.weight": (KV_HEADS * head_dim, reads),
-        f"{prefix}.self_attn.o_proj.weight": (H, HEADS * head_dim),
-        f"{prefix}.mlp.gate_proj.weight": (INNER, H), f"{prefix}.mlp.up_proj.weight": (INNER, H),
-        f"{prefix}.mlp.down_proj.weight": (H, INNER), f"{prefix}.post_attention_layernorm.weight": (H,),
-    }  # fmt: skip
-
-
-@dataclass
-class World:
-    """Random texts, what the target makes of them, and the noise of each."""
-
-    embedding: torch.Tensor
-    head: torch.Tensor
-    texts: list[list[int]]
-    features: list[torch.Tensor]
-    noise: torch.Tensor
-
-    def parts(self, stored: Weights, config: dict[str, Any]) -> FakeParts:
-        return FakeParts(stored, config, TARGET, self.embedding, self.head)
-
-    def runner(self, module: Any) -> DenseRunner:
-        texts = [Text(tokens, features) for tokens, features in zip(self.texts, self.features, strict=True)]
-        return DenseRunner(module, texts, self.noise)
-
-
-def world(width: int, seed: int = 3, heat: float = 1.0) -> World:
-    generator = torch.Generator().manual_seed(seed)
-    texts = [torch.randint(V, (count,), generator=generator).tolist() for count in (2, 7, 12)]
-    uniform = torch.rand(len(texts), K + 1, V, generator=generator)
-    return World(
-        embedding=torch.randn(V, H, generator=generator), head=torch.randn(V, H, generator=generator), texts=texts,
-        features=[torch.randn(len(tokens) - 1, width, generator=generator) for tokens in texts],
-        noise=-torch.log(-torch.log(uniform)) * heat,
-    )
-
-
-ROWS = [DraftRow(0, 2), DraftRow(1, K), DraftRow(2, 3)]
-Behind = Callable[[int, Drafted], torch.Tensor]
-
-
-def assert_chains(proposer: Any, made: World, behind: Behind) -> None:
-    for row, draft in zip(ROWS, proposer.propose(ROWS), strict=True):
-        wanted = published.chain(lambda drafted, slot=row.slot: behind(slot, drafted), made.noise[row.slot], row.k)
-        assert list(draft.tokens) == wanted
-        assert draft.is_chain
-
-
-def assert_trees(proposer: Any, made: World, behind: Behind, width: int, depth: int) -> None:
-    rows = [DraftRow(0, 7), DraftRow(1, 12), DraftRow(2, 4)]
-    for row, draft in zip(rows, proposer.propose(rows), strict=True):
-        wanted = published.dynamic_tree(lambda drafted, slot=row.slot: behind(slot, drafted), made.noise[row.slot],
-                                        k=row.k, width=width, depth=depth)
-        assert len(draft.tokens) == row.k
-        assert published.paths(draft.tokens, draft.parents) == wanted
-
+from proposers.eagle3 import Eagle3Proposer
 
 # --- EAGLE-1 and EAGLE-2 ---
 
@@ -141,3 +72,113 @@ def test_eagle_2_grows_the_tree_of_best_scores() -> None:
     made, weights = world(H), eagle_tensors(bias=True)
     module = EagleProposer.build(CONFIG, made.parts(weights, HEAD))
     assert_trees(EagleProposer(made.runner(module), 3, 4), made, eagle_behind(made, weights), 3, 4)
+
+
+# --- EAGLE-3 ---
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An EAGLE-3 checkpoint: where its norms are, and what it brings."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    layers: int = 1
+    prefix: str = "midlayer"
+    drafted: int = 24
+    qk_norm: bool = False
+    own_embedding: bool = False
+    norms: tuple[str, ...] = ()
+
+    def has(self, key: str) -> bool:
+        return bool(self.config.get(key))
+
+    def tensors(self) -> Weights:
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (self.drafted, H),
+            **dict.fromkeys(self.norms, (H,)),
+        }  # fmt: skip
+        for i in range(self.layers):
+            prefix = f"layers.{i}" if i else self.prefix
+            shapes |= layer_shapes(prefix, H if i else 2 * H) | {f"{prefix}.input_layernorm.weight": (H,)}
+            if self.qk_norm:
+                shapes |= dict.fromkeys((f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight"),
+                                        (H // HEADS,))
+        shapes[f"{self.prefix}.hidden_norm.weight"] = (H,)
+        if self.own_embedding:
+            shapes["embed_tokens.weight"] = (V, H)
+        if self.has("norm_before_fc"):
+            shapes["input_norm.weight"] = (3 * H,)
+        weights = random_tensors(shapes)
+        if self.drafted < V:
+            known = torch.randperm(V, generator=torch.Generator().manual_seed(1))[: self.drafted].sort().values
+            weights["d2t"] = known - torch.arange(self.drafted)
+            weights["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, known, True)
+        return weights
+
+    def full_config(self) -> dict[str, Any]:
+        return {**HEAD, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": self.drafted,
+                "num_hidden_layers": self.layers, **self.config}
+
+
+def eagle3_behind(made: World, weights: Weights, variant: Variant) -> Behind:
+    """EAGLE-3 by the book; *norms* of `fc_norm` come in the order of the states."""
+    def layer(i: int, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        prefix, count = f"layers.{i}" if i else variant.prefix, len(h)
+        h = h + attention(weights, f"{prefix}.self_attn", x, list(range(count)), causal(count), head_dim=H // HEADS,
+                          theta=THETA)
+        return h + mlp(weights, f"{prefix}.mlp", rms(h, weights[f"{prefix}.post_attention_layernorm.weight"]))
+
+    def behind(slot: int, drafted: Drafted) -> torch.Tensor:
+        features = made.features[slot]
+        if variant.norms:
+            parts = [rms(features[:, i * H : (i + 1) * H], weights[name]) for i, name in enumerate(variant.norms)]
+            features = torch.cat(parts, -1)
+        if variant.has("norm_before_fc"):
+            features = rms(features, weights["input_norm.weight"])
+        tokens, states = made.texts[slot][1:] + drafted, linear(weights, "fc", features)
+        while True:
+            count = len(states)
+            e = rms(weights.get("embed_tokens.weight", made.embedding)[tokens[:count]],
+                    weights[f"{variant.prefix}.input_layernorm.weight"])
+            g = rms(states, weights[f"{variant.prefix}.hidden_norm.weight"])
+            h = layer(0, torch.cat([e, g], -1), g if variant.has("norm_before_residual") else states)
+            for i in range(1, variant.layers):
+                h = layer(i, rms(h, weights[f"layers.{i}.input_layernorm.weight"]), h)
+            normed = rms(h, weights["norm.weight"])
+            if count == len(tokens):
+                logits = torch.full((V,), -torch.inf)
+                for i, logit in enumerate(linear(weights, "lm_head", normed[-1])):
+                    logits[i + int(weights["d2t"][i]) if "d2t" in weights else i] = logit
+                return logits
+            states = torch.cat([states, (normed if variant.has("norm_output") else h)[-1:]])
+
+    return behind
+
+
+VARIANTS = {
+    "as published": Variant(),
+    "speculators": Variant({"norm_before_residual": True}, prefix="layers.0", own_embedding=True),
+    "one norm before fc": Variant({"norm_before_fc": True}),
+    "norms of each state": Variant({"fc_norm": True},
+                                   norms=("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")),
+    "norms of old": Variant({"use_aux_norm": "True"},
+                            norms=("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")),
+    "recycled behind the norm": Variant({"norm_output": True}),
+    "all of the vocabulary": Variant(drafted=V),
+    "several layers of Qwen3": Variant(layers=3, prefix="layers.0", qk_norm=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_eagle_3_drafts_what_is_published(name: str) -> None:
+    variant, made = VARIANTS[name], world(3 * H)
+    weights = variant.tensors()
+    module = Eagle3Proposer.build(CONFIG, made.parts(weights, variant.full_config()))
+    assert_chains(Eagle3Proposer(made.runner(module), 1, K), made, eagle3_behind(made, weights, variant))
+
+
+def test_eagle_3_grows_the_tree_of_best_scores() -> None:
+    variant, made = VARIANTS["as published"], world(3 * H)
+    weights = variant.tensors()
+    module = Eagle3Proposer.build(CONFIG, made.parts(weights, variant.full_config()))
+    assert_trees(Eagle3Proposer(made.runner(module), 4, 3), made, eagle3_behind(made, weights, variant), 4, 3)

@@ -1,0 +1,105 @@
+"""DFlash: a block of masks, denoised in one forward over the target's states (arXiv 2602.06036).
+
+Known tokens have no states of their own in it: each layer makes their keys and values of what `fc` makes of those of
+the target. The newest known token, for which the target has none yet, leads the block, whose places see each other.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from proposers.decoder import Layers, Rope, TargetVocabulary, fill, shapes_of
+from proposers.formats import dflash as format_of
+from proposers.parallel import ParallelProposer
+from protos.config import SpeculativeConfig
+from protos.learned import FeatureSpec, Parts
+
+
+class DFlashNet(nn.Module):
+    """What the checkpoint holds, under its names."""
+
+    def __init__(self, spec: format_of.Spec, layers: Layers) -> None:
+        super().__init__()
+        hidden = spec.dims.hidden
+        self.fc = nn.Linear(spec.target_hidden * len(spec.inputs_of), hidden, bias=False)
+        self.hidden_norm, self.norm = layers.norm(hidden), layers.norm(hidden)
+        self.layers = nn.ModuleList(layers.layer(index) for index in range(spec.num_layers))
+        if spec.has_embedding:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
+        if spec.has_head:
+            self.lm_head = nn.Linear(hidden, spec.draft_size, bias=False)
+
+
+class DFlashModule(nn.Module):
+    """See `protos.learned.Module` and `proposers.parallel.MaskedModule`; its output are states, `[1, T, H]`.
+
+    What is fed beside a token is `[H + 1]` wide: the context made of the target's states and a one for known tokens,
+    zeros for places of a block.
+    """
+
+    shift = 1
+
+    def __init__(self, spec: format_of.Spec, tensors: dict[str, torch.Tensor], parts: Parts) -> None:
+        super().__init__()
+        ids_V = tensors.pop("target_ids", None)
+        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
+        with torch.device("meta"):
+            self.net = DFlashNet(spec, layers)
+        for layer, window in zip(self.net.layers, spec.windows, strict=True):
+            layer.self_attn.sliding_window = window
+        fill(self.net, tensors, parts)
+        self.rope = layers.rope(parts)
+        self.embed = self.net.embed_tokens if spec.has_embedding else parts.embedding()
+        self.head = self.net.lm_head if spec.has_head else parts.head()
+        self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(parts.device), spec.vocab_size)
+        self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
+        self.mask_token_id, self.sees_all = spec.mask_token_id, not spec.causal
+        self.lead = 0 if spec.samples_anchor else 1
+        self.most = spec.block_size - self.lead
+
+    def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """Return the context that layers make keys and values of, marked as such, `[T, H + 1]`."""
+        context_TH = self.net.hidden_norm(self.net.fc(features_TF))
+        return torch.cat([context_TH, context_TH.new_ones(len(context_TH), 1)], -1)
+
+    def beside(self, count: int) -> torch.Tensor:
+        """Return zeros: places of a block have no context."""
+        weight = self.net.fc.weight
+        return weight.new_zeros(count, weight.shape[0] + 1)
+
+    def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TX: torch.Tensor) -> torch.Tensor:
+        """Return states behind the last norm, `[1, T, H]`; those of known tokens mean nothing."""
+        context_1TH, is_context_1T1 = features_1TX[..., :-1], features_1TX[..., -1:] > 0
+        states_1TH = self.embed(tokens_1T)
+        rope: Rope = self.rope(states_1TH, positions_1T)
+        for layer in self.net.layers:
+            # Queries of known tokens are made of their context, too, and what they see is not looked at.
+            read_1TH = torch.where(is_context_1T1, context_1TH, layer.input_layernorm(states_1TH))
+            states_1TH = states_1TH + layer.self_attn(read_1TH, position_embeddings=rope, attention_mask=None)[0]
+            states_1TH = states_1TH + layer.mlp(layer.post_attention_layernorm(states_1TH))
+        behind_1TH: torch.Tensor = self.net.norm(states_1TH)
+        return behind_1TH
+
+    def logits(self, states_NH: torch.Tensor) -> torch.Tensor:
+        """Return what the head says, fp32 `[N, V]`."""
+        return self.to_target(self.head(states_NH))
+
+
+class DFlashProposer(ParallelProposer):
+    """Drafts with a DFlash head."""
+
+    method: ClassVar[str] = "dflash"
+
+    @classmethod
+    def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
+        """The states at the depths that the checkpoint names, of every token."""
+        return FeatureSpec("all", format_of.features_of(draft, target))
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, parts: Parts) -> DFlashModule:
+        """See `protos.learned.LearnedProposer`."""
+        tensors = parts.tensors()
+        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
+        return DFlashModule(spec, format_of.load(spec, tensors), parts)

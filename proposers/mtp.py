@@ -1,0 +1,145 @@
+"""Multi-token prediction: layers that the target was trained with and that guess what lies further ahead.
+
+DeepSeek-V3 (arXiv 2412.19437), GLM-4.5, MiMo, Qwen3-Next. They live in the target's checkpoint, and are decoder layers
+of its own kind. The entry of position i is made of token i + 1 and the target's state of token i.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from proposers.decoder import Rope, compute_buffers, fill, layer_shape, shapes_of
+from proposers.formats import mtp as format_of
+from proposers.formats import speculators
+from proposers.formats.causal import model_config
+from proposers.recycling import RecyclingProposer
+from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.learned import FeatureSpec, Parts
+
+ADDS_ONE = (".embed_norm.weight", ".state_norm.weight", ".norm.weight")
+
+
+class MtpLayer(nn.Module):
+    """A decoder layer of the target's kind, and what leads into it and out of it."""
+
+    def __init__(self, spec: format_of.Spec, block: Any) -> None:
+        super().__init__()
+        hidden = spec.hidden
+        self.embed_norm, self.state_norm = LlamaRMSNorm(hidden, spec.eps), LlamaRMSNorm(hidden, spec.eps)
+        self.proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.block = block
+        self.norm = LlamaRMSNorm(hidden, spec.eps)
+        if spec.own_embedding:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
+        if spec.own_head:
+            self.head = nn.Linear(hidden, spec.vocab_size, bias=False)
+        self._spec = spec
+
+    def forward(self, embedded_1TH: torch.Tensor, states_1TH: torch.Tensor, blank_1T: torch.Tensor,
+                rope: Rope) -> torch.Tensor:
+        """Return states before the last norm, `[1, T, H]`; embeddings are zero where they are to be *blank*."""
+        embedded_1TH = self.embed_norm(embedded_1TH.masked_fill(blank_1T.unsqueeze(-1), 0.0))
+        both = (self.state_norm(states_1TH), embedded_1TH)
+        read_1TH = self.proj(torch.cat(both if self._spec.state_first else both[::-1], -1))
+        behind_1TH: torch.Tensor = self.block(read_1TH, attention_mask=None, position_embeddings=rope)
+        return behind_1TH
+
+
+class MtpModule(nn.Module):
+    """See `protos.learned.Module`; its output are the states of all its n layers, `[1, T, n * H]`.
+
+    Every layer is fed every entry, so that each knows the whole text when its turn comes: guess k is that of layer k
+    modulo n.
+    """
+
+    shift = 1
+
+    def __init__(self, spec: format_of.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
+        super().__init__()
+        config = model_config(format_of.FORMAT, speculators.flattened(parts.config), **_shortest(parts.config))
+        self.net = nn.ModuleDict()
+        models = [_empty_model(config, parts) for _ in range(spec.num_layers)]
+        with torch.device("meta"):
+            self.net["layers"] = nn.ModuleList(
+                MtpLayer(spec, _numbered(model.base_model.layers[-1], i)) for i, model in enumerate(models)
+            )
+        plain = {name: tensor + 1 if spec.one_plus and _is_glue(name) else tensor for name, tensor in tensors.items()}
+        fill(self.net, plain, parts)
+        compute_buffers(models[0], parts.device)
+        self.rope = models[0].base_model.rotary_emb
+        self._embedding = None if spec.own_embedding else parts.embedding()
+        self._head = None if spec.own_head else parts.head()
+        self.layers = (layer_shape(config),) * spec.num_layers
+        self.max_model_len, self.vocab_size = int(config.max_position_embeddings), spec.vocab_size
+        self.most = 1 if spec.one_step else MAX_SPECULATIVE_TOKENS
+        self._spec = spec
+
+    def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """Return them as they are."""
+        return features_TF
+
+    def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TH: torch.Tensor) -> torch.Tensor:
+        """Return what comes behind the tokens in each layer, side by side, `[1, T, n * H]`."""
+        rope: Rope = self.rope(features_1TH, positions_1T)
+        blank_1T = (positions_1T == 0) & self._spec.blanks_first
+        return torch.cat([
+            layer(self._embed(layer, tokens_1T), features_1TH, blank_1T, rope) for layer in self.net["layers"]
+        ], -1)
+
+    def behind(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `proposers.recycling.Recycling`."""
+        index = step % self._spec.num_layers
+        states_NH = states_NX.split(self._spec.hidden, -1)[index]
+        layer = self.net["layers"][index]
+        normed_NH = layer.norm(states_NH)
+        head = layer.head if self._head is None else self._head
+        return head(normed_NH).float(), normed_NH if self._spec.recycles_normed else states_NH
+
+    def _embed(self, layer: Any, tokens_1T: torch.Tensor) -> torch.Tensor:
+        embed = layer.embed_tokens if self._embedding is None else self._embedding
+        embedded_1TH: torch.Tensor = embed(tokens_1T)
+        return embedded_1TH
+
+
+class MtpProposer(RecyclingProposer):
+    """Drafts with the target's own MTP heads, chains or trees."""
+
+    method: ClassVar[str] = "mtp"
+
+    @classmethod
+    def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
+        """The state that the target's head reads, of every token."""
+        return FeatureSpec("all")
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, parts: Parts) -> MtpModule:
+        """See `protos.learned.LearnedProposer`. Of the checkpoint, only the heads are read."""
+        tensors = {prefix + name: tensor for prefix in format_of.prefixes(parts.config)
+                   for name, tensor in parts.tensors(prefix).items()}
+        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
+        return MtpModule(spec, format_of.load(spec, tensors), parts)
+
+
+def _shortest(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes to a model's config that leave as few layers as there can be with one of its last kind."""
+    few = int(speculators.flattened(config).get("first_k_dense_replace") or 0) + 1
+    return {"num_hidden_layers": few, "layer_types": ["full_attention"] * few}
+
+
+def _empty_model(config: Any, parts: Parts) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=parts.attention)
+
+
+def _numbered(layer: Any, index: int) -> Any:
+    """Return *layer* with the number under which it finds its K and V."""
+    layer.self_attn.layer_idx = index
+    return layer
+
+
+def _is_glue(name: str) -> bool:
+    return ".block." not in name and name.endswith(ADDS_ONE)

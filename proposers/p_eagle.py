@@ -1,0 +1,52 @@
+"""P-EAGLE: an EAGLE-3 head that guesses all tokens in one forward.
+
+The first guess is EAGLE-3's. Each of the others has a place of its own, made of a mask token and of what `fc` makes of
+a learned state where the target's would be.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from proposers.decoder import shapes_of
+from proposers.eagle3 import Eagle3Module, Eagle3Proposer
+from proposers.formats import p_eagle as format_of
+from proposers.parallel import ParallelProposer
+from protos.config import SpeculativeConfig
+from protos.learned import Parts
+
+
+class ParallelEagleModule(Eagle3Module):
+    """See `protos.learned.Module` and `proposers.parallel.MaskedModule`; its output are states, `[1, T, H]`."""
+
+    lead = -1
+    sees_all = False
+
+    def __init__(self, spec: format_of.Spec, tensors: dict[str, torch.Tensor], parts: Parts) -> None:
+        mask_F = tensors.pop("mask_hidden").to(parts.device, parts.dtype)
+        super().__init__(spec, tensors, parts)
+        self.mask_token_id = spec.mask_token_id
+        with torch.inference_mode():
+            self._masked_H = self.take_in(mask_F)
+
+    def beside(self, count: int) -> torch.Tensor:
+        """Return the learned state, behind `fc`, once for each place."""
+        return self._masked_H.expand(count, -1)
+
+    def logits(self, states_NH: torch.Tensor) -> torch.Tensor:
+        """Return what the head says of states before the last norm, fp32 `[N, V]`."""
+        return self.behind(states_NH, 0)[0]
+
+
+class ParallelEagleProposer(ParallelProposer):
+    """Drafts with a P-EAGLE head."""
+
+    method: ClassVar[str] = "p_eagle"
+    features_of = Eagle3Proposer.features_of
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, parts: Parts) -> ParallelEagleModule:
+        """See `protos.learned.LearnedProposer`."""
+        tensors = parts.tensors()
+        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
+        return ParallelEagleModule(spec, format_of.load(spec, tensors), parts)

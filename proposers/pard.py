@@ -1,0 +1,77 @@
+"""PARD: a small language model that guesses at several masks at once (An et al. 2025, arXiv 2504.18583).
+
+It knows nothing of the target: one serves a whole family. Its input is the text, and masks behind it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from proposers.decoder import compute_buffers, fill, layer_shape, shapes_of
+from proposers.formats import pard as format_of
+from proposers.formats.causal import model_config
+from proposers.parallel import ParallelProposer
+from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.interfaces import Needs
+from protos.learned import FeatureSpec, Parts
+
+
+class PardModule(nn.Module):
+    """See `protos.learned.Module` and `proposers.parallel.MaskedModule`; its output are states, `[1, T, H]`."""
+
+    shift = 0
+    lead = -1
+    most = MAX_SPECULATIVE_TOKENS
+    sees_all = False
+
+    def __init__(self, spec: format_of.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
+        super().__init__()
+        config = model_config(format_of.FORMAT, parts.config)
+        with torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=parts.attention)
+        compute_buffers(self.model, parts.device)
+        fill(self.model, tensors, parts)
+        self.layers = (layer_shape(config),) * config.num_hidden_layers
+        self.max_model_len, self.vocab_size = spec.max_model_len, spec.vocab_size
+        self.mask_token_id = spec.mask_token_id
+
+    def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """Return them as they are; there are none."""
+        return features_TF
+
+    def beside(self, count: int) -> None:
+        """Nothing is fed beside masks."""
+
+    def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TF: None = None) -> torch.Tensor:
+        """Return the model's states behind the tokens, `[1, T, H]`."""
+        states_1TH: torch.Tensor = self.model.base_model(
+            input_ids=tokens_1T, position_ids=positions_1T, use_cache=False,
+        ).last_hidden_state
+        return states_1TH
+
+    def logits(self, states_NH: torch.Tensor) -> torch.Tensor:
+        """Return what the model's own head says, fp32 `[N, Vd]`."""
+        logits_NV: torch.Tensor = self.model.get_output_embeddings()(states_NH)
+        return logits_NV.float()
+
+
+class PardProposer(ParallelProposer):
+    """Drafts with a PARD model."""
+
+    needs: ClassVar[Needs] = "none"
+    method: ClassVar[str] = "pard"
+
+    @classmethod
+    def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
+        """Nothing: it reads tokens alone."""
+        return FeatureSpec()
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, parts: Parts) -> PardModule:
+        """See `protos.learned.LearnedProposer`."""
+        tensors = parts.tensors()
+        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
+        return PardModule(spec, format_of.load(spec, tensors), parts)
