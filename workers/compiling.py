@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch._inductor.config
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+"""Logits `[N, V]`; features `[T, F]` where somebody is fed them."""
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Trial = Callable[[Forward, int, int], torch.Tensor]
 
 logger = logging.getLogger(__name__)
@@ -66,8 +68,8 @@ def compile_forward(forward: Forward, trial: Trial, weights: Weights) -> tuple[F
     """Compile *forward* for all sizes and check it against eager.
 
     Args:
-        forward: tokens `[1, T]`, positions `[1, T]`, wanted `[N]` to logits `[N, V]`.
-        trial: runs a forward on T made-up tokens with N wanted ones.
+        forward: tokens `[1, T]`, positions `[1, T]`, wanted `[N]` to `Outputs`.
+        trial: runs a forward on T made-up tokens with N wanted ones, and returns the logits.
         weights: of the model.
 
     Returns:

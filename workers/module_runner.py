@@ -52,13 +52,11 @@ class Entries:
         batch: rows, positions and tokens.
         wanted_N: int64, flat indices of the entries behind which the output is wanted.
         features_TX: the target's, or recycled ones; None where nothing is fed beside tokens.
-        from_R: int64, each row's lowest entry that is there; those before it are not seen. None: all are.
     """
 
     batch: Batch
     wanted_N: Ints
     features_TX: torch.Tensor | None = None
-    from_R: Ints | None = None
 
 
 class Shape(Protocol):
@@ -135,13 +133,12 @@ class ModuleRunner:
 
             if attention is None:
                 return forward()[self._index(entries.wanted_N)]
-            attention.plan(self._rows(entries))
+            attention.plan(self._rows(batch))
             return run_with(attention, forward)[self._index(entries.wanted_N)]
 
-    def _rows(self, entries: Entries) -> Rows:
-        batch = entries.batch
+    def _rows(self, batch: Batch) -> Rows:
         return Rows(batch.starts_R, batch.lengths_R, batch.offsets_R, batch.slots_R, self.slots.blocks,
-                    self.block_size)
+                    self.block_size, batch.areas, batch.lowest_R)
 
     def _tensor(self, array_T: Ints) -> torch.Tensor:
         return self._index(array_T).unsqueeze(0)

@@ -13,7 +13,8 @@ from workers.attention import AttentionBackend, Rows, run_with
 from workers.attention_native import DTYPES, NativeAttention
 from workers.attention_torch import TorchAttention
 from workers.batch import Batch, Ints
-from workers.compiling import Forward, Weights, compile_forward
+from workers.capture import Taps
+from workers.compiling import Forward, Outputs, Weights, compile_forward
 from workers.kv import KVCache, bytes_per_block
 from workers.loader import LoadedModel
 from workers.native_library import KernelUnavailableError
@@ -26,16 +27,20 @@ TIMINGS = 3  # runs of which the fastest counts
 
 
 class ModelRunner:
-    """One model, its KV cache and its attention. Reads block tables from *slots*; owns nothing else of them."""
+    """One model, its KV cache and its attention. Reads block tables from *slots*; owns nothing else of them.
 
-    def __init__(self, loaded: LoadedModel, slots: SlotTable, num_blocks: int, block_size: int) -> None:
+    With *taps*, every forward brings features, too.
+    """
+
+    def __init__(self, loaded: LoadedModel, slots: SlotTable, num_blocks: int, block_size: int,
+                 taps: Taps | None = None) -> None:
         self.loaded = loaded
         self.slots = slots
         self.device = loaded.device
         self.block_size = block_size
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         self.attention = pick_attention(self.cache)
-        self._run: Forward = causal_lm(loaded.model)
+        self._run: Forward = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
 
     @property
     def bytes_per_block(self) -> int:
@@ -60,7 +65,7 @@ class ModelRunner:
         """Run *forward* on made-up tokens of one row, all of whose blocks are block 0."""
         start, length = np.zeros(1, np.int64), np.array([num_tokens])
         batch = Batch(start, start, length, np.arange(num_tokens) % self.loaded.vocab_size)
-        return self._call(forward, batch, np.zeros((1, num_tokens), np.int32), np.arange(num_wanted))
+        return self._call(forward, batch, np.zeros((1, num_tokens), np.int32), np.arange(num_wanted))[0]
 
     def measure(self, max_tokens: int) -> dict[int, float]:
         """Return seconds of one forward with 1, 2, 4 ... rows of one token, to *max_tokens* at least. As `warm_up`."""
@@ -71,7 +76,8 @@ class ModelRunner:
         rows_R = np.arange(num_rows)
         batch = Batch(rows_R, np.zeros_like(rows_R), np.ones_like(rows_R), rows_R % self.loaded.vocab_size)
         started = time.perf_counter()
-        logits_NV = self._call(self._run, batch, np.zeros((num_rows, 1), np.int32), _at_least(rows_R, min(2, num_rows)))
+        wanted_N = _at_least(rows_R, min(2, num_rows))
+        logits_NV, _ = self._call(self._run, batch, np.zeros((num_rows, 1), np.int32), wanted_N)
         logits_NV.sum().item()  # waits for the device; on ranks without logits, too
         return time.perf_counter() - started
 
@@ -85,10 +91,15 @@ class ModelRunner:
         Returns:
             fp32 `[N, V]` on the model's device, valid until the next forward at least.
         """
-        wanted_M = _at_least(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
-        return self._call(self._run, batch, self.slots.blocks, wanted_M)[: len(wanted_N)]
+        return self.run(batch, wanted_N)[0]
 
-    def _call(self, forward: Forward, batch: Batch, blocks_SB: npt.NDArray[np.int32], wanted_N: Ints) -> torch.Tensor:
+    def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
+        """As `forward`; return the features `[T, F]` of all tokens besides, None where there are no taps."""
+        wanted_M = _at_least(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
+        logits_MV, features_TF = self._call(self._run, batch, self.slots.blocks, wanted_M)
+        return logits_MV[: len(wanted_N)], features_TF
+
+    def _call(self, forward: Forward, batch: Batch, blocks_SB: npt.NDArray[np.int32], wanted_N: Ints) -> Outputs:
         self.attention.plan(Rows(batch.starts_R, batch.lengths_R, batch.offsets_R, batch.slots_R, blocks_SB,
                                  self.block_size, batch.areas, batch.lowest_R))
         # Tensors made inside and outside inference mode are of different kinds to a compiled graph: always inside.
@@ -142,9 +153,18 @@ def causal_lm(model: Any) -> Forward:
     The model's own head is called, with whatever its family does to logits (caps, scales).
     """
 
-    def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> torch.Tensor:
+    def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> Outputs:
         output = model(input_ids=tokens_1T, position_ids=positions_1T, use_cache=False, logits_to_keep=wanted_N)
-        logits_NV: torch.Tensor = output.logits[0].float()
-        return logits_NV
+        return output.logits[0].float(), None
+
+    return forward
+
+
+def tapped_lm(model: Any, taps: Taps) -> Forward:
+    """As `causal_lm`, with what *taps* catch of every token, `[T, F]`."""
+
+    def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> Outputs:
+        output = model(input_ids=tokens_1T, position_ids=positions_1T, use_cache=False, logits_to_keep=wanted_N)
+        return output.logits[0].float(), taps.collect()
 
     return forward
