@@ -50,9 +50,12 @@ class Proposer(Protocol):
 class Follower:
     """What a proposer beside the controller inherits where it wants to know of sequences, from arrival to end.
 
-    Told in the controller's own thread, in between rounds: whatever takes long belongs into slices of `propose`. A
-    sequence that is preempted, or computed again, goes on as the same one.
+    It is told in the controller's own thread; whatever takes long belongs into `prepare`. A sequence that is preempted,
+    or computed again, goes on as the same one.
     """
+
+    def prepare(self) -> None:
+        """Do a slice, of a millisecond or so, of what takes long. Called once a round, while speculation is on."""
 
     def begin(self, key: int, request: Request) -> None:
         """A sequence arrived; *key*, from 1 on, is never used twice."""

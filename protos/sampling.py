@@ -71,7 +71,9 @@ class SamplingParams:
     `temperature` 0 (and below 1e-5) greedy. `seed` is a uint64; without one the request gets a random one.
     `max_tokens` None means up to the end of the context. `logprobs` and `prompt_logprobs` count the most likely tokens
     told beside the chosen one, -1 for the whole vocabulary. `truncate_prompt_tokens` keeps the prompt's last
-    tokens, -1 as many as fit. To change one, `dataclasses.replace(params, temperature=0.0)`.
+    tokens, -1 as many as fit. `prediction` is what the answer is expected to be, text or token ids: where speculation
+    looks things up (`ngram`, `suffix`), it is looked up there first; it changes no token. To change one of all these,
+    `dataclasses.replace(params, temperature=0.0)`.
 
     Raises:
         InvalidRequestError: names the value and the limit; `param` is the argument.
@@ -101,6 +103,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
+    prediction: str | tuple[TokenId, ...] | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> "SamplingParams":

@@ -91,6 +91,7 @@ class Preprocessor:
         known = prompt if isinstance(prompt, Prompt) else self.encode(prompt, params)
         max_tokens = self._max_tokens(len(known.token_ids), params)
         sampling = self._sampling(params)
+        prediction = self._prediction(params.prediction)
         eos_ids = () if params.ignore_eos else self._eos_ids
         return [
             Request(
@@ -101,6 +102,7 @@ class Preprocessor:
                 max_tokens,
                 eos_ids,
                 cache_salt=known.cache_salt,
+                prediction_token_ids=prediction,
             )
             for sample in range(params.n)
         ]
@@ -171,6 +173,18 @@ class Preprocessor:
         if keep == -1:
             keep = max(1, self.max_model_len - (params.max_tokens or 1))
         return token_ids[-keep:]
+
+    def _prediction(self, prediction: str | tuple[int, ...] | None) -> tuple[int, ...]:
+        """Return the ids of what the answer is expected to be, as many as there is room for."""
+        if not prediction:
+            return ()
+        if not isinstance(prediction, str):
+            return self._check_ids(prediction, "prediction")[: self.max_model_len]
+        if self.tokenizer is None:
+            raise InvalidRequestError("prediction is text, but skip_tokenizer_init is set: pass ids", "prediction")
+        check_text(prediction, "prediction")
+        text = prediction[: self.max_model_len * self._longest_token]
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False)[: self.max_model_len])
 
     # Room
 

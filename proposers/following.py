@@ -1,0 +1,107 @@
+"""What model-free proposers keep of the sequences they follow: an index of each one's text, made in slices.
+
+Nothing is done when a sequence arrives or grows. Prompts are taken in by a bounded number of tokens a round, and what
+was said since when guesses are asked for; so a long prompt holds nobody up, and speculation that is off costs nothing.
+"""
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from proposers.grams import Places
+from proposers.prediction import Prediction
+from protos.interfaces import DraftRow, Follower
+from protos.messages import Draft, Request
+
+SLICE = 2048
+"""Tokens of prompts and predictions taken in a round, over all sequences: about a millisecond."""
+GROWTH = 128
+"""Tokens of a row taken in when it asks for guesses: more than a round can have brought."""
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """One sequence: its tokens, which are the controller's, and what is known of where they stood.
+
+    Attributes:
+        places: of the grams of `tokens`.
+        tokens: prompt and output; the prompt alone until guesses are asked for.
+        salt: of its tenant.
+        is_over: whether it ended.
+    """
+
+    places: Places
+    tokens: Seq[int]
+    prompt_len: int = 0
+    salt: str = ""
+    prediction: Prediction | None = None
+    is_over: bool = False
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether all of `tokens` is in `places`."""
+        return self.places.num_added >= len(self.tokens) - 1
+
+    def prepare(self, budget: int) -> int:
+        """Take in at most *budget* tokens of what was there from the beginning; return how many."""
+        taken = self.prediction.prepare(budget) if self.prediction else 0
+        return taken + self.places.add(self.tokens, budget - taken)
+
+    def predicted(self, k: int) -> list[int]:
+        """Return at most *k* tokens that the user's prediction has next."""
+        return self.prediction.follow(self.tokens[self.prompt_len :], k) if self.prediction else []
+
+
+class Following(Follower):
+    """A proposer that indexes every sequence, and guesses row by row."""
+
+    def __init__(self) -> None:
+        self._followed: dict[int, Followed] = {}
+        self._unprepared: deque[Followed] = deque()
+
+    @abstractmethod
+    def index(self) -> Places:
+        """Return an empty index of the sizes that are looked for."""
+
+    @abstractmethod
+    def guess(self, row: DraftRow, followed: Followed) -> Draft:
+        """Return a draft of at most `row.k` tokens for one row; an empty one without a confident guess."""
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return one draft a row; rows that nobody told of in `begin` are indexed anew each time."""
+        return [self.guess(row, self.followed(row)) for row in rows]
+
+    def followed(self, row: DraftRow) -> Followed:
+        """Return what is kept of a row's sequence, brought up to date."""
+        followed = self._followed.get(row.key)
+        if followed is None:
+            followed = Followed(self.index(), row.token_ids)
+            followed.prepare(len(row.token_ids))
+        followed.tokens = row.token_ids
+        followed.places.add(row.token_ids, GROWTH)
+        return followed
+
+    def prepare(self) -> None:
+        """See `Follower`: the oldest prompts first."""
+        budget = SLICE
+        while budget > 0 and self._unprepared:
+            first = self._unprepared[0]
+            taken = 0 if first.is_over else first.prepare(budget)
+            if taken < budget:
+                self._unprepared.popleft()
+            budget -= taken
+
+    def begin(self, key: int, request: Request) -> None:
+        """See `Follower`."""
+        prompt = request.prompt_token_ids
+        prediction = Prediction(request.prediction_token_ids) if request.prediction_token_ids else None
+        followed = Followed(self.index(), prompt, len(prompt), request.cache_salt, prediction)
+        self._followed[key] = followed
+        self._unprepared.append(followed)
+
+    def end(self, key: int, token_ids: Seq[int]) -> None:
+        """See `Follower`."""
+        followed = self._followed.pop(key, None)
+        if followed is not None:
+            followed.is_over = True

@@ -1,0 +1,107 @@
+"""Where the last few tokens stood before: an index over one text that is kept as the text grows. Standard library only.
+
+For each of some sizes n it remembers where every n-gram ended last, and for each such place the one before; so adding a
+token costs a dict entry a size, and the places of a gram are walked most recent first. Grams are told apart by their
+hash, and looked at again when they are found.
+"""
+
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from itertools import islice
+from typing import NamedTuple
+
+MAX_PLACES = 16
+"""Of more places than these the most recent are looked at."""
+
+
+class Match(NamedTuple):
+    """How long the longest match is, and the places behind it, most recent first."""
+
+    length: int
+    ends: list[int]
+
+
+NO_MATCH = Match(0, [])
+
+
+class _Grams:
+    """The places of the grams of one size. A place is the index behind a gram's last token; 0 is none."""
+
+    __slots__ = ("_before", "_last", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._last: dict[int, int] = {}
+        self._before = array("i", bytes(size * array("i").itemsize))  # before the first gram ends, none does
+
+    def add(self, tokens: Seq[int], stop: int) -> None:
+        """Add the grams of *tokens* that end at `stop` at most and were not added yet."""
+        size, last, before = self.size, self._last, self._before
+        for end in range(len(before), stop + 1):
+            key = hash(tuple(tokens[end - size : end]))
+            before.append(last.get(key, 0))
+            last[key] = end
+
+    def ends(self, tokens: Seq[int], gram: Seq[int]) -> Iterator[int]:
+        """Yield the places of *gram*, a part of *tokens* or the like, most recent first."""
+        end = self._last.get(hash(tuple(gram)), 0)
+        while end:
+            if tokens[end - self.size : end] == gram:
+                yield end
+            end = self._before[end]
+
+
+class Places:
+    """The places of the grams of several sizes in one text, which the caller owns and lets grow.
+
+    Attributes:
+        num_added: how many places were taken in.
+
+    Args:
+        sizes: of the grams, largest first. A match is looked for by the largest size of which there is any; so no
+            longest match is missed, except among more than `MAX_PLACES` places of a smaller size.
+        reach: longer matches than this count as this long.
+    """
+
+    def __init__(self, sizes: Seq[int], reach: int) -> None:
+        self._grams = [_Grams(size) for size in sizes]
+        self._reach = reach
+        self.num_added = 0
+
+    def add(self, tokens: Seq[int], budget: int) -> int:
+        """Take in at most *budget* more places of *tokens*, but not that behind the last; return how many."""
+        stop = min(len(tokens) - 1, self.num_added + budget)
+        added = max(0, stop - self.num_added)
+        if added:
+            for grams in self._grams:
+                grams.add(tokens, stop)
+            self.num_added = stop
+        return added
+
+    def longest(self, tokens: Seq[int], pattern: Seq[int]) -> Match:
+        """Return where in *tokens* the longest suffix of *pattern* stands; nothing if it is smaller than every size.
+
+        *tokens* are those that were added, and *pattern* a sequence of the same type.
+        """
+        for grams in self._grams:
+            if len(pattern) >= grams.size:
+                ends = list(islice(grams.ends(tokens, pattern[-grams.size :]), MAX_PLACES))
+                if ends:
+                    return self._lengthen(tokens, pattern[-self._reach :], ends, grams.size)
+        return NO_MATCH
+
+    def _lengthen(self, tokens: list[int], wanted: list[int], ends: list[int], size: int) -> Match:
+        lengths = [_common_suffix(tokens, end, wanted, size) for end in ends]
+        longest = max(lengths)
+        return Match(longest, [end for end, length in zip(ends, lengths, strict=True) if length == longest])
+
+
+def _common_suffix(tokens: Seq[int], end: int, wanted: Seq[int], length: int) -> int:
+    """Return how many tokens before *end* are the last ones of *wanted*; the last *length* are."""
+    most = min(end, len(wanted))
+    if tokens[end - most : end] == wanted[len(wanted) - most :]:
+        return most
+    while tokens[end - 1 - length] == wanted[-1 - length]:
+        length += 1
+    return length

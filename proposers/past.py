@@ -1,0 +1,215 @@
+"""Finished outputs in a ring of bounded size, and where in them what was said last stands. numpy, all rows at once.
+
+Every place of every text is linked, for n-grams of several sizes, to the place before it with the same hash (and the
+same tenant's): a chain from the most recent place back, as in compressors of the Lempel-Ziv kind. Nothing is ever
+unlinked: what a chain leads to is looked at before it is believed, so links into texts that were evicted or written
+over cost a look and no more.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence as Seq
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+Places = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+SIZES = (16, 8, 4, 2)
+"""Sizes of the n-grams that are linked. The longest match is looked for among the largest of which there is any."""
+CHAIN = 16
+"""Of more places in a chain than these the most recent are looked at."""
+NOTHING = -1
+_MULTIPLIER, _MIXER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+_TOKEN_BYTES = 4 + 4 + len(SIZES) * (4 + 4)
+
+
+class Found(NamedTuple):
+    """The longest match of one row: its length, and the places behind it, most recent first."""
+
+    length: int
+    places: list[int]
+
+
+class PastTexts:
+    """The outputs of the last requests, of each tenant apart.
+
+    Args:
+        max_bytes: of all arrays together; memory is only used as texts come in.
+        max_texts: more texts than these are not kept.
+        reach: longer matches than this count as this long.
+    """
+
+    def __init__(self, max_bytes: int, max_texts: int, reach: int) -> None:
+        self._size = max_bytes // _TOKEN_BYTES  # in tokens
+        self._reach, self._max_texts = reach, max_texts
+        self._bits = np.uint64(64 - (self._size.bit_length() - 1))
+        num_heads = 1 << (self._size.bit_length() - 1)
+        # Place 0 stands for none. Zeros cost no memory until they are written to.
+        self._ids = np.zeros(self._size, np.int32)
+        self._owner = np.zeros(self._size, np.int32)  # the tenant's number
+        self._heads = [np.zeros(num_heads, np.int32) for _ in SIZES]
+        self._links = [np.zeros(self._size, np.int32) for _ in SIZES]
+        self._texts: deque[tuple[int, int, str]] = deque()  # first place, the one behind, and salt; oldest first
+        self._numbers: dict[str, int] = {}  # of the tenants who have texts
+        self._num_texts: Counter[str] = Counter()
+        self._new_numbers = count(1)
+        self._next = self._first = reach + 1  # what is before the first text is looked at, too
+        self._ids[: self._first] = NOTHING
+        self._offsets = np.arange(reach)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all arrays together can take."""
+        arrays = [self._ids, self._owner, *self._heads, *self._links]
+        return sum(array.nbytes for array in arrays)
+
+    def add(self, salt: str, token_ids: Seq[int]) -> None:
+        """Take in a text of the tenant with this *salt*; the oldest leave where it needs their room."""
+        ids = np.array(token_ids[-(self._size - self._first - 1) :], np.int32)
+        start = self._make_room(len(ids) + 1)
+        end = start + len(ids)
+        number = self._enter(start, end + 1, salt)
+        self._ids[start:end] = ids
+        self._ids[end] = NOTHING
+        self._owner[start : end + 1] = number
+        hashes = _hashes(np.array(number), _newest_first(ids))
+        for level, size in enumerate(SIZES):
+            if len(ids) > size:  # behind the last token there is nothing to propose
+                self._link(level, hashes[size][size - 1 : -1], np.arange(start + size, end))
+
+    def _enter(self, first: int, behind: int, salt: str) -> int:
+        """Note a text and return its tenant's number, a new one where he has no other text."""
+        self._texts.append((first, behind, salt))
+        self._num_texts[salt] += 1
+        return self._numbers.setdefault(salt, next(self._new_numbers))
+
+    def _evict(self) -> None:
+        """Forget the oldest text, and its tenant where it was his last."""
+        first, behind, salt = self._texts.popleft()
+        self._owner[first:behind] = 0
+        self._num_texts[salt] -= 1
+        if not self._num_texts[salt]:
+            del self._num_texts[salt], self._numbers[salt]
+
+    def _make_room(self, size: int) -> int:
+        start = self._next if self._next + size <= self._size else self._first
+        while self._texts and (len(self._texts) >= self._max_texts or self._overlaps(start, size)):
+            self._evict()
+        self._next = start + size
+        return start
+
+    def _overlaps(self, start: int, size: int) -> bool:
+        """Whether the oldest text stands where the next one is to stand, or before that in the order of the ring."""
+        first, behind, _ = self._texts[0]
+        is_passed = start < self._next <= first
+        return is_passed or (first < start + size and behind > start)
+
+    def _link(self, level: int, hashes: Hashes, places: Places) -> None:
+        """Put *places* at the heads of their chains, the last one first."""
+        heads, links = self._heads[level], self._links[level]
+        bucket_P = (hashes >> self._bits).astype(np.int64)
+        order = np.argsort(bucket_P, kind="stable")
+        bucket_P, places = bucket_P[order], places[order]
+        starts = np.ones(len(places), bool)
+        starts[1:] = bucket_P[1:] != bucket_P[:-1]
+        before = np.empty(len(places), np.int64)
+        before[1:] = places[:-1]
+        before[starts] = heads[bucket_P[starts]]
+        links[places] = before
+        ends = np.append(starts[1:], True)
+        heads[bucket_P[ends]] = places[ends]
+
+    def longest(self, salts: Seq[str], patterns: Seq[Seq[int]]) -> list[Found]:
+        """Return for each row where the longest suffix of its pattern stands in its tenant's texts.
+
+        Args:
+            salts: of the rows' tenants, `R`.
+            patterns: the last tokens of each row, `R` times at most *reach*.
+        """
+        wanted_RD = self._reversed(patterns)
+        tenant_R = np.array([self._numbers.get(salt, NOTHING) for salt in salts], np.int64)
+        hashes = _hashes(tenant_R, wanted_RD.T)
+        found = [Found(0, [])] * len(patterns)
+        left_R = np.arange(len(patterns))
+        for level, size in enumerate(SIZES):
+            if size <= self._reach and len(left_R):
+                row_P, place_P, length_P = self._walk(level, hashes[size], left_R, tenant_R, wanted_RD)
+                _collect(found, row_P, place_P, length_P)
+                left_R = np.array([row for row in left_R if not found[row].places], np.int64)
+        return found
+
+    def _reversed(self, patterns: Seq[Seq[int]]) -> Ids:
+        wanted_RD = np.full((len(patterns), max(self._reach, SIZES[0])), NOTHING - 1, np.int32)
+        for wanted, pattern in zip(wanted_RD, patterns, strict=True):
+            newest = pattern[-self._reach :]
+            wanted[: len(newest)] = newest[::-1]
+        return wanted_RD
+
+    def _walk(self, level: int, hashes: Hashes, rows_L: Places, tenant_R: Places,
+              wanted_RD: Ids) -> tuple[Places, Places, Places]:
+        """Walk the chains of *rows*; return row, place and length of every match of the level's size at least."""
+        place_CL = self._chains(level, (hashes[rows_L] >> self._bits).astype(np.int64))
+        is_theirs_CL = (self._owner[place_CL - 1] == tenant_R[rows_L]) & (place_CL > 0)
+        age_CL = (self._next - place_CL) % self._size
+        is_theirs_CL[1:] &= np.logical_and.accumulate(age_CL[1:] > age_CL[:-1], 0)
+        at_P, row_P = is_theirs_CL.nonzero()
+        place_P, row_P = place_CL[at_P, row_P], rows_L[row_P]
+        differs_PD = self._ids[place_P[:, None] - 1 - self._offsets] != wanted_RD[row_P, : self._reach]
+        length_P = np.where(differs_PD.any(1), differs_PD.argmax(1), self._reach)
+        keep_P = length_P >= SIZES[level]
+        return row_P[keep_P], place_P[keep_P], length_P[keep_P]
+
+    def _chains(self, level: int, bucket_L: Places) -> Places:
+        """Return the first places `[C, L]` of the chains of some buckets; 0 behind their ends."""
+        links = self._links[level]
+        place_L = self._heads[level][bucket_L]
+        found = []
+        while len(found) < CHAIN and place_L.any():
+            found.append(place_L)
+            place_L = links[place_L]
+        return np.array(found, np.int64).reshape(len(found), len(bucket_L))
+
+    def after(self, places: Seq[int], most: int) -> list[list[int]]:
+        """Return the ids from each place on, at most *most*, to the end of its text."""
+        index_PC = np.minimum(np.array(places, np.int64)[:, None] + np.arange(most), self._size - 1)
+        return [_to_end(line) for line in self._ids[index_PC].tolist()]
+
+
+def _to_end(line: list[int]) -> list[int]:
+    return line[: line.index(NOTHING)] if NOTHING in line else line
+
+
+def _collect(found: list[Found], row_P: Places, place_P: Places, length_P: Places) -> None:
+    """Keep of each row the places of the longest match, in the order given."""
+    for row, place, length in zip(row_P.tolist(), place_P.tolist(), length_P.tolist(), strict=True):
+        if length > found[row].length:
+            found[row] = Found(length, [place])
+        elif length == found[row].length:
+            found[row].places.append(place)
+
+
+def _newest_first(ids: Ids) -> Ids:
+    """Return `[D, N]`: line j has the token that stands j places before each of *ids*; `NOTHING` before the first."""
+    lines_DN = np.full((SIZES[0], len(ids)), NOTHING, np.int32)
+    for j in range(min(SIZES[0], len(ids))):
+        lines_DN[j, j:] = ids[: len(ids) - j]
+    return lines_DN
+
+
+def _hashes(tenant_N: Places, newest_DN: Ids) -> dict[int, Hashes]:
+    """Return for each size the hash of the last tokens of N places, newest first, and of the tenant."""
+    state_N = np.zeros(newest_DN.shape[1], np.uint64) + tenant_N.astype(np.uint64)
+    found = {}
+    for size, token_N in enumerate(newest_DN[: SIZES[0]], 1):
+        state_N = (state_N ^ token_N.astype(np.uint64)) * _MULTIPLIER
+        state_N ^= state_N >> np.uint64(29)
+        if size in SIZES:
+            found[size] = state_N * _MIXER
+    return found

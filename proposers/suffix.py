@@ -1,0 +1,129 @@
+"""Suffix decoding: what followed the longest run of tokens that was seen before is likely to follow again.
+
+Oliaro et al. 2024, "SuffixDecoding"; vLLM's `suffix` with its four `suffix_decoding_*` keys. The last tokens are looked
+up in the request's own text, in the user's prediction of the answer, and in what was answered to earlier requests of
+the same tenant. The places where the longest match stands vote on what comes next, and the longer the match, the
+more is guessed; of several sources the one that expects more tokens to be accepted supplies the draft.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from itertools import islice
+from typing import ClassVar, Self
+
+from proposers.following import SLICE, Followed, Following
+from proposers.grams import Places
+from proposers.past import PastTexts
+from proposers.votes import NO_GUESS, Guess, Texts, chain, tree
+from protos.config import SpeculativeConfig
+from protos.interfaces import DraftRow, Needs
+from protos.learned import DraftRunner
+from protos.messages import Draft
+
+OWN_SIZES = (6, 2)
+"""Grams of a request's own text that are indexed: a match has two tokens at least."""
+CONFIDENT = 2.0
+"""In a cascade, a guess is confident that expects so many tokens to be accepted; alone, any guess is made."""
+
+MAX_FINISHED = 1 << 20
+"""Tokens of answers that wait to be taken in."""
+
+Vote = Callable[[Texts, int, float], Guess]
+
+
+class SuffixProposer(Following):
+    """Follows each request, and remembers the answers of those that ended.
+
+    Args:
+        config: the four keys, and how much memory all past answers may take.
+        vote: makes a draft of what several texts say.
+        confidence: how many tokens a guess has to expect to be accepted, to be one.
+    """
+
+    needs: ClassVar[Needs] = "none"
+    on_worker: ClassVar[bool] = False
+
+    def __init__(self, config: SpeculativeConfig, vote: Vote, confidence: float) -> None:
+        super().__init__()
+        self._depth = config.suffix_decoding_max_tree_depth
+        self._factor = config.suffix_decoding_max_spec_factor
+        self._min_probability = config.suffix_decoding_min_token_prob
+        self._vote, self._confidence = vote, confidence
+        max_answers = config.suffix_decoding_max_cached_requests
+        self._past = PastTexts(config.suffix_decoding_max_bytes, max_answers, self._depth)
+        self._keeps_answers = max_answers > 0
+        self._finished: deque[tuple[str, array[int]]] = deque()  # salts and answers
+        self._num_finished = 0  # tokens
+
+    @classmethod
+    def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
+        """Return a proposer as *config* asks: of chains, or of trees where `draft_shape` says so."""
+        vote = tree if config.draft_shape == "tree" else chain
+        is_last = isinstance(config.method, str) or config.method[-1] == "suffix"
+        return cls(config, vote, 0.0 if is_last else CONFIDENT)
+
+    def index(self) -> Places:
+        """See `Following`."""
+        return Places([size for size in OWN_SIZES if size <= self._depth], self._depth)
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return one draft a row; empty where nothing that was seen before ends in the same two tokens."""
+        followed = [self.followed(row) for row in rows]
+        elsewhere = self._elsewhere(rows, followed)
+        return [self._best(row, one, guess) for row, one, guess in zip(rows, followed, elsewhere, strict=True)]
+
+    def _best(self, row: DraftRow, followed: Followed, elsewhere: Guess) -> Draft:
+        predicted = followed.predicted(row.k)
+        guesses = (Guess(Draft(tuple(predicted)), float(len(predicted))), self._own(row, followed), elsewhere)
+        best = max(guesses, key=lambda guess: guess.score)
+        return best.draft if best.score >= self._confidence else NO_GUESS.draft
+
+    def _own(self, row: DraftRow, followed: Followed) -> Guess:
+        """Guess by the request's own text."""
+        if not followed.is_indexed:
+            return NO_GUESS
+        tokens = row.token_ids
+        length, ends = followed.places.longest(tokens, tokens[-self._depth :])
+        count = self._count(row, length)
+        texts = [tokens[end : end + count] for end in ends]
+        return self._vote(texts, count, self._min_probability) if texts else NO_GUESS
+
+    def _count(self, row: DraftRow, length: int) -> int:
+        """Return how many tokens to guess behind a match of *length*."""
+        return min(row.k, max(1, int(self._factor * length)))
+
+    def _elsewhere(self, rows: Seq[DraftRow], followed: Seq[Followed]) -> list[Guess]:
+        """Guess for all rows by the answers to earlier requests."""
+        if not len(self._past):
+            return [NO_GUESS] * len(rows)
+        patterns = [row.token_ids[-self._depth :] for row in rows]
+        found = self._past.longest([one.salt for one in followed], patterns)
+        counts = [self._count(row, one.length) for row, one in zip(rows, found, strict=True)]
+        texts = iter(self._past.after([place for one in found for place in one.places], max(counts)))
+        return [
+            self._vote(list(islice(texts, len(one.places))), count, self._min_probability) if one.places else NO_GUESS
+            for one, count in zip(found, counts, strict=True)
+        ]
+
+    def prepare(self) -> None:
+        """Index a slice of prompts, or else of answers that are complete."""
+        super().prepare()
+        budget = SLICE
+        while budget > 0 and self._finished:
+            salt, output = self._finished.popleft()
+            self._num_finished -= len(output)
+            self._past.add(salt, output)
+            budget -= len(output)
+
+    def end(self, key: int, token_ids: Seq[int]) -> None:
+        """Keep the answer until there is time to take it in; where there is none for long, the oldest are dropped."""
+        followed = self._followed.get(key)
+        super().end(key, token_ids)
+        if followed is None or len(token_ids) <= followed.prompt_len or not self._keeps_answers:
+            return
+        self._finished.append((followed.salt, array("i", token_ids[followed.prompt_len :])))
+        self._num_finished += len(token_ids) - followed.prompt_len
+        while self._num_finished > MAX_FINISHED:
+            self._num_finished -= len(self._finished.popleft()[1])

@@ -1,0 +1,98 @@
+"""What several texts that went on from here say together: the most likely chain, or the best nodes of their tree.
+
+A node's probability is the share of all texts that go through it; texts that end before count as saying something else.
+The expected number of accepted tokens of a draft is the sum of its nodes' probabilities.
+"""
+
+import heapq
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from protos.messages import Draft
+
+Texts = Seq[Seq[int]]
+
+
+class Guess(NamedTuple):
+    """A draft, and how many of its tokens are expected to be accepted."""
+
+    draft: Draft
+    score: float
+
+
+NO_GUESS = Guess(Draft(()), 0.0)
+
+
+def chain(texts: Texts, count: int, min_probability: float) -> Guess:
+    """Follow the most frequent token at each step, for *count* tokens at most.
+
+    Args:
+        texts: what went on from here, most recent first, which wins where tokens are equally frequent.
+        count: tokens wanted.
+        min_probability: tokens less likely than this are left out, and with them all behind them.
+    """
+    if len(texts) == 1:
+        tokens = tuple(texts[0][:count])
+        return Guess(Draft(tokens), float(len(tokens)))
+    followed: list[int] = []
+    num_votes, alive, fewest = 0, texts, max(1.0, min_probability * len(texts))
+    for depth in range(count):
+        said = [text[depth] for text in alive if depth < len(text)]
+        token, votes = _most_frequent(said)
+        if votes < fewest:
+            break
+        if votes < len(alive):
+            alive = [text for text in alive if depth < len(text) and text[depth] == token]
+        followed.append(token)
+        num_votes += votes
+    return Guess(Draft(tuple(followed)), num_votes / len(texts))
+
+
+def _most_frequent(said: list[int]) -> tuple[int, int]:
+    """Return the token that is said most often, the first of several, and how often."""
+    if not said:
+        return -1, 0
+    votes = said.count(said[0])
+    if votes == len(said):
+        return said[0], votes
+    token = max(said, key=said.count)
+    return token, said.count(token)
+
+
+def _groups(texts: Texts, depth: int) -> dict[int, list[Seq[int]]]:
+    """Return the texts by what they have at *depth*, in order of first appearance."""
+    groups: dict[int, list[Seq[int]]] = {}
+    for text in texts:
+        if depth < len(text):
+            groups.setdefault(text[depth], []).append(text)
+    return groups
+
+
+def tree(texts: Texts, count: int, min_probability: float) -> Guess:
+    """Return the *count* likeliest nodes, at most, of the tree of all *texts*; a chain where it has no branches.
+
+    Equally likely nodes are taken in the order in which they can be reached: no child is likelier than its parent.
+    Arguments as for `chain`.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    score, order = 0.0, 0
+    fewest = min_probability * len(texts)
+    frontier: list[tuple[int, int, int, int, int, list[Seq[int]]]] = []
+
+    def reach(node: int, depth: int, alive: Texts) -> None:
+        nonlocal order
+        for token, group in _groups(alive, depth).items():
+            if len(group) >= fewest:
+                heapq.heappush(frontier, (-len(group), order, token, node, depth, group))
+                order += 1
+
+    reach(-1, 0, texts)
+    while frontier and len(tokens) < count:
+        _, _, token, parent, depth, group = heapq.heappop(frontier)
+        tokens.append(token)
+        parents.append(parent)
+        score += len(group) / len(texts)
+        reach(len(tokens) - 1, depth + 1, group)
+    is_chain = parents == list(range(-1, len(tokens) - 1))
+    return Guess(Draft(tuple(tokens), () if is_chain else tuple(parents)), score)
