@@ -68,7 +68,7 @@ class SpeculativeConfig:
         num_speculative_tokens: nodes of a draft at most, be it a chain or a tree.
         speculative_token_tree: nodes of a tree of settled shape, as paths of ranks, parents first; None: the method's.
         eagle_topk: children of a node and nodes fed of a level, where trees are grown; beams of `recurrent`; 1: chains.
-        num_steps: levels of a grown tree; None: as many as there may be nodes.
+        num_steps: levels of a grown tree; None: the method's.
         draft_shape: a chain, a tree with branches, or what is best for the method.
         suffix_decoding_max_bytes: memory for all past answers together.
         datastore: file that `slipstream build-datastore` wrote, for `rest`.
