@@ -205,7 +205,9 @@ class DraftRunner(Protocol):
         """Return the *width* best ids behind each of N nodes `[N, W]`, best first, and their log-probabilities.
 
         The best are those of log q + the target's noise for drafted token number *depth*: with one candidate it is what
-        `sample` says, but for edits (penalties, bad words), which are left out.
+        `sample` says, but for edits (penalties, bad words), which are left out. Where there is noise, probabilities are
+        the softmax of log q + noise: that the target, which has the same noise, says so. A tree of the likeliest by
+        them holds twice as many of its tokens at temperature 1 as one of the likeliest by q.
         """
         ...
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protos.messages import Sampling
 from workers.choice import Limits, choose, greedy
 from workers.choice_native import NativeChooser
-from workers.noise import row_keys
+from workers.noise import gumbel, row_keys
 from workers.sampler import Sampler
 from workers.slots import SlotTable
 
@@ -192,3 +192,23 @@ def edit_with(sampler: Sampler, values: torch.Tensor, slots: SlotTable, index: i
     sampler._choose = lambda values, *_: seen.append(values) or torch.zeros(1, dtype=torch.int64)  # type: ignore[method-assign]
     sampler.sample(values, rows, np.array([index]))
     return seen[0]
+
+
+def test_the_best_are_what_is_likely_with_this_noise() -> None:
+    requests = [Sampling(seed=7, temperature=0.0), Sampling(seed=8, temperature=0.7),
+                Sampling(seed=9, temperature=1.3, top_k=5)]  # fmt: skip
+    slots, values = table(*requests), logits(3)
+    sampler, rows, index = Sampler(slots, VOCAB), np.arange(3), slots.known_len + 2
+    ids, log_q = sampler.best(values, rows, index, 8)
+    assert ids[:, 0].tolist() == sampler.sample(values, rows, index).tolist()
+    for row, request in enumerate(requests):
+        scores = values[row].double()
+        if request.temperature:
+            key = torch.from_numpy(row_keys(np.array([request.seed]), index[row : row + 1]))
+            noise = gumbel(key, torch.arange(VOCAB))
+            allowed = scores >= (scores.topk(request.top_k).values[-1] if request.top_k else -torch.inf)
+            scores = torch.where(allowed, scores / request.temperature + noise, -torch.inf)
+        wanted = scores.log_softmax(0)
+        count = request.top_k or 8
+        assert ids[row, :count].tolist() == wanted.sort(descending=True).indices[:count].tolist()
+        assert torch.allclose(log_q[row].double(), wanted[ids[row]], atol=1e-5)

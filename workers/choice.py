@@ -57,10 +57,17 @@ def choose(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tor
     return torch.where(logits_NV.amax(1).isfinite(), chosen_N, FAILED)
 
 
-def best(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: int) -> torch.Tensor:
-    """Return the *width* ids of highest score, best first, int64 `[N, W]`: `choose` names the first. As `choose`."""
+def best(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: int) -> (
+    tuple[torch.Tensor, torch.Tensor]
+):  # fmt: skip
+    """Return the *width* ids of highest score, best first, int64 `[N, W]`: `choose` names the first. As `choose`.
+
+    With them come log-probabilities, float32 `[N, W]`: how likely each is what somebody chooses who has the same noise
+    and much the same logits, which is the softmax of the scores. -inf where the limits leave no more ids.
+    """
     score_NV, ids_NV = _scores(logits_NV, keys_N, limits)
-    return ids_NV.gather(1, score_NV.topk(width, 1).indices)
+    found = score_NV.topk(width, 1)
+    return ids_NV.gather(1, found.indices), (found.values - score_NV.logsumexp(1, keepdim=True)).float()
 
 
 def _scores(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:

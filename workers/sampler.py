@@ -68,20 +68,22 @@ class Sampler:
     def best(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints, width: int) -> (
         tuple[torch.Tensor, torch.Tensor]
     ):  # fmt: skip
-        """Return the *width* likeliest choices, best first, int64 `[N, W]`, and their raw log-probabilities.
+        """Return the *width* likeliest choices, best first, int64 `[N, W]`, and their log-probabilities.
 
         Edits are left out. Otherwise as `sample`, which would choose the first; where fewer than *width* ids can be
-        chosen, others follow.
+        chosen, others follow. A row that is drawn has the log-probabilities of `workers.choice.best`: what is likely is
+        likely with this noise. A greedy one has those of its logits.
         """
         self._refresh(slots_N)
         logits_NV = logits_NV[:, : self.vocab_size]
         ids_NW = logits_NV.topk(width, 1).indices
+        log_q_NW = torch.log_softmax(logits_NV, 1).gather(1, ids_NW)
         drawn = np.flatnonzero(self._limits_S.temperature[slots_N] >= COLDEST)
         if len(drawn):
             at = torch.from_numpy(drawn).to(logits_NV.device)
-            ids_NW[at] = best(logits_NV[at], self._keys(slots_N[drawn], index_N[drawn]).to(logits_NV.device),
-                              self._limits_S.at(slots_N[drawn]), width)
-        return ids_NW, torch.log_softmax(logits_NV, 1).gather(1, ids_NW)
+            keys = self._keys(slots_N[drawn], index_N[drawn]).to(logits_NV.device)
+            ids_NW[at], log_q_NW[at] = best(logits_NV[at], keys, self._limits_S.at(slots_N[drawn]), width)
+        return ids_NW, log_q_NW
 
     def _refresh(self, slots_N: Ints) -> None:
         """Read the parameters of the slots that a sequence joined since they were last read."""
