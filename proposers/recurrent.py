@@ -95,7 +95,8 @@ class RecurrentProposer(HeadsProposer):
         """See `protos.learned.LearnedProposer`: beams, unless a chain or a tree is asked for."""
         proposer = super().create(config, runner)
         beams = config.draft_shape != "chain" and not config.speculative_token_tree
-        return cls(proposer.runner, proposer.tree, WIDTH) if beams else proposer
+        width = config.eagle_topk if config.eagle_topk > 1 else WIDTH
+        return cls(proposer.runner, proposer.tree, width, config.num_steps or LENGTH) if beams else proposer
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
