@@ -1,12 +1,13 @@
 """Draft trees grown level by level while guesses are confident: EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
 
 A node's score is the sum of log-probabilities on the way to it. Of each level the best few are fed and get children; of
-all nodes ever made the best are drafted. No child scores above its parent, so what is drafted is a tree.
+all nodes ever made the best are drafted. No child scores above its parent, so what is drafted is a tree. The nodes fed
+are as many as the draft may have nodes, since that is what the cache has room for: small trees are narrow.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -49,56 +50,97 @@ def _draft(kept: Seq[int], tokens_M: Seq[int], parents_M: Seq[int]) -> Draft:
     return Draft(tuple(tokens_M[node] for node in kept), tuple(place[parents_M[node]] for node in kept))
 
 
+@dataclass(frozen=True)
+class Shape:
+    """How trees grow: *width* children behind each node that is fed, on at most *depth* levels."""
+
+    width: int
+    depth: int
+
+    def depth_of(self, k: int) -> int:
+        """Return the levels of a tree of k nodes."""
+        return min(self.depth, k)
+
+    def beams_of(self, k: int) -> int:
+        """Return how many nodes of a level are fed: at most *width*, and k of all levels together."""
+        return max(1, min(self.width, k // max(1, self.depth_of(k) - 1)))
+
+
 @dataclass
-class Tree:
-    """Grows trees for the rows of one round, W nodes a level and row.
+class Beams:
+    """The W best nodes of a level in R rows, best first.
 
     Attributes:
+        nodes_RW: which they are.
+        above_RW: their parents, counted among the nodes of their row that were fed; -1 for the root.
+        features_RWX: what is fed beside them.
+    """
+
+    nodes_RW: torch.Tensor
+    above_RW: torch.Tensor
+    features_RWX: torch.Tensor
+
+
+class Tree:
+    """Grows trees for the rows of one round.
+
+    Args:
         runner: feeds nodes.
         rows: R of them.
         behind: what the module's states say.
-        width: W, children of a node and nodes fed of a level.
+        shape: of the trees.
     """
 
-    runner: DraftRunner
-    rows: Seq[DraftRow]
-    behind: Behind
-    width: int
-    nodes: Nodes = field(init=False)
+    def __init__(self, runner: DraftRunner, rows: Seq[DraftRow], behind: Behind, shape: Shape) -> None:
+        self._runner, self._rows, self._behind, self._shape = runner, rows, behind, shape
 
-    def grow(self, states_RX: torch.Tensor, depth: int) -> list[Draft]:
-        """Return the best `row.k` nodes of *depth* levels below the states behind each row's newest known token."""
-        row_R = torch.arange(len(self.rows), device=states_RX.device)
-        logits_RV, features_RX = self.behind(states_RX, 0)
-        self.width = min(self.width, logits_RV.shape[1])
-        tokens_RW, scores_RW = self.runner.candidates(self.rows, row_R, logits_RV, 0, self.width)
-        self.nodes = Nodes(tokens_RW, torch.full_like(tokens_RW, -1), scores_RW)
-        beams_RW = torch.arange(self.width, device=states_RX.device).expand_as(tokens_RW)
-        parents_RW = torch.full_like(tokens_RW, -1)  # counted among the nodes fed
-        features_NX = features_RX.repeat_interleave(self.width, 0)
-        for level in range(1, depth):
-            states_NX = self._feed(beams_RW, parents_RW, features_NX)
-            beams_RW, within_RW, features_NX = self._widen(beams_RW, states_NX, level)
-            parents_RW = within_RW + (level - 1) * self.width
-        return self.nodes.best(self.rows)
+    def grow(self, states_RX: torch.Tensor) -> list[Draft]:
+        """Return the best `row.k` nodes below the states behind each row's newest known token."""
+        depth_R = [self._shape.depth_of(row.k) for row in self._rows]
+        beams = self._begin(states_RX)
+        fed_R = torch.zeros_like(self._row_R)
+        for level in range(1, max(depth_R)):
+            limits = [self._shape.beams_of(row.k) if level < depth else 0
+                      for row, depth in zip(self._rows, depth_R, strict=True)]
+            is_fed_RW = self._rank_W < torch.tensor(limits, device=fed_R.device)[:, None]
+            is_fed_RW &= self._nodes.scores_RM.gather(1, beams.nodes_RW) > _DROPPED
+            beams = self._go_on(beams, is_fed_RW, fed_R, level)
+            fed_R = fed_R + is_fed_RW.sum(1)
+        return self._nodes.best(self._rows)
 
-    def _feed(self, beams_RW: torch.Tensor, parents_RW: torch.Tensor, features_NX: torch.Tensor) -> torch.Tensor:
-        row_N = torch.arange(len(self.rows), device=beams_RW.device).repeat_interleave(self.width)
-        tokens_N = self.nodes.tokens_RM.gather(1, beams_RW).flatten()
-        return self.runner.grow(self.rows, Level(row_N, tokens_N, parents_RW.flatten(), features_NX))
+    def _begin(self, states_RX: torch.Tensor) -> Beams:
+        """Make the children of the roots."""
+        self._row_R = torch.arange(len(self._rows), device=states_RX.device)
+        logits_RV, features_RX = self._behind(states_RX, 0)
+        self._width = min(self._shape.width, logits_RV.shape[1])
+        self._rank_W = torch.arange(self._width, device=states_RX.device)
+        tokens_RW, scores_RW = self._runner.candidates(self._rows, self._row_R, logits_RV, 0, self._width)
+        root_RW = torch.full_like(tokens_RW, -1)
+        self._nodes = Nodes(tokens_RW, root_RW, scores_RW)
+        best_RW = scores_RW.argsort(dim=1, descending=True, stable=True)
+        return Beams(best_RW, root_RW, features_RX[:, None].expand(-1, self._width, -1))
 
-    def _widen(self, beams_RW: torch.Tensor, states_NX: torch.Tensor,
-               level: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Make W children of each node just fed; return the best W of all, whose children they are, and features."""
-        rows, width = beams_RW.shape
-        logits_NV, features_NX = self.behind(states_NX, level)
-        row_N = torch.arange(rows, device=beams_RW.device).repeat_interleave(width)
-        tokens_NW, scores_NW = self.runner.candidates(self.rows, row_N, logits_NV, level, width)
-        above_RW1 = self.nodes.scores_RM.gather(1, beams_RW).unsqueeze(-1)
-        scores_RN = (scores_NW.view(rows, width, width) + above_RW1).flatten(1)
-        first = self.nodes.tokens_RM.shape[1]
-        self.nodes.add(tokens_NW.view(rows, -1), beams_RW.repeat_interleave(width, 1), scores_RN)
-        best_RW = scores_RN.argsort(dim=1, descending=True, stable=True)[:, :width]
-        within_RW = best_RW // width
-        fed_N = (within_RW + torch.arange(rows, device=best_RW.device)[:, None] * width).flatten()
-        return best_RW + first, within_RW, features_NX[fed_N]
+    def _go_on(self, beams: Beams, is_fed_RW: torch.Tensor, fed_R: torch.Tensor, level: int) -> Beams:
+        """Feed some of the beams; make W children of each; return the best of all children."""
+        row_N = self._row_R[:, None].expand_as(is_fed_RW)[is_fed_RW]
+        tokens_N = self._nodes.tokens_RM.gather(1, beams.nodes_RW)[is_fed_RW]
+        fed = Level(row_N, tokens_N, beams.above_RW[is_fed_RW], beams.features_RWX[is_fed_RW])
+        logits_NV, features_NX = self._behind(self._runner.grow(self._rows, fed), level)
+        tokens_NW, scores_NW = self._runner.candidates(self._rows, row_N, logits_NV, level, self._width)
+        own_N = self._nodes.scores_RM.gather(1, beams.nodes_RW)[is_fed_RW]
+        tokens_RWW = _spread(is_fed_RW, tokens_NW, 0)
+        scores_RC = _spread(is_fed_RW, scores_NW + own_N[:, None], _DROPPED).flatten(1)
+        first = self._nodes.tokens_RM.shape[1]
+        self._nodes.add(tokens_RWW.flatten(1), beams.nodes_RW.repeat_interleave(self._width, 1), scores_RC)
+        best_RW = scores_RC.argsort(dim=1, descending=True, stable=True)[:, : self._width]
+        parent_RW = best_RW // self._width  # a place among the beams
+        place_RW = fed_R[:, None] + is_fed_RW.cumsum(1) - 1
+        features_RWX = _spread(is_fed_RW, features_NX, 0)[self._row_R[:, None], parent_RW]
+        return Beams(best_RW + first, place_RW.gather(1, parent_RW), features_RWX)
+
+
+def _spread(is_fed_RW: torch.Tensor, values_NX: torch.Tensor, filler: float) -> torch.Tensor:
+    """Return the values of the nodes that were fed where those stand, `[R, W, X]`, and *filler* elsewhere."""
+    spread_RWX = values_NX.new_full((*is_fed_RW.shape, values_NX.shape[1]), filler)
+    spread_RWX[is_fed_RW] = values_NX
+    return spread_RWX

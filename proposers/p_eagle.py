@@ -26,8 +26,7 @@ class ParallelEagleModule(Eagle3Module):
         mask_F = tensors.pop("mask_hidden").to(parts.device, parts.dtype)
         super().__init__(spec, tensors, parts)
         self.mask_token_id = spec.mask_token_id
-        with torch.inference_mode():
-            self._masked_H = self.take_in(mask_F)
+        self._masked_H = self.take_in(mask_F)
 
     def beside(self, count: int) -> torch.Tensor:
         """Return the learned state, behind `fc`, once for each place."""

@@ -59,14 +59,13 @@ class ParallelProposer:
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a chain of `row.k` tokens for each row, of fewer where the module cannot guess so many."""
-        with torch.inference_mode():
-            chains = Chains(rows, self.module.most)
-            states_RPX = self._states(chains)
-            for step in range(chains.steps):
-                active = chains.active(step)
-                logits_RV = self.module.logits(states_RPX[: len(active), step])
-                chains.add(self.runner.sample(active, logits_RV, step))
-            return chains.drafts()
+        chains = Chains(rows, self.module.most)
+        states_RPX = self._states(chains)
+        for step in range(chains.steps):
+            active = chains.active(step)
+            logits_RV = self.module.logits(states_RPX[: len(active), step])
+            chains.add(self.runner.sample(active, logits_RV, step))
+        return chains.drafts()
 
     def _states(self, chains: Chains) -> torch.Tensor:
         """Return what comes behind each guess's place, `[R, P, X]`; rows of fewer guesses are filled up at the end."""

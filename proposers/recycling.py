@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 
 from proposers.chains import Chains
-from proposers.growing import Tree
+from proposers.growing import Shape, Tree
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.interfaces import DraftRow, Needs
@@ -53,7 +53,7 @@ class RecyclingProposer:
     method: ClassVar[str]
 
     def __init__(self, runner: DraftRunner, width: int, depth: int) -> None:
-        self.runner, self.width, self.depth = runner, width, depth
+        self.runner, self.shape = runner, Shape(width, depth)
         self.module: Recycling = runner.module
 
     @classmethod
@@ -66,8 +66,7 @@ class RecyclingProposer:
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a chain of `row.k` tokens for each row, or a tree of `row.k` nodes."""
-        with torch.inference_mode():
-            return self._chains(Chains(rows, self.depth)) if self.width == 1 else self._trees(rows)
+        return self._chains(Chains(rows, self.shape.depth)) if self.shape.width == 1 else self._trees(rows)
 
     def _chains(self, chains: Chains) -> list[Draft]:
         states_RX = self.runner.catch_up(chains.rows)
@@ -81,9 +80,7 @@ class RecyclingProposer:
         return chains.drafts()
 
     def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:
-        states_RX = self.runner.catch_up(rows)
-        depth = min(self.depth, max(row.k for row in rows))
-        return Tree(self.runner, rows, self.module.behind, self.width).grow(states_RX, depth)
+        return Tree(self.runner, rows, self.module.behind, self.shape).grow(self.runner.catch_up(rows))
 
 
 def _width(config: SpeculativeConfig) -> int:

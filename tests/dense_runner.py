@@ -115,7 +115,9 @@ class DenseRunner:
                 assert -1 <= level.parents_N[n] < before
                 beside = None if level.features_NX is None else level.features_NX[n]
                 text.drafted.append((int(level.tokens_N[n]), int(level.parents_N[n]), beside))
-            outputs.append(self._run(text, len(members), sees_all=False))
+            assert len(text.drafted) <= row.k
+            if members:
+                outputs.append(self._run(text, len(members), sees_all=False))
         return torch.cat(outputs)
 
     def block(self, rows: Seq[DraftRow], row_N: torch.Tensor, tokens_N: torch.Tensor,

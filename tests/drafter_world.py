@@ -85,7 +85,7 @@ def assert_chains(proposer: Any, made: World, behind: Behind) -> None:
 
 
 def assert_trees(proposer: Any, made: World, behind: Behind, width: int, depth: int) -> None:
-    rows = [DraftRow(0, 7), DraftRow(1, 12), DraftRow(2, 4)]
+    rows = [DraftRow(0, 7), DraftRow(1, 14), DraftRow(2, 3), DraftRow(1, 1)]
     for row, draft in zip(rows, proposer.propose(rows), strict=True):
         wanted = published.dynamic_tree(lambda drafted, slot=row.slot: behind(slot, drafted), made.noise[row.slot],
                                         k=row.k, width=width, depth=depth)

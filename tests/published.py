@@ -72,7 +72,9 @@ def chain(logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tens
 
 def dynamic_tree(logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tensor, *, k: int, width: int,
                  depth: int) -> set[tuple[int, ...]]:
-    """EAGLE-2's tree, as the set of its paths."""
+    """EAGLE-2's tree, as the set of its paths; of a level no more nodes get children than k divided by the levels."""
+    depth = min(depth, k)
+    beams = min(width, k if depth == 1 else k // (depth - 1))
     scores: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[int, ...]] = [()]
     for level in range(depth):
@@ -82,7 +84,7 @@ def dynamic_tree(logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: tor
             for token in (log_q + noise_KV[level]).topk(width).indices.tolist():
                 children[(*path, token)] = scores.get(path, 0.0) + float(log_q[token])
         scores |= children
-        frontier = sorted(children, key=lambda path: -children[path])[:width]
+        frontier = sorted(children, key=lambda path: -children[path])[:beams]
     return set(sorted(scores, key=lambda path: -scores[path])[:k])
 
 
