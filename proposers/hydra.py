@@ -50,10 +50,8 @@ class HydraNet(nn.Module):
 class Hydra(HeadsModule):
     """See `proposers.heads.Heads`. What is handed on is everything a head reads, wider from head to head.
 
-    With a prefix, the entry of position i is made of the target's state at i alone.
+    With a prefix, the entry of position i is made of the target's state at i alone, once the token behind it is known.
     """
-
-    shift = 1
 
     def __init__(self, spec: checkpoint.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
         super().__init__(spec.num_heads, spec.vocab_size, parts.dtype)
@@ -64,7 +62,8 @@ class Hydra(HeadsModule):
         fill(self.net, tensors, parts)
         self.embed = parts.embedding() if spec.grounded else nn.Identity()
         if layers is not None:
-            self.rope, self.layers, self.max_model_len = layers.rope(parts), layers.shapes, spec.max_model_len
+            self.rope, self.layers = layers.rope(parts), layers.shapes
+            self.shift, self.max_model_len = 1, spec.max_model_len
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TH: torch.Tensor) -> torch.Tensor:
         """Return the states behind the prefix, `[1, T, H]`."""
