@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proposers import registry
+from proposers.datastore import Datastore, fingerprint
 from protos.config import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, ModelError
 from protos.interfaces import Executor, Proposer
@@ -68,11 +70,14 @@ def build(
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
     if config.speculative and config.speculative.model and tokenizer is not None:
         check_draft_tokenizer(config, config.speculative, tokenizer)
+    proposers = beside_controller(config.speculative)
+    if config.speculative and config.speculative.datastore and tokenizer is not None:
+        check_datastore(config.speculative.datastore, tokenizer)
     executor = (make_executor or _uni)(config, say)
     info = executor.start()
     scheduler = Scheduler(
         config.scheduler, config.cache, info,
-        proposers=beside_controller(config.speculative),
+        proposers=proposers,
         has_worker=config.speculative is not None and registry.worker_method(config.speculative) is not None,
         detokenizers=DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
     )
@@ -142,3 +147,14 @@ def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, 
     if shared < min(len(theirs), len(ours)) // 2:
         raise ModelError(f"the draft {speculative.model} shares {shared} of {len(theirs)} tokens with the target "
                          f"{config.model.model}: they must share a tokenizer")
+
+
+def check_datastore(path: str, tokenizer: Any) -> None:
+    """Refuse a datastore that was built with another tokenizer than the target's: its guesses would be noise.
+
+    Raises:
+        ConfigError: it was, or it cannot be read.
+    """
+    if Datastore(Path(path)).fingerprint != fingerprint(tokenizer.get_vocab()):
+        raise ConfigError(f"the datastore {path} was built with another tokenizer than the target's; build it again: "
+                          "slipstream build-datastore --model ...")

@@ -1,4 +1,4 @@
-"""The `slipstream` command: serve, generate, env, doctor, bench."""
+"""The `slipstream` command: serve, generate, build-datastore, env, doctor, bench."""
 
 import sys
 from importlib.util import find_spec
@@ -12,6 +12,7 @@ from cluster.cli_options import engine_options, sampling_options, with_options
 from cluster.cli_output import OUT, show_error
 from cluster.cli_version import version
 from cluster.settings import engine_config
+from protos.config import ModelConfig
 from protos.errors import ConfigError, SlipstreamError
 
 FAILED = 2
@@ -98,6 +99,23 @@ def serve(
         spec_metrics=per_request_spec_decode_metrics,
         grace_s=shutdown_timeout,
     )
+
+
+@app.command("build-datastore", context_settings=HYPHENS)
+def build_datastore(
+    sources: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
+    *,
+    output: Annotated[Path, typer.Option(help="File to write.")],
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the embedded demo target.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder; default: the model's.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the model or tokenizer on the Hub.")] = None,
+    download_dir: Annotated[str | None, typer.Option(help="Where Hub files are kept.")] = None,
+) -> None:
+    """Write the datastore that speculation by retrieval (method rest) looks things up in, from text files."""
+    from cluster import cli_datastore  # noqa: PLC0415 - as above
+
+    name = tokenizer or model or cli_datastore.demo_model()
+    cli_datastore.run(ModelConfig(name, revision=revision, download_dir=download_dir), sources, output)
 
 
 @app.command(context_settings=HYPHENS)

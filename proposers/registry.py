@@ -1,11 +1,12 @@
 """Name -> proposer. Adding one is a file beside this and a line below; its module loads on first use."""
 
 from importlib import import_module
+from typing import cast
 
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.interfaces import Proposer
-from protos.learned import DraftRunner
+from protos.learned import DraftRunner, LearnedProposer
 
 _PROPOSERS: dict[str, str] = {
     "dflash": "proposers.dflash:DFlashProposer",
@@ -20,8 +21,13 @@ _PROPOSERS: dict[str, str] = {
     "p_eagle": "proposers.p_eagle:ParallelEagleProposer",
     "pard": "proposers.pard:PardProposer",
     "recurrent": "proposers.recurrent:RecurrentProposer",
+    "rest": "proposers.rest:RestProposer",
     "suffix": "proposers.suffix:SuffixProposer",
 }
+
+
+_LANGUAGE_MODELS = frozenset({"draft_model"})
+"""Methods that draft with a whole model, which the worker loads as it loads targets."""
 
 
 def names() -> tuple[str, ...]:
@@ -37,6 +43,12 @@ def load(method: str) -> type[Proposer]:
     module, _, name = path.partition(":")
     proposer: type[Proposer] = getattr(import_module(module), name)
     return proposer
+
+
+def learned(config: SpeculativeConfig) -> type[LearnedProposer] | None:
+    """Return the class on the draft worker that has a module of its own; None where there is none."""
+    method = worker_method(config)
+    return None if method is None or method in _LANGUAGE_MODELS else cast(type[LearnedProposer], load(method))
 
 
 def create(config: SpeculativeConfig, runner: DraftRunner) -> Proposer:

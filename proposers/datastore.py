@@ -1,0 +1,182 @@
+"""The datastore of `rest`: token sequences, and their places sorted by what stands before each. numpy only.
+
+The file, little-endian, is mapped into memory and never read whole:
+
+    0   8 bytes   "SLIPREST"
+    8   uint32    version, 1
+    12  uint32    bytes of a token: 2 where every id is below 65535, else 4
+    16  uint64    N, tokens
+    24  uint64    P, places
+    32  32 bytes  fingerprint of the tokenizer: see `fingerprint`
+    64  N tokens  text after text, each with the largest number that there is behind it
+    ..  uint32    P places, from the next multiple of 8 on
+
+A place is the index of a token of a text but its first. The places are sorted by the `DEPTH` tokens before them, newest
+first: so the longest suffix of a context that occurs is found by one binary search, among the neighbours of where the
+context itself would stand.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.errors import ConfigError
+
+MAGIC, VERSION = b"SLIPREST", 1
+HEADER = struct.Struct("<8sIIQQ32s")
+DEPTH = 16
+NEIGHBOURS = 16
+"""So many places on either side of where a context would stand are looked at."""
+_SHORT_END, _LONG_END = 0xFFFF, 0xFFFFFFFF
+
+Ids = npt.NDArray[np.int64]
+Step = Callable[[int], object]
+"""Told how many of the `DEPTH.bit_length()` passes of sorting are done."""
+
+
+class Found(NamedTuple):
+    """The longest match of one row, and the places behind it."""
+
+    length: int
+    places: list[int]
+
+
+def fingerprint(vocabulary: Mapping[str, int]) -> bytes:
+    """Return SHA-256 over all tokens in the order of their ids: tokenizers with the same one give ids the same text."""
+    digest = hashlib.sha256()
+    for token, index in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{index}\0{token}\0".encode())
+    return digest.digest()
+
+
+def write(path: Path, texts: Iterable[Seq[int]], tokenizer: bytes, step: Step = lambda done: None) -> int:
+    """Write a datastore of *texts* for the tokenizer with this fingerprint; return how many tokens it has.
+
+    Raises:
+        ConfigError: there are no texts, or too many for places of 32 bits.
+    """
+    parts = [np.append(np.asarray(text, np.int64), -1) for text in texts if len(text) > 1]
+    ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    if not 0 < len(ids) < _LONG_END:
+        raise ConfigError(f"a datastore holds 1 to {_LONG_END - 1} tokens, got {len(ids)}")
+    width = 2 if int(ids.max()) < _SHORT_END else 4
+    places = _sorted_places(ids, step)
+    tokens = ids.astype("<u2" if width == 2 else "<u4")  # -1 becomes the largest number
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, width, len(tokens), len(places), tokenizer))
+        file.write(tokens.tobytes())
+        file.write(bytes(-file.tell() % 8))
+        file.write(places.astype("<u4").tobytes())
+    return len(tokens)
+
+
+def _sorted_places(ids: Ids, step: Step) -> Ids:
+    """Sort the places by what is before them, by doubling the number of tokens that are looked at."""
+    rank = np.where(ids < 0, ids.max() + 1, ids) + 1
+    rank = np.concatenate(([0], rank))[: len(ids)]  # place i looks at token i - 1; before the first there is nothing
+    looked_at = 1
+    step(1)
+    while looked_at < DEPTH:
+        before = np.zeros_like(rank)
+        before[looked_at:] = rank[:-looked_at]
+        pair = rank * (int(rank.max()) + 1) + before
+        order = np.argsort(pair, kind="stable")
+        rises = np.empty(len(pair), np.int64)
+        rises[0], rises[1:] = 0, pair[order[1:]] != pair[order[:-1]]
+        rank[order] = np.cumsum(rises)
+        looked_at *= 2
+        step(looked_at.bit_length())
+    order = np.argsort(rank, kind="stable")
+    continues = (ids >= 0) & np.concatenate(([False], ids[:-1] >= 0))
+    return order[continues[order]]
+
+
+class Datastore:
+    """A file that `write` wrote, open for look-ups.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.fingerprint, width, num_tokens, num_places = _read_header(path)
+            start = HEADER.size + num_tokens * width
+            kind = "<u2" if width == 2 else "<u4"
+            # As plain arrays: the subclass makes every look-up slower.
+            self._tokens = np.asarray(np.memmap(path, kind, "r", HEADER.size, (num_tokens,)))
+            self._places = np.asarray(np.memmap(path, "<u4", "r", start + -start % 8, (num_places,)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read the datastore {path}: {error}") from None
+        self._end = _SHORT_END if width == 2 else _LONG_END
+        self._offsets = np.arange(DEPTH)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def longest(self, contexts: Seq[Seq[int]]) -> list[Found]:
+        """Return for each context where its longest suffix of at most `DEPTH` tokens stands: some of these places."""
+        wanted_RD = self._reversed(contexts)
+        nearest_RN = self._search(wanted_RD)[:, None] + np.arange(-NEIGHBOURS, NEIGHBOURS)
+        is_inside_RN = (nearest_RN >= 0) & (nearest_RN < len(self._places))
+        place_RN = self._places[np.clip(nearest_RN, 0, len(self._places) - 1)].astype(np.int64)
+        differs_RND = self._before(place_RN) != wanted_RD[:, None]
+        length_RN = np.where(differs_RND.any(2), differs_RND.argmax(2), DEPTH) * is_inside_RN
+        longest_R = length_RN.max(1)
+        is_best_RN = (length_RN == longest_R[:, None]) & is_inside_RN
+        return [Found(int(longest), place_RN[row][is_best_RN[row]].tolist()) for row, longest in enumerate(longest_R)]
+
+    def _reversed(self, contexts: Seq[Seq[int]]) -> Ids:
+        """Return `[R, DEPTH]`: each context's last tokens, newest first; behind the oldest what equals nothing."""
+        wanted_RD = np.full((len(contexts), DEPTH), -1, np.int64)
+        for wanted, context in zip(wanted_RD, contexts, strict=True):
+            newest = context[-DEPTH:]
+            wanted[: len(newest)] = newest[::-1]
+        return wanted_RD
+
+    def _before(self, place_: Ids) -> Ids:
+        """Return the tokens before places of any shape, newest first in a last dimension of their own."""
+        index = place_[..., None] - 1 - self._offsets
+        return np.where(index < 0, self._end, self._tokens[np.maximum(index, 0)]).astype(np.int64)
+
+    def _search(self, wanted_RD: Ids) -> Ids:
+        """Return where among the sorted places each context would stand: `[R]`, 0 to their number."""
+        low_R = np.zeros(len(wanted_RD), np.int64)
+        high_R = np.full(len(wanted_RD), len(self._places), np.int64)
+        rows_R = np.arange(len(wanted_RD))
+        for _ in range(len(self._places).bit_length()):
+            middle_R = np.minimum((low_R + high_R) // 2, len(self._places) - 1)
+            before_RD = self._before(self._places[middle_R].astype(np.int64))
+            first_R = (before_RD != wanted_RD).argmax(1)
+            is_less_R = (before_RD[rows_R, first_R] < wanted_RD[rows_R, first_R]) & (low_R < high_R)
+            low_R = np.where(is_less_R, middle_R + 1, low_R)
+            high_R = np.where(is_less_R, high_R, middle_R)
+        return low_R
+
+    def after(self, places: Seq[int], most: int) -> list[list[int]]:
+        """Return the ids from each place on, at most *most*, to the end of its text."""
+        index_PC = np.array(places, np.int64).reshape(-1, 1) + np.arange(most)
+        lines = self._tokens[np.minimum(index_PC, len(self._tokens) - 1)].tolist()
+        return [line[: line.index(self._end)] if self._end in line else line for line in lines]
+
+
+def _read_header(path: Path) -> tuple[bytes, int, int, int]:
+    """Return fingerprint, bytes of a token, number of tokens and of places."""
+    with path.open("rb") as file:
+        head = file.read(HEADER.size)
+    if len(head) < HEADER.size or head[:8] != MAGIC:
+        raise ValueError("it is no file of `slipstream build-datastore`")
+    _, version, width, num_tokens, num_places, tokenizer = HEADER.unpack(head)
+    if version != VERSION or width not in (2, 4):
+        raise ValueError(f"it has version {version}, this program reads {VERSION}; build it again")
+    wanted = HEADER.size + num_tokens * width
+    wanted += -wanted % 8 + 4 * num_places
+    if path.stat().st_size != wanted:
+        raise ValueError(f"it has {path.stat().st_size} bytes and must have {wanted}; build it again")
+    return tokenizer, width, num_tokens, num_places

@@ -1,0 +1,64 @@
+"""REST: what followed the same words in a collection of texts is likely to follow them again.
+
+He et al. 2024, "REST: Retrieval-Based Speculative Decoding". The longest suffix of what was said that stands in a
+datastore (`slipstream build-datastore`), of 16 tokens down to 2, is looked up there; what followed it in its places is
+merged into a tree whose nodes are weighted by how often they occur, and the best of them are the draft.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from itertools import islice
+from pathlib import Path
+from typing import ClassVar, Self
+
+from proposers.datastore import DEPTH, Datastore
+from proposers.votes import NO_GUESS, Guess, Texts, chain, tree
+from protos.config import SpeculativeConfig
+from protos.errors import ConfigError
+from protos.interfaces import DraftRow, Needs
+from protos.learned import DraftRunner
+from protos.messages import Draft
+
+SHORTEST = 2
+LONGEST = 10
+"""Tokens that are taken from each place."""
+CONFIDENT = 2.0
+"""In a cascade, a guess is confident that expects so many tokens to be accepted; alone, any guess is made."""
+LEAST = 0.05
+"""Nodes less likely than this are not worth scoring."""
+
+Vote = Callable[[Texts, int, float], Guess]
+
+
+class RestProposer:
+    """Looks the last tokens up in a datastore; keeps nothing of any sequence."""
+
+    needs: ClassVar[Needs] = "none"
+    on_worker: ClassVar[bool] = False
+
+    def __init__(self, store: Datastore, vote: Vote, confidence: float) -> None:
+        self._store, self._vote, self._confidence = store, vote, confidence
+
+    @classmethod
+    def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
+        """Return a proposer for the datastore of *config*: of trees, or of chains where `draft_shape` says so.
+
+        Raises:
+            ConfigError: there is no datastore, or it cannot be read.
+        """
+        if config.datastore is None:
+            raise ConfigError("method 'rest' needs a datastore: the file that `slipstream build-datastore` wrote")
+        is_last = isinstance(config.method, str) or config.method[-1] == "rest"
+        vote = chain if config.draft_shape == "chain" else tree
+        return cls(Datastore(Path(config.datastore)), vote, 0.0 if is_last else CONFIDENT)
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return one draft a row, of at most `row.k` nodes; empty where its last two tokens never stand together."""
+        found = [one if one.length >= SHORTEST else one._replace(places=[])
+                 for one in self._store.longest([row.token_ids[-DEPTH:] for row in rows])]
+        texts = iter(self._store.after([place for one in found for place in one.places], LONGEST))
+        return [self._draft(row, list(islice(texts, len(one.places)))) for row, one in zip(rows, found, strict=True)]
+
+    def _draft(self, row: DraftRow, texts: Texts) -> Draft:
+        guess = self._vote(texts, row.k, LEAST) if texts else NO_GUESS
+        return guess.draft if guess.score >= self._confidence else NO_GUESS.draft
