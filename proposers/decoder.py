@@ -48,11 +48,12 @@ class Layers:
         """What each layer caches."""
         return (LayerShape(self.dims.kv_heads, self.dims.head_dim, self.dims.head_dim),) * self.num_layers
 
-    def layer(self, index: int) -> Any:
-        """Return a new decoder layer."""
+    def layer(self, index: int, window: int | None = None) -> Any:
+        """Return a new decoder layer, with a sliding *window* if its queries are normed as Qwen3's."""
         layer: Any = LlamaDecoderLayer(self.config, index)
         if self.dims.qk_norm:
             layer.self_attn = Qwen3Attention(self.config, index)
+            layer.self_attn.sliding_window = window
         queries = self.dims.heads * self.dims.head_dim
         layer.self_attn.o_proj = nn.Linear(queries, self.dims.hidden, bias=self.dims.o_bias)
         return layer

@@ -25,7 +25,7 @@ class DFlashNet(nn.Module):
         hidden = spec.dims.hidden
         self.fc = nn.Linear(spec.target_hidden * len(spec.inputs_of), hidden, bias=False)
         self.hidden_norm, self.norm = layers.norm(hidden), layers.norm(hidden)
-        self.layers = nn.ModuleList(layers.layer(index) for index in range(spec.num_layers))
+        self.layers = nn.ModuleList(map(layers.layer, range(spec.num_layers), spec.windows))
         if spec.has_embedding:
             self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
         if spec.has_head:
@@ -46,9 +46,7 @@ class DFlashModule(nn.Module):
         ids_V = tensors.pop("target_ids", None)
         layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
         with torch.device("meta"):
-            self.net = DFlashNet(spec, layers)
-        for layer, window in zip(self.net.layers, spec.windows, strict=True):
-            layer.self_attn.sliding_window = window
+            self.net: Any = DFlashNet(spec, layers)
         fill(self.net, tensors, parts)
         self.rope = layers.rope(parts)
         self.embed = self.net.embed_tokens if spec.has_embedding else parts.embedding()
@@ -66,7 +64,7 @@ class DFlashModule(nn.Module):
 
     def beside(self, count: int) -> torch.Tensor:
         """Return zeros: places of a block have no context."""
-        weight = self.net.fc.weight
+        weight: torch.Tensor = self.net.fc.weight
         return weight.new_zeros(count, weight.shape[0] + 1)
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TX: torch.Tensor) -> torch.Tensor:

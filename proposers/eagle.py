@@ -41,7 +41,7 @@ class EagleModule(nn.Module):
         super().__init__()
         layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
         with torch.device("meta"):
-            self.net = EagleNet(spec, layers)
+            self.net: Any = EagleNet(spec, layers)
         fill(self.net, tensors, parts)
         self.rope = layers.rope(parts)
         self.embed = self.net.embed_tokens if spec.has_embedding else parts.embedding()

@@ -83,7 +83,7 @@ class Eagle3Module(nn.Module):
         ids_V = tensors.pop("target_ids", None)
         layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
         with torch.device("meta"):
-            self.net = Eagle3Net(spec, layers, tensors)
+            self.net: Any = Eagle3Net(spec, layers, tensors)
         fill(self.net, tensors, parts)
         self.rope = layers.rope(parts)
         self.embed = self.net.embed_tokens if spec.has_embedding else parts.embedding()
@@ -95,11 +95,12 @@ class Eagle3Module(nn.Module):
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
         """Return `fc` of the target's states, `[T, H]`, normed before where the checkpoint says so."""
         if self._spec.fc_norm:
-            chunks = features_TF.split(self._spec.target_hidden, -1)
+            chunks = features_TF.tensor_split(len(self.net.fc_norm), -1)
             features_TF = torch.cat([norm(chunk) for norm, chunk in zip(self.net.fc_norm, chunks, strict=True)], -1)
         if self._spec.norm_before_fc:
             features_TF = self.net.input_norm(features_TF)
-        return self.net.fc(features_TF) if self._spec.has_fc else features_TF
+        taken_TH: torch.Tensor = self.net.fc(features_TF) if self._spec.has_fc else features_TF
+        return taken_TH
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TH: torch.Tensor) -> torch.Tensor:
         """Return states behind the tokens, `[1, T, H]`."""

@@ -5,6 +5,7 @@ of its own kind. The entry of position i is made of token i + 1 and the target's
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +50,16 @@ class MtpLayer(nn.Module):
         return behind_1TH
 
 
+class MtpNet(nn.Module):
+    """What the checkpoint holds, under its names; `layer_idx` of the *blocks* count from 0."""
+
+    def __init__(self, spec: format_of.Spec, blocks: Seq[Any]) -> None:
+        super().__init__()
+        for index, block in enumerate(blocks):
+            block.self_attn.layer_idx = index
+        self.layers = nn.ModuleList(MtpLayer(spec, block) for block in blocks)
+
+
 class MtpModule(nn.Module):
     """See `protos.learned.Module`; its output are the states of all its n layers, `[1, T, n * H]`.
 
@@ -61,12 +72,9 @@ class MtpModule(nn.Module):
     def __init__(self, spec: format_of.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
         super().__init__()
         config = model_config(format_of.FORMAT, speculators.flattened(parts.config), **_shortest(parts.config))
-        self.net = nn.ModuleDict()
         models = [_empty_model(config, parts) for _ in range(spec.num_layers)]
         with torch.device("meta"):
-            self.net["layers"] = nn.ModuleList(
-                MtpLayer(spec, _numbered(model.base_model.layers[-1], i)) for i, model in enumerate(models)
-            )
+            self.net: Any = MtpNet(spec, [model.base_model.layers[-1] for model in models])
         plain = {name: tensor + 1 if spec.one_plus and _is_glue(name) else tensor for name, tensor in tensors.items()}
         fill(self.net, plain, parts)
         compute_buffers(models[0], parts.device)
@@ -87,14 +95,14 @@ class MtpModule(nn.Module):
         rope: Rope = self.rope(features_1TH, positions_1T)
         blank_1T = (positions_1T == 0) & self._spec.blanks_first
         return torch.cat([
-            layer(self._embed(layer, tokens_1T), features_1TH, blank_1T, rope) for layer in self.net["layers"]
+            layer(self._embed(layer, tokens_1T), features_1TH, blank_1T, rope) for layer in self.net.layers
         ], -1)
 
     def behind(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `proposers.recycling.Recycling`."""
         index = step % self._spec.num_layers
-        states_NH = states_NX.split(self._spec.hidden, -1)[index]
-        layer = self.net["layers"][index]
+        states_NH = states_NX.tensor_split(self._spec.num_layers, -1)[index]
+        layer = self.net.layers[index]
         normed_NH = layer.norm(states_NH)
         head = layer.head if self._head is None else self._head
         return head(normed_NH).float(), normed_NH if self._spec.recycles_normed else states_NH
@@ -133,12 +141,6 @@ def _shortest(config: Mapping[str, Any]) -> dict[str, Any]:
 def _empty_model(config: Any, parts: Parts) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, attn_implementation=parts.attention)
-
-
-def _numbered(layer: Any, index: int) -> Any:
-    """Return *layer* with the number under which it finds its K and V."""
-    layer.self_attn.layer_idx = index
-    return layer
 
 
 def _is_glue(name: str) -> bool:

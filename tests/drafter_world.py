@@ -85,8 +85,9 @@ def assert_chains(proposer: Any, made: World, behind: Behind) -> None:
 
 
 def assert_trees(proposer: Any, made: World, behind: Behind, width: int, depth: int) -> None:
-    rows = [DraftRow(0, 7), DraftRow(1, 14), DraftRow(2, 3), DraftRow(1, 1)]
-    for row, draft in zip(rows, proposer.propose(rows), strict=True):
+    rounds = [[DraftRow(0, 7), DraftRow(1, 14), DraftRow(2, 3)], [DraftRow(2, 1), DraftRow(0, 6)]]
+    drafts = [draft for rows in rounds for draft in proposer.propose(rows)]
+    for row, draft in zip([row for rows in rounds for row in rows], drafts, strict=True):
         wanted = published.dynamic_tree(lambda drafted, slot=row.slot: behind(slot, drafted), made.noise[row.slot],
                                         k=row.k, width=width, depth=depth)
         assert len(draft.tokens) == row.k
