@@ -69,7 +69,7 @@ class DraftCache:
     def fits(self, slot: int, k: int) -> bool:
         """Whether the draft's context holds the sequence with *k* guesses, and the features to begin with are here."""
         known = int(self.slots.known_len[slot])
-        has_features = self.needs == "none" or int(self.waiting.end_S[slot]) == known - 1
+        has_features = self.needs == "none" or int(self.waiting.end_S[slot]) == known - 1 > 0
         return has_features and known + k <= self.forward.loaded.max_model_len
 
     def refresh(self, slot: int, fed: tuple[int, list[int]]) -> int:
