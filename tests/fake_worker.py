@@ -7,12 +7,16 @@ does, a request must end with the tokens `reference_ids` computes without any sc
 import random
 from collections.abc import Callable, Sequence
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from protos.drafts import parents_of, sane, widths
 from protos.interfaces import DraftRow, InOneProcess
 from protos.messages import Draft, Request, RoundPlan, Row, Sampling, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
+from tests.tree_proposer import nonsense, random_tree
 from workers.slots import SlotTable
+from workers.verify import accept
 
 VOCAB = ["a", "b", "c", "ab", "bc", "x", "Ã", "©", "Ġ", "<e>"]
 EOS = 9
@@ -73,11 +77,29 @@ class FakeProposer:
         return Draft(tuple(guess(prefix, self.dice.randint(0, row.k), self.skill, self.dice)))
 
 
-class FakeWorker(InOneProcess):
-    """An `Executor` without a model. Raises AssertionError where a row would read what it must not."""
+class FakeTreeProposer(FakeProposer):
+    """Proposes trees beside the controller, some of them nonsense."""
 
-    def __init__(self, info: WorkerInfo, num_slots: int, seed: int = 0, skill: float = 0.7) -> None:
-        self.info = info
+    def _one(self, row: DraftRow) -> Draft:
+        if self.dice.random() < 0.1:
+            return nonsense(row.k, len(VOCAB), self.dice)
+        return tree(contents(row.token_ids)[-1], self.dice.randint(1, row.k), self.dice)
+
+
+def tree(prefix: int, size: int, dice: random.Random) -> Draft:
+    """Return a random tree around what follows *prefix*."""
+    return random_tree(guess(prefix, size, 1.0, dice), size, len(VOCAB), dice)
+
+
+class FakeWorker(InOneProcess):
+    """An `Executor` without a model. Raises AssertionError where a row would read what it must not.
+
+    Where no draft comes with a row it drafts itself: chains, or trees if it *plants* them.
+    """
+
+    def __init__(self, info: WorkerInfo, num_slots: int, seed: int = 0, skill: float = 0.7, *,
+                 plants: bool = False) -> None:
+        self.info, self.plants = info, plants
         self.slots = SlotTable(num_slots, info.max_model_len, info.block_size)
         self.store: dict[tuple[int, int], tuple[int, int]] = {}
         self.named: dict[tuple[int, int, int], int] = {}
@@ -94,6 +116,7 @@ class FakeWorker(InOneProcess):
     def run(self, plan: RoundPlan) -> list[Verdict]:
         self.plans.append(plan)
         self.slots.apply(plan)
+        self._move(plan.moves)
         for row in plan.rows:
             self._check_row(row)
         verdicts = [self._forward(row) for row in plan.rows]
@@ -115,6 +138,14 @@ class FakeWorker(InOneProcess):
     def _write(self, slot: int, position: int, content: int) -> None:
         place, version = self._place(slot, position)
         self.store[place] = (version, content)
+
+    def _move(self, moves: Sequence[int]) -> None:
+        """Move contents; the versions of blocks stay."""
+        places = [divmod(place, self.info.block_size) for place in moves]
+        found = [self.store[place][1] for place in places[::2]]
+        assert len(set(places[1::2])) == len(found), "a place is written twice"
+        for place, content in zip(places[1::2], found, strict=True):
+            self.store[place] = (self.store[place][0], content)
 
     def _feed(self, slot: int, start: int, token_ids: Sequence[int]) -> list[int]:
         """Write the KV of tokens at `start ...`; return the content hash at each."""
@@ -138,14 +169,29 @@ class FakeWorker(InOneProcess):
         return self._verify(row, fed[-1], prompt)
 
     def _verify(self, row: Row, prefix: int, prompt: list[TokenLogprobs] | None) -> Verdict:
-        drafted = list(row.draft.tokens) if row.draft else guess(prefix, row.k, self.skill, self.dice)
-        assert len(drafted) == row.k
-        after = [prefix, *self._feed(row.slot, row.known_len, drafted)]
+        draft = row.draft or self._draft(prefix, row.k)
+        assert len(draft) <= row.k
+        after = [prefix, *self._feed_draft(row, prefix, draft)]
         said = [target_token(content) for content in after]
-        accepted = next((i for i, token in enumerate(drafted) if token != said[i]), row.k)
-        kept = said[: accepted + 1]
+        path = accept(draft, said)
+        kept = [said[0], *(said[1 + node] for node in path)]
         logprobs = [TokenLogprobs([token], [0.0], [1]) for token in kept]
-        return Verdict(row.slot, kept, row.k, range(accepted), logprobs, prompt)
+        guesses = widths(draft)
+        verdict = Verdict(row.slot, kept, sum(guesses), path, logprobs, prompt)
+        return verdict if draft.is_chain else msgspec.structs.replace(verdict, widths=guesses)
+
+    def _draft(self, prefix: int, k: int) -> Draft:
+        if self.plants and k:
+            return sane(tree(prefix, self.dice.randint(1, k), self.dice), k, len(VOCAB))
+        return Draft(tuple(guess(prefix, k, self.skill, self.dice)))
+
+    def _feed_draft(self, row: Row, prefix: int, draft: Draft) -> list[int]:
+        """Write the KV of a draft's nodes behind the known tokens; return the content hash at each."""
+        found: list[int] = []
+        for node, (token, parent) in enumerate(zip(draft.tokens, parents_of(draft), strict=True)):
+            found.append(extend(prefix if parent < 0 else found[parent], token))
+            self._write(row.slot, row.known_len + node, found[-1])
+        return found
 
     def _prompt_logprobs(self, row: Row) -> list[TokenLogprobs] | None:
         prompt_len = int(self.slots.prompt_len[row.slot])

@@ -13,7 +13,7 @@ from protos.sampling import SamplingParams
 from runtime.detokenizer import DetokenizerFactory
 from runtime.policy import NoSpeculation, SpeculationPolicy
 from runtime.scheduler import Scheduler
-from tests.fake_worker import VOCAB, FakeProposer, FakeWorker, make_request, reference, tiny_tokenizer
+from tests.fake_worker import VOCAB, FakeProposer, FakeTreeProposer, FakeWorker, make_request, reference, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 STOPS = [(), ("ab",), ("é", "bca"), ("cab ", "b", "xx"), ("ab", "abc")]
@@ -43,11 +43,12 @@ class Lives(RuleBasedStateMachine):
             SchedulerConfig(num_seqs, self.budget, chunked),
             CacheConfig(block_size, enable_prefix_caching=draw(st.booleans())),
             self.info,
-            proposers=draw(st.sampled_from([[], [FakeProposer(seed)]])),
+            proposers=draw(st.sampled_from([[], [FakeProposer(seed)], [FakeTreeProposer(seed)]])),
             detokenizers=DetokenizerFactory(TOKENIZER),
         )
         self.scheduler._planner._max_scored = draw(st.sampled_from([1, 3, 7, 1000]))
-        self.worker = FakeWorker(self.info, num_seqs, seed, skill=draw(st.sampled_from([0.0, 0.7, 1.0])))
+        skill, plants = draw(st.sampled_from([0.0, 0.7, 1.0])), draw(st.booleans())
+        self.worker = FakeWorker(self.info, num_seqs, seed, skill, plants=plants)
         self.live: dict[str, Request] = {}
         self.said: dict[str, list[TokenOutput]] = defaultdict(list)
         self.num_added = 0
