@@ -17,7 +17,7 @@ from cluster import assemble
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
-from tests import synthetic, tiny_models
+from tests import synthetic, synthetic_layers, tiny_models
 from tests.gang_engine import Engine, configure, late_comer, quick_turns, threaded
 
 VOCAB = 23
@@ -38,6 +38,7 @@ class Case:
         shapes: by name, what is asked of `speculative_config`.
         family: of the target.
         target: what the target has besides.
+        make: writes the target.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     shapes: dict[str, Options]
     family: str = "llama"
     target: Options = field(default_factory=dict)
+    make: Callable[..., Path] = tiny_models.build
 
 
 def synthetic_of(make: Callable[..., synthetic.Synthetic], **options: Any) -> Callable[[Path, Path], Path]:
@@ -57,6 +59,7 @@ CHAIN_AND_TREE: dict[str, Options] = {
     "chain": {"num_speculative_tokens": 3, "draft_shape": "chain"},
     "tree": {"num_speculative_tokens": 9, "draft_shape": "tree"},
 }
+CHAIN = {"chain": CHAIN_AND_TREE["chain"]}
 CASES = (
     Case("mlp_speculator", "mlp_speculator", synthetic_of(synthetic.mlp_speculator, heads=3), CHAIN_AND_TREE),
     Case("medusa", "medusa", synthetic_of(synthetic.medusa, heads=3), CHAIN_AND_TREE),
@@ -64,6 +67,14 @@ CASES = (
     Case("hydra", "hydra", synthetic_of(synthetic.hydra, heads=3), CHAIN_AND_TREE),
     Case("hydra_prefix", "hydra", synthetic_of(synthetic.hydra, heads=3, prefix=True), CHAIN_AND_TREE),
     Case("recurrent", "recurrent", synthetic_of(synthetic.recurrent), CHAIN_AND_TREE),
+    Case("eagle", "eagle", synthetic_of(synthetic_layers.eagle), CHAIN_AND_TREE),
+    Case("eagle3", "eagle3", synthetic_of(synthetic_layers.eagle3, kept=12), CHAIN_AND_TREE),
+    Case("p_eagle", "p_eagle", synthetic_of(synthetic_layers.p_eagle, kept=None), CHAIN),
+    Case("dflash", "dflash", synthetic_of(synthetic_layers.dflash), CHAIN),
+    Case("pard", "pard", synthetic_layers.pard, CHAIN),
+    Case("mtp_deepseek", "mtp", None, CHAIN_AND_TREE, "deepseek_v3", make=synthetic_layers.with_mtp),
+    Case("mtp_glm", "mtp", None, CHAIN_AND_TREE, "glm4_moe", make=synthetic_layers.with_mtp),
+    Case("mtp_mimo", "mtp", None, CHAIN, "qwen2", make=synthetic_layers.with_mtp),
 )
 SHAPED = [pytest.param(case, shape, id=f"{case.name}-{shape}") for case in CASES for shape in case.shapes]
 EACH = [pytest.param(case, id=case.name) for case in CASES]
@@ -83,13 +94,13 @@ class Folders:
         self.draft = cache(self._draft)
         self.plain = cache(self._plain)
 
-    def _target(self, family: str, settings: tuple[tuple[str, Any], ...]) -> Path:
-        folder = self.root / "-".join([family, *(f"{key}_{value}" for key, value in settings)])
-        return tiny_models.build(family, folder, vocab_size=VOCAB, **dict(settings))
+    def _target(self, make: Callable[..., Path], family: str, settings: tuple[tuple[str, Any], ...]) -> Path:
+        folder = self.root / "-".join([make.__name__, family, *(f"{key}_{value}" for key, value in settings)])
+        return make(family, folder, vocab_size=VOCAB, **dict(settings))
 
     def of(self, case: Case) -> Path:
         """The target of *case*."""
-        return self.target(case.family, tuple(sorted(case.target.items())))
+        return self.target(case.make, case.family, tuple(sorted(case.target.items())))
 
     def _draft(self, name: str) -> Path | None:
         case = next(case for case in CASES if case.name == name)

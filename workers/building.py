@@ -5,4 +5,4 @@ Two threads at it would leave the change of one behind for good: weights that ar
 
 import threading
 
-BUILDING = threading.Lock()
+BUILDING = threading.RLock()
