@@ -14,6 +14,7 @@ _PROPOSERS: dict[str, str] = {
     "eagle": "proposers.eagle:EagleProposer",
     "eagle3": "proposers.eagle3:Eagle3Proposer",
     "hydra": "proposers.hydra:HydraProposer",
+    "lookahead": "proposers.lookahead:LookaheadProposer",
     "medusa": "proposers.medusa:MedusaProposer",
     "mlp_speculator": "proposers.mlp_speculator:MLPSpeculatorProposer",
     "mtp": "proposers.mtp:MtpProposer",
