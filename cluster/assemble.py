@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
+WHOLE_MODELS = frozenset({"draft_model", "pard"})
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def build(
     if make_executor is None and config.parallel.executor == "ray":
         raise ConfigError("the ray executor runs in a process of its own; reach it over a channel, as LLM does")
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
-    if config.speculative and config.speculative.model and tokenizer is not None:
+    if config.speculative and has_own_tokenizer(config.speculative) and tokenizer is not None:
         check_draft_tokenizer(config, config.speculative, tokenizer)
     proposers = beside_controller(config.speculative)
     if config.speculative and config.speculative.datastore and tokenizer is not None:
@@ -126,6 +127,11 @@ def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Prep
         tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len,
         capacity=info.num_blocks * info.block_size, eos_ids=info.eos_ids, seed=config.seed,
     )
+
+
+def has_own_tokenizer(speculative: SpeculativeConfig) -> bool:
+    """Whether the draft is a model of its own, with a vocabulary that could be another; heads have the target's."""
+    return speculative.model is not None and not WHOLE_MODELS.isdisjoint(registry.methods(speculative))
 
 
 def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from protos import speculation, speculation_aliases
+from protos import speculation_aliases, speculation_arguments
 from protos.config import (
     CacheConfig,
     EngineConfig,
@@ -23,7 +23,7 @@ from protos.config import (
     SpeculativeConfig,
 )
 from protos.errors import ConfigError
-from protos.speculation import Detect
+from protos.speculation_method import Detect, nothing_known
 from protos.validation import did_you_mean, shown, warn_once
 
 Arguments = dict[str, Any]
@@ -71,7 +71,7 @@ KEPT = (
     Option("served_model_name", "engine", "served_model_name", "the name, or names, the API gives the model"),
     Option("disable_log_stats", "engine", "disable_log_stats", "no summary lines", is_flag=True),
 )
-SPECULATIVE = "speculative_config"
+SPECULATIVE = speculation_arguments.KEY
 PARTS: dict[str, type] = {
     "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig,
 }  # fmt: skip
@@ -150,18 +150,18 @@ FLAGS = (
 
 
 def parse(
-    given: Mapping[str, Any], *, methods: Collection[str] | None = None, detect: Detect = lambda model: None
+    given: Mapping[str, Any], *, methods: Collection[str] | None = None, detect: Detect = nothing_known
 ) -> EngineConfig:
     """Return the configuration that the arguments *given* ask for; names with hyphens or underscores.
 
-    *methods* are the speculative methods there are (None: any name is taken); *detect* tells a draft
-    checkpoint's method.
+    *methods* are the speculative methods there are (None: any name is taken); *detect* describes checkpoints. A model
+    that is a draft and names its target is served as the draft of that.
 
     Raises:
         ConfigError: names the argument, the value, and the limit or what to do instead; one line.
     """
-    arguments = normalised(given)
-    speculative = _speculative(arguments, methods, detect)
+    arguments = speculation_arguments.with_verifier(normalised(given), detect)
+    speculative = speculation_arguments.read(arguments, methods, detect)
     _check_refused(arguments)
     _warn_ignored(arguments)
     fields = _fields(arguments)
@@ -206,19 +206,6 @@ def _warn_ignored(arguments: Arguments) -> None:
     for name in (IGNORED | IGNORED_FLAGS) & arguments.keys():
         if arguments[name] is not None and name != "trust_remote_code":
             warn_once(f"{name} has no meaning here and is ignored")
-
-
-def _speculative(arguments: Arguments, methods: Collection[str] | None, detect: Detect) -> SpeculativeConfig | None:
-    """Put together what `speculative_config` and the removed arguments say."""
-    beside = speculation_aliases.collect(arguments)
-    given = arguments.get(SPECULATIVE)
-    if not beside:
-        return speculation.read(given, methods, detect)
-    keys = dict(speculation.mapping(given))
-    for key, value in beside.items():
-        if keys.setdefault(key, value) != value:
-            raise ConfigError(f"speculative_config says {key} {shown(keys[key])}, an argument beside it {shown(value)}")
-    return speculation.read(keys, methods, detect)
 
 
 def _fields(arguments: Arguments) -> dict[str, Arguments]:
@@ -269,7 +256,8 @@ def _executor(arguments: Arguments, speculative: SpeculativeConfig | None) -> st
 
 def _placement(executor: str, speculative: SpeculativeConfig) -> Placement:
     """Say where a draft model lives if nobody did: by itself, wherever there are several processes anyway."""
-    return "dedicated" if executor == "ray" and speculative.model is not None else "colocated"
+    has_draft = speculative.model is not None or "mtp" in speculative.method  # a name, or names
+    return "dedicated" if executor == "ray" and has_draft else "colocated"
 
 
 def _check_budget(scheduler: Arguments) -> None:

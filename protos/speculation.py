@@ -1,33 +1,35 @@
 """What users write about speculation -> `SpeculativeConfig`: vLLM's keys, and the names of yesterday and next door."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.errors import ConfigError
+from protos.speculation_method import (
+    NGRAM_MODELS,
+    UNKNOWN,
+    Described,
+    Detect,
+    Methods,
+    checkpoint,
+    infer,
+    nothing_known,
+)
+from protos.speculation_tree import STEPS, TOKENS, TOPK, TREE, shaped
 from protos.validation import did_you_mean, shown, warn_once
 
-Keys = dict[str, Any]
-Detect = Callable[[str], str | None]
-"""Tells the method of a draft checkpoint (a Hub id or a folder), or None where it is a plain model."""
+logger = logging.getLogger("slipstream")
 
+Keys = dict[str, Any]
 DEFAULT_TOKENS = 5
-NGRAM_MODELS = ("ngram", "[ngram]")
-METHOD_ALIASES = {
-    "ngram_gpu": "ngram",
-    "[ngram]": "ngram",
-    "prompt_lookup": "ngram",
-    "standalone": "draft_model",
-    "draft_target": "draft_model",
-    "draft": "draft_model",
-    "nextn": "mtp",
-    "deepseek_mtp": "mtp",
-    "glm4_moe_mtp": "mtp",
-    "mimo_mtp": "mtp",
-    "ernie_mtp": "mtp",
-    "qwen3_next_mtp": "mtp",
-}
+REST_TOKENS = 16
+LOOKAHEAD = ("lookahead_window", "lookahead_ngram", "lookahead_guesses")
+MODEL_FREE = frozenset({"ngram", "suffix", "rest", "lookahead"})
+NEEDS_MODEL = frozenset({
+    "draft_model", "medusa", "hydra", "mlp_speculator", "recurrent", "eagle", "eagle3", "p_eagle", "pard", "dflash",
+})  # fmt: skip
 KEY_ALIASES = {
     "decoding_type": "method",
     "algorithm": "method",
@@ -35,6 +37,21 @@ KEY_ALIASES = {
     "max_draft_len": "num_speculative_tokens",
     "num_draft_tokens": "num_speculative_tokens",
     "draft_tp": "draft_tensor_parallel_size",
+    # trees: the authors of Medusa, Hydra and EAGLE; SGLang; TensorRT-LLM; ReDrafter
+    "medusa_choices": TREE,
+    "hydra_choices": TREE,
+    "eagle_choices": TREE,
+    "topk": TOPK,
+    "speculative_eagle_topk": TOPK,
+    "dynamic_tree_max_topK": TOPK,
+    "num_beams": TOPK,
+    "beam_width": TOPK,
+    "speculative_num_steps": STEPS,
+    "beam_length": STEPS,
+    # TensorRT-LLM's lookahead
+    "max_window_size": "lookahead_window",
+    "max_ngram_size": "lookahead_ngram",
+    "max_verification_set_size": "lookahead_guesses",
 }
 BOOLEANS = frozenset({
     "enforce_eager", "parallel_drafting", "use_heterogeneous_vocab", "disable_padded_drafter_batch",
@@ -47,9 +64,7 @@ HARMLESS = frozenset({
     "use_local_argmax_reduction", "enable_adaptive_verification", "disable_logprobs", "disable_mqa_scorer",
     "attention_backend", "moe_backend", "code_revision", "draft_sample_method", "posterior_threshold",
     "posterior_alpha", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k", "dspark_draft_topk",
-    "xpress_topc", "index_share_for_mtp_iteration", "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
-    "num_steps", "token_map",
+    "xpress_topc", "index_share_for_mtp_iteration", "token_map",
 })  # fmt: skip
 REFUSED = {
     "tensor_parallel_size": "pass draft_tensor_parallel_size",
@@ -57,23 +72,30 @@ REFUSED = {
     "kv_cache_dtype": "the draft's KV cache has the draft's dtype",
     "draft_load_config": "drafts are loaded from safetensors only",
     "draft_lm_head_quantization": "quantised drafts are not supported",
-    "parallel_drafting": "no proposer drafts in parallel yet",
     "use_heterogeneous_vocab": "the draft must have the target's tokenizer",
     "synthetic_acceptance_rates": "forced acceptance is not available",
     "synthetic_acceptance_length": "forced acceptance is not available",
-    "speculative_token_tree": "drafts are chains; leave it out",
 }
 NEUTRAL: tuple[object, ...] = (None, False, "auto", {}, [], ())
 LOSSY = ("fly", "typical", "typical_acceptance_sampler", "typical_acceptance")
 KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__)
+SETTLED = frozenset({"parallel_drafting"})
+"""Keys that say what the method is, and nothing more."""
 
 
-def read(given: Mapping[str, Any] | str | None, methods: Collection[str] | None, detect: Detect) -> (
-    SpeculativeConfig | None
-):  # fmt: skip
+def read(
+    given: Mapping[str, Any] | str | None,
+    methods: Collection[str] | None,
+    detect: Detect = nothing_known,
+    target: tuple[str, str | None] | None = None,
+) -> SpeculativeConfig | None:
     """Return the configuration that *given* (a dict or JSON text) asks for, None where it asks for none.
 
-    *methods* are the proposers there are, None to take any name.
+    Args:
+        given: what the user wrote.
+        methods: the proposers there are, None to take any name.
+        detect: describes checkpoints.
+        target: the target's Hub id or folder, and its revision.
 
     Raises:
         ConfigError: names the key, the value, and what would be right.
@@ -81,33 +103,22 @@ def read(given: Mapping[str, Any] | str | None, methods: Collection[str] | None,
     keys = _normalised(mapping(given))
     if not keys:
         return None
-    method = infer_method(keys, detect)
+    where = checkpoint(keys, *(target or (None, None)))
+    found = detect(*where) if where else UNKNOWN
+    method = infer(keys, found)
     _check_available(method, methods)
     _check_rule(keys)
     _check_draft_tensor_parallel_size(keys)
     _check_keys(keys)
+    keys = shaped(method, keys)
     fields = {key: value for key, value in keys.items() if key in KNOWN}
     fields |= _lookup_lengths(keys)
-    fields |= {"method": method, "model": _model(method, keys), "num_speculative_tokens": _tokens(keys)}
-    fields |= _by_batch_size(keys, fields["num_speculative_tokens"])
+    fields |= {"method": method, "model": _model(method, keys, target), TOKENS: _tokens(method, keys, found)}
+    fields |= _by_batch_size(keys, fields[TOKENS])
     try:
         return SpeculativeConfig(**fields)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: {error}") from None
-
-
-def infer_method(keys: Mapping[str, Any], detect: Detect = lambda model: None) -> str | tuple[str, ...]:
-    """Return the method that *keys* name, or else imply: by n-gram keys, by the checkpoint, by there being a model."""
-    method, model = keys.get("method"), keys.get("model")
-    if isinstance(method, str):
-        return _method_name(method)
-    if method is not None:
-        return _cascade(method)
-    if model in NGRAM_MODELS or (model is None and {"prompt_lookup_max", "prompt_lookup_min"} & set(keys)):
-        return "ngram"
-    if model is None:
-        raise ConfigError("speculative_config needs a method or a draft model, got " + shown(dict(keys)))
-    return detect(str(model)) or "draft_model"
 
 
 def mapping(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
@@ -150,18 +161,7 @@ def _boolean(key: str, value: object) -> bool:
     return word in ("true", "1")
 
 
-def _method_name(method: str) -> str:
-    name = method.strip().lower().replace("-", "_")
-    return METHOD_ALIASES.get(name, name)
-
-
-def _cascade(method: object) -> tuple[str, ...]:
-    if not isinstance(method, list | tuple) or not method or not all(isinstance(name, str) for name in method):
-        raise ConfigError(f"speculative_config: method must be a name or a list of names, got {shown(method)}")
-    return tuple(_method_name(name) for name in method)
-
-
-def _check_available(method: str | tuple[str, ...], methods: Collection[str] | None) -> None:
+def _check_available(method: Methods, methods: Collection[str] | None) -> None:
     names = (method,) if isinstance(method, str) else method
     for name in names:
         if methods is not None and name not in methods:
@@ -196,7 +196,7 @@ def _check_keys(keys: Keys) -> None:
                 raise ConfigError(f"speculative_config: {key} is not supported, got {shown(value)}: {REFUSED[key]}")
         elif key in HARMLESS:
             warn_once(f"speculative_config: {key} has no meaning here and is ignored")
-        elif key not in KNOWN:
+        elif key not in KNOWN | SETTLED:
             raise ConfigError(f"speculative_config: unknown key {key!r}{did_you_mean(key, KNOWN)}")
 
 
@@ -208,24 +208,51 @@ def _lookup_lengths(keys: Keys) -> Keys:
     return {"prompt_lookup_min": given[0], "prompt_lookup_max": given[-1]}
 
 
-def _model(method: str | tuple[str, ...], keys: Keys) -> str | None:
+def _model(method: Methods, keys: Keys, target: tuple[str, str | None] | None) -> str | None:
+    """Return where the draft's checkpoint is; None where there is none, or where it is the target's own."""
     model = keys.get("model")
     names = (method,) if isinstance(method, str) else method
     if model in NGRAM_MODELS:
         model = None
-    if model is None and "draft_model" in names:
-        raise ConfigError("speculative_config: method 'draft_model' needs a model: a Hub id or a folder")
-    if model is not None and set(names) == {"ngram"}:
-        raise ConfigError(f"speculative_config: method 'ngram' uses no draft model, got model {shown(str(model))}")
+    if "mtp" in names and target is not None and (str(model), keys.get("revision")) == target:
+        return None
+    needy = sorted(NEEDS_MODEL.intersection(names))
+    if model is None and needy:
+        raise ConfigError(f"speculative_config: method {needy[0]!r} needs a model: a Hub id or a folder")
+    if model is not None and MODEL_FREE.issuperset(names):
+        raise ConfigError(f"speculative_config: method {shown(method)} uses no draft model, got model "
+                          f"{shown(str(model))}")
+    if "rest" in names and not keys.get("datastore"):
+        raise ConfigError("speculative_config: method 'rest' needs a datastore: the file that "
+                          "`slipstream build-datastore` wrote")
     return None if model is None else str(model)
 
 
-def _tokens(keys: Keys) -> object:
-    """K: as given, else the most the table by batch size asks for, else 5."""
+def _tokens(method: Methods, keys: Keys, found: Described) -> object:
+    """K: as given, else the most the table by batch size asks for, what the checkpoint says, what is usual."""
     table = keys.get("num_speculative_tokens_per_batch_size")
     if "num_speculative_tokens" not in keys and table:
         return max(1, *(k for _, _, k in _table(table, MAX_SPECULATIVE_TOKENS)))
-    return keys.get("num_speculative_tokens", DEFAULT_TOKENS)
+    names = (method,) if isinstance(method, str) else method
+    if TOKENS not in keys and found.num_tokens and found.method in names:
+        logger.info("num_speculative_tokens is %d: %s of the checkpoint", found.num_tokens, found.source)
+        return min(found.num_tokens, MAX_SPECULATIVE_TOKENS)
+    return keys.get(TOKENS, _usual_tokens(method, keys))
+
+
+def _usual_tokens(method: Methods, keys: Keys) -> object:
+    """Suffix decoding guesses as far as it may; look-ahead needs room for its window and its guesses."""
+    if method == "suffix":
+        return _capped(keys.get("suffix_decoding_max_tree_depth", SpeculativeConfig.suffix_decoding_max_tree_depth))
+    if method == "lookahead":
+        window, size, guesses = (keys.get(name, getattr(SpeculativeConfig, name)) for name in LOOKAHEAD)
+        if all(type(number) is int for number in (window, size, guesses)):
+            return _capped((window + guesses) * (size - 1))
+    return REST_TOKENS if method == "rest" else DEFAULT_TOKENS
+
+
+def _capped(tokens: object) -> object:
+    return min(tokens, MAX_SPECULATIVE_TOKENS) if type(tokens) is int else tokens
 
 
 def _by_batch_size(keys: Keys, most: object) -> Keys:

@@ -29,7 +29,7 @@ RENAMED = {
     "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
     "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
     "disable_logprobs_during_spec_decoding": "disable_logprobs",
-    # SGLang and LMDeploy; a chain's number of steps is its number of drafted tokens
+    # SGLang and LMDeploy
     "speculative_algorithm": "method",
     "speculative_draft_model_path": "model",
     "speculative_draft_model": "model",
@@ -37,7 +37,8 @@ RENAMED = {
     "speculative_draft_model_quantization": "quantization",
     "speculative_draft_kv_cache_dtype": "kv_cache_dtype",
     "speculative_draft_attention_backend": "attention_backend",
-    "speculative_num_steps": "num_speculative_tokens",
+    "speculative_num_steps": "num_steps",
+    "speculative_eagle_topk": "eagle_topk",
     "speculative_num_draft_tokens": "num_speculative_tokens",
     "speculative_token_map": "token_map",
     # llama.cpp
@@ -48,14 +49,9 @@ RENAMED = {
     "assistant_model": "model",
     "num_assistant_tokens": "num_speculative_tokens",
 }
+DRAFT_TOKENS = "speculative_num_draft_tokens"
 FLAGS = frozenset({"speculative_disable_mqa_scorer", "disable_logprobs_during_spec_decoding",
                    "speculative_use_rejection_sampling", "speculative_use_block_verification"})  # fmt: skip
-
-
-def _one_branch(value: object) -> Keys:
-    if str(value) != "1":
-        raise ConfigError(f"speculative_eagle_topk must be 1, got {shown(value)}: drafts are chains")
-    return {}
 
 
 def _lossless(value: object) -> Keys:
@@ -73,7 +69,6 @@ def _rule(name: str) -> Callable[[object], Keys]:
 
 
 TRANSLATED: dict[str, Callable[[object], Keys]] = {
-    "speculative_eagle_topk": _one_branch,
     "speculative_accept_threshold_single": _lossless,
     "speculative_accept_threshold_acc": _lossless,
     "speculative_use_rejection_sampling": _rule("standard"),
@@ -95,14 +90,24 @@ def collect(arguments: Mapping[str, Any]) -> Keys:
         if arguments[name] is None:
             continue
         for key, value in _translate(name, arguments[name]).items():
-            if keys.setdefault(key, value) != value and name != "speculative_num_draft_tokens":
+            if name != DRAFT_TOKENS and keys.setdefault(key, value) != value:
                 raise ConfigError(f"{name} asks for {key} {shown(value)}, another argument for {shown(keys[key])}")
+            keys.update(_counted(keys, value) if name == DRAFT_TOKENS else {})
     return keys
 
 
 def _rank(name: str) -> tuple[bool, str]:
-    """SGLang counts the root among its draft tokens, so that number counts only where the steps are not told."""
-    return name == "speculative_num_draft_tokens", name
+    """What SGLang's number of draft tokens means hangs on the others."""
+    return name == DRAFT_TOKENS, name
+
+
+def _counted(keys: Keys, tokens: object) -> Keys:
+    """SGLang counts the root of a tree among its draft tokens; how long a chain is, its steps tell if they are told."""
+    if "num_speculative_tokens" in keys:
+        return {}
+    if str(keys.get("eagle_topk", 1)) != "1" and str(tokens).isdecimal():
+        return {"num_speculative_tokens": int(str(tokens)) - 1}
+    return {} if "num_steps" in keys else {"num_speculative_tokens": tokens}
 
 
 def _translate(name: str, value: object) -> Keys:

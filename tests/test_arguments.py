@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from protos import arguments
 from protos.config import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
-from protos.speculation import infer_method
+from protos.speculation_method import Described
 from protos.validation import warn_once
 
 METHODS = ("draft_model", "ngram")
@@ -212,9 +212,14 @@ def test_json_text_hyphens_and_string_booleans_are_read() -> None:
 
 
 def test_the_checkpoint_may_tell_the_method() -> None:
-    assert infer_method({"model": "x"}, lambda model: "eagle") == "eagle"
-    assert infer_method({"model": "x"}) == "draft_model"
-    assert infer_method({"model": "x", "method": "deepseek_mtp"}) == "mtp"
+    def method(found: Described, **keys: Any) -> Any:
+        given = {"model": "m", "speculative_config": {"model": "x", **keys}}
+        config = arguments.parse(given, detect=lambda model, revision: found).speculative
+        return config and config.method
+
+    assert method(Described("eagle")) == "eagle"
+    assert method(Described()) == "draft_model"
+    assert method(Described(), method="deepseek_mtp") == "mtp"
 
 
 @pytest.mark.parametrize(
@@ -235,7 +240,9 @@ def test_the_checkpoint_may_tell_the_method() -> None:
         ({"model": "d", "rejection_sample_method": "fly"}, "lossy"),
         ({"model": "d", "acceptance_method": "typical_acceptance_sampler"}, "lossy"),
         ({"model": "d", "quantization": "fp8"}, "quantization is not supported"),
-        ({"model": "d", "parallel_drafting": "True"}, "parallel_drafting is not supported"),
+        ({"method": "ngram", "parallel_drafting": "True"}, "parallel_drafting is not possible with method 'ngram'"),
+        ({"model": "d", "eagle_topk": 8}, "eagle_topk must be 1 for method 'draft_model', got 8: it grows no tree"),
+        ({"model": "d", "speculative_token_tree": "[(0,), (1,)]"}, "has branches, but draft_model cannot draft them"),
         ({"model": "d", "enforce_eager": "maybe"}, "enforce_eager must be true or false"),
         ({"model": "d", "prompt_lookup_min": 0}, "prompt_lookup_min must be greater than 0"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup_min must be at most"),
@@ -305,6 +312,5 @@ def test_other_engines_names(given: dict[str, Any], method: str, k: int) -> None
     assert (config.method, config.num_speculative_tokens) == (method, k)
 
 
-@pytest.mark.parametrize("given", [{"speculative_accept_threshold_acc": 0.9}, {"speculative_eagle_topk": 8}])
-def test_lossy_thresholds_and_trees_are_refused(given: dict[str, Any]) -> None:
-    refusal(assistant_model="d", **given)
+def test_lossy_thresholds_are_refused() -> None:
+    assert "lossy" in refusal(assistant_model="d", speculative_accept_threshold_acc=0.9)

@@ -9,7 +9,7 @@ import tiny_pairs
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.settings import detect_method, engine_config
+from cluster.settings import engine_config
 from protos.errors import ConfigError, EngineDeadError, InvalidRequestError
 from protos.sampling import SamplingParams
 from slipstream import LLM
@@ -187,29 +187,6 @@ def test_speculation_of_the_demo_can_be_changed() -> None:
 
 def test_a_model_of_ones_own_speculates_only_when_asked() -> None:
     assert engine_config({"model": "m"}).speculative is None
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "method"),
-    [
-        ("some/EAGLE3-LLaMA3.1", None, "eagle3"),
-        ("some/EAGLE-LLaMA3", None, "eagle"),
-        ("ibm-ai-platform/llama3-8b-accelerator", None, "mlp_speculator"),
-        ("me/accelerator", None, None),
-        ("draft", '{"model_type": "medusa"}', "medusa"),
-        ("draft", '{"architectures": ["LlamaForCausalLMEagle3"]}', "eagle3"),
-        ("draft", '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}', None),
-        ("draft", "[", None),
-    ],
-)
-def test_drafts_that_are_no_plain_models_are_told_apart(
-    tmp_path: Path, name: str, config: str | None, method: str | None
-) -> None:
-    if config is not None:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(config)
-        name = str(tmp_path / name)
-    assert detect_method(name) == method
 
 
 def test_arguments_are_checked_before_anything_is_loaded() -> None:

@@ -81,6 +81,15 @@ def block_size_of(config: Config) -> int:
     return size
 
 
+def tokens_of(config: Config) -> int:
+    """Return the tokens a block guesses, 0 where the config does not say how large it is; raises as `block_size_of`."""
+    plain = speculators.flattened(config)
+    nested = section(plain, "dflash_config")
+    anchor = flag(FORMAT, {**plain, **nested}, "sample_from_anchor", default=False)
+    is_told = speculators.is_speculators(config) or "block_size" in {**nested, **plain}
+    return block_size_of(config) - (0 if anchor else 1) if is_told else 0
+
+
 def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     """Check a checkpoint by its config and the shapes of its tensors.
 

@@ -88,7 +88,7 @@ def num_heads(config: Config) -> int:
 def prefixes(config: Config) -> tuple[str, ...]:
     """Return what the names of all tensors of heads begin with, in the checkpoint of *config*'s model."""
     plain = speculators.flattened(config)
-    first, count = integer(FORMAT, plain, "num_hidden_layers"), num_heads(config)
+    first, count = integer(FORMAT, plain, "num_hidden_layers", "n_layer"), num_heads(config)
     return (*(f"model.layers.{first + i}." for i in range(count)), *PREFIXES.values())
 
 
