@@ -154,6 +154,12 @@ class Drafted(msgspec.Struct, frozen=True, tag=True):
     width: int = 0
 
 
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """The draft took the features of *count* rounds that were sent to it. Said to target 0 alone."""
+
+    count: int
+
+
 class RoundDone(msgspec.Struct, frozen=True, tag=True):
     """Target 0's result of a round, and what its phases took in seconds.
 

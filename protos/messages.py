@@ -140,7 +140,7 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
 
     `moves` are K and V that every target rank moves before anything is written: from, to, from, to ..., each a place in
     the cache (block * block_size + offset). All are read before the first is written. They put the accepted path of a
-    tree where a chain would have stood.
+    tree where a chain would have stood. `speculates` says that guesses are made in this round, for whoever is ready.
     """
 
     round: int
@@ -148,6 +148,7 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
     new: Seq[NewSequence] = ()
     epoch: int = 0
     moves: Seq[int] = ()
+    speculates: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -230,7 +231,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """What a loaded executor tells the controller.
 
     `num_blocks` is the minimum over workers; `max_model_len` is clamped to what the cache holds. `costs` is None
-    where nothing was measured.
+    where nothing was measured. `feeds_draft` says that the draft is fed features, and so can guess only for rows that
+    the target has fed before.
     """
 
     num_blocks: int
@@ -241,3 +243,4 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     speculates: bool = False
     notes: tuple[str, ...] = ()
     costs: StepCosts | None = None
+    feeds_draft: bool = False

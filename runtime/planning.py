@@ -27,6 +27,7 @@ class Planner:
         cache: CacheConfig,
         *,
         vocab_size: int,
+        feeds_draft: bool = False,
     ) -> None:
         self._config = config
         self._roster = roster
@@ -37,6 +38,7 @@ class Planner:
         self._max_scored = max(1, PROMPT_LOGITS // vocab_size)
         self._num_scored = 0  # prompt tokens of this step whose logits are wanted
         self._can_draft = True  # whether the draft worker can, in this step
+        self._feeds_draft = feeds_draft  # whether the draft worker reads what the target computes
         self._generations = count(1)
 
     def plan(self, policy: Policy, *, can_draft: bool = True) -> list[Part]:
@@ -89,7 +91,8 @@ class Planner:
     def _want_guesses(self, part: Part, policy: Policy, budget: int) -> None:
         """Set `k`. The target adds a token of its own to what it accepts: one fewer than may still come."""
         sequence = part.sequence
-        if part.samples and (self._can_draft or self._drafting.is_here):
+        can_ask_worker = self._can_draft and (sequence.is_decoding or not self._feeds_draft)
+        if part.samples and (can_ask_worker or self._drafting.is_here):
             room = sequence.max_len - len(sequence.token_ids) - 1
             part.k = max(0, min(policy.guesses(sequence.request), room, budget))
 

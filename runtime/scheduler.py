@@ -59,7 +59,8 @@ class Scheduler:
         blocks = BlockManager(info.num_blocks, info.block_size)
         self._roster = Roster(config.max_num_seqs, blocks, self._drafting.end)
         self._planner = Planner(
-            config, self._roster, self._drafting, self._counters, cache, vocab_size=info.vocab_size
+            config, self._roster, self._drafting, self._counters, cache, vocab_size=info.vocab_size,
+            feeds_draft=info.feeds_draft,
         )
         self._committer = Committer(self._roster, self._drafting, self._counters, cache)
         self._in_flight: dict[int, list[tuple[Sequence, Row]]] = {}
@@ -123,7 +124,7 @@ class Scheduler:
         rows = [self._planner.row(part) for part in parts]
         is_on = any(policy.guesses(part.sequence.request) for part in parts)
         moves = self._committer.take_moves() if rows else ()
-        plan = RoundPlan(self._round, rows, new, drafting.epoch if is_on and drafting.is_up else 0, moves)
+        plan = RoundPlan(self._round, rows, new, drafting.epoch if is_on and drafting.is_up else 0, moves, is_on)
         if is_on:
             self._drafting.prepare()
         if rows:

@@ -1,12 +1,13 @@
-"""The draft's announcements, straight to target 0: PUSH to PULL, under CURVE keys that travel through a store."""
+"""Announcements between target 0 and the draft: PUSH to PULL, under CURVE keys that travel through a store."""
+
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 from torch.distributed.distributed_c10d import Store
 
-from protos.gang import Drafted
-
 Socket = zmq.Socket[bytes]
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -16,26 +17,27 @@ class _Address(msgspec.Struct, frozen=True):
     key: str
 
 
-class Listener:
-    """Target 0's end. Made in one thread and then used by one.
+class Listener(Generic[Message]):
+    """The end that is told. Made in one thread and then used by one.
 
     Args:
         store: where the other end finds the address.
-        epoch: of the pair.
-        host: an address of this machine that the draft reaches.
+        name: of these announcements, unlike all others in the store.
+        host: an address of this machine that the other end reaches.
+        kind: the type of the messages.
     """
 
-    def __init__(self, store: Store, epoch: int, host: str) -> None:
+    def __init__(self, store: Store, name: str, host: str, kind: Any) -> None:
         public, secret = zmq.curve_keypair()
         self._socket = _open(zmq.PULL)
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
         self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-        self._decoder = msgspec.msgpack.Decoder(Drafted)
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind)
         address = _Address(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), public.decode())
-        store.set(_key(epoch), msgspec.json.encode(address).decode())
+        store.set(_key(name), msgspec.json.encode(address).decode())
 
-    def receive(self, timeout_s: float) -> Drafted | None:
+    def receive(self, timeout_s: float) -> Message | None:
         """Return the next announcement, None where there is none within *timeout_s*. Raises `msgspec.DecodeError`."""
         if not self._socket.poll(round(timeout_s * 1000)):
             return None
@@ -46,20 +48,20 @@ class Listener:
         self._socket.close(linger=0)
 
 
-class Announcer:
-    """The draft's end. Connects when it is made; waits for the address as long as *store* lets it."""
+class Announcer(Generic[Message]):
+    """The end that tells. Connects when it is made; waits for the address as long as *store* lets it."""
 
-    def __init__(self, store: Store, epoch: int) -> None:
-        address = msgspec.json.decode(store.get(_key(epoch)), type=_Address)
+    def __init__(self, store: Store, name: str) -> None:
+        address = msgspec.json.decode(store.get(_key(name)), type=_Address)
         public, secret = zmq.curve_keypair()
         self._socket = _open(zmq.PUSH)
         self._socket.curve_serverkey = address.key.encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
         self._socket.connect(address.where)
 
-    def send(self, drafted: Drafted) -> None:
+    def send(self, message: Message) -> None:
         """Announce, without waiting."""
-        self._socket.send(msgspec.msgpack.encode(drafted))
+        self._socket.send(msgspec.msgpack.encode(message))
 
     def close(self) -> None:
         """Announce no more."""
@@ -73,5 +75,5 @@ def _open(kind: int) -> Socket:
     return opened
 
 
-def _key(epoch: int) -> str:
-    return f"announce/{epoch}"
+def _key(name: str) -> str:
+    return f"announce/{name}"

@@ -2,19 +2,18 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from msgspec import structs
 
-from proposers import registry
-from protos.config import CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
+from protos.config import CacheConfig, EngineConfig
 from protos.errors import ConfigError
+from protos.learned import FeatureSpec
 from protos.messages import StepCosts, WorkerInfo
-from workers.draft import DraftWorker
+from workers.capture import Taps
+from workers.draft_side import DraftSide, LoadedDraft, load_draft, wants_costs
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
-from workers.module_runner import ModelForward
 from workers.runner import ModelRunner, free_memory
 from workers.sampler import Sampler
 from workers.slots import SlotTable
@@ -42,63 +41,49 @@ def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
         torch.set_num_threads(config.model.num_threads)
     say(f"loading {config.model.model}")
     target = load(config.model)
-    speculative = config.speculative
-    on_worker = speculative is not None and registry.worker_method(speculative) is not None
-    draft = load_draft(config.model, speculative, say) if speculative and on_worker else None
+    draft = load_draft(config, target, say)
     info, notes = _size(config, target, draft)
-    max_draft = speculative.num_speculative_tokens if speculative else 0
-    slots = SlotTable(config.scheduler.max_num_seqs, info.max_model_len, info.block_size, max_draft)
-    sampler = Sampler(slots, target.vocab_size, target.device)
     for note in (*target.notes, *notes):
         say(note)
-    runner = ModelRunner(target, slots, info.num_blocks, info.block_size)
-    max_rows = config.scheduler.max_num_seqs
-    target_s = warm_up("target", runner, max_rows * (max_draft + 1), config.model.enforce_eager, say)
-    executor = UniExecutor(info, slots, TargetWorker(runner, slots, sampler))
-    draft_s: dict[int, float] = {}
-    if draft is not None and speculative is not None:
-        runner = ModelRunner(draft, slots, info.num_blocks, info.block_size)
-        draft_s = warm_up("draft", runner, max_rows, draft_is_eager(config.model, speculative), say)
-        executor.draft = DraftWorker(ModelForward(runner), slots, sampler, config.scheduler.max_num_batched_tokens)
-        executor.proposer = registry.create(speculative, executor.draft)
-    if target_s and (draft_s or draft is None):
-        executor.info = structs.replace(info, costs=StepCosts(target_s, draft_s))
-    return executor
+    max_draft = config.speculative.num_speculative_tokens if config.speculative else 0
+    slots = SlotTable(config.scheduler.max_num_seqs, info.max_model_len, info.block_size, max_draft)
+    sampler = Sampler(slots, target.vocab_size, target.device)
+    spec = FeatureSpec() if draft is None else draft.spec
+    runner = ModelRunner(target, slots, info.num_blocks, info.block_size, taps_for(target, spec))
+    if not config.model.enforce_eager:
+        say("warming up the target")
+        say(f"target: {runner.warm_up()}")
+    side = None if draft is None else DraftSide.of(draft, config, slots, sampler, num_blocks=info.num_blocks,
+                                                    say=say)
+    costs = measure(config, runner, side)
+    slots.clear()
+    worker = TargetWorker(runner, slots, sampler, spec.needs)
+    return UniExecutor(structs.replace(info, costs=costs), slots, worker, side)
 
 
-def warm_up(name: str, runner: ModelRunner, max_tokens: int, stay_eager: bool, say: Say) -> dict[int, float]:
-    """Compile where that wins; return the measured seconds of a forward by tokens fed, none where eager was asked for.
+def taps_for(target: LoadedModel, spec: FeatureSpec) -> Taps | None:
+    """Return what catches the states that a draft is fed; None where it is fed none."""
+    return None if spec.needs == "none" else Taps(target.model, spec)
 
-    Nothing larger than `MEASURED_TOKENS` is run: beyond, costs grow in proportion.
+
+def measure(config: EngineConfig, runner: ModelRunner, side: DraftSide | None) -> StepCosts | None:
+    """Measure what steps cost where somebody asks. Nothing larger than `MEASURED_TOKENS` is run: beyond, costs grow
+    in proportion.
     """
-    if stay_eager:
-        return {}
-    say(f"warming up the {name}")
-    say(f"{name}: {runner.warm_up()}")
-    return runner.measure(min(max_tokens, MEASURED_TOKENS))
+    speculative = config.speculative
+    if speculative is None or not wants_costs(config):
+        return None
+    k, max_rows = speculative.num_speculative_tokens, config.scheduler.max_num_seqs
+    target_s = runner.measure(min(max_rows * (k + 1), MEASURED_TOKENS))
+    return StepCosts(target_s, {} if side is None else side.measure(min(max_rows, MEASURED_TOKENS), k))
 
 
-def load_draft(target: ModelConfig, speculative: SpeculativeConfig, say: Say) -> LoadedModel:
-    """Load the draft, with the target's settings where it has none of its own."""
-    if speculative.model is None:
-        raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
-    say(f"loading the draft {speculative.model}")
-    dtype = target.dtype if speculative.dtype == "auto" else speculative.dtype
-    return load(replace(target, model=speculative.model, revision=speculative.revision, dtype=dtype,
-                        max_model_len=speculative.max_model_len))
-
-
-def draft_is_eager(target: ModelConfig, speculative: SpeculativeConfig) -> bool:
-    """Whether the draft is not to be compiled."""
-    return target.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
-
-
-def _size(config: EngineConfig, target: LoadedModel, draft: LoadedModel | None) -> tuple[WorkerInfo, tuple[str, ...]]:
+def _size(config: EngineConfig, target: LoadedModel, draft: LoadedDraft | None) -> tuple[WorkerInfo, tuple[str, ...]]:
     """Return the block count that all models' caches share, and the context length it leaves."""
     size = config.cache.block_size
     each = bytes_per_block(target.layers, size, target.dtype)
     if draft is not None:
-        each += bytes_per_block(draft.layers, size, draft.dtype)
+        each += draft.bytes_per_block(size)
     enough = config.scheduler.max_num_seqs * -(-target.max_model_len // size)
     num_blocks = config.cache.num_blocks or min(enough, cache_memory(config.cache, target.device) // each)
     if num_blocks < 2:
@@ -113,6 +98,7 @@ def _size(config: EngineConfig, target: LoadedModel, draft: LoadedModel | None) 
     info = WorkerInfo(
         num_blocks=num_blocks, block_size=size, max_model_len=max_model_len, vocab_size=target.vocab_size,
         eos_ids=target.eos_ids, speculates=config.speculative is not None,
+        feeds_draft=draft is not None and draft.spec.needs != "none",
     )
     return info, tuple(notes)
 

@@ -55,8 +55,14 @@ class DraftWorker:
         self.forward, self.slots, self.sampler = forward, slots, sampler
         self.max_catch_up = max_catch_up
         self.needs = needs
-        self._cache = DraftCache(forward, slots, needs, shift)
-        self._fed: list[tuple[int, list[int]]] = [(0, [])] * len(slots.known_len)  # (position, drafted ids) behind it
+        self._shift = shift
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all sequences."""
+        self._cache = DraftCache(self.forward, self.slots, self.needs, self._shift)
+        num_slots = len(self.slots.known_len)
+        self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # (position, drafted ids) fed behind it
         self._trees: dict[int, Grown] = {}  # of this round, by slot
         self._lagging: list[int] = []  # slots of the last round that `catch_up_some` looks after
 

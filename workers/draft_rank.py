@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from protos.drafts import NO_DRAFT, sane
 from protos.gang import FormPair, FromWorker, Plan, Stop, ToWorker
-from protos.interfaces import DraftRow, Proposer
+from protos.interfaces import DraftRow
 from protos.messages import Draft, RoundPlan, Row
-from workers.draft import DraftWorker
+from workers.draft import DraftWorker, Proposes
 from workers.draft_table import encode
 from workers.pair import DraftSender, Pairing
 
@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 128
 """Tokens of a piece of catching up; the next round waits for one piece at most."""
+FEATURES_S = 1.0
+"""Features of the round before are waited for at most this long."""
 MAX_FAILURES = 3
 """Rounds in a row that the proposer may fail in, before the worker gives up and is replaced."""
 
@@ -30,11 +32,13 @@ class DraftRank:
         pairing: the draft's end of the pair with target 0.
     """
 
-    def __init__(self, send: Callable[[FromWorker], None], worker: DraftWorker, proposer: Proposer,
+    def __init__(self, send: Callable[[FromWorker], None], worker: DraftWorker, proposer: Proposes,
                  pairing: Pairing[DraftSender]) -> None:
         self._send, self._worker, self._proposer, self._pairing = send, worker, proposer, pairing
         self._num_failures = 0
         self._is_behind = False
+        self._before: RoundPlan | None = None  # the plan before the newest
+        self._end: DraftSender | None = None  # of the newest plan's pair
         self.round = -1
 
     @property
@@ -47,7 +51,7 @@ class DraftRank:
         newest: RoundPlan | None = None
         for message in messages:
             if isinstance(message, Plan):
-                newest = message.plan
+                self._before, newest = newest or self._before, message.plan
                 self._worker.slots.apply(newest)
             elif isinstance(message, FormPair):
                 self._pairing.form(message)
@@ -59,6 +63,8 @@ class DraftRank:
 
     def catch_up(self) -> None:
         """Compute a piece of what the cache lacks."""
+        if self._end is not None:
+            self._learn(self._end, -1)
         self._is_behind = self._worker.catch_up_some(CHUNK)
 
     def close(self) -> None:
@@ -67,15 +73,31 @@ class DraftRank:
 
     def _run(self, plan: RoundPlan) -> None:
         """Propose for a round; nothing at all where it goes without drafts."""
-        end = self._pairing.end(plan.epoch)
+        end = self._end = self._pairing.end(plan.epoch)
         self._is_behind = end is not None
         if end is not None:
             began = time.monotonic()
+            owed = self._before.round if self._before is not None and self._before.epoch == plan.epoch else -1
+            self._learn(end, owed)
             wanting = [row for row in plan.rows if row.k and row.draft is None]
             drafts = self._propose(plan, wanting)
             if wanting:
                 end.post(encode(self._worker.slots, wanting, drafts), plan.round, time.monotonic() - began)
+        self._before = plan
         self.round = plan.round
+
+    def _learn(self, end: DraftSender, round_number: int) -> None:
+        """Take the target's features of rounds up to this one; go on without them where they are late."""
+        if end.features is None:
+            return
+        arrived = end.features.take(round_number, FEATURES_S)
+        for features in arrived:
+            try:
+                self._worker.receive(features)
+            except Exception:
+                logger.exception("features could not be taken in; the draft goes on without them")
+        if arrived:
+            end.acknowledge(len(arrived))
 
     def _propose(self, plan: RoundPlan, wanting: list[Row]) -> list[Draft]:
         """Return the drafts of *wanting*. A proposer that fails costs guesses; one that always fails, its worker."""

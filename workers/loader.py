@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from workers.probe import probe
 logger = logging.getLogger(__name__)
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+HEADS = [*WANTED_FILES, "*.bin", "*.pt"]
+"""What checkpoints of heads may consist of; read by `workers.parts`."""
 UNWANTED_FILES = ["original/*", "consolidated*", "onnx/*"]
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -73,9 +76,9 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     Raises:
         ModelError: it cannot be found, read or served; names what and why.
     """
-    described = _read_json(_config_file(config), config.model)
+    described = describe(config)
     families.check(described, config.model, config.max_model_len)
-    folder = _fetch(config)
+    folder = fetch(config)
     _check_weights(folder, config.model)
     device = pick_device(config.device)
     dtype, notes = pick_dtype(config.dtype, described, folder, device)
@@ -143,6 +146,11 @@ def _stored_dtype(folder: Path) -> str:
     return next((kind for kind in kinds if kind in DTYPES), "F32")
 
 
+def describe(config: ModelConfig) -> dict[str, Any]:
+    """Return the `config.json` of a checkpoint, without its weights. Raises `ModelError`."""
+    return _read_json(_config_file(config), config.model)
+
+
 def _config_file(config: ModelConfig) -> Path:
     path = Path(config.model).expanduser()
     if path.is_dir():
@@ -155,7 +163,8 @@ def _config_file(config: ModelConfig) -> Path:
     return Path(_from_hub(config, lambda: hf_hub_download(name, "config.json", revision=revision, cache_dir=cache)))
 
 
-def _fetch(config: ModelConfig) -> Path:
+def fetch(config: ModelConfig, patterns: Seq[str] = WANTED_FILES) -> Path:
+    """Return the folder of a checkpoint; files that match *patterns* come from the Hub. Raises `ModelError`."""
     path = Path(config.model).expanduser()
     if path.is_dir():
         return path
@@ -167,7 +176,7 @@ def _fetch(config: ModelConfig) -> Path:
                 config.model,
                 revision=config.revision,
                 cache_dir=config.download_dir,
-                allow_patterns=WANTED_FILES,
+                allow_patterns=list(patterns),
                 ignore_patterns=UNWANTED_FILES,
             ),
         )

@@ -20,13 +20,11 @@ class LoadedModule:
 
     Attributes:
         module: a `protos.learned.Module`.
-        width: numbers in the target's features of one token as they are fed; 0 where none are.
     """
 
     module: Any
     dtype: torch.dtype
     device: torch.device
-    width: int = 0
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -96,6 +94,10 @@ class DraftForward(Protocol):
         """Run *entries*, writing their K and V; return what comes behind the wanted ones, `[N, X]`."""
         ...
 
+    def measure(self, num_rows: int) -> dict[int, float]:
+        """Return seconds of a forward of 1, 2, 4 ... rows, to *num_rows* at least; nothing where that says little."""
+        ...
+
 
 class ModelForward:
     """A language model as a draft: reads tokens alone."""
@@ -109,6 +111,10 @@ class ModelForward:
     def feed(self, entries: Entries) -> torch.Tensor:
         """See `DraftForward`; logits `[N, V]`."""
         return self.runner.forward(entries.batch, entries.wanted_N)
+
+    def measure(self, num_rows: int) -> dict[int, float]:
+        """See `DraftForward`."""
+        return self.runner.measure(num_rows)
 
 
 class ModuleRunner:
@@ -135,6 +141,10 @@ class ModuleRunner:
                 return forward()[self._index(entries.wanted_N)]
             attention.plan(self._rows(batch))
             return run_with(attention, forward)[self._index(entries.wanted_N)]
+
+    def measure(self, num_rows: int) -> dict[int, float]:
+        """See `DraftForward`: most of what a module costs are its heads, which the proposer calls."""
+        return {}
 
     def _rows(self, batch: Batch) -> Rows:
         return Rows(batch.starts_R, batch.lengths_R, batch.offsets_R, batch.slots_R, self.slots.blocks,

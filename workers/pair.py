@@ -8,28 +8,28 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from protos.gang import Drafted, FormPair, FromWorker, PairFailed, PairReady
+from protos.gang import Drafted, FormPair, FromWorker, PairFailed, PairReady, Taken
 from workers.announce import Announcer, Listener
 from workers.draft_table import Ids
+from workers.feature_pair import DRAFT, TARGET, FeatureReceiver, FeatureSender, Shipped
 from workers.groups import Group, address_towards, connect_store, form
 from workers.patience import FLOOR_S, Patience
+from workers.streams import set_device, side_stream
 
 logger = logging.getLogger(__name__)
 
-TARGET, DRAFT = 0, 1
-"""Ranks within a pair."""
 FORM_S = 50.0
 """Forming takes at most this long at each end, less than the controller's patience; so does each transfer."""
 LOOK_S = 0.1
 
 Send = Callable[[FromWorker], None]
+FromDraft = Drafted | Taken
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,13 @@ class DraftReceiver:
         send: tells the controller.
         device: where the group's tensors lie.
         patience: how long `collect` waits.
+        features: the way back, for a draft that is fed them.
     """
 
-    def __init__(self, epoch: int, group: Group, listener: Listener, send: Send, *, device: torch.device,
-                 patience: Patience) -> None:
+    def __init__(self, epoch: int, group: Group, listener: Listener[FromDraft], send: Send, *, device: torch.device,
+                 patience: Patience, features: FeatureSender | None = None) -> None:
         self.epoch = epoch
+        self.features = features
         self._group, self._listener, self._send, self._device = group, listener, send, device
         self._patience = patience
         self._changed = threading.Condition()
@@ -95,6 +97,11 @@ class DraftReceiver:
 
     def close(self) -> None:
         """See `End`."""
+        self._shut()
+        if self.features is not None:
+            self.features.close()
+
+    def _shut(self) -> None:
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -103,9 +110,11 @@ class DraftReceiver:
         try:
             with side_stream(self._device):
                 while self._is_open:
-                    drafted = self._listener.receive(LOOK_S)
-                    if drafted is not None:
-                        self._take(drafted)
+                    message = self._listener.receive(LOOK_S)
+                    if isinstance(message, Drafted):
+                        self._take(message)
+                    elif isinstance(message, Taken) and self.features is not None:
+                        self.features.acknowledged(message.count)
         except Exception as error:  # whatever it is: the pair is of no more use, and nobody else may be hurt
             self._break(error)
         finally:
@@ -122,7 +131,7 @@ class DraftReceiver:
 
     def _break(self, error: Exception) -> None:
         if self._is_open:
-            self.close()
+            self._shut()
             self._send(PairFailed(self.epoch, str(error)))
 
 
@@ -135,10 +144,13 @@ class DraftSender:
         announcer: tells target 0; used by the caller alone.
         send: tells the controller.
         device: where the group's tensors lie.
+        features: the way back, for a draft that is fed them.
     """
 
-    def __init__(self, epoch: int, group: Group, announcer: Announcer, send: Send, device: torch.device) -> None:
+    def __init__(self, epoch: int, group: Group, announcer: Announcer[FromDraft], send: Send, *,
+                 device: torch.device, features: FeatureReceiver | None = None) -> None:
         self.epoch = epoch
+        self.features = features
         self._group, self._announcer, self._send, self._device = group, announcer, send, device
         self._queue: queue.SimpleQueue[Ids | None] = queue.SimpleQueue()
         self._is_open = True
@@ -152,11 +164,18 @@ class DraftSender:
             self._announcer.send(drafted)
             self._send(drafted)
 
+    def acknowledge(self, count: int) -> None:
+        """Tell target 0 that the features of *count* rounds were taken."""
+        if self._is_open:
+            self._announcer.send(Taken(count))
+
     def close(self) -> None:
         """See `End`."""
         self._is_open = False
         self._queue.put(None)
         self._announcer.close()
+        if self.features is not None:
+            self.features.close()
 
     def _serve(self) -> None:
         try:
@@ -233,41 +252,44 @@ class Pairing(Generic[AnyEnd]):
         return is_newest
 
 
-def join_as_target(order: FormPair, send: Send, backend: str, device: torch.device,
-                   floor_s: float = FLOOR_S) -> DraftReceiver:
+def join_as_target(order: FormPair, send: Send, backend: str, device: torch.device, floor_s: float = FLOOR_S, *,
+                   has_features: bool = False) -> DraftReceiver:
     """Form target 0's end. Raises `GroupError` where the draft does not come."""
     set_device(device)
     store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
-    listener = Listener(store, order.epoch, host)
+    listener: Listener[FromDraft] = Listener(store, str(order.epoch), host, FromDraft)
     try:
         group = form(f"pair/{order.epoch}", store, TARGET, 2, backend, device=device, host=host, timeout_s=FORM_S)
+        features = None
+        if has_features:
+            back = form(_features(order), store, TARGET, 2, backend, device=device, host=host, timeout_s=FORM_S)
+            announcer: Announcer[Shipped] = Announcer(store, _features(order))
+            features = FeatureSender(order.epoch, back, announcer, send, device=device)
     except Exception:
         listener.close()
         raise
     patience = Patience(time.monotonic, floor_s)
-    return DraftReceiver(order.epoch, group, listener, send, device=device, patience=patience)
+    return DraftReceiver(order.epoch, group, listener, send, device=device, patience=patience, features=features)
 
 
-def join_as_draft(order: FormPair, send: Send, backend: str, device: torch.device) -> DraftSender:
+def join_as_draft(order: FormPair, send: Send, backend: str, device: torch.device, *,
+                  has_features: bool = False) -> DraftSender:
     """Form the draft's end. Raises `GroupError` where target 0 does not come."""
     set_device(device)
     store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
     group = form(f"pair/{order.epoch}", store, DRAFT, 2, backend, device=device, host=host, timeout_s=FORM_S)
-    return DraftSender(order.epoch, group, Announcer(store, order.epoch), send, device)
+    features = None
+    if has_features:
+        listener: Listener[Shipped] = Listener(store, _features(order), host, Shipped)
+        try:
+            back = form(_features(order), store, DRAFT, 2, backend, device=device, host=host, timeout_s=FORM_S)
+        except Exception:
+            listener.close()
+            raise
+        features = FeatureReceiver(order.epoch, back, listener, send, device=device)
+    announcer: Announcer[FromDraft] = Announcer(store, str(order.epoch))
+    return DraftSender(order.epoch, group, announcer, send, device=device, features=features)
 
 
-def set_device(device: torch.device) -> None:
-    """Make *device* this thread's own; nothing to do on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-@contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
-    """Let this thread queue its work on a stream of its own: what it waits for must not hold up the forward."""
-    if device.type != "cuda":
-        yield
-        return
-    set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        yield
+def _features(order: FormPair) -> str:
+    return f"pair/{order.epoch}/features"

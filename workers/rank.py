@@ -14,8 +14,7 @@ from typing import Literal, Self, TypeVar
 import torch
 from pydantic import TypeAdapter
 
-from proposers import registry
-from protos.config import EngineConfig, SpeculativeConfig
+from protos.config import EngineConfig
 from protos.errors import ConfigError
 from protos.gang import (
     Allocate,
@@ -31,21 +30,22 @@ from protos.gang import (
     WorkerFailed,
     WorkerReady,
 )
+from protos.learned import FeatureSpec
 from protos.messages import WorkerInfo
-from workers.build import MEASURED_TOKENS, cache_memory, draft_is_eager, load_draft
-from workers.draft import DraftWorker
+from workers.build import MEASURED_TOKENS, cache_memory, taps_for
 from workers.draft_rank import DraftRank
+from workers.draft_side import DraftSide, LoadedDraft, feature_spec, load_draft, wants_costs
 from workers.groups import LOOPBACK, Group, Solo, address_towards, connect_store, form, open_store
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
-from workers.module_runner import ModelForward
-from workers.pair import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target, set_device
+from workers.pair import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.patience import FLOOR_S
 from workers.runner import ModelRunner, weight_bytes
 from workers.sampler import Sampler
 from workers.slots import SlotTable
+from workers.streams import set_device
 from workers.target import TargetWorker
-from workers.target_rank import LocalDraft, TargetRank
+from workers.target_rank import TargetRank
 
 logger = logging.getLogger(__name__)
 
@@ -207,40 +207,51 @@ class _Loading:
         config = self._config
         self._say(f"loading {config.model.model}")
         model = load(config.model, tp)
-        speculative = self._local_speculation(tp)
-        draft = None if speculative is None else load_draft(config.model, speculative, self._say)
-        slots, sampler, allocate = self._settle(model, draft)
-        runner = ModelRunner(model, slots, allocate.num_blocks, slots.block_size)
-        local = None
-        if draft is not None and speculative is not None:
-            local = self._local(ModelRunner(draft, slots, allocate.num_blocks, slots.block_size), slots, sampler,
-                                speculative)
-        max_rows = config.scheduler.max_num_seqs * (self._max_draft + 1)
-        self._ready(runner, max_rows, stay_eager=config.model.enforce_eager)
+        draft = load_draft(config, model, self._say) if self._drafts_here(tp) else None
+        spec = FeatureSpec() if tp.rank else feature_spec(config)
+        slots, sampler, allocate = self._settle(self._target_info(model, draft, spec), model, draft)
+        runner = ModelRunner(model, slots, allocate.num_blocks, slots.block_size, taps_for(model, spec))
+        if not config.model.enforce_eager:
+            self._warm_up()
+            self._say(runner.warm_up())
+        local = None if draft is None else DraftSide.of(draft, config, slots, sampler,
+                                                     num_blocks=allocate.num_blocks, say=self._say)
+        step_s = runner.measure(self._measured(config.scheduler.max_num_seqs * (self._max_draft + 1)))
+        draft_s = local.measure(self._measured(config.scheduler.max_num_seqs), self._max_draft) if (
+            local is not None and wants_costs(config)) else {}
+        self._ready(slots, WorkerReady(step_s, draft_s))
 
         def join(order: FormPair) -> DraftReceiver:
-            return join_as_target(order, self._port.send, self._pair_backend, self._device, floor_s)
+            return join_as_target(order, self._port.send, self._pair_backend, self._device, floor_s,
+                                  has_features=spec.needs != "none")
 
-        return TargetRank(self._port.send, tp, TargetWorker(runner, slots, sampler),
+        return TargetRank(self._port.send, tp, TargetWorker(runner, slots, sampler, spec.needs),
                           Pairing(self._port.send, join), local)
 
     def draft(self) -> DraftRank:
         """Load the draft; return it ready for plans."""
-        config, speculative = self._config, self._config.speculative
-        if speculative is None:
-            raise ConfigError("a draft worker was started, but nothing says what it should load")
+        config = self._config
         self._heart.stage = "loading"
-        model = load_draft(config.model, speculative, self._say)
-        slots, sampler, allocate = self._settle(model, None)
-        runner = ModelRunner(model, slots, allocate.num_blocks, slots.block_size)
-        worker = DraftWorker(ModelForward(runner), slots, sampler, config.scheduler.max_num_batched_tokens)
-        proposer = registry.create(speculative, worker)
-        self._ready(runner, config.scheduler.max_num_seqs, stay_eager=draft_is_eager(config.model, speculative))
+        draft = load_draft(config, None, self._say)
+        if draft is None:
+            raise ConfigError("a draft worker was started, but nothing says what it should load")
+        info = WorkerInfo(self._room(draft.bytes_per_block(self._block_size)), self._block_size, 0, 0)
+        slots, sampler, allocate = self._settle(info, None, draft)
+        self._warm_up()
+        side = DraftSide.of(draft, config, slots, sampler,
+                                                     num_blocks=allocate.num_blocks, say=self._say)
+        step_s = side.measure(self._measured(config.scheduler.max_num_seqs), self._max_draft)
+        self._ready(slots, WorkerReady(step_s))
 
         def join(order: FormPair) -> DraftSender:
-            return join_as_draft(order, self._port.send, self._pair_backend, self._device)
+            return join_as_draft(order, self._port.send, self._pair_backend, self._device,
+                                 has_features=draft.spec.needs != "none")
 
-        return DraftRank(self._port.send, worker, proposer, Pairing(self._port.send, join))
+        return DraftRank(self._port.send, side.worker, side.proposer, Pairing(self._port.send, join))
+
+    @property
+    def _block_size(self) -> int:
+        return self._config.cache.block_size
 
     @property
     def _max_draft(self) -> int:
@@ -256,50 +267,49 @@ class _Loading:
         return form("tp", store, setup.worker.rank, setup.world, setup.backend, device=self._device, host=host,
                     timeout_s=TP_TIMEOUT_S)
 
-    def _local_speculation(self, tp: Group) -> SpeculativeConfig | None:
-        """Return what a draft in this process is to be, None where none is."""
+    def _drafts_here(self, tp: Group) -> bool:
+        """Whether a draft lives in this process."""
         speculative = self._config.speculative
-        if speculative is None or speculative.placement != "colocated" or tp.rank:
-            return None
-        return speculative if registry.worker_method(speculative) is not None else None
+        return speculative is not None and speculative.placement == "colocated" and not tp.rank
 
-    def _local(self, runner: ModelRunner, slots: SlotTable, sampler: Sampler,
-               speculative: SpeculativeConfig) -> LocalDraft:
-        if not draft_is_eager(self._config.model, speculative):
-            self._say(f"draft: {runner.warm_up()}")
-        worker = DraftWorker(ModelForward(runner), slots, sampler, self._config.scheduler.max_num_batched_tokens)
-        return LocalDraft(worker, registry.create(speculative, worker))
-
-    def _settle(self, model: LoadedModel, beside: LoadedModel | None) -> tuple[SlotTable, Sampler, Allocate]:
+    def _settle(self, info: WorkerInfo, model: LoadedModel | None, draft: LoadedDraft | None) -> (
+        tuple[SlotTable, Sampler, Allocate]
+    ):  # fmt: skip
         """Say what was loaded, and make the tables as large as all agree."""
-        models = [model] if beside is None else [model, beside]
-        num_bytes = sum(weight_bytes(loaded.model) for loaded in models)
-        self._port.send(Loaded(self._info(models), num_bytes))
+        num_bytes = (0 if model is None else weight_bytes(model.model)) + (0 if draft is None else draft.num_bytes)
+        self._port.send(Loaded(info, num_bytes))
         allocate = _wait_for(self._port, Allocate)
-        slots = SlotTable(self._config.scheduler.max_num_seqs, allocate.max_model_len, self._config.cache.block_size,
+        slots = SlotTable(self._config.scheduler.max_num_seqs, allocate.max_model_len, self._block_size,
                           self._max_draft)
         return slots, Sampler(slots, allocate.vocab_size, self._device), allocate
 
-    def _info(self, models: list[LoadedModel]) -> WorkerInfo:
-        cache, model = self._config.cache, models[0]
-        each = sum(bytes_per_block(loaded.layers, cache.block_size, loaded.dtype) for loaded in models)
-        room = cache.num_blocks or cache_memory(cache, self._device) // each
-        if cache.num_blocks is None and self._setup.worker.role == "target":
-            enough = self._config.scheduler.max_num_seqs * -(-model.max_model_len // cache.block_size)
+    def _target_info(self, model: LoadedModel, beside: LoadedDraft | None, spec: FeatureSpec) -> WorkerInfo:
+        each = bytes_per_block(model.layers, self._block_size, model.dtype)
+        room = self._room(each + (0 if beside is None else beside.bytes_per_block(self._block_size)))
+        if self._config.cache.num_blocks is None:
+            enough = self._config.scheduler.max_num_seqs * -(-model.max_model_len // self._block_size)
             room = min(room, enough)
-        return WorkerInfo(num_blocks=room, block_size=cache.block_size, max_model_len=model.max_model_len,
-                          vocab_size=model.vocab_size, eos_ids=model.eos_ids, notes=model.notes)
+        return WorkerInfo(num_blocks=room, block_size=self._block_size, max_model_len=model.max_model_len,
+                          vocab_size=model.vocab_size, eos_ids=model.eos_ids, notes=model.notes,
+                          feeds_draft=spec.needs != "none")
 
-    def _ready(self, runner: ModelRunner, max_tokens: int, *, stay_eager: bool) -> None:
-        """Warm up, and say how long steps take."""
-        if not stay_eager:
-            self._heart.stage = "warming up"
-            self._say("warming up")
-            self._say(runner.warm_up())
-        wanted = min(PACE_TOKENS, max_tokens) if stay_eager else min(MEASURED_TOKENS, max_tokens)
-        step_s = runner.measure(wanted)
+    def _room(self, bytes_each: int) -> int:
+        """Return how many blocks of this size fit; a draft without layers has room for any number."""
+        cache = self._config.cache
+        return cache.num_blocks or cache_memory(cache, self._device) // max(1, bytes_each)
+
+    def _warm_up(self) -> None:
+        self._heart.stage = "warming up"
+        self._say("warming up")
+
+    def _measured(self, most: int) -> int:
+        """Return up to how many tokens steps are measured: far where costs are asked for, else to know a hang."""
+        return min(MEASURED_TOKENS if wants_costs(self._config) else PACE_TOKENS, most)
+
+    def _ready(self, slots: SlotTable, ready: WorkerReady) -> None:
+        slots.clear()
         self._heart.stage = "serving"
-        self._port.send(WorkerReady(step_s))
+        self._port.send(ready)
 
     def _say(self, text: str) -> None:
         self._port.send(Progress(text))

@@ -37,6 +37,13 @@ class SlotTable:
         self.joined: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.sampling: list[Sampling] = [Sampling(seed=0)] * num_slots
 
+    def clear(self) -> None:
+        """Forget all sequences."""
+        for array in (self.tokens, self.known_len, self.prompt_len, self.blocks, self.versions, self.num_blocks,
+                      self.joined):
+            array[:] = 0
+        self.sampling[:] = [Sampling(seed=0)] * len(self.sampling)
+
     def apply(self, plan: RoundPlan) -> None:
         """Take over what *plan* says of new and known sequences."""
         for new in plan.new:

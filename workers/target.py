@@ -77,7 +77,8 @@ def _area(row: Row, draft: Draft) -> Area | None:
 class TargetWorker:
     """Owns the target's runner and sampler. Samples with the ordinary pipeline at every position, drafted or not.
 
-    `needs` says which features a draft is fed, of those that the runner's taps catch; `forward_s` is how long the last forward took; on a GPU, how long it took to ask for it.
+    `needs` says which tokens a draft is fed the features of; `forward_s` is how long the last forward took; on a GPU,
+    how long it took to ask for it.
     """
 
     def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: Sampler, needs: Needs = "none") -> None:

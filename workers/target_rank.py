@@ -3,27 +3,16 @@
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from protos.drafts import NO_DRAFT
 from protos.gang import FormPair, FromWorker, Plan, RoundDone, Stop, ToWorker
-from protos.interfaces import DraftRow, Proposer
 from protos.messages import Draft, RoundPlan, Row
-from workers.draft import DraftWorker
+from workers.draft_side import DraftSide
 from workers.draft_table import agree, decode
 from workers.groups import Group
 from workers.pair import Arrival, DraftReceiver, Pairing
 from workers.slots import SlotTable
 from workers.target import TargetWorker
-from workers.uni import ask
-
-
-@dataclass(frozen=True)
-class LocalDraft:
-    """A draft that lives in rank 0's process (placement "colocated")."""
-
-    worker: DraftWorker
-    proposer: Proposer
 
 
 class TargetRank:
@@ -38,7 +27,7 @@ class TargetRank:
     """
 
     def __init__(self, send: Callable[[FromWorker], None], tp: Group, worker: TargetWorker,
-                 pairing: Pairing[DraftReceiver], local: LocalDraft | None = None) -> None:
+                 pairing: Pairing[DraftReceiver], local: DraftSide | None = None) -> None:
         self._send, self._tp, self._worker = send, tp, worker
         self._slots: SlotTable = worker.slots
         self._pairing, self._local = pairing, local
@@ -81,9 +70,13 @@ class TargetRank:
         verdicts = self._worker.score(plan.rows, drafts)
         took, forward_s = time.monotonic() - began, self._worker.forward_s
         self._send(RoundDone(plan.round, verdicts, waited, forward_s, took - forward_s, missed))
+        if self._local is not None:
+            self._local.learn(plan, self._worker, verdicts)
         end = self._pairing.end(plan.epoch)
         if end is not None:
             end.scored(took)
+            if end.features is not None:
+                end.features.post(plan.round, self._worker.kept(plan.rows, verdicts))
 
     def _gather(self, plan: RoundPlan, rows: list[Row]) -> tuple[list[Draft], bool]:
         """Return the drafts of *rows* as rank 0 has them, and whether the draft missed its deadline.
@@ -100,8 +93,7 @@ class TargetRank:
 
     def _drafts(self, plan: RoundPlan, rows: list[Row]) -> tuple[list[Draft], bool]:
         if self._local is not None:
-            asked = [DraftRow(row.slot, row.k) for row in rows]
-            return ask(self._local.worker, self._local.proposer, asked), False
+            return self._local.ask(rows), False
         end = self._pairing.end(plan.epoch)
         arrival = Arrival(None) if end is None else end.collect(plan.round, max(row.k for row in rows))
         if arrival.table is None:

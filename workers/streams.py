@@ -1,0 +1,38 @@
+"""Devices and streams of threads that work beside the forward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def set_device(device: torch.device) -> None:
+    """Make *device* this thread's own; nothing to do on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Let this thread queue its work on a stream of its own: what it waits for must not hold up the forward."""
+    if device.type != "cuda":
+        yield
+        return
+    set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """Return what another stream can wait for: that everything queued so far is done. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def finish(device: torch.device) -> None:
+    """Wait for this thread's stream: only then may a tensor be given up, or read on another one."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
