@@ -212,3 +212,14 @@ def test_the_best_are_what_is_likely_with_this_noise() -> None:
         count = request.top_k or 8
         assert ids[row, :count].tolist() == wanted.sort(descending=True).indices[:count].tolist()
         assert torch.allclose(log_q[row].double(), wanted[ids[row]], atol=1e-5)
+
+
+def test_the_best_of_a_large_vocabulary_begin_with_what_is_sampled() -> None:
+    rows, vocab = 40, 5000
+    requests = [Sampling(seed=row, temperature=0.5 + row / 40, top_k=40 * (row % 2), top_p=0.9 if row % 3 else 1.0)
+                for row in range(rows)]  # fmt: skip
+    slots, values = table(*requests), logits(rows, vocab)
+    sampler, index = Sampler(slots, vocab), slots.known_len + 2
+    for some in (np.arange(rows), np.arange(0, rows, 6)):  # among the latter nobody has limits
+        ids, _ = sampler.best(values[some], some, index[some], 4)
+        assert ids[:, 0].tolist() == sampler.sample(values[some], some, index[some]).tolist()

@@ -24,6 +24,7 @@ Logits = npt.NDArray[np.float32]
 FAILED = -1
 UNITS = 2.0**34
 COLDEST = 1e-5  # temperatures below are greedy, as in vLLM
+LIKELY = 1024  # ids among which limits are applied where only a guess is wanted
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Limits:
     top_p: Floats
     min_p: Floats
 
+    @property
+    def are_off(self) -> npt.NDArray[np.bool_]:
+        """Which rows have none but a temperature."""
+        off_N: npt.NDArray[np.bool_] = (self.top_k == 0) & (self.top_p >= 1.0) & (self.min_p == 0.0)
+        return off_N
+
     def at(self, rows: Ints) -> "Limits":
         """Return the limits of some rows."""
         return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
@@ -51,7 +58,8 @@ def choose(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tor
         keys_N: int64, from `workers.noise.row_keys`.
         limits: of each row.
     """
-    score_NV, ids_NV = _scores(logits_NV, keys_N, limits)
+    ordered = (logits_NV / _column(limits.temperature, logits_NV)).sort(dim=1, descending=True, stable=True)
+    score_NV, ids_NV = _scores(ordered.values, ordered.indices, keys_N, limits), ordered.indices
     winner_NV = score_NV == score_NV.amax(1, keepdim=True)
     chosen_N = torch.where(winner_NV, ids_NV, logits_NV.shape[1]).amin(1)
     return torch.where(logits_NV.amax(1).isfinite(), chosen_N, FAILED)
@@ -64,28 +72,45 @@ def best(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: i
 
     With them come log-probabilities, float32 `[N, W]`: how likely each is what somebody chooses who has the same noise
     and much the same logits, which is the softmax of the scores. -inf where the limits leave no more ids.
+
+    For guesses: where any row has limits, only the `LIKELY` likeliest ids take part, which is nearly always what limits
+    leave. Sorting whole vocabularies would take longer than the guesses save.
     """
-    score_NV, ids_NV = _scores(logits_NV, keys_N, limits)
+    scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
+    if limits.are_off.all():
+        ids_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device).expand_as(logits_NV)
+        score_NV = scaled_NV + gumbel(keys_N[:, None], ids_NV)
+    else:
+        likely = scaled_NV.topk(min(max(LIKELY, width), logits_NV.shape[1]), 1)
+        score_NV, ids_NV = _scores(likely.values, likely.indices, keys_N, limits), likely.indices
     found = score_NV.topk(width, 1)
     return ids_NV.gather(1, found.indices), (found.values - score_NV.logsumexp(1, keepdim=True)).float()
 
 
-def _scores(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log p + noise up to a constant a row, -inf for what the limits cut, and the ids they belong to."""
-    vocab = logits_NV.shape[1]
-    temperature_N, top_k_N, top_p_N, min_p_N = (
-        torch.from_numpy(limit).to(logits_NV.device)
-        for limit in (limits.temperature, limits.top_k, limits.top_p, limits.min_p))
-    scaled_NV = logits_NV / temperature_N[:, None]
-    sorted_NV, ids_NV = scaled_NV.sort(dim=1, descending=True, stable=True)
+def _column(limit: Logits | Ints | Floats, like: torch.Tensor) -> torch.Tensor:
+    """Return one of the limits as a tensor `[N, 1]` beside others."""
+    return torch.from_numpy(limit).to(like.device)[:, None]
+
+
+def _scores(sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Return log p + noise up to a constant a row, float64 `[N, V]`, -inf for what the limits cut.
+
+    Args:
+        sorted_NV: logits over temperature, falling.
+        ids_NV: whose they are.
+        keys_N: as in `choose`.
+        limits: of each row.
+    """
+    vocab = sorted_NV.shape[1]
+    top_k_N1, top_p_N1, min_p_N1 = (_column(limit, sorted_NV) for limit in (limits.top_k, limits.top_p, limits.min_p))
     weight_NV = (sorted_NV - sorted_NV[:, :1]).exp()
-    keep_NV = (weight_NV >= min_p_N[:, None]) & (sorted_NV > -torch.inf)
-    last_N = torch.where((top_k_N > 0) & (top_k_N < vocab), top_k_N, vocab) - 1
-    keep_NV &= sorted_NV >= sorted_NV.gather(1, last_N[:, None])
+    keep_NV = (weight_NV >= min_p_N1) & (sorted_NV > -torch.inf)
+    last_N1 = torch.where((top_k_N1 > 0) & (top_k_N1 < vocab), top_k_N1, vocab) - 1
+    keep_NV &= sorted_NV >= sorted_NV.gather(1, last_N1)
     mass_NV = torch.where(keep_NV, (weight_NV * UNITS).round(), 0.0).double()
     before_NV = mass_NV.cumsum(1) - mass_NV
-    keep_NV &= (before_NV < top_p_N[:, None] * mass_NV.sum(1, keepdim=True)) | (top_p_N[:, None] >= 1.0)
-    return torch.where(keep_NV, sorted_NV + gumbel(keys_N[:, None], ids_NV), -torch.inf), ids_NV
+    keep_NV &= (before_NV < top_p_N1 * mass_NV.sum(1, keepdim=True)) | (top_p_N1 >= 1.0)
+    return torch.where(keep_NV, sorted_NV + gumbel(keys_N[:, None], ids_NV), -torch.inf)
 
 
 def greedy(logits_NV: torch.Tensor) -> torch.Tensor:

@@ -78,11 +78,13 @@ class Sampler:
         logits_NV = logits_NV[:, : self.vocab_size]
         ids_NW = logits_NV.topk(width, 1).indices
         log_q_NW = torch.log_softmax(logits_NV, 1).gather(1, ids_NW)
-        drawn = np.flatnonzero(self._limits_S.temperature[slots_N] >= COLDEST)
-        if len(drawn):
-            at = torch.from_numpy(drawn).to(logits_NV.device)
-            keys = self._keys(slots_N[drawn], index_N[drawn]).to(logits_NV.device)
-            ids_NW[at], log_q_NW[at] = best(logits_NV[at], keys, self._limits_S.at(slots_N[drawn]), width)
+        limits = self._limits_S.at(slots_N)
+        drawn_N, free_N = limits.temperature >= COLDEST, limits.are_off
+        for part in (np.flatnonzero(drawn_N & free_N), np.flatnonzero(drawn_N & ~free_N)):
+            if len(part):
+                at = torch.from_numpy(part).to(logits_NV.device)
+                keys = self._keys(slots_N[part], index_N[part]).to(logits_NV.device)
+                ids_NW[at], log_q_NW[at] = best(logits_NV[at], keys, limits.at(part), width)
         return ids_NW, log_q_NW
 
     def _refresh(self, slots_N: Ints) -> None:
