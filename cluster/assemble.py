@@ -69,7 +69,7 @@ def build(
     if make_executor is None and config.parallel.executor == "ray":
         raise ConfigError("the ray executor runs in a process of its own; reach it over a channel, as LLM does")
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
-    if config.speculative and has_own_tokenizer(config.speculative) and tokenizer is not None:
+    if config.speculative and must_share_tokenizer(config.speculative) and tokenizer is not None:
         check_draft_tokenizer(config, config.speculative, tokenizer)
     proposers = beside_controller(config.speculative)
     if config.speculative and config.speculative.datastore and tokenizer is not None:
@@ -129,9 +129,13 @@ def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Prep
     )
 
 
-def has_own_tokenizer(speculative: SpeculativeConfig) -> bool:
-    """Whether the draft is a model of its own, with a vocabulary that could be another; heads have the target's."""
-    return speculative.model is not None and not WHOLE_MODELS.isdisjoint(registry.methods(speculative))
+WAY_OUT = ", or set use_heterogeneous_vocab in speculative_config for method 'draft_model'"
+
+
+def must_share_tokenizer(speculative: SpeculativeConfig) -> bool:
+    """Whether the draft is a model whose vocabulary could be another than the target's, and nobody said that it is."""
+    return (speculative.model is not None and not WHOLE_MODELS.isdisjoint(registry.methods(speculative))
+            and not speculative.use_heterogeneous_vocab)
 
 
 def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, tokenizer: Any) -> None:
@@ -148,11 +152,11 @@ def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, 
     for token, index in sorted(theirs.items(), key=lambda item: item[1]):
         if ours.get(token, index) != index:
             raise ModelError(f"the draft {speculative.model} maps {token!r} to id {index}, the target "
-                             f"{config.model.model} to id {ours[token]}: they must share a tokenizer")
+                             f"{config.model.model} to id {ours[token]}: they must share a tokenizer{WAY_OUT}")
     shared = len(theirs.keys() & ours.keys())
     if shared < min(len(theirs), len(ours)) // 2:
         raise ModelError(f"the draft {speculative.model} shares {shared} of {len(theirs)} tokens with the target "
-                         f"{config.model.model}: they must share a tokenizer")
+                         f"{config.model.model}: they must share a tokenizer{WAY_OUT}")
 
 
 def check_datastore(path: str, tokenizer: Any) -> None:

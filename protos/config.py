@@ -70,6 +70,7 @@ class SpeculativeConfig:
         eagle_topk: children of a node and nodes fed of a level, where trees are grown; beams of `recurrent`; 1: chains.
         num_steps: levels of a grown tree; None: the method's.
         draft_shape: a chain, a tree with branches, or what is best for the method.
+        use_heterogeneous_vocab: the tokenizer of `draft_model` is another than the target's.
         suffix_decoding_max_bytes: memory for all past answers together.
         datastore: file that `slipstream build-datastore` wrote, for `rest`.
         lookahead_window, lookahead_ngram, lookahead_guesses: W, N and G of Fu et al. 2024; a draft has up to
@@ -91,6 +92,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = Field(default=5, gt=0)
     prompt_lookup_max: int = Field(default=5, gt=0)
     draft_shape: Literal["auto", "chain", "tree"] = "auto"
+    use_heterogeneous_vocab: bool = False
     suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=1024)
     suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)
     suffix_decoding_max_spec_factor: float = Field(default=1.0, ge=0.0)
@@ -103,6 +105,13 @@ class SpeculativeConfig:
     disable_by_batch_size: int | None = Field(default=None, gt=0)
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     rejection_sample_method: AcceptanceRule = "coupled"
+
+    @model_validator(mode="after")
+    def _translation(self) -> "SpeculativeConfig":
+        names = (self.method,) if isinstance(self.method, str) else self.method
+        if self.use_heterogeneous_vocab and "draft_model" not in names:
+            raise ValueError(f"use_heterogeneous_vocab is for method 'draft_model', got {', '.join(names)}")
+        return self
 
     @model_validator(mode="after")
     def _lookup_range(self) -> "SpeculativeConfig":

@@ -72,7 +72,6 @@ REFUSED = {
     "kv_cache_dtype": "the draft's KV cache has the draft's dtype",
     "draft_load_config": "drafts are loaded from safetensors only",
     "draft_lm_head_quantization": "quantised drafts are not supported",
-    "use_heterogeneous_vocab": "the draft must have the target's tokenizer",
     "synthetic_acceptance_rates": "forced acceptance is not available",
     "synthetic_acceptance_length": "forced acceptance is not available",
 }

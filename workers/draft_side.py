@@ -21,6 +21,7 @@ from protos.errors import ConfigError
 from protos.interfaces import DraftRow
 from protos.learned import FeatureSpec, LearnedProposer
 from protos.messages import Draft, RoundPlan, Row, Verdict
+from workers.building import BUILDING
 from workers.draft import DraftWorker, Proposes
 from workers.features import Features
 from workers.kv import bytes_per_block
@@ -31,6 +32,7 @@ from workers.runner import ModelRunner, weight_bytes
 from workers.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
+from workers.translation import Dictionary, translated
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +74,11 @@ class LoadedDraft(Protocol):
 
 @dataclass(frozen=True)
 class LanguageDraft:
-    """A causal language model."""
+    """A causal language model; `dictionary` where its vocabulary is another than the target's."""
 
     loaded: LoadedModel
     is_eager: bool
+    dictionary: Dictionary | None = None
     spec = FeatureSpec()
     shift = 0
     width = 0
@@ -89,13 +92,13 @@ class LanguageDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
 
-    def forward(self, slots: SlotTable, num_blocks: int, say: Say) -> ModelForward:
+    def forward(self, slots: SlotTable, num_blocks: int, say: Say) -> DraftForward:
         """See `LoadedDraft`."""
         runner = ModelRunner(self.loaded, slots, num_blocks, slots.block_size)
         if not self.is_eager:
             say("warming up the draft")
             say(f"draft: {runner.warm_up()}")
-        return ModelForward(runner)
+        return translated(ModelForward(runner), self.loaded, self.dictionary)
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,18 @@ def load_draft(config: EngineConfig, beside: LoadedModel | None, say: Say) -> Lo
     if learned is not None:
         return _load_module(config, speculative, learned, beside)
     is_eager = config.model.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
-    return LanguageDraft(load(_model_of(config, speculative)), is_eager)
+    loaded = load(_model_of(config, speculative))
+    dictionary = _dictionary(config, loaded, say) if speculative.use_heterogeneous_vocab else None
+    return LanguageDraft(loaded, is_eager, dictionary)
+
+
+def _dictionary(config: EngineConfig, draft: LoadedModel, say: Say) -> Dictionary:
+    model = config.model
+    tokenizer = fetch(model) if model.tokenizer is None else fetch(replace(model, model=model.tokenizer,
+                                                                          revision=model.tokenizer_revision))
+    found = Dictionary.between(tokenizer, draft.folder, int(describe(model)["vocab_size"]))
+    say(f"{len(found.ours_S)} of the draft's {draft.vocab_size} tokens stand for text that a token of the target is")
+    return found
 
 
 def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConfig:
@@ -268,6 +282,7 @@ def _load_module(config: EngineConfig, speculative: SpeculativeConfig, learned: 
     described = target if speculative.model is None else describe(_model_of(config, speculative))
     spec = learned.features_of(speculative, described, target)
     parts = DraftParts(folder, folder or source, described, target, lender, dtype, device)
-    module = learned.build(speculative, parts)
+    with BUILDING:
+        module = learned.build(speculative, parts)
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])
     return ModuleDraft(LoadedModule(module, dtype, device), spec, width)
