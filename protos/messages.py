@@ -5,6 +5,7 @@ ints; positions count from 0 over prompt + output; blocks are indices into every
 """
 
 from collections.abc import Sequence as Seq
+from typing import Literal
 
 import msgspec
 
@@ -231,8 +232,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """What a loaded executor tells the controller.
 
     `num_blocks` is the minimum over workers; `max_model_len` is clamped to what the cache holds. `costs` is None
-    where nothing was measured. `feeds_draft` says that the draft is fed features, and so can guess only for rows that
-    the target has fed before.
+    where nothing was measured. `draft_needs` says which features the draft is fed ("none", "last" or "all"); where it
+    is, it can guess only for rows that the target has fed before.
     """
 
     num_blocks: int
@@ -243,4 +244,4 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     speculates: bool = False
     notes: tuple[str, ...] = ()
     costs: StepCosts | None = None
-    feeds_draft: bool = False
+    draft_needs: Literal["none", "last", "all"] = "none"

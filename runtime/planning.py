@@ -3,6 +3,7 @@
 from itertools import count
 
 from protos.config import CacheConfig, SchedulerConfig
+from protos.interfaces import Needs
 from protos.messages import NewSequence, Request, Row
 from runtime.blocks import Chain
 from runtime.drafting import Drafting, Part
@@ -27,7 +28,7 @@ class Planner:
         cache: CacheConfig,
         *,
         vocab_size: int,
-        feeds_draft: bool = False,
+        draft_needs: Needs = "none",
     ) -> None:
         self._config = config
         self._roster = roster
@@ -38,7 +39,7 @@ class Planner:
         self._max_scored = max(1, PROMPT_LOGITS // vocab_size)
         self._num_scored = 0  # prompt tokens of this step whose logits are wanted
         self._can_draft = True  # whether the draft worker can, in this step
-        self._feeds_draft = feeds_draft  # whether the draft worker reads what the target computes
+        self._draft_needs = draft_needs  # what the draft worker reads of what the target computes
         self._generations = count(1)
 
     def plan(self, policy: Policy, *, can_draft: bool = True) -> list[Part]:
@@ -91,7 +92,7 @@ class Planner:
     def _want_guesses(self, part: Part, policy: Policy, budget: int) -> None:
         """Set `k`. The target adds a token of its own to what it accepts: one fewer than may still come."""
         sequence = part.sequence
-        can_ask_worker = self._can_draft and (sequence.is_decoding or not self._feeds_draft)
+        can_ask_worker = self._can_draft and (sequence.is_decoding or self._draft_needs == "none")
         if part.samples and (can_ask_worker or self._drafting.is_here):
             room = sequence.max_len - len(sequence.token_ids) - 1
             part.k = max(0, min(policy.guesses(sequence.request), room, budget))
@@ -126,7 +127,7 @@ class Planner:
     def _admit_waiting(self, policy: Policy, budget: int) -> list[Part]:
         parts: list[Part] = []
         while self._roster.waiting and self._roster.has_slot and budget > 0:
-            part = self._admit_first(budget)
+            part = self._admit_first(policy, budget)
             if part is None:
                 break
             self._want_guesses(part, policy, budget - part.length)
@@ -135,12 +136,12 @@ class Planner:
         self._secure_drafts(parts)
         return parts
 
-    def _admit_first(self, budget: int) -> Part | None:
+    def _admit_first(self, policy: Policy, budget: int) -> Part | None:
         """Let the first waiting sequence run if all it knows fits, and one block more for each running one."""
         sequence = self._roster.waiting[0]
         if sequence.owes_prompt_logprobs and self._num_scored >= self._max_scored:
             return None
-        hit, chain = self._look_up(sequence)
+        hit, chain = self._look_up(sequence, policy)
         num_known = self._blocks.blocks_for(len(sequence.token_ids))
         wanted = num_known - len(hit) + self._blocks.num_free_among(hit)
         if wanted + len(self._roster.running) > self._blocks.num_free:
@@ -157,10 +158,16 @@ class Planner:
         sequence.block_ids += self._blocks.allocate(self._blocks.blocks_for(part.end) - len(hit))
         return part
 
-    def _look_up(self, sequence: Sequence) -> tuple[list[int], Chain]:
-        if self._reads_cache(sequence.request):
-            return self._blocks.match(sequence.token_ids, sequence.request.cache_salt)
-        return [], sequence.request.cache_salt
+    def _look_up(self, sequence: Sequence, policy: Policy) -> tuple[list[int], Chain]:
+        request = sequence.request
+        if not self._reads_cache(request):
+            return [], request.cache_salt
+        hit, chain = self._blocks.match(sequence.token_ids, request.cache_salt)
+        if hit and self._draft_needs == "all" and self._can_draft and policy.guesses(request):
+            # What a draft made of the last token of the hit depends on the token behind it, which may be another here.
+            return self._blocks.match(sequence.token_ids[: (len(hit) - 1) * self._blocks.block_size + 1],
+                                      request.cache_salt)
+        return hit, chain
 
     def _reads_cache(self, request: Request) -> bool:
         """Prompt log-probabilities need every position computed."""

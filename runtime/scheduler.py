@@ -60,7 +60,7 @@ class Scheduler:
         self._roster = Roster(config.max_num_seqs, blocks, self._drafting.end)
         self._planner = Planner(
             config, self._roster, self._drafting, self._counters, cache, vocab_size=info.vocab_size,
-            feeds_draft=info.feeds_draft,
+            draft_needs=info.draft_needs,
         )
         self._committer = Committer(self._roster, self._drafting, self._counters, cache)
         self._in_flight: dict[int, list[tuple[Sequence, Row]]] = {}

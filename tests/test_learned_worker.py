@@ -1,5 +1,6 @@
 """Learned proposers get what they ask for: drafts are what a computation of the whole text says, wherever they run."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,18 @@ from cluster import assemble
 from proposers import registry
 from runtime.controller import LocalInbox
 from tests import tiny_heads
-from tests.gang_engine import Engine, K, Models, assert_same, configure, quick_turns, requests, threaded, tiny_pair
+from tests.gang_engine import (
+    Engine,
+    K,
+    Models,
+    assert_same,
+    configure,
+    late_comer,
+    quick_turns,
+    requests,
+    threaded,
+    tiny_pair,
+)
 from tests.tiny_heads import METHODS, NOTES, Twin
 
 HEADS = tuple(METHODS)
@@ -74,3 +86,67 @@ def test_in_one_process(models: Models, heads: Heads, plain: dict[str, list[int]
     assert engine.proposed() > engine.accepted > 0
     assert_drafts_are_right(models, heads, method)
     assert all(note.first == 0 for note in NOTES)
+
+
+TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 34, "max_num_batched_tokens": 16}
+"""Too few blocks for all that run: some are preempted. Prompts are read in pieces."""
+BY_SIZE = {"num_speculative_tokens_per_batch_size": [[1, 2, K], [3, 99, 0]]}
+"""Off while many rows run, on again when they are few."""
+
+
+@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("keys", [{}, BY_SIZE], ids=["on", "off and on"])
+def test_preempted_and_resumed(models: Models, heads: Heads, plain: dict[str, list[int]], method: str,
+                               keys: dict[str, Any]) -> None:  # fmt: skip
+    engine = one_process(models, speculation(heads, method, **keys), **TIGHT)
+    engine.put(*requests())
+    assert engine.finish() == plain
+    assert engine.built.controller.stats().preemptions > 0
+    assert engine.proposed() > engine.accepted > 0
+    assert_drafts_are_right(models, heads, method)
+    if keys and method == "test_all":
+        assert any(note.first > 0 for note in NOTES), "what was computed while speculation was off is not seen"
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_colocated_with_ranks_that_share_the_target(models: Models, heads: Heads, plain: dict[str, list[int]],
+                                                    method: str) -> None:  # fmt: skip
+    config = configure(models, speculative_config=speculation(heads, method, placement="colocated"),
+                       tensor_parallel_size=2)
+    engine = threaded(config)
+    try:
+        engine.put(*requests(4, 20))
+        assert_same(engine.finish(), plain)
+    finally:
+        engine.built.shutdown()
+    assert engine.proposed() > engine.accepted > 0
+    assert not engine.drafted
+    assert_drafts_are_right(models, heads, method)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_on_a_worker_of_its_own_that_is_replaced(models: Models, heads: Heads, plain: dict[str, list[int]],
+                                                 method: str) -> None:  # fmt: skip
+    may_come = threading.Event()
+    config = configure(models, speculative_config=speculation(heads, method, placement="dedicated"))
+    engine = threaded(config, body=late_comer(may_come))
+    assert engine.gang is not None
+    try:
+        engine.put(*requests())
+        engine.until(lambda: engine.accepted >= 3)
+        engine.gang.newest("draft").crash()
+        engine.until(lambda: not engine.built.executor.drafting.is_up)
+        lost = len(engine.rounds)
+        engine.until(lambda: len(engine.rounds) > lost + 3)
+        assert engine.proposed(lost) == 0
+        revived, notes = len(engine.rounds), len(NOTES)
+        may_come.set()
+        engine.until_drafting(epoch=2)
+        assert engine.finish() == plain
+    finally:
+        engine.built.shutdown()
+    assert engine.proposed(revived) > 0
+    assert engine.missed <= 1
+    assert_drafts_are_right(models, heads, method)
+    if method == "test_all":
+        assert any(note.first > 0 for note in NOTES[notes:]), "a new draft has not seen what was said before it came"

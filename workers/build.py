@@ -98,7 +98,7 @@ def _size(config: EngineConfig, target: LoadedModel, draft: LoadedDraft | None) 
     info = WorkerInfo(
         num_blocks=num_blocks, block_size=size, max_model_len=max_model_len, vocab_size=target.vocab_size,
         eos_ids=target.eos_ids, speculates=config.speculative is not None,
-        feeds_draft=draft is not None and draft.spec.needs != "none",
+        draft_needs="none" if draft is None else draft.spec.needs,
     )
     return info, tuple(notes)
 
