@@ -1,20 +1,27 @@
 """Trees, from the draft to the committed tokens: the same tokens as without, whatever the trees look like."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tiny_pairs
 
 from cluster import assemble
-from protos.messages import Request, RoundPlan, Sampling, Verdict
+from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
+from slipstream import LLM
 from tests.gang_engine import Engine, configure
 from tests.identity import Reference, assert_identical
 from tests.tiny_models import build
-from tests.tree_proposer import TreeProposer
+from tests.tree_proposer import TreeProposer, WorkerTreeProposer
+from workers.draft import DraftWorker
+from workers.sampler import Sampler
+from workers.target import TargetWorker
 
 VOCAB = 97
 K = 7
@@ -82,17 +89,30 @@ class Told:
 
 
 def alone(model: Path, proposer: TreeProposer | None, **arguments: Any) -> Engine:
-    """An engine in this process, with a proposer beside the controller."""
-    config = configure((model, model), draft=False, speculative_config=None if proposer is None else NGRAM,
-                       **{**TIGHT, **arguments})  # fmt: skip
-    return Engine(_assembled(config, proposer))
+    """An engine in this process, with a proposer beside the controller, or with the target's twin as its draft."""
+    speculative: dict[str, Any] | None = None if proposer is None else NGRAM
+    if isinstance(proposer, WorkerTreeProposer):
+        speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": K}
+    config = configure((model, model), draft=False, **{**TIGHT, "speculative_config": speculative, **arguments})
+    with planted(proposer):
+        return Engine(assemble.build(config, LocalInbox(), lambda line: None))
 
 
-def _assembled(config: Any, proposer: TreeProposer | None, make: Any = None) -> assemble.Assembled:
+@contextmanager
+def planted(proposer: TreeProposer | None) -> Iterator[None]:
+    """Let engines that are built meanwhile get this proposer instead of the one they ask for."""
+
+    def on_worker(_config: Any, runner: DraftWorker) -> TreeProposer | None:
+        if isinstance(proposer, WorkerTreeProposer):
+            proposer.runner = runner
+        return proposer
+
     with pytest.MonkeyPatch.context() as patch:
-        if proposer is not None:
+        if isinstance(proposer, WorkerTreeProposer):
+            patch.setattr("proposers.draft_model.DraftModelProposer.create", on_worker)
+        elif proposer is not None:
             patch.setattr("proposers.ngram.NgramProposer.create", lambda *_: proposer)
-        return assemble.build(config, LocalInbox(), lambda line: None, make)
+        yield
 
 
 def assert_same_logprobs(ours: Told, theirs: Told) -> None:
@@ -127,3 +147,102 @@ def test_trees_say_what_is_said_without_them(family: str, tmp_path: Path) -> Non
                      [off.outputs[request.request_id] for request in greedy], Reference(model))
     assert on.outputs == off.outputs
     assert_same_logprobs(on, off)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB)
+
+
+def test_trees_of_a_worker_say_the_same_and_leave_its_own_cache_right(llama: Path) -> None:
+    asked = requests(24)
+    off = Told(alone(llama, None), asked)
+    proposer = WorkerTreeProposer(off.texts, VOCAB)
+    on = Told(alone(llama, proposer), asked)
+    assert on.outputs == off.outputs
+    assert_walked(on)
+    generations: dict[int, int] = {}
+    chains = []
+    for plan, verdicts in on.rounds:
+        generations |= {new.slot: new.generation for new in plan.new}
+        known = {row.slot: (generations[row.slot], row.known_len) for row in plan.rows}
+        chains += [verdict for verdict in verdicts if known[verdict.slot] in proposer.modelled]
+    assert sum(verdict.proposed for verdict in chains) > 20
+    assert all(verdict.accepted == verdict.proposed for verdict in chains)  # the draft is the target
+
+
+def greedy(name: str, prompt_token_ids: Sequence[int], tokens: int = 50) -> Request:
+    return Request(name, tuple(prompt_token_ids), SamplingParams(), Sampling(0, 0.0), tokens)
+
+
+def lost(_worker: TargetWorker, moves: Sequence[int]) -> None:
+    """Make no move."""
+
+
+def swapped(worker: TargetWorker, moves: Sequence[int]) -> None:
+    """Make every move the wrong way."""
+    worker.runner.cache.move(np.array(moves, np.int64).reshape(-1, 2)[:, ::-1].copy())
+
+
+@pytest.mark.parametrize("sabotage", [lost, swapped])
+def test_wrong_moves_would_be_noticed(
+    llama: Path, sabotage: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [greedy(str(i), prompt(i)) for i in range(3)]
+    off = Told(alone(llama, None), asked)
+    assert Told(alone(llama, TreeProposer(off.texts, VOCAB)), asked).outputs == off.outputs
+    monkeypatch.setattr(TargetWorker, "move", sabotage)
+    on = Told(alone(llama, TreeProposer(off.texts, VOCAB)), asked)
+    assert sum(len(plan.moves) for plan, _ in on.rounds) > 10
+    assert on.outputs != off.outputs
+
+
+def test_a_text_that_ended_in_a_tree_is_found_in_the_prefix_cache_as_it_should_be(llama: Path) -> None:
+    first = greedy("first", prompt(1), 41)
+    off = Told(alone(llama, None), [first])
+    asked = [first, greedy("second", [*off.texts[0], 5, 6], 30)]
+    wanted = Told(alone(llama, None, num_gpu_blocks_override=64), [asked[1]])
+    engine = alone(llama, TreeProposer([*off.texts, *wanted.texts], VOCAB), num_gpu_blocks_override=64)
+    engine.put(first)
+    engine.finish()
+    told = Told(engine, [asked[1]])
+    assert told.outputs["second"] == wanted.outputs["second"]
+    assert told.stats.prefix_hits > len(first.prompt_token_ids) + 20
+    assert_walked(told)
+
+
+def test_stop_strings_end_texts_at_the_same_character(tmp_path: Path) -> None:
+    model, _ = tiny_pairs.build(tmp_path, "llama")
+    prompts = [{"prompt_token_ids": list(prompt(i))} for i in range(4)]
+    arguments: dict[str, Any] = {"model": str(model), "dtype": "float32", "enforce_eager": True, "max_model_len": 128}
+    with LLM(**arguments) as llm:
+        longest = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        stops = [result.outputs[0].text[20 + i : 22 + i] for i, result in enumerate(longest)]
+        asked = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop=stop) for stop in stops]
+        off = [result.outputs[0] for result in llm.generate(prompts, asked)]
+    texts = [[*given["prompt_token_ids"], *result.outputs[0].token_ids]
+             for given, result in zip(prompts, longest, strict=True)]
+    with planted(TreeProposer(texts, 259)), LLM(**arguments, speculative_config=NGRAM) as llm:
+        on = [result.outputs[0] for result in llm.generate(prompts, asked)]
+        stats = llm.stats()
+    assert [(ours.text, ours.finish_reason, ours.token_ids) for ours in on] == [
+        (theirs.text, theirs.finish_reason, theirs.token_ids) for theirs in off]
+    assert {output.finish_reason for output in off} == {"stop"}
+    assert stats.proposed > stats.accepted > 0
+
+
+def test_chains_are_sampled_in_one_call_a_round(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.target.TreeSampler", None)
+    calls: list[int] = []
+    sample = Sampler.sample
+
+    def counting(self: Sampler, logits: Any, slots: Any, index: Any) -> Any:
+        calls.append(len(slots))
+        return sample(self, logits, slots, index)
+
+    monkeypatch.setattr(Sampler, "sample", counting)
+    asked = [greedy(str(i), [7, 11, 30] * 5, 20) for i in range(3)]
+    config = configure((llama, llama), draft=False, speculative_config=NGRAM)
+    told = Told(Engine(assemble.build(config, LocalInbox(), lambda line: None)), asked)
+    assert told.stats.proposed > 0
+    assert len(calls) == len(told.rounds)

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from proposers.draft_model import DraftModelProposer
 from protos.interfaces import DraftRow
 from protos.messages import Draft
+from workers.draft import DraftWorker
 
 
 def random_tree(true: Seq[int], size: int, vocab_size: int, dice: random.Random) -> Draft:
@@ -71,6 +73,32 @@ class TreeProposer:
             if list(text[: len(known)]) == known:
                 return list(text[len(known) :])
         return []
+
+
+class WorkerTreeProposer(TreeProposer):
+    """On the draft worker: trees in some rounds, chains of the draft model in others, and never nonsense.
+
+    `modelled` has generation and length of the texts behind which the draft model guessed.
+    """
+
+    on_worker = True
+    runner: DraftWorker
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.modelled: set[tuple[int, int]] = set()
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        slots = self.runner.slots
+        if self.dice.random() < 0.4:
+            self.modelled |= {(int(slots.joined[row.slot]), int(slots.known_len[row.slot])) for row in rows}
+            return DraftModelProposer(self.runner).propose(rows)
+        found = [self._tree(slots.tokens[row.slot, : slots.known_len[row.slot]].tolist(), row.k) for row in rows]
+        self.drafts += found
+        return found
+
+    def _tree(self, known: list[int], k: int) -> Draft:
+        return random_tree(self._continuation(known), k, self.vocab_size, self.dice)
 
 
 def nonsense(k: int, vocab_size: int, dice: random.Random) -> Draft:
