@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import tiny_pairs
 
+import slipstream
 from cluster import cli, cli_serve
 from cluster.settings import engine_config
-from proposers import registry
 from protos.config import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
 
@@ -194,8 +194,9 @@ python -m vllm.entrypoints.openai.api_server --host 0.0.0.0 --port 8000 --model 
     --seed 42 -tp 1 --speculative_model facebook/opt-125m --use-v2-block-manager \\
     --num_speculative_tokens 5 --gpu_memory_utilization 0.8
 """
-MISSING = {
-    "mlp_speculator": MLP_SPECULATOR, "eagle": EAGLE, "eagle on ascend": EAGLE_ASCEND, "suffix": SUFFIX,
+HEADS = {
+    "mlp_speculator": (MLP_SPECULATOR, ("mlp_speculator", 5)), "eagle": (EAGLE, ("eagle", 5)),
+    "eagle on ascend": (EAGLE_ASCEND, ("eagle", 2)), "suffix": (SUFFIX, ("suffix", 15)),
 }  # fmt: skip
 PROGRAM = re.compile(r"^(python -m vllm\.entrypoints\.openai\.api_server|vllm serve)", re.MULTILINE)
 
@@ -270,13 +271,22 @@ def test_the_snippet_without_speculation_runs(pair: tuple[Path, Path], capsys: p
     names["llm"].shutdown()
 
 
-@pytest.mark.parametrize("snippet", MISSING.values(), ids=MISSING)
-def test_snippets_whose_proposer_is_not_there_name_those_that_are(snippet: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("name", HEADS)
+def test_snippets_with_heads_and_histories_are_understood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their checkpoints are out of reach, so what the engine would be built from is looked at; no name tells K."""
+    snippet, wanted = HEADS[name]
+    built: list[EngineConfig] = []
+
+    def build(model: str, **arguments: Any) -> None:
+        built.append(engine_config({"model": model, **arguments}))
+        raise LookupError("far enough")
+
+    monkeypatch.setattr(slipstream, "LLM", build, raising=False)
+    with pytest.raises(LookupError, match="far enough"):
         run(adapted(snippet))
-    assert re.fullmatch(
-        rf"speculative method '\w+' is not available; choose one of: {', '.join(registry.names())}", str(caught.value)
-    )
+    (config,) = built
+    assert config.speculative is not None
+    assert (config.speculative.method, config.speculative.num_speculative_tokens) == wanted
 
 
 def test_the_server_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +303,9 @@ def test_the_removed_flags_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert config_of(adapted(SERVE_REMOVED), monkeypatch) == config_of(adapted(SERVE), monkeypatch)
 
 
-def test_the_mtp_command_names_the_methods_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="method 'mtp' is not available; choose one of: draft_model, ngram"):
-        config_of(adapted(SERVE_MTP), monkeypatch)
+def test_the_mtp_command_means_the_targets_own_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = config_of(adapted(SERVE_MTP).replace("--quantization ascend", ""), monkeypatch)
+    assert config.speculative == SpeculativeConfig("mtp", 2, placement="dedicated")
 
 
 def test_the_rest_of_the_mtp_command_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
