@@ -1,9 +1,15 @@
-"""The embedded demo pair: a small Llama that writes Python, and a draft that guesses what it will write."""
+"""The embedded demo: a small Llama that writes Python, and what guesses what it will write: a draft, and heads."""
 
 from pathlib import Path
+
+HERE = Path(__file__).parent
 
 
 def pair() -> tuple[Path, Path]:
     """Return the folders of the demo target and the demo draft."""
-    here = Path(__file__).parent
-    return here / "target", here / "draft"
+    return HERE / "target", HERE / "draft"
+
+
+def head(method: str) -> Path:
+    """Return the folder of the demo target's heads for *method*, such as "medusa" or "eagle3"."""
+    return HERE / "heads" / method

@@ -18,21 +18,21 @@ PROMPT_TOKENS = (16, 160)
 STYLES = ((0.0, 1.0), (0.7, 0.9), (1.0, 1.0))  # temperature, top-p
 
 
-def load_or_write(target: Path, corpus: torch.Tensor, path: Path) -> torch.Tensor:
-    """Return int32 ids `[N]`: those kept at *path*, or else new ones from the model in *target*.
+def load_or_write(target: Path, corpus: torch.Tensor, path: Path, count: int | None = None) -> torch.Tensor:
+    """Return int32 ids `[N]`: those kept at *path*, or else *count* new texts (`NUM_TEXTS`) of the model in *target*.
 
     Their beginnings are cut from *corpus*, int32 ids `[M]`.
     """
     if not path.exists():
-        save_file({"ids": write(target, corpus)}, path)
+        save_file({"ids": write(target, corpus, NUM_TEXTS if count is None else count)}, path)
     ids: torch.Tensor = load_file(path)["ids"]
     return ids
 
 
-def write(target: Path, corpus: torch.Tensor) -> torch.Tensor:
-    """Return `NUM_TEXTS` texts of `TOKENS` tokens, beginnings included, one after another."""
+def write(target: Path, corpus: torch.Tensor, count: int) -> torch.Tensor:
+    """Return *count* texts of `TOKENS` tokens, beginnings included, one after another."""
     llm = LLM(model=str(target), max_num_seqs=64, seed=0)
-    prompts = list(beginnings(corpus))
+    prompts = list(beginnings(corpus, count))
     params = [SamplingParams(max_tokens=TOKENS - len(prompt), temperature=temperature, top_p=top_p, seed=i,
                              ignore_eos=True, detokenize=False)
               for i, (prompt, (temperature, top_p)) in enumerate(zip(prompts, cycle(STYLES), strict=False))]
@@ -42,10 +42,10 @@ def write(target: Path, corpus: torch.Tensor) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int32)
 
 
-def beginnings(corpus: torch.Tensor) -> Iterator[list[int]]:
-    """Yield `NUM_TEXTS` pieces of *corpus*, always the same."""
+def beginnings(corpus: torch.Tensor, count: int) -> Iterator[list[int]]:
+    """Yield *count* pieces of *corpus*, always the same."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(NUM_TEXTS):
+    for _ in range(count):
         length = int(torch.randint(*PROMPT_TOKENS, (1,), generator=generator))
         start = int(torch.randint(len(corpus) - length, (1,), generator=generator))
         yield corpus[start : start + length].tolist()

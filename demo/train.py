@@ -3,32 +3,32 @@
     python -m demo.train                                   both models, on this Python's standard library
     python -m demo.train --target DIR --text DIR --out DIR  a draft for a target of your own
     python -m demo.train --target DIR --draft DIR ...       the same, going on from a draft there is
+    python -m demo.train --heads                            heads for the demo target, of every kind
+    python -m demo.train --target DIR --text DIR --heads medusa,eagle3 --out DIR
 
 Runs on a GPU where there is one (minutes), else on the CPU at the lowest priority (under two hours on
 two cores), and goes on from its last checkpoint when started again. Matrices are trained with Muon
 (Jordan et al. 2024), everything else with AdamW; the learning rate falls linearly to zero over the
 time given. The draft learns the target's distribution (Hinton et al. 2015), one half on the text and one
-half on what the target itself goes on to write (Zhou et al. 2023, DistillSpec), which is what it will meet.
+half on what the target itself goes on to write (Zhou et al. 2023, DistillSpec), which is what it will meet; so do
+heads (`demo.heads`), all of them from the same pass of the target.
 """
 
 import argparse
 import os
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
-from torch.nn import functional as F
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from demo import corpus, own_text
+from demo import HERE, corpus, own_text, train_heads
+from demo.losses import distillation_loss, next_token_loss
+from demo.trainer import Run, Trainer, device, encode
 
-HERE = Path(__file__).parent
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 # The demo completes code, so its chat is written the way a source file would hold one: as comments.
@@ -36,21 +36,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant:\n{% endif %}"
 )
-CHECKPOINT_EVERY_S = 120.0
-SHARP = 0.7  # temperature at which total variation is taken
-
-Loss = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one training run needs: sequences of *length* tokens, *batch* at a time, for *minutes*."""
-
-    minutes: float
-    learning_rate: float = 3e-3
-    length: int = 512
-    batch: int = 8
-    seed: int = 0
 
 
 def train_tokenizer(texts: Sequence[str], folder: Path) -> None:
@@ -69,14 +54,6 @@ def train_tokenizer(texts: Sequence[str], folder: Path) -> None:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-
-
-def encode(texts: Sequence[str], tokenizer: Any) -> torch.Tensor:
-    """Return all *texts* as one int32 stream `[N]`, each closed by the end-of-text token."""
-    stream: list[int] = []
-    for ids in tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]:
-        stream += [*ids, tokenizer.eos_token_id]
-    return torch.tensor(stream, dtype=torch.int32)
 
 
 def target_config() -> LlamaConfig:
@@ -98,134 +75,10 @@ def draft_config(target: Any, hidden: int = 256, layers: int = 2) -> LlamaConfig
     )
 
 
-def next_token_loss(model: nn.Module) -> Loss:
-    """Return the loss of plain language modelling over ids `[B, L]`."""
-    compiled = torch.compile(model)
-
-    def loss(ids: torch.Tensor) -> torch.Tensor:
-        logits = compiled(input_ids=ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-
-    return loss
-
-
-def distillation_loss(draft: nn.Module, target: nn.Module) -> Loss:
-    """Return KL(target || draft) + their total variation at `SHARP`, a position, over ids `[B, L]`.
-
-    KL covers everything the target might say; total variation is the share of guesses that optimal acceptance
-    would refuse, taken at a lower temperature so that the likeliest tokens count most.
-    """
-    target.eval().requires_grad_(False)
-    student, teacher, apart = torch.compile(draft), torch.compile(target), torch.compile(divergence)
-
-    def loss(ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            wanted = teacher(input_ids=ids, use_cache=False).logits
-        return apart(student(input_ids=ids, use_cache=False).logits, wanted)
-
-    return loss
-
-
-def divergence(guessed_BLV: torch.Tensor, wanted_BLV: torch.Tensor) -> torch.Tensor:
-    """Return KL + total variation, a mean over positions."""
-    guessed, wanted = guessed_BLV.float().flatten(0, 1), wanted_BLV.float().flatten(0, 1)
-    kl = F.kl_div(F.log_softmax(guessed, -1), F.log_softmax(wanted, -1), reduction="batchmean", log_target=True)
-    apart = (F.softmax(guessed / SHARP, -1) - F.softmax(wanted / SHARP, -1)).abs().sum(-1).mean() / 2
-    return kl + apart
-
-
-def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
-    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
-    chosen = {id(p) for p in inner}
-    others = [p for p in model.parameters() if id(p) not in chosen]
-    return [torch.optim.Muon(inner, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
-
-
-class Trainer:
-    """Trains one model for the time of its run, and can be stopped and started at any moment."""
-
-    def __init__(self, model: nn.Module, streams: Sequence[torch.Tensor], run: Run, state: Path) -> None:
-        self.model, self.streams, self.run, self.state = model, streams, run, state
-        self.optimizers = optimizers(model, run.learning_rate)
-        self.step, self.seconds = 0, 0.0
-        if state.exists():
-            self._resume()
-
-    def _resume(self) -> None:
-        saved = torch.load(self.state, weights_only=True)
-        self.model.load_state_dict(saved["model"])
-        for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
-        self.step, self.seconds = saved["step"], saved["seconds"]
-
-    def _save(self) -> None:
-        partial = self.state.with_suffix(".partial")
-        torch.save({"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
-                    "step": self.step, "seconds": self.seconds}, partial)
-        partial.replace(self.state)
-
-    def _batch(self) -> torch.Tensor:
-        """Return ids `[B, L]`, the streams by turns; a function of the step alone: a resumed run sees the same data."""
-        generator = torch.Generator().manual_seed(self.run.seed * 1_000_003 + self.step)
-        rows = [self._cut(self.streams[i % len(self.streams)], generator) for i in range(self.run.batch)]
-        return torch.stack(rows).long().to(next(self.model.parameters()).device)
-
-    def _cut(self, stream: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        start = int(torch.randint(len(stream) - self.run.length, (1,), generator=generator))
-        return stream[start : start + self.run.length]
-
-    def _set_rate(self, progress: float) -> None:
-        scale = min(1.0, (self.step + 1) / 40) * max(0.0, 1.0 - progress)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.run.learning_rate * scale
-
-    def _update(self, loss_of: Loss) -> float:
-        ids = self._batch()
-        with torch.autocast(ids.device.type, torch.bfloat16):
-            loss = loss_of(ids)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    def train(self, loss_of: Loss, name: str) -> None:
-        """Run until the time is used up; the progress bar counts seconds."""
-        budget, saved_at, mean = self.run.minutes * 60, self.seconds, 0.0
-        bar = tqdm(total=round(budget), initial=round(self.seconds), desc=name, unit="s", mininterval=5.0)
-        while self.seconds < budget:
-            began = _clock()
-            self._set_rate(self.seconds / budget)
-            loss = self._update(loss_of)
-            self.step += 1
-            self.seconds += _clock() - began
-            mean = loss if self.step == 1 else 0.95 * (mean or loss) + 0.05 * loss
-            bar.set_postfix(loss=f"{mean:.3f}", step=self.step, refresh=False)
-            bar.update(max(0, min(round(self.seconds), bar.total) - bar.n))
-            if self.seconds - saved_at > CHECKPOINT_EVERY_S:
-                self._save()
-                saved_at = self.seconds
-        self._save()
-        bar.close()
-
-
-def _clock() -> float:
-    """Seconds of work: on a CPU those really spent computing, so that a starved or paused run loses no training."""
-    return time.monotonic() if torch.cuda.is_available() else time.process_time() / torch.get_num_threads()
-
-
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write *model* as bf16 safetensors with its tokenizer, loadable by plain transformers."""
     model.to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
     tokenizer.save_pretrained(folder)
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def train_target(work: Path, run: Run, out: Path) -> None:
@@ -238,7 +91,7 @@ def train_target(work: Path, run: Run, out: Path) -> None:
         train_tokenizer(texts, work / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     torch.manual_seed(run.seed)
-    model = AutoModelForCausalLM.from_config(target_config()).to(_device())
+    model = AutoModelForCausalLM.from_config(target_config()).to(device())
     trainer = Trainer(model, [encode(texts, tokenizer)], run, work / "target.pt")
     trainer.train(next_token_loss(model), "target")
     save(model, tokenizer, out)
@@ -255,11 +108,11 @@ def train_draft(
     train_files, _ = corpus.split(text)
     stream = encode(list(corpus.read(train_files)), tokenizer)
     streams = [stream, own_text.load_or_write(target_folder, stream, work / "own_text.safetensors")]
-    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(_device())
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(device())
     torch.manual_seed(run.seed)
     draft = _new_draft(target_folder) if start is None else AutoModelForCausalLM.from_pretrained(
         start, dtype=torch.float32)
-    draft.to(_device())
+    draft.to(device())
     trainer = Trainer(draft, streams, run, work / "draft.pt")
     trainer.train(distillation_loss(draft, target), "draft")
     save(draft, tokenizer, out)
@@ -271,26 +124,51 @@ def _new_draft(target_folder: Path) -> Any:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, help="train only a draft, for the model in this folder")
+    parser.add_argument("--target", type=Path, help="train only a draft or heads, for the model in this folder")
     parser.add_argument("--draft", type=Path, help="a draft to go on from (default: a new one)")
+    parser.add_argument("--heads", nargs="?", type=_methods, const=tuple(train_heads.MAKERS), metavar="METHODS",
+                        help=f"train heads instead: all, or some of {', '.join(train_heads.MAKERS)}")
     parser.add_argument("--text", type=Path, default=corpus.stdlib_root(), help="folder of text to distil on")
-    parser.add_argument("--out", type=Path, help="where the draft of --target goes (default: TARGET-draft)")
-    parser.add_argument("--work", type=Path, default=HERE / ".work", help="folder for checkpoints")
+    parser.add_argument("--out", type=Path, help="where they go (default: TARGET-draft, TARGET-heads)")
+    parser.add_argument("--work", type=Path, help="folder for checkpoints (default: one for each target in demo/.work)")
+    parser.add_argument("--own-texts", type=int, default=own_text.NUM_TEXTS, help="how many the target writes itself")
     parser.add_argument("--target-minutes", type=float, default=75.0)
     parser.add_argument("--draft-minutes", type=float, default=40.0)
+    parser.add_argument("--head-minutes", type=float, default=60.0)
     return parser.parse_args()
+
+
+def _methods(names: str) -> tuple[str, ...]:
+    methods = tuple(names.split(","))
+    for method in methods:
+        if method not in train_heads.MAKERS:
+            raise argparse.ArgumentTypeError(f"{method!r} is not one of {', '.join(train_heads.MAKERS)}")
+    return methods
+
+
+def _train_heads(args: argparse.Namespace, target: Path, out: Path) -> None:
+    run = Run(minutes=args.head_minutes, learning_rate=1.5e-3, length=384, batch=2, warm_up=10)
+    material = train_heads.Material(args.text, args.own_texts)
+    for method, shares in train_heads.train_heads(target, args.heads, material, args.work, run, out=out).items():
+        *right, length = (f"{share:.3f}" for share in shares)
+        sys.stdout.write(f"{method}: right up to each guess {' '.join(right)}, {length} guesses a draft\n")
 
 
 def main() -> None:
     """Train what the command line asks for."""
     args = _arguments()
     os.nice(19)
+    args.work = args.work or HERE / ".work" / (args.target.resolve().name if args.target else "")
     args.work.mkdir(parents=True, exist_ok=True)
     target: Path = args.target or HERE / "target"
+    kind = "heads" if args.heads else "draft"
+    out: Path = args.out or (target.with_name(f"{target.name}-{kind}") if args.target else HERE / kind)
     if args.target is None and not (target / "model.safetensors").exists():
         train_target(args.work, Run(minutes=args.target_minutes), target)
-    out: Path = args.out or (target.with_name(target.name + "-draft") if args.target else HERE / "draft")
-    train_draft(target, args.text, args.work, Run(minutes=args.draft_minutes), out=out, start=args.draft)
+    if args.heads:
+        _train_heads(args, target, out)
+    else:
+        train_draft(target, args.text, args.work, Run(minutes=args.draft_minutes), out=out, start=args.draft)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+"""Train heads for a target, all of them together: the target reads each text once, whatever learns from it."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo import corpus, own_text
+from demo.evaluate import agreement, continuations
+from demo.heads import Head, Teacher, anchors
+from demo.heads_eagle import Eagle1, Eagle3, most_frequent
+from demo.heads_flat import Hydra, Medusa, MlpSpeculator, Recurrent
+from demo.losses import Loss
+from demo.trainer import Run, Trainer, adamw, device, encode
+
+ANCHORS_PER_TEXT = 128
+MAKERS: Mapping[str, Callable[[Teacher, torch.Tensor], Head]] = {
+    "medusa": lambda teacher, _: Medusa(teacher),
+    "hydra": lambda teacher, _: Hydra(teacher),
+    "mlp_speculator": lambda teacher, _: MlpSpeculator(teacher),
+    "recurrent": lambda teacher, _: Recurrent(teacher),
+    "eagle": lambda teacher, _: Eagle1(teacher),
+    "eagle3": lambda teacher, ids_N: Eagle3(teacher, frequent=most_frequent(ids_N, teacher.config.vocab_size)),
+}
+
+
+@dataclass(frozen=True)
+class Material:
+    """What heads are trained on: *text* below this folder, and as much of *own_texts* that the target writes itself."""
+
+    text: Path
+    own_texts: int
+
+
+def train_heads(target_folder: Path, methods: Sequence[str], material: Material, work: Path, run: Run, *,
+                out: Path) -> dict[str, list[float]]:
+    """Train one head of each of *methods*, and write it into the folder *out* / method in its public format.
+
+    Returns, for each, what `evaluate.agreement` says on texts that were held out.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(device())
+    train_files, heldout = corpus.split(material.text)
+    stream = encode(list(corpus.read(train_files)), tokenizer)
+    streams = list(_streams(stream, target_folder, material, work))
+    torch.manual_seed(run.seed)
+    teacher = Teacher(model)
+    heads = {method: MAKERS[method](teacher, torch.cat(streams)) for method in methods}
+    trained = nn.ModuleDict(heads).to(device())
+    state = work / f"heads-{'-'.join(sorted(methods))}.pt"
+    Trainer(trained, streams, run, state, optimized_by=_one_each).train(joint_loss(teacher, heads), "heads")
+    for method, head in heads.items():
+        write(head.eval(), teacher.config, out / method)
+    texts_BL = continuations(teacher, encode(list(corpus.read(heldout)), tokenizer))
+    return {method: agreement(teacher, head, texts_BL) for method, head in heads.items()}
+
+
+def _streams(stream: torch.Tensor, target_folder: Path, material: Material, work: Path) -> Iterator[torch.Tensor]:
+    yield stream
+    if material.own_texts:
+        yield own_text.load_or_write(target_folder, stream, work / "own_text.safetensors", material.own_texts)
+
+
+def joint_loss(teacher: Teacher, heads: Mapping[str, Head]) -> Loss:
+    """Return the sum of the heads' losses over ids `[B, L]`."""
+    depth = max(head.depth for head in heads.values())
+
+    def loss(ids_BL: torch.Tensor) -> torch.Tensor:
+        lesson = teacher.teach(ids_BL, anchors(ids_BL, ANCHORS_PER_TEXT, depth))
+        return torch.stack([head.loss(lesson) for head in heads.values()]).sum()
+
+    return loss
+
+
+def write(head: Head, target: Any, folder: Path) -> None:
+    """Write *head*, trained for a target with the config *target*, in the public format of its method, in bf16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = head.describe(target) | {"torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    stored = {name: _as_stored(tensor) for name, tensor in head.state_dict().items()}
+    path = folder / head.file_name
+    if path.suffix == ".pt":
+        torch.save(stored, path)
+    else:
+        save_file(stored, path, metadata={"format": "pt"})
+
+
+def read(head: Head, folder: Path) -> Head:
+    """Fill *head* with what `write` wrote into *folder*, and return it.
+
+    Raises:
+        RuntimeError: names or shapes differ.
+    """
+    path = folder / head.file_name
+    stored = torch.load(path, weights_only=True) if path.suffix == ".pt" else load_file(path)
+    head.load_state_dict(stored)
+    return head.eval()
+
+
+def _one_each(heads: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for each head, so that none disturbs another. For so short a training AdamW alone will do."""
+    return [adamw(head.parameters(), rate) for head in heads.children()]
+
+
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    kept = tensor.detach().cpu()
+    return (kept.bfloat16() if kept.is_floating_point() else kept).contiguous()
