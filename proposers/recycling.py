@@ -17,9 +17,6 @@ from protos.interfaces import DraftRow, Needs
 from protos.learned import DraftRunner, Module
 from protos.messages import Draft
 
-USUAL_WIDTH, USUAL_DEPTH = 4, 6
-"""Of a tree where nothing is said. EAGLE-2 was measured with 10 and 5 to 7, for trees of 60 nodes."""
-
 
 class Recycling(Module, Protocol):
     """A module whose states are fed back.
@@ -60,9 +57,8 @@ class RecyclingProposer:
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
         """See `protos.learned.LearnedProposer`."""
         runner = on_a_worker(runner, cls.method)
-        width = _width(config)
-        depth = config.num_speculative_tokens if width == 1 else config.num_steps or USUAL_DEPTH
-        return cls(runner, width, min(depth, runner.module.most))
+        shape = Shape.of(config)
+        return cls(runner, shape.width, min(shape.depth, runner.module.most))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a chain of `row.k` tokens for each row, or a tree of `row.k` nodes."""
@@ -81,12 +77,6 @@ class RecyclingProposer:
 
     def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:
         return Tree(self.runner, rows, self.module.behind, self.shape).grow(self.runner.catch_up(rows))
-
-
-def _width(config: SpeculativeConfig) -> int:
-    if config.draft_shape == "chain":
-        return 1
-    return USUAL_WIDTH if config.draft_shape == "tree" and config.eagle_topk == 1 else config.eagle_topk
 
 
 def on_a_worker(runner: DraftRunner | None, method: str) -> DraftRunner:

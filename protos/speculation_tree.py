@@ -16,7 +16,7 @@ TREE, TOPK, STEPS, TOKENS = "speculative_token_tree", "eagle_topk", "num_steps",
 SHAPE = "draft_shape"
 STATIC = frozenset({"medusa", "hydra", "mlp_speculator", "recurrent"})
 """Methods that draft trees of a shape that is given."""
-GROWN = frozenset({"eagle", "eagle3", "mtp"})
+GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
 """Methods that grow trees where guesses are confident."""
 BRANCHING = GROWN | {"recurrent"}
 """Methods that take a width: the children of a node, or the beams of a search."""
