@@ -19,6 +19,7 @@ from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
 from tests import synthetic, synthetic_layers, tiny_models
 from tests.gang_engine import Engine, configure, late_comer, quick_turns, threaded
+from tests.identity import generate
 
 VOCAB = 23
 """So few that random guesses are right now and then, and no number that two ranks could divide."""
@@ -72,6 +73,7 @@ CASES = (
     Case("p_eagle", "p_eagle", synthetic_of(synthetic_layers.p_eagle, kept=None), CHAIN),
     Case("dflash", "dflash", synthetic_of(synthetic_layers.dflash), CHAIN),
     Case("pard", "pard", synthetic_layers.pard, CHAIN),
+    Case("draft_model", "draft_model", tiny_models.perturb, CHAIN_AND_TREE),
     Case("mtp_deepseek", "mtp", None, CHAIN_AND_TREE, "deepseek_v3", make=synthetic_layers.with_mtp),
     Case("mtp_glm", "mtp", None, CHAIN_AND_TREE, "glm4_moe", make=synthetic_layers.with_mtp),
     Case("mtp_mimo", "mtp", None, CHAIN, "qwen2", make=synthetic_layers.with_mtp),
@@ -229,3 +231,20 @@ def test_on_a_gang_beside_the_first_rank(
     assert outputs == {name: plain[name] for name in outputs}
     assert engine.proposed() > engine.accepted > 0
     assert "the draft failed" not in caplog.text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "shape"), SHAPED)
+def test_on_ray(case: Case, shape: str, folders: Folders, ray_cluster: Any) -> None:
+    """The whole engine: two ranks and a draft, each a process of its own."""
+    rows = requests()
+    params = [
+        SamplingParams(temperature=row.sampling.temperature, seed=row.sampling.seed, top_p=row.sampling.top_p,
+                       presence_penalty=row.sampling.presence_penalty, max_tokens=row.max_tokens, ignore_eos=True)
+        for row in rows
+    ]  # fmt: skip
+    run = generate(folders.of(case), [row.prompt_token_ids for row in rows], params, tensor_parallel_size=2, **ROOM,
+                   block_size=4, max_model_len=128, speculative_config=folders.speculative(case, **case.shapes[shape]))
+    plain = folders.plain(folders.of(case))
+    assert run.outputs == [plain[row.request_id] for row in rows]
+    run.assert_speculated()
