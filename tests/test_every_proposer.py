@@ -4,6 +4,7 @@ A new proposer is one entry in `CASES`: its name, what writes a checkpoint of it
 make it draft chains and trees.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,16 @@ def synthetic_of(make: Callable[..., synthetic.Synthetic], **options: Any) -> Ca
     return lambda target, folder: make(target, **options).write(folder)
 
 
+def mimo(family: str, folder: Path, **options: Any) -> Path:
+    """A target as MiMo's: it calls itself so, and names code of its own, which is never run."""
+    synthetic_layers.with_mtp(family, folder, **options)
+    config = synthetic.config_of(folder)
+    code = {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM", "AutoConfig": "configuration_mimo.MiMoConfig"}
+    told = {**config, "model_type": "mimo", "architectures": ["MiMoForCausalLM"], "auto_map": code}
+    (folder / "config.json").write_text(json.dumps(told))
+    return folder
+
+
 CHAIN_AND_TREE: dict[str, Options] = {
     "chain": {"num_speculative_tokens": 3, "draft_shape": "chain"},
     "tree": {"num_speculative_tokens": 9, "draft_shape": "tree"},
@@ -76,7 +87,7 @@ CASES = (
     Case("draft_model", "draft_model", tiny_models.perturb, CHAIN_AND_TREE),
     Case("mtp_deepseek", "mtp", None, CHAIN_AND_TREE, "deepseek_v3", make=synthetic_layers.with_mtp),
     Case("mtp_glm", "mtp", None, CHAIN_AND_TREE, "glm4_moe", make=synthetic_layers.with_mtp),
-    Case("mtp_mimo", "mtp", None, CHAIN, "qwen2", make=synthetic_layers.with_mtp),
+    Case("mtp_mimo", "mtp", None, CHAIN, "qwen2", make=mimo),
 )
 SHAPED = [pytest.param(case, shape, id=f"{case.name}-{shape}") for case in CASES for shape in case.shapes]
 EACH = [pytest.param(case, id=case.name) for case in CASES]
