@@ -6,11 +6,12 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from protos.errors import ModelError
+from workers import mimo
 
 TESTED = frozenset({
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi", "phi3", "mixtral", "olmo2",
     "olmoe", "granite", "starcoder2", "cohere", "stablelm", "gpt_oss", "opt", "gpt2", "gpt_neox", "gpt_bigcode",
-    "deepseek_v3", "glm4_moe",
+    "deepseek_v3", "glm4_moe", mimo.KIND,
 })  # fmt: skip
 
 _ALIBI = "it adds position biases (alibi) to its attention scores, which paged attention does not"
@@ -62,13 +63,13 @@ def _family_reason(config: Mapping[str, Any], kind: str) -> str | None:
         return REFUSED[kind]
     if config.get("alibi"):
         return _ALIBI
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind != mimo.KIND:
         return _not_native(config)
     return _checkpoint_reason(config, kind)
 
 
 def _checkpoint_reason(config: Mapping[str, Any], kind: str) -> str | None:
-    if "ForConditionalGeneration" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] or "text_config" in config:
+    if "ForConditionalGeneration" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") or "text_config" in config:
         return "it is a multimodal checkpoint; use one with the text model alone"
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
