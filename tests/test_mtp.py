@@ -13,7 +13,7 @@ from published import Drafted, Weights, rms
 from safetensors.torch import save_file
 from synthetic import config_of, stored
 from synthetic_layers import with_mtp
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from proposers.mtp import MtpProposer
 from protos.interfaces import DraftRow
@@ -106,6 +106,51 @@ def test_heads_behind_the_last_layer_draft_what_is_published(tmp_path: Path, fam
 def test_heads_take_turns(tmp_path: Path, family: str) -> None:
     made = Written(tmp_path, family, heads=2)
     made.assert_chains(MtpProposer(made.runner(), 1, 5), ROWS)
+
+
+QWEN: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def test_qwen3_next_shares_what_leads_into_its_layers_and_adds_one_to_norms() -> None:
+    """The target itself is not served, for its linear attention; its head is read and computed all the same."""
+    short = AutoConfig.for_model("qwen3_next", **{**QWEN, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    model = AutoModelForCausalLM.from_config(short, dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(2)
+    block, rope = model.model.layers[0], model.model.rotary_emb
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.normal_(0.0, 0.3, generator=generator)
+    glue = {"fc": torch.randn(16, 32, generator=generator), "norm": torch.randn(16, generator=generator) * 0.1,
+            "pre_fc_norm_embedding": torch.randn(16, generator=generator) * 0.1,
+            "pre_fc_norm_hidden": torch.randn(16, generator=generator) * 0.1}
+    stored = {f"mtp.{name}.weight": weight for name, weight in glue.items()}
+    stored |= {f"mtp.layers.0.{name}": weight.detach() for name, weight in block.state_dict().items()}
+    embedding, head = torch.randn(40, 16, generator=generator), torch.randn(40, 16, generator=generator)
+    config = {**QWEN, "model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
+    text, features = [3, 9, 4, 30, 7], torch.randn(4, 16, generator=generator)
+    runner = DenseRunner(MtpProposer.build(CONFIG, FakeParts(stored, config, config, embedding, head)),
+                         [Text(text, features)], torch.zeros(1, 3, 40))
+
+    def behind(drafted: Drafted) -> torch.Tensor:
+        tokens, states = text[1:] + drafted, features
+        while True:
+            count = len(states)
+            x = torch.cat([rms(embedding[tokens[:count]], 1 + glue["pre_fc_norm_embedding"]),
+                           rms(states, 1 + glue["pre_fc_norm_hidden"])], -1) @ glue["fc"].T
+            mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+            out = block(x[None], attention_mask=mask, position_embeddings=rope(x[None], torch.arange(count)[None]))[0]
+            normed = rms(out, 1 + glue["norm"])
+            if count == len(tokens):
+                return normed[-1] @ head.T
+            states = torch.cat([states, normed[-1:]])
+
+    with torch.inference_mode():
+        [draft] = MtpProposer(runner, 1, 3).propose([DraftRow(0, 3)])
+        assert list(draft.tokens) == published.chain(behind, torch.zeros(3, 40), 3)
 
 
 def test_mimo_reads_the_state_first_and_takes_one_step(tmp_path: Path) -> None:
