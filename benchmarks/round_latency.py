@@ -37,8 +37,9 @@ from protos.gang import (
     WorkerId,
 )
 from protos.messages import RoundPlan
+from workers.draft_table import STAMP
 from workers.groups import open_store
-from workers.pair import STAMP, DraftReceiver, DraftSender, join_as_draft, join_as_target
+from workers.pair import DraftReceiver, DraftSender, join_as_draft, join_as_target
 
 CHANNEL, WITH_PAIR, RAY, RAY_FIRST = "channel", "channel and pair", "ray actor calls", "ray, target 0 awaited alone"
 AT_LEAST = 4.0

@@ -149,6 +149,18 @@ def test_trees_say_what_is_said_without_them(family: str, tmp_path: Path) -> Non
     assert_same_logprobs(on, off)
 
 
+def test_trees_of_more_nodes_than_a_chunk_has_tokens(tmp_path: Path) -> None:
+    model = build("gemma2", tmp_path / "target", vocab_size=VOCAB)
+    asked = requests(60)
+    off = Told(alone(model, None), asked)
+    speculative = {**NGRAM, "num_speculative_tokens": 64}
+    roomy = {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 200, "max_model_len": 256}
+    on = Told(alone(model, TreeProposer(off.texts, VOCAB), speculative_config=speculative, **roomy), asked)
+    assert max(len(row.draft) for plan, _ in on.rounds for row in plan.rows if row.draft) > 32
+    assert on.outputs == off.outputs
+    assert_walked(on)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("llama", tmp_path_factory.mktemp("llama"), vocab_size=VOCAB)

@@ -52,7 +52,7 @@ def decode(slots: SlotTable, rows: Seq[Row], table: Ids, vocab_size: int) -> lis
 
 def _is_ours(slots: SlotTable, row: Row, base_len: int, generation: int) -> bool:
     """Whether a draft extends the text that we know."""
-    return base_len == slots.known_len[row.slot] and generation == slots.joined[row.slot] & GENERATION
+    return base_len == int(slots.known_len[row.slot]) and generation == int(slots.joined[row.slot]) & GENERATION
 
 
 def agree(group: Group, rows: Seq[Row], drafts: Seq[Draft], device: torch.device) -> list[Draft]:
