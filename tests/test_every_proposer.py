@@ -57,6 +57,12 @@ def synthetic_of(make: Callable[..., synthetic.Synthetic], **options: Any) -> Ca
     return lambda target, folder: make(target, **options).write(folder)
 
 
+def as_speculators_writes(target: Path, folder: Path) -> Path:
+    """An EAGLE-3 head of two layers in the `speculators` format, which names its target and has norms elsewhere."""
+    head = synthetic_layers.eagle3(target, kept=12, layers=2, norm_before_fc=True, norm_before_residual=True)
+    return synthetic_layers.speculators(head, target).write(folder)
+
+
 def mimo(family: str, folder: Path, **options: Any) -> Path:
     """A target as MiMo's: it calls itself so, and names code of its own, which is never run."""
     synthetic_layers.with_mtp(family, folder, **options)
@@ -81,6 +87,7 @@ CASES = (
     Case("recurrent", "recurrent", synthetic_of(synthetic.recurrent), CHAIN_AND_TREE),
     Case("eagle", "eagle", synthetic_of(synthetic_layers.eagle), CHAIN_AND_TREE),
     Case("eagle3", "eagle3", synthetic_of(synthetic_layers.eagle3, kept=12), CHAIN_AND_TREE),
+    Case("eagle3_speculators", "eagle3", as_speculators_writes, CHAIN_AND_TREE),
     Case("p_eagle", "p_eagle", synthetic_of(synthetic_layers.p_eagle, kept=None), CHAIN),
     Case("dflash", "dflash", synthetic_of(synthetic_layers.dflash), CHAIN),
     Case("pard", "pard", synthetic_layers.pard, CHAIN),
