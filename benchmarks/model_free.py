@@ -153,8 +153,9 @@ def run(name: str, proposer: Proposer, rows: Rows, rounds: int) -> Cost:
         update(proposer, gains)
         update_s.append(time.perf_counter() - began)
     each = rounds * len(rows.texts)
-    spread = [float(1e3 * np.quantile(times, at)) for times in (propose_s, update_s) for at in (0.5, 0.99)]
-    return Cost(name, *spread, rows.guessed / each, rows.accepted / each)
+    (propose, propose_p99), (update_, update_p99) = (1e3 * np.quantile(times, (0.5, 0.99)) for times in
+                                                     (propose_s, update_s))
+    return Cost(name, propose, propose_p99, update_, update_p99, rows.guessed / each, rows.accepted / each)
 
 
 def update(proposer: Proposer, gains: Sequence[tuple[list[int], list[int]]]) -> None:

@@ -59,6 +59,7 @@ class Following(Follower):
     def __init__(self) -> None:
         self._followed: dict[int, Followed] = {}
         self._unprepared: deque[Followed] = deque()
+        self._grown: list[Followed] = []
 
     @abstractmethod
     def index(self) -> Places:
@@ -78,12 +79,16 @@ class Following(Follower):
         if followed is None:
             followed = Followed(self.index(), row.token_ids)
             followed.prepare(len(row.token_ids))
+        self._grown.append(followed)
         followed.tokens = row.token_ids
         followed.places.add(row.token_ids, GROWTH)
         return followed
 
     def prepare(self) -> None:
-        """See `Follower`: the oldest prompts first."""
+        """See `Follower`: what was just committed, then the oldest prompts."""
+        for grown in self._grown:
+            grown.places.add(grown.tokens, GROWTH)
+        self._grown.clear()
         budget = SLICE
         while budget > 0 and self._unprepared:
             first = self._unprepared[0]

@@ -60,11 +60,13 @@ class Places:
 
     Args:
         sizes: of the grams, largest first. A match is looked for by the largest size of which there is any; so no
-            longest match is missed, except among more than `MAX_PLACES` places of a smaller size.
+            longest match is missed, except among more places of a smaller size than are looked at.
         reach: longer matches than this count as this long.
+        most: so many places are looked at, where there are more.
     """
 
-    def __init__(self, sizes: Seq[int], reach: int) -> None:
+    def __init__(self, sizes: Seq[int], reach: int, most: int = MAX_PLACES) -> None:
+        self._most = most
         self._grams = [_Grams(size) for size in sizes]
         self._reach = reach
         self.num_added = 0
@@ -86,12 +88,12 @@ class Places:
         """
         for grams in self._grams:
             if len(pattern) >= grams.size:
-                ends = list(islice(grams.ends(tokens, pattern[-grams.size :]), MAX_PLACES))
+                ends = list(islice(grams.ends(tokens, pattern[-grams.size :]), self._most))
                 if ends:
                     return self._lengthen(tokens, pattern[-self._reach :], ends, grams.size)
         return NO_MATCH
 
-    def _lengthen(self, tokens: list[int], wanted: list[int], ends: list[int], size: int) -> Match:
+    def _lengthen(self, tokens: Seq[int], wanted: Seq[int], ends: list[int], size: int) -> Match:
         lengths = [_common_suffix(tokens, end, wanted, size) for end in ends]
         longest = max(lengths)
         return Match(longest, [end for end, length in zip(ends, lengths, strict=True) if length == longest])

@@ -132,7 +132,7 @@ class Ahead:
         return nodes.draft
 
     def _ask(self, nodes: Nodes) -> None:
-        above = []
+        above: list[int] = []
         for token in self.levels[0]:
             above.append(nodes.probe(token, above[-1] if above else -1))
         for level in self.levels[1:]:

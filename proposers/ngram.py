@@ -34,7 +34,7 @@ class NgramProposer(Following):
 
     def index(self) -> Places:
         """See `Following`. One size of gram for each n: no match need be lengthened."""
-        return Places(range(self.max_n, self.min_n - 1, -1), self.max_n)
+        return Places(range(self.max_n, self.min_n - 1, -1), self.max_n, most=1)
 
     def guess(self, row: DraftRow, followed: Followed) -> Draft:
         """Return the tokens that followed the match, at most `row.k`; none without a match."""

@@ -18,7 +18,7 @@ Ids = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
-SIZES = (16, 8, 4, 2)
+SIZES = (12, 5, 2)
 """Sizes of the n-grams that are linked. The longest match is looked for among the largest of which there is any."""
 CHAIN = 16
 """Of more places in a chain than these the most recent are looked at."""
@@ -147,6 +147,9 @@ class PastTexts:
 
     def _reversed(self, patterns: Seq[Seq[int]]) -> Ids:
         wanted_RD = np.full((len(patterns), max(self._reach, SIZES[0])), NOTHING - 1, np.int32)
+        if all(len(pattern) >= self._reach for pattern in patterns):
+            wanted_RD[:, : self._reach] = [pattern[: -self._reach - 1 : -1] for pattern in patterns]
+            return wanted_RD
         for wanted, pattern in zip(wanted_RD, patterns, strict=True):
             newest = pattern[-self._reach :]
             wanted[: len(newest)] = newest[::-1]
@@ -170,7 +173,7 @@ class PastTexts:
         """Return the first places `[C, L]` of the chains of some buckets; 0 behind their ends."""
         links = self._links[level]
         place_L = self._heads[level][bucket_L]
-        found = []
+        found: list[npt.NDArray[np.int32]] = []
         while len(found) < CHAIN and place_L.any():
             found.append(place_L)
             place_L = links[place_L]

@@ -125,8 +125,6 @@ class Scheduler:
         is_on = any(policy.guesses(part.sequence.request) for part in parts)
         moves = self._committer.take_moves() if rows else ()
         plan = RoundPlan(self._round, rows, new, drafting.epoch if is_on and drafting.is_up else 0, moves, is_on)
-        if is_on:
-            self._drafting.prepare()
         if rows:
             self._in_flight[self._round] = [(part.sequence, row) for part, row in zip(parts, rows, strict=True)]
             self._round += 1
@@ -140,6 +138,8 @@ class Scheduler:
         for sequence, row in self._in_flight.pop(plan.round):
             if sequence.finish_reason is None:
                 outputs.append(self._committer.commit(sequence, row, by_slot.get(row.slot)))
+        if plan.speculates:
+            self._drafting.prepare()
         return [output for output in outputs if output is not None]
 
     def give_up(self) -> None:

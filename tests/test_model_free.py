@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proposers import following, votes
 from proposers.grams import MAX_PLACES, Places
 from proposers.ngram import NgramProposer
-from proposers.past import CHAIN, PastTexts
+from proposers.past import CHAIN, SIZES, PastTexts
 from proposers.prediction import Prediction
 from proposers.suffix import SuffixProposer
 from protos.config import SpeculativeConfig
@@ -122,7 +122,7 @@ def test_past_texts_are_found_as_by_a_naive_search(
         wanted_length = max((size for size, _ in matches), default=0)
         wanted = [answer[end:] for answer, (size, ends) in reversed(list(zip(kept, matches, strict=True)))
                   if size == wanted_length and size for end in ends]
-        level = next((size for size in (16, 8, 4, 2) if size <= wanted_length), 2)
+        level = next((size for size in SIZES if size <= wanted_length), 2)
         if sum(len(places_of(answer, tokens, level)) for answer in kept) <= CHAIN:
             assert length == wanted_length
             assert past.after(places, 50) == wanted
@@ -221,7 +221,7 @@ def test_suffix_equals_a_naive_computation(
     matches = [(naive_longest(answer, tokens, 2, 24), answer) for answer in answers]
     size = max((match[0] for match, _ in matches), default=0)
     past = guess(answers, [(a, end) for (n, ends), a in reversed(matches) if n == size for end in ends], size)
-    level = next((one for one in (16, 8, 4, 2) if one <= size), 2)
+    level = next((one for one in SIZES if one <= size), 2)
     crowded = any(len(places_of(tokens, tokens, n)) > MAX_PLACES for n in (2, 6)) or sum(
         len(places_of(answer, tokens, level)) for answer in answers) > CHAIN
     if not crowded:
