@@ -1,0 +1,123 @@
+"""Every proposer there is for the demo target, on held-out prompts and on functions written again.
+
+    python -m benchmarks.proposers [--limit 16] [--only eagle3,suffix] [--output figures.json]
+
+Batch 1, greedy and sampled. Each proposer's engine takes turns with one that does not speculate, prompt by prompt, so
+that noise hits both alike; speed-ups come with bootstrap 95 % intervals over prompts. "Tokens a step" are those the
+target yields a forward; the acceptance length, 1 + accepted guesses, is over those forwards that had guesses.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import measure, workload
+from benchmarks.sides import Engine
+from benchmarks.workload import Item, Sampling
+from demo import head, pair
+from runtime.stats import EngineStats
+
+ON, OFF = "on", "off"
+HELDOUT, EDITING = "held-out prompts", "functions written again"
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One proposer on one task."""
+
+    proposer: str
+    task: str
+    sampling: str
+    speedup: measure.Ratio
+    tokens_a_step: float
+    acceptance_length: float
+    accepted_share: float
+
+    def __str__(self) -> str:
+        return (f"| {self.proposer} | {self.task} | {self.sampling} | {self.tokens_a_step:.2f} | "
+                f"{self.acceptance_length:.2f} | {self.accepted_share:.0%} | {self.speedup} |")
+
+
+TITLE = ("| proposer | task | sampling | tokens a step | acceptance length | guesses accepted | speed-up |\n"
+         "|---|---|---|---|---|---|---|")
+
+
+CHAINS = {"medusa": 4, "hydra": 4, "mlp_speculator": 4, "recurrent": 4, "eagle": 3, "eagle3": 3}
+TREES = {"medusa": 16, "recurrent": 16, "eagle": 12, "eagle3": 12}
+
+
+def proposers(draft: Path) -> dict[str, Config]:
+    """Return the `speculative_config` of every proposer, each with the number of guesses that suits it."""
+    return {
+        "draft_model": {"model": str(draft), "num_speculative_tokens": 3},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+        "suffix": {"method": "suffix", "num_speculative_tokens": 16},
+        "lookahead": {"method": "lookahead", "num_speculative_tokens": 56},
+        "suffix, then draft_model": {"method": ["suffix", "draft_model"], "model": str(draft),
+                                     "num_speculative_tokens": 3},
+        **{name: _trained(name, guesses, "chain") for name, guesses in CHAINS.items()},
+        **{f"{name}, tree": _trained(name, guesses, "tree") for name, guesses in TREES.items()},
+    }
+
+
+def _trained(name: str, guesses: int, shape: str) -> Config:
+    return {"method": name, "model": str(head(name)), "num_speculative_tokens": guesses, "draft_shape": shape}
+
+
+def lines(name: str, on: Engine, off: Engine, work: workload.Workload) -> Iterator[Line]:
+    """Measure one proposer on everything."""
+    tasks: dict[str, Sequence[Item]] = {HELDOUT: work.single, EDITING: work.editing}
+    for task, items in tasks.items():
+        for kind, sampling in work.sampling.items():
+            yield _line(name, task, kind, on, off, items, sampling)
+
+
+def _line(name: str, task: str, kind: str, on: Engine, off: Engine, items: Sequence[Item],  # noqa: PLR0917
+          sampling: Sampling) -> Line:
+    sides = {ON: partial(on.one, sampling=sampling), OFF: partial(off.one, sampling=sampling)}
+    for run in sides.values():
+        run(items[0])  # warm
+    before = on.llm.stats()
+    timings = measure.alternate(sides, items)
+    steps, rounds, proposed, accepted = _grown(before, on.llm.stats())
+    return Line(name, task, kind, timings.speedup(ON, OFF), float(timings.tokens_B.sum()) / steps,
+                1 + accepted / max(1, rounds), accepted / max(1, proposed))
+
+
+def _grown(before: EngineStats, after: EngineStats) -> tuple[int, int, int, int]:
+    """Return steps that decoded, rounds with guesses, guesses, and accepted ones since *before*."""
+    return (after.steps - before.steps, after.drafting_rounds - before.drafting_rounds,
+            after.proposed - before.proposed, after.accepted - before.accepted)
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--only", help="names of proposers, with semicolons between them")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    target, draft = args.model or pair()[0], args.draft or pair()[1]
+    work = workload.load(target, args.limit)
+    chosen = proposers(draft)
+    if args.only:
+        chosen = {name.strip(): chosen[name.strip()] for name in args.only.split(";")}
+    off = Engine(target, None, threads=args.threads)
+    print(TITLE)
+    found: list[Line] = []
+    for name, config in chosen.items():
+        on = Engine(target, config, threads=args.threads)
+        for line in lines(name, on, off, work):
+            print(line, flush=True)
+            found.append(line)
+        on.llm.shutdown()
+    measure.write(args.output, {
+        "environment": measure.environment(args.threads), "configs": chosen, "lines": [asdict(line) for line in found],
+    })
+
+
+if __name__ == "__main__":
+    main()
