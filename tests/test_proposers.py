@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from proposers import registry
 from proposers.ngram import NgramProposer
+from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.interfaces import DraftRow
 
@@ -55,3 +56,18 @@ def test_ngram_is_not_fooled_by_bytes_that_match_across_token_borders() -> None:
 def test_rows_are_served_independently_and_without_a_match_get_nothing() -> None:
     rows = [DraftRow(0, 3, [1, 2, 3, 1, 2]), DraftRow(1, 2, [1, 2, 3, 4, 5])]
     assert [draft.tokens for draft in NgramProposer(2, 2).propose(rows)] == [(3, 1, 2), ()]
+
+
+def cascade(*methods: str) -> SpeculativeConfig:
+    return SpeculativeConfig(method=methods, num_speculative_tokens=4)
+
+
+def test_one_method_of_a_cascade_may_run_on_the_worker_and_it_comes_last() -> None:
+    assert registry.worker_method(cascade("suffix", "draft_model")) == "draft_model"
+    assert registry.worker_method(cascade("suffix", "ngram")) is None
+    assert [type(one).__name__ for one in registry.beside_controller(cascade("suffix", "ngram", "draft_model"))] == [
+        "SuffixProposer", "NgramProposer"]
+    with pytest.raises(ConfigError, match=r"2 run on the draft worker \(medusa, draft_model\)"):
+        registry.worker_method(cascade("medusa", "ngram", "draft_model"))
+    with pytest.raises(ConfigError, match="behind 'draft_model' would never be asked"):
+        registry.worker_method(cascade("draft_model", "ngram"))

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import pytest
+from msgspec import structs
 
 from protos.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.errors import ConfigError, EngineDeadError
-from protos.interfaces import DraftRow, InOneProcess, Proposer
+from protos.interfaces import DraftRow, DraftService, Follower, InOneProcess, Proposer
 from protos.messages import Abort, Draft, Request, RoundPlan, SpeculationStats, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime import planning
@@ -367,3 +368,71 @@ def test_a_dead_executor_ends_every_request_with_an_error() -> None:
         controller.step()
     assert [(o.request_id, o.finish_reason) for o in controller.last_words] == [("a", "error"), ("b", "error")]
     assert controller.scheduler.num_unfinished == 0
+
+
+class Listening(Scripted, Follower):
+    """A proposer that follows sequences, and writes down what it is told."""
+
+    def __init__(self, *tokens: int) -> None:
+        super().__init__(*tokens)
+        self.told: list[tuple[object, ...]] = []
+
+    def begin(self, key: int, request: Request) -> None:
+        self.told.append(("begin", key, request.request_id))
+
+    def grow(self, key: int, token_ids: Sequence[int], probed: Sequence[int]) -> None:
+        self.told.append(("grow", key, tuple(token_ids), tuple(probed)))
+
+    def end(self, key: int, token_ids: Sequence[int]) -> None:
+        self.told.append(("end", key, tuple(token_ids)))
+
+    def prepare(self) -> None:
+        self.told.append(("prepare",))
+
+
+def test_a_follower_is_told_of_every_sequence_from_arrival_to_end() -> None:
+    follower = Listening(5, 6)
+    scheduler = make(proposers=[follower])
+    scheduler.admit([make_request("a", [1, 2], max_tokens=2), make_request("b", [3])])
+    plan = scheduler.schedule(OFF)
+    scheduler.commit(plan, say(plan, [0], [4]))
+    plan = scheduler.schedule(k_of(2))
+    verdicts = [structs.replace(verdict, probed=[8]) for verdict in say(plan, [5, 7], [5], proposed=1)]
+    scheduler.commit(plan, verdicts)
+    scheduler.admit([Abort(("b",))])
+    assert follower.told == [
+        ("begin", 1, "a"), ("begin", 2, "b"),
+        ("grow", 1, (0,), ()), ("grow", 2, (4,), ()),
+        # What lies behind the end of a sequence was never said.
+        ("grow", 1, (5,), (8,)), ("end", 1, (1, 2, 0, 5)), ("grow", 2, (5,), (8,)), ("prepare",),
+        ("end", 2, (3, 4, 5)),
+    ]  # fmt: skip
+
+
+def test_in_a_cascade_the_first_with_a_guess_supplies_it_and_a_worker_the_rest() -> None:
+    silent, second = Scripted(-1), Scripted(5)
+    requests = [make_request("a", [1, 2]), make_request("b", [3])]
+    scheduler = begun(*requests, proposers=[silent, second])
+    assert [row.draft for row in scheduler.schedule(k_of(3)).rows] == [Draft((5,))] * 2
+    assert (len(silent.asked), len(second.asked)) == (2, 2)
+    for has_worker, k in ((True, 3), (False, 0)):
+        scheduler = begun(*requests, proposers=[silent], has_worker=has_worker)
+        assert [(row.draft, row.k) for row in scheduler.schedule(k_of(3)).rows] == [(None, k)] * 2
+
+
+def test_proposers_beside_the_controller_do_without_a_draft_that_is_down() -> None:
+    down = DraftService(is_up=False, epoch=1)
+    scheduler = begun(make_request("a", [1, 2]), proposers=[Scripted(5)], has_worker=True)
+    assert scheduler.schedule(k_of(3), down).rows[0].draft == Draft((5,))
+    scheduler = begun(make_request("a", [1, 2]), proposers=[Scripted(-1)], has_worker=True)
+    assert scheduler.schedule(k_of(3), down).rows[0].k == 0
+
+
+def test_a_follower_that_fails_costs_guesses_and_nothing_else() -> None:
+    class Failing(Listening):
+        def begin(self, key: int, request: Request) -> None:
+            raise ValueError("not today")
+
+    scheduler = begun(make_request("a", [1, 2]), proposers=[Failing(5)])
+    assert scheduler.schedule(k_of(3)).rows[0].draft == Draft((5,))
+    assert scheduler.stats().draft_failures == 1
