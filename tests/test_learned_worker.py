@@ -89,6 +89,7 @@ def test_in_one_process(models: Models, heads: Heads, plain: dict[str, list[int]
     assert engine.proposed() > engine.accepted > 0
     assert_drafts_are_right(models, heads, method)
     assert all(note.first == 0 for note in NOTES)
+    assert all(row.k == 0 for plan, _ in engine.rounds for row in plan.rows if row.length > 1), "none without features"
 
 
 TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 34, "max_num_batched_tokens": 16}

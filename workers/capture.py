@@ -33,9 +33,9 @@ class Taps:
 
     def collect(self) -> torch.Tensor:
         """Return what the forward that has just run let by, `[T, F]`, and forget it."""
-        states_TF = torch.cat([self._caught[place][0] for place in self._order], dim=-1)
+        states = [self._caught[place][0] for place in self._order]
         self._caught.clear()
-        return states_TF
+        return states[0] if len(states) == 1 else torch.cat(states, dim=-1)
 
     def _tap_layers(self, model: Any, places: tuple[int, ...]) -> None:
         layers = decoder_layers(model)

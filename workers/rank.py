@@ -217,8 +217,7 @@ class _Loading:
         local = None if draft is None else DraftSide.of(draft, config, slots, sampler,
                                                      num_blocks=allocate.num_blocks, say=self._say)
         step_s = runner.measure(self._measured(config.scheduler.max_num_seqs * (self._max_draft + 1)))
-        draft_s = local.measure(self._measured(config.scheduler.max_num_seqs), self._max_draft) if (
-            local is not None and wants_costs(config)) else {}
+        draft_s = {} if local is None else self._draft_costs(local)
         self._ready(slots, WorkerReady(step_s, draft_s))
 
         def join(order: FormPair) -> DraftReceiver:
@@ -240,7 +239,7 @@ class _Loading:
         self._warm_up()
         side = DraftSide.of(draft, config, slots, sampler,
                                                      num_blocks=allocate.num_blocks, say=self._say)
-        step_s = side.measure(self._measured(config.scheduler.max_num_seqs), self._max_draft)
+        step_s = self._draft_costs(side)
         self._ready(slots, WorkerReady(step_s))
 
         def join(order: FormPair) -> DraftSender:
@@ -305,6 +304,11 @@ class _Loading:
     def _measured(self, most: int) -> int:
         """Return up to how many tokens steps are measured: far where costs are asked for, else to know a hang."""
         return min(MEASURED_TOKENS if wants_costs(self._config) else PACE_TOKENS, most)
+
+    def _draft_costs(self, side: DraftSide) -> dict[int, float]:
+        """Measure the draft where somebody asks: how long it may take is not judged by it."""
+        num_rows = min(MEASURED_TOKENS, self._config.scheduler.max_num_seqs)
+        return side.measure(num_rows, self._max_draft) if wants_costs(self._config) else {}
 
     def _ready(self, slots: SlotTable, ready: WorkerReady) -> None:
         slots.clear()
