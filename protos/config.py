@@ -97,7 +97,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)
     suffix_decoding_max_spec_factor: float = Field(default=1.0, ge=0.0)
     suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
-    suffix_decoding_max_bytes: int = Field(default=256 << 20, ge=1 << 20, le=64 << 30)
+    suffix_decoding_max_bytes: int = Field(default=256 << 20, ge=1 << 20, le=32 << 30)
     datastore: str | None = None
     lookahead_window: int = Field(default=7, gt=0)
     lookahead_ngram: int = Field(default=5, ge=2)

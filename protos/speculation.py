@@ -251,7 +251,7 @@ def _usual_tokens(method: Methods, keys: Keys) -> object:
 
 
 def _capped(tokens: object) -> object:
-    return min(tokens, MAX_SPECULATIVE_TOKENS) if type(tokens) is int else tokens
+    return max(1, min(tokens, MAX_SPECULATIVE_TOKENS)) if type(tokens) is int else tokens
 
 
 def _by_batch_size(keys: Keys, most: object) -> Keys:

@@ -278,3 +278,39 @@ def test_suffix_trees_branch_where_texts_do() -> None:
     [draft] = suffix(draft_shape="tree").propose([DraftRow(0, 8, tokens)])
     assert draft.parents
     assert {token for token, parent in zip(draft.tokens, draft.parents, strict=True) if parent == -1} == {3, 4}
+
+
+def editing(rng: random.Random) -> tuple[list[int], list[int]]:
+    """A text of functions over a small vocabulary, and the same with some tokens changed: copy-editing."""
+    lines = [[rng.randrange(60) for _ in range(rng.randrange(3, 12))] for _ in range(30)]
+    text = [token for line in lines for token in [*rng.choice(lines), 99, *line, 99]]
+    return text, [rng.randrange(60) if rng.random() < 0.06 else token for token in text]
+
+
+def tokens_a_round(proposer: NgramProposer | SuffixProposer, prompt: list[int], answer: list[int], k: int) -> float:
+    """How many tokens of *answer* a round yields, if it is what the target says."""
+    proposer.begin(1, request(prompt))
+    for _ in range(3):
+        proposer.prepare()
+    said, rounds = 0, 0
+    while said < len(answer):
+        [draft] = proposer.propose([DraftRow(0, k, [*prompt, *answer[:said]], 1)])
+        rest = answer[said:]
+        said += 1 + next((i for i, token in enumerate(draft.tokens) if token != rest[i]), len(draft)) if len(
+            rest) > len(draft) else len(rest)
+        rounds += 1
+    proposer.end(1, [*prompt, *answer])
+    return len(answer) / rounds
+
+
+def test_suffix_accepts_more_than_ngram_on_copy_editing() -> None:
+    rng = random.Random(0)
+    by_suffix, by_ngram, again = [], [], []
+    for _ in range(5):
+        prompt, answer = editing(rng)
+        proposer = suffix(k=16)
+        by_suffix.append(tokens_a_round(proposer, prompt, answer, 16))
+        by_ngram.append(tokens_a_round(NgramProposer(5, 5), prompt, answer, 16))
+        again.append(tokens_a_round(proposer, prompt, answer, 16))
+    assert sum(by_suffix) > 1.1 * sum(by_ngram)
+    assert sum(again) > 1.2 * sum(by_suffix)  # what was answered before is remembered

@@ -15,7 +15,7 @@ from tests.conftest import ModelPair
 
 REPOSITORY = Path(__file__).parents[1]
 NUM_PROMPTS, TOKENS = 16, 36
-TIGHT = {"num_gpu_blocks_override": 88}
+TIGHT = {"block_size": 4, "num_gpu_blocks_override": 360}
 """Few enough blocks that 16 sequences cannot all stay."""
 
 METHODS: dict[str, dict[str, Any]] = {
