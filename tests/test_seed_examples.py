@@ -8,7 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cluster import cli, cli_serve
 from cluster.settings import engine_config
 from protos.config import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
+from tests import synthetic, synthetic_layers
 
 ROOT = Path(__file__).parent.parent
 HEAD = """
@@ -198,6 +199,10 @@ HEADS = {
     "mlp_speculator": (MLP_SPECULATOR, ("mlp_speculator", 5)), "eagle": (EAGLE, ("eagle", 5)),
     "eagle on ascend": (EAGLE_ASCEND, ("eagle", 2)), "suffix": (SUFFIX, ("suffix", 15)),
 }  # fmt: skip
+TARGETS = ("facebook/opt-6.7b", "meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct",
+           "meta-llama/Meta-Llama-3.1-70B-Instruct")
+DRAFTS = ("facebook/opt-125m", "ibm-ai-platform/llama3-70b-accelerator", "yuhuili/EAGLE-LLaMA3-Instruct-8B",
+          "yuhuili/EAGLE-LLaMA3.1-Instruct-8B")
 PROGRAM = re.compile(r"^(python -m vllm\.entrypoints\.openai\.api_server|vllm serve)", re.MULTILINE)
 
 
@@ -217,9 +222,11 @@ def adapted(text: str, models: tuple[Path, Path] | None = None) -> str:
     if models is None:
         return text
     target, draft = map(str, models)
-    for name in ("facebook/opt-6.7b", "meta-llama/Meta-Llama-3.1-8B-Instruct"):
+    for name in sorted(TARGETS, key=len, reverse=True):
         text = text.replace(name, target)
-    return text.replace("facebook/opt-125m", draft)
+    for name in DRAFTS:
+        text = text.replace(name, draft)
+    return text
 
 
 def run(text: str) -> dict[str, Any]:
@@ -268,6 +275,28 @@ def test_the_snippet_without_speculation_runs(pair: tuple[Path, Path], capsys: p
     assert capsys.readouterr().out.count("Generated text: ") == 2
     assert len(names["outputs"][0].outputs[0].token_ids) == 1
     assert names["outputs"][0].speculation.num_draft_tokens == 0
+    names["llm"].shutdown()
+
+
+def test_the_suffix_snippet_runs(llama_pair: tuple[Path, Path]) -> None:
+    names = run(adapted(SUFFIX, llama_pair))
+    assert names["llm"].config.speculative.method == "suffix"
+    assert names["generated_text"] == names["outputs"][0].outputs[0].text
+    names["llm"].shutdown()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("snippet", "write"), [
+    (MLP_SPECULATOR, synthetic.mlp_speculator), (EAGLE, synthetic_layers.eagle),
+    (EAGLE_ASCEND, synthetic_layers.eagle),
+], ids=["mlp_speculator", "eagle", "eagle on ascend"])  # fmt: skip
+def test_snippets_with_heads_run(snippet: str, write: Callable[[Path], synthetic.Synthetic], ray_cluster: Any,
+                                 llama_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Four target ranks and a draft worker, as they ask for; the checkpoints are tiny ones in their public formats."""
+    target, _ = llama_pair
+    names = run(adapted(snippet, (target, write(target).write(tmp_path / "heads"))))
+    assert names["llm"].config.parallel.tensor_parallel_size == 4
+    assert names["outputs"][0].speculation.num_draft_tokens > 0
     names["llm"].shutdown()
 
 
