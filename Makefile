@@ -1,5 +1,5 @@
 # People and CI use the same targets; each installs what it needs, once.
-#   make serve | test | check | bench | accept-engine | accept-gang | clean
+#   make serve | test | check | bench | accept-engine | accept-gang | accept-proposers | clean
 # VENV and PYTHON may be given: `make test VENV=/path/to/venv PYTHON=python3.12`.
 
 PYTHON ?= python3
@@ -19,8 +19,13 @@ TWO_THREADS := OMP_NUM_THREADS=2
 # What the gang's acceptance runs, and the engine's does not.
 GANG_TESTS := $(sort $(wildcard tests/test_gang_*.py tests/test_process_gang.py tests/test_ray_*.py \
 	tests/test_tensor_parallel*.py tests/test_doctor.py))
+# And what the proposers' acceptance runs.
+PROPOSER_TESTS := $(addprefix tests/test_,$(addsuffix .py,attention_drafters capture demo_heads detection \
+	drafter_traps draft_runner every_proposer formats heads learned_worker lookahead malformed model_free \
+	model_free_arguments model_free_engine mtp parallel_drafters parts proposers rest seed_examples seed_pairs \
+	static_tree translation trees tree_attention))
 
-.PHONY: install serve test check bench accept-engine accept-gang accept-oldest clean
+.PHONY: install serve test check bench accept-engine accept-gang accept-proposers accept-oldest clean
 
 serve: $(READY)
 	$(BIN)/slipstream serve $(ARGS)
@@ -36,9 +41,10 @@ bench: $(READY)
 	mkdir -p $(RESULTS)
 	$(BIN)/python -m benchmarks.engine --output $(RESULTS)/engine.json $(ARGS)
 	$(BIN)/python -m benchmarks.off_is_free --output $(RESULTS)/off_is_free.json
+	$(BIN)/python -m benchmarks.proposers --output $(RESULTS)/proposers.json
 
 accept-engine: check accept-oldest
-	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(GANG_TESTS))
+	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(GANG_TESTS) $(PROPOSER_TESTS))
 	$(MAKE) bench
 
 # Several processes a test on as many processors as there are: one thread each.
@@ -46,7 +52,14 @@ accept-gang: check
 	mkdir -p $(RESULTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full -s $(GANG_TESTS)
 	$(BIN)/python -m benchmarks.round_latency --output $(RESULTS)/round_latency.json
+	$(BIN)/python -m benchmarks.late_draft --output $(RESULTS)/late_draft.json
 	$(BIN)/python -m benchmarks.soak --output $(RESULTS)/soak.json
+
+accept-proposers: check
+	mkdir -p $(RESULTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full" -s $(PROPOSER_TESTS)
+	$(BIN)/python -m benchmarks.model_free --output $(RESULTS)/model_free.json
+	$(BIN)/python -m benchmarks.proposers --output $(RESULTS)/proposers.json
 
 # The oldest transformers that is promised, in an environment of its own.
 accept-oldest: $(OLDEST_READY)
