@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import published
 import torch
-from dense_runner import DenseRunner, FakeParts, Text
-from published import Drafted, Weights
 
 from protos.config import SpeculativeConfig
 from protos.interfaces import DraftRow
+from tests import published
+from tests.dense_runner import DenseRunner, FakeParts, Text
+from tests.published import Drafted, Weights
 
 V, H, HEADS, KV_HEADS, INNER = 40, 16, 4, 2, 24
 THETA = 5000.0

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from conftest import RAY_VARIABLES
-
 from cluster.settings import engine_config
 from protos.errors import SlipstreamError
 from slipstream import LLM, SamplingParams
+from tests.conftest import RAY_VARIABLES
 
 PROMPTS = [[3 + i, 7, 9, 11 + i] * (1 + i) for i in range(6)]
 PARAMS = [

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tiny_models
 import torch
 from safetensors.torch import save_file
-from synthetic import Noise, Synthetic, Tensors, config_of, layer, llama_config, stored
+
+from tests import tiny_models
+from tests.synthetic import Noise, Synthetic, Tensors, config_of, layer, llama_config, stored
 
 
 def eagle(target: Path, *, seed: int = 0, bias: bool = True, says_bias: bool = False, embedding: bool = False,

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_world import (
+
+from proposers.eagle import EagleProposer
+from proposers.eagle3 import Eagle3Proposer
+from tests.drafter_world import (
     CONFIG,
     HEAD,
     HEADS,
@@ -21,10 +24,7 @@ from drafter_world import (
     random_tensors,
     world,
 )
-from published import Drafted, Weights, attention, causal, linear, mlp, rms
-
-from proposers.eagle import EagleProposer
-from proposers.eagle3 import Eagle3Proposer
+from tests.published import Drafted, Weights, attention, causal, linear, mlp, rms
 
 # --- EAGLE-1 and EAGLE-2 ---
 

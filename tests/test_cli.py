@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pairs
 import typer
 
 from cluster import cli, cli_env, cli_serve
@@ -16,6 +15,7 @@ from cluster.cli_version import version
 from protos import arguments
 from protos.config import EngineConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError
+from tests import tiny_pairs
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--dtype", "float32", "--num-gpu-blocks-override", "128", "--enforce-eager"]

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic
-import synthetic_layers
-import tiny_models
-from synthetic import Synthetic
 
 from proposers.formats import detect
 from protos import arguments
 from protos.config import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, ModelError
 from protos.speculation_method import Described
+from tests import synthetic, synthetic_layers, tiny_models
+from tests.synthetic import Synthetic
 
 ROOT = Path(__file__).parent.parent
 Write = Callable[..., Synthetic]

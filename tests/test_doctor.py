@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from processes import is_running
-from ranks import Board, ThreadGroup, in_memory
 
 from cluster import cli, doctor
 from cluster.doctor import DRAFT, TARGET, AilmentError, Examination, Wanted, Ward
 from protos.doctor import Measure
 from protos.errors import ConfigError
 from protos.gang import WorkerId
+from tests.processes import is_running
+from tests.ranks import Board, ThreadGroup, in_memory
 from workers.examined import broadcast, check, measure
 from workers.groups import Group, GroupError
 

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense_runner import NAME as DENSE
-from dense_runner import DenseRunner, Text
 from transformers import AutoConfig, AutoModel
 
 from protos.interfaces import DraftRow, Needs
 from protos.learned import LayerShape, Level
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
+from tests.dense_runner import NAME as DENSE
+from tests.dense_runner import DenseRunner, Text
 from workers.attention import NAME as PAGED
 from workers.draft import DraftWorker
 from workers.features import Features

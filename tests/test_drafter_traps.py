@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_world import CONFIG, HEAD, K, V, World, random_tensors, world
-from published import Weights
 from test_attention_drafters import VARIANTS, H, Variant, eagle_tensors
 from test_mtp import Written
 
@@ -15,6 +13,8 @@ from proposers.eagle3 import Eagle3Proposer
 from proposers.mtp import MtpProposer
 from protos.errors import ModelError
 from protos.interfaces import DraftRow
+from tests.drafter_world import CONFIG, HEAD, K, V, World, random_tensors, world
+from tests.published import Weights
 
 ROWS = [DraftRow(0, K), DraftRow(1, K), DraftRow(2, K)]
 

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import fake_engine
 import pytest
-from fake_engine import expected, local_engine, make_preprocessor
 
 from protos.errors import EngineDeadError, InvalidRequestError, ModelError
 from protos.sampling import SamplingParams
 from runtime.engine import AsyncEngine
 from runtime.process import ProcessChannel, python_command
+from tests import fake_engine
+from tests.fake_engine import expected, local_engine, make_preprocessor
 
 LONG = 200_000
 

@@ -4,15 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic
-import synthetic_layers
-import tiny_models
 import torch
-from synthetic import Synthetic
 from transformers import AutoModelForCausalLM
 
 from proposers.formats import dflash, eagle, eagle3, hydra, medusa, mlp_speculator, mtp, p_eagle, pard, recurrent
 from protos.errors import ModelError
+from tests import synthetic, synthetic_layers, tiny_models
+from tests.synthetic import Synthetic
 
 READERS: dict[str, Any] = {
     "medusa": medusa, "mlp_speculator": mlp_speculator, "hydra": hydra, "recurrent": recurrent, "eagle": eagle,

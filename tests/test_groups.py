@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from ranks import on_ranks
 
 from protos.gang import StoreAddress
+from tests.ranks import on_ranks
 from workers.groups import Group, GroupError, Solo, address_towards, connect_store, form, open_store
 
 

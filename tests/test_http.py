@@ -13,12 +13,12 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from fake_engine import TEMPLATE, expected, local_engine, ranked, tokenizer
 
 from cluster.serve_http import bound
 from protos.config import SpeculativeConfig
 from runtime.engine import AsyncEngine
 from runtime.http.app import ServerOptions, create_app
+from tests.fake_engine import TEMPLATE, expected, local_engine, ranked, tokenizer
 
 LONG = 100_000
 PROMPT = "the quick brown"

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny_pairs
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,6 +12,7 @@ from cluster.settings import engine_config
 from protos.errors import ConfigError, EngineDeadError, InvalidRequestError
 from protos.sampling import SamplingParams
 from slipstream import LLM
+from tests import tiny_pairs
 
 SMALL = {"dtype": "float32", "num_gpu_blocks_override": 128, "enforce_eager": True, "max_num_seqs": 8}
 PROMPTS = ["The future of AI is", "def main():", "x"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from tiny_models import build
 
 from protos.config import ModelConfig
 from protos.errors import ModelError
 from protos.learned import LayerShape
+from tests.tiny_models import build
 from workers import loader
 from workers.families import REFUSED, TESTED
 from workers.loader import load

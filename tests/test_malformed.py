@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic
-import synthetic_layers
-import tiny_models
 import torch
 from safetensors.torch import save_file
-from synthetic import Synthetic
 from transformers import AutoModelForCausalLM
 
 from proposers import registry
 from protos.config import SpeculativeConfig
 from protos.errors import ModelError
+from tests import synthetic, synthetic_layers, tiny_models
+from tests.synthetic import Synthetic
 from workers.parts import DraftParts, ResidentLender
 
 WIDTH, VOCAB = 32, 96

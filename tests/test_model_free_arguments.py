@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import tiny_pairs
 
 from proposers import registry
 from protos import arguments
@@ -11,6 +10,7 @@ from protos.config import SpeculativeConfig
 from protos.errors import ConfigError, InvalidRequestError
 from protos.sampling import SamplingParams
 from runtime.inputs import Preprocessor
+from tests import tiny_pairs
 
 
 def parse(**keys: Any) -> SpeculativeConfig:

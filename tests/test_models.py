@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, build
 from transformers import AutoModelForCausalLM
 
 from protos.config import ModelConfig
 from protos.errors import ConfigError
 from protos.learned import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
+from tests.tiny_models import FAMILIES, build
 from workers.attention import AttentionBackend
 from workers.attention_native import NativeAttention
 from workers.attention_torch import TorchAttention

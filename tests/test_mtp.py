@@ -4,19 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
 import torch
-from dense_runner import DenseRunner, FakeParts, Text
-from drafter_world import CONFIG, ROWS
-from published import Drafted, Weights, rms
 from safetensors.torch import save_file
-from synthetic import config_of, stored
-from synthetic_layers import with_mtp
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from proposers.mtp import MtpProposer
 from protos.interfaces import DraftRow
+from tests import published
+from tests.dense_runner import DenseRunner, FakeParts, Text
+from tests.drafter_world import CONFIG, ROWS
+from tests.published import Drafted, Weights, rms
+from tests.synthetic import config_of, stored
+from tests.synthetic_layers import with_mtp
 
 GLUE = {
     "behind": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_world import (
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from proposers.dflash import DFlashProposer
+from proposers.p_eagle import ParallelEagleProposer
+from proposers.pard import PardProposer
+from protos.interfaces import DraftRow
+from tests.drafter_world import (
     CONFIG,
     HEAD,
     HEADS,
@@ -19,13 +25,7 @@ from drafter_world import (
     random_tensors,
     world,
 )
-from published import Weights, attend, attention, causal, linear, mlp, rms, rotate
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from proposers.dflash import DFlashProposer
-from proposers.p_eagle import ParallelEagleProposer
-from proposers.pard import PardProposer
-from protos.interfaces import DraftRow
+from tests.published import Weights, attend, attention, causal, linear, mlp, rms, rotate
 
 MASK = V - 1
 D = H // HEADS

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from mail import until
-from processes import is_running, wait_gone
 
 from cluster.process_gang import ProcessGang
 from protos.gang import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerFailed, WorkerId
+from tests.mail import until
+from tests.processes import is_running, wait_gone
 
 HERE = Path(__file__).parent
 RANKS = [WorkerId("target", 0), WorkerId("target", 1)]

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mail import PATIENCE_S, Mail, until
-from processes import is_running, wait_gone, wait_until
 
 from cluster import ray_doctor
 from cluster.ray_cluster import available_resources, cluster_resources
@@ -20,6 +18,8 @@ from cluster.ray_placement import Layout, Patience, Placement, check_nodes, cpus
 from cluster.settings import engine_config
 from protos.errors import PlacementError
 from protos.gang import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerId
+from tests.mail import PATIENCE_S, Mail, until
+from tests.processes import is_running, wait_gone, wait_until
 
 ROOT = Path(__file__).parent.parent
 RANKS = [WorkerId("target", 0), WorkerId("target", 1)]

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import tiny_pairs
-from identity import perturbed
-from processes import is_running, wait_gone, wait_until
 
 from cluster import assemble
 from cluster.process_gang import BODY
@@ -28,6 +25,9 @@ from runtime.channel import STATS_EVERY_S
 from runtime.engine import AsyncEngine
 from runtime.inputs import Preprocessor, load_tokenizer
 from slipstream import LLM
+from tests import tiny_pairs
+from tests.identity import perturbed
+from tests.processes import is_running, wait_gone, wait_until
 
 PROMPTS = [f"{word} and then {number}" for number in range(4) for word in ("once", "def f(x):", "The cat", "zz")]
 LENGTH = 120

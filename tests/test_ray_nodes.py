@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray_nodes
-from processes import wait_until
 
 from slipstream import LLM
+from tests import ray_nodes
 from tests.gang_engine import tiny_pair
+from tests.processes import wait_until
 
 HERE = Path(__file__).parent
 LIMIT_S = 300.0

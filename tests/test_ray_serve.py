@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-import tiny_pairs
-from processes import wait_gone, wait_until
-from serving import Running
 
 from cluster.ray_cluster import available_resources
 from slipstream import LLM, SamplingParams
+from tests import tiny_pairs
+from tests.processes import wait_gone, wait_until
+from tests.serving import Running
 
 ROOT = Path(__file__).parent.parent
 SMALL: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 128}

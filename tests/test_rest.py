@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 import pytest
-import tiny_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -16,6 +15,7 @@ from protos.config import ModelConfig, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.interfaces import DraftRow
 from runtime.tokenizer import load_tokenizer
+from tests import tiny_pairs
 
 TOKENIZER = b"t" * 32
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=8)

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pairs
 
 import slipstream
 from cluster import cli, cli_serve
 from cluster.settings import engine_config
 from protos.config import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
-from tests import synthetic, synthetic_layers
+from tests import synthetic, synthetic_layers, tiny_pairs
 
 ROOT = Path(__file__).parent.parent
 HEAD = """

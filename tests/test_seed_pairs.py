@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from proposers.formats import eagle, mlp_speculator, mtp
 from protos.errors import ModelError
+from tests import tiny_models
 from workers import families
 from workers.parallel import _cuts
 from workers.parallel_cuts import shares_of

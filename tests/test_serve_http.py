@@ -7,22 +7,22 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import fake_engine
 import httpx
 import pytest
-from serving import Running
 
 from cluster.serve_http import bound, described, served_names
 from protos.config import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
+from tests import fake_engine
+from tests.serving import Running
 
 HERE = Path(__file__).parent
 LONG = 200_000
 SERVE = """
 import sys
 sys.path[:0] = {path!r}
-import fake_engine
+from tests import fake_engine
 from cluster import serve_http
 from protos.config import EngineConfig, ModelConfig
 from runtime.process import python_command

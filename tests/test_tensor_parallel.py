@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import in_memory, on_ranks
 from safetensors.torch import load_file, save_file
 from test_models import BLOCK, PREFIX, SLOTS, fill, paged_logits, reference_logits, sequences
-from tiny_models import FAMILIES, SPECIFIC, build
 from transformers import AutoModelForCausalLM
 
 from protos.config import ModelConfig
 from protos.errors import ModelError
 from protos.learned import LayerShape
+from tests.ranks import in_memory, on_ranks
+from tests.tiny_models import FAMILIES, SPECIFIC, build
 from workers.batch import Batch
 from workers.groups import Group
 from workers.loader import LoadedModel, load

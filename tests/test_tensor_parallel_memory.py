@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import build
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_models import build
 from workers.groups import open_store
 
 ROOT = Path(__file__).parent.parent

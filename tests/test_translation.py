@@ -4,15 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
-import tiny_pairs
 import torch
-from identity import collect
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from protos.errors import ConfigError, ModelError
 from slipstream import LLM, SamplingParams
+from tests import tiny_models, tiny_pairs
+from tests.identity import collect
 from workers.translation import Dictionary
 
 PROMPTS = ["def main():", "for i in range(10):\n    print(", "import os, sys", "x = ["]

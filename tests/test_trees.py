@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_pairs
 
 from cluster import assemble
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
 from slipstream import LLM
+from tests import tiny_pairs
 from tests.gang_engine import Engine, configure
 from tests.identity import Reference, assert_identical
 from tests.tiny_models import build

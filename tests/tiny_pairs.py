@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-import tiny_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests import tiny_models
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
