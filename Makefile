@@ -22,8 +22,8 @@ GANG_TESTS := $(sort $(wildcard tests/test_gang_*.py tests/test_process_gang.py 
 # And what the proposers' acceptance runs.
 PROPOSER_TESTS := $(addprefix tests/test_,$(addsuffix .py,attention_drafters capture demo_heads detection \
 	drafter_traps draft_runner every_proposer formats heads learned_worker lookahead malformed model_free \
-	model_free_arguments model_free_engine mtp parallel_drafters parts proposers rest seed_examples seed_pairs \
-	static_tree translation trees tree_attention))
+	model_free_arguments model_free_engine mtp own_proposer parallel_drafters parts proposers rest seed_examples \
+	seed_pairs static_tree translation trees tree_attention))
 
 .PHONY: install serve test check bench accept-engine accept-gang accept-proposers accept-oldest clean
 

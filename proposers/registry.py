@@ -1,12 +1,17 @@
-"""Name -> proposer. Adding one is a file beside this and a line below; its module loads on first use."""
+"""Name -> proposer. Adding one is a file beside this and a line below; its module loads on first use.
 
+A user's own class goes by its import path, `package.module:Class`, in place of a name.
+"""
+
+from collections.abc import Iterable
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.interfaces import Proposer
 from protos.learned import DraftRunner, LearnedProposer
+from protos.speculation_method import is_import_path
 
 _PROPOSERS: dict[str, str] = {
     "dflash": "proposers.dflash:DFlashProposer",
@@ -30,6 +35,9 @@ _PROPOSERS: dict[str, str] = {
 _LANGUAGE_MODELS = frozenset({"draft_model"})
 """Methods that draft with a whole model, which the worker loads as it loads targets."""
 
+_METHODS = ("create", "propose")
+_LEARNED_METHODS = ("features_of", "build")
+
 
 def names() -> tuple[str, ...]:
     """Return the methods that can be asked for, in alphabetical order."""
@@ -37,13 +45,48 @@ def names() -> tuple[str, ...]:
 
 
 def load(method: str) -> type[Proposer]:
-    """Import and return the class of *method*; raises `ConfigError` naming the methods there are."""
+    """Import and return the class of *method*, a name or an import path.
+
+    Raises:
+        ConfigError: names the methods there are, or says why the path leads to no proposer.
+    """
+    if is_import_path(method):
+        return _own(method)
     path = _PROPOSERS.get(method)
     if path is None:
-        raise ConfigError(f"speculative method {method!r} is not available; choose one of: {', '.join(names())}")
+        raise ConfigError(f"speculative method {method!r} is not available; choose one of: {', '.join(names())}, or "
+                          "package.module:Class for one of your own")
+    return cast(type[Proposer], _imported(path))
+
+
+def _imported(path: str) -> Any:
     module, _, name = path.partition(":")
-    proposer: type[Proposer] = getattr(import_module(module), name)
-    return proposer
+    return getattr(import_module(module), name)
+
+
+def _own(path: str) -> type[Proposer]:
+    try:
+        found = _imported(path)
+    except Exception as error:  # its module may raise anything
+        raise ConfigError(f"speculative method {path!r} cannot be imported ({type(error).__name__}: {error}); it must "
+                          "be package.module:Class, installed or on PYTHONPATH wherever a worker runs") from error
+    lacking = list(_lacking(found))
+    if lacking:
+        raise ConfigError(f"speculative method {path!r} is no proposer: it lacks {', '.join(lacking)}; see "
+                          "protos.interfaces.Proposer, and protos.learned.LearnedProposer for those with a module")
+    return cast(type[Proposer], found)
+
+
+def _lacking(found: Any) -> Iterable[str]:
+    """Yield what *found* would have to have to be a proposer's class."""
+    if not isinstance(found, type):
+        yield "being a class"
+    on_worker = getattr(found, "on_worker", None)
+    if not isinstance(on_worker, bool):
+        yield "on_worker, True or False"
+    for name in (*_METHODS, *_LEARNED_METHODS * (on_worker is True)):
+        if not callable(getattr(found, name, None)):
+            yield name
 
 
 def learned(config: SpeculativeConfig) -> type[LearnedProposer] | None:

@@ -8,6 +8,7 @@ from typing import Any
 from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.speculation_method import (
+    MODEL_FREE,
     NGRAM_MODELS,
     UNKNOWN,
     Described,
@@ -15,6 +16,7 @@ from protos.speculation_method import (
     Methods,
     checkpoint,
     infer,
+    is_import_path,
     nothing_known,
 )
 from protos.speculation_tree import STEPS, TOKENS, TOPK, TREE, shaped
@@ -26,7 +28,6 @@ Keys = dict[str, Any]
 DEFAULT_TOKENS = 5
 REST_TOKENS = 16
 LOOKAHEAD = ("lookahead_window", "lookahead_ngram", "lookahead_guesses")
-MODEL_FREE = frozenset({"ngram", "suffix", "rest", "lookahead"})
 NEEDS_MODEL = frozenset({
     "draft_model", "medusa", "hydra", "mlp_speculator", "recurrent", "eagle", "eagle3", "p_eagle", "pard", "dflash",
 })  # fmt: skip
@@ -92,7 +93,7 @@ def read(
 
     Args:
         given: what the user wrote.
-        methods: the proposers there are, None to take any name.
+        methods: the proposers there are, None to take any name. Import paths are taken, and tried by who loads them.
         detect: describes checkpoints.
         target: the target's Hub id or folder, and its revision.
 
@@ -163,10 +164,9 @@ def _boolean(key: str, value: object) -> bool:
 def _check_available(method: Methods, methods: Collection[str] | None) -> None:
     names = (method,) if isinstance(method, str) else method
     for name in names:
-        if methods is not None and name not in methods:
-            raise ConfigError(
-                f"speculative method {shown(name)} is not available; choose one of: {', '.join(sorted(methods))}"
-            )
+        if methods is not None and name not in methods and not is_import_path(name):
+            raise ConfigError(f"speculative method {shown(name)} is not available; choose one of: "
+                              f"{', '.join(sorted(methods))}, or package.module:Class for one of your own")
 
 
 def _check_rule(keys: Keys) -> None:

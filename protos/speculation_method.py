@@ -34,6 +34,7 @@ Raises `ModelError` for drafts of kinds that are not available.
 """
 
 NGRAM_MODELS = ("ngram", "[ngram]")
+MODEL_FREE = frozenset({"ngram", "suffix", "rest", "lookahead"})
 METHOD_ALIASES = {
     "ngram_gpu": "ngram",
     "[ngram]": "ngram",
@@ -67,9 +68,16 @@ def nothing_known(_model: str, _revision: str | None) -> Described:
 
 
 def method_name(method: str) -> str:
-    """Return today's name of *method*; `<family>_mtp` is `mtp` for every family."""
+    """Return today's name of *method*; `<family>_mtp` is `mtp` for every family. Import paths stay as they are."""
+    if is_import_path(method):
+        return method.strip()
     name = method.strip().lower().replace("-", "_")
     return "mtp" if name.endswith("_mtp") else METHOD_ALIASES.get(name, name)
+
+
+def is_import_path(method: str) -> bool:
+    """Whether *method* is a class of the user's own, `package.module:Class`, and no name of ours."""
+    return ":" in method
 
 
 def infer(keys: Keys, found: Described) -> Methods:
@@ -102,18 +110,23 @@ def is_ngram(keys: Keys) -> bool:
 
 
 def checkpoint(keys: Keys, target: str | None, target_revision: str | None) -> tuple[str, str | None] | None:
-    """Return the Hub id or folder, and its revision, that holds the draft's weights; None where there are none."""
+    """Return the Hub id or folder, and its revision, of the draft's weights; None where nobody needs to look at them:
+    there are none, or what they are for is known to a class of the user's alone.
+    """
     model, method = keys.get("model"), keys.get("method")
+    listed = [method] if isinstance(method, str) else method if isinstance(method, list | tuple) else []
+    names = [method_name(name) for name in listed if isinstance(name, str)]
     if model is not None:
-        return None if model in NGRAM_MODELS else (str(model), keys.get("revision"))
-    named = [method] if isinstance(method, str) else method if isinstance(method, list | tuple) else []
-    if target is None or "mtp" not in [method_name(name) for name in named if isinstance(name, str)]:
-        return None
-    return target, target_revision
+        is_looked_at = not names or any(_has_checkpoint(name, keys) for name in names)
+        return (str(model), keys.get("revision")) if is_looked_at and model not in NGRAM_MODELS else None
+    return (target, target_revision) if target is not None and "mtp" in names else None
 
 
 def _has_checkpoint(name: str, keys: Keys) -> bool:
-    return name not in ("ngram", "suffix", "rest", "lookahead") and (name == "mtp" or keys.get("model") is not None)
+    """Whether *name* has weights of a public format."""
+    if name in MODEL_FREE or is_import_path(name):
+        return False
+    return name == "mtp" or keys.get("model") is not None
 
 
 def _cascade(method: object) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from protos.config import MAX_SPECULATIVE_TOKENS
 from protos.errors import ConfigError
+from protos.speculation_method import is_import_path
 from protos.validation import shown, warn_once
 
 Keys = dict[str, Any]
@@ -34,15 +35,16 @@ def shaped(method: Methods, keys: Mapping[str, Any]) -> Keys:
     """
     shape = dict(keys)
     names = {method} if isinstance(method, str) else set(method)
+    may_branch = not names.isdisjoint(BRANCHING) or any(map(is_import_path, names))
     if TREE in shape:
         _give_tree(shape, paths(shape.pop(TREE)), names)
     width, steps = (_number(shape, key) for key in (TOPK, STEPS))
     if width == 1:
         shape.setdefault(SHAPE, "chain")
-    if width is not None and width > 1 and not names & BRANCHING:
+    if width is not None and width > 1 and not may_branch:
         raise ConfigError(f"speculative_config: {TOPK} must be 1 for method {shown(method)}, got {width}: "
                           f"it grows no tree; {', '.join(sorted(BRANCHING))} do")
-    if width in (None, 1) and steps is not None and not names & BRANCHING:
+    if width in (None, 1) and steps is not None and not may_branch:
         del shape[STEPS]
     if steps is not None or (width or 1) > 1:
         shape.setdefault(TOKENS, min(MAX_SPECULATIVE_TOKENS, (width or 1) * (steps or DEFAULT_STEPS)))
@@ -86,7 +88,7 @@ def _give_tree(shape: Keys, tree: tuple[Path, ...], names: Collection[str]) -> N
     if width == 1:
         shape |= {SHAPE: "chain"}
         shape.setdefault(TOKENS, depth)
-    elif STATIC.intersection(names):
+    elif STATIC.intersection(names) or any(map(is_import_path, names)):
         shape[TREE] = tree
         shape.setdefault(TOKENS, min(MAX_SPECULATIVE_TOKENS, len(tree)))
     elif GROWN.intersection(names):
