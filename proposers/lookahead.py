@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, Self
 
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow, Follower, Needs
+from protos.interfaces import DraftRow, Follower
 from protos.learned import DraftRunner
 from protos.messages import Draft, Request
 
@@ -59,12 +59,12 @@ class Pool:
 
 
 class Nodes:
-    """A draft under construction."""
+    """A draft under construction: branches, and then probes, so that these are cut first."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._parents: list[int] = []
-        self._probes: list[bool] = []
+        self._num_probes = 0
         self._places: dict[tuple[int, int], int] = {}
 
     def branch(self, gram: Gram, most: int) -> None:
@@ -75,23 +75,27 @@ class Nodes:
             if key not in self._places:
                 if len(self.tokens) >= most:
                     return
-                self._places[key] = self._add(token, node, is_probe=False)
+                self._places[key] = len(self.tokens)
+                self.tokens.append(token)
+                self._parents.append(node)
             node = self._places[key]
 
-    def probe(self, token: int, parent: int) -> int:
-        """Add a node that is asked about; return its number."""
-        return self._add(token, parent, is_probe=True)
-
-    def _add(self, token: int, parent: int, *, is_probe: bool) -> int:
-        self.tokens.append(token)
-        self._parents.append(parent)
-        self._probes.append(is_probe)
-        return len(self.tokens) - 1
+    def ask(self, levels: Seq[Seq[int]]) -> None:
+        """Add a window that is asked about: a chain of its first level, and each further one below that above it."""
+        columns = len(levels[0])
+        first = len(self.tokens)
+        self._parents += (-1, *range(first, first + columns - 1))
+        self._parents += range(first, first + columns * (len(levels) - 1))
+        for level in levels:
+            self.tokens += level
+        self._num_probes = columns * len(levels)
 
     @property
     def draft(self) -> Draft:
-        """All of it; probes come last, so that they are cut first."""
-        return Draft(tuple(self.tokens), tuple(self._parents), tuple(self._probes))
+        """All of it."""
+        num_branched = len(self.tokens) - self._num_probes
+        probes = (False,) * num_branched + (True,) * self._num_probes
+        return Draft(tuple(self.tokens), tuple(self._parents), probes)
 
 
 @dataclass(slots=True, eq=False)
@@ -128,15 +132,8 @@ class Ahead:
             nodes.branch(gram, room)
         self.num_asked = size if size < k else 0
         if self.num_asked:
-            self._ask(nodes)
+            nodes.ask(self.levels)
         return nodes.draft
-
-    def _ask(self, nodes: Nodes) -> None:
-        above: list[int] = []
-        for token in self.levels[0]:
-            above.append(nodes.probe(token, above[-1] if above else -1))
-        for level in self.levels[1:]:
-            above = [nodes.probe(token, parent) for token, parent in zip(level, above, strict=True)]
 
     def learn(self, num_new: int, probed: Seq[int]) -> None:
         """Take in what the target says behind the probes, and move on by the *num_new* tokens that were committed."""
@@ -164,7 +161,6 @@ class Ahead:
 class LookaheadProposer(Follower):
     """Follows every sequence with a window and a pool of its own."""
 
-    needs: ClassVar[Needs] = "none"
     on_worker: ClassVar[bool] = False
 
     def __init__(self, shape: Shape) -> None:

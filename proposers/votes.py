@@ -4,8 +4,9 @@ A node's probability is the share of all texts that go through it; texts that en
 The expected number of accepted tokens of a draft is the sum of its nodes' probabilities.
 """
 
-import heapq
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from math import ceil
 from typing import NamedTuple
 
 from protos.messages import Draft
@@ -59,13 +60,15 @@ def _most_frequent(said: list[int]) -> tuple[int, int]:
     return token, said.count(token)
 
 
-def _groups(texts: Texts, depth: int) -> dict[int, list[Seq[int]]]:
+def _groups(texts: Texts, depth: int) -> Iterable[tuple[int, Texts]]:
     """Return the texts by what they have at *depth*, in order of first appearance."""
+    if len(texts) == 1:
+        return ((texts[0][depth], texts),) if depth < len(texts[0]) else ()
     groups: dict[int, list[Seq[int]]] = {}
     for text in texts:
         if depth < len(text):
             groups.setdefault(text[depth], []).append(text)
-    return groups
+    return groups.items()
 
 
 def tree(texts: Texts, count: int, min_probability: float) -> Guess:
@@ -74,25 +77,25 @@ def tree(texts: Texts, count: int, min_probability: float) -> Guess:
     Equally likely nodes are taken in the order in which they can be reached: no child is likelier than its parent.
     Arguments as for `chain`.
     """
+    if len(texts) == 1:
+        return chain(texts, count, min_probability)
     tokens: list[int] = []
     parents: list[int] = []
-    score, order = 0.0, 0
-    fewest = min_probability * len(texts)
-    frontier: list[tuple[int, int, int, int, int, list[Seq[int]]]] = []
-
-    def reach(node: int, depth: int, alive: Texts) -> None:
-        nonlocal order
-        for token, group in _groups(alive, depth).items():
-            if len(group) >= fewest:
-                heapq.heappush(frontier, (-len(group), order, token, node, depth, group))
-                order += 1
-
-    reach(-1, 0, texts)
-    while frontier and len(tokens) < count:
-        _, _, token, parent, depth, group = heapq.heappop(frontier)
-        tokens.append(token)
-        parents.append(parent)
-        score += len(group) / len(texts)
-        reach(len(tokens) - 1, depth + 1, group)
+    num_votes = 0
+    # By how many texts go through them, nodes that can be reached: token, parent, depth and these texts.
+    reached: list[list[tuple[int, int, int, Texts]]] = [[] for _ in range(len(texts) + 1)]
+    for token, group in _groups(texts, 0):
+        reached[len(group)].append((token, -1, 1, group))
+    for votes in range(len(texts), max(1, ceil(min_probability * len(texts))) - 1, -1):
+        nodes = reached[votes]
+        for i, (token, parent, depth, group) in enumerate(nodes):  # which grow meanwhile
+            if len(tokens) == count:
+                break
+            if len(nodes) - i < count - len(tokens):  # else the nodes here are all that are wanted
+                for after, those in _groups(group, depth):
+                    reached[len(those)].append((after, len(tokens), depth + 1, those))
+            tokens.append(token)
+            parents.append(parent)
+            num_votes += votes
     is_chain = parents == list(range(-1, len(tokens) - 1))
-    return Guess(Draft(tuple(tokens), () if is_chain else tuple(parents)), score)
+    return Guess(Draft(tuple(tokens), () if is_chain else tuple(parents)), num_votes / len(texts))
