@@ -20,6 +20,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ HEADER = struct.Struct("<8sIIQQ32s")
 DEPTH = 16
 NEIGHBOURS = 16
 """So many places on either side of where a context would stand are looked at."""
+SAMPLE = 4096
+"""About so many places are known in memory by the newest tokens before them, so that searches begin among few."""
 _SHORT_END, _LONG_END = 0xFFFF, 0xFFFFFFFF
 
 Ids = npt.NDArray[np.int64]
@@ -110,27 +113,35 @@ class Datastore:
             start = HEADER.size + num_tokens * width
             kind = "<u2" if width == 2 else "<u4"
             # As plain arrays: the subclass makes every look-up slower.
-            self._tokens = np.asarray(np.memmap(path, kind, "r", HEADER.size, (num_tokens,)))
+            tokens = np.asarray(np.memmap(path, kind, "r", HEADER.size, (num_tokens,)))
             self._places = np.asarray(np.memmap(path, "<u4", "r", start + -start % 8, (num_places,)))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the datastore {path}: {error}") from None
         self._end = _SHORT_END if width == 2 else _LONG_END
-        self._offsets = np.arange(DEPTH)
+        self._num_tokens = num_tokens
+        self._tokens = tokens if num_tokens > DEPTH else np.pad(tokens, (0, DEPTH), constant_values=self._end)
+        self._lines = np.lib.stride_tricks.sliding_window_view(self._tokens, DEPTH)
+        start = np.concatenate((np.full(DEPTH, self._end, self._tokens.dtype), self._tokens[:DEPTH]))
+        self._first_lines = np.lib.stride_tricks.sliding_window_view(start, DEPTH)
+        self._sample = self._places[:: max(1, len(self._places) // SAMPLE)]
+        self._sample_keys = _keys(self._before(self._sample))
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._num_tokens
 
     def longest(self, contexts: Seq[Seq[int]]) -> list[Found]:
         """Return for each context where its longest suffix of at most `DEPTH` tokens stands: some of these places."""
         wanted_RD = self._reversed(contexts)
         nearest_RN = self._search(wanted_RD)[:, None] + np.arange(-NEIGHBOURS, NEIGHBOURS)
         is_inside_RN = (nearest_RN >= 0) & (nearest_RN < len(self._places))
-        place_RN = self._places[np.clip(nearest_RN, 0, len(self._places) - 1)].astype(np.int64)
+        place_RN = self._places[np.clip(nearest_RN, 0, len(self._places) - 1)]
         differs_RND = self._before(place_RN) != wanted_RD[:, None]
         length_RN = np.where(differs_RND.any(2), differs_RND.argmax(2), DEPTH) * is_inside_RN
         longest_R = length_RN.max(1)
         is_best_RN = (length_RN == longest_R[:, None]) & is_inside_RN
-        return [Found(int(longest), place_RN[row][is_best_RN[row]].tolist()) for row, longest in enumerate(longest_R)]
+        places = iter(place_RN[is_best_RN].tolist())
+        return [Found(longest, list(islice(places, number)))
+                for longest, number in zip(longest_R.tolist(), is_best_RN.sum(1).tolist(), strict=True)]
 
     def _reversed(self, contexts: Seq[Seq[int]]) -> Ids:
         """Return `[R, DEPTH]`: each context's last tokens, newest first; behind the oldest what equals nothing."""
@@ -140,30 +151,46 @@ class Datastore:
             wanted[: len(newest)] = newest[::-1]
         return wanted_RD
 
-    def _before(self, place_: Ids) -> Ids:
+    def _before(self, place_: npt.NDArray[np.uint32]) -> Ids:
         """Return the tokens before places of any shape, newest first in a last dimension of their own."""
-        index = place_[..., None] - 1 - self._offsets
-        return np.where(index < 0, self._end, self._tokens[np.maximum(index, 0)]).astype(np.int64)
+        is_early_ = place_ < DEPTH
+        before_D = self._lines[np.where(is_early_, 0, place_ - np.uint32(DEPTH))]
+        if is_early_.any():
+            before_D[is_early_] = self._first_lines[place_[is_early_]]
+        return before_D[..., ::-1].astype(np.int64)
 
     def _search(self, wanted_RD: Ids) -> Ids:
         """Return where among the sorted places each context would stand: `[R]`, 0 to their number."""
-        low_R = np.zeros(len(wanted_RD), np.int64)
-        high_R = np.full(len(wanted_RD), len(self._places), np.int64)
+        low_R, high_R = self._bounds(wanted_RD)
         rows_R = np.arange(len(wanted_RD))
-        for _ in range(len(self._places).bit_length()):
+        while (low_R < high_R).any():
             middle_R = np.minimum((low_R + high_R) // 2, len(self._places) - 1)
-            before_RD = self._before(self._places[middle_R].astype(np.int64))
+            before_RD = self._before(self._places[middle_R])
             first_R = (before_RD != wanted_RD).argmax(1)
             is_less_R = (before_RD[rows_R, first_R] < wanted_RD[rows_R, first_R]) & (low_R < high_R)
             low_R = np.where(is_less_R, middle_R + 1, low_R)
             high_R = np.where(is_less_R, high_R, middle_R)
         return low_R
 
+    def _bounds(self, wanted_RD: Ids) -> tuple[Ids, Ids]:
+        """Return between which of the sorted places each context would stand, by those that were sampled."""
+        key_R = _keys(wanted_RD)
+        step = max(1, len(self._places) // SAMPLE)
+        low_R = np.maximum(np.searchsorted(self._sample_keys, key_R) - 1, 0) * step
+        high_R = np.searchsorted(self._sample_keys, key_R, "right") * step
+        return low_R, np.minimum(high_R, len(self._places))
+
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
         """Return the ids from each place on, at most *most*, to the end of its text."""
         index_PC = np.array(places, np.int64).reshape(-1, 1) + np.arange(most)
         lines = self._tokens[np.minimum(index_PC, len(self._tokens) - 1)].tolist()
         return [line[: line.index(self._end)] if self._end in line else line for line in lines]
+
+
+def _keys(newest_ND: Ids) -> npt.NDArray[np.uint64]:
+    """Return numbers that order lines of tokens by the first three, where these are less than 2 ** 21; `[N]`."""
+    first_N, second_N, third_N = np.clip(newest_ND[:, :3], 0, (1 << 21) - 1).astype(np.uint64).T
+    return first_N << np.uint64(42) | second_N << np.uint64(21) | third_N
 
 
 def _read_header(path: Path) -> tuple[bytes, int, int, int]:

@@ -12,7 +12,7 @@ from proposers.chains import Chains
 from proposers.growing import CHAINS, Shape, Tree
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow, Needs
+from protos.interfaces import DraftRow
 from protos.learned import DraftRunner
 from protos.messages import Draft
 
@@ -20,7 +20,6 @@ from protos.messages import Draft
 class DraftModelProposer:
     """Drafts a chain of k tokens a row, or a tree of k nodes, with any causal language model."""
 
-    needs: ClassVar[Needs] = "none"
     on_worker: ClassVar[bool] = True
 
     def __init__(self, runner: DraftRunner, shape: Shape = CHAINS) -> None:

@@ -17,7 +17,7 @@ from proposers.chains import Chains
 from proposers.static_tree import Level, StaticTree
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow, Needs
+from protos.interfaces import DraftRow
 from protos.learned import DraftRunner, LayerShape, Module
 from protos.messages import Draft
 
@@ -104,7 +104,6 @@ class HeadsProposer:
         decay: each head is taken to be right so much less often than the one before.
     """
 
-    needs: ClassVar[Needs] = "last"
     on_worker: ClassVar[bool] = True
     method: ClassVar[str]
     usual: ClassVar[Literal["chain", "tree"]] = "tree"

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from proposers.following import Followed, Following
 from proposers.grams import Places
 from protos.config import SpeculativeConfig
-from protos.interfaces import DraftRow, Needs
+from protos.interfaces import DraftRow
 from protos.learned import DraftRunner
 from protos.messages import Draft
 
@@ -20,7 +20,6 @@ class NgramProposer(Following):
     A guess is confident, in a cascade, where there is a match of at least the minimum length.
     """
 
-    needs: ClassVar[Needs] = "none"
     on_worker: ClassVar[bool] = False
 
     def __init__(self, min_n: int, max_n: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from proposers.chains import Chains
 from proposers.recycling import on_a_worker
 from protos.config import SpeculativeConfig
-from protos.interfaces import DraftRow, Needs
+from protos.interfaces import DraftRow
 from protos.learned import DraftRunner, Module
 from protos.messages import Draft
 
@@ -44,7 +44,6 @@ class MaskedModule(Module, Protocol):
 class ParallelProposer:
     """Drafts chains with a module that guesses all their tokens at once."""
 
-    needs: ClassVar[Needs] = "all"
     on_worker: ClassVar[bool] = True
     method: ClassVar[str]
 

@@ -15,7 +15,6 @@ from proposers.formats import pard as format_of
 from proposers.formats.causal import model_config
 from proposers.parallel import ParallelProposer
 from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.interfaces import Needs
 from protos.learned import FeatureSpec, Parts
 
 
@@ -61,7 +60,6 @@ class PardModule(nn.Module):
 class PardProposer(ParallelProposer):
     """Drafts with a PARD model."""
 
-    needs: ClassVar[Needs] = "none"
     method: ClassVar[str] = "pard"
 
     @classmethod

@@ -13,7 +13,7 @@ from proposers.chains import Chains
 from proposers.growing import Shape, Tree
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow, Needs
+from protos.interfaces import DraftRow
 from protos.learned import DraftRunner, Module
 from protos.messages import Draft
 
@@ -45,7 +45,6 @@ class RecyclingProposer:
         depth: levels of a tree, and the longest chain.
     """
 
-    needs: ClassVar[Needs] = "all"
     on_worker: ClassVar[bool] = True
     method: ClassVar[str]
 

@@ -15,7 +15,7 @@ from proposers.datastore import DEPTH, Datastore
 from proposers.votes import NO_GUESS, Guess, Texts, chain, tree
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow, Needs
+from protos.interfaces import DraftRow
 from protos.learned import DraftRunner
 from protos.messages import Draft
 
@@ -33,7 +33,6 @@ Vote = Callable[[Texts, int, float], Guess]
 class RestProposer:
     """Looks the last tokens up in a datastore; keeps nothing of any sequence."""
 
-    needs: ClassVar[Needs] = "none"
     on_worker: ClassVar[bool] = False
 
     def __init__(self, store: Datastore, vote: Vote, confidence: float) -> None:

@@ -18,7 +18,7 @@ from proposers.grams import Places
 from proposers.past import PastTexts
 from proposers.votes import NO_GUESS, Guess, Texts, chain, tree
 from protos.config import SpeculativeConfig
-from protos.interfaces import DraftRow, Needs
+from protos.interfaces import DraftRow
 from protos.learned import DraftRunner
 from protos.messages import Draft
 
@@ -42,7 +42,6 @@ class SuffixProposer(Following):
         confidence: how many tokens a guess has to expect to be accepted, to be one.
     """
 
-    needs: ClassVar[Needs] = "none"
     on_worker: ClassVar[bool] = False
 
     def __init__(self, config: SpeculativeConfig, vote: Vote, confidence: float) -> None:

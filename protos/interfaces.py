@@ -30,11 +30,10 @@ class DraftRow(msgspec.Struct, frozen=True, gc=False):
 class Proposer(Protocol):
     """Guesses what the target will say. Never decides anything: any draft is a valid draft.
 
-    `needs` says which target features it is fed; `on_worker` whether it lives on the draft worker
-    (handed a `DraftRunner`) or beside the controller.
+    `on_worker` says whether it lives on the draft worker (handed a `DraftRunner`) or beside the controller. What it is
+    fed of the target's features there, `protos.learned.LearnedProposer.features_of` says.
     """
 
-    needs: ClassVar[Needs]
     on_worker: ClassVar[bool]
 
     @classmethod

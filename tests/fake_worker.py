@@ -63,7 +63,6 @@ def guess(prefix: int, k: int, skill: float, dice: random.Random) -> list[int]:
 class FakeProposer:
     """Proposes beside the controller, up to k tokens, of some skill."""
 
-    needs = "none"
     on_worker = False
 
     def __init__(self, seed: int, skill: float = 0.7) -> None:

@@ -14,10 +14,10 @@ from protos.interfaces import DraftRow
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_every_registered_proposer_declares_what_it_needs(name: str) -> None:
+def test_every_registered_proposer_says_where_it_lives(name: str) -> None:
     proposer = registry.load(name)
-    assert proposer.needs in ("none", "last", "all")
     assert isinstance(proposer.on_worker, bool)
+    assert callable(proposer.create)
     assert callable(proposer.propose)
 
 

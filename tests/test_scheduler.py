@@ -310,7 +310,6 @@ def test_a_second_arrival_of_an_id_does_not_disturb_the_first() -> None:
 class Scripted:
     """A proposer beside the controller that says what it was told to say."""
 
-    needs = "none"
     on_worker = False
 
     def __init__(self, *tokens: int) -> None:

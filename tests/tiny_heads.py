@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from protos.config import SpeculativeConfig
-from protos.interfaces import DraftRow, Needs
+from protos.interfaces import DraftRow
 from protos.learned import DraftRunner, FeatureSpec, LayerShape, Parts
 from protos.messages import Draft
 from workers.draft import DraftWorker
@@ -104,7 +104,6 @@ def taken_in(features_TF: torch.Tensor) -> torch.Tensor:
 
 
 class LastProposer:
-    needs: ClassVar[Needs] = "last"
     on_worker: ClassVar[bool] = True
 
     def __init__(self, runner: DraftRunner) -> None:
@@ -145,7 +144,6 @@ class LastProposer:
 
 
 class AllProposer(LastProposer):
-    needs: ClassVar[Needs] = "all"
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:

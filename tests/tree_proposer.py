@@ -47,7 +47,6 @@ class TreeProposer:
     texts: Seq[Seq[int]]
     vocab_size: int
     seed: int = 0
-    needs = "none"
     on_worker = False
     drafts: list[Draft] = field(default_factory=list)
 
