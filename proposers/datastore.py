@@ -34,7 +34,7 @@ HEADER = struct.Struct("<8sIIQQ32s")
 DEPTH = 16
 NEIGHBOURS = 16
 """So many places on either side of where a context would stand are looked at."""
-SAMPLE = 4096
+SAMPLE = 1 << 14
 """About so many places are known in memory by the newest tokens before them, so that searches begin among few."""
 _SHORT_END, _LONG_END = 0xFFFF, 0xFFFFFFFF
 
@@ -136,7 +136,9 @@ class Datastore:
         is_inside_RN = (nearest_RN >= 0) & (nearest_RN < len(self._places))
         place_RN = self._places[np.clip(nearest_RN, 0, len(self._places) - 1)]
         differs_RND = self._before(place_RN) != wanted_RD[:, None]
-        length_RN = np.where(differs_RND.any(2), differs_RND.argmax(2), DEPTH) * is_inside_RN
+        length_RN = differs_RND.argmax(2)
+        length_RN[(length_RN == 0) & ~differs_RND[..., 0]] = DEPTH  # nothing differs
+        length_RN *= is_inside_RN
         longest_R = length_RN.max(1)
         is_best_RN = (length_RN == longest_R[:, None]) & is_inside_RN
         places = iter(place_RN[is_best_RN].tolist())
@@ -183,8 +185,11 @@ class Datastore:
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
         """Return the ids from each place on, at most *most*, to the end of its text."""
         index_PC = np.array(places, np.int64).reshape(-1, 1) + np.arange(most)
-        lines = self._tokens[np.minimum(index_PC, len(self._tokens) - 1)].tolist()
-        return [line[: line.index(self._end)] if self._end in line else line for line in lines]
+        line_PC = self._tokens.take(index_PC, mode="clip")
+        lines: list[list[int]] = line_PC.tolist()
+        for i in (line_PC == self._end).any(1).nonzero()[0].tolist():
+            lines[i] = lines[i][: lines[i].index(self._end)]
+        return lines
 
 
 def _keys(newest_ND: Ids) -> npt.NDArray[np.uint64]:
