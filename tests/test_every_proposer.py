@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cluster import assemble
+from proposers import registry
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
@@ -139,6 +140,10 @@ class Folders:
         """What is asked of `speculative_config`."""
         draft = self.draft(case.name)
         return {"method": case.method, **({"model": str(draft)} if draft else {}), **options}
+
+
+def test_every_method_of_a_draft_worker_is_among_the_cases() -> None:
+    assert {case.method for case in CASES} == {name for name in registry.names() if registry.load(name).on_worker}
 
 
 def requests() -> list[Request]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from proposers import datastore
+from proposers import datastore, registry
 from slipstream import LLM, SamplingParams
 from tests import identity
 from tests.conftest import ModelPair
@@ -69,6 +69,11 @@ def off(demo_pair: ModelPair) -> dict[float, identity.Run]:
     runs = {t: identity.generate(demo_pair.target, prompts(demo_pair.target), params(t)) for t in (0.0, 0.7)}
     assert all(run.proposed == 0 for run in runs.values())
     return runs
+
+
+def test_every_method_beside_the_controller_is_among_them() -> None:
+    beside = {name for name in registry.names() if not registry.load(name).on_worker}
+    assert beside <= {keys["method"] for keys in METHODS.values() if isinstance(keys["method"], str)}
 
 
 def keys_of(name: str, pair: ModelPair, store: Path, **more: Any) -> dict[str, Any]:
