@@ -15,9 +15,9 @@ from protos.interfaces import DraftRow, Follower
 from protos.messages import Draft, Request
 
 SLICE = 2048
-"""Tokens of prompts and predictions taken in a round, over all sequences: about a millisecond."""
+"""Tokens that are taken in at a time, over all sequences: about a millisecond."""
 GROWTH = 128
-"""Tokens of a row taken in when it asks for guesses: more than a round can have brought."""
+"""Tokens that a row need not stand in line for: more than a round can have brought."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +29,7 @@ class Followed:
         tokens: prompt and output; the prompt alone until guesses are asked for.
         salt: of its tenant.
         is_over: whether it ended.
+        is_waiting: whether it stands in line for a slice.
     """
 
     places: Places
@@ -38,10 +39,17 @@ class Followed:
     prediction: Prediction | None = None
     is_over: bool = False
 
+    is_waiting: bool = False
+
+    @property
+    def num_new(self) -> int:
+        """How many of `tokens` are to be taken in."""
+        return len(self.tokens) - 1 - self.places.num_added
+
     @property
     def is_indexed(self) -> bool:
         """Whether all of `tokens` is in `places`."""
-        return self.places.num_added >= len(self.tokens) - 1
+        return self.num_new <= 0
 
     def prepare(self, budget: int) -> int:
         """Take in at most *budget* tokens of what was there from the beginning; return how many."""
@@ -71,30 +79,46 @@ class Following(Follower):
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft a row; rows that nobody told of in `begin` are indexed anew each time."""
-        return [self.guess(row, self.followed(row)) for row in rows]
+        return [self.guess(row, one) for row, one in zip(rows, self.follow(rows), strict=True)]
 
-    def followed(self, row: DraftRow) -> Followed:
-        """Return what is kept of a row's sequence, brought up to date."""
-        followed = self._followed.get(row.key)
-        if followed is None:
-            followed = Followed(self.index(), row.token_ids)
-            followed.prepare(len(row.token_ids))
-        self._grown.append(followed)
-        followed.tokens = row.token_ids
-        followed.places.add(row.token_ids, GROWTH)
+    def follow(self, rows: Seq[DraftRow]) -> list[Followed]:
+        """Return what is kept of the rows' sequences, brought up to date as far as a slice goes."""
+        self._grown = [self._followed.get(row.key) or self._anew(row) for row in rows]
+        for followed, row in zip(self._grown, rows, strict=True):
+            followed.tokens = row.token_ids
+        self._take_growth(SLICE)
+        return self._grown
+
+    def _anew(self, row: DraftRow) -> Followed:
+        followed = Followed(self.index(), row.token_ids)
+        followed.prepare(len(row.token_ids))
         return followed
+
+    def _take_growth(self, budget: int) -> int:
+        """Take in what was committed to the rows that asked last; return what is left of *budget*.
+
+        Those to whom that is much, or left over, stand in line.
+        """
+        for grown in self._grown:
+            if grown.num_new <= GROWTH:
+                budget -= grown.places.add(grown.tokens, budget)
+            if not (grown.is_indexed or grown.is_waiting):
+                self._wait(grown)
+        return budget
+
+    def _wait(self, followed: Followed) -> None:
+        followed.is_waiting = True
+        self._unprepared.append(followed)
 
     def prepare(self) -> None:
         """See `Follower`: what was just committed, then the oldest prompts."""
-        for grown in self._grown:
-            grown.places.add(grown.tokens, GROWTH)
-        self._grown.clear()
-        budget = SLICE
+        budget = self._take_growth(SLICE)
+        self._grown = []
         while budget > 0 and self._unprepared:
             first = self._unprepared[0]
             taken = 0 if first.is_over else first.prepare(budget)
             if taken < budget:
-                self._unprepared.popleft()
+                self._unprepared.popleft().is_waiting = False
             budget -= taken
 
     def begin(self, key: int, request: Request) -> None:
@@ -103,7 +127,7 @@ class Following(Follower):
         prediction = Prediction(request.prediction_token_ids) if request.prediction_token_ids else None
         followed = Followed(self.index(), prompt, len(prompt), request.cache_salt, prediction)
         self._followed[key] = followed
-        self._unprepared.append(followed)
+        self._wait(followed)
 
     def end(self, key: int, token_ids: Seq[int]) -> None:
         """See `Follower`."""

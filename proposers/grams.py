@@ -6,9 +6,7 @@ hash, and looked at again when they are found.
 """
 
 from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from itertools import islice
 from typing import NamedTuple
 
 MAX_PLACES = 16
@@ -38,18 +36,24 @@ class _Grams:
     def add(self, tokens: Seq[int], stop: int) -> None:
         """Add the grams of *tokens* that end at `stop` at most and were not added yet."""
         size, last, before = self.size, self._last, self._before
-        for end in range(len(before), stop + 1):
-            key = hash(tuple(tokens[end - size : end]))
+        first, number = len(before), stop + 1 - len(before)
+        if number <= 0:
+            return
+        columns = [tokens[start : start + number] for start in range(first - size, first)]
+        for end, key in enumerate(map(hash, zip(*columns, strict=True)), first):
             before.append(last.get(key, 0))
             last[key] = end
 
-    def ends(self, tokens: Seq[int], gram: Seq[int]) -> Iterator[int]:
-        """Yield the places of *gram*, a part of *tokens* or the like, most recent first."""
+    def ends(self, tokens: Seq[int], gram: Seq[int], most: int) -> list[int]:
+        """Return the *most* recent places of *gram*, a part of *tokens* or the like."""
+        size, before = self.size, self._before
         end = self._last.get(hash(tuple(gram)), 0)
-        while end:
-            if tokens[end - self.size : end] == gram:
-                yield end
-            end = self._before[end]
+        ends: list[int] = []
+        while end and len(ends) < most:
+            if tokens[end - size : end] == gram:
+                ends.append(end)
+            end = before[end]
+        return ends
 
 
 class Places:
@@ -88,22 +92,29 @@ class Places:
         """
         for grams in self._grams:
             if len(pattern) >= grams.size:
-                ends = list(islice(grams.ends(tokens, pattern[-grams.size :]), self._most))
+                ends = grams.ends(tokens, pattern[-grams.size :], self._most)
                 if ends:
-                    return self._lengthen(tokens, pattern[-self._reach :], ends, grams.size)
+                    return self._lengthen(tokens, pattern[-self._reach :], ends, grams)
         return NO_MATCH
 
-    def _lengthen(self, tokens: Seq[int], wanted: Seq[int], ends: list[int], size: int) -> Match:
-        lengths = [_common_suffix(tokens, end, wanted, size) for end in ends]
+    def _lengthen(self, tokens: Seq[int], wanted: Seq[int], ends: list[int], grams: _Grams) -> Match:
+        # Longer matches than a smaller gram's are few tokens longer, or a larger gram would have matched.
+        common = _common_slice if grams is self._grams[0] else _common_suffix
+        lengths = [common(tokens, end, wanted, grams.size) for end in ends]
         longest = max(lengths)
         return Match(longest, [end for end, length in zip(ends, lengths, strict=True) if length == longest])
+
+
+def _common_slice(tokens: Seq[int], end: int, wanted: Seq[int], length: int) -> int:
+    """Return the same as `_common_suffix`, sooner where all of *wanted* is likely to stand there."""
+    most = min(end, len(wanted))
+    return most if tokens[end - most : end] == wanted[len(wanted) - most :] else _common_suffix(
+        tokens, end, wanted, length)
 
 
 def _common_suffix(tokens: Seq[int], end: int, wanted: Seq[int], length: int) -> int:
     """Return how many tokens before *end* are the last ones of *wanted*; the last *length* are."""
     most = min(end, len(wanted))
-    if tokens[end - most : end] == wanted[len(wanted) - most :]:
-        return most
-    while tokens[end - 1 - length] == wanted[-1 - length]:
+    while length < most and tokens[end - 1 - length] == wanted[-1 - length]:
         length += 1
     return length

@@ -8,7 +8,7 @@ over cost a look and no more.
 
 from collections import Counter, deque
 from collections.abc import Sequence as Seq
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -51,8 +51,8 @@ class PastTexts:
         # Place 0 stands for none. Zeros cost no memory until they are written to.
         self._ids = np.zeros(self._size, np.int32)
         self._owner = np.zeros(self._size, np.int32)  # the tenant's number
-        self._heads = [np.zeros(num_heads, np.int32) for _ in SIZES]
-        self._links = [np.zeros(self._size, np.int32) for _ in SIZES]
+        self._heads = np.zeros((len(SIZES), num_heads), np.int32)
+        self._links = np.zeros((len(SIZES), self._size), np.int32)
         self._texts: deque[tuple[int, int, str]] = deque()  # first place, the one behind, and salt; oldest first
         self._numbers: dict[str, int] = {}  # of the tenants who have texts
         self._num_texts: Counter[str] = Counter()
@@ -60,6 +60,8 @@ class PastTexts:
         self._next = self._first = reach + 1  # what is before the first text is looked at, too
         self._ids[: self._first] = NOTHING
         self._offsets = np.arange(reach)
+        # By the length of a match, the level of the largest grams it has; none for what is too short.
+        self._level = np.searchsorted([-size for size in SIZES], -np.arange(reach + 1))
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -67,8 +69,7 @@ class PastTexts:
     @property
     def num_bytes(self) -> int:
         """What all arrays together can take."""
-        arrays = [self._ids, self._owner, *self._heads, *self._links]
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in (self._ids, self._owner, self._heads, self._links))
 
     def add(self, salt: str, token_ids: Seq[int]) -> None:
         """Take in a text of the tenant with this *salt*; the oldest leave where it needs their room."""
@@ -136,14 +137,13 @@ class PastTexts:
         wanted_RD = self._reversed(patterns)
         tenant_R = np.array([self._numbers.get(salt, NOTHING) for salt in salts], np.int64)
         hashes = _hashes(tenant_R, wanted_RD.T)
-        found = [Found(0, [])] * len(patterns)
-        left_R = np.arange(len(patterns))
-        for level, size in enumerate(SIZES):
-            if size <= self._reach and len(left_R):
-                row_P, place_P, length_P = self._walk(level, hashes[size], left_R, tenant_R, wanted_RD)
-                _collect(found, row_P, place_P, length_P)
-                left_R = np.array([row for row in left_R if not found[row].places], np.int64)
-        return found
+        place_RLC = self._chains(np.stack([hashes[size] for size in SIZES], 1))
+        row_P, level_P, at_P = self._is_theirs(place_RLC, tenant_R).nonzero()
+        place_P = place_RLC[row_P, level_P, at_P]
+        length_P = self._lengths(place_P, wanted_RD[row_P, : self._reach])
+        # Longer matches than a level's are found at the level above, too: so each is counted once.
+        length_P[self._level[length_P] != level_P] = 0
+        return _longest(len(patterns), row_P, place_P, length_P)
 
     def _reversed(self, patterns: Seq[Seq[int]]) -> Ids:
         wanted_RD = np.full((len(patterns), max(self._reach, SIZES[0])), NOTHING - 1, np.int32)
@@ -155,47 +155,50 @@ class PastTexts:
             wanted[: len(newest)] = newest[::-1]
         return wanted_RD
 
-    def _walk(self, level: int, hashes: Hashes, rows_L: Places, tenant_R: Places,
-              wanted_RD: Ids) -> tuple[Places, Places, Places]:
-        """Walk the chains of *rows*; return row, place and length of every match of the level's size at least."""
-        place_CL = self._chains(level, (hashes[rows_L] >> self._bits).astype(np.int64))
-        is_theirs_CL = (self._owner[place_CL - 1] == tenant_R[rows_L]) & (place_CL > 0)
-        age_CL = (self._next - place_CL) % self._size
-        is_theirs_CL[1:] &= np.logical_and.accumulate(age_CL[1:] > age_CL[:-1], 0)
-        at_P, row_P = is_theirs_CL.nonzero()
-        place_P, row_P = place_CL[at_P, row_P], rows_L[row_P]
-        differs_PD = self._ids[place_P[:, None] - 1 - self._offsets] != wanted_RD[row_P, : self._reach]
-        length_P = np.where(differs_PD.any(1), differs_PD.argmax(1), self._reach)
-        keep_P = length_P >= SIZES[level]
-        return row_P[keep_P], place_P[keep_P], length_P[keep_P]
+    def _chains(self, hash_RL: Hashes) -> Places:
+        """Return the first places `[R, L, C]` of the chains of some grams; 0 behind their ends."""
+        levels_L = np.arange(len(SIZES))
+        links, link_RL = self._links.reshape(-1), levels_L * self._size
+        place_RLC = np.zeros((*hash_RL.shape, CHAIN), np.int64)
+        place_RL = self._heads[levels_L, (hash_RL >> self._bits).astype(np.int64)]
+        for i in range(CHAIN):
+            place_RLC[..., i] = place_RL
+            place_RL = links[link_RL + place_RL]
+        return place_RLC
 
-    def _chains(self, level: int, bucket_L: Places) -> Places:
-        """Return the first places `[C, L]` of the chains of some buckets; 0 behind their ends."""
-        links = self._links[level]
-        place_L = self._heads[level][bucket_L]
-        found: list[npt.NDArray[np.int32]] = []
-        while len(found) < CHAIN and place_L.any():
-            found.append(place_L)
-            place_L = links[place_L]
-        return np.array(found, np.int64).reshape(len(found), len(bucket_L))
+    def _is_theirs(self, place_RLC: Places, tenant_R: Places) -> npt.NDArray[np.bool_]:
+        """Return which places belong to the rows' tenants, up to where a chain leads to what was written over."""
+        is_theirs_RLC = (self._owner[place_RLC - 1] == tenant_R[:, None, None]) & (place_RLC > 0)
+        age_RLC = self._next - place_RLC
+        age_RLC[age_RLC < 0] += self._size
+        is_theirs_RLC[..., 1:] &= np.logical_and.accumulate(age_RLC[..., 1:] > age_RLC[..., :-1], 2)
+        return is_theirs_RLC
+
+    def _lengths(self, place_P: Places, wanted_PD: Ids) -> Places:
+        """Return how many of the newest tokens before each place are those wanted there."""
+        differs_PD = self._ids[place_P[:, None] - 1 - self._offsets] != wanted_PD
+        length_P = differs_PD.argmax(1)
+        length_P[(length_P == 0) & ~differs_PD[:, 0]] = self._reach  # nothing differs
+        return length_P
 
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
         """Return the ids from each place on, at most *most*, to the end of its text."""
-        index_PC = np.minimum(np.array(places, np.int64)[:, None] + np.arange(most), self._size - 1)
-        return [_to_end(line) for line in self._ids[index_PC].tolist()]
+        line_PC = self._ids.take(np.array(places, np.int64)[:, None] + np.arange(most), mode="clip")
+        lines: list[list[int]] = line_PC.tolist()
+        for i in (line_PC == NOTHING).any(1).nonzero()[0].tolist():
+            lines[i] = lines[i][: lines[i].index(NOTHING)]
+        return lines
 
 
-def _to_end(line: list[int]) -> list[int]:
-    return line[: line.index(NOTHING)] if NOTHING in line else line
-
-
-def _collect(found: list[Found], row_P: Places, place_P: Places, length_P: Places) -> None:
-    """Keep of each row the places of the longest match, in the order given."""
-    for row, place, length in zip(row_P.tolist(), place_P.tolist(), length_P.tolist(), strict=True):
-        if length > found[row].length:
-            found[row] = Found(length, [place])
-        elif length == found[row].length:
-            found[row].places.append(place)
+def _longest(num_rows: int, row_P: Places, place_P: Places, length_P: Places) -> list[Found]:
+    """Return the places of each row's longest matches, in the order given; *row_P* rises."""
+    longest_R = np.zeros(num_rows, np.int64)
+    np.maximum.at(longest_R, row_P, length_P)
+    is_best_P = (length_P == longest_R[row_P]) & (length_P > 0)
+    num_best_R = np.bincount(row_P[is_best_P], minlength=num_rows)
+    places = iter(place_P[is_best_P].tolist())
+    return [Found(length, list(islice(places, number)))
+            for length, number in zip(longest_R.tolist(), num_best_R.tolist(), strict=True)]
 
 
 def _newest_first(ids: Ids) -> Ids:

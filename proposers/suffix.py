@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import ClassVar, Self
 
-from proposers.following import SLICE, Followed, Following
+from proposers.following import Followed, Following
 from proposers.grams import Places
 from proposers.past import PastTexts
 from proposers.votes import NO_GUESS, Guess, Texts, chain, tree
@@ -29,6 +29,10 @@ CONFIDENT = 2.0
 
 MAX_FINISHED = 1 << 20
 """Tokens of answers that wait to be taken in."""
+PART = 2048
+"""Longer answers are remembered in parts, so that none is too long to be taken in in one round."""
+SHORT = 512
+"""While those of a round have fewer tokens than this, one more is taken in."""
 
 Vote = Callable[[Texts, int, float], Guess]
 
@@ -69,15 +73,16 @@ class SuffixProposer(Following):
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft a row; empty where nothing that was seen before ends in the same two tokens."""
-        followed = [self.followed(row) for row in rows]
-        elsewhere = self._elsewhere(rows, followed)
-        return [self._best(row, one, guess) for row, one, guess in zip(rows, followed, elsewhere, strict=True)]
+        followed = self.follow(rows)
+        here = [self._here(row, one) for row, one in zip(rows, followed, strict=True)]
+        best = self._or_elsewhere(rows, [one.salt for one in followed], here) if len(self._past) else here
+        return [guess.draft if guess.score >= self._confidence else NO_GUESS.draft for guess in best]
 
-    def _best(self, row: DraftRow, followed: Followed, elsewhere: Guess) -> Draft:
+    def _here(self, row: DraftRow, followed: Followed) -> Guess:
+        """Guess by the user's prediction of the answer, or by what was said before in the same request."""
         predicted = followed.predicted(row.k)
-        guesses = (Guess(Draft(tuple(predicted)), float(len(predicted))), self._own(row, followed), elsewhere)
-        best = max(guesses, key=lambda guess: guess.score)
-        return best.draft if best.score >= self._confidence else NO_GUESS.draft
+        own = self._own(row, followed)
+        return Guess(Draft(tuple(predicted)), float(len(predicted))) if len(predicted) >= own.score else own
 
     def _own(self, row: DraftRow, followed: Followed) -> Guess:
         """Guess by the request's own text."""
@@ -93,36 +98,38 @@ class SuffixProposer(Following):
         """Return how many tokens to guess behind a match of *length*."""
         return min(row.k, max(1, int(self._factor * length)))
 
-    def _elsewhere(self, rows: Seq[DraftRow], followed: Seq[Followed]) -> list[Guess]:
-        """Guess for all rows by the answers to earlier requests."""
-        if not len(self._past):
-            return [NO_GUESS] * len(rows)
-        patterns = [row.token_ids[-self._depth :] for row in rows]
-        found = self._past.longest([one.salt for one in followed], patterns)
+    def _or_elsewhere(self, rows: Seq[DraftRow], salts: Seq[str], here: Seq[Guess]) -> list[Guess]:
+        """Return for each row its guess or, where they say more, that by the answers to earlier requests."""
+        found = self._past.longest(salts, [row.token_ids[-self._depth :] for row in rows])
         counts = [self._count(row, one.length) for row, one in zip(rows, found, strict=True)]
-        texts = iter(self._past.after([place for one in found for place in one.places], max(counts)))
-        return [
-            self._vote(list(islice(texts, len(one.places))), count, self._min_probability) if one.places else NO_GUESS
-            for one, count in zip(found, counts, strict=True)
-        ]
+        # All of a draft accepted is the most that can be expected of it.
+        asked = [i for i, one in enumerate(found) if one.places and counts[i] > here[i].score]
+        texts = iter(self._past.after([place for i in asked for place in found[i].places], max(counts)))
+        best = list(here)
+        for i in asked:
+            guess = self._vote(list(islice(texts, len(found[i].places))), counts[i], self._min_probability)
+            best[i] = max(here[i], guess, key=lambda one: one.score)
+        return best
 
     def prepare(self) -> None:
-        """Index a slice of prompts, or else of answers that are complete."""
+        """Index a slice of prompts, and part of one answer that is complete, or a few short ones."""
         super().prepare()
-        budget = SLICE
+        budget = SHORT
         while budget > 0 and self._finished:
-            salt, output = self._finished.popleft()
-            self._num_finished -= len(output)
-            self._past.add(salt, output)
-            budget -= len(output)
+            salt, answer = self._finished.popleft()
+            self._num_finished -= len(answer)
+            self._past.add(salt, answer)
+            budget -= len(answer)
 
     def end(self, key: int, token_ids: Seq[int]) -> None:
         """Keep the answer until there is time to take it in; where there is none for long, the oldest are dropped."""
         followed = self._followed.get(key)
         super().end(key, token_ids)
-        if followed is None or len(token_ids) <= followed.prompt_len or not self._keeps_answers:
+        if followed is None or not self._keeps_answers:
             return
-        self._finished.append((followed.salt, array("i", token_ids[followed.prompt_len :])))
-        self._num_finished += len(token_ids) - followed.prompt_len
+        for start in range(followed.prompt_len, len(token_ids), PART):
+            part = array("i", token_ids[start : start + PART])
+            self._finished.append((followed.salt, part))
+            self._num_finished += len(part)
         while self._num_finished > MAX_FINISHED:
             self._num_finished -= len(self._finished.popleft()[1])
