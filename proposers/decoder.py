@@ -1,7 +1,7 @@
 """Decoder layers of `transformers` as parts of a draft, and how they get their weights."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -10,11 +10,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from proposers.formats.layers import LayerDims
+from proposers.formats.layout import Shapes
+from proposers.formats.values import Config
 from protos.errors import ModelError
 from protos.learned import LayerShape, Parts
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of the positions of a forward, `[1, T, D]` each."""
+
+Spec = TypeVar("Spec")
 
 KEPT_IN_FP32 = "e_score_correction_bias"  # biases that choose experts: in fewer bits they would choose others
 
@@ -115,6 +119,25 @@ def layer_shape(config: Any) -> LayerShape:
         return LayerShape(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return LayerShape(getattr(config, "num_key_value_heads", None) or heads, size, size)
+
+
+class Format(Protocol[Spec]):
+    """A module of `proposers.formats`."""
+
+    def read(self, config: Config, target_config: Config, shapes: Shapes) -> Spec:
+        """Check a checkpoint by its config and the shapes of its tensors. Raises `ModelError`."""
+        ...
+
+    def load(self, spec: Spec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors under their canonical names."""
+        ...
+
+
+def stored(format_of: Format[Spec], parts: Parts) -> tuple[Spec, dict[str, torch.Tensor]]:
+    """Read the draft's checkpoint: what it is, and its tensors. Raises `ModelError` where it does not fit."""
+    tensors = parts.tensors()
+    spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
+    return spec, format_of.load(spec, tensors)
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

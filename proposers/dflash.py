@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import Layers, Rope, TargetVocabulary, fill, shapes_of
+from proposers.decoder import Layers, Rope, TargetVocabulary, fill, stored
 from proposers.formats import dflash as format_of
 from proposers.parallel import ParallelProposer
 from protos.config import SpeculativeConfig
@@ -98,6 +98,4 @@ class DFlashProposer(ParallelProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> DFlashModule:
         """See `protos.learned.LearnedProposer`."""
-        tensors = parts.tensors()
-        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
-        return DFlashModule(spec, format_of.load(spec, tensors), parts)
+        return DFlashModule(*stored(format_of, parts), parts)

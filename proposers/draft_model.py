@@ -11,9 +11,8 @@ import torch
 from proposers.chains import Chains
 from proposers.growing import CHAINS, Shape, Tree
 from protos.config import SpeculativeConfig
-from protos.errors import ConfigError
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner
+from protos.learned import DraftRunner, on_a_worker
 from protos.messages import Draft
 
 
@@ -28,9 +27,7 @@ class DraftModelProposer:
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
         """Return a proposer for the draft model that *runner* runs."""
-        if runner is None:
-            raise ConfigError("method 'draft_model' runs on a draft worker, and there is none")
-        return cls(runner, Shape.of(config))
+        return cls(on_a_worker(runner, "draft_model"), Shape.of(config))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return `row.k` tokens for each row."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import Layers, fill, shapes_of, through
+from proposers.decoder import Layers, fill, stored, through
 from proposers.formats import eagle as format_of
 from proposers.recycling import RecyclingProposer
 from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -75,6 +75,4 @@ class EagleProposer(RecyclingProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> EagleModule:
         """See `protos.learned.LearnedProposer`."""
-        tensors = parts.tensors()
-        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
-        return EagleModule(spec, format_of.load(spec, tensors), parts)
+        return EagleModule(*stored(format_of, parts), parts)

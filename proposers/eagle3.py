@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import Layers, Rope, TargetVocabulary, fill, shapes_of, through
+from proposers.decoder import Layers, Rope, TargetVocabulary, fill, stored, through
 from proposers.formats import eagle3 as format_of
 from proposers.recycling import RecyclingProposer
 from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -127,6 +127,4 @@ class Eagle3Proposer(RecyclingProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> Eagle3Module:
         """See `protos.learned.LearnedProposer`."""
-        tensors = parts.tensors()
-        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
-        return Eagle3Module(spec, format_of.load(spec, tensors), parts)
+        return Eagle3Module(*stored(format_of, parts), parts)

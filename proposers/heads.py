@@ -16,9 +16,8 @@ from torch import nn
 from proposers.chains import Chains
 from proposers.static_tree import Level, StaticTree
 from protos.config import SpeculativeConfig
-from protos.errors import ConfigError
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner, LayerShape, Module
+from protos.learned import DraftRunner, LayerShape, Module, on_a_worker
 from protos.messages import Draft
 
 logger = logging.getLogger(__name__)
@@ -116,8 +115,7 @@ class HeadsProposer:
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
         """See `protos.learned.LearnedProposer`."""
-        if runner is None:
-            raise ConfigError(f"method {cls.method!r} runs on a draft worker, and there is none")
+        runner = on_a_worker(runner, cls.method)
         return cls(runner, cls.tree_of(config, runner.module.num_heads))
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import Layers, fill, shapes_of, through
+from proposers.decoder import Layers, fill, stored, through
 from proposers.formats import hydra as checkpoint
 from proposers.heads import Block, HeadsModule, HeadsProposer
 from protos.config import SpeculativeConfig
@@ -95,9 +95,7 @@ class HydraProposer(HeadsProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> Hydra:
         """See `protos.learned.LearnedProposer`."""
-        tensors = parts.tensors()
-        spec = checkpoint.read(parts.config, parts.target_config, shapes_of(tensors))
-        return Hydra(spec, checkpoint.load(spec, tensors), parts)
+        return Hydra(*stored(checkpoint, parts), parts)
 
     def begin(self, rows: Seq[DraftRow]) -> torch.Tensor:
         """Return what comes behind the prefix where there is one."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import TargetVocabulary, fill, shapes_of
+from proposers.decoder import TargetVocabulary, fill, stored
 from proposers.formats import medusa as checkpoint
 from proposers.heads import Block, HeadsModule, HeadsProposer
 from protos.config import SpeculativeConfig
@@ -82,6 +82,4 @@ class MedusaProposer(HeadsProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> Medusa:
         """See `protos.learned.LearnedProposer`."""
-        tensors = parts.tensors()
-        spec = checkpoint.read(parts.config, parts.target_config, shapes_of(tensors))
-        return Medusa(spec, checkpoint.load(spec, tensors), parts)
+        return Medusa(*stored(checkpoint, parts), parts)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from proposers.decoder import fill, shapes_of
+from proposers.decoder import fill, stored
 from proposers.formats import mlp_speculator as checkpoint
 from proposers.heads import HeadsModule, HeadsProposer
 from protos.config import SpeculativeConfig
@@ -86,9 +86,8 @@ class MLPSpeculatorProposer(HeadsProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> MLPSpeculator:
         """See `protos.learned.LearnedProposer`."""
-        tensors = parts.tensors()
-        spec = checkpoint.read(parts.config, parts.target_config, shapes_of(tensors))
+        spec, tensors = stored(checkpoint, parts)
         with torch.device("meta"):
             module = MLPSpeculator(spec, parts.dtype)
-        fill(module, checkpoint.load(spec, tensors), parts)
+        fill(module, tensors, parts)
         return module

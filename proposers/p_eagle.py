@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from proposers.decoder import shapes_of
+from proposers.decoder import stored
 from proposers.eagle3 import Eagle3Module, Eagle3Proposer
 from proposers.formats import p_eagle as format_of
 from proposers.parallel import ParallelProposer
@@ -46,6 +46,4 @@ class ParallelEagleProposer(ParallelProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> ParallelEagleModule:
         """See `protos.learned.LearnedProposer`."""
-        tensors = parts.tensors()
-        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
-        return ParallelEagleModule(spec, format_of.load(spec, tensors), parts)
+        return ParallelEagleModule(*stored(format_of, parts), parts)

@@ -9,10 +9,9 @@ from typing import ClassVar, Protocol, Self
 import torch
 
 from proposers.chains import Chains
-from proposers.recycling import on_a_worker
 from protos.config import SpeculativeConfig
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner, Module
+from protos.learned import DraftRunner, Module, on_a_worker
 from protos.messages import Draft
 
 

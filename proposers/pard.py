@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from proposers.decoder import compute_buffers, fill, layer_shape, shapes_of
+from proposers.decoder import compute_buffers, fill, layer_shape, stored
 from proposers.formats import pard as format_of
 from proposers.formats.causal import model_config
 from proposers.parallel import ParallelProposer
@@ -70,6 +70,4 @@ class PardProposer(ParallelProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> PardModule:
         """See `protos.learned.LearnedProposer`."""
-        tensors = parts.tensors()
-        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
-        return PardModule(spec, format_of.load(spec, tensors), parts)
+        return PardModule(*stored(format_of, parts), parts)

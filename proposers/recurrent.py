@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from proposers.decoder import fill, shapes_of
+from proposers.decoder import fill, stored
 from proposers.formats import recurrent as checkpoint
 from proposers.growing import Nodes
 from proposers.heads import Block, HeadsModule, HeadsProposer
@@ -106,11 +106,10 @@ class RecurrentProposer(HeadsProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> Recurrent:
         """See `protos.learned.LearnedProposer`."""
-        tensors = parts.tensors()
-        spec = checkpoint.read(parts.config, parts.target_config, shapes_of(tensors))
+        spec, tensors = stored(checkpoint, parts)
         with torch.device("meta"):
             net = RecurrentNet(spec)
-        fill(net, checkpoint.load(spec, tensors), parts)
+        fill(net, tensors, parts)
         return Recurrent(spec, net, parts)
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:

@@ -12,9 +12,8 @@ import torch
 from proposers.chains import Chains
 from proposers.growing import Shape, Tree
 from protos.config import SpeculativeConfig
-from protos.errors import ConfigError
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner, Module
+from protos.learned import DraftRunner, Module, on_a_worker
 from protos.messages import Draft
 
 
@@ -76,10 +75,3 @@ class RecyclingProposer:
 
     def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:
         return Tree(self.runner, rows, self.module.behind, self.shape).grow(self.runner.catch_up(rows))
-
-
-def on_a_worker(runner: DraftRunner | None, method: str) -> DraftRunner:
-    """Return *runner*; raises `ConfigError` where there is none."""
-    if runner is None:
-        raise ConfigError(f"method {method!r} runs on a draft worker, and there is none")
-    return runner

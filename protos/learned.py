@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import msgspec
 
 from protos.config import SpeculativeConfig
+from protos.errors import ConfigError
 from protos.interfaces import DraftRow, Needs
 from protos.messages import Draft
 
@@ -210,6 +211,13 @@ class DraftRunner(Protocol):
         them holds twice as many of its tokens at temperature 1 as one of the likeliest by q.
         """
         ...
+
+
+def on_a_worker(runner: DraftRunner | None, method: str) -> DraftRunner:
+    """Return the *runner* that *method* is created with; raises `ConfigError` where there is none."""
+    if runner is None:
+        raise ConfigError(f"method {method!r} runs on a draft worker, and there is none")
+    return runner
 
 
 class LearnedProposer(Protocol):

@@ -71,7 +71,7 @@ REFUSED = {
     "tensor_parallel_size": "pass draft_tensor_parallel_size",
     "quantization": "quantised drafts are not supported",
     "kv_cache_dtype": "the draft's KV cache has the draft's dtype",
-    "draft_load_config": "drafts are loaded from safetensors only",
+    "draft_load_config": "drafts are loaded as they are stored: safetensors, and heads that torch saved",
     "draft_lm_head_quantization": "quantised drafts are not supported",
     "synthetic_acceptance_rates": "forced acceptance is not available",
     "synthetic_acceptance_length": "forced acceptance is not available",

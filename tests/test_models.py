@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protos.config import ModelConfig
-from protos.errors import ConfigError
 from protos.learned import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from tests.tiny_models import FAMILIES, build
@@ -17,7 +16,7 @@ from workers.attention import AttentionBackend
 from workers.attention_native import NativeAttention
 from workers.attention_torch import TorchAttention
 from workers.batch import Batch
-from workers.kv import bytes_per_block, num_blocks_for
+from workers.kv import bytes_per_block
 from workers.loader import load
 from workers.native_library import load_function
 from workers.runner import ModelRunner
@@ -182,12 +181,9 @@ def test_only_wanted_logits_come_back_in_order(tmp_path: Path) -> None:
     assert runner.forward(batch, np.array([], np.int64)).shape == (0, 96)
 
 
-def test_blocks_are_sized_from_heads_and_memory() -> None:
+def test_blocks_are_sized_from_heads() -> None:
     layers = (LayerShape(2, 8, 6), LayerShape(1, 8, 8))
     assert bytes_per_block(layers, 4, torch.bfloat16) == 4 * (2 * 14 + 16) * 2
-    assert num_blocks_for(1000, layers, 4, torch.bfloat16) == 2
-    with pytest.raises(ConfigError, match="given 100 bytes, but one block of 4 tokens takes 352"):
-        num_blocks_for(100, layers, 4, torch.bfloat16)
 
 
 def test_a_model_refuses_to_run_without_its_runner(tmp_path: Path) -> None:

@@ -6,28 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protos.errors import ConfigError
 from protos.learned import LayerShape
 
 
 def bytes_per_block(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes that one block takes over all layers."""
     return block_size * sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
-
-
-def num_blocks_for(memory_bytes: int, shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return how many blocks fit into *memory_bytes*.
-
-    Raises:
-        ConfigError: not even one fits.
-    """
-    size = bytes_per_block(shapes, block_size, dtype)
-    if memory_bytes < size:
-        raise ConfigError(
-            f"the KV cache was given {memory_bytes} bytes, but one block of {block_size} tokens takes {size}: "
-            "give it more memory or use a smaller block_size"
-        )
-    return memory_bytes // size
 
 
 class KVCache:
