@@ -134,7 +134,7 @@ WAY_OUT = ", or set use_heterogeneous_vocab in speculative_config for method 'dr
 
 def must_share_tokenizer(speculative: SpeculativeConfig) -> bool:
     """Whether the draft is a model whose vocabulary could be another than the target's, and nobody said that it is."""
-    return (speculative.model is not None and not WHOLE_MODELS.isdisjoint(registry.methods(speculative))
+    return (speculative.model is not None and not WHOLE_MODELS.isdisjoint(speculative.methods)
             and not speculative.use_heterogeneous_vocab)
 
 

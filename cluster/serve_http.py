@@ -251,5 +251,4 @@ def described(config: EngineConfig, info: WorkerInfo) -> list[str]:
 def _speculation(config: SpeculativeConfig | None) -> str:
     if config is None:
         return "off"
-    method = config.method if isinstance(config.method, str) else " + ".join(config.method)
-    return f"{method}, K = {config.num_speculative_tokens}"
+    return f"{' + '.join(config.methods)}, K = {config.num_speculative_tokens}"

@@ -174,7 +174,7 @@ class LookaheadProposer(Follower):
         Raises:
             ConfigError: not even one column fits beside one guess, or other methods come behind this one.
         """
-        if not isinstance(config.method, str) and config.method[-1] != "lookahead":
+        if "lookahead" in config.methods[:-1]:
             raise ConfigError("method 'lookahead' always has something to ask, so none behind it would: put it last")
         levels, room = config.lookahead_ngram - 1, config.num_speculative_tokens
         columns = min(config.lookahead_window, room // levels - 1)

@@ -105,7 +105,7 @@ def create(config: SpeculativeConfig, runner: DraftRunner) -> Proposer:
 
 def beside_controller(config: SpeculativeConfig) -> list[Proposer]:
     """Return the proposers that run beside the controller, in the order in which they are asked; maybe none."""
-    return [load(method).create(config, None) for method in methods(config) if not load(method).on_worker]
+    return [load(method).create(config, None) for method in config.methods if not load(method).on_worker]
 
 
 def worker_method(config: SpeculativeConfig) -> str | None:
@@ -114,7 +114,7 @@ def worker_method(config: SpeculativeConfig) -> str | None:
     Raises:
         ConfigError: there are several, or others come behind it and would never be asked.
     """
-    cascade = methods(config)
+    cascade = config.methods
     learned = [method for method in cascade if load(method).on_worker]
     if len(learned) > 1:
         raise ConfigError(f"of the methods {', '.join(cascade)}, {len(learned)} run on the draft worker "
@@ -123,8 +123,3 @@ def worker_method(config: SpeculativeConfig) -> str | None:
         raise ConfigError(f"of the methods {', '.join(cascade)}, those behind {learned[0]!r} would never be asked: "
                           "it always has a guess; put it last")
     return learned[0] if learned else None
-
-
-def methods(config: SpeculativeConfig) -> tuple[str, ...]:
-    """Return the methods of *config* in the order in which they are asked: one, or several in a cascade."""
-    return (config.method,) if isinstance(config.method, str) else config.method

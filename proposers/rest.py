@@ -5,14 +5,13 @@ datastore (`slipstream build-datastore`), of 16 tokens down to 2, is looked up t
 merged into a tree whose nodes are weighted by how often they occur, and the best of them are the draft.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Self
 
 from proposers.datastore import DEPTH, Datastore
-from proposers.votes import NO_GUESS, Guess, Texts, chain, tree
+from proposers.votes import NO_GUESS, Texts, Vote, chain, confidence_of, tree
 from protos.config import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.interfaces import DraftRow
@@ -22,12 +21,9 @@ from protos.messages import Draft
 SHORTEST = 2
 LONGEST = 10
 """Tokens that are taken from each place."""
-CONFIDENT = 2.0
-"""In a cascade, a guess is confident that expects so many tokens to be accepted; alone, any guess is made."""
 LEAST = 0.05
 """Nodes less likely than this are not worth scoring."""
 
-Vote = Callable[[Texts, int, float], Guess]
 
 
 class RestProposer:
@@ -47,9 +43,8 @@ class RestProposer:
         """
         if config.datastore is None:
             raise ConfigError("method 'rest' needs a datastore: the file that `slipstream build-datastore` wrote")
-        is_last = isinstance(config.method, str) or config.method[-1] == "rest"
         vote = chain if config.draft_shape == "chain" else tree
-        return cls(Datastore(Path(config.datastore)), vote, 0.0 if is_last else CONFIDENT)
+        return cls(Datastore(Path(config.datastore)), vote, confidence_of(config, "rest"))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft a row, of at most `row.k` nodes; empty where its last two tokens never stand together."""

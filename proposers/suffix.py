@@ -8,7 +8,6 @@ more is guessed; of several sources the one that expects more tokens to be accep
 
 from array import array
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import ClassVar, Self
@@ -16,7 +15,7 @@ from typing import ClassVar, Self
 from proposers.following import Followed, Following
 from proposers.grams import Places
 from proposers.past import PastTexts
-from proposers.votes import NO_GUESS, Guess, Texts, chain, tree
+from proposers.votes import NO_GUESS, Guess, Vote, chain, confidence_of, tree
 from protos.config import SpeculativeConfig
 from protos.interfaces import DraftRow
 from protos.learned import DraftRunner
@@ -24,8 +23,6 @@ from protos.messages import Draft
 
 OWN_SIZES = (6, 2)
 """Grams of a request's own text that are indexed: a match has two tokens at least."""
-CONFIDENT = 2.0
-"""In a cascade, a guess is confident that expects so many tokens to be accepted; alone, any guess is made."""
 
 MAX_FINISHED = 1 << 20
 """Tokens of answers that wait to be taken in."""
@@ -34,7 +31,6 @@ PART = 2048
 SHORT = 512
 """While those of a round have fewer tokens than this, one more is taken in."""
 
-Vote = Callable[[Texts, int, float], Guess]
 
 
 class SuffixProposer(Following):
@@ -64,8 +60,7 @@ class SuffixProposer(Following):
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
         """Return a proposer as *config* asks: of chains, or of trees where `draft_shape` says so."""
         vote = tree if config.draft_shape == "tree" else chain
-        is_last = isinstance(config.method, str) or config.method[-1] == "suffix"
-        return cls(config, vote, 0.0 if is_last else CONFIDENT)
+        return cls(config, vote, confidence_of(config, "suffix"))
 
     def index(self) -> Places:
         """See `Following`."""

@@ -4,11 +4,12 @@ A node's probability is the share of all texts that go through it; texts that en
 The expected number of accepted tokens of a draft is the sum of its nodes' probabilities.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from math import ceil
 from typing import NamedTuple
 
+from protos.config import SpeculativeConfig
 from protos.messages import Draft
 
 Texts = Seq[Seq[int]]
@@ -22,6 +23,15 @@ class Guess(NamedTuple):
 
 
 NO_GUESS = Guess(Draft(()), 0.0)
+Vote = Callable[[Texts, int, float], Guess]
+
+CONFIDENT = 2.0
+"""Where others are asked behind it, a guess is confident that expects so many tokens to be accepted."""
+
+
+def confidence_of(config: SpeculativeConfig, method: str) -> float:
+    """Return how many tokens a guess of *method* has to expect to be accepted; alone or asked last, any is made."""
+    return CONFIDENT if method in config.methods[:-1] else 0.0
 
 
 def chain(texts: Texts, count: int, min_probability: float) -> Guess:
@@ -56,7 +66,7 @@ def _most_frequent(said: list[int]) -> tuple[int, int]:
     votes = said.count(said[0])
     if votes == len(said):
         return said[0], votes
-    token = max(said, key=said.count)
+    token = max(dict.fromkeys(said), key=said.count)
     return token, said.count(token)
 
 

@@ -108,9 +108,8 @@ class SpeculativeConfig:
 
     @model_validator(mode="after")
     def _translation(self) -> "SpeculativeConfig":
-        names = (self.method,) if isinstance(self.method, str) else self.method
-        if self.use_heterogeneous_vocab and "draft_model" not in names:
-            raise ValueError(f"use_heterogeneous_vocab is for method 'draft_model', got {', '.join(names)}")
+        if self.use_heterogeneous_vocab and "draft_model" not in self.methods:
+            raise ValueError(f"use_heterogeneous_vocab is for method 'draft_model', got {', '.join(self.methods)}")
         return self
 
     @model_validator(mode="after")
@@ -119,6 +118,11 @@ class SpeculativeConfig:
         if low > high:
             raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max ({high}), got {low}")
         return self
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """In the order in which they are asked: one, or several in a cascade."""
+        return (self.method,) if isinstance(self.method, str) else self.method
 
 
 @typed(config_error)

@@ -17,6 +17,7 @@ from protos.speculation_method import (
     checkpoint,
     infer,
     is_import_path,
+    names_of,
     nothing_known,
 )
 from protos.speculation_tree import STEPS, TOKENS, TOPK, TREE, shaped
@@ -162,7 +163,7 @@ def _boolean(key: str, value: object) -> bool:
 
 
 def _check_available(method: Methods, methods: Collection[str] | None) -> None:
-    names = (method,) if isinstance(method, str) else method
+    names = names_of(method)
     for name in names:
         if methods is not None and name not in methods and not is_import_path(name):
             raise ConfigError(f"speculative method {shown(name)} is not available; choose one of: "
@@ -210,7 +211,7 @@ def _lookup_lengths(keys: Keys) -> Keys:
 def _model(method: Methods, keys: Keys, target: tuple[str, str | None] | None) -> str | None:
     """Return where the draft's checkpoint is; None where there is none, or where it is the target's own."""
     model = keys.get("model")
-    names = (method,) if isinstance(method, str) else method
+    names = names_of(method)
     if model in NGRAM_MODELS:
         model = None
     if "mtp" in names and target is not None and (str(model), keys.get("revision")) == target:
@@ -232,7 +233,7 @@ def _tokens(method: Methods, keys: Keys, found: Described) -> object:
     table = keys.get("num_speculative_tokens_per_batch_size")
     if "num_speculative_tokens" not in keys and table:
         return max(1, *(k for _, _, k in _table(table, MAX_SPECULATIVE_TOKENS)))
-    names = (method,) if isinstance(method, str) else method
+    names = names_of(method)
     if TOKENS not in keys and found.num_tokens and found.method in names:
         logger.info("num_speculative_tokens is %d: %s of the checkpoint", found.num_tokens, found.source)
         return min(found.num_tokens, MAX_SPECULATIVE_TOKENS)

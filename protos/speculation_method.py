@@ -75,6 +75,11 @@ def method_name(method: str) -> str:
     return "mtp" if name.endswith("_mtp") else METHOD_ALIASES.get(name, name)
 
 
+def names_of(method: Methods) -> tuple[str, ...]:
+    """Return the names of a method or a cascade."""
+    return (method,) if isinstance(method, str) else method
+
+
 def is_import_path(method: str) -> bool:
     """Whether *method* is a class of the user's own, `package.module:Class`, and no name of ours."""
     return ":" in method

@@ -6,12 +6,11 @@ from typing import Any
 
 from protos.config import MAX_SPECULATIVE_TOKENS
 from protos.errors import ConfigError
-from protos.speculation_method import is_import_path
+from protos.speculation_method import Methods, is_import_path, names_of
 from protos.validation import shown, warn_once
 
 Keys = dict[str, Any]
 Path = tuple[int, ...]
-Methods = str | tuple[str, ...]
 
 TREE, TOPK, STEPS, TOKENS = "speculative_token_tree", "eagle_topk", "num_steps", "num_speculative_tokens"
 SHAPE = "draft_shape"
@@ -34,7 +33,7 @@ def shaped(method: Methods, keys: Mapping[str, Any]) -> Keys:
         ConfigError: the tree is malformed, or the method cannot draft it.
     """
     shape = dict(keys)
-    names = {method} if isinstance(method, str) else set(method)
+    names = set(names_of(method))
     may_branch = not names.isdisjoint(BRANCHING) or any(map(is_import_path, names))
     if TREE in shape:
         _give_tree(shape, paths(shape.pop(TREE)), names)
