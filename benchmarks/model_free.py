@@ -8,10 +8,10 @@ guesses for all rows; "update" that of taking note of what was committed, with a
 """
 
 import argparse
+import resource
 import sysconfig
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count, cycle, islice
@@ -29,9 +29,10 @@ from protos.interfaces import DraftRow, Follower, Proposer
 from protos.messages import Draft, Request, Sampling
 from protos.sampling import SamplingParams
 
-PROPOSE_AT_MOST, UPDATE_AT_MOST = 2.0, 5.0
+PROPOSE_AT_MOST, UPDATE_AT_MOST, MEMORY_AT_MOST = 2.0, 5.0, 256
 MIB = 1 << 20
-ANSWER = 500
+ANSWER, REMEMBERED = 500, 1000
+"""Tokens of an answer: for time, and for memory, where 10,000 of them are more than there is room for."""
 SAID_BEFORE, SAID_NOW = slice(0, 90), slice(90, 160)
 """Files that earlier answers and the datastore are made of, and those that the rows are."""
 
@@ -177,17 +178,21 @@ def timed(name: str, config: SpeculativeConfig, args: argparse.Namespace) -> Cos
     return run(name, proposer, rows, args.rounds)
 
 
+def resident() -> float:
+    """Return how many MiB of memory this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB
+
+
 def memory(requests: int) -> dict[str, float]:
-    """Return MiB that suffix decoding holds after so many requests, and at most held."""
+    """Return MiB by which this process grows by the answers to so many requests, after them and at most."""
+    answers, keys = library_texts(min(1000, requests), REMEMBERED, SAID_BEFORE), count(1)
+    before, held = resident(), []
     [proposer] = registry.beside_controller(SpeculativeConfig(method="suffix", num_speculative_tokens=24))
     assert isinstance(proposer, Follower)
-    answers, keys = library_texts(1000, ANSWER, SAID_BEFORE), count(1)
-    tracemalloc.start()
     for _ in range(requests // len(answers)):
         remember(proposer, answers, keys)
-    held, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return {"requests": requests, "held": held / MIB, "peak": peak / MIB}
+        held.append(resident() - before)
+    return {"requests": requests, "held": held[-1], "peak": max(held)}
 
 
 def configs(folder: Path) -> dict[str, SpeculativeConfig]:
@@ -215,8 +220,8 @@ def main() -> None:
             costs.append(timed(name, config, args))
             print(costs[-1])
     held = memory(args.requests)
-    print(f"suffix decoding after {args.requests} requests of {ANSWER} tokens: {held['held']:.0f} MiB held, "
-          f"{held['peak']:.0f} at most; wanted: <= 256 and little more")
+    print(f"suffix decoding after {args.requests} requests of {REMEMBERED} tokens: {held['held']:.0f} MiB held, "
+          f"{held['peak']:.0f} at most; wanted: <= {MEMORY_AT_MOST}")
     measure.write(args.output, {"costs": [asdict(cost) for cost in costs], "memory_mib": held, "rows": args.rows,
                                 "tokens": args.tokens})
 

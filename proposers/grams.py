@@ -94,27 +94,25 @@ class Places:
             if len(pattern) >= grams.size:
                 ends = grams.ends(tokens, pattern[-grams.size :], self._most)
                 if ends:
-                    return self._lengthen(tokens, pattern[-self._reach :], ends, grams)
+                    wanted = pattern[-self._reach :]
+                    # Behind a smaller gram nothing long can match, or a larger one would have.
+                    whole = _whole(tokens, ends, wanted) if grams is self._grams[0] else []
+                    return Match(len(wanted), whole) if whole else _lengthened(tokens, ends, wanted, grams.size)
         return NO_MATCH
 
-    def _lengthen(self, tokens: Seq[int], wanted: Seq[int], ends: list[int], grams: _Grams) -> Match:
-        # Longer matches than a smaller gram's are few tokens longer, or a larger gram would have matched.
-        common = _common_slice if grams is self._grams[0] else _common_suffix
-        lengths = [common(tokens, end, wanted, grams.size) for end in ends]
-        longest = max(lengths)
-        return Match(longest, [end for end, length in zip(ends, lengths, strict=True) if length == longest])
+
+def _whole(tokens: Seq[int], ends: list[int], wanted: Seq[int]) -> list[int]:
+    """Return those places before which all of *wanted* stands."""
+    size = len(wanted)
+    return [end for end in ends if tokens[end - size : end] == wanted]
 
 
-def _common_slice(tokens: Seq[int], end: int, wanted: Seq[int], length: int) -> int:
-    """Return the same as `_common_suffix`, sooner where all of *wanted* is likely to stand there."""
-    most = min(end, len(wanted))
-    return most if tokens[end - most : end] == wanted[len(wanted) - most :] else _common_suffix(
-        tokens, end, wanted, length)
-
-
-def _common_suffix(tokens: Seq[int], end: int, wanted: Seq[int], length: int) -> int:
-    """Return how many tokens before *end* are the last ones of *wanted*; the last *length* are."""
-    most = min(end, len(wanted))
-    while length < most and tokens[end - 1 - length] == wanted[-1 - length]:
-        length += 1
-    return length
+def _lengthened(tokens: Seq[int], ends: list[int], wanted: Seq[int], length: int) -> Match:
+    """Return those places before which most of *wanted* stands; the last *length* tokens do before all."""
+    while length < len(wanted):
+        token = wanted[-1 - length]
+        longer = [end for end in ends if end > length and tokens[end - 1 - length] == token]
+        if not longer:
+            break
+        ends, length = longer, length + 1
+    return Match(length, ends)

@@ -8,7 +8,7 @@ over cost a look and no more.
 
 from collections import Counter, deque
 from collections.abc import Sequence as Seq
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -148,7 +148,8 @@ class PastTexts:
     def _reversed(self, patterns: Seq[Seq[int]]) -> Ids:
         wanted_RD = np.full((len(patterns), max(self._reach, SIZES[0])), NOTHING - 1, np.int32)
         if all(len(pattern) >= self._reach for pattern in patterns):
-            wanted_RD[:, : self._reach] = [pattern[: -self._reach - 1 : -1] for pattern in patterns]
+            tokens = chain.from_iterable(pattern[: -self._reach - 1 : -1] for pattern in patterns)
+            wanted_RD[:, : self._reach] = np.fromiter(tokens, np.int32).reshape(-1, self._reach)
             return wanted_RD
         for wanted, pattern in zip(wanted_RD, patterns, strict=True):
             newest = pattern[-self._reach :]
@@ -159,12 +160,11 @@ class PastTexts:
         """Return the first places `[R, L, C]` of the chains of some grams; 0 behind their ends."""
         levels_L = np.arange(len(SIZES))
         links, link_RL = self._links.reshape(-1), levels_L * self._size
-        place_RLC = np.zeros((*hash_RL.shape, CHAIN), np.int64)
-        place_RL = self._heads[levels_L, (hash_RL >> self._bits).astype(np.int64)]
-        for i in range(CHAIN):
-            place_RLC[..., i] = place_RL
-            place_RL = links[link_RL + place_RL]
-        return place_RLC
+        place_CRL = np.empty((CHAIN, *hash_RL.shape), np.int64)
+        place_CRL[0] = self._heads[levels_L, (hash_RL >> self._bits).astype(np.int64)]
+        for i in range(1, CHAIN):
+            place_CRL[i] = links.take(link_RL + place_CRL[i - 1])
+        return place_CRL.transpose(1, 2, 0)
 
     def _is_theirs(self, place_RLC: Places, tenant_R: Places) -> npt.NDArray[np.bool_]:
         """Return which places belong to the rows' tenants, up to where a chain leads to what was written over."""
@@ -176,7 +176,7 @@ class PastTexts:
 
     def _lengths(self, place_P: Places, wanted_PD: Ids) -> Places:
         """Return how many of the newest tokens before each place are those wanted there."""
-        differs_PD = self._ids[place_P[:, None] - 1 - self._offsets] != wanted_PD
+        differs_PD = self._ids.take(place_P[:, None] - 1 - self._offsets) != wanted_PD
         length_P = differs_PD.argmax(1)
         length_P[(length_P == 0) & ~differs_PD[:, 0]] = self._reach  # nothing differs
         return length_P
@@ -213,8 +213,9 @@ def _hashes(tenant_N: Places, newest_DN: Ids) -> dict[int, Hashes]:
     """Return for each size the hash of the last tokens of N places, newest first, and of the tenant."""
     state_N = np.zeros(newest_DN.shape[1], np.uint64) + tenant_N.astype(np.uint64)
     found = {}
-    for size, token_N in enumerate(newest_DN[: SIZES[0]], 1):
-        state_N = (state_N ^ token_N.astype(np.uint64)) * _MULTIPLIER
+    for size, token_N in enumerate(newest_DN[: SIZES[0]].astype(np.uint64), 1):
+        state_N ^= token_N
+        state_N *= _MULTIPLIER
         state_N ^= state_N >> np.uint64(29)
         if size in SIZES:
             found[size] = state_N * _MIXER
