@@ -8,18 +8,15 @@ import threading
 import time
 from typing import Any
 
+from benchmarks.late_draft import LatePort
 from protos.doctor import Join, Seen, Trouble
 from protos.gang import (
-    FromWorker,
     Heartbeat,
     Placed,
-    Plan,
     Port,
     Progress,
-    Setup,
     Stop,
     StoreAddress,
-    ToWorker,
     WorkerFailed,
 )
 
@@ -81,27 +78,8 @@ def two_devices(port: Any, *place: str) -> None:
 DELAY_S = 0.2
 
 
-class SlowDraftPort:
-    """A port through which a draft, and nobody else, gets every plan late."""
-
-    def __init__(self, port: Port) -> None:
-        self._port = port
-        self._is_draft = False
-
-    def send(self, message: FromWorker) -> None:
-        self._port.send(message)
-
-    def receive(self, timeout_s: float | None) -> ToWorker | None:
-        message = self._port.receive(timeout_s)
-        if isinstance(message, Setup):
-            self._is_draft = message.worker.role == "draft"
-        elif isinstance(message, Plan) and self._is_draft:
-            time.sleep(DELAY_S)
-        return message
-
-
 def slow_draft(port: Port, host: str, node: str) -> None:
     """Be a real worker, whose draft is late in every round."""
     from workers.rank import serve
 
-    serve(SlowDraftPort(port), host, node)
+    serve(LatePort(port, DELAY_S), host, node)
