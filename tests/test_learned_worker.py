@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from cluster import assemble
-from proposers import registry
 from runtime.controller import LocalInbox
 from tests import tiny_heads
 from tests.gang_engine import (
@@ -43,9 +42,7 @@ def heads(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Heads:
 
 
 @pytest.fixture(autouse=True)
-def _methods(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, path in METHODS.items():
-        monkeypatch.setitem(registry._PROPOSERS, name, path)
+def _start() -> Iterator[None]:
     NOTES.clear()
     with quick_turns():
         yield
@@ -62,7 +59,7 @@ def plain(models: Models) -> dict[str, list[int]]:
 
 
 def speculation(heads: Heads, method: str, **keys: Any) -> dict[str, Any]:
-    return {"method": method, "model": str(heads[method]), "num_speculative_tokens": K, **keys}
+    return {"method": METHODS[method], "model": str(heads[method]), "num_speculative_tokens": K, **keys}
 
 
 def one_process(models: Models, speculative: dict[str, Any], **arguments: Any) -> Engine:
