@@ -109,22 +109,22 @@ class Datastore:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.fingerprint, width, num_tokens, num_places = _read_header(path)
-            start = HEADER.size + num_tokens * width
+            self.fingerprint, width, self._num_tokens, num_places = _read_header(path)
+            start = HEADER.size + self._num_tokens * width
             kind = "<u2" if width == 2 else "<u4"
             # As plain arrays: the subclass makes every look-up slower.
-            tokens = np.asarray(np.memmap(path, kind, "r", HEADER.size, (num_tokens,)))
+            tokens = np.asarray(np.memmap(path, kind, "r", HEADER.size, (self._num_tokens,)))
             self._places = np.asarray(np.memmap(path, "<u4", "r", start + -start % 8, (num_places,)))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the datastore {path}: {error}") from None
         self._end = _SHORT_END if width == 2 else _LONG_END
-        self._num_tokens = num_tokens
-        self._tokens = tokens if num_tokens > DEPTH else np.pad(tokens, (0, DEPTH), constant_values=self._end)
+        self._tokens = tokens if self._num_tokens > DEPTH else np.pad(tokens, (0, DEPTH), constant_values=self._end)
         self._lines = np.lib.stride_tricks.sliding_window_view(self._tokens, DEPTH)
-        start = np.concatenate((np.full(DEPTH, self._end, self._tokens.dtype), self._tokens[:DEPTH]))
-        self._first_lines = np.lib.stride_tricks.sliding_window_view(start, DEPTH)
-        self._sample = self._places[:: max(1, len(self._places) // SAMPLE)]
-        self._sample_keys = _keys(self._before(self._sample))
+        # Before the first text there is what stands between texts.
+        head = np.concatenate((np.full(DEPTH, self._end, self._tokens.dtype), self._tokens[:DEPTH]))
+        self._first_lines = np.lib.stride_tricks.sliding_window_view(head, DEPTH)
+        self._step = max(1, len(self._places) // SAMPLE)
+        self._sample_keys = _keys(self._before(self._places[:: self._step]))
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -177,9 +177,8 @@ class Datastore:
     def _bounds(self, wanted_RD: Ids) -> tuple[Ids, Ids]:
         """Return between which of the sorted places each context would stand, by those that were sampled."""
         key_R = _keys(wanted_RD)
-        step = max(1, len(self._places) // SAMPLE)
-        low_R = np.maximum(np.searchsorted(self._sample_keys, key_R) - 1, 0) * step
-        high_R = np.searchsorted(self._sample_keys, key_R, "right") * step
+        low_R = np.maximum(np.searchsorted(self._sample_keys, key_R) - 1, 0) * self._step
+        high_R = np.searchsorted(self._sample_keys, key_R, "right") * self._step
         return low_R, np.minimum(high_R, len(self._places))
 
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
@@ -195,7 +194,8 @@ class Datastore:
 def _keys(newest_ND: Ids) -> npt.NDArray[np.uint64]:
     """Return numbers that order lines of tokens by the first three, where these are less than 2 ** 21; `[N]`."""
     first_N, second_N, third_N = np.clip(newest_ND[:, :3], 0, (1 << 21) - 1).astype(np.uint64).T
-    return first_N << np.uint64(42) | second_N << np.uint64(21) | third_N
+    key_N: npt.NDArray[np.uint64] = first_N << np.uint64(42) | second_N << np.uint64(21) | third_N
+    return key_N
 
 
 def _read_header(path: Path) -> tuple[bytes, int, int, int]:

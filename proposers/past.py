@@ -168,7 +168,7 @@ class PastTexts:
 
     def _is_theirs(self, place_RLC: Places, tenant_R: Places) -> npt.NDArray[np.bool_]:
         """Return which places belong to the rows' tenants, up to where a chain leads to what was written over."""
-        is_theirs_RLC = (self._owner[place_RLC - 1] == tenant_R[:, None, None]) & (place_RLC > 0)
+        is_theirs_RLC: npt.NDArray[np.bool_] = (self._owner[place_RLC - 1] == tenant_R[:, None, None]) & (place_RLC > 0)
         age_RLC = self._next - place_RLC
         age_RLC[age_RLC < 0] += self._size
         is_theirs_RLC[..., 1:] &= np.logical_and.accumulate(age_RLC[..., 1:] > age_RLC[..., :-1], 2)
@@ -177,7 +177,7 @@ class PastTexts:
     def _lengths(self, place_P: Places, wanted_PD: Ids) -> Places:
         """Return how many of the newest tokens before each place are those wanted there."""
         differs_PD = self._ids.take(place_P[:, None] - 1 - self._offsets) != wanted_PD
-        length_P = differs_PD.argmax(1)
+        length_P: Places = differs_PD.argmax(1)
         length_P[(length_P == 0) & ~differs_PD[:, 0]] = self._reach  # nothing differs
         return length_P
 
