@@ -6,6 +6,7 @@ own head as their form allows: with its weights, or with the best approximation 
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Medusa(nn.ModuleList, Head):
 
     def describe(self, target: Any) -> dict[str, Any]:
         """See `Head`."""
-        return {"base_model_name_or_path": target.name_or_path, "medusa_num_heads": self.depth,
+        return {"base_model_name_or_path": _base(target), "medusa_num_heads": self.depth,
                 "medusa_num_layers": 1, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
 
 
@@ -86,7 +87,7 @@ class Hydra(Head):
 
     def describe(self, target: Any) -> dict[str, Any]:
         """See `Head`."""
-        return {"base_model_name_or_path": target.name_or_path, "hydra_num_heads": self.depth, "hydra_num_layers": 1,
+        return {"base_model_name_or_path": _base(target), "hydra_num_heads": self.depth, "hydra_num_layers": 1,
                 "hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0,
                 "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
 
@@ -209,6 +210,12 @@ def low_rank(weight_VH: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Te
     _, vectors_HH = torch.linalg.eigh(weight_VH.T @ weight_VH)
     basis_rH = vectors_HH[:, -rank:].T.contiguous()
     return weight_VH @ basis_rH.T, basis_rH
+
+
+def _base(target: Any) -> str:
+    """Return the target's Hub id, or the name of its folder: where that lies is nobody else's business."""
+    path = Path(target.name_or_path)
+    return path.name if path.is_absolute() else str(path)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
