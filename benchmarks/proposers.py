@@ -47,7 +47,7 @@ TITLE = ("| proposer | task | sampling | tokens a step | acceptance length | gue
          "|---|---|---|---|---|---|---|")
 
 
-CHAINS = {"medusa": 4, "hydra": 4, "mlp_speculator": 4, "recurrent": 4, "eagle": 3, "eagle3": 3}
+CHAINS = {"medusa": 4, "hydra": 1, "mlp_speculator": 4, "recurrent": 4, "eagle": 3, "eagle3": 3}
 TREES = {"medusa": 16, "recurrent": 16, "eagle": 12, "eagle3": 12}
 
 
