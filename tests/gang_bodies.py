@@ -8,7 +8,6 @@ import threading
 import time
 from typing import Any
 
-from benchmarks.late_draft import LatePort
 from protos.doctor import Join, Seen, Trouble
 from protos.gang import (
     Heartbeat,
@@ -80,6 +79,7 @@ DELAY_S = 0.2
 
 def slow_draft(port: Port, host: str, node: str) -> None:
     """Be a real worker, whose draft is late in every round."""
+    from benchmarks.late_draft import LatePort
     from workers.rank import serve
 
     serve(LatePort(port, DELAY_S), host, node)
