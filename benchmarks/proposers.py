@@ -72,6 +72,9 @@ def _trained(name: str, guesses: int, shape: str) -> Config:
 def lines(name: str, on: Engine, off: Engine, work: workload.Workload) -> Iterator[Line]:
     """Measure one proposer on everything."""
     tasks: dict[str, Sequence[Item]] = {HELDOUT: work.single, EDITING: work.editing}
+    for sampling in work.sampling.values():
+        on.one(work.concurrent[0], sampling)  # warm, on what is not measured: some remember their answers
+        off.one(work.concurrent[0], sampling)
     for task, items in tasks.items():
         for kind, sampling in work.sampling.items():
             yield _line(name, task, kind, on, off, items, sampling)
@@ -80,8 +83,6 @@ def lines(name: str, on: Engine, off: Engine, work: workload.Workload) -> Iterat
 def _line(name: str, task: str, kind: str, on: Engine, off: Engine, items: Sequence[Item],  # noqa: PLR0917
           sampling: Sampling) -> Line:
     sides = {ON: partial(on.one, sampling=sampling), OFF: partial(off.one, sampling=sampling)}
-    for run in sides.values():
-        run(items[0])  # warm
     before = on.llm.stats()
     timings = measure.alternate(sides, items)
     steps, rounds, proposed, accepted = _grown(before, on.llm.stats())
