@@ -91,7 +91,7 @@ def _line(name: str, task: str, kind: str, on: Engine, off: Engine, items: Seque
 
 
 def _grown(before: EngineStats, after: EngineStats) -> tuple[int, int, int, int]:
-    """Return steps that decoded, rounds with guesses, guesses, and accepted ones since *before*."""
+    """Return steps (those of prompts, too), rounds with guesses, guesses, and accepted ones since *before*."""
     return (after.steps - before.steps, after.drafting_rounds - before.drafting_rounds,
             after.proposed - before.proposed, after.accepted - before.accepted)
 
