@@ -40,7 +40,9 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     """One sequence to generate, already validated and tokenised. `n > 1` is n requests of one group.
 
     `cache_salt` separates prefix caches, and whatever else one tenant's text could tell another. `prediction_token_ids`
-    is what the user expects as the answer, for proposers to look things up in; empty for nothing.
+    is what the user expects as the answer, for proposers to look things up in; empty for nothing. `wants_steps` asks
+    for `TokenOutput.step`. `num_speculative_tokens` and `method` narrow down what the engine has loaded: fewer guesses,
+    one method of a cascade.
     """
 
     request_id: str
@@ -52,6 +54,9 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     speculate: bool = True
     cache_salt: str = ""
     prediction_token_ids: tuple[int, ...] = ()
+    wants_steps: bool = False
+    num_speculative_tokens: int | None = None
+    method: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -202,11 +207,24 @@ class SpeculationStats(msgspec.Struct, frozen=True, gc=False):
     accepted_per_pos: tuple[int, ...] = ()
 
 
+class Step(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Where the tokens of one step came from.
+
+    The first `accepted` of them were drafted; one behind those, where there is one, is the target's own. `proposed`
+    draft tokens were scored, at most `depth` one behind the other; 0 where the step had no draft.
+    """
+
+    proposed: int = 0
+    accepted: int = 0
+    depth: int = 0
+
+
 class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     """What one step added to one request. `finish_reason` is None while it runs.
 
     `text` is the new text that may be shown: whole characters, with nothing that could still turn out
-    to be the beginning of a stop string.
+    to be the beginning of a stop string. `step` is there where the request wants it. `queued_s`, told with the end of
+    a request that ran, is how many seconds it waited for its place.
     """
 
     request_id: str
@@ -219,6 +237,8 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0
     speculation: SpeculationStats | None = None
     error: str | None = None
+    step: Step | None = None
+    queued_s: float | None = None
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -233,7 +253,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     `num_blocks` is the minimum over workers; `max_model_len` is clamped to what the cache holds. `costs` is None
     where nothing was measured. `draft_needs` says which features the draft is fed ("none", "last" or "all"); where it
-    is, it can guess only for rows that the target has fed before.
+    is, it can guess only for rows that the target has fed before. `methods` and `num_speculative_tokens` are what
+    requests may choose from: filled in where the engine is put together, empty and 0 without speculation.
     """
 
     num_blocks: int
@@ -245,3 +266,5 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     costs: StepCosts | None = None
     draft_needs: Literal["none", "last", "all"] = "none"
+    methods: tuple[str, ...] = ()
+    num_speculative_tokens: int = 0

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 
 from protos.config import CacheConfig
-from protos.messages import Row, TokenOutput, Verdict
+from protos.messages import Row, Step, TokenOutput, Verdict
 from runtime.drafting import Drafting
 from runtime.roster import Roster
 from runtime.sequence import Sequence
@@ -44,8 +44,7 @@ class Committer:
         self._straighten(sequence, row, verdict.path)
         self._drafting.grow(sequence, verdict.token_ids[:kept], verdict.probed)
         self._counters.generated_tokens += kept
-        if verdict.proposed:
-            self._count_guesses(sequence, verdict, kept)
+        step = self._count_guesses(sequence, verdict, kept) if verdict.proposed else Step()
         self._publish(sequence)
         if sequence.finish_reason is not None:
             self._roster.depart(sequence)
@@ -54,9 +53,10 @@ class Committer:
             verdict.token_ids[:kept],
             verdict.logprobs[:kept] if verdict.logprobs is not None else None,
             sequence.take_prompt_logprobs(row.start, entries) or None if entries else None,
+            step,
         )
 
-    def _count_guesses(self, sequence: Sequence, verdict: Verdict, kept: int) -> None:
+    def _count_guesses(self, sequence: Sequence, verdict: Verdict, kept: int) -> Step:
         """Count a round's guesses; those behind the end of the sequence are nobody's."""
         widths = verdict.widths or (1,) * verdict.proposed
         if sequence.finish_reason is not None:
@@ -64,6 +64,7 @@ class Committer:
         accepted = min(verdict.accepted, kept)
         sequence.speculation.add(widths, accepted)
         self._counters.speculation.add(widths, accepted)
+        return Step(sum(widths), accepted, len(widths))
 
     def _straighten(self, sequence: Sequence, row: Row, path: Seq[int]) -> None:
         """Have the K and V of a tree's accepted nodes moved to where a chain's would stand."""

@@ -1,9 +1,10 @@
 """The mutable state of one request, and how its tokens grow."""
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from protos.messages import Request, SpeculationStats, TokenLogprobs, TokenOutput, Verdict
+from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput, Verdict
 from runtime.blocks import Chain
 from runtime.detokenizer import Detokenizer
 
@@ -48,6 +49,7 @@ class Sequence:
         num_told_tokens / num_told_blocks: how much of `token_ids` and `block_ids` the workers know.
         chain / num_published: the content of its first `num_published` blocks, as the prefix cache knows it.
         num_cached_tokens: prompt tokens found in the prefix cache when it first ran, None before.
+        arrived_at / queued_s: when it came, by this process's clock, and the seconds until it first ran, None before.
         num_prompt_logprobs: prompt positions 1 .. whose log-probabilities were emitted.
         finish_reason / stop_reason / error: why it ended; None while it lives.
     """
@@ -65,6 +67,8 @@ class Sequence:
     chain: Chain = ""
     num_published: int = 0
     num_cached_tokens: int | None = None
+    arrived_at: float = field(default_factory=time.monotonic)
+    queued_s: float | None = None
     num_prompt_logprobs: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     finish_reason: str | None = None
@@ -135,6 +139,11 @@ class Sequence:
         self.num_prompt_logprobs = max(self.num_prompt_logprobs, start + len(entries))
         return fresh
 
+    def first_ran(self, num_cached: int) -> None:
+        """It got its first place on the workers, behind *num_cached* tokens of the prefix cache."""
+        self.num_cached_tokens = num_cached
+        self.queued_s = time.monotonic() - self.arrived_at
+
     def start_after(self, num_cached: int, block_ids: list[int], chain: Chain) -> None:
         """Begin behind a prefix found in the cache; *block_ids* becomes the sequence's own list."""
         self.num_computed = num_cached
@@ -153,6 +162,7 @@ class Sequence:
         token_ids: Seq[int] = (),
         logprobs: Seq[TokenLogprobs] | None = None,
         prompt_logprobs: Seq[TokenLogprobs] | None = None,
+        step: Step | None = None,
     ) -> TokenOutput:
         """Return what a step added; the last report carries the speculation statistics and the rest of the text."""
         ended = self.finish_reason is not None
@@ -167,6 +177,8 @@ class Sequence:
             self.num_cached_tokens or 0,
             self.speculation.snapshot() if ended else None,
             self.error,
+            step if self.request.wants_steps else None,
+            self.queued_s if ended else None,
         )
 
     def _take_text(self) -> str:
