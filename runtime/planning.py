@@ -178,7 +178,7 @@ class Planner:
             self._counters.prefix_queries += len(sequence.token_ids)
             self._counters.prefix_hits += num_cached
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = num_cached
+            sequence.first_ran(num_cached)
             self._counters.prompt_tokens += len(sequence.token_ids)
 
     def introduce(self, parts: list[Part]) -> list[NewSequence]:
