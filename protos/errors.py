@@ -36,3 +36,28 @@ class TargetLostError(SlipstreamError, RuntimeError):
 
 class PlacementError(EngineDeadError):
     """The cluster cannot place the workers, or lost the node they need."""
+
+
+class OverloadedError(SlipstreamError, RuntimeError):
+    """Nothing was scheduled, because too much waits already; the same request may be taken later.
+
+    Args:
+        message: names what waits and the limit.
+        retry_after_s: seconds after which another try makes sense.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DrainingError(OverloadedError):
+    """Nothing was scheduled, because the server is about to stop; another one may take the request."""
+
+
+class DeadlineExceededError(SlipstreamError, RuntimeError):
+    """A request was given up because its time was over; its blocks are free."""
+
+
+class SlowReaderError(DeadlineExceededError):
+    """A request was given up because nobody read its answer."""

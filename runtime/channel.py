@@ -25,6 +25,8 @@ IDLE_S = 0.5
 """An idle controller looks up this often, so that statistics settle and a stop is never missed."""
 
 STATS_EVERY_S = 0.25
+SILENT_FOR_S = 1.0
+"""A controller that has nothing to tell says so this often; a longer silence means a long step, or worse."""
 
 
 class Mail(msgspec.Struct, frozen=True):
@@ -127,8 +129,8 @@ class Channel(Protocol):
 
 
 def run_controller(host: Host, inbox: Inbox, post: Callable[[Outputs], None]) -> None:
-    """Step until the inbox says stop, posting outputs, and statistics when they changed."""
-    controller, sent, due = host.controller, EngineStats(), 0.0
+    """Step until the inbox says stop, posting outputs, statistics when they changed, and a sign of life."""
+    controller, sent, due, spoke = host.controller, EngineStats(), 0.0, time.monotonic()
     while not inbox.stopped:
         outputs = controller.step()
         stats = None
@@ -137,7 +139,8 @@ def run_controller(host: Host, inbox: Inbox, post: Callable[[Outputs], None]) ->
             fresh = controller.stats()
             if fresh != sent:
                 stats = sent = fresh
-        if outputs or stats is not None:
+        if outputs or stats is not None or now - spoke >= SILENT_FOR_S:
+            spoke = now
             post(Outputs(outputs, stats))
 
 

@@ -82,8 +82,10 @@ class Controller:
 
     def stats(self) -> EngineStats:
         """Return a picture of the engine's counters and gauges."""
-        return structs.replace(self.scheduler.stats(), draft_changes=self.executor.drafting.changes,
-                               guess_changes=dict(self.policy.changes), target_losses=self._num_losses)
+        drafting = self.executor.drafting
+        return structs.replace(self.scheduler.stats(), draft_changes=drafting.changes,
+                               guess_changes=dict(self.policy.changes), target_losses=self._num_losses,
+                               target_is_lost=self._is_lost, draft_is_away=not drafting.is_up)
 
     def _is_serving(self) -> bool:
         """Whether rounds can run; where the targets are lost, spend a little time on rebuilding them."""

@@ -6,14 +6,25 @@ Cancelling or closing a stream aborts what is left of it; the blocks are free wi
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from protos.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelError, PlacementError, SlipstreamError
-from protos.messages import Request, TokenOutput, WorkerInfo
+from protos.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DrainingError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelError,
+    PlacementError,
+    SlipstreamError,
+    SlowReaderError,
+)
+from protos.messages import Request, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
+from runtime.delivery import PATIENT, Delivery, Delta, ReadingLimits
 from runtime.metrics import Metrics
 from runtime.stats import EngineStats
 
@@ -30,12 +41,11 @@ Prompt = Any
 """Whatever `Preprocessor.requests` takes: text, token ids, or a dict of either."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of the request at `index` of those that were streamed together."""
+EngineState = Literal["starting", "live", "degraded", "draining", "dead"]
+"""`degraded`: requests are taken, but the targets are being rebuilt or the draft is away. `draining`: none are."""
 
-    index: int
-    output: TokenOutput
+DRAINING_RETRY_S = 5.0
+"""Whoever is turned away by a server that stops is told to look for another one after this long."""
 
 
 class RequestMaker(Protocol):
@@ -59,6 +69,16 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def state(self) -> EngineState:
+        """How the engine is now."""
+        ...
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the controller was last heard. It speaks once a second, except in the middle of a step."""
+        ...
+
+    @property
     def info(self) -> WorkerInfo:
         """What the loaded engine said of itself."""
         ...
@@ -71,8 +91,16 @@ class EngineClient(Protocol):
         """Make a conversation a prompt. Raises `InvalidRequestError`."""
         ...
 
-    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
-        """Schedule prepared requests and yield what each gains, until all have finished."""
+    def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
+        """Schedule prepared requests and yield what each gains, until all have finished.
+
+        *timeout_s* counts from now on, while they wait and while they run; None is the server's own limit, if it has
+        one.
+
+        Raises:
+            DeadlineExceededError: the time is over, or nobody read the answer; nothing of it runs any more.
+            DrainingError: the server is about to stop and takes nothing new.
+        """
         ...
 
     def stats(self) -> EngineStats:
@@ -90,12 +118,22 @@ class AsyncEngine:
         channel: leads to the controller; owned by this engine.
         make_preprocessor: called once the engine is loaded, with what it said of itself.
         metrics: told of every request and output.
+        timeout_s: how long requests may take that bring no limit of their own; None for any time.
+        reading: how slow a reader may be.
     """
 
     def __init__(
-        self, channel: Channel, make_preprocessor: MakePreprocessor, metrics: Metrics | None = None
+        self,
+        channel: Channel,
+        make_preprocessor: MakePreprocessor,
+        metrics: Metrics | None = None,
+        *,
+        timeout_s: float | None = None,
+        reading: ReadingLimits = PATIENT,
     ) -> None:
         self.metrics = metrics
+        self._timeout_s = timeout_s
+        self._reading = reading
         self._channel = channel
         self._make_preprocessor = make_preprocessor
         self._preprocessor: RequestMaker | None = None
@@ -105,7 +143,9 @@ class AsyncEngine:
         self._has_died = asyncio.Event()
         self._say: Say = log.info
         self._stats = EngineStats()
-        self._inboxes: dict[str, asyncio.Queue[TokenOutput | None]] = {}
+        self._heard_at = time.monotonic()
+        self._is_draining = False
+        self._deliveries: dict[str, Delivery] = {}
 
     async def start(self, say: Say = log.info) -> WorkerInfo:
         """Start the controller and wait until it serves; *say* is told what it does, line by line.
@@ -125,6 +165,26 @@ class AsyncEngine:
     def is_alive(self) -> bool:
         """See `EngineClient`."""
         return self._preprocessor is not None and self._failure is None
+
+    @property
+    def state(self) -> EngineState:
+        """See `EngineClient`."""
+        if self._failure is not None:
+            return "dead"
+        if self._preprocessor is None:
+            return "starting"
+        if self._is_draining:
+            return "draining"
+        return "degraded" if self._stats.target_is_lost or self._stats.draft_is_away else "live"
+
+    @property
+    def silence_s(self) -> float:
+        """See `EngineClient`."""
+        return time.monotonic() - self._heard_at
+
+    def drain(self) -> None:
+        """Take no new requests from now on; what runs goes on."""
+        self._is_draining = True
 
     async def death(self) -> EngineDeadError:
         """Return why the engine is gone, once it is; a `close` does not count."""
@@ -172,43 +232,60 @@ class AsyncEngine:
         finally:
             await stream.aclose()
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, requests: Sequence[Request], timeout_s: float | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """See `EngineClient`. Raises `EngineDeadError` if the controller ends first."""
-        inbox = self._enter(requests)
-        places = {request.request_id: index for index, request in enumerate(requests)}
+        delivery = self._enter(requests)
+        alarm = self._set_alarm(delivery, self._timeout_s if timeout_s is None else timeout_s)
         try:
-            while places:
-                output = await inbox.get()
-                if output is None:
-                    raise self._death()
-                yield Delta(places[output.request_id], output)
-                if output.finish_reason is not None:
-                    del places[output.request_id]
+            while delivery.open:
+                yield await delivery.take()
         finally:
-            self._leave([name for name in places if name in self._inboxes])
+            if alarm is not None:
+                alarm.cancel()
+            self._leave(delivery)
 
-    def _enter(self, requests: Sequence[Request]) -> "asyncio.Queue[TokenOutput | None]":
-        self._check_alive()
+    def _set_alarm(self, delivery: Delivery, timeout_s: float | None) -> asyncio.TimerHandle | None:
+        if timeout_s is None:
+            return None
+        error = DeadlineExceededError(f"the request took longer than its time-out of {timeout_s:g} s and was given up")
+        return asyncio.get_running_loop().call_later(timeout_s, self._give_up, delivery, error)
+
+    def _enter(self, requests: Sequence[Request]) -> Delivery:
+        self.check_open()
         names = [request.request_id for request in requests]
         for name in names:
-            if name in self._inboxes:
+            if name in self._deliveries:
                 raise InvalidRequestError(f"request_id {name!r} is already being answered", "request_id")
-        inbox: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
-        self._inboxes.update(dict.fromkeys(names, inbox))
+        delivery = Delivery({name: index for index, name in enumerate(names)}, self._reading)
+        self._deliveries.update(dict.fromkeys(names, delivery))
         for request in requests:
             if self.metrics:
                 self.metrics.submitted(request)
         self._channel.send(Mail(requests=tuple(requests)))
-        return inbox
+        return delivery
 
-    def _leave(self, names: Sequence[str]) -> None:
-        """Abort requests nobody listens to any more."""
+    def _give_up(self, delivery: Delivery, error: SlipstreamError) -> None:
+        """Abort what is left of a stream at once, whether its reader looks or not."""
+        delivery.fail(error)
+        self._leave(delivery)
+
+    def _leave(self, delivery: Delivery) -> None:
+        """Abort the requests of a stream that nobody listens to any more."""
+        names = [name for name in delivery.open if self._deliveries.get(name) is delivery]
         for name in names:
-            del self._inboxes[name]
+            del self._deliveries[name]
             if self.metrics:
                 self.metrics.aborted(name)
         if names and self._failure is None:
             self._channel.send(Mail(aborts=tuple(names)))
+
+    def check_open(self) -> None:
+        """Do nothing while requests are taken. Raises `EngineDeadError`, `DrainingError`."""
+        self._check_alive()
+        if self._is_draining:
+            raise DrainingError("the server is about to stop and takes no new requests", DRAINING_RETRY_S)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -220,6 +297,7 @@ class AsyncEngine:
 
     def _deliver(self, report: Report) -> None:
         """Take a report from the channel; runs on the event loop."""
+        self._heard_at = time.monotonic()
         if isinstance(report, Outputs):
             self._take_outputs(report)
         elif isinstance(report, Said):
@@ -234,28 +312,31 @@ class AsyncEngine:
         if report.stats is not None:
             self._stats = report.stats
         for output in report.outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is None:
+            delivery = self._deliveries.get(output.request_id)
+            if delivery is None:
                 continue  # aborted meanwhile
             if self.metrics:
                 self.metrics.received(output)
-            inbox.put_nowait(output)
             if output.finish_reason is not None:
-                del self._inboxes[output.request_id]
+                del self._deliveries[output.request_id]
+            try:
+                delivery.put(output)
+            except SlowReaderError as error:
+                self._give_up(delivery, error)
 
     def _fail(self, report: Failed) -> None:
         self._failure = START_ERRORS.get(report.kind, EngineDeadError)(report.reason)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(self._failure)
             return
-        log.error("the engine is gone: %s; %d request(s) cannot be answered", report.reason, len(self._inboxes))
+        log.error("the engine is gone: %s; %d request(s) cannot be answered", report.reason, len(self._deliveries))
         self._wake_all()
         self._has_died.set()
 
     def _wake_all(self) -> None:
         """Tell every stream that nothing more will come."""
-        for inbox in set(self._inboxes.values()):
-            inbox.put_nowait(None)
+        for delivery in set(self._deliveries.values()):
+            delivery.fail(self._death())
 
     async def close(self) -> None:
         """Stop the controller. What is in flight gets `EngineDeadError`."""

@@ -20,6 +20,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
         draft_changes: how often the draft's service changed, by reason.
         guess_changes: how often the number of guesses changed with the batch size, by reason.
         target_losses: how often the target group was lost and rebuilt.
+        target_is_lost, draft_is_away: whether it is being rebuilt now, and whether a draft worker is missed now.
     """
 
     steps: int = 0
@@ -39,6 +40,8 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     draft_changes: dict[str, int] = {}
     guess_changes: dict[str, int] = {}
     target_losses: int = 0
+    target_is_lost: bool = False
+    draft_is_away: bool = False
 
 
 @dataclass(slots=True)
