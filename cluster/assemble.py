@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from proposers import registry
 from proposers.datastore import Datastore, fingerprint
 from protos.config import EngineConfig, SpeculativeConfig
@@ -75,7 +77,7 @@ def build(
     if config.speculative and config.speculative.datastore and tokenizer is not None:
         check_datastore(config.speculative.datastore, tokenizer)
     executor = (make_executor or _uni)(config, say)
-    info = executor.start()
+    info = _with_speculation(executor.start(), config.speculative)
     scheduler = Scheduler(
         config.scheduler, config.cache, info,
         proposers=proposers,
@@ -85,6 +87,15 @@ def build(
     mailbox = inbox or LocalInbox()
     controller = Controller(scheduler, _policy(config, info, say), executor, mailbox)
     return Assembled(config, controller, mailbox, executor, info, tokenizer)
+
+
+def _with_speculation(info: WorkerInfo, speculative: SpeculativeConfig | None) -> WorkerInfo:
+    """Tell front ends what requests may choose from."""
+    if speculative is None:
+        return info
+    return structs.replace(
+        info, methods=speculative.methods, num_speculative_tokens=speculative.num_speculative_tokens
+    )
 
 
 def _policy(config: EngineConfig, info: WorkerInfo, say: Say) -> Policy:
