@@ -59,6 +59,14 @@ class RequestMaker(Protocol):
         """Render a conversation by the chat template; return a prompt. Raises `InvalidRequestError`."""
         ...
 
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the ids of *text*. Raises `InvalidRequestError`."""
+        ...
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of *token_ids*. Raises `InvalidRequestError`."""
+        ...
+
 
 class EngineClient(Protocol):
     """How front ends speak to an engine, wherever it runs."""
@@ -89,6 +97,14 @@ class EngineClient(Protocol):
 
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
         """Make a conversation a prompt. Raises `InvalidRequestError`."""
+        ...
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the ids of *text*; none of an empty one. Raises `InvalidRequestError`."""
+        ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of *token_ids*, special tokens as they are spelt. Raises `InvalidRequestError`."""
         ...
 
     def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
@@ -220,6 +236,16 @@ class AsyncEngine:
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
         """See `EngineClient`."""
         return await asyncio.to_thread(self.preprocessor.chat, messages, params, **options)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """See `EngineClient`."""
+        if not text:
+            return ()
+        return await asyncio.to_thread(self.preprocessor.tokenize, text, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See `EngineClient`."""
+        return await asyncio.to_thread(self.preprocessor.detokenize, token_ids) if token_ids else ""
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str

@@ -23,6 +23,8 @@ INTEGERS = frozenset({int, np.int32, np.int64})
 PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 MAX_TRUNCATED_CHARS = 4_000_000
 """Text to be truncated is tokenised whole, so its length is bounded by this and not by the context."""
+MAX_DETOKENIZED = 1_000_000
+"""Most token ids that are made text at a time."""
 
 
 __all__ = ["Preprocessor", "Prompt", "as_prompts", "load_tokenizer", "render_chat"]
@@ -146,6 +148,14 @@ class Preprocessor:
             )
         token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return self._check_ids(token_ids, "prompt")
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of *token_ids*, checked; special tokens as they are spelt."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("skip_tokenizer_init is set: there is no text of token ids", "tokens")
+        if len(token_ids) > MAX_DETOKENIZED:
+            raise InvalidRequestError(f"tokens must be at most {MAX_DETOKENIZED}, got {len(token_ids)}", "tokens")
+        return self.tokenizer.decode(self._check_ids(token_ids, "tokens"), skip_special_tokens=False)
 
     @cached_property
     def _longest_token(self) -> int:
