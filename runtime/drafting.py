@@ -1,6 +1,7 @@
 """Guesses for the rows of a step: from proposers beside the controller, the rest left to the draft worker."""
 
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ class Part:
         """Whether its newest known token is fed."""
         return self.length == self.sequence.num_unfed
 
+    def takes(self, method: str | None) -> bool:
+        """Whether its request wants guesses of *method*, as it does of all if it chose none."""
+        return self.sequence.request.method in (None, method)
+
     def shrink(self, k: int) -> None:
         """Keep the first *k* nodes of the draft."""
         self.k = k
@@ -47,14 +52,21 @@ class Drafting:
             supplies it, decided per row and round.
         vocab_size: ids from here on are no tokens of the target.
         has_worker: whether rows without a guess may be left to a draft worker.
+        methods: names of the *proposers*, and behind them that of the draft worker's: what requests may choose from.
+            Nobody chooses where there are none.
     """
 
-    def __init__(self, proposers: Seq[Proposer], vocab_size: int, *, has_worker: bool) -> None:
+    def __init__(
+        self, proposers: Seq[Proposer], vocab_size: int, *, has_worker: bool, methods: Seq[str] = ()
+    ) -> None:
         self._proposers = tuple(proposers)
+        self._methods = tuple(methods) or (None,) * len(proposers)
+        self._worker_method = methods[-1] if methods and has_worker else None
         self._followers = [proposer for proposer in proposers if isinstance(proposer, Follower)]
         self._vocab_size = vocab_size
         self._has_worker = has_worker
         self.num_failures = 0
+        self.propose_s = 0.0  # spent here on guesses, by the clock on the wall
 
     @property
     def is_here(self) -> bool:
@@ -67,20 +79,22 @@ class Drafting:
         Where there is none, or nobody *can ask* it now, rows without a guess go on without.
         """
         wanting = [part for part in parts if part.k]
-        for proposer in self._proposers:
-            left = [part for part in wanting if part.draft is None]
+        for method, proposer in zip(self._methods, self._proposers, strict=False):
+            left = [part for part in wanting if part.draft is None and part.takes(method)]
             if left:
                 self._fill_by(proposer, left)
-        if not (self._has_worker and can_ask_worker):
-            for part in wanting:
-                if part.draft is None:
-                    part.shrink(0)
+        can_ask_worker = can_ask_worker and self._has_worker
+        for part in wanting:
+            if part.draft is None and not (can_ask_worker and part.takes(self._worker_method)):
+                part.shrink(0)
 
     def _fill_by(self, proposer: Proposer, parts: list[Part]) -> None:
+        began = time.monotonic()
         rows = [DraftRow(part.sequence.slot, part.k, part.sequence.token_ids, part.sequence.key) for part in parts]
         for part, draft in zip(parts, self._propose(proposer, rows), strict=True):
             if draft.tokens:
                 part.draft, part.k = draft, len(draft)
+        self.propose_s += time.monotonic() - began
 
     def _propose(self, proposer: Proposer, rows: list[DraftRow]) -> list[Draft]:
         try:

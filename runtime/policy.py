@@ -19,7 +19,17 @@ RESUME_STEPS = 16
 
 
 class Policy(Protocol):
-    """Asked once a step, then once for each row that samples. `changes` counts changes of K by reason."""
+    """Asked once a step, then once for each row that samples.
+
+    `limit` is the largest K there can be, 0 where nobody speculates; `current` is this step's; `changes` counts changes
+    of K by reason.
+    """
+
+    @property
+    def limit(self) -> int: ...  # noqa: D102
+
+    @property
+    def current(self) -> int: ...  # noqa: D102
 
     @property
     def changes(self) -> Mapping[str, int]: ...  # noqa: D102
@@ -36,6 +46,7 @@ class Policy(Protocol):
 class NoSpeculation:
     """What runs when speculation is not configured."""
 
+    limit = current = 0
     changes: Mapping[str, int] = MappingProxyType({})
 
     def begin_step(self, num_decoding: int) -> None:
@@ -110,6 +121,11 @@ class SpeculationPolicy:
         self.changes: Counter[str] = Counter()
 
     @property
+    def limit(self) -> int:
+        """K as configured."""
+        return self._fixed
+
+    @property
     def current(self) -> int:
         """K of this step."""
         return self._current
@@ -132,8 +148,11 @@ class SpeculationPolicy:
             self.changes["batch_size_table"] += 1
 
     def guesses(self, request: Request) -> int:
-        """Return K of this step, or 0 for a request that wants none."""
-        return self._current if request.speculate else 0
+        """Return K of this step, or as many as a request wants, if those are fewer."""
+        if not request.speculate:
+            return 0
+        wanted = request.num_speculative_tokens
+        return self._current if wanted is None else min(wanted, self._current)
 
 
 def make_policy(config: SpeculativeConfig | None) -> Policy:
