@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 import ray
 
-from cluster.engine_process import log_to_stderr
 from cluster.ray_cluster import adopt, node_address
 from cluster.worker_process import Order, perform
+from runtime.logs import log_to_stderr
 
 GROUPS = {"serve": 1, "aside": 1}
 """Threads of an actor's two concurrency groups."""
@@ -79,7 +79,7 @@ class WorkerActor(Parked):
     def __init__(self, order: bytes, environment: dict[str, str], is_near: bool) -> None:
         adopt(environment)
         self._is_near = is_near
-        log_to_stderr(logging.WARNING)  # progress goes to the controller, which tells it once
+        log_to_stderr(level=logging.WARNING)  # progress goes to the controller, which tells it once
         self._order = msgspec.msgpack.decode(order, type=Order)
 
     @ray.method(concurrency_group="serve")

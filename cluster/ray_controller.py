@@ -8,7 +8,7 @@ import ray
 import zmq
 
 from cluster import assemble
-from cluster.engine_process import CONFIG, log_to_stderr
+from cluster.engine_process import CONFIG
 from cluster.process_gang import BODY
 from cluster.ray_actors import Parked
 from cluster.ray_cluster import adopt
@@ -19,6 +19,7 @@ from protos.config import EngineConfig
 from protos.interfaces import Executor
 from runtime.channel import Report, Say, serve_controller
 from runtime.gang import GangExecutor
+from runtime.logs import log_to_stderr
 from runtime.process import SocketInbox
 
 LAST_REPORTS_MS = 1000
@@ -38,8 +39,8 @@ class ControllerActor(Parked):
     def __init__(self, config: str, endpoint: bytes, placement: Placement, environment: dict[str, str],
                  body: str = BODY) -> None:
         adopt(environment)
-        log_to_stderr()
         self._config = CONFIG.validate_json(config)
+        log_to_stderr(self._config.log_format)
         self._endpoint = msgspec.msgpack.decode(endpoint, type=Endpoint)
         self._placement, self._body = placement, body
 

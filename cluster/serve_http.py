@@ -14,7 +14,7 @@ from typing import Protocol
 import uvicorn
 
 from cluster import assemble
-from cluster.engine_process import CONFIG, log_to_stderr
+from cluster.engine_process import CONFIG
 from protos.config import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
@@ -24,6 +24,7 @@ from runtime.http.app import ServerOptions, create_app
 from runtime.http.render import Decoder
 from runtime.http.schemas import SpecMetrics
 from runtime.inputs import Preprocessor, load_tokenizer
+from runtime.logs import log_ended, log_to_stderr
 from runtime.metrics import Metrics, log_summaries
 from runtime.process import ProcessChannel, python_command
 
@@ -54,7 +55,7 @@ def serve(config: EngineConfig, options: HttpOptions) -> None:
         PlacementError: the Ray cluster has no room for the workers.
         EngineDeadError: the engine ended by itself, while it was loading or later.
     """
-    log_to_stderr()
+    log_to_stderr(config.log_format)
     if config.model.skip_tokenizer_init:
         raise ConfigError("serving needs a tokenizer: leave out skip_tokenizer_init")
     with bound(options.host, options.port) as listener:
@@ -130,7 +131,7 @@ class _Service:
         self._options = options
         self._listener = listener
         self._names = served_names(config)
-        self._metrics = Metrics(self._names[0])
+        self._metrics = Metrics(self._names[0], tell=log_ended if config.log_requests else None)
         self._channel = controller_channel(config)
         self._engine = AsyncEngine(self._channel, self._make_preprocessor, self._metrics)
         self._metrics.follow(self._engine.stats)

@@ -70,6 +70,8 @@ KEPT = (
     Option("seed", "engine", "seed", "makes the seeds of requests without one repeatable"),
     Option("served_model_name", "engine", "served_model_name", "the name, or names, the API gives the model"),
     Option("disable_log_stats", "engine", "disable_log_stats", "no summary lines", is_flag=True),
+    Option("log_requests", "engine", "log_requests", "a log line for each request that ended", is_flag=True),
+    Option("log_format", "engine", "log_format", "log lines as text or json"),
 )
 SPECULATIVE = speculation_arguments.KEY
 PARTS: dict[str, type] = {
@@ -90,6 +92,7 @@ ALIASES = {
     "max_running_requests": "max_num_seqs",
     "random_seed": "seed",
     "executor": "distributed_executor_backend",
+    "enable_log_requests": "log_requests",
 }
 IGNORED = frozenset({
     "swap_space", "cpu_offload_gb", "compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size",
@@ -102,7 +105,7 @@ IGNORED = frozenset({
     "preemption_mode", "guided_decoding_backend", "structured_outputs_config", "uvicorn_log_level",
 })  # fmt: skip
 IGNORED_FLAGS = frozenset({
-    "trust_remote_code", "async_scheduling", "use_v2_block_manager", "disable_log_requests", "enable_log_requests",
+    "trust_remote_code", "async_scheduling", "use_v2_block_manager", "disable_log_requests",
     "enable_expert_parallel", "disable_custom_all_reduce", "worker_use_ray", "disable_sliding_window",
     "disable_cascade_attn", "enable_sleep_mode", "disable_async_output_proc", "multi_step_stream_outputs",
     "enable_eplb", "use_tqdm_on_load", "disable_frontend_multiprocessing", "disable_hybrid_kv_cache_manager",
@@ -143,8 +146,9 @@ NAMES = (
     frozenset(_KEPT) | {SPECULATIVE} | IGNORED | IGNORED_FLAGS | frozenset(REFUSED) | frozenset(SINGLE)
     | frozenset(ALIASES) | speculation_aliases.NAMES
 )  # fmt: skip
+_KEPT_FLAGS = frozenset(option.name for option in KEPT if option.is_flag)
 FLAGS = (
-    frozenset(option.name for option in KEPT if option.is_flag)
+    _KEPT_FLAGS | frozenset(alias for alias, name in ALIASES.items() if name in _KEPT_FLAGS)
     | IGNORED_FLAGS | REFUSED_FLAGS | speculation_aliases.FLAGS
 )  # fmt: skip
 

@@ -17,6 +17,7 @@ MAX_SPECULATIVE_TOKENS = 64
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Placement = Literal["dedicated", "colocated"]
 AcceptanceRule = Literal["coupled"]
+LogFormat = Literal["text", "json"]
 
 
 @typed(config_error)
@@ -158,3 +159,5 @@ class EngineConfig:
     seed: int | None = Field(default=None, ge=0, le=2**64 - 1)
     served_model_name: tuple[str, ...] = ()
     disable_log_stats: bool = False
+    log_requests: bool = False
+    log_format: LogFormat = "text"

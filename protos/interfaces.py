@@ -84,12 +84,34 @@ class DraftService(msgspec.Struct, frozen=True, gc=False):
 ALWAYS_UP = DraftService()
 
 
+class PhaseTimes(msgspec.Struct, frozen=True, gc=False):
+    """Seconds that the phases of all rounds took so far, by the clock of whoever did the work.
+
+    Attributes:
+        propose_s: guesses were made.
+        transfer_s: the target waited for guesses for longer than it took to make them.
+        score_s, verify_s: the target's forward; sampling and judging.
+        late_drafts: rounds in which a draft was waited for in vain.
+    """
+
+    propose_s: float = 0.0
+    transfer_s: float = 0.0
+    score_s: float = 0.0
+    verify_s: float = 0.0
+    late_drafts: int = 0
+
+
 class Executor(Protocol):
     """Runs rounds: propose, score, verify."""
 
     @property
     def drafting(self) -> DraftService:
         """Whether the draft worker can be counted on now; changes only in `run`, `attend` and `rebuild`."""
+        ...
+
+    @property
+    def times(self) -> PhaseTimes:
+        """What the phases of all rounds took so far."""
         ...
 
     def start(self) -> WorkerInfo:
@@ -129,6 +151,11 @@ class InOneProcess:
     def drafting(self) -> DraftService:
         """See `Executor`."""
         return ALWAYS_UP
+
+    @property
+    def times(self) -> PhaseTimes:
+        """Not measured, unless it says otherwise."""
+        return PhaseTimes()
 
     def attend(self) -> None:
         """Nothing happens between rounds."""

@@ -1,17 +1,19 @@
 """The loop around everything: admit, schedule, run, commit."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from msgspec import structs
 
 from protos.errors import EngineDeadError, TargetLostError
-from protos.interfaces import Executor
+from protos.interfaces import Executor, PhaseTimes
 from protos.messages import TokenOutput
+from runtime.phases import StepClock
 from runtime.policy import Policy
 from runtime.scheduler import Command, Scheduler
-from runtime.stats import EngineStats
+from runtime.stats import EngineStats, SpeculationState
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Controller:
         self.executor = executor
         self.inbox = inbox
         self.last_words: list[TokenOutput] = []
+        self._clock = StepClock(scheduler.costs)
         self._is_lost = False
         self._num_losses = 0
 
@@ -74,18 +77,38 @@ class Controller:
         ended = self.scheduler.admit(self.inbox.drain())
         if not self._guarded("between rounds", self._is_serving, ended):
             return ended
+        began = time.monotonic()
         plan = self.scheduler.schedule(self.policy, self.executor.drafting)
         if plan.is_empty:
             return ended or self.inbox.wait()
         verdicts = self._guarded(f"in round {plan.round}", lambda: self.executor.run(plan), ended)
-        return ended if verdicts is None else ended + self.scheduler.commit(plan, verdicts)
+        if verdicts is None:
+            return ended
+        outputs = self.scheduler.commit(plan, verdicts)
+        self._clock.stepped(plan, outputs, self._times(), began)
+        return ended + outputs
 
     def stats(self) -> EngineStats:
         """Return a picture of the engine's counters and gauges."""
         drafting = self.executor.drafting
         return structs.replace(self.scheduler.stats(), draft_changes=drafting.changes,
                                guess_changes=dict(self.policy.changes), target_losses=self._num_losses,
-                               target_is_lost=self._is_lost, draft_is_away=not drafting.is_up)
+                               target_is_lost=self._is_lost, draft_is_away=not drafting.is_up,
+                               num_speculative_tokens=self.policy.current, speculation=self._state(),
+                               phases=self._times(), steps_s=self._clock.steps_s,
+                               guessed_s=self._clock.guessed_s, plain_s=self._clock.plain_s)
+
+    def _times(self) -> PhaseTimes:
+        """What phases took, guesses made beside the controller included."""
+        times = self.executor.times
+        return structs.replace(times, propose_s=times.propose_s + self.scheduler.propose_s)
+
+    def _state(self) -> SpeculationState:
+        if not self.policy.limit:
+            return "off"
+        if not self.executor.drafting.is_up:
+            return "no_draft"
+        return "on" if self.policy.current else "paused"
 
     def _is_serving(self) -> bool:
         """Whether rounds can run; where the targets are lost, spend a little time on rebuilding them."""

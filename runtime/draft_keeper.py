@@ -56,6 +56,7 @@ class DraftKeeper:
         self._gang, self._watch, self._make_squad = gang, watch, make_squad
         self.worker = WorkerId("draft")
         self.num_drafted = 0
+        self._drafted: Drafted | None = None  # the newest
         self._squad: Squad | None = None
         self._is_ready = False
         self._target: WorkerId | None = None
@@ -124,10 +125,16 @@ class DraftKeeper:
             self._pair_failed(worker, message)
         elif isinstance(message, Drafted):
             self.num_drafted += 1
+            self._drafted = message
         elif isinstance(message, Heartbeat):
             self._moved(message.round)
         elif self._squad is not None:
             self._start_on(self._squad, worker, message)
+
+    def propose_s(self, round_number: int) -> float:
+        """Return how many seconds the guesses of this round took; 0 where none were announced."""
+        drafted = self._drafted
+        return 0.0 if drafted is None or drafted.round != round_number else drafted.propose_s
 
     def take_result(self, done: RoundDone) -> None:
         """Note how the draft did in a round: being late, and being back, are said once."""

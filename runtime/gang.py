@@ -30,9 +30,10 @@ from protos.gang import (
     WorkerFailed,
     WorkerId,
 )
-from protos.interfaces import ALWAYS_UP, DraftService
+from protos.interfaces import ALWAYS_UP, DraftService, PhaseTimes
 from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
 from runtime.draft_keeper import DraftKeeper
+from runtime.phases import Phases
 from runtime.sizing import Sizing
 from runtime.squad import RANK_0, Devices, Squad, StartError
 from runtime.watch import Clock, Pace, Watch
@@ -88,6 +89,7 @@ class GangExecutor:
         self._squad_since = 0.0
         self._sizing = Sizing()
         self._pace = Pace({})
+        self._phases = Phases()
         self._failure: SlipstreamError | None = None  # why the squad that is being started cannot be
         self._loss: str | None = None  # why the serving targets are lost
         self._done: RoundDone | None = None
@@ -101,6 +103,11 @@ class GangExecutor:
     def drafting(self) -> DraftService:
         """See `Executor`. Proposers beside the controller, and drafts in target 0's process, are always up."""
         return ALWAYS_UP if self._keeper is None else self._keeper.service
+
+    @property
+    def times(self) -> PhaseTimes:
+        """See `Executor`."""
+        return self._phases.times
 
     def start(self) -> WorkerInfo:
         """See `Executor`. Returns when every worker is ready, and the first pair is formed if it comes in time."""
@@ -237,6 +244,7 @@ class GangExecutor:
 
     def _count_round(self, done: RoundDone) -> None:
         self._num_rounds += 1
+        self._phases.add(done, None if self._keeper is None else self._keeper.propose_s(done.round))
         if self._keeper is not None:
             self._keeper.take_result(done)
 

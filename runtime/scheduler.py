@@ -8,7 +8,7 @@ from itertools import count
 from protos.config import CacheConfig, SchedulerConfig
 from protos.errors import ConfigError
 from protos.interfaces import ALWAYS_UP, DraftService, Proposer
-from protos.messages import Abort, Request, RoundPlan, Row, TokenOutput, Verdict, WorkerInfo
+from protos.messages import Abort, Request, RoundPlan, Row, StepCosts, TokenOutput, Verdict, WorkerInfo
 from runtime.blocks import BlockManager
 from runtime.committing import Committer
 from runtime.detokenizer import Detokenizer
@@ -55,7 +55,7 @@ class Scheduler:
         self._info = info
         self._detokenizers = detokenizers
         self._counters = EngineCounters()
-        self._drafting = Drafting(proposers, info.vocab_size, has_worker=has_worker)
+        self._drafting = Drafting(proposers, info.vocab_size, has_worker=has_worker, methods=info.methods)
         blocks = BlockManager(info.num_blocks, info.block_size)
         self._roster = Roster(config.max_num_seqs, blocks, self._drafting.end)
         self._planner = Planner(
@@ -72,6 +72,16 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests running or waiting."""
         return len(self._roster)
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """What steps cost, where it was measured."""
+        return self._info.costs
+
+    @property
+    def propose_s(self) -> float:
+        """Seconds spent beside the controller on guesses."""
+        return self._drafting.propose_s
 
     def admit(self, commands: Iterable[Command]) -> list[TokenOutput]:
         """Take new requests and aborts; return what ended by it. An aborted request's blocks are free at once."""
@@ -132,7 +142,7 @@ class Scheduler:
 
     def commit(self, plan: RoundPlan, verdicts: Seq[Verdict]) -> list[TokenOutput]:
         """Grow and end sequences by what the workers found; those that ended meanwhile are skipped."""
-        self._counters.steps += 1
+        self._counters.count_step(sum([row.length + row.k for row in plan.rows]))
         by_slot = {verdict.slot: verdict for verdict in verdicts}
         outputs = []
         for sequence, row in self._in_flight.pop(plan.round):
