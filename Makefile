@@ -25,13 +25,17 @@ PROPOSER_TESTS := $(addprefix tests/test_,$(addsuffix .py,attention_drafters cap
 	model_free_arguments model_free_engine mtp own_proposer parallel_drafters parts proposers rest seed_examples \
 	seed_pairs static_tree translation trees tree_attention))
 
-.PHONY: install serve test check bench accept-engine accept-gang accept-proposers accept-oldest clean
+.PHONY: install serve test protos check bench accept-engine accept-gang accept-proposers accept-oldest clean
 
 serve: $(READY)
 	$(BIN)/slipstream serve $(ARGS)
 
 test: check
 	$(TWO_THREADS) $(BIN)/python -m pytest $(ARGS)
+
+# The floors of grpcio and protobuf in pyproject.toml follow the version of grpcio-tools.
+protos: $(READY)
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/slipstream_v1.proto
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,61 @@
+"""Errors as gRPC clients expect them: a status and one line, never a part of a response."""
+
+import logging
+
+from protos.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    SlipstreamError,
+)
+
+log = logging.getLogger("slipstream")
+
+LONGEST_DETAILS = 1000
+"""Details travel in a header, and headers have limits."""
+
+# The first that fits counts: a server that drains is one that takes nothing, but another one may.
+KNOWN: dict[type[SlipstreamError], str] = {
+    InvalidRequestError: "INVALID_ARGUMENT",
+    DrainingError: "UNAVAILABLE",
+    OverloadedError: "RESOURCE_EXHAUSTED",
+    DeadlineExceededError: "DEADLINE_EXCEEDED",
+}
+
+
+class StatusError(Exception):
+    """A status other than OK.
+
+    Args:
+        code_name: a name of `grpc.StatusCode`.
+        details: one line for the user; never a path, an address or a traceback.
+        retry_after_s: seconds after which the same call may be answered, where that is known.
+    """
+
+    def __init__(self, code_name: str, details: str, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{code_name}: {details}")
+        self.code_name = code_name
+        self.details = details.partition("\n")[0][:LONGEST_DETAILS]
+        self.retry_after_s = retry_after_s
+
+    @property
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata that tells clients, by gRPC's own convention, when to come again."""
+        if self.retry_after_s is None:
+            return ()
+        return (("grpc-retry-pushback-ms", str(round(1000 * self.retry_after_s))),)
+
+
+def as_status(error: Exception) -> StatusError:
+    """Turn any exception into what a client may know of it."""
+    if isinstance(error, StatusError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return StatusError("UNAVAILABLE", "the engine has stopped and cannot answer; its log says why")
+    for kind, code_name in KNOWN.items():
+        if isinstance(error, kind):
+            return StatusError(code_name, str(error), getattr(error, "retry_after_s", None))
+    log.error("a request failed inside the server", exc_info=error)
+    return StatusError("INTERNAL", "the server failed on this request; its log says more")

@@ -1,0 +1,101 @@
+"""From messages of `slipstream.v1` to what the engine takes. Names of sampling fields are those of `SamplingParams`."""
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from protos import slipstream_v1_pb2 as pb
+from protos.errors import InvalidRequestError
+from protos.sampling import SamplingParams
+from protos.validation import shown
+from runtime.http.app import REQUEST_ID
+from runtime.speculating import Wish
+
+
+def request_id(message: pb.GenerateRequest, in_metadata: str | None = None) -> str:
+    """Return the client's name for a request, that in the message first, or a new one.
+
+    Raises:
+        InvalidRequestError: it is too long, or has other characters than an id may.
+    """
+    told = str(message.request_id or in_metadata or "")
+    if not told:
+        return uuid.uuid4().hex
+    if not REQUEST_ID.fullmatch(told):
+        raise InvalidRequestError(
+            f"request_id must be 1 to 128 characters of A-Z a-z 0-9 _ . : / + = -, got {shown(told)}", "request_id"
+        )
+    return told
+
+
+def timeout_s(message: pb.GenerateRequest) -> float | None:
+    """Return how many seconds the request may take, None for the server's limit. Raises `InvalidRequestError`."""
+    if not message.HasField("timeout_ms"):
+        return None
+    if message.timeout_ms == 0:
+        raise InvalidRequestError("timeout_ms must be at least 1, got 0; leave it out for the server's limit")
+    return float(message.timeout_ms) / 1000
+
+
+def given(message: Any, name: str, *, default: bool) -> bool:
+    """Return an optional flag of *message*, *default* where it is not set."""
+    return bool(getattr(message, name)) if message.HasField(name) else default
+
+
+def wish(message: pb.SpeculativeConfig) -> Wish:
+    """Return what a request wants of speculation."""
+    return Wish(**_fields(message))
+
+
+def sampling_params(message: pb.SamplingParams, **defaults: Any) -> SamplingParams:
+    """Return the sampling parameters that *message* gives, *defaults* for those it leaves out.
+
+    Raises:
+        InvalidRequestError: names the field, the value and the limit.
+    """
+    return SamplingParams(**(defaults | _fields(message)))
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """Return what is set in *message*, by name: optional fields even where they hold zero."""
+    return {field.name: _READERS.get(field.name, _plain)(value) for field, value in message.ListFields()}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool) else tuple(value)
+
+
+def _prediction(message: pb.Prediction) -> str | tuple[int, ...] | None:
+    kind = message.WhichOneof("content")
+    if kind is None:
+        return None
+    return str(message.text) if kind == "text" else tuple(message.token_ids.ids)
+
+
+def _structured_outputs(message: pb.StructuredOutputs) -> dict[str, Any] | None:
+    kind = message.WhichOneof("constraint")
+    if kind is None:
+        return None
+    return {kind: list(message.choice.choices) if kind == "choice" else getattr(message, kind)}
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "logit_bias": dict, "prediction": _prediction, "structured_outputs": _structured_outputs,
+}  # fmt: skip
+"""Fields that are neither plain values nor lists of them."""
+
+
+def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
+    """Return the messages of a conversation as chat templates know them."""
+    return [_chat_message(message) for message in chat.messages]
+
+
+def _chat_message(message: pb.ChatMessage) -> dict[str, str]:
+    named = {"name": message.name} if message.HasField("name") else {}
+    return {"role": message.role, "content": message.content, **named}
+
+
+def template_options(chat: pb.Chat) -> dict[str, bool]:
+    """Return what the chat template is told."""
+    names = ("add_generation_prompt", "continue_final_message")
+    return {name: getattr(chat, name) for name in names if chat.HasField(name)}
