@@ -16,7 +16,7 @@ KEPT_APART = 16
 """So many outputs wait one by one; what comes after them is added to the last one of its request."""
 
 ADDED_UP = ("token_ids", "text", "logprobs", "prompt_logprobs")
-"""Fields of `TokenOutput` that grow; of the others the newest counts."""
+"""Fields of `TokenOutput` that grow; of the others the newest counts. Outputs that tell of their step stay apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Delivery:
                                   f"{now - self._read_at:.0f} s; at most {self._limits.stall_s:g} s may pass")
 
     def _add(self, delta: Delta) -> None:
-        if len(self._waiting) >= KEPT_APART:
+        if len(self._waiting) >= KEPT_APART and delta.output.step is None:
             for place in range(len(self._waiting) - 1, -1, -1):
-                if self._waiting[place].index == delta.index:
+                if self._waiting[place].index == delta.index and self._waiting[place].output.step is None:
                     self._waiting[place] = Delta(delta.index, joined(self._waiting[place].output, delta.output))
                     return
         self._waiting.append(delta)

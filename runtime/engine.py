@@ -23,10 +23,12 @@ from protos.errors import (
 )
 from protos.messages import Request, WorkerInfo
 from protos.sampling import SamplingParams
+from runtime.admission import ROOMY, Admission, QueueLimits
 from runtime.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
 from runtime.delivery import PATIENT, Delivery, Delta, ReadingLimits
 from runtime.metrics import Metrics
 from runtime.stats import EngineStats
+from runtime.tokenising import Tokenising
 
 log = logging.getLogger("slipstream")
 
@@ -92,7 +94,17 @@ class EngineClient(Protocol):
         ...
 
     async def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
-        """Validate and tokenise, without scheduling anything. Raises `InvalidRequestError`."""
+        """Validate and tokenise, without scheduling anything.
+
+        Raises:
+            InvalidRequestError: names the value and the limit.
+            OverloadedError: too much waits already; found out before tokenising.
+            DrainingError: the server is about to stop.
+        """
+        ...
+
+    def check_open(self) -> None:
+        """Do nothing while requests are taken. Raises `EngineDeadError`, `DrainingError`, `OverloadedError`."""
         ...
 
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
@@ -115,6 +127,7 @@ class EngineClient(Protocol):
 
         Raises:
             DeadlineExceededError: the time is over, or nobody read the answer; nothing of it runs any more.
+            OverloadedError: too much waits already; nothing was scheduled.
             DrainingError: the server is about to stop and takes nothing new.
         """
         ...
@@ -136,6 +149,7 @@ class AsyncEngine:
         metrics: told of every request and output.
         timeout_s: how long requests may take that bring no limit of their own; None for any time.
         reading: how slow a reader may be.
+        queue: how much may wait.
     """
 
     def __init__(
@@ -146,10 +160,13 @@ class AsyncEngine:
         *,
         timeout_s: float | None = None,
         reading: ReadingLimits = PATIENT,
+        queue: QueueLimits = ROOMY,
     ) -> None:
         self.metrics = metrics
         self._timeout_s = timeout_s
         self._reading = reading
+        self._admission = Admission(queue)
+        self._tokenising = Tokenising()
         self._channel = channel
         self._make_preprocessor = make_preprocessor
         self._preprocessor: RequestMaker | None = None
@@ -229,13 +246,15 @@ class AsyncEngine:
     async def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
         """See `EngineClient`."""
         make = self.preprocessor.requests
-        if isinstance(prompt, str) and len(prompt) > LONG_PROMPT:
-            return await asyncio.to_thread(make, prompt, params, request_id)
+        self.check_open()
+        if params.structured_outputs is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
+            return await self._tokenising.run(make, prompt, params, request_id)
         return make(prompt, params, request_id)
 
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
         """See `EngineClient`."""
-        return await asyncio.to_thread(self.preprocessor.chat, messages, params, **options)
+        self.check_open()
+        return await self._tokenising.run(self.preprocessor.chat, messages, params, **options)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """See `EngineClient`."""
@@ -284,6 +303,7 @@ class AsyncEngine:
         for name in names:
             if name in self._deliveries:
                 raise InvalidRequestError(f"request_id {name!r} is already being answered", "request_id")
+        self._admission.enter(requests)
         delivery = Delivery({name: index for index, name in enumerate(names)}, self._reading)
         self._deliveries.update(dict.fromkeys(names, delivery))
         for request in requests:
@@ -302,16 +322,18 @@ class AsyncEngine:
         names = [name for name in delivery.open if self._deliveries.get(name) is delivery]
         for name in names:
             del self._deliveries[name]
+            self._admission.leave(name)
             if self.metrics:
                 self.metrics.aborted(name)
         if names and self._failure is None:
             self._channel.send(Mail(aborts=tuple(names)))
 
     def check_open(self) -> None:
-        """Do nothing while requests are taken. Raises `EngineDeadError`, `DrainingError`."""
+        """See `EngineClient`."""
         self._check_alive()
         if self._is_draining:
             raise DrainingError("the server is about to stop and takes no new requests", DRAINING_RETRY_S)
+        self._admission.check()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -343,6 +365,8 @@ class AsyncEngine:
                 continue  # aborted meanwhile
             if self.metrics:
                 self.metrics.received(output)
+            if output.token_ids or output.finish_reason is not None:
+                self._admission.start(output.request_id)
             if output.finish_reason is not None:
                 del self._deliveries[output.request_id]
             try:

@@ -1,14 +1,28 @@
 """Errors as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}`, always."""
 
 import logging
+import math
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from protos.errors import EngineDeadError, InvalidRequestError
+from protos.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    SlipstreamError,
+    SlowReaderError,
+)
 
 log = logging.getLogger("slipstream")
+
+KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
+NO_RETRY = {"x-should-retry": "false"}
+"""Clients try again after 408 by themselves, but what took too long once would do so again."""
 
 
 class ApiError(Exception):
@@ -19,14 +33,23 @@ class ApiError(Exception):
         message: one line for the user; never a path, an address or a traceback.
         param: the request field at fault.
         code: what programs test for.
+        headers: what the answer carries besides.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.headers = headers
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -48,30 +71,57 @@ def as_api_error(error: Exception) -> ApiError:
     """Turn any exception into what a client may know of it."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, InvalidRequestError):
-        return ApiError(400, str(error), error.param)
-    if isinstance(error, EngineDeadError):
-        return ApiError(503, "the engine has stopped and cannot answer; its log says why", code="engine_dead")
+    if isinstance(error, SlipstreamError):
+        return _told(error)
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    return _unknown(error)
+
+
+def _unknown(error: Exception) -> ApiError:
     log.error("a request failed inside the server", exc_info=error)
     return ApiError(500, "the server failed on this request; its log says more")
 
 
+def _told(error: SlipstreamError) -> ApiError:
+    """What is said of an error that was raised on purpose."""
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, str(error), error.param)
+    if isinstance(error, OverloadedError):
+        return _overloaded(error)
+    if isinstance(error, DeadlineExceededError):
+        code = "slow_reader" if isinstance(error, SlowReaderError) else "deadline_exceeded"
+        return ApiError(408, str(error), code=code, headers=NO_RETRY)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, "the engine has stopped and cannot answer; its log says why", code="engine_dead")
+    return _unknown(error)
+
+
+def _overloaded(error: OverloadedError) -> ApiError:
+    headers = {"retry-after": str(math.ceil(error.retry_after_s))}
+    if isinstance(error, DrainingError):
+        return ApiError(503, str(error), code="draining", headers=headers)
+    return ApiError(429, str(error), code="overloaded", headers=headers)
+
+
 def error_body(error: ApiError) -> bytes:
     """Return the JSON of *error*."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, kind, error.param, error.code)))
 
 
 async def answer(request: Request, error: Exception) -> Response:
     """The exception handler of every route."""
     known = as_api_error(error)
-    headers = getattr(error, "headers", None)
-    return Response(error_body(known), known.status, headers, media_type="application/json")
+    return error_response(known)
+
+
+def error_response(error: ApiError) -> Response:
+    """Return the answer that says *error*."""
+    return Response(error_body(error), error.status, error.headers, media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
     """Let *app* answer every error in this form."""
-    for kind in (ApiError, InvalidRequestError, EngineDeadError, HTTPException, Exception):
+    for kind in (ApiError, SlipstreamError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
