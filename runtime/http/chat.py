@@ -2,13 +2,14 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from runtime.engine import EngineClient
+from protos.messages import TokenOutput
 from runtime.http.render import TokenTexts, chat_logprobs, prompt_logprobs
 from runtime.http.responding import Choice, Envelope, Job, marked
 from runtime.http.responses import (
@@ -19,10 +20,17 @@ from runtime.http.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    FunctionCall,
+    FunctionDelta,
     RequestMetrics,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from runtime.http.schemas import ChatCompletionRequest
+from runtime.http.server import Server
+from runtime.http.tool_reading import CallPart, CallReader, Found
+from runtime.http.tools import ToolUse
 
 
 @dataclass(frozen=True)
@@ -47,10 +55,31 @@ class ChatEnvelope(Envelope):
 class _ChatChoice(Choice):
     """What both forms of a chat choice have in common."""
 
-    def __init__(self, index: int, body: ChatCompletionRequest, texts: TokenTexts) -> None:
+    def __init__(self, index: int, body: ChatCompletionRequest, texts: TokenTexts, use: ToolUse) -> None:
         super().__init__(index)
         self.body = body
         self.texts = texts
+        self.calls: list[CallPart] = []
+        self._use = use
+        self._reader = use.reader()
+
+    def add(self, output: TokenOutput) -> None:
+        """Take what a step added, and find the calls in it."""
+        said = self.text
+        super().add(output)
+        if self._reader is not None:
+            self.text = said + self._read(self._reader, output)
+
+    def _read(self, reader: CallReader, output: TokenOutput) -> str:
+        """Note the calls in the new text; return what of it is none."""
+        found = reader.push(output.text)
+        ended = reader.finish() if output.finish_reason is not None else Found()
+        kept = [part for part in (*found.parts, *ended.parts) if self._use.is_parallel or part.index == 0]
+        self.calls += kept
+        # As with the public API: an answer is "tool_calls" where the model chose to call, not where it had to.
+        if output.finish_reason == "stop" and reader.num_calls and self._use.mode != "named":
+            self.finish_reason = "tool_calls"
+        return found.content + ended.content
 
     def written_logprobs(self) -> ChatLogprobs | None:
         """Return the pending log-probabilities, where they were asked for."""
@@ -64,8 +93,15 @@ class ChatWriter(_ChatChoice):
     def written(self) -> ChatChoice:
         """See `Choice`."""
         shown = UNSET if self.body.prompt_logprobs is None else prompt_logprobs(self.prompt_logprobs, self.texts)
-        message = ChatMessage(self.text)
-        return ChatChoice(self.index, message, self.written_logprobs(), self.finish_reason, self.stop_reason, shown)
+        return ChatChoice(
+            self.index, self._message(), self.written_logprobs(), self.finish_reason, self.stop_reason, shown
+        )
+
+    def _message(self) -> ChatMessage:
+        if not self.calls:
+            return ChatMessage(self.text)
+        calls = [ToolCall(_call_id(), FunctionCall(name, arguments)) for name, arguments in joined(self.calls)]
+        return ChatMessage(self.text or None, tool_calls=calls)
 
 
 class ChatChunkWriter(_ChatChoice):
@@ -73,23 +109,56 @@ class ChatChunkWriter(_ChatChoice):
 
     role: Literal["assistant"] | UnsetType = "assistant"
 
+    @property
+    def has_news(self) -> bool:
+        """See `Choice`."""
+        return bool(self.calls) or super().has_news
+
     def written(self) -> ChatChunkChoice:
         """See `Choice`."""
-        delta = ChatDelta(self.text, self.role)
+        calls = [_delta(part) for part in self.calls] or UNSET
+        self.calls = []
+        delta = ChatDelta(self.text if self.text or calls is UNSET else UNSET, self.role, calls)
         self.role = UNSET
         return ChatChunkChoice(self.index, delta, self.written_logprobs(), self.finish_reason, self.stop_reason)
 
 
-async def chat_job(engine: EngineClient, body: ChatCompletionRequest, model: str, texts: TokenTexts) -> Job:
+def joined(parts: Sequence[CallPart]) -> list[tuple[str, str]]:
+    """Return name and arguments of each call that came in *parts*."""
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if part.name is not None:
+            calls.append((part.name, part.arguments))
+        else:
+            name, arguments = calls[part.index]
+            calls[part.index] = name, arguments + part.arguments
+    return calls
+
+
+def _delta(part: CallPart) -> ToolCallDelta:
+    if part.name is None:
+        return ToolCallDelta(part.index, FunctionDelta(part.arguments))
+    return ToolCallDelta(part.index, FunctionDelta(part.arguments, part.name), _call_id(), "function")
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+async def chat_job(server: Server, body: ChatCompletionRequest) -> Job:
     """Validate everything *body* asks for; nothing is scheduled yet.
 
     Raises:
         InvalidRequestError: names the field, the value and the limit.
+        ApiError: the model is not served.
     """
+    model = server.model_name(body.model)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    params = body.chat_sampling()
-    prompt = await engine.render_chat(body.messages, params, **body.template_options)
-    group = marked(await engine.prepare(prompt, params, request_id), body)
+    use = body.tool_use(server.options.tools)
+    params = use.constrained(body.chat_sampling(server.options.sampling_defaults))
+    prompt = await server.engine.render_chat(body.messages, params, **body.template_options, **use.told)
+    group = marked(await server.engine.prepare(prompt, params, request_id), body, server)
     kind, writer = (ChatCompletionChunk, ChatChunkWriter) if body.stream else (ChatCompletion, ChatWriter)
-    choices = [writer(index, body, texts) for index in range(len(group))]
-    return Job([group], choices, ChatEnvelope(kind, request_id, int(time.time()), model), body.wants_usage)
+    choices = [writer(index, body, server.texts, use) for index in range(len(group))]
+    envelope = ChatEnvelope(kind, request_id, int(time.time()), model)
+    return Job([group], choices, envelope, body.wants_usage, server.spec_metrics(body), server.origins(body))

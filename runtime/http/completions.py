@@ -10,11 +10,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from protos.messages import Request, TokenOutput
-from runtime.engine import EngineClient
 from runtime.http.render import LogprobsWriter, TokenTexts, prompt_logprobs
 from runtime.http.responding import Choice, Envelope, Job, marked
 from runtime.http.responses import Completion, CompletionChoice, CompletionLogprobs, RequestMetrics, Usage
 from runtime.http.schemas import CompletionRequest
+from runtime.http.server import Server
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,28 @@ class CompletionWriter(Choice):
         return self._logprobs.completion([*self.prompt_logprobs, *self.logprobs], self._request.prompt_token_ids[0])
 
 
-async def completion_job(engine: EngineClient, body: CompletionRequest, model: str, texts: TokenTexts) -> Job:
+async def completion_job(server: Server, body: CompletionRequest) -> Job:
     """Validate everything *body* asks for; nothing is scheduled yet.
 
     Raises:
         InvalidRequestError: names the field, the value and the limit.
+        ApiError: the model is not served.
     """
+    model = server.model_name(body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    prompts, params = body.prompts(), body.completion_sampling()
+    prompts, params = body.prompts(), body.completion_sampling(server.options.sampling_defaults)
     groups: list[list[Request]] = []
     choices: list[Choice] = []
     for index, prompt in enumerate(prompts):
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        groups.append(marked(await engine.prepare(prompt, params, name), body))
-        echoed = _echoed(prompt, groups[-1][0], texts) if body.echo else ""
-        choices += [CompletionWriter(len(choices) + j, each, body, texts, echoed) for j, each in enumerate(groups[-1])]
+        groups.append(marked(await server.engine.prepare(prompt, params, name), body, server))
+        echoed = _echoed(prompt, groups[-1][0], server.texts) if body.echo else ""
+        choices += [
+            CompletionWriter(len(choices) + j, each, body, server.texts, echoed) for j, each in enumerate(groups[-1])
+        ]
         await asyncio.sleep(0)  # a large batch must not hold up everyone's tokens
-    return Job(groups, choices, CompletionEnvelope(request_id, int(time.time()), model), body.wants_usage)
+    envelope = CompletionEnvelope(request_id, int(time.time()), model)
+    return Job(groups, choices, envelope, body.wants_usage, server.spec_metrics(body), server.origins(body))
 
 
 def _echoed(prompt: str | list[int], request: Request, texts: TokenTexts) -> str:

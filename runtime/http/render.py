@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Protocol
 
-from protos.messages import Request, SpeculationStats, TokenLogprobs
-from protos.outputs import SpeculativeDecodingMetrics
+from msgspec import UNSET
+
+from protos.messages import Request, SpeculationStats, Step, TokenLogprobs
+from protos.outputs import SpeculativeDecodingMetrics, total
 from protos.sampling import SamplingParams
 from runtime.http.responses import (
     ChatLogprobs,
@@ -16,6 +19,7 @@ from runtime.http.responses import (
     PromptLogprob,
     PromptLogprobs,
     RequestMetrics,
+    SpeculativeDecoding,
     TopLogprob,
     Usage,
 )
@@ -34,6 +38,10 @@ class Decoder(Protocol):
         """Return the text of *ids*."""
         ...
 
+    def convert_ids_to_tokens(self, ids: list[int], /) -> list[str]:
+        """Return *ids* as the vocabulary spells them."""
+        ...
+
 
 class TokenTexts(dict[int, str]):
     """The text of every token met so far, special tokens as they are spelt."""
@@ -49,6 +57,10 @@ class TokenTexts(dict[int, str]):
     def decode(self, token_ids: Sequence[int], params: SamplingParams) -> str:
         """Return the text of *token_ids*, with special tokens or without as *params* say."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
+
+    def spelt(self, token_ids: Sequence[int]) -> list[str]:
+        """Return *token_ids* as the vocabulary spells them; those it lacks are empty."""
+        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
 
 def finite(logprob: float) -> float:
@@ -123,8 +135,21 @@ def usage(groups: Sequence[Sequence[Request]], num_generated: int, num_cached: i
     return Usage(num_prompt, num_generated, num_prompt + num_generated, PromptDetails(num_cached))
 
 
-def speculation(stats: Sequence[SpeculationStats | None]) -> RequestMetrics:
-    """Return the statistics of a response with one choice, null for several."""
-    if len(stats) != 1:
-        return RequestMetrics(None)
-    return RequestMetrics(SpeculativeDecodingMetrics.of(stats[0] or SpeculationStats()))
+def speculation(
+    stats: Sequence[SpeculationStats | None], steps: Sequence[Step], *, is_detailed: bool
+) -> RequestMetrics:
+    """Return the statistics of all choices together; *steps* are those in which they had drafts."""
+    figures = SpeculativeDecodingMetrics.of(total(stats))
+    return RequestMetrics(SpeculativeDecoding(
+        **asdict(figures),
+        acceptance_histogram_by_draft_length=_by_length(steps),
+        per_step_accepted=[step.accepted for step in steps] if is_detailed else UNSET,
+        per_step_drafted=[step.proposed for step in steps] if is_detailed else UNSET,
+    ))  # fmt: skip
+
+
+def _by_length(steps: Sequence[Step]) -> dict[str, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for step in steps:
+        rows.setdefault(step.depth, [0] * (step.depth + 1))[step.accepted] += 1
+    return {str(length): rows[length] for length in sorted(rows)}

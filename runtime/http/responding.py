@@ -14,12 +14,16 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from protos.messages import Request, SpeculationStats, TokenLogprobs, TokenOutput
+from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput
+from runtime.delivery import Delta
 from runtime.engine import EngineClient
 from runtime.http.errors import ApiError, as_api_error, error_body
+from runtime.http.origins import Origins
 from runtime.http.render import speculation, usage
 from runtime.http.responses import RequestMetrics, Usage
-from runtime.http.schemas import GenerationRequest
+from runtime.http.schemas import GenerationRequest, SpecMetrics
+from runtime.http.server import Server
+from runtime.speculating import speculating
 
 T = TypeVar("T")
 CLIENT_CLOSED = 499
@@ -33,6 +37,7 @@ class Choice(ABC):
         self.num_tokens = 0
         self.num_cached = 0
         self.speculation: SpeculationStats | None = None
+        self.steps: list[Step] = []
         self.text = ""
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -49,6 +54,8 @@ class Choice(ABC):
         self.prompt_logprobs += output.prompt_logprobs or ()
         self.num_cached = max(self.num_cached, output.num_cached_tokens)
         self.speculation = output.speculation or self.speculation
+        if output.step is not None and output.step.proposed:
+            self.steps.append(output.step)
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
     @property
@@ -91,7 +98,9 @@ class Job:
     choices: Sequence[Choice]
     envelope: Envelope
     wants_usage: bool = False
-    wants_metrics: bool = False
+    spec_metrics: SpecMetrics = "none"
+    origins: Origins | None = None
+    timeout_s: float | None = None
 
     @property
     def requests(self) -> list[Request]:
@@ -106,25 +115,50 @@ class Job:
             first += len(group)
         return usage(self.groups, sum(choice.num_tokens for choice in self.choices), cached)
 
-    def metrics(self) -> RequestMetrics | UnsetType:
-        """Return the statistics, where they were asked for."""
-        return speculation([choice.speculation for choice in self.choices]) if self.wants_metrics else UNSET
+    def take(self, delta: Delta) -> Choice:
+        """Let the choice have what a step added to it; return it."""
+        choice = self.choices[delta.index]
+        num_before = choice.num_tokens
+        choice.add(delta.output)
+        if self.origins is not None and choice.num_tokens > num_before:
+            self.origins.add(delta.index, delta.output)
+        return choice
+
+    def metrics(self, *, is_last: bool = True) -> RequestMetrics | UnsetType:
+        """Return the statistics and origins that were asked for; statistics only with the last chunk."""
+        metrics = self._statistics() if is_last else UNSET
+        if self.origins is None:
+            return metrics
+        told = self.origins.take()
+        if metrics is UNSET:
+            return RequestMetrics(token_origins=told) if told else UNSET
+        return msgspec.structs.replace(metrics, token_origins=told)
+
+    def _statistics(self) -> RequestMetrics | UnsetType:
+        if self.spec_metrics == "none":
+            return UNSET
+        steps = [step for choice in self.choices for step in choice.steps]
+        stats = [choice.speculation for choice in self.choices]
+        return speculation(stats, steps, is_detailed=self.spec_metrics == "detailed")
 
 
-def marked(group: Sequence[Request], body: GenerationRequest) -> list[Request]:
+def marked(group: Sequence[Request], body: GenerationRequest, server: Server) -> list[Request]:
     """Return the samples of one prompt with what *body* says beside sampling.
 
     Every choice of a response tells the prompt's log-probabilities, so every sample computes them.
+
+    Raises:
+        InvalidRequestError: more is asked of speculation than is loaded.
     """
     first = group[0].sampling.prompt_logprobs
     return [
         msgspec.structs.replace(
             each,
-            speculate=body.speculates,
+            wants_steps=server.spec_metrics(body) != "none" or bool(body.token_origins),
             cache_salt=body.cache_salt or "",
             sampling=msgspec.structs.replace(each.sampling, prompt_logprobs=first),
         )
-        for each in group
+        for each in speculating(group, body.wish, server.engine.info)
     ]
 
 
@@ -136,9 +170,9 @@ async def respond_whole(engine: EngineClient, job: Job, http: HttpRequest) -> Re
 
 
 async def _collect(engine: EngineClient, job: Job) -> None:
-    async with aclosing(engine.stream(job.requests)) as deltas:
+    async with aclosing(engine.stream(job.requests, job.timeout_s)) as deltas:
         async for delta in deltas:
-            job.choices[delta.index].add(delta.output)
+            job.take(delta)
 
 
 async def _unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
@@ -199,12 +233,11 @@ def _event(data: bytes) -> bytes:
 async def _chunks(engine: EngineClient, job: Job) -> AsyncGenerator[msgspec.Struct, None]:
     """Yield chunks as tokens come; usage and statistics at the end, where they were asked for."""
     no_usage = None if job.wants_usage else UNSET
-    async with aclosing(engine.stream(job.requests)) as deltas:
+    async with aclosing(engine.stream(job.requests, job.timeout_s)) as deltas:
         async for delta in deltas:
-            choice = job.choices[delta.index]
-            choice.add(delta.output)
+            choice = job.take(delta)
             if choice.has_news:
                 over = not job.wants_usage and all(each.finish_reason is not None for each in job.choices)
-                yield job.envelope.wrap([choice.write()], no_usage, job.metrics() if over else UNSET)
+                yield job.envelope.wrap([choice.write()], no_usage, job.metrics(is_last=over))
     if job.wants_usage:
         yield job.envelope.wrap([], job.usage(), job.metrics())

@@ -5,8 +5,6 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from protos.outputs import SpeculativeDecodingMetrics
-
 
 class PromptDetails(msgspec.Struct, frozen=True):
     """How much of the prompt was in the prefix cache."""
@@ -23,10 +21,60 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptDetails
 
 
-class RequestMetrics(msgspec.Struct, frozen=True):
-    """Per-request statistics; null where the response has several choices."""
+class SpeculativeDecoding(msgspec.Struct, frozen=True):
+    """Acceptance statistics over all choices, under vLLM's names; see `SpeculativeDecodingMetrics` for most of them.
 
-    speculative_decoding: SpeculativeDecodingMetrics | None
+    `acceptance_histogram_by_draft_length` has a row for every length of drafts there was: index j counts the steps
+    that accepted exactly j. `per_step_accepted` and `per_step_drafted` have an entry for each step with a draft, choice
+    after choice.
+    """
+
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]
+    acceptance_per_position: list[float]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
+
+
+Origin = Literal["accepted", "correction", "bonus", "plain"]
+
+
+class TokenOrigin(msgspec.Struct, frozen=True):
+    """One token: drafted and accepted; the target's own instead of a draft token, or behind them all; or undrafted.
+
+    `text` is the token's by itself: a piece of a character is U+FFFD, and tokenizers may drop a space before a word.
+    """
+
+    text: str
+    origin: Origin
+
+
+class StepOrigins(msgspec.Struct, frozen=True):
+    """What one step added to the choice `index`.
+
+    `step` counts the choice's steps from 1 on; `drafted` tokens were proposed, at most `depth` one behind the other, of
+    which `accepted` were taken.
+    """
+
+    index: int
+    step: int
+    drafted: int
+    depth: int
+    accepted: int
+    tokens: list[TokenOrigin]
+
+
+class RequestMetrics(msgspec.Struct, frozen=True):
+    """Per-request statistics, and where the tokens of this response or chunk came from."""
+
+    speculative_decoding: SpeculativeDecoding | UnsetType = UNSET
+    token_origins: list[StepOrigins] | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -95,19 +143,52 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ChatTokenLogprob]
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    """The answer."""
+class FunctionCall(msgspec.Struct, frozen=True):
+    """A function to call; `arguments` is JSON text."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call of the answer."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class FunctionDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a call; its first part has the name."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to the call at `index`; its first part has an id."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The answer: text, calls, or both."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
     """What a chunk adds to the answer; the first one of a choice names the role."""
 
-    content: str
+    content: str | UnsetType
     role: Literal["assistant"] | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -170,3 +251,18 @@ class ModelList(msgspec.Struct, frozen=True):
 
     data: list[ModelCard]
     object: Literal["list"] = "list"
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The response of `POST /tokenize`; `token_strs` are the tokens as the vocabulary spells them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """The response of `POST /detokenize`."""
+
+    prompt: str

@@ -7,36 +7,18 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
-from protos.validation import shown
+from runtime.http.foreign import NEUTRAL, NO_TOOLS, Neutral, screen
+from runtime.http.tools import Tool, ToolChoice, ToolOptions, ToolUse, tool_use
+from runtime.speculating import Wish
 
 MAX_PROMPTS = 1024
 SEED_MODULUS = 2**64
+LONGEST_TIMEOUT_S = 86_400.0
 SAMPLING_NAMES = frozenset(field.name for field in fields(SamplingParams))
-
-# Fields of the OpenAI SDK that change no token here.
-HARMLESS = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "parallel_tool_calls", "prediction", "moderation", "reasoning_effort", "verbosity",
-})  # fmt: skip
-
-# Fields that would change the answer: refused unless they say what happens anyway.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "use_beam_search": (None, False),
-}
-
 
 
 def _one_as_list(value: object) -> object:
@@ -56,7 +38,24 @@ def _checked_prompt(value: object) -> object:
     raise ValueError("must be text, a list of texts, a list of token ids or a list of those")
 
 
-SpecMetrics = Literal["none", "summary"]
+SpecMetrics = Literal["none", "summary", "detailed"]
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class RequestBody(BaseModel):
+    """What every body has in common. A field that is null means its default."""
+
+    model_config = STRICT
+
+    model: str | None = None
+
+    neutral: ClassVar[Neutral] = {}
+    """Fields that are refused unless they say what happens anyway."""
+
+    @classmethod
+    def screened(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return *fields* without those that change nothing here. Raises `InvalidRequestError`."""
+        return screen(fields, cls.neutral)
 
 
 class StreamOptions(BaseModel):
@@ -66,19 +65,41 @@ class StreamOptions(BaseModel):
 
 
 class SpeculativeOptions(BaseModel):
-    """What one request may say about speculation. It never changes the answer."""
+    """What one request may say about speculation, within what is loaded. It never changes the answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = STRICT
 
     enabled: bool = True
+    num_speculative_tokens: int | None = None
+    method: str | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What completions and chat completions share. A field that is null means its default."""
+class TextPart(BaseModel):
+    """A piece of text, where pieces of several kinds may stand."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = STRICT
 
-    model: str | None = None
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """What the answer is expected to be: it makes the answer faster, and changes no token."""
+
+    model_config = STRICT
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class GenerationRequest(RequestBody):
+    """What completions and chat completions share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -105,8 +126,11 @@ class GenerationRequest(BaseModel):
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
+    timeout: Annotated[float, Field(gt=0.0, le=LONGEST_TIMEOUT_S)] | None = None
+    prediction: Prediction | None = None
     speculative_config: SpeculativeOptions | None = None
     per_request_spec_decode_metrics: SpecMetrics | None = None
+    token_origins: bool | None = None
 
     endpoint_names: ClassVar[frozenset[str]] = frozenset()
     """Fields that this endpoint maps to sampling itself."""
@@ -117,12 +141,14 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def speculates(self) -> bool:
-        """Whether drafts may be made for this request."""
-        return self.speculative_config is None or self.speculative_config.enabled
+    def wish(self) -> Wish:
+        """What is asked of speculation."""
+        return Wish() if self.speculative_config is None else Wish(**self.speculative_config.model_dump())
 
-    def sampling(self, **mapped: object) -> SamplingParams:
-        """Return the sampling parameters; *mapped* are those whose fields this endpoint spells differently.
+    def sampling(self, defaults: Mapping[str, Any], **mapped: object) -> SamplingParams:
+        """Return the sampling parameters, *defaults* where none are given.
+
+        *mapped* are those whose fields this endpoint spells differently.
 
         Raises:
             InvalidRequestError: names the field, the value and the limit.
@@ -133,8 +159,9 @@ class GenerationRequest(BaseModel):
         }
         if self.seed is not None and -(SEED_MODULUS // 2) <= self.seed < 0:
             given["seed"] = self.seed % SEED_MODULUS
+        given["prediction"] = None if self.prediction is None else self.prediction.text
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**(chosen | mapped))
+        return SamplingParams(**(dict(defaults) | chosen | mapped))
 
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -160,6 +187,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
 
     endpoint_names: ClassVar[frozenset[str]] = frozenset({"logprobs", "prompt_logprobs", "max_tokens"})
+    neutral: ClassVar[Neutral] = {**NEUTRAL, **NO_TOOLS}
 
     @property
     def only_scores(self) -> bool:
@@ -179,7 +207,7 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequestError(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(given)}", "prompt")
         return list(given)
 
-    def completion_sampling(self) -> SamplingParams:
+    def completion_sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters; `echo` with `logprobs` asks for those of the prompt too."""
         if self.logprobs is not None and self.logprobs < 0:
             raise InvalidRequestError(f"logprobs must be at least 0, got {self.logprobs}", "logprobs")
@@ -187,49 +215,72 @@ class CompletionRequest(GenerationRequest):
         if self.echo and self.logprobs is not None:
             prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
         mapped = {} if self.max_tokens is None else {"max_tokens": 1 if self.only_scores else self.max_tokens}
-        return self.sampling(logprobs=self.logprobs, prompt_logprobs=prompt_logprobs, **mapped)
+        return self.sampling(defaults, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs, **mapped)
 
 
-class ChatCompletionRequest(GenerationRequest):
+class _Templated(BaseModel):
+    """What the chat template may be told."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def template_options(self) -> dict[str, bool]:
+        """What is given of it."""
+        given = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class ChatCompletionRequest(GenerationRequest, _Templated):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     endpoint_names: ClassVar[frozenset[str]] = frozenset({"logprobs", "max_tokens"})
+    neutral: ClassVar[Neutral] = NEUTRAL
 
     @property
     def num_logprobs(self) -> int | None:
         """Candidates wanted beside each token, None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def template_options(self) -> dict[str, bool]:
-        """What the chat template is told."""
-        given = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
-        return {name: value for name, value in given.items() if value is not None}
+    def tool_use(self, options: ToolOptions) -> ToolUse:
+        """Return what is to be made of the tools. Raises `InvalidRequestError`."""
+        return tool_use(
+            self.tools, self.tool_choice, options, is_parallel=self.parallel_tool_calls is not False
+        )
 
-    def chat_sampling(self) -> SamplingParams:
+    def chat_sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters; without a limit, tokens up to the end of the context."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true", "top_logprobs")
         if self.top_logprobs is not None and self.top_logprobs < 0:
             raise InvalidRequestError(f"top_logprobs must be at least 0, got {self.top_logprobs}", "top_logprobs")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(logprobs=self.num_logprobs, max_tokens=limit)
+        if limit is None:
+            limit = defaults.get("max_tokens")
+        return self.sampling(defaults, logprobs=self.num_logprobs, max_tokens=limit)
 
 
-def screen(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop fields that change nothing, refuse those that would change the answer.
+class TokenizeRequest(RequestBody, _Templated):
+    """The body of `POST /tokenize`: a text, to which the tokenizer adds its special tokens, or a conversation."""
 
-    Raises:
-        InvalidRequestError: names the field and its value.
-    """
-    for name, neutral in NEUTRAL.items():
-        if name in body and body[name] not in neutral:
-            raise InvalidRequestError(f"{name} is not supported, got {shown(body[name])}", name)
-    return {name: value for name, value in body.items() if name not in HARMLESS and name not in NEUTRAL}
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    neutral: ClassVar[Neutral] = {name: NEUTRAL[name] for name in ("chat_template", "chat_template_kwargs")}
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of `POST /detokenize`."""
+
+    tokens: list[int]

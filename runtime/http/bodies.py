@@ -1,0 +1,68 @@
+"""Bodies: read, limited and checked on the way in, written as JSON on the way out."""
+
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from pydantic import ValidationError
+
+from protos.errors import InvalidRequestError
+from protos.validation import did_you_mean, one_line
+from runtime.http.errors import ApiError
+from runtime.http.schemas import RequestBody
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+def described(model: type[RequestBody]) -> dict[str, Any]:
+    """Return the OpenAPI entry of a body that is read by `read_body`."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+def json_response(body: msgspec.Struct | dict[str, Any]) -> Response:
+    """Return 200 with *body*."""
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def read_body(http: Request, model: type[Body]) -> Body:
+    """Read and check a JSON body.
+
+    Raises:
+        ApiError: 415 for another content type, 413 for one too long, 400 for what is not JSON.
+        InvalidRequestError: a field is unknown, missing or wrong.
+    """
+    kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"the body must be sent as content-type: application/json, got {kind[:80]!r}")
+    try:
+        fields = msgspec.json.decode(await _read_bytes(http))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"the body is not valid JSON: {why}") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return _validated(model.screened(fields), model)
+
+
+async def _read_bytes(http: Request) -> bytes:
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _validated(fields: dict[str, Any], model: type[Body]) -> Body:
+    known = model.model_fields.keys()
+    for name in fields.keys() - known:
+        raise InvalidRequestError(f"unknown field {name[:80]!r}{did_you_mean(name[:80], known)}", name[:80])
+    for name in known - fields.keys():
+        if model.model_fields[name].is_required():
+            raise InvalidRequestError(f"{name} is required", name)
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise InvalidRequestError(*one_line(error, known)) from None

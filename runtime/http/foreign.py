@@ -1,0 +1,57 @@
+"""Fields that other servers know: those that change no token here are dropped, those that would are refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from protos.errors import InvalidRequestError
+from protos.validation import shown
+
+# Of the OpenAI SDK and vLLM. What they steer does not exist here, or is always so.
+HARMLESS = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "moderation", "reasoning_effort", "verbosity", "early_stopping", "length_penalty",
+})  # fmt: skip
+
+Neutral = Mapping[str, tuple[object, ...]]
+
+# Refused unless they say what happens anyway.
+NEUTRAL: Neutral = {
+    "suffix": (None, ""),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
+    "use_beam_search": (None, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+}
+NO_TOOLS: Neutral = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+}
+"""And where a prompt is no conversation."""
+
+INSTEAD = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "tools": "use chat completions",
+    "tool_choice": "use chat completions",
+    "chat_template": "templates are not taken from requests; start the server with --chat-template",
+    "chat_template_kwargs": "templates take nothing from requests; start the server with --chat-template",
+}
+
+
+def screen(body: Mapping[str, Any], neutral: Neutral) -> dict[str, Any]:
+    """Return *body* without the fields that change nothing here.
+
+    Raises:
+        InvalidRequestError: a field would change the answer; names it and its value.
+    """
+    for name, values in neutral.items():
+        if name in body and body[name] not in values:
+            instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
+            raise InvalidRequestError(f"{name} is not supported, got {shown(body[name])}{instead}", name)
+    return {name: value for name, value in body.items() if name not in HARMLESS and name not in neutral}
