@@ -82,11 +82,16 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     chat_template: Annotated[str | None, typer.Option(help="File of a chat template, or the template.")] = None,
+    tool_call_parser: Annotated[str | None, typer.Option(help="How calls are written: hermes, llama3_json.")] = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Let the model choose to call.")
+    ] = False,
     per_request_spec_decode_metrics: Annotated[str, typer.Option(help="none, summary or detailed.")] = "none",
     shutdown_timeout: Annotated[int, typer.Option(help="Seconds that answers in flight have to end.", min=0)] = 15,
 ) -> None:
     """Serve the OpenAI HTTP API."""
     from cluster import cli_serve  # noqa: PLC0415 - as above
+    from runtime.http.tools import ToolOptions  # noqa: PLC0415
 
     if positional_model is not None and model is not None:
         raise ConfigError(f"the model is given twice: {positional_model!r} and --model {model!r}")
@@ -98,6 +103,7 @@ def serve(
         chat_template=chat_template,
         spec_metrics=per_request_spec_decode_metrics,
         grace_s=shutdown_timeout,
+        tools=ToolOptions(tool_call_parser, enable_auto_tool_choice),
     )
 
 

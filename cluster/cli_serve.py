@@ -9,10 +9,18 @@ from protos.config import EngineConfig
 from protos.errors import ConfigError
 from protos.validation import shown
 from runtime.http.schemas import SpecMetrics
+from runtime.http.tools import ToolOptions
 
 
 def run(
-    config: EngineConfig, *, host: str, port: int, chat_template: str | None, spec_metrics: str, grace_s: int
+    config: EngineConfig,
+    *,
+    host: str,
+    port: int,
+    chat_template: str | None,
+    spec_metrics: str,
+    grace_s: int,
+    tools: ToolOptions,
 ) -> None:
     """Serve until told to stop. Raises `ConfigError`, `ModelError`, `EngineDeadError`."""
     levels = get_args(SpecMetrics)
@@ -21,7 +29,7 @@ def run(
         raise ConfigError(
             f"per_request_spec_decode_metrics must be one of {', '.join(levels)}, got {shown(spec_metrics)}"
         )
-    serve(config, HttpOptions(version(), host, port, grace_s, _template(chat_template), level))
+    serve(config, HttpOptions(version(), host, port, grace_s, _template(chat_template), level, tools))
 
 
 def _template(given: str | None) -> str | None:

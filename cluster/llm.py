@@ -19,6 +19,7 @@ from protos.outputs import RequestOutput
 from protos.sampling import SamplingParams
 from runtime.inputs import Prompt, as_prompts
 from runtime.outputs import Decode, OutputCollector, no_text
+from runtime.sampling_defaults import sampling_defaults
 from runtime.stats import EngineStats
 
 logger = logging.getLogger("slipstream")
@@ -53,6 +54,7 @@ class LLM:
 
     def _start(self, config: EngineConfig, say: Callable[[str], None]) -> None:
         self.config = config
+        self._sampling_defaults = sampling_defaults(config.model)
         self._engine = make_engine(config, say)
         self._preprocessor = self._engine.preprocessor
         self._names = map(str, itertools.count())
@@ -72,7 +74,7 @@ class LLM:
 
         Args:
             prompts: text, token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, or a list of these.
-            sampling_params: one for all, or one for each prompt; the defaults of `SamplingParams` if None.
+            sampling_params: one for all, or one for each prompt; `get_default_sampling_params()` if None.
             use_tqdm: whether to show a progress bar, or what to make one with.
             lora_request: as in vLLM; only None is taken.
             priority: as in vLLM; only None is taken.
@@ -85,7 +87,7 @@ class LLM:
         if isinstance(prompts, list | tuple) and not prompts:
             return []
         single = as_prompts(prompts)
-        params = _for_each(sampling_params, len(single))
+        params = self._for_each(sampling_params, len(single))
         encoded = [self._preprocessor.encode(one, some) for one, some in zip(single, params, strict=True)]
         return self._complete(encoded, params, use_tqdm)
 
@@ -109,7 +111,7 @@ class LLM:
         """
         _refuse(lora_request=lora_request)
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        params = _for_each(sampling_params, len(conversations))
+        params = self._for_each(sampling_params, len(conversations))
         options = {
             "chat_template": chat_template, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, "tools": tools, **(chat_template_kwargs or {}),
@@ -124,7 +126,7 @@ class LLM:
         Raises:
             InvalidRequestError: before the first output; `n` must be 1.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         if params.n != 1:
             raise InvalidRequestError(f"n must be 1 for a stream, got {params.n}", "n")
         requests = self._preprocessor.requests(prompt, params, next(self._names))
@@ -135,8 +137,8 @@ class LLM:
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` uses where nothing is given."""
-        return SamplingParams()
+        """Return what `generate` and `chat` use where nothing is given: what the model's checkpoint recommends."""
+        return SamplingParams(**self._sampling_defaults)
 
     def stats(self) -> EngineStats:
         """Return a picture of the engine's counters and gauges."""
@@ -153,6 +155,16 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def _for_each(self, params: Params, count: int) -> Sequence[SamplingParams]:
+        """Return the parameters of each of *count* prompts."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.get_default_sampling_params()] * count
+        if len(params) != count:
+            raise InvalidRequestError(
+                f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params"
+            )
+        return params
 
     def _complete(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: Progress
@@ -268,11 +280,3 @@ def _refuse(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise InvalidRequestError(f"{name} is not supported", name)
-
-
-def _for_each(params: Params, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidRequestError(f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params")
-    return params

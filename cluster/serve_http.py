@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -23,10 +23,12 @@ from runtime.engine import AsyncEngine
 from runtime.http.app import ServerOptions, create_app
 from runtime.http.render import Decoder
 from runtime.http.schemas import SpecMetrics
+from runtime.http.tools import ToolOptions
 from runtime.inputs import Preprocessor, load_tokenizer
 from runtime.logs import log_ended, log_to_stderr
 from runtime.metrics import Metrics, log_summaries
 from runtime.process import ProcessChannel, python_command
+from runtime.sampling_defaults import sampling_defaults
 
 log = logging.getLogger("slipstream")
 
@@ -45,6 +47,7 @@ class HttpOptions:
     grace_s: int = 15
     chat_template: str | None = None
     spec_metrics: SpecMetrics = "none"
+    tools: ToolOptions = field(default_factory=ToolOptions)
 
 
 def serve(config: EngineConfig, options: HttpOptions) -> None:
@@ -131,6 +134,7 @@ class _Service:
         self._options = options
         self._listener = listener
         self._names = served_names(config)
+        self._defaults = sampling_defaults(config.model)
         self._metrics = Metrics(self._names[0], tell=log_ended if config.log_requests else None)
         self._channel = controller_channel(config)
         self._engine = AsyncEngine(self._channel, self._make_preprocessor, self._metrics)
@@ -195,6 +199,8 @@ class _Service:
             self._options.version,
             unlisted_names=(self._config.model.model,),
             spec_metrics=self._options.spec_metrics,
+            tools=self._options.tools,
+            sampling_defaults=self._defaults,
         )
         app = create_app(self._engine, await self._tokenizer, self._metrics, served)
         self._server = _Server(uvicorn.Config(

@@ -53,6 +53,7 @@ KEPT = (
     Option("skip_tokenizer_init", "model", "skip_tokenizer_init", "token ids in, token ids out", is_flag=True),
     Option("device", "model", "device", "auto, cpu or cuda"),
     Option("num_threads", "model", "num_threads", "CPU threads"),
+    Option("generation_config", "model", "generation_config", "sampling defaults: auto (the model's), vllm, a folder"),
     Option("block_size", "cache", "block_size", "tokens in a block of the KV cache"),
     Option("num_gpu_blocks_override", "cache", "num_blocks", "blocks of the KV cache, instead of measuring memory"),
     Option("kv_cache_memory_bytes", "cache", "memory_bytes", "bytes of the KV cache, instead of measuring memory"),
@@ -121,7 +122,6 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "rope_scaling": (({},), "edit the checkpoint's config.json instead"),
     "rope_theta": ((), "edit the checkpoint's config.json instead"),
     "hf_config_path": ((), "point model at a folder with that config.json"),
-    "generation_config": (("vllm",), "the checkpoint's sampling defaults are not applied; pass SamplingParams"),
     "override_generation_config": (({},), "pass SamplingParams"),
     "logits_processors": (([], ()), "use logit_bias, bad_words or allowed_token_ids"),
     "enable_lora": ((False,), "adapters are not supported; merge the adapter into the model"),
@@ -231,7 +231,7 @@ def _read(name: str, value: Any) -> Any:
         return _json(name, value)
     if name == "placement_strategy":
         return str(value).upper()
-    return str(value) if name in ("model", "tokenizer", "download_dir") else value
+    return str(value) if name in ("model", "tokenizer", "download_dir", "generation_config") else value
 
 
 def _json(name: str, text: str) -> Any:

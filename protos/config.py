@@ -23,7 +23,10 @@ LogFormat = Literal["text", "json"]
 @typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """Which weights, and how they are loaded. `model` is a Hub id or a folder."""
+    """Which weights, and how they are loaded. `model` is a Hub id or a folder.
+
+    `generation_config` says whose sampling defaults count: the model's own ("auto"), nobody's ("vllm"), a folder's.
+    """
 
     model: str
     tokenizer: str | None = None
@@ -36,6 +39,7 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = Field(default=None, gt=0)
+    generation_config: str = "auto"
 
 
 @typed(config_error)
