@@ -31,6 +31,11 @@ class QueueLimits:
 ROOMY = QueueLimits()
 
 
+def num_prompt_tokens(requests: Sequence[Request]) -> int:
+    """Return the tokens of all prompts; of samples of one prompt, each counts."""
+    return sum(len(request.prompt_token_ids) for request in requests)
+
+
 class Admission:
     """Counts what waits. Belongs to one event loop."""
 
@@ -74,7 +79,7 @@ class Admission:
 
     def enter(self, requests: Sequence[Request]) -> None:
         """Count *requests* as waiting. Raises as `check`; then none of them counts."""
-        self.check(len(requests), sum(len(request.prompt_token_ids) for request in requests))
+        self.check(len(requests), num_prompt_tokens(requests))
         for request in requests:
             self._waiting[request.request_id] = len(request.prompt_token_ids)
             self._num_tokens += len(request.prompt_token_ids)

@@ -23,7 +23,7 @@ from protos.errors import (
 )
 from protos.messages import Request, WorkerInfo
 from protos.sampling import SamplingParams
-from runtime.admission import ROOMY, Admission, QueueLimits
+from runtime.admission import ROOMY, Admission, QueueLimits, num_prompt_tokens
 from runtime.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
 from runtime.delivery import PATIENT, Delivery, Delta, ReadingLimits
 from runtime.metrics import Metrics
@@ -248,8 +248,11 @@ class AsyncEngine:
         make = self.preprocessor.requests
         self.check_open()
         if params.structured_outputs is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
-            return await self._tokenising.run(make, prompt, params, request_id)
-        return make(prompt, params, request_id)
+            requests = await self._tokenising.run(make, prompt, params, request_id)
+        else:
+            requests = make(prompt, params, request_id)
+        self._admission.check(len(requests), num_prompt_tokens(requests))  # while an answer can still begin with 429
+        return requests
 
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
         """See `EngineClient`."""
