@@ -1,6 +1,6 @@
 """From token outputs to messages of `slipstream.v1`."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from protos import slipstream_v1_pb2 as pb
@@ -68,8 +68,8 @@ class SampleWriter:
             index=self._index,
             text=output.text,
             token_ids=output.token_ids,
-            logprobs=self._positions(output.logprobs or ()),
-            prompt_logprobs=self._positions(output.prompt_logprobs or ()),
+            logprobs=self._positions(output.logprobs, self._request.sampling.logprobs),
+            prompt_logprobs=self._positions(output.prompt_logprobs, self._request.sampling.prompt_logprobs),
         )
 
     def _complete(self, output: TokenOutput) -> pb.GenerateComplete:
@@ -83,8 +83,8 @@ class SampleWriter:
             stop_string=reason if isinstance(reason, str) else None,
             stop_token_id=reason if isinstance(reason, int) else None,
             usage=self._usage(stats),
-            logprobs=self._positions(self._logprobs),
-            prompt_logprobs=self._positions(self._prompt_logprobs),
+            logprobs=self._positions(self._logprobs, self._request.sampling.logprobs),
+            prompt_logprobs=self._positions(self._prompt_logprobs, self._request.sampling.prompt_logprobs),
             speculative_decoding=self._statistics(stats),
         )
 
@@ -97,13 +97,16 @@ class SampleWriter:
             spec_draft_tokens=stats.proposed,
         )
 
-    def _positions(self, entries: Iterable[TokenLogprobs]) -> list[pb.PositionLogprobs]:
-        return [self._position(entry) for entry in entries]
+    def _positions(self, entries: Sequence[TokenLogprobs] | None, num_top: int | None) -> list[pb.PositionLogprobs]:
+        if num_top is None:
+            return []
+        return [self._position(entry, 1 + num_top) for entry in entries or ()]
 
-    def _position(self, entry: TokenLogprobs) -> pb.PositionLogprobs:
+    def _position(self, entry: TokenLogprobs, num_told: int) -> pb.PositionLogprobs:
+        rows = zip(entry.token_ids[:num_told], entry.logprobs, entry.ranks, strict=False)
         chosen, *top = [
             pb.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, text=self._texts[token_id])
-            for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+            for token_id, logprob, rank in rows
         ]
         return pb.PositionLogprobs(chosen=chosen, top=top)
 
