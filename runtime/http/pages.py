@@ -24,8 +24,9 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-PATHS = frozenset({"/", "/playground/{name}"})
-"""Route templates of what is the same for everybody: the page itself. What it asks for needs a key as ever."""
+OPEN_PATHS = frozenset({"/", *(f"/playground/{name}" for name in KINDS)})
+"""Answered without a key, so that a browser can show the field for it: files that are the same for everybody. What the
+page then asks for needs a key as ever."""
 
 
 def add_routes(app: FastAPI) -> None:
