@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from cluster.llm import LLM
     from protos.outputs import CompletionOutput, RequestOutput
     from protos.sampling import SamplingParams
+    from protos.structured import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _HOMES = {
     "LLM": "cluster.llm",
     "SamplingParams": "protos.sampling",
+    "StructuredOutputsParams": "protos.structured",
     "RequestOutput": "protos.outputs",
     "CompletionOutput": "protos.outputs",
 }

@@ -10,13 +10,15 @@ from typing import Literal
 import msgspec
 
 from protos.sampling import SamplingParams
+from protos.structured import Grammar
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
     """What the target's sampler needs of a request; everything is resolved and validated.
 
     `top_k` 0 and `temperature` 0.0 mean off and greedy. `stop_ids` are masked before `min_tokens`
-    outputs. `logprobs` and `prompt_logprobs` are counts of top tokens, None for none asked.
+    outputs. `logprobs` and `prompt_logprobs` are counts of top tokens, None for none asked. `grammar` is the form that
+    the output must have.
     """
 
     seed: int
@@ -34,6 +36,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):

@@ -6,6 +6,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from pydantic.dataclasses import dataclass
 
 from protos.errors import InvalidRequestError
+from protos.structured import StructuredOutputsParams
 from protos.validation import request_error, shown, typed
 
 MAX_N = 128
@@ -21,8 +22,7 @@ HARMLESS = frozenset({
 REFUSED = {
     "best_of": "use n",
     "use_beam_search": "beam search is not available",
-    "guided_decoding": "structured output is not available yet",
-    "structured_outputs": "structured output is not available yet",
+    "guided_decoding": "use structured_outputs",
     "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
     "extra_args": "no extra arguments are known",
     "repetition_detection": "use the penalties or stop strings",
@@ -59,6 +59,9 @@ def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
     for name, instead in REFUSED.items():
         if given.get(name) not in (None, False, (), [], {}):
             raise InvalidRequestError(f"{name} is not supported, got {shown(given[name])}: {instead}", name)
+    form = given.get("structured_outputs")
+    if isinstance(form, dict):
+        given = {**given, "structured_outputs": StructuredOutputsParams(**form)}
     return {name: value for name, value in given.items() if name not in HARMLESS and name not in REFUSED}
 
 
@@ -72,7 +75,8 @@ class SamplingParams:
     `max_tokens` None means up to the end of the context. `logprobs` and `prompt_logprobs` count the most likely tokens
     told beside the chosen one, -1 for the whole vocabulary. `truncate_prompt_tokens` keeps the prompt's last
     tokens, -1 as many as fit. `prediction` is what the answer is expected to be, text or token ids: where speculation
-    looks things up (`ngram`, `suffix`), it is looked up there first; it changes no token. To change one of all these,
+    looks things up (`ngram`, `suffix`), it is looked up there first; it changes no token. `structured_outputs`, or a
+    dictionary of its fields, says what form the answer must have. To change one of all these,
     `dataclasses.replace(params, temperature=0.0)`.
 
     Raises:
@@ -104,6 +108,7 @@ class SamplingParams:
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
     prediction: str | tuple[TokenId, ...] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> "SamplingParams":

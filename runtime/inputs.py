@@ -17,6 +17,7 @@ from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
 from protos.validation import did_you_mean, shown
 from runtime.chat import render_chat
+from runtime.grammar import GrammarChecker
 from runtime.tokenizer import Tokenizer, check_text, load_tokenizer
 
 INTEGERS = frozenset({int, np.int32, np.int64})
@@ -83,6 +84,7 @@ class Preprocessor:
         self._capacity = capacity
         self._eos_ids = tuple(eos_ids)
         self._random = random.Random(seed)
+        self._grammars = GrammarChecker(tokenizer, vocab_size, eos_ids)
 
     def requests(self, prompt: Any, params: SamplingParams, request_id: str) -> list[Request]:
         """Return one request for each of the `n` samples of *prompt*: text, ids, a dict, or a `Prompt`.
@@ -250,6 +252,7 @@ class Preprocessor:
             stop_ids=stop_ids,
             logprobs=self._count(params.logprobs),
             prompt_logprobs=self._count(params.prompt_logprobs),
+            grammar=self._grammars.resolve(params.structured_outputs),
         )
 
     def _known_ids(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ from protos.messages import WorkerInfo
 from workers.build import MEASURED_TOKENS, cache_memory, taps_for
 from workers.draft_rank import DraftRank
 from workers.draft_side import DraftSide, LoadedDraft, feature_spec, load_draft, wants_costs
+from workers.grammar_words import with_grammars
 from workers.groups import LOOPBACK, Group, Solo, address_towards, connect_store, form, open_store
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
@@ -224,8 +225,8 @@ class _Loading:
             return join_as_target(order, self._port.send, self._pair_backend, self._device, floor_s,
                                   has_features=spec.needs != "none")
 
-        return TargetRank(self._port.send, tp, TargetWorker(runner, slots, sampler, spec.needs),
-                          Pairing(self._port.send, join), local)
+        worker = TargetWorker(runner, slots, with_grammars(sampler, config.model, model), spec.needs)
+        return TargetRank(self._port.send, tp, worker, Pairing(self._port.send, join), local)
 
     def draft(self) -> DraftRank:
         """Load the draft; return it ready for plans."""

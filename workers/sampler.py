@@ -63,7 +63,7 @@ class Sampler:
             return torch.empty(0, dtype=torch.int64, device=logits_NV.device)
         self._refresh(slots_N)
         rows = (logits_NV[:, : self.vocab_size], slots_N, index_N)
-        return _by_part(self._edited_S[slots_N], self._edit_and_choose, self._choose, rows)
+        return by_part(self._edited_S[slots_N], self._edit_and_choose, self._choose, rows)
 
     def best(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints, width: int) -> (
         tuple[torch.Tensor, torch.Tensor]
@@ -125,7 +125,7 @@ class Sampler:
 
     def _choose_in_torch(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         drawn_N = self._limits_S.temperature[slots_N] >= COLDEST
-        return _by_part(drawn_N, self._draw, _greedy, (logits_NV, slots_N, index_N))
+        return by_part(drawn_N, self._draw, _greedy, (logits_NV, slots_N, index_N))
 
     def _draw(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         keys_N = self._keys(slots_N, index_N).to(logits_NV.device)
@@ -139,7 +139,7 @@ def _greedy(logits_NV: torch.Tensor, _slots_N: Ints, _index_N: Ints) -> torch.Te
     return greedy(logits_NV)
 
 
-def _by_part(first_N: Flags, choose_first: Chooser, choose_rest: Chooser, rows: Rows) -> torch.Tensor:
+def by_part(first_N: Flags, choose_first: Chooser, choose_rest: Chooser, rows: Rows) -> torch.Tensor:
     """Let one chooser have the rows marked in `first_N` and the other the rest; copy logits only if both have some."""
     if first_N.all():
         return choose_first(*rows)

@@ -23,6 +23,7 @@ class SlotTable:
         sampling: the slot's sampling parameters.
         joined: int64 `[S]`, the generation of the sequence in the slot, 0 before the first; caches keyed by
             (slot, joined) never mistake one sequence for another.
+        constrained: bool `[S]`, whether the slot's sequence has a grammar.
     """
 
     def __init__(self, num_slots: int, max_len: int, block_size: int, max_draft: int = 64) -> None:
@@ -35,12 +36,13 @@ class SlotTable:
         self.versions: npt.NDArray[np.int64] = np.zeros_like(self.blocks, np.int64)
         self.num_blocks: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.joined: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.constrained: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.sampling: list[Sampling] = [Sampling(seed=0)] * num_slots
 
     def clear(self) -> None:
         """Forget all sequences."""
         for array in (self.tokens, self.known_len, self.prompt_len, self.blocks, self.versions, self.num_blocks,
-                      self.joined):
+                      self.joined, self.constrained):
             array[:] = 0
         self.sampling[:] = [Sampling(seed=0)] * len(self.sampling)
 
@@ -59,6 +61,7 @@ class SlotTable:
         self.num_blocks[slot] = 0
         self.joined[slot] = new.generation or self.joined[slot] + 1
         self.sampling[slot] = new.sampling
+        self.constrained[slot] = new.sampling.grammar is not None
 
     def _update(self, row: Row) -> None:
         slot = row.slot

@@ -10,17 +10,15 @@ import torch
 
 from protos.drafts import ancestors, depths, widths
 from protos.interfaces import Needs
-from protos.messages import Draft, Row, TokenLogprobs, Verdict
+from protos.messages import Draft, NewSequence, Row, TokenLogprobs, Verdict
 from workers.batch import Area, Areas, Batch, Ints
 from workers.features import Features, kept
+from workers.grammar_sampler import GrammarSampler
 from workers.logprobs import token_logprobs
 from workers.runner import ModelRunner
-from workers.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verify import accept
 from workers.walking import TreeSampler
-
-NOT_A_NUMBER = "the model's logits for this sequence are not numbers (NaN)"
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class TargetWorker:
     how long it took to ask for it.
     """
 
-    def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: Sampler, needs: Needs = "none") -> None:
+    def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: GrammarSampler, needs: Needs = "none") -> None:
         self.runner, self.slots, self.sampler, self.needs = runner, slots, sampler, needs
         self.forward_s = 0.0
         self._offsets_R: Ints = np.empty(0, np.int64)
@@ -91,6 +89,14 @@ class TargetWorker:
         """Make the moves of a plan, before its forward: see `RoundPlan.moves`."""
         if moves:
             self.runner.cache.move(np.array(moves, np.int64).reshape(-1, 2))
+
+    def expect(self, new: Seq[NewSequence]) -> None:
+        """Prepare for sequences that joined the slots, where this rank samples."""
+        self.sampler.expect(new)
+
+    def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
+        """Return *drafts* without what could never be accepted."""
+        return self.sampler.prune(rows, drafts)
 
     def follow(self, rows: Seq[Row], drafts: Seq[Draft]) -> None:
         """Run the forward of a round that another rank samples and judges."""
@@ -147,7 +153,8 @@ class TargetWorker:
             path = accept(draft, chosen)
             emitted = [chosen[0], *(chosen[node + 1] for node in path)]
             if -1 in emitted:
-                verdicts.append(Verdict(row.slot, failed=NOT_A_NUMBER))
+                why = self.sampler.why_none(row.slot, logits_NV[at : at + count])
+                verdicts.append(Verdict(row.slot, failed=why))
             else:
                 logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
                 verdicts.append(_with_tree(Verdict(row.slot, emitted, len(draft), path, logprobs), draft, chosen))

@@ -49,14 +49,17 @@ class TargetRank:
 
     def _run(self, plan: RoundPlan) -> None:
         self._slots.apply(plan)
+        if self._tp.rank == 0:
+            self._worker.expect(plan.new)
         self._worker.move(plan.moves)
-        wanting = [r for r, row in enumerate(plan.rows) if row.k and row.draft is None]
+        unsettled = [r for r, row in enumerate(plan.rows)
+                     if row.k and (row.draft is None or self._slots.constrained[row.slot])]
         drafts = [row.draft or NO_DRAFT for row in plan.rows]
         began = time.monotonic()
         missed = False
-        if wanting:
-            found, missed = self._gather(plan, [plan.rows[r] for r in wanting])
-            for r, draft in zip(wanting, found, strict=True):
+        if unsettled:
+            found, missed = self._gather(plan, [plan.rows[r] for r in unsettled])
+            for r, draft in zip(unsettled, found, strict=True):
                 drafts[r] = draft
         waited = time.monotonic() - began
         if self._tp.rank == 0:
@@ -78,18 +81,28 @@ class TargetRank:
             if end.features is not None:
                 end.features.post(plan.round, self._worker.kept(plan.rows, verdicts))
 
-    def _gather(self, plan: RoundPlan, rows: list[Row]) -> tuple[list[Draft], bool]:
+    def _gather(self, plan: RoundPlan, rows: list[Row]) -> tuple[Seq[Draft], bool]:
         """Return the drafts of *rows* as rank 0 has them, and whether the draft missed its deadline.
 
         All ranks obey rank 0's one message, so that none can disagree on the shape of the forward.
         """
         missed = False
-        drafts = [NO_DRAFT] * len(rows)
+        drafts: Seq[Draft] = [NO_DRAFT] * len(rows)
         if self._tp.rank == 0:
-            drafts, missed = self._drafts(plan, rows)
+            drafts, missed = self._found(plan, rows)
         if self._tp.size > 1:
             drafts = agree(self._tp, rows, drafts, self._device)
         return drafts, missed
+
+    def _found(self, plan: RoundPlan, rows: list[Row]) -> tuple[Seq[Draft], bool]:
+        """Return the drafts of *rows*, those in the plan and those that were waited for, as far as grammars allow."""
+        wanting = [r for r, row in enumerate(rows) if row.draft is None]
+        drafts, missed = [row.draft or NO_DRAFT for row in rows], False
+        if wanting:
+            told, missed = self._drafts(plan, [rows[r] for r in wanting])
+            for r, draft in zip(wanting, told, strict=True):
+                drafts[r] = draft
+        return self._worker.prune(rows, drafts), missed
 
     def _drafts(self, plan: RoundPlan, rows: list[Row]) -> tuple[list[Draft], bool]:
         if self._local is not None:

@@ -1,9 +1,10 @@
 """`UniExecutor`: target, draft and sampler in one process; the round of DESIGN section 4 without a wire."""
 
+import time
 from collections.abc import Sequence as Seq
 
 from protos.drafts import NO_DRAFT
-from protos.interfaces import InOneProcess
+from protos.interfaces import InOneProcess, PhaseTimes
 from protos.messages import Draft, RoundPlan, Row, Verdict, WorkerInfo
 from workers.draft_side import DraftSide
 from workers.slots import SlotTable
@@ -16,6 +17,12 @@ class UniExecutor(InOneProcess):
     def __init__(self, info: WorkerInfo, slots: SlotTable, target: TargetWorker,
                  draft: DraftSide | None = None) -> None:
         self.info, self.slots, self.target, self.draft = info, slots, target, draft
+        self._propose_s = self._score_s = self._verify_s = 0.0
+
+    @property
+    def times(self) -> PhaseTimes:
+        """See `Executor`. In one process nobody waits for the other's wire."""
+        return PhaseTimes(propose_s=self._propose_s, score_s=self._score_s, verify_s=self._verify_s)
 
     def start(self) -> WorkerInfo:
         """Return what the controller needs to know; everything is loaded already."""
@@ -24,9 +31,13 @@ class UniExecutor(InOneProcess):
     def run(self, plan: RoundPlan) -> list[Verdict]:
         """Propose, score, verify."""
         self.slots.apply(plan)
+        self.target.expect(plan.new)
         self.target.move(plan.moves)
         drafts = self._propose(plan.rows)
+        began = time.monotonic()
         verdicts = self.target.score(plan.rows, drafts)
+        self._score_s += self.target.forward_s
+        self._verify_s += time.monotonic() - began - self.target.forward_s
         if self.draft is not None:
             self.draft.learn(plan, self.target, verdicts)
         return verdicts
@@ -34,11 +45,13 @@ class UniExecutor(InOneProcess):
     def shutdown(self) -> None:
         """Nothing outlives this object."""
 
-    def _propose(self, rows: Seq[Row]) -> list[Draft]:
+    def _propose(self, rows: Seq[Row]) -> Seq[Draft]:
         """Take the drafts that ride in the plan; ask the draft worker for the others that are wanted."""
         drafts = [row.draft or NO_DRAFT for row in rows]
         wanting = [r for r, row in enumerate(rows) if row.k and row.draft is None]
         if wanting and self.draft is not None:
+            began = time.monotonic()
             for r, draft in zip(wanting, self.draft.ask([rows[r] for r in wanting]), strict=True):
                 drafts[r] = draft
-        return drafts
+            self._propose_s += time.monotonic() - began
+        return self.target.prune(rows, drafts)

@@ -1,6 +1,6 @@
 """Choosing tokens along trees: level by level, so that every choice sees the text that really came before it.
 
-What the ordinary sampler does depends on the tokens before a position (penalties, bad words). In a chain those are the
+What the sampler does depends on the tokens before a position (penalties, bad words, grammars). In a chain those are the
 drafted ones, wherever it matters; in a tree they are one of many paths. So the trees of a round are walked together:
 the choice behind the root, then behind the child that equals it, and so on, each written into the row's history at
 once.
@@ -13,7 +13,7 @@ import torch
 
 from protos.messages import Draft
 from workers.batch import Ints
-from workers.sampler import Sampler
+from workers.grammar_sampler import GrammarSampler
 from workers.verify import Walk
 
 NOT_CHOSEN = -1
@@ -28,7 +28,7 @@ class TreeSampler:
         slots_N, index_N: int64; slot of each, and position in prompt + output of the token chosen there.
     """
 
-    def __init__(self, sampler: Sampler, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
+    def __init__(self, sampler: GrammarSampler, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
         self._sampler, self._logits_NV = sampler, logits_NV
         self._slots_N, self._index_N = slots_N, index_N
         self._chosen_N: Ints = np.full(len(slots_N), NOT_CHOSEN, np.int64)

@@ -1,0 +1,53 @@
+"""The vocabulary that grammars are followed in: read from the model's tokenizer when the first grammar comes."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protos.config import ModelConfig
+from protos.errors import ModelError
+from protos.guidance import GrammarError, vocabulary
+from workers.grammar_sampler import GrammarSampler
+from workers.grammar_slots import Grammars
+from workers.loader import LoadedModel, fetch
+from workers.sampler import Sampler
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
+
+logger = logging.getLogger(__name__)
+
+
+def with_grammars(sampler: Sampler, config: ModelConfig, target: LoadedModel) -> GrammarSampler:
+    """Return the sampler of a target that *config* describes. Nothing of grammars is loaded until one comes."""
+
+    def words() -> "LLTokenizer":
+        return vocabulary(_tokenizer_json(config), target.vocab_size, target.eos_ids)
+
+    return GrammarSampler(sampler, Grammars(sampler.slots, sampler.vocab_size, target.eos_ids, words))
+
+
+def _tokenizer_json(config: ModelConfig) -> str:
+    """Return the model's tokenizer in its one-file form. Raises `GrammarError`."""
+    if config.skip_tokenizer_init:
+        raise GrammarError("structured output is text, but skip_tokenizer_init is set")
+    named = config if config.tokenizer is None else replace(config, model=config.tokenizer,
+                                                            revision=config.tokenizer_revision)
+    try:
+        text: str = _load(fetch(named, TOKENIZER_FILES)).backend_tokenizer.to_str()
+    except (ModelError, OSError, ValueError, AttributeError):
+        logger.exception("grammars cannot be followed: the tokenizer could not be loaded")
+        raise GrammarError("the target could not load the model's tokenizer") from None
+    return text
+
+
+def _load(folder: Path) -> Any:
+    """Return the fast tokenizer in *folder*; older files are converted."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
+
+    if (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
