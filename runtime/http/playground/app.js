@@ -4,6 +4,7 @@ import { Aligner, Clock, Events, Tally, compared, described, readChunk, requestF
 
 const MAX_STRIP = 160;
 const LOOK_EVERY_MS = 5000;
+const DEMO = "demo"; // the embedded model writes code; it can be talked to, but has little to say
 const EXAMPLES = {
   complete: "def quicksort(items: list[int]) -> list[int]:\n    \"\"\"Return the items in ascending order.\"\"\"\n",
   chat: "Write a haiku about a river.",
@@ -282,7 +283,7 @@ async function offerChat() {
   const can = Boolean(response?.ok);
   $("tab-chat").disabled = !can;
   $("tab-chat").title = can ? "" : "This model has no chat template; the server takes one with --chat-template.";
-  choose(can ? "chat" : "complete");
+  choose(can && $("model").value !== DEMO ? "chat" : "complete");
 }
 
 function hint(event) {
