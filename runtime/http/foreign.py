@@ -17,7 +17,6 @@ Neutral = Mapping[str, tuple[object, ...]]
 # Refused unless they say what happens anyway.
 NEUTRAL: Neutral = {
     "suffix": (None, ""),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "web_search_options": (None,),

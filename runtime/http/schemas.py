@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
 from runtime.http.foreign import NEUTRAL, NO_TOOLS, Neutral, screen
+from runtime.http.forms import FormFields
 from runtime.http.tools import Tool, ToolChoice, ToolOptions, ToolUse, tool_use
 from runtime.speculating import Wish
 
@@ -97,7 +98,7 @@ class Prediction(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationRequest(RequestBody):
+class GenerationRequest(RequestBody, FormFields):
     """What completions and chat completions share."""
 
     stream: bool | None = None
@@ -160,6 +161,7 @@ class GenerationRequest(RequestBody):
         if self.seed is not None and -(SEED_MODULUS // 2) <= self.seed < 0:
             given["seed"] = self.seed % SEED_MODULUS
         given["prediction"] = None if self.prediction is None else self.prediction.text
+        given["structured_outputs"] = self.form()
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**(dict(defaults) | chosen | mapped))
 
