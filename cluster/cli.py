@@ -1,14 +1,14 @@
 """The `slipstream` command: serve, generate, build-datastore, env, doctor, bench."""
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cluster import shadowing
-from cluster.cli_options import engine_options, sampling_options, with_options
+from cluster.cli_faces import face_options
+from cluster.cli_options import engine_options, safety_options, sampling_options, with_options
 from cluster.cli_output import OUT, show_error
 from cluster.cli_version import version
 from cluster.settings import engine_config
@@ -73,23 +73,23 @@ def generate(
 
 
 @app.command(context_settings=HYPHENS)
-@with_options(engine=engine_options(but=("model",)))
+@with_options(faces=face_options(), engine=engine_options(but=("model",)), safety=safety_options())
 def serve(
+    faces: dict[str, Any],
     engine: dict[str, Any],
+    safety: dict[str, Any],
     *,
     positional_model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
     model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the embedded demo pair.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     chat_template: Annotated[str | None, typer.Option(help="File of a chat template, or the template.")] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="How calls are written: hermes, llama3_json.")] = None,
     enable_auto_tool_choice: Annotated[
         bool, typer.Option("--enable-auto-tool-choice", help="Let the model choose to call.")
     ] = False,
     per_request_spec_decode_metrics: Annotated[str, typer.Option(help="none, summary or detailed.")] = "none",
-    shutdown_timeout: Annotated[int, typer.Option(help="Seconds that answers in flight have to end.", min=0)] = 15,
+    shutdown_timeout: Annotated[int, typer.Option(help="Seconds that answers in flight have to end.", min=0)] = 30,
 ) -> None:
-    """Serve the OpenAI HTTP API."""
+    """Serve the OpenAI HTTP API and the gRPC API."""
     from cluster import cli_serve  # noqa: PLC0415 - as above
     from runtime.http.tools import ToolOptions  # noqa: PLC0415
 
@@ -98,12 +98,12 @@ def serve(
     config = engine_config({**engine, "model": positional_model or model})
     cli_serve.run(
         config,
-        host=host,
-        port=port,
+        faces=faces,
         chat_template=chat_template,
         spec_metrics=per_request_spec_decode_metrics,
         grace_s=shutdown_timeout,
         tools=ToolOptions(tool_call_parser, enable_auto_tool_choice),
+        safety=safety,
     )
 
 
@@ -153,15 +153,14 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command(context_settings={**HYPHENS, "allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={**HYPHENS, "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
 def bench(context: typer.Context) -> None:
-    """Run the measured comparisons; arguments go to `python -m benchmarks`."""
-    if find_spec("benchmarks") is None or find_spec("benchmarks.__main__") is None:
-        raise ConfigError("the benchmarks are not installed: run this from a checkout, or `make bench` there")
-    import runpy  # noqa: PLC0415 - as above
+    """Measure: `bench serve` puts load on any OpenAI server; other arguments go to `python -m benchmarks`."""
+    from cluster import cli_bench  # noqa: PLC0415 - as above
 
-    sys.argv[1:] = context.args
-    runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+    cli_bench.run(context.args)
 
 
 def main() -> None:

@@ -9,17 +9,23 @@ from typing import Any
 
 import typer
 import yaml  # type: ignore[import-untyped]
+from pydantic.fields import FieldInfo
 
 from protos import arguments, speculation_aliases
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
 from protos.validation import did_you_mean
+from runtime.safety import SafetyOptions
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 
 ENGINE_PANEL = "Engine"
 SAMPLING_PANEL = "Sampling"
+SAFETY_PANEL = "Safety"
+SAFETY_KINDS: dict[type, type] = {bool: bool, tuple: tuple}
+API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
+"""Keys in the environment, with spaces between them, do not show in the list of processes."""
 SPECULATIVE_HELP = 'JSON, such as \'{"method": "ngram", "num_speculative_tokens": 5}\'; null turns speculation off'
 # Short forms that other tools have taught people; -tp is one option, not -t and -p.
 SHORT = {"tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",), "pipeline_parallel_size": ("-pp",),
@@ -72,6 +78,24 @@ def sampling_options(**defaults: Any) -> list[inspect.Parameter]:
         [one(name, float) for name in FLOATS] + [one(name, int) for name in INTEGERS]
         + [one(name, list[str] | None) for name in TEXTS] + [one(name, bool) for name in SWITCHES]
     )  # fmt: skip
+
+
+def safety_options() -> list[inspect.Parameter]:
+    """Return an option for each of `SafetyOptions`; what is not given keeps its default."""
+    return [_safety_parameter(name, field) for name, field in SafetyOptions.model_fields.items()]
+
+
+def _safety_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    flag, kind = spelling(name), SAFETY_KINDS.get(type(field.default), str)
+    if kind is bool:
+        flag += "/--no-" + name.replace("_", "-")
+    if kind is not bool and field.default not in (None, ()):
+        told = f"{field.description} [default: {field.default}]"
+    else:
+        told = str(field.description)
+    variable = API_KEY_VARIABLE if name == "api_key" else None
+    option = typer.Option(None, flag, help=told, show_default=False, envvar=variable, rich_help_panel=SAFETY_PANEL)
+    return _parameter(name, list[str] | None if kind is tuple else kind | None, option)
 
 
 def _config_parameter() -> inspect.Parameter:

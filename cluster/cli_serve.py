@@ -1,26 +1,32 @@
 """`slipstream serve`: from the command line to the server."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+from cluster.cli_faces import NO_GRPC
 from cluster.cli_version import version
-from cluster.serve_http import HttpOptions, serve
+from cluster.serve_grpc import GrpcOptions
+from cluster.serve_http import HttpOptions
+from cluster.service import ServiceOptions, serve
+from cluster.tls import tls_files
 from protos.config import EngineConfig
 from protos.errors import ConfigError
 from protos.validation import shown
 from runtime.http.schemas import SpecMetrics
 from runtime.http.tools import ToolOptions
+from runtime.safety import SafetyOptions
 
 
 def run(
     config: EngineConfig,
     *,
-    host: str,
-    port: int,
+    faces: Mapping[str, Any],
     chat_template: str | None,
     spec_metrics: str,
     grace_s: int,
     tools: ToolOptions,
+    safety: Mapping[str, Any],
 ) -> None:
     """Serve until told to stop. Raises `ConfigError`, `ModelError`, `EngineDeadError`."""
     levels = get_args(SpecMetrics)
@@ -29,7 +35,20 @@ def run(
         raise ConfigError(
             f"per_request_spec_decode_metrics must be one of {', '.join(levels)}, got {shown(spec_metrics)}"
         )
-    serve(config, HttpOptions(version(), host, port, grace_s, _template(chat_template), level, tools))
+    http, grpc = _faces(faces)
+    serve(config, ServiceOptions(
+        version(), http, grpc, grace_s, _template(chat_template), level, tools, SafetyOptions.of(safety)
+    ))  # fmt: skip
+
+
+def _faces(given: Mapping[str, Any]) -> tuple[HttpOptions, GrpcOptions | None]:
+    """Return where to listen, certificates checked."""
+    host = given["host"]
+    tls = tls_files(("ssl_certfile", "ssl_keyfile"), given.get("ssl_certfile"), given.get("ssl_keyfile"))
+    http = HttpOptions(host, given["port"], tls)
+    names = ("grpc_tls_cert", "grpc_tls_key")
+    tls = tls_files(names, given.get(names[0]), given.get(names[1]), given.get("grpc_tls_client_ca"))
+    return http, None if given["grpc_port"] == NO_GRPC else GrpcOptions(host, given["grpc_port"], tls)
 
 
 def _template(given: str | None) -> str | None:

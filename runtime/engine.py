@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from protos.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -26,6 +28,7 @@ from protos.sampling import SamplingParams
 from runtime.admission import ROOMY, Admission, QueueLimits, num_prompt_tokens
 from runtime.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
 from runtime.delivery import PATIENT, Delivery, Delta, ReadingLimits
+from runtime.keys import TENANT
 from runtime.metrics import Metrics
 from runtime.stats import EngineStats
 from runtime.tokenising import Tokenising
@@ -138,6 +141,14 @@ class EngineClient(Protocol):
 
 
 MakePreprocessor = Callable[[WorkerInfo], Awaitable[RequestMaker]]
+
+
+def _of_tenant(requests: Sequence[Request]) -> Sequence[Request]:
+    """Return *requests* with caches kept apart from those of other keys."""
+    tenant = TENANT.get()
+    if not tenant:
+        return requests
+    return [msgspec.structs.replace(each, cache_salt=f"{tenant}/{each.cache_salt}") for each in requests]
 
 
 class AsyncEngine:
@@ -284,7 +295,7 @@ class AsyncEngine:
         self, requests: Sequence[Request], timeout_s: float | None = None
     ) -> AsyncGenerator[Delta, None]:
         """See `EngineClient`. Raises `EngineDeadError` if the controller ends first."""
-        delivery = self._enter(requests)
+        delivery = self._enter(_of_tenant(requests))
         alarm = self._set_alarm(delivery, self._timeout_s if timeout_s is None else timeout_s)
         try:
             while delivery.open:

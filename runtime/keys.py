@@ -3,12 +3,18 @@
 import hashlib
 import hmac
 from collections.abc import Iterable
+from contextvars import ContextVar
 
 from protos.errors import ConfigError
 
 SCHEME = "bearer"
+TENANT_PREFIX = b"tenant:"
 LONGEST = 4096
 """Longer values are refused unread: no key is that long."""
+
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+"""Whose request is being answered: part of what separates caches, beside the request's own `cache_salt`."""
 
 
 class Keys:
@@ -28,6 +34,10 @@ class Keys:
 
     def __bool__(self) -> bool:
         return bool(self._digests)
+
+    def tenant(self, authorization: str | None) -> str:
+        """Return what stands for the key in *authorization* and tells nothing of it; empty where no keys are needed."""
+        return hashlib.sha256(TENANT_PREFIX + _digest(bearer(authorization))).hexdigest()[:32] if self._digests else ""
 
     def accepts(self, authorization: str | None) -> bool:
         """Whether *authorization*, `Bearer KEY`, opens this server. Takes as long for every key of a length."""

@@ -3,35 +3,15 @@
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from protos.errors import ConfigError
 from runtime.http.errors import ApiError, error_body
+from runtime.http.limits import ConnectionLimits
 
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large",
            503: "Service Unavailable"}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """What one client may do to the connections of all.
-
-    `max_head_bytes` and `max_headers` are of one request's line and headers, `head_timeout_s` how long they may take.
-    A connection whose client takes nothing it was sent for `stall_s` is cut.
-    """
-
-    max_connections: int = 4096
-    max_head_bytes: int = 64 * 1024
-    max_headers: int = 128
-    head_timeout_s: float = 20.0
-    stall_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        if self.max_connections < 1:
-            raise ConfigError(f"max_connections must be at least 1, got {self.max_connections}")
 
 
 class _HeadRefusedError(Exception):

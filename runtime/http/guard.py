@@ -2,37 +2,22 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protos.errors import ConfigError, SlipstreamError
+from protos.errors import SlipstreamError
 from runtime.engine import EngineClient
+from runtime.http import pages
 from runtime.http.errors import ApiError, as_api_error, error_response
-from runtime.keys import Keys
+from runtime.http.limits import GuardOptions
+from runtime.keys import TENANT
 
-OPEN_PATHS = frozenset({"/health"})
-"""Answered without a key: whatever keeps the server running must be able to ask."""
+OPEN_PATHS = frozenset({"/health"}) | pages.OPEN_PATHS
+"""Answered without a key: whatever keeps the server running must be able to ask, and a browser to show the page."""
 
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 BEARER = {"www-authenticate": "Bearer"}
 BUSY_RETRY = {"retry-after": "1"}
-
-
-@dataclass(frozen=True)
-class GuardOptions:
-    """Who may ask, and how much may be on its way in.
-
-    `max_body_bytes_in_flight` is over all bodies that are being read and checked; one body alone is limited elsewhere.
-    """
-
-    keys: Keys = field(default_factory=Keys)
-    body_timeout_s: float = 60.0
-    max_body_bytes_in_flight: int = 256 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        if self.body_timeout_s <= 0:
-            raise ConfigError(f"body_timeout_s must be more than 0, got {self.body_timeout_s:g}")
 
 
 def routed_path(scope: Scope) -> str:
@@ -83,10 +68,12 @@ class Guard:
             body.release()
 
     def _check(self, scope: Scope) -> None:
-        path = routed_path(scope)
-        if path not in OPEN_PATHS and not self._options.keys.accepts(authorization(scope)):
+        path, given, keys = routed_path(scope), authorization(scope), self._options.keys
+        if path not in OPEN_PATHS and not keys.accepts(given):
             raise ApiError(401, "a key that this server knows is needed: send the header Authorization: Bearer KEY",
                            code="invalid_api_key", headers=BEARER)
+        if self._options.salts_by_key:
+            TENANT.set(keys.tenant(given))
         if path in GENERATION_PATHS:
             self._engine.check_open()
 

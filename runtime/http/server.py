@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.engine import EngineClient
 from runtime.http.errors import ApiError
-from runtime.http.guard import GuardOptions
+from runtime.http.limits import GuardOptions
 from runtime.http.origins import Origins
 from runtime.http.render import TokenTexts
 from runtime.http.responses import ModelCard
