@@ -17,6 +17,8 @@ from tests.processes import wait_until
 
 HERE = Path(__file__).parent
 LIMIT_S = 300.0
+HANG_S = 5.0
+"""What is gone without a word is missed after this long."""
 SPREAD_OUT = {"strategy": "SPREAD", "ranks": 1, "cpus": [1, 1, 1]}
 """One CPU a node: the controller, the target and the draft have a node each."""
 
@@ -99,4 +101,4 @@ def test_targets_whose_node_died_are_waited_for_and_then_it_is_an_error(models: 
 def test_the_node_of_the_controller_takes_the_engine_with_it(models: dict[str, str]) -> None:
     answer = on_nodes({"what": "lose", "who": "controller", **SPREAD_OUT, **models})
     assert answer["error"] == "EngineDeadError", answer
-    assert answer["seconds"] < 2.0
+    assert answer["seconds"] < HANG_S  # Ray itself takes about 2 s to tell that a node is gone
