@@ -1,24 +1,20 @@
 """The playground: its logic under node, how it is served, and (in full) the page itself in a browser."""
 
 import asyncio
-import contextlib
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
-from cluster.serve_http import bound
-from protos.config import SpeculativeConfig
 from runtime.http import pages
 from runtime.http.app import ServerOptions, create_app
 from tests.fake_engine import expected, local_engine, tokenizer
+from tests.fake_server import served
 
 HERE = Path(__file__).parent
 FOLDER = Path(pages.__file__).parent / "playground"
@@ -68,30 +64,6 @@ def test_nothing_external_and_nothing_inline() -> None:
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", page)
 
 
-@contextlib.contextmanager
-def served() -> Iterator[str]:
-    """Serve a fake engine that drafts, from a thread; yield its address."""
-    engine = local_engine(100_000, SpeculativeConfig("fake", num_speculative_tokens=4))
-    assert engine.metrics is not None
-    app = create_app(engine, tokenizer(), engine.metrics, ServerOptions(("fake",), "1"))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
-    with bound("127.0.0.1", 0) as listener:
-
-        async def serve() -> None:
-            await engine.start()
-            await server.serve(sockets=[listener])
-            await engine.close()
-
-        thread = threading.Thread(target=lambda: asyncio.run(serve()))
-        thread.start()
-        try:
-            listener.listen()
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
 @pytest.fixture
 def page() -> Iterator[Any]:
     """A page of a browser of this machine; what went wrong in it is in `page.problems`."""
@@ -112,8 +84,8 @@ def page() -> Iterator[Any]:
 
 @pytest.mark.full
 def test_a_streamed_coloured_answer_with_speculation_on_and_off(page: Any, tmp_path: Path) -> None:
-    with served() as url:
-        page.goto(url)
+    with served(100_000) as url:
+        page.goto(url + "/")
         page.locator("#tab-chat[aria-selected=true]").wait_for()  # the fake has a template
         page.click("#tab-complete")
         page.fill("#prompt", PROMPT)
@@ -141,8 +113,8 @@ def test_a_streamed_coloured_answer_with_speculation_on_and_off(page: Any, tmp_p
 
 @pytest.mark.full
 def test_chat_remembers_and_stop_stops(page: Any) -> None:
-    with served() as url:
-        page.goto(url)
+    with served(100_000) as url:
+        page.goto(url + "/")
         page.locator("#tab-chat[aria-selected=true]").wait_for()
         page.select_option("#mode", "on")
         page.fill("#max-tokens", "6")
@@ -158,7 +130,7 @@ def test_chat_remembers_and_stop_stops(page: Any) -> None:
         page.locator("#run:enabled").wait_for()
         assert page.locator(".answer[data-finish=stopped]").count() == 1
         assert page.locator("#problem").is_hidden()
-        metrics = httpx.get(url + "metrics").text
+        metrics = httpx.get(url + "/metrics").text
         page.fill("#max-tokens", "0.5")
         page.fill("#temperature", "9")
         page.click("#run")
