@@ -72,7 +72,7 @@ def test_hyphens_underscores_short_forms_and_a_positional_model(
     ((config, options),) = served
     assert (config.model.model, config.model.max_model_len) == ("m", 64)
     assert (config.parallel.tensor_parallel_size, config.parallel.executor) == (2, "ray")
-    assert (options.port, options.version) == (8000, version())
+    assert (options.http.port, options.version) == (8000, version())
 
 
 def test_switches_have_two_sides(served: list[tuple[EngineConfig, Any]]) -> None:
@@ -105,7 +105,7 @@ def test_a_yaml_file_has_the_same_names_and_flags_win(
     run("serve", "--config", str(path), "--max-num-seqs", "5")
     ((config, options),) = served
     assert (config.model.model, config.model.max_model_len, config.scheduler.max_num_seqs) == ("m", 64, 5)
-    assert (options.port, config.cache.enable_prefix_caching) == (9, False)
+    assert (options.http.port, config.cache.enable_prefix_caching) == (9, False)
     assert config.served_model_name == ("a", "b")
     assert config.speculative is not None
     assert (config.speculative.method, config.speculative.num_speculative_tokens) == ("ngram", 4)

@@ -319,7 +319,7 @@ def test_snippets_with_heads_and_histories_are_understood(name: str, monkeypatch
 
 def test_the_server_command(monkeypatch: pytest.MonkeyPatch) -> None:
     config, options = config_of(adapted(SERVE), monkeypatch)
-    assert (options.host, options.port) == ("0.0.0.0", 8000)
+    assert (options.http.host, options.http.port) == ("0.0.0.0", 8000)
     assert (config.model.model, config.seed, config.cache.memory_utilization) == ("facebook/opt-6.7b", 42, 0.8)
     assert config.parallel.executor == "uni"
     assert config.speculative == SpeculativeConfig(
@@ -341,7 +341,7 @@ def test_the_rest_of_the_mtp_command_is_understood(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="quantization is not supported, got 'ascend'"):
         config_of(command, monkeypatch)
     config, options = config_of(command.replace("--quantization ascend", ""), monkeypatch)
-    assert options.port == 20004
+    assert options.http.port == 20004
     assert (config.model.model, config.model.max_model_len) == ("/deepseek-ai/DeepSeek-V3.2-Exp-W8A8", 36768)
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (10, 5000)
     assert (config.parallel.tensor_parallel_size, config.parallel.executor) == (16, "ray")

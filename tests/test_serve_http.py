@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.serve_http import bound, described, served_names
+from cluster.described import described, served_names
+from cluster.faces import bound
 from protos.config import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
@@ -23,13 +24,14 @@ SERVE = """
 import sys
 sys.path[:0] = {path!r}
 from tests import fake_engine
-from cluster import serve_http
+from cluster import service
+from cluster.serve_http import HttpOptions
 from protos.config import EngineConfig, ModelConfig
 from runtime.process import python_command
-serve_http.load_tokenizer = lambda config: fake_engine.tokenizer()
-serve_http.python_command = lambda module: python_command("fake_engine")
+service.load_tokenizer = lambda config: fake_engine.tokenizer()
+service.python_command = lambda module: python_command("fake_engine")
 config = EngineConfig(ModelConfig({model!r}, max_model_len={length}))
-serve_http.serve(config, serve_http.HttpOptions("1", host="127.0.0.1", port=0, grace_s=60))
+service.serve(config, service.ServiceOptions("1", HttpOptions("127.0.0.1", 0), None, grace_s=60))
 """
 
 

@@ -1,0 +1,50 @@
+"""Certificates and keys of a server, read and checked before anything is loaded."""
+
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files: a certificate chain, the key to it, and who signs the certificates that clients must show."""
+
+    cert: str
+    key: str
+    client_ca: str | None = None
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """Return what is in them: certificate chain, key, and the authority of clients where there is one."""
+        client_ca = None if self.client_ca is None else Path(self.client_ca).read_bytes()
+        return Path(self.cert).read_bytes(), Path(self.key).read_bytes(), client_ca
+
+
+def tls_files(
+    names: tuple[str, str], cert: str | None, key: str | None, client_ca: str | None = None
+) -> TlsFiles | None:
+    """Return the files that the options of these *names* give, checked; None where none is given.
+
+    Raises:
+        ConfigError: one is missing or cannot be read, or certificate and key do not belong together.
+    """
+    if cert is None or key is None:
+        if (cert, key, client_ca) != (None, None, None):
+            raise ConfigError(f"TLS needs both {names[0]} and {names[1]}: the server's certificate and the key to it")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # A key with a password would have it asked for on the terminal.
+    _check(f"{names[0]} {cert} with {names[1]} {key}", lambda: context.load_cert_chain(cert, key, lambda: b""))
+    if client_ca is not None:
+        _check(f"the client certificate authority {client_ca}", lambda: context.load_verify_locations(client_ca))
+    return TlsFiles(cert, key, client_ca)
+
+
+def _check(what: str, load: Callable[[], None]) -> None:
+    try:
+        load()
+    except OSError as error:  # what ssl raises is one, too
+        reason = error.strerror or getattr(error, "reason", None) or type(error).__name__
+        raise ConfigError(f"cannot use {what}: {reason}") from None
