@@ -1,4 +1,4 @@
-"""A front end's way to a controller on Ray: places the replica, starts it, and carries mail over ZMQ."""
+"""A front end's way to a controller on Ray: takes its place, starts it, and carries mail over ZMQ."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,11 @@ from cluster import ray_cluster
 from cluster.engine_process import CONFIG
 from cluster.process_gang import BODY
 from cluster.ray_actors import remote
-from cluster.ray_cluster import Membership, passed_on
+from cluster.ray_cluster import passed_on
 from cluster.ray_controller import ControllerActor
 from cluster.ray_gang import Hired, why
-from cluster.ray_placement import CONTROLLER, Patience, Placement, cpus_needed, layout, place
+from cluster.ray_placement import CONTROLLER, Placement
+from cluster.ray_site import OwnSite, Site
 from cluster.wire import Bound, Socket
 from protos.config import EngineConfig
 from runtime.channel import Failed, Mail, Report, Said, Say
@@ -34,14 +35,15 @@ class RayChannel:
     Args:
         config: what to build.
         body: of the workers; see `RayGang`.
+        site: where the parts go; a placement group of their own where none is given.
     """
 
-    def __init__(self, config: EngineConfig, body: str = BODY) -> None:
+    def __init__(self, config: EngineConfig, body: str = BODY, site: Site | None = None) -> None:
         self._config, self._body = config, body
+        self._site: Site = OwnSite() if site is None else site
         self._context: zmq.Context[Socket] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-        self._membership: Membership | None = None
         self._placement: Placement | None = None
         self._bound: Bound | None = None
         self._up: zmq.asyncio.Socket | None = None
@@ -77,16 +79,8 @@ class RayChannel:
         self._watcher = asyncio.create_task(self._watch(hired, ended, deliver))
 
     def _place(self, say: Say) -> None:
-        """Join the cluster and wait for room in it; runs in a thread."""
-        say(ray_cluster.way_in())
-        self._membership = member = Membership(cpus_needed(self._config))
-        plan = layout(self._config, ray_cluster.cluster_resources())
-        patience = Patience(
-            self._config.parallel.placement_timeout_s,
-            may_grow=not member.is_local,
-            is_wanted=lambda: not self._unwanted.is_set(),
-        )
-        self._placement = place(plan, patience, say)
+        """Wait for room in the cluster; runs in a thread."""
+        self._placement = self._site.take(self._config, say, lambda: not self._unwanted.is_set())
 
     def _bind(self) -> None:
         assert self._placement is not None
@@ -162,10 +156,7 @@ class RayChannel:
         if self._controller is not None:
             self._controller.end()
             self._controller.wait_gone()
-        if self._placement is not None:
-            self._placement.remove()
-        if self._membership is not None:
-            self._membership.leave()
+        self._site.give_back()
 
     def kill(self) -> None:
         """End the controller at once."""

@@ -114,13 +114,16 @@ class Placement:
         remove_placement_group(self.group)
 
 
+def actor_resources(resources: Resources) -> dict[str, Any]:
+    """Return the options of an actor that takes *resources*."""
+    custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": resources.get("CPU", 0.0), "num_gpus": resources.get("GPU", 0.0), "resources": custom}
+
+
 def actor_options(group: PlacementGroup, bundle: int, resources: Resources) -> dict[str, Any]:
     """Return the options of an actor that takes all *resources* of one bundle, and is never restarted by Ray."""
-    custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
     return {
-        "num_cpus": resources.get("CPU", 0.0),
-        "num_gpus": resources.get("GPU", 0.0),
-        "resources": custom,
+        **actor_resources(resources),
         "max_restarts": 0,
         "max_task_retries": 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle),
