@@ -1,10 +1,11 @@
 """Where an engine's parts stand: in a placement group of their own, or in that of the Serve replica they belong to."""
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import ray
-from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.placement_group import get_current_placement_group
 
 from cluster import ray_cluster
 from cluster.ray_cluster import Membership
@@ -77,7 +78,7 @@ class ReplicaSite:
             raise PlacementError("this replica has no placement group: leave placement_group_bundles as build_app "
                                  "makes them")
         plan = layout(config, ray_cluster.cluster_resources())
-        _check_room(group, plan)
+        check_room(group.bundle_specs, plan)
         placed = Placement(group, plan)
         check_nodes(placed.nodes, plan)
         say(describe(placed.nodes, plan))
@@ -94,13 +95,12 @@ def replica_bundles(plan: Layout, replica: Mapping[str, float]) -> list[dict[str
     return [shared, *workers]
 
 
-def _check_room(group: PlacementGroup, plan: Layout) -> None:
+def check_room(bundles: Seq[Mapping[str, float]], plan: Layout) -> None:
     """Refuse bundles, given by hand in a Serve config, that the engine does not fit in.
 
     Raises:
         PlacementError: names the bundle and what it lacks.
     """
-    bundles: list[dict[str, float]] = group.bundle_specs
     if len(bundles) != len(plan.bundles):
         raise PlacementError(f"the replica's placement group has {len(bundles)} bundles, the engine needs "
                              f"{len(plan.bundles)}: one for the replica and its controller, and one a worker")
