@@ -8,7 +8,7 @@ over cost a look and no more.
 
 from collections import Counter, deque
 from collections.abc import Sequence as Seq
-from itertools import chain, count, islice
+from itertools import chain, count, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +59,7 @@ class PastTexts:
         self._new_numbers = count(1)
         self._next = self._first = reach + 1  # what is before the first text is looked at, too
         self._ids[: self._first] = NOTHING
-        self._offsets = np.arange(reach)
+        self._lines = np.lib.stride_tricks.sliding_window_view(self._ids, reach)
         # By the length of a match, the level of the largest grams it has; none for what is too short.
         self._level = np.searchsorted([-size for size in SIZES], -np.arange(reach + 1))
 
@@ -137,10 +137,12 @@ class PastTexts:
         wanted_RD = self._reversed(patterns)
         tenant_R = np.array([self._numbers.get(salt, NOTHING) for salt in salts], np.int64)
         hashes = _hashes(tenant_R, wanted_RD.T)
-        place_RLC = self._chains(np.stack([hashes[size] for size in SIZES], 1))
-        row_P, level_P, at_P = self._is_theirs(place_RLC, tenant_R).nonzero()
-        place_P = place_RLC[row_P, level_P, at_P]
-        length_P = self._lengths(place_P, wanted_RD[row_P, : self._reach])
+        place_CG = self._chains(np.stack([hashes[size] for size in SIZES], 1).reshape(-1))
+        is_theirs_CG = self._is_theirs(place_CG, tenant_R.repeat(len(SIZES)))
+        gram_P, at_P = np.divmod(np.flatnonzero(is_theirs_CG.T), CHAIN)
+        row_P, level_P = np.divmod(gram_P, len(SIZES))
+        place_P = place_CG[at_P, gram_P]
+        length_P = self._lengths(place_P, wanted_RD[:, self._reach - 1 :: -1].take(row_P, 0))
         # Longer matches than a level's are found at the level above, too: so each is counted once.
         length_P[self._level[length_P] != level_P] = 0
         return _longest(len(patterns), row_P, place_P, length_P)
@@ -156,27 +158,27 @@ class PastTexts:
             wanted[: len(newest)] = newest[::-1]
         return wanted_RD
 
-    def _chains(self, hash_RL: Hashes) -> Places:
-        """Return the first places `[R, L, C]` of the chains of some grams; 0 behind their ends."""
-        levels_L = np.arange(len(SIZES))
-        links, link_RL = self._links.reshape(-1), levels_L * self._size
-        place_CRL = np.empty((CHAIN, *hash_RL.shape), np.int64)
-        place_CRL[0] = self._heads[levels_L, (hash_RL >> self._bits).astype(np.int64)]
-        for i in range(1, CHAIN):
-            place_CRL[i] = links.take(link_RL + place_CRL[i - 1])
-        return place_CRL.transpose(1, 2, 0)
+    def _chains(self, hash_G: Hashes) -> Places:
+        """Return the first places `[C, G]` of the chains of grams, all sizes by turns; 0 behind their ends."""
+        level_G = np.arange(len(hash_G)) % len(SIZES)
+        links, link_G = self._links.reshape(-1), level_G * self._size
+        place_CG = np.empty((CHAIN, len(hash_G)), np.int64)
+        place_CG[0] = self._heads[level_G, (hash_G >> self._bits).astype(np.int64)]
+        for before_G, place_G in pairwise(place_CG):
+            place_G[:] = links.take(link_G + before_G)
+        return place_CG
 
-    def _is_theirs(self, place_RLC: Places, tenant_R: Places) -> npt.NDArray[np.bool_]:
-        """Return which places belong to the rows' tenants, up to where a chain leads to what was written over."""
-        is_theirs_RLC: npt.NDArray[np.bool_] = (self._owner[place_RLC - 1] == tenant_R[:, None, None]) & (place_RLC > 0)
-        age_RLC = self._next - place_RLC
-        age_RLC[age_RLC < 0] += self._size
-        is_theirs_RLC[..., 1:] &= np.logical_and.accumulate(age_RLC[..., 1:] > age_RLC[..., :-1], 2)
-        return is_theirs_RLC
+    def _is_theirs(self, place_CG: Places, tenant_G: Places) -> npt.NDArray[np.bool_]:
+        """Return which places belong to the grams' tenants, up to where a chain leads to what was written over."""
+        is_theirs_CG: npt.NDArray[np.bool_] = (self._owner.take(place_CG - 1) == tenant_G) & (place_CG > 0)
+        age_CG = self._next - place_CG
+        age_CG[age_CG < 0] += self._size
+        is_theirs_CG[1:] &= np.logical_and.accumulate(age_CG[1:] > age_CG[:-1], 0)
+        return is_theirs_CG
 
     def _lengths(self, place_P: Places, wanted_PD: Ids) -> Places:
-        """Return how many of the newest tokens before each place are those wanted there."""
-        differs_PD = self._ids.take(place_P[:, None] - 1 - self._offsets) != wanted_PD
+        """Return how many of the newest tokens before each place are those wanted there, the newest last."""
+        differs_PD = (self._lines[place_P - self._reach] != wanted_PD)[:, ::-1]
         length_P: Places = differs_PD.argmax(1)
         length_P[(length_P == 0) & ~differs_PD[:, 0]] = self._reach  # nothing differs
         return length_P

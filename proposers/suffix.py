@@ -75,8 +75,10 @@ class SuffixProposer(Following):
 
     def _here(self, row: DraftRow, followed: Followed) -> Guess:
         """Guess by the user's prediction of the answer, or by what was said before in the same request."""
-        predicted = followed.predicted(row.k)
         own = self._own(row, followed)
+        if followed.prediction is None:
+            return own
+        predicted = followed.predicted(row.k)
         return Guess(Draft(tuple(predicted)), float(len(predicted))) if len(predicted) >= own.score else own
 
     def _own(self, row: DraftRow, followed: Followed) -> Guess:
@@ -99,11 +101,13 @@ class SuffixProposer(Following):
         counts = [self._count(row, one.length) for row, one in zip(rows, found, strict=True)]
         # All of a draft accepted is the most that can be expected of it.
         asked = [i for i, one in enumerate(found) if one.places and counts[i] > here[i].score]
-        texts = iter(self._past.after([place for i in asked for place in found[i].places], max(counts)))
+        most = max((counts[i] for i in asked), default=0)
+        texts = iter(self._past.after([place for i in asked for place in found[i].places], most))
         best = list(here)
         for i in asked:
             guess = self._vote(list(islice(texts, len(found[i].places))), counts[i], self._min_probability)
-            best[i] = max(here[i], guess, key=lambda one: one.score)
+            if guess.score > here[i].score:
+                best[i] = guess
         return best
 
     def prepare(self) -> None:

@@ -42,12 +42,10 @@ def chain(texts: Texts, count: int, min_probability: float) -> Guess:
         count: tokens wanted.
         min_probability: tokens less likely than this are left out, and with them all behind them.
     """
-    if len(texts) == 1:
-        tokens = tuple(texts[0][:count])
-        return Guess(Draft(tokens), float(len(tokens)))
     followed: list[int] = []
     num_votes, alive, fewest = 0, texts, max(1.0, min_probability * len(texts))
-    for depth in range(count):
+    while len(alive) > 1 and len(followed) < count:
+        depth = len(followed)
         said = [text[depth] for text in alive if depth < len(text)]
         token, votes = _most_frequent(said)
         if votes < fewest:
@@ -56,6 +54,10 @@ def chain(texts: Texts, count: int, min_probability: float) -> Guess:
             alive = [text for text in alive if depth < len(text) and text[depth] == token]
         followed.append(token)
         num_votes += votes
+    if len(alive) == 1 and fewest <= 1:  # nobody is left to contradict
+        last = alive[0][len(followed) : count]
+        followed += last
+        num_votes += len(last)
     return Guess(Draft(tuple(followed)), num_votes / len(texts))
 
 
