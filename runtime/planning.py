@@ -141,6 +141,8 @@ class Planner:
         sequence = self._roster.waiting[0]
         if sequence.owes_prompt_logprobs and self._num_scored >= self._max_scored:
             return None
+        if self._is_being_computed(sequence.request):
+            return None
         hit, chain = self._look_up(sequence, policy)
         num_known = self._blocks.blocks_for(len(sequence.token_ids))
         wanted = num_known - len(hit) + self._blocks.num_free_among(hit)
@@ -157,6 +159,23 @@ class Planner:
         part = Part(sequence, self._score(length) if sequence.owes_prompt_logprobs else length)
         sequence.block_ids += self._blocks.allocate(self._blocks.blocks_for(part.end) - len(hit))
         return part
+
+    def _is_being_computed(self, request: Request) -> bool:
+        """Whether the request before this one is reading the same prompt, of which each full block can then be shared.
+
+        So the samples of one request read their prompt once. Whoever is behind loses little: such a prompt takes all of
+        the budget in every step but its last.
+        """
+        prompt, running = request.prompt_token_ids, self._roster.running
+        num_full = (len(prompt) - 1) // self._blocks.block_size
+        if not running or not self._reads_cache(request):
+            return False
+        first = running[-1]
+        if first.num_computed >= num_full * self._blocks.block_size:
+            return False
+        if first.request.cache_salt != request.cache_salt or first.request.prompt_token_ids != prompt:
+            return False
+        return len(self._blocks.match(prompt, request.cache_salt)[0]) < num_full
 
     def _look_up(self, sequence: Sequence, policy: Policy) -> tuple[list[int], Chain]:
         request = sequence.request

@@ -287,6 +287,35 @@ def test_aborts_free_blocks_at_once_and_are_skipped_by_a_commit_under_way() -> N
     assert [o.request_id for o in scheduler.commit(plan, say(plan, [3], [4]))] == ["b"]
 
 
+def test_samples_of_one_prompt_read_it_once() -> None:
+    scheduler = make(max_num_batched_tokens=6)
+    prompt = [1, 2, 3] * 4
+    scheduler.admit([make_request(f"a-{sample}", prompt) for sample in range(3)] + [make_request("b", [5])])
+    fed = []
+    for said in ([], [[0]], [[0]] * 2):
+        plan = scheduler.schedule(OFF)
+        fed.append([(row.start, row.length) for row in plan.rows])
+        scheduler.commit(plan, say(plan, *said))
+        scheduler.check_integrity()
+    assert fed == [[(0, 6)], [(6, 6)], [(12, 1), (8, 4), (8, 1)]]
+    assert scheduler.stats().prefix_hits == 16
+
+
+def test_samples_do_not_wait_for_what_they_could_not_share() -> None:
+    def rows_of(*requests: Request, **options: object) -> int:
+        scheduler = make(**options)
+        scheduler.admit(requests)
+        return len(scheduler.schedule(OFF).rows)
+
+    long = [1, 2, 3] * 4
+    assert rows_of(make_request("a", [1] * 4), make_request("b", [1] * 4)) == 2
+    assert rows_of(make_request("a", long), make_request("b", [*long, 5])) == 2
+    assert rows_of(make_request("a", long), make_request("b", long, cache_salt="other")) == 2
+    off = CacheConfig(enable_prefix_caching=False)
+    assert rows_of(make_request("a", long), make_request("b", long), cache=off) == 2
+    assert rows_of(make_request("a", long), make_request("b", long)) == 1
+
+
 def test_requests_that_can_never_run_are_refused_with_the_numbers() -> None:
     scheduler = make()
     long, empty, nothing = scheduler.admit(
