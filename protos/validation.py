@@ -3,7 +3,7 @@
 import difflib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -22,6 +22,7 @@ LIMITS = {
     "finite_number": "must be finite",
     "string_too_short": "must have at least {min_length} character(s)",
     "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
     "too_short": "must have at least {min_length} item(s)",
     "too_long": "must have at most {max_length} items",
     "literal_error": "must be one of {expected}",
@@ -62,7 +63,7 @@ def one_line(error: ValidationError, known: Collection[str]) -> tuple[str, str |
     if kind in ("unexpected_keyword_argument", "unexpected_positional_argument"):
         hint = did_you_mean(name or "", known) or "; positional arguments are not taken" * ("positional" in kind)
         return f"unknown argument {name!r}{hint}", name
-    said = LIMITS.get(kind, first["msg"].replace("Input should be", "must be")).format(**first.get("ctx", {}))
+    said = _said(kind, first["msg"], first.get("ctx", {}))
     if name is None:  # checks across arguments begin with the name of the one at fault
         word = said.partition(" ")[0]
         return said, word if word in known else None
@@ -70,6 +71,11 @@ def one_line(error: ValidationError, known: Collection[str]) -> tuple[str, str |
     # Sizes are told as sizes: the value itself may be megabytes.
     got = f"{len(first['input'])} items" if kind.startswith("too_") else shown(first["input"])
     return f"{path} {said}, got {got}", name
+
+
+def _said(kind: str, message: str, numbers: Mapping[str, Any]) -> str:
+    limit = LIMITS.get(kind)
+    return message.replace("Input should be", "must be") if limit is None else limit.format(**numbers)
 
 
 def request_error(message: str, param: str | None) -> InvalidRequestError:

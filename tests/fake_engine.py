@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 import zlib
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from protos.config import CacheConfig, SchedulerConfig, SpeculativeConfig
@@ -31,7 +33,11 @@ from runtime.scheduler import Scheduler
 
 EOS = 0
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+    "{% if tools %}[tools] {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[call] {{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[bot]{% endif %}"
 )
 STEP_S = 0.0005
 """A real step computes outside the interpreter; one that never let go of it would starve the front end's thread."""
@@ -121,9 +127,12 @@ class HashExecutor(InOneProcess):
             return Verdict(row.slot, prompt_logprobs=prompt)
         said: list[int] = []
         for _ in range(1 + row.k // 2):
-            said.append(ranked(known + said)[0])
+            said.append(self._next(row.slot, known + said))
         logprobs = [self._logprobs(known + said[:i], token) for i, token in enumerate(said)]
         return Verdict(row.slot, said, row.k, range(len(said) - 1), logprobs, prompt)
+
+    def _next(self, slot: int, history: Sequence[int]) -> int:
+        return ranked(history)[0]
 
     def _logprobs(self, history: Sequence[int], chosen: int) -> TokenLogprobs:
         best = ranked(history)
@@ -131,6 +140,18 @@ class HashExecutor(InOneProcess):
         top = best[:5]
         chosen_logprob = -0.5 * rank if rank <= len(best) else float("-inf")
         return TokenLogprobs([chosen, *top], [chosen_logprob, *(-0.5 * i for i in range(1, 6))], [rank, *range(1, 6)])
+
+
+class Scripted(HashExecutor):
+    """Says what stands between the last `say: ` of the prompt and `<end>`, and then ends; else what others say."""
+
+    def _next(self, slot: int, history: Sequence[int]) -> int:
+        asked, said = history[: self.prompt_len[slot]], history[self.prompt_len[slot] :]
+        scripts = re.findall(r"say: ((?:(?!say: ).)*)<end>", str(bare_tokenizer().decode(list(asked))), re.DOTALL)
+        if not scripts:
+            return super()._next(slot, history)
+        wanted = [*bare_tokenizer().encode(scripts[-1]).ids, EOS]
+        return wanted[min(len(said), len(wanted) - 1)]
 
 
 @dataclass(frozen=True)
@@ -144,11 +165,18 @@ class FakeHost:
         pass
 
 
-def build(inbox: Inbox, say: Say, max_model_len: int = 512, speculative: SpeculativeConfig | None = None) -> FakeHost:
+def build(
+    inbox: Inbox, say: Say, max_model_len: int = 512, speculative: SpeculativeConfig | None = None,
+    kind: type[HashExecutor] = HashExecutor,
+) -> FakeHost:
     """Return an engine of 4 slots."""
     say("loading nothing")
     info = WorkerInfo(4 * max_model_len // 16, 16, max_model_len, bare_tokenizer().get_vocab_size(), (EOS,))
-    executor = HashExecutor(info)
+    if speculative is not None:
+        info = structs.replace(
+            info, methods=speculative.methods, num_speculative_tokens=speculative.num_speculative_tokens
+        )
+    executor = kind(info)
     detokenizers = DetokenizerFactory(bare_tokenizer())
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), CacheConfig(), info, detokenizers=detokenizers
@@ -168,9 +196,11 @@ async def make_preprocessor(info: WorkerInfo) -> Preprocessor:
     )
 
 
-def local_engine(max_model_len: int = 512, speculative: SpeculativeConfig | None = None) -> AsyncEngine:
+def local_engine(
+    max_model_len: int = 512, speculative: SpeculativeConfig | None = None, kind: type[HashExecutor] = HashExecutor
+) -> AsyncEngine:
     """Return an engine whose controller will run in a thread."""
-    channel = ThreadChannel(lambda inbox, say: build(inbox, say, max_model_len, speculative))
+    channel = ThreadChannel(lambda inbox, say: build(inbox, say, max_model_len, speculative, kind))
     metrics = Metrics("fake")
     engine = AsyncEngine(channel, make_preprocessor, metrics)
     metrics.follow(engine.stats)

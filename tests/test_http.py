@@ -1,91 +1,19 @@
 """The OpenAI face: the real client against a real server, and what no client would send."""
 
-import asyncio
-import contextlib
-import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
-from cluster.serve_http import bound
 from protos.config import SpeculativeConfig
-from runtime.engine import AsyncEngine
-from runtime.http.app import ServerOptions, create_app
 from tests.fake_engine import TEMPLATE, expected, local_engine, ranked, tokenizer
+from tests.http_server import Served, serving
 
 LONG = 100_000
 PROMPT = "the quick brown"
-
-
-@dataclass(frozen=True)
-class Served:
-    """A running server."""
-
-    url: str
-    engine: AsyncEngine
-    client: openai.OpenAI
-    loop: asyncio.AbstractEventLoop
-
-    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json={"model": "fake", **body})
-
-    def idle(self) -> None:
-        """Wait until the controller runs nothing."""
-
-        async def settled() -> None:
-            async with asyncio.timeout(20):
-                while self.engine.stats().num_running:  # noqa: ASYNC110 - snapshots come without an event
-                    await asyncio.sleep(0.01)
-
-        asyncio.run_coroutine_threadsafe(settled(), self.loop).result()
-
-
-class Server(uvicorn.Server):
-    """Says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = threading.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-
-@contextlib.contextmanager
-def serving(engine: AsyncEngine) -> Iterator[Served]:
-    """Serve *engine* on a free loopback port from a thread."""
-    with bound("127.0.0.1", 0) as listener:
-        options = ServerOptions(("fake", "org/alias"), "1.2.3", unlisted_names=("/models/fake",))
-        assert engine.metrics is not None
-        app = create_app(engine, tokenizer(), engine.metrics, options)
-        server = Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
-
-        async def serve() -> None:
-            loops.append(asyncio.get_running_loop())
-            await engine.start()
-            await server.serve(sockets=[listener])
-            await engine.close()
-
-        loops: list[asyncio.AbstractEventLoop] = []
-        thread = threading.Thread(target=lambda: asyncio.run(serve()))
-        thread.start()
-        assert server.listening.wait(30)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-        try:
-            yield Served(url, engine, client, loops[0])
-        finally:
-            client.close()
-            server.should_exit = True
-            thread.join(30)
 
 
 @pytest.fixture(scope="module")
@@ -252,8 +180,51 @@ def test_acceptance_statistics_on_demand(served: Served) -> None:
     off = served.post(**asked, per_request_spec_decode_metrics="summary", speculative_config={"enabled": False}).json()
     assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
     assert off["choices"][0]["text"] == expected(PROMPT, 31)
-    several = served.post(**asked, n=2, per_request_spec_decode_metrics="summary").json()
-    assert several["metrics"] == {"speculative_decoding": None}
+    several = served.post(**asked, n=2, per_request_spec_decode_metrics="summary").json()["metrics"]
+    assert several["speculative_decoding"]["num_spec_steps"] == 2 * told["num_spec_steps"]
+    assert several["speculative_decoding"]["mean_acceptance_length"] == told["mean_acceptance_length"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_step_on_demand(served: Served, n: int, stream: bool) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 31, "n": n, "stream": stream}
+    body = served.post(**asked, per_request_spec_decode_metrics="detailed")
+    answer = served.events(body)[-1] if stream else body.json()
+    told = answer["metrics"]["speculative_decoding"]
+    assert len(told["per_step_accepted"]) == len(told["per_step_drafted"]) == told["num_spec_steps"] > n
+    assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"] > 0
+    assert sum(told["per_step_drafted"]) == told["num_draft_tokens"]
+    rows = told["acceptance_histogram_by_draft_length"]
+    assert all(len(row) == int(length) + 1 for length, row in rows.items())
+    assert [sum(column) for column in zip(*(row + [0] * (5 - len(row)) for row in rows.values()), strict=True)] == (
+        told["acceptance_histogram"]
+    )
+    assert served.post(**asked | {"stream": False}).json()["choices"][0]["text"] == expected(PROMPT, 31)
+
+
+def test_fewer_guesses_change_no_token(served: Served) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 31, "per_request_spec_decode_metrics": "summary"}
+    for wish, most in (({"num_speculative_tokens": 2}, 2), ({"method": "draft_model"}, 4), ({"enabled": True}, 4)):
+        answer = served.post(**asked, speculative_config=wish).json()
+        assert answer["choices"][0]["text"] == expected(PROMPT, 31)
+        assert answer["metrics"]["speculative_decoding"]["num_spec_tokens"] == most
+
+
+def test_predictions_are_taken_and_change_no_token(served: Served) -> None:
+    parts = [{"type": "text", "text": "fox"}, {"type": "text", "text": "es"}]
+    for content in ("foxes", parts, ""):
+        answer = served.post(prompt=PROMPT, max_tokens=9, prediction={"type": "content", "content": content})
+        assert answer.json()["choices"][0]["text"] == expected(PROMPT, 9)
+
+
+def test_sampling_defaults_are_those_of_requests_without_their_own() -> None:
+    defaults = {"max_tokens": 3, "temperature": 0.0, "repetition_penalty": 1.1}
+    with serving(local_engine(), sampling_defaults=defaults) as served:
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+        assert served.post("/v1/chat/completions", **asked).json()["usage"]["completion_tokens"] == 3
+        assert served.post("/v1/chat/completions", **asked, max_tokens=5).json()["usage"]["completion_tokens"] == 5
+        assert served.post(prompt="x").json()["usage"]["completion_tokens"] == 3
 
 
 def test_many_at_once(served: Served) -> None:
@@ -327,6 +298,54 @@ def test_a_model_without_a_template_says_what_to_do(served: Served) -> None:
         tokenizer().chat_template = TEMPLATE
 
 
+# Tokens
+
+
+def test_texts_become_tokens_and_back(served: Served) -> None:
+    answer = served.post("/tokenize", prompt="café <eos>", return_token_strs=True).json()
+    assert answer["tokens"] == ids("café <eos>")
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == LONG
+    assert answer["token_strs"] == tokenizer().convert_ids_to_tokens(answer["tokens"])
+    assert served.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": "café <eos>"}
+    empty = served.post("/tokenize", prompt="").json()
+    assert (empty["count"], empty["tokens"], empty["token_strs"]) == (0, [], None)
+    assert served.post("/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_conversations_become_tokens(served: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    answer = served.post("/tokenize", messages=messages).json()
+    assert answer["tokens"] == ids(rendered("hi"))
+    bare = served.post("/tokenize", messages=messages, add_generation_prompt=False, add_special_tokens=True).json()
+    assert bare["tokens"] == ids("[user] hi\n")
+
+
+BAD_TOKENS: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {}, "either prompt or messages"),
+    ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "hi"}]}, "either prompt or messages"),
+    ("/tokenize", {"prompt": 5}, "5"),
+    ("/tokenize", {"prompt": "x", "chat_template": "{{ 1 }}"}, "--chat-template"),
+    ("/tokenize", {"messages": []}, "at least one"),
+    ("/detokenize", {}, "tokens is required"),
+    ("/detokenize", {"tokens": [300]}, "ids are from 0 to 299"),
+    ("/detokenize", {"tokens": [-1]}, "-1"),
+    ("/detokenize", {"tokens": "x"}, "'x'"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "words"), BAD_TOKENS, ids=[words[:12] for *_, words in BAD_TOKENS])
+def test_bad_tokens(served: Served, path: str, body: dict[str, Any], words: str) -> None:
+    answer = served.post(path, **body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_tokens_of_a_model_that_is_not_served(served: Served) -> None:
+    assert served.post("/tokenize", prompt="x", model="gone").status_code == 404
+    assert served.post("/detokenize", tokens=[5], model="gone").status_code == 404
+
+
 # Everything else
 
 
@@ -379,7 +398,14 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream=true"),
     ({"prompt": "x", "temprature": 1}, "temprature", "did you mean 'temperature'"),
     ({"prompt": "x", "seed": 2**65}, "seed", "at most"),
-    ({"prompt": "x", "tools": [{}]}, "tools", "not supported"),
+    ({"prompt": "x", "tools": [{}]}, "tools", "use chat completions"),
+    ({"prompt": "x", "speculative_config": {"num_speculative_tokens": 9}}, "speculative_config", "at most 4"),
+    ({"prompt": "x", "speculative_config": {"num_speculative_tokens": 0}}, "speculative_config", "enabled: false"),
+    ({"prompt": "x", "speculative_config": {"method": "ngram"}}, "speculative_config", "(draft_model), got 'ngram'"),
+    ({"prompt": "x", "speculative_config": {"methods": "ngram"}}, "speculative_config", "not permitted"),
+    ({"prompt": "x", "prediction": "text"}, "prediction", "Prediction"),
+    ({"prompt": "x", "prediction": {"type": "content", "content": 5}}, "prediction", "5"),
+    ({"prompt": "x", "per_request_spec_decode_metrics": "all"}, "per_request_spec_decode_metrics", "'detailed'"),
     ({"prompt": ["x"] * 2000}, "prompt", "at most 1024"),
 ]
 
@@ -456,7 +482,7 @@ def test_random_names_make_no_series(served: Served) -> None:
         for number in range(1, 250):
             junk(client, number)
     assert series() == before
-    assert len(before) < 400
+    assert len(before) < 1000
 
 
 def test_a_dead_engine(served: Served) -> None:
