@@ -8,8 +8,8 @@ from cluster.tls import TlsFiles
 from runtime.engine import EngineClient
 from runtime.grpc.answering import Answering
 from runtime.grpc.server import GrpcServer, tls_credentials
+from runtime.http.limits import GuardOptions
 from runtime.http.render import TokenTexts
-from runtime.keys import Keys
 
 CLOSING_S = 1.0
 """Calls that never end by themselves, such as those that watch the health, have this long."""
@@ -27,9 +27,9 @@ class GrpcOptions:
 class GrpcFace:
     """See `cluster.faces.Face`. Tells its health from the start."""
 
-    def __init__(self, options: GrpcOptions, keys: Keys) -> None:
+    def __init__(self, options: GrpcOptions, guard: GuardOptions) -> None:
         self._options = options
-        self._keys = keys
+        self._guard = guard
         self._port = options.port
         self._server: GrpcServer | None = None
         self._engine: EngineClient | None = None
@@ -50,7 +50,7 @@ class GrpcFace:
         with bound(self._options.host, self._options.port, "grpc_port, or -1 for no gRPC"):
             pass  # says why it cannot be had, as gRPC does not
         tls = self._options.tls
-        server = GrpcServer(self._keys, None if tls is None else tls_credentials(*tls.read()))
+        server = GrpcServer(self._guard, None if tls is None else tls_credentials(*tls.read()))
         self._port = await server.start(self._options.host, self._options.port)
         self._server = server
 

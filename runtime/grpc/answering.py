@@ -120,13 +120,13 @@ class Answering:
         return _Job(request_id, requests, writers, timeout_s)
 
     async def _prompt(self, message: pb.GenerateRequest) -> tuple[Prompt, SamplingParams]:
-        kind = message.WhichOneof("prompt")
-        if kind == "chat":
-            params = reading.sampling_params(message.sampling, max_tokens=None)
-            return await self._rendered(message.chat, params), params
+        kind, defaults = message.WhichOneof("prompt"), self._options.sampling_defaults
         if kind is None:
             raise InvalidRequestError("prompt must have text, token_ids or chat, got none of them", "prompt")
-        params = reading.sampling_params(message.sampling)
+        if kind == "chat":
+            params = reading.sampling_params(message.sampling, {"max_tokens": None, **defaults})
+            return await self._rendered(message.chat, params), params
+        params = reading.sampling_params(message.sampling, defaults)
         return (message.text if kind == "text" else list(message.token_ids.ids)), params
 
     async def _rendered(self, chat: pb.Chat, params: SamplingParams) -> Prompt:

@@ -47,13 +47,13 @@ def wish(message: pb.SpeculativeConfig) -> Wish:
     return Wish(**_fields(message))
 
 
-def sampling_params(message: pb.SamplingParams, **defaults: Any) -> SamplingParams:
+def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
     """Return the sampling parameters that *message* gives, *defaults* for those it leaves out.
 
     Raises:
         InvalidRequestError: names the field, the value and the limit.
     """
-    return SamplingParams(**(defaults | _fields(message)))
+    return SamplingParams(**{**defaults, **_fields(message)})
 
 
 def _fields(message: Any) -> dict[str, Any]:
@@ -72,15 +72,12 @@ def _prediction(message: pb.Prediction) -> str | tuple[int, ...] | None:
     return str(message.text) if kind == "text" else tuple(message.token_ids.ids)
 
 
-def _structured_outputs(message: pb.StructuredOutputs) -> dict[str, Any] | None:
-    kind = message.WhichOneof("constraint")
-    if kind is None:
-        return None
-    return {kind: list(message.choice.choices) if kind == "choice" else getattr(message, kind)}
+def _choices(message: pb.Choices) -> tuple[str, ...]:
+    return tuple(message.choices)
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "logit_bias": dict, "prediction": _prediction, "structured_outputs": _structured_outputs,
+    "logit_bias": dict, "prediction": _prediction, "structured_outputs": _fields, "choice": _choices,
 }  # fmt: skip
 """Fields that are neither plain values nor lists of them."""
 

@@ -14,7 +14,7 @@ from runtime.engine import EngineClient
 from runtime.grpc.answering import SERVICE, Answering
 from runtime.grpc.health import EngineHealth
 from runtime.grpc.servicer import Gate, GenerationServicer
-from runtime.keys import Keys
+from runtime.http.limits import GuardOptions
 
 MIB = 1024 * 1024
 LARGEST_REQUEST, LARGEST_RESPONSE = 32 * MIB, 64 * MIB  # bytes
@@ -41,15 +41,15 @@ class GrpcServer:
     """Serves `slipstream.v1`, `grpc.health.v1` and reflection. Belongs to the event loop it was made on.
 
     Args:
-        keys: who may call.
+        guard: who may call.
         credentials: of TLS; None for plain connections.
     """
 
-    def __init__(self, keys: Keys, credentials: Any = None) -> None:
+    def __init__(self, guard: GuardOptions, credentials: Any = None) -> None:
         self._credentials = credentials
         self._servicer = GenerationServicer()
         self.health = EngineHealth()
-        self._server = aio.server(interceptors=(Gate(keys),), options=OPTIONS)
+        self._server = aio.server(interceptors=(Gate(guard),), options=OPTIONS)
         stubs.add_GenerationServiceServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
         names = (SERVICE, health_service.SERVICE_NAME, reflection.SERVICE_NAME)

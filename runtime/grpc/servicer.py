@@ -13,7 +13,8 @@ from protos import slipstream_v1_pb2_grpc as stubs
 from runtime.grpc import reading
 from runtime.grpc.answering import SERVICE, Answering
 from runtime.grpc.errors import StatusError, as_status
-from runtime.keys import Keys
+from runtime.http.limits import GuardOptions
+from runtime.keys import TENANT
 
 REQUEST_ID = "request_id"
 """The metadata key that names a request, as on Ray Serve."""
@@ -106,8 +107,8 @@ def _told(metadata: Any, key: str) -> str | None:
 class Gate(aio.ServerInterceptor):  # type: ignore[misc]
     """Lets only calls in that bring a key, but for those to `OPEN_TO_ALL`; makes messages that are none `MALFORMED`."""
 
-    def __init__(self, keys: Keys) -> None:
-        self._keys = keys
+    def __init__(self, options: GuardOptions) -> None:
+        self._options = options
         # A handler of streams suits every kind of method: it need not wait for a message to refuse.
         self._refusing = grpc.stream_stream_rpc_method_handler(_refuse)
 
@@ -116,9 +117,11 @@ class Gate(aio.ServerInterceptor):  # type: ignore[misc]
     ) -> Any:
         """Return the handler of a call, or the one that refuses it."""
         method = handler_call_details.method
-        key = _told(handler_call_details.invocation_metadata, "authorization")
-        if not method.startswith(OPEN_TO_ALL) and not self._keys.accepts(key):
+        given = _told(handler_call_details.invocation_metadata, "authorization")
+        if not method.startswith(OPEN_TO_ALL) and not self._options.keys.accepts(given):
             return self._refusing
+        if self._options.salts_by_key:
+            TENANT.set(self._options.keys.tenant(given))
         handler = await continuation(handler_call_details)
         if handler is None or not method.startswith(f"/{SERVICE}/"):
             return handler
