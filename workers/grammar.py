@@ -92,6 +92,8 @@ class Follower:
     def _valid(self, tokens: Seq[int]) -> int:
         """Return how many of *tokens* the grammar allows here, one that ends the answer included."""
         text = self._before_end(tokens)
+        if self._matcher.is_stopped():  # it takes nothing more, not even the end
+            return int(not text)
         ended = text if len(text) == len(tokens) else [*text, self._eos_id]
         count = int(self._matcher.validate_tokens(ended))
         self._check(not self._matcher.is_error())
