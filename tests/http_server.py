@@ -13,7 +13,7 @@ import httpx
 import openai
 import uvicorn
 
-from cluster.serve_http import bound
+from cluster.faces import bound
 from runtime.engine import AsyncEngine
 from runtime.http.app import ServerOptions, create_app
 from tests import fake_engine

@@ -1,6 +1,7 @@
 """`LLM`: vLLM's signatures and shapes over a real engine, and requests that must not disturb each other."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,17 @@ def test_parameters_for_each_prompt_and_several_samples(llm: LLM) -> None:
     assert second.outputs[0].token_ids != second.outputs[1].token_ids
     with pytest.raises(InvalidRequestError, match="2 entries for 3 prompts"):
         llm.generate(PROMPTS, params)
+
+
+def test_parameters_that_nobody_gives_are_those_of_the_checkpoint(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    folder = Path(shutil.copytree(pair[0], tmp_path / "recommending"))
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 5, "eos_token_id": []}')
+    with LLM(str(folder), **SMALL) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=5)
+        (given,), (taken,) = (llm.generate(PROMPTS[0], some, use_tqdm=False)[0].outputs
+                              for some in (llm.get_default_sampling_params(), None))
+    assert given.token_ids == taken.token_ids
+    assert len(taken.token_ids) <= 5
 
 
 def test_logprobs_have_vllms_shape(llm: LLM, pair: tuple[Path, Path]) -> None:
