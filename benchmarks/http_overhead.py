@@ -1,0 +1,156 @@
+"""What HTTP streaming costs over the engine alone: the same requests, once as streams over HTTP, once without.
+
+    python -m benchmarks.http_overhead [--streams 32] [--blocks 12] [--max-tokens 64] [--output figures.json]
+
+Both sides share one engine, the controller in a child process as `slipstream serve` has it, and one event loop. Alone
+means streams of the `EngineClient`, text prompts in and text out; over HTTP they also pass parsing, guarding, JSON,
+server-sent events and a socket to a process of its own that reads them. A block is all streams at once, one side after
+the other, another first each time. The figure is the median over blocks of the ratio of their times.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from benchmarks import measure, workload
+from cluster import assemble
+from cluster.engine_process import CONFIG
+from cluster.settings import engine_config
+from protos.config import EngineConfig
+from protos.sampling import SamplingParams
+from runtime.engine import AsyncEngine
+from runtime.http.app import ServerOptions, create_app
+from runtime.inputs import load_tokenizer
+from runtime.metrics import Metrics
+from runtime.process import ProcessChannel, python_command
+
+ALONE, HTTP = "engine alone", "over HTTP"
+AT_MOST = 1.15
+HOST = "127.0.0.1"
+
+
+class Served:
+    """A server and its engine, on an event loop in a thread of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._engine: AsyncEngine | None = None
+        self._reader: subprocess.Popen[str] | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Serve until the block ends."""
+        self._thread.start()
+        serving = self._serving()
+        port = self._wait(anext(serving))
+        command = [sys.executable, "-m", "benchmarks.http_streams", HOST, str(port)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as self._reader:
+            yield
+            assert self._reader.stdin is not None
+            self._reader.stdin.close()
+        self._wait(anext(serving, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _serving(self) -> AsyncIterator[int]:
+        config = self._config
+        tokenizer = load_tokenizer(config.model)
+        assert tokenizer is not None
+        metrics = Metrics("bench")
+        channel = ProcessChannel(python_command("cluster.engine_process"), CONFIG.dump_json(config).decode())
+
+        async def preprocessor(info: Any) -> Any:
+            return assemble.preprocessor(config, info, tokenizer)
+
+        self._engine = AsyncEngine(channel, preprocessor, metrics)
+        metrics.follow(self._engine.stats)
+        await self._engine.start()
+        app = create_app(self._engine, tokenizer, metrics, ServerOptions(("bench",), "1"))
+        server = uvicorn.Server(uvicorn.Config(app, host=HOST, port=0, log_config=None, lifespan="off"))
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        task = asyncio.create_task(server.serve())
+        while not server.started:  # noqa: ASYNC110 - uvicorn tells it in no other way
+            await asyncio.sleep(0.05)
+        yield server.servers[0].sockets[0].getsockname()[1]
+        server.should_exit = True
+        await task
+        await self._engine.close()
+
+    def _wait(self, work: Any) -> Any:
+        async def awaited() -> Any:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
+
+    def alone(self, bodies: Sequence[dict[str, Any]]) -> int:
+        """Stream all from the engine; return the tokens."""
+        return int(self._wait(self._all(bodies)))
+
+    async def _all(self, bodies: Sequence[dict[str, Any]]) -> int:
+        return sum(await asyncio.gather(*(self._one(number, body) for number, body in enumerate(bodies))))
+
+    async def _one(self, number: int, body: dict[str, Any]) -> int:
+        assert self._engine is not None
+        params = SamplingParams(temperature=0.0, max_tokens=body["max_tokens"], ignore_eos=True)
+        tokens = 0
+        async for delta in self._engine.generate(body["prompt"], params, f"alone-{number}"):
+            tokens += len(delta.output.token_ids)
+        return tokens
+
+    def over_http(self, bodies: Sequence[dict[str, Any]]) -> int:
+        """Stream all over HTTP; return the tokens."""
+        assert self._reader is not None
+        assert self._reader.stdin is not None
+        assert self._reader.stdout is not None
+        self._reader.stdin.write(json.dumps(list(bodies)) + "\n")
+        self._reader.stdin.flush()
+        return int(self._reader.stdout.readline())
+
+
+def bodies(streams: int, max_tokens: int | None) -> list[dict[str, Any]]:
+    """Return the first requests of the workload as bodies of `/v1/completions`."""
+    rows = json.loads(workload.PATH.read_text(encoding="utf-8"))["concurrent"][:streams]
+    return [{"prompt": row["prompt"], "max_tokens": min(row["output_tokens"], max_tokens or row["output_tokens"]),
+             "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+            for row in rows]
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, help="cut the workload's answers to this many tokens")
+    args: argparse.Namespace = parser.parse_args()
+    config = engine_config({"num_threads": args.threads, "enable_prefix_caching": False, "max_num_seqs": args.streams,
+                            "max_model_len": 1024, "num_speculative_tokens": args.num_speculative_tokens,
+                            **({} if args.model is None else {"model": str(args.model)})})
+    served = Served(config)
+    asked = bodies(args.streams, args.max_tokens)
+    with served.running():
+        sides = {ALONE: served.alone, HTTP: served.over_http}
+        for side in sides.values():
+            side(asked)  # warm
+        timings = measure.alternate({name: partial(side) for name, side in sides.items()}, [asked] * args.blocks)
+    ratio = timings.slowdown(HTTP, ALONE)
+    for name in sides:
+        print(f"{name:<16} {timings.tokens_per_second(name):9.1f} tokens/s (median of {args.blocks} blocks)")
+    print(f"{HTTP} / {ALONE}, {args.streams} streams: {ratio}   wanted <= {AT_MOST}")
+    measure.write(args.output, {**measure.environment(args.threads), "streams": args.streams, "blocks": args.blocks,
+                                "tokens_a_block": float(timings.tokens_B[0]), "ratio": asdict(ratio),
+                                "seconds": {name: values.tolist() for name, values in timings.seconds.items()}})
+
+
+if __name__ == "__main__":
+    main()
