@@ -33,7 +33,7 @@ DOCUMENTED = {
 
 def strict(answer: T, **patches: Any) -> T:
     """Return *answer* once it validates; *patches* replace fields of its choices that the client's type has wrong."""
-    raw = json.loads(answer.to_json()) if hasattr(answer, "to_json") else answer.model_dump(mode="json")
+    raw = json.loads(answer.model_dump_json(exclude_unset=True, by_alias=True, warnings=False))
     for choice in raw.get("choices", ()):
         choice.update(patches)
         _forget_parsed(choice.get("message", {}))
@@ -365,6 +365,13 @@ def a_required_call(client: openai.OpenAI, model: str) -> None:
     assert final.choices[0].finish_reason == "tool_calls"
 
 
+def a_call_that_cannot_be_described(client: openai.OpenAI, model: str) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
+    with pytest.raises(openai.BadRequestError, match="tools cannot be called as they are described") as refused:
+        client.chat.completions.create(model=model, messages=USER, tools=[tool], tool_choice="required")
+    assert refused.value.param == "tools"
+
+
 def a_parsed_call(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.parse(
         model=model, messages=USER, max_tokens=ROOM, tools=[openai.pydantic_function_tool(Verdict)], temperature=0,
@@ -383,6 +390,6 @@ def a_form_and_tools_at_once(client: openai.OpenAI, model: str) -> None:
 
 STRUCTURED: tuple[Check, ...] = (
     a_parsed_answer, an_async_parsed_answer, any_object, a_call_by_name, a_required_call, a_parsed_call,
-    a_form_and_tools_at_once,
+    a_call_that_cannot_be_described, a_form_and_tools_at_once,
 )  # fmt: skip
 """For real models whose chat template takes tools."""

@@ -209,6 +209,27 @@ def test_chat_is_rendered_as_transformers_does(preprocessor: Preprocessor, folde
     assert preprocessor.requests(prompt, SamplingParams(), "r")[0].prompt_token_ids == prompt.token_ids
 
 
+def test_messages_as_templates_know_them(tokenizer: PreTrainedTokenizerFast) -> None:
+    said = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": None, "refusal": None}]
+    roles = "{% for m in messages %}{{ m.role }}={{ m.content }}{{ m.keys() | list }};{% endfor %}"
+    plain = render_chat(tokenizer, said, chat_template=roles)
+    assert plain == "system=a['role', 'content'];assistant=['role', 'content'];"
+    assert render_chat(tokenizer, said, chat_template=roles + "{# developer #}").startswith("developer=a")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    calls = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.x[0] }}{% endfor %}{% endfor %}"
+    assert render_chat(tokenizer, [{"role": "assistant", "tool_calls": [call]}], chat_template=calls) == "1"
+
+
+def test_tools_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}."
+    assert render_chat(tokenizer, CHAT, chat_template=template, tools=tools) == "f."
+    assert render_chat(tokenizer, CHAT, chat_template=template) == "."
+    with pytest.raises(InvalidRequestError, match="takes no tools") as refused:
+        render_chat(tokenizer, CHAT, tools=tools)
+    assert refused.value.param == "tools"
+
+
 def test_no_template_names_the_way_out(tokenizer: PreTrainedTokenizerFast) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(InvalidRequestError, match="--chat-template"):
@@ -223,6 +244,7 @@ def test_no_template_names_the_way_out(tokenizer: PreTrainedTokenizerFast) -> No
         ("hi", None, "messages must be a list"),
         ([{"content": "x"}], None, "must have a role"),
         ([{"role": "user", "content": 5}], None, "content must be text"),
+        ([{"role": "tool", "content": None}], None, "'tool' must have content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}], None, "got 'image_url'"),
         (CHAT, "{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         (CHAT, "{{ ''.__class__.__mro__ }}", "refuses these messages"),

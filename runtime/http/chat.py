@@ -157,7 +157,9 @@ async def chat_job(server: Server, body: ChatCompletionRequest) -> Job:
     use = body.tool_use(server.options.tools)
     params = use.constrained(body.chat_sampling(server.options.sampling_defaults))
     prompt = await server.engine.render_chat(body.messages, params, **body.template_options, **use.told)
-    group = marked(await server.engine.prepare(prompt, params, request_id), body, server)
+    with use.named_in_errors():
+        requests = await server.engine.prepare(prompt, params, request_id)
+    group = marked(requests, body, server)
     kind, writer = (ChatCompletionChunk, ChatChunkWriter) if body.stream else (ChatCompletion, ChatWriter)
     choices = [writer(index, body, server.texts, use) for index in range(len(group))]
     envelope = ChatEnvelope(kind, request_id, int(time.time()), model)

@@ -1,6 +1,7 @@
 """`tools` and `tool_choice`: what the model is told of functions, and what its answer may or must be."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -124,6 +125,17 @@ class ToolUse:
             # In some vocabularies the marks around a call are special tokens.
             return replace(params, skip_special_tokens=False)
         return replace(params, structured_outputs=StructuredOutputsParams(json=self._schema()))
+
+    @contextlib.contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Let errors of the form that was made of the tools speak of the tools."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            if self.mode not in ("required", "named") or error.param != "structured_outputs":
+                raise
+            reason = str(error).removeprefix("structured_outputs: ")
+            raise InvalidRequestError(f"tools cannot be called as they are described: {reason}", "tools") from None
 
     def _schema(self) -> Any:
         """The arguments of the function that was named, or a list of calls, each with a function's name."""
