@@ -19,6 +19,7 @@ from protos.errors import (
     EngineDeadError,
     InvalidRequestError,
     ModelError,
+    OverloadedError,
     PlacementError,
     SlipstreamError,
     SlowReaderError,
@@ -106,8 +107,13 @@ class EngineClient(Protocol):
         """
         ...
 
-    def check_open(self) -> None:
-        """Do nothing while requests are taken. Raises `EngineDeadError`, `DrainingError`, `OverloadedError`."""
+    def check_open(self, num_requests: int = 1, num_tokens: int = 1) -> None:
+        """Do nothing while so many requests, with so many tokens in their prompts, would be taken.
+
+        Raises:
+            EngineDeadError, DrainingError, OverloadedError: they would not now.
+            InvalidRequestError: they never would.
+        """
         ...
 
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
@@ -262,7 +268,7 @@ class AsyncEngine:
             requests = await self._tokenising.run(make, prompt, params, request_id)
         else:
             requests = make(prompt, params, request_id)
-        self._admission.check(len(requests), num_prompt_tokens(requests))  # while an answer can still begin with 429
+        self.check_open(len(requests), num_prompt_tokens(requests))  # while an answer can still begin with 429
         return requests
 
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
@@ -312,7 +318,7 @@ class AsyncEngine:
         return asyncio.get_running_loop().call_later(timeout_s, self._give_up, delivery, error)
 
     def _enter(self, requests: Sequence[Request]) -> Delivery:
-        self.check_open()
+        self.check_open(len(requests), num_prompt_tokens(requests))
         names = [request.request_id for request in requests]
         for name in names:
             if name in self._deliveries:
@@ -328,6 +334,8 @@ class AsyncEngine:
 
     def _give_up(self, delivery: Delivery, error: SlipstreamError) -> None:
         """Abort what is left of a stream at once, whether its reader looks or not."""
+        if self.metrics:
+            self.metrics.turned_away(error)
         delivery.fail(error)
         self._leave(delivery)
 
@@ -342,12 +350,17 @@ class AsyncEngine:
         if names and self._failure is None:
             self._channel.send(Mail(aborts=tuple(names)))
 
-    def check_open(self) -> None:
+    def check_open(self, num_requests: int = 1, num_tokens: int = 1) -> None:
         """See `EngineClient`."""
         self._check_alive()
-        if self._is_draining:
-            raise DrainingError("the server is about to stop and takes no new requests", DRAINING_RETRY_S)
-        self._admission.check()
+        try:
+            if self._is_draining:
+                raise DrainingError("the server is about to stop and takes no new requests", DRAINING_RETRY_S)
+            self._admission.check(num_requests, num_tokens)
+        except OverloadedError as error:
+            if self.metrics:
+                self.metrics.turned_away(error)
+            raise
 
     def _check_alive(self) -> None:
         if self._failure is not None:

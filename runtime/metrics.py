@@ -7,11 +7,13 @@ Figures that vLLM has, too, appear twice: under its name (`vllm:...`), which das
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.samples import Sample
 
+from protos.errors import DeadlineExceededError, DrainingError, OverloadedError, SlipstreamError, SlowReaderError
 from protos.messages import Request, TokenOutput
 from runtime.logs import HTTP_REQUEST_ID, Ended
 from runtime.metric_families import OwnSnapshot, Published, SharedSnapshot
@@ -25,6 +27,11 @@ OWN = ("slipstream_",)
 SHARED = ("vllm:", *OWN)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
+TURNED_AWAY_AS: dict[type[SlipstreamError], str] = {
+    DrainingError: "draining", OverloadedError: "overloaded", SlowReaderError: "slow_reader",
+    DeadlineExceededError: "deadline_exceeded",
+}  # fmt: skip
+TURNED_AWAY = tuple(TURNED_AWAY_AS.values())
 METHODS = ("GET", "POST", "HEAD", "OPTIONS")
 OTHER = "other"
 
@@ -96,6 +103,10 @@ class Metrics:
             "request_success", "Requests ended, by reason", [*names, "finished_reason"], registry=registry
         )
         self._success = {reason: success.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
+        turned_away = Counter(
+            "requests_turned_away", "Requests refused or given up, by reason", [*names, "reason"], registry=registry
+        )
+        self._turned_away = {reason: turned_away.labels(**labels, reason=reason) for reason in TURNED_AWAY}
 
     def _make_histograms(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -183,6 +194,13 @@ class Metrics:
             self._prefill.observe(max(0.0, clock.first - clock.submitted - queued_s))
             self._inference.observe(max(0.0, clock.last - clock.submitted - queued_s))
 
+    def turned_away(self, error: SlipstreamError) -> None:
+        """A request was refused before it was scheduled, or given up for its time or its reader."""
+        for kind, reason in TURNED_AWAY_AS.items():
+            if isinstance(error, kind):
+                self._turned_away[reason].inc()
+                return
+
     def answered(self, method: str, route: str | None, status: int) -> None:
         """An HTTP request was answered. *route* is the template that matched it, None for none."""
         known = method if method in METHODS else OTHER
@@ -191,6 +209,13 @@ class Metrics:
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def samples(self) -> Iterator[tuple[str, Sample]]:
+        """Yield every sample once, under our own name, with what its family is about."""
+        for family in self._registry.collect():
+            if family.name.startswith(OWN):
+                for sample in family.samples:
+                    yield family.documentation, sample
 
     def summary(self) -> str | None:
         """Return what happened since the last call in one line, or None if nothing did."""

@@ -11,6 +11,7 @@ from runtime.admission import QueueLimits
 from runtime.delivery import ReadingLimits
 from runtime.http.limits import ConnectionLimits, GuardOptions
 from runtime.keys import Keys
+from runtime.pacing import UNPACED, Aggregate, Pacing
 
 StreamPacing = Literal["off", "aggregate"]
 
@@ -68,6 +69,11 @@ class SafetyOptions(BaseModel):
     def guard(self) -> GuardOptions:
         """What HTTP requests pass first. Raises `ConfigError`."""
         return GuardOptions(self.keys, self.body_timeout, salts_by_key=self.cache_salt_by_key)
+
+    @property
+    def pacing(self) -> Pacing:
+        """How streams are cut into packets."""
+        return Aggregate() if self.stream_pacing == "aggregate" else UNPACED
 
     @property
     def connections(self) -> ConnectionLimits:

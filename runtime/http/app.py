@@ -89,7 +89,7 @@ def _add_generation_routes(app: FastAPI, server: Server) -> None:
 
 
 async def _respond(server: Server, http: Request, body: GenerationRequest, job: Job) -> Response:
-    job = replace(job, timeout_s=body.timeout)
+    job = replace(job, timeout_s=body.timeout, pacing=server.options.pacing)
     if body.stream:
         return respond_in_chunks(server.engine, job)
     return await respond_whole(server.engine, job, http)

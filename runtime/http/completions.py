@@ -90,6 +90,7 @@ async def completion_job(server: Server, body: CompletionRequest) -> Job:
     model = server.model_name(body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
     prompts, params = body.prompts(), body.completion_sampling(server.options.sampling_defaults)
+    server.engine.check_open(len(prompts) * params.n)  # before any of them is tokenised
     groups: list[list[Request]] = []
     choices: list[Choice] = []
     for index, prompt in enumerate(prompts):

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput
+from runtime.admission import num_prompt_tokens
 from runtime.delivery import Delta
 from runtime.engine import EngineClient
 from runtime.http.errors import ApiError, as_api_error, error_body
@@ -23,6 +24,7 @@ from runtime.http.render import speculation, usage
 from runtime.http.responses import RequestMetrics, Usage
 from runtime.http.schemas import GenerationRequest, SpecMetrics
 from runtime.http.server import Server
+from runtime.pacing import UNPACED, Pacing
 from runtime.speculating import speculating
 
 T = TypeVar("T")
@@ -101,6 +103,7 @@ class Job:
     spec_metrics: SpecMetrics = "none"
     origins: Origins | None = None
     timeout_s: float | None = None
+    pacing: Pacing = UNPACED
 
     @property
     def requests(self) -> list[Request]:
@@ -212,32 +215,45 @@ class EventStream(StreamingResponse):
 
 
 def respond_in_chunks(engine: EngineClient, job: Job) -> Response:
-    """Answer with server-sent events."""
+    """Answer with server-sent events. Raises, while the status can still say so, as `EngineClient.check_open`."""
+    engine.check_open(len(job.requests), num_prompt_tokens(job.requests))
     return EventStream(_events(engine, job))
 
 
 async def _events(engine: EngineClient, job: Job) -> AsyncGenerator[bytes, None]:
+    packet = job.pacing.packet
     try:
-        async with aclosing(_chunks(engine, job)) as chunks:
-            async for chunk in chunks:
-                yield _event(msgspec.json.encode(chunk))
+        async with aclosing(_chunks(engine, job)) as groups:
+            async for chunks in groups:
+                if data := packet([_event(msgspec.json.encode(chunk)) for chunk in chunks]):
+                    yield data
     except Exception as error:
-        yield _event(error_body(as_api_error(error)))
-    yield _event(b"[DONE]")
+        yield packet([_event(error_body(as_api_error(error)))])
+    yield packet([_event(b"[DONE]")])
 
 
 def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def _chunks(engine: EngineClient, job: Job) -> AsyncGenerator[msgspec.Struct, None]:
-    """Yield chunks as tokens come; usage and statistics at the end, where they were asked for."""
-    no_usage = None if job.wants_usage else UNSET
-    async with aclosing(engine.stream(job.requests, job.timeout_s)) as deltas:
-        async for delta in deltas:
-            choice = job.take(delta)
-            if choice.has_news:
-                over = not job.wants_usage and all(each.finish_reason is not None for each in job.choices)
-                yield job.envelope.wrap([choice.write()], no_usage, job.metrics(is_last=over))
+async def _chunks(engine: EngineClient, job: Job) -> AsyncGenerator[list[msgspec.Struct], None]:
+    """Yield chunks as tokens come, grouped by packet; usage and statistics at the end, where they were asked for."""
+    async with aclosing(engine.stream(job.requests, job.timeout_s)) as deltas, aclosing(
+        job.pacing.batches(deltas)
+    ) as batches:
+        async for batch in batches:
+            yield _written(job, batch)
     if job.wants_usage:
-        yield job.envelope.wrap([], job.usage(), job.metrics())
+        yield [job.envelope.wrap([], job.usage(), job.metrics())]
+
+
+def _written(job: Job, batch: Sequence[Delta]) -> list[msgspec.Struct]:
+    """Return a chunk for each choice that *batch* has news of."""
+    touched = {choice.index: choice for choice in [job.take(delta) for delta in batch]}
+    news = [choice for choice in touched.values() if choice.has_news]
+    over = not job.wants_usage and all(choice.finish_reason is not None for choice in job.choices)
+    no_usage = None if job.wants_usage else UNSET
+    return [
+        job.envelope.wrap([choice.write()], no_usage, job.metrics(is_last=over and choice is news[-1]))
+        for choice in news
+    ]

@@ -14,6 +14,7 @@ from runtime.http.responses import ModelCard
 from runtime.http.schemas import GenerationRequest, SpecMetrics
 from runtime.http.tools import ToolOptions
 from runtime.metrics import Metrics
+from runtime.pacing import UNPACED, Pacing
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ServerOptions:
     tools: ToolOptions = field(default_factory=ToolOptions)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     guard: GuardOptions = field(default_factory=GuardOptions)
+    pacing: Pacing = UNPACED
     created: int = field(default_factory=lambda: int(time.time()))
 
 
