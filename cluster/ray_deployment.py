@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from ray import serve
-from ray.serve.config import BackpressureConfig
 
 from cluster import ray_cluster
 from cluster.ray_placement import BARE, Layout, actor_resources, layout
@@ -27,8 +26,7 @@ NAME = "Slipstream"
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 3.0, 30.0
 """The check only reads what is known, so it is late only where the whole process is."""
 QUEUED = 256
-"""Requests that a proxy holds while all replicas are full; those beyond are refused."""
-RETRY_AFTER_S = 1.0
+"""Requests that a proxy holds while all replicas are full; more are refused, as `backpressure_config` says."""
 OTHERS = 64
 """Requests of a replica that are for no tokens."""
 
@@ -64,7 +62,6 @@ def deployed(ingress: type, plan: Layout, config: EngineConfig, settings: Server
         # health, must pass.
         "max_ongoing_requests": config.scheduler.max_num_seqs + settings.max_waiting_requests + OTHERS,
         "max_queued_requests": QUEUED,
-        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         "graceful_shutdown_timeout_s": settings.drain_s,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
