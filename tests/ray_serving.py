@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -74,6 +73,10 @@ class Cluster:
     @property
     def target(self) -> str:
         return f"{LOOPBACK}:{self.grpc}"
+
+    @property
+    def node_pids(self) -> list[int]:
+        return [node.pid for node in self._nodes]
 
     def start(self, command: str, num_cpus: int) -> None:
         """Run a `ray start` line as a node beside the others on this machine, which takes ports of its own."""
@@ -216,7 +219,3 @@ class Stream:
 
 def until(condition: Callable[[], bool], what: object) -> float:
     return wait_until(condition, PATIENCE_S, what)
-
-
-def now() -> float:
-    return time.monotonic()
