@@ -13,6 +13,7 @@ from cluster.cli_version import version
 from cluster.described import described, served_names
 from cluster.engine_process import CONFIG
 from cluster.ray_channel import RayChannel
+from cluster.ray_metrics import Mirror
 from cluster.ray_site import ReplicaSite
 from cluster.serve_arguments import ServerArguments
 from protos.config import EngineConfig
@@ -66,7 +67,7 @@ class Replica:
             timeout_s=settings.request_timeout, reading=settings.reading, queue=settings.queue,
         )  # fmt: skip
         self._metrics.follow(self._engine.stats)
-        self._summaries: asyncio.Task[None] | None = None
+        self._beside: list[asyncio.Task[None]] = []
 
     async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
         return assemble.preprocessor(self._config, info, self._tokenizer)
@@ -84,8 +85,9 @@ class Replica:
             raise
         for line in described(self._config, info):
             log.info(line)
+        self._beside.append(asyncio.create_task(Mirror(self._metrics).run()))
         if not self._config.disable_log_stats:
-            self._summaries = asyncio.create_task(log_summaries(self._metrics))
+            self._beside.append(asyncio.create_task(log_summaries(self._metrics)))
 
     def app(self) -> FastAPI:
         """Return what answers HTTP."""
@@ -113,8 +115,8 @@ class Replica:
 
     async def close(self) -> None:
         """End the engine and everything it started."""
-        if self._summaries is not None:
-            self._summaries.cancel()
+        for task in self._beside:
+            task.cancel()
         await self._engine.close()
 
 
@@ -146,6 +148,7 @@ def _served(config: EngineConfig, settings: ServerArguments) -> ServerOptions:
         tools=settings.tools,
         sampling_defaults=sampling_defaults(config.model),
         guard=settings.guard,
+        pacing=settings.pacing,
     )
 
 
