@@ -15,7 +15,9 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -37,6 +39,7 @@ from runtime.process import ProcessChannel, python_command
 ALONE, HTTP = "engine alone", "over HTTP"
 AT_MOST = 1.15
 HOST = "127.0.0.1"
+Side = Callable[[Sequence[dict[str, Any]]], int]
 
 
 class Served:
@@ -48,6 +51,7 @@ class Served:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._engine: AsyncEngine | None = None
         self._reader: subprocess.Popen[str] | None = None
+        self.cpu_s: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -66,8 +70,7 @@ class Served:
 
     async def _serving(self) -> AsyncIterator[int]:
         config = self._config
-        tokenizer = load_tokenizer(config.model)
-        assert tokenizer is not None
+        tokenizer: Any = load_tokenizer(config.model)
         metrics = Metrics("bench")
         channel = ProcessChannel(python_command("cluster.engine_process"), CONFIG.dump_json(config).decode())
 
@@ -93,6 +96,13 @@ class Served:
             return await work
 
         return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
+
+    def clocked(self, name: str, side: Side, bodies: Sequence[dict[str, Any]]) -> int:
+        """Run a side, and count the processor time of this process, which has everything but the controller."""
+        began = time.process_time()
+        tokens = side(bodies)
+        self.cpu_s[name] += time.process_time() - began
+        return tokens
 
     def alone(self, bodies: Sequence[dict[str, Any]]) -> int:
         """Stream all from the engine; return the tokens."""
@@ -139,16 +149,22 @@ def main() -> None:
     served = Served(config)
     asked = bodies(args.streams, args.max_tokens)
     with served.running():
-        sides = {ALONE: served.alone, HTTP: served.over_http}
+        sides: dict[str, Side] = {ALONE: served.alone, HTTP: served.over_http}
         for side in sides.values():
             side(asked)  # warm
-        timings = measure.alternate({name: partial(side) for name, side in sides.items()}, [asked] * args.blocks)
+        served.cpu_s.clear()
+        timings = measure.alternate({name: partial(served.clocked, name, side) for name, side in sides.items()},
+                                    [asked] * args.blocks)
     ratio = timings.slowdown(HTTP, ALONE)
+    tokens = float(timings.tokens_B.sum())
+    cpu_us = {name: 1e6 * served.cpu_s[name] / tokens for name in sides}
     for name in sides:
-        print(f"{name:<16} {timings.tokens_per_second(name):9.1f} tokens/s (median of {args.blocks} blocks)")
+        print(f"{name:<16} {timings.tokens_per_second(name):9.1f} tokens/s (median of {args.blocks} blocks), "
+              f"{cpu_us[name]:.0f} us of this process's time a token")
     print(f"{HTTP} / {ALONE}, {args.streams} streams: {ratio}   wanted <= {AT_MOST}")
     measure.write(args.output, {**measure.environment(args.threads), "streams": args.streams, "blocks": args.blocks,
-                                "tokens_a_block": float(timings.tokens_B[0]), "ratio": asdict(ratio),
+                                "tokens_a_block": float(timings.tokens_B[0]), "cpu_us_a_token": cpu_us,
+                                "ratio": asdict(ratio),
                                 "seconds": {name: values.tolist() for name, values in timings.seconds.items()}})
 
 
