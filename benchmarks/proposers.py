@@ -1,24 +1,29 @@
 """Every proposer there is for the demo target, on held-out prompts and on functions written again.
 
-    python -m benchmarks.proposers [--limit 16] [--only eagle3,suffix] [--output figures.json]
+    python -m benchmarks.proposers [--limit 8] [--only "eagle3;suffix"] [--output figures.json]
 
 Batch 1, greedy and sampled. Each proposer's engine takes turns with one that does not speculate, prompt by prompt, so
 that noise hits both alike; speed-ups come with bootstrap 95 % intervals over prompts. "Tokens a step" are those the
-target yields a forward; the acceptance length, 1 + accepted guesses, is over those forwards that had guesses.
+target yields a forward; the acceptance length, 1 + accepted guesses, is over those forwards that had guesses. `rest`
+looks things up in the part of the standard library that the demo models were trained on.
 """
 
-from collections.abc import Iterator, Sequence
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from benchmarks import measure, workload
 from benchmarks.sides import Engine
 from benchmarks.workload import Item, Sampling
-from demo import head, pair
+from demo import corpus, head, pair
+from proposers import datastore
 from runtime.stats import EngineStats
 
 ON, OFF = "on", "off"
@@ -49,17 +54,22 @@ TITLE = ("| proposer | task | sampling | tokens a step | acceptance length | gue
 
 CHAINS = {"medusa": 4, "hydra": 1, "mlp_speculator": 4, "recurrent": 4, "eagle": 3, "eagle3": 3}
 TREES = {"medusa": 16, "recurrent": 16, "eagle": 12, "eagle3": 12}
+CASCADE = "suffix, then draft_model"
+REMEMBERING = frozenset({"suffix", CASCADE})
+"""They know their answers again. Asked in two ways, they have an engine for each: or the second would be flattered."""
+PROMPTS = 8
+"""Of each task, where nothing else is said: for all proposers together a quarter of an hour or so."""
 
 
-def proposers(draft: Path) -> dict[str, Config]:
+def proposers(draft: Path, store: Path) -> dict[str, Config]:
     """Return the `speculative_config` of every proposer, each with the number of guesses that suits it."""
     return {
         "draft_model": {"model": str(draft), "num_speculative_tokens": 3},
         "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
         "suffix": {"method": "suffix", "num_speculative_tokens": 16},
+        "rest": {"method": "rest", "num_speculative_tokens": 16, "datastore": str(store)},
         "lookahead": {"method": "lookahead", "num_speculative_tokens": 56},
-        "suffix, then draft_model": {"method": ["suffix", "draft_model"], "model": str(draft),
-                                     "num_speculative_tokens": 3},
+        CASCADE: {"method": ["suffix", "draft_model"], "model": str(draft), "num_speculative_tokens": 3},
         **{name: _trained(name, guesses, "chain") for name, guesses in CHAINS.items()},
         **{f"{name}, tree": _trained(name, guesses, "tree") for name, guesses in TREES.items()},
     }
@@ -69,14 +79,27 @@ def _trained(name: str, guesses: int, shape: str) -> Config:
     return {"method": name, "model": str(head(name)), "num_speculative_tokens": guesses, "draft_shape": shape}
 
 
-def lines(name: str, on: Engine, off: Engine, work: workload.Workload) -> Iterator[Line]:
-    """Measure one proposer on everything."""
+def build_store(target: Path, path: Path) -> None:
+    """Write the datastore of `rest`: all of the standard library that was not held out, in the target's tokens."""
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    texts = list(corpus.read(corpus.split(corpus.stdlib_root())[0]))
+    datastore.write(path, [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)],
+                    datastore.fingerprint(tokenizer.get_vocab()))
+
+
+def ways(name: str, sampling: Mapping[str, Sampling]) -> list[Mapping[str, Sampling]]:
+    """Return which ways of sampling share an engine of this proposer."""
+    return [{kind: one} for kind, one in sampling.items()] if name in REMEMBERING else [sampling]
+
+
+def lines(name: str, on: Engine, off: Engine, work: workload.Workload, kinds: Mapping[str, Sampling]) -> Iterator[Line]:
+    """Measure one proposer on all tasks, in these *kinds* of sampling."""
     tasks: dict[str, Sequence[Item]] = {HELDOUT: work.single, EDITING: work.editing}
-    for sampling in work.sampling.values():
+    for sampling in kinds.values():
         on.one(work.concurrent[0], sampling)  # warm, on what is not measured: some remember their answers
         off.one(work.concurrent[0], sampling)
     for task, items in tasks.items():
-        for kind, sampling in work.sampling.items():
+        for kind, sampling in kinds.items():
             yield _line(name, task, kind, on, off, items, sampling)
 
 
@@ -99,25 +122,33 @@ def _grown(before: EngineStats, after: EngineStats) -> tuple[int, int, int, int]
 def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument("--only", help="names of proposers, with semicolons between them")
+    parser.set_defaults(limit=PROMPTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    target, draft = args.model or pair()[0], args.draft or pair()[1]
-    work = workload.load(target, args.limit)
-    chosen = proposers(draft)
-    if args.only:
-        chosen = {name.strip(): chosen[name.strip()] for name in args.only.split(";")}
-    off = Engine(target, None, threads=args.threads)
-    print(TITLE)
-    found: list[Line] = []
-    for name, config in chosen.items():
-        on = Engine(target, config, threads=args.threads)
-        for line in lines(name, on, off, work):
-            print(line, flush=True)
-            found.append(line)
-        on.llm.shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = proposers(args.draft or pair()[1], Path(folder) / "store")
+        if args.only:
+            chosen = {name.strip(): chosen[name.strip()] for name in args.only.split(";")}
+        target = args.model or pair()[0]
+        if "rest" in chosen:
+            build_store(target, Path(folder) / "store")
+        found = list(measured(target, chosen, args))
     measure.write(args.output, {
         "environment": measure.environment(args.threads), "configs": chosen, "lines": [asdict(line) for line in found],
     })
+
+
+def measured(target: Path, chosen: Mapping[str, Config], args: argparse.Namespace) -> Iterator[Line]:
+    """Print and yield every line of the table."""
+    work, off = workload.load(target, args.limit), Engine(target, None, threads=args.threads)
+    print(TITLE)
+    for name, config in chosen.items():
+        for kinds in ways(name, work.sampling):
+            on = Engine(target, config, threads=args.threads)
+            for line in lines(name, on, off, work, kinds):
+                print(line, flush=True)
+                yield line
+            on.llm.shutdown()
 
 
 if __name__ == "__main__":

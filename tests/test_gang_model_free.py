@@ -82,7 +82,6 @@ def test_on_ray(method: str, models: Models, tmp_path: Path, ray_cluster: Any) -
     assert off.proposed == 0
     speculative = keys(method, off.outputs, tmp_path)
     on = identity.generate(models[0], prompts, params, speculative_config=speculative, tensor_parallel_size=WORLD,
-                           distributed_executor_backend="ray", num_gpu_blocks_override=400, block_size=4,
-                           max_model_len=128)
+                           distributed_executor_backend="ray", num_gpu_blocks_override=1200, block_size=4)
     assert on.outputs == off.outputs
     on.assert_speculated()
