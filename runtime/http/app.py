@@ -46,9 +46,11 @@ def create_app(engine: EngineClient, tokenizer: Decoder, metrics: Metrics, optio
 def _add_service_routes(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """200 while the engine can answer, else 503."""
+        """200 while requests are taken, else 503."""
         if not server.engine.is_alive:
             raise ApiError(503, "the engine has stopped; its log says why", code="engine_dead")
+        if server.engine.state == "draining":
+            raise ApiError(503, "the server is about to stop and takes no new requests", code="draining")
         return Response()
 
     @app.get("/version")
