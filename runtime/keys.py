@@ -1,5 +1,6 @@
 """API keys: who may ask at all. Used for HTTP headers and gRPC metadata alike."""
 
+import base64
 import hashlib
 import hmac
 from collections.abc import Iterable
@@ -45,6 +46,20 @@ class Keys:
             return True
         given = _digest(bearer(authorization))
         return sum(hmac.compare_digest(given, each) for each in self._digests) > 0  # every key is compared
+
+    def accepts_password(self, authorization: str | None) -> bool:
+        """Whether *authorization*, `Basic ...` as browsers send it, has a key as its password."""
+        return self.accepts(f"{SCHEME} {_password(authorization)}")
+
+
+def _password(authorization: str | None) -> str:
+    scheme, _, encoded = (authorization or "")[:LONGEST].partition(" ")
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(encoded.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def bearer(authorization: str | None) -> str:

@@ -32,15 +32,19 @@ class Guarded:
     port: int
     engine: AsyncEngine
     loop: asyncio.AbstractEventLoop
+    client: httpx.Client
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
+        return self.client.post(path, json=body)
 
-    def raw(self, data: bytes, timeout_s: float = 30.0) -> bytes:
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.client.get(path, **options)
+
+    def raw(self, data: bytes, timeout_s: float = 120.0) -> bytes:
         """Send *data* as it is; return everything that comes back until the server closes the connection."""
         with socket.create_connection(("127.0.0.1", self.port), timeout_s) as connection:
             connection.sendall(data)
@@ -109,12 +113,14 @@ def guarded(max_model_len: int = 512, **safety: Any) -> Iterator[Guarded]:
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
-        assert server.listening.wait(60)
+        assert server.listening.wait(120)
+        port = listener.getsockname()[1]
         try:
-            yield Guarded(listener.getsockname()[1], engine, loops[0])
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, verify=False) as client:
+                yield Guarded(port, engine, loops[0], client)
         finally:
             server.should_exit = True
-            thread.join(60)
+            thread.join(120)
 
 
 def events(text: str) -> list[Any]:

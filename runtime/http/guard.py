@@ -12,11 +12,13 @@ from runtime.http.errors import ApiError, as_api_error, error_response
 from runtime.http.limits import GuardOptions
 from runtime.keys import TENANT
 
-OPEN_PATHS = frozenset({"/health"}) | pages.OPEN_PATHS
-"""Answered without a key: whatever keeps the server running must be able to ask, and a browser to show the page."""
+OPEN_PATHS = frozenset({"/health"})
+"""Answered without a key: whatever keeps the server running must be able to ask."""
 
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 BEARER = {"www-authenticate": "Bearer"}
+ASK_PERSON = {"www-authenticate": 'Basic realm="Slipstream: an API key as password", charset="UTF-8"'}
+"""Lets a browser ask for the key before it shows a page, since nobody can give it a header."""
 BUSY_RETRY = {"retry-after": "1"}
 
 
@@ -69,9 +71,11 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         path, given, keys = routed_path(scope), authorization(scope), self._options.keys
-        if path not in OPEN_PATHS and not keys.accepts(given):
+        is_page = path in pages.PATHS and scope["method"] == "GET"
+        # Browsers send passwords along unasked, also for other people's pages: they open nothing but the page.
+        if path not in OPEN_PATHS and not keys.accepts(given) and not (is_page and keys.accepts_password(given)):
             raise ApiError(401, "a key that this server knows is needed: send the header Authorization: Bearer KEY",
-                           code="invalid_api_key", headers=BEARER)
+                           code="invalid_api_key", headers=ASK_PERSON if is_page else BEARER)
         if self._options.salts_by_key:
             TENANT.set(keys.tenant(given))
         if path in GENERATION_PATHS:

@@ -24,9 +24,8 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-OPEN_PATHS = frozenset({"/", *(f"/playground/{name}" for name in KINDS)})
-"""Answered without a key, so that a browser can show the field for it: files that are the same for everybody. What the
-page then asks for needs a key as ever."""
+PATHS = frozenset({"/", *(f"/playground/{name}" for name in KINDS)})
+"""Where a key may also come as a password, which browsers can ask for. What the page then asks for needs it as ever."""
 
 
 def add_routes(app: FastAPI) -> None:
