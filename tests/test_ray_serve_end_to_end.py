@@ -10,11 +10,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -22,8 +24,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from protos import slipstream_v1_pb2 as pb
 from protos import slipstream_v1_pb2_grpc as stubs
 from slipstream import LLM, SamplingParams
-from tests import tiny_pairs
+from tests import fake_engine, tiny_models, tiny_pairs
 from tests.deployments import CLUSTER, load
+from tests.openai_checks import CHECKS, STRUCTURED, Check, a_parsed_answer
 from tests.processes import is_running, wait_gone
 from tests.ray_serving import BIN, PATIENCE_S, Cluster, Stream, cluster, head_line, members, on_ports_of, until
 
@@ -167,6 +170,20 @@ def test_requests_that_begin_alike_go_to_the_replica_that_knows_the_beginning(se
         cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in counts]
         assert cached[0] == 0
         assert all(cached[1:]), cached
+
+
+# The real OpenAI client.
+
+
+@pytest.fixture(scope="module")
+def client(served: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
+        yield made
+
+
+@pytest.mark.parametrize("check", [*CHECKS, a_parsed_answer], ids=lambda check: check.__name__)
+def test_the_openai_client_is_content(client: openai.OpenAI, check: Check) -> None:
+    check(client, "demo")
 
 
 # Deaths.
@@ -337,15 +354,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def gang_config(made: Cluster, pair: tuple[Path, Path]) -> dict[str, Any]:
     """Return a config of one replica: two target ranks and a draft, each in a bundle of its own."""
-    config = on_ports_of(made, load(CLUSTER / "serve" / "config.yaml"))
-    (application,) = config["applications"]
-    arguments = {
-        "model": str(pair[0]), "served_model_name": "tiny", "device": "cpu", "dtype": "float32", "enforce_eager": True,
-        "num_gpu_blocks_override": 256, "tensor_parallel_size": 2,
-        "speculative_config": {"model": str(pair[1]), "num_speculative_tokens": 3, "placement": "dedicated"},
-    }  # fmt: skip
-    deployments = [{**application["deployments"][0], "num_replicas": 1}]
-    return {**config, "applications": [{**application, "args": arguments, "deployments": deployments}]}
+    draft = {"model": str(pair[1]), "num_speculative_tokens": 3, "placement": "dedicated"}
+    return one_replica(
+        made, model=str(pair[0]), served_model_name="tiny", dtype="float32", tensor_parallel_size=2,
+        speculative_config=draft,
+    )  # fmt: skip
 
 
 def worker_pids(made: Cluster, who: str) -> list[int]:
@@ -396,6 +409,65 @@ def streamed_with(url: str, prompt: str, began: Callable[[], None], **fields: An
     return seen
 
 
+# A model that calls tools; keys, and too many requests.
+
+
+def one_replica(made: Cluster, **arguments: Any) -> dict[str, Any]:
+    """Return the shipped config with one replica of its own arguments."""
+    config = on_ports_of(made, load(CLUSTER / "serve" / "config.yaml"))
+    (application,) = config["applications"]
+    deployments = [{**application["deployments"][0], "num_replicas": 1}]
+    args = {"device": "cpu", "enforce_eager": True, "num_gpu_blocks_override": 400, **arguments}
+    return {**config, "applications": [{**application, "args": args, "deployments": deployments}]}
+
+
+def test_answers_of_a_form_and_calls(served: Cluster, client: openai.OpenAI, tmp_path: Path) -> None:
+    vocab_size = fake_engine.bare_tokenizer().get_vocab_size()
+    tiny_models.build("llama", tmp_path, vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+                      max_position_embeddings=2048)  # fmt: skip
+    fake_engine.tokenizer().save_pretrained(tmp_path)
+    guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    served.deploy(one_replica(
+        served, model=str(tmp_path), served_model_name="tiny", max_model_len=1536, max_num_seqs=8,
+        speculative_config=guesses, tool_call_parser="hermes", enable_auto_tool_choice=True,
+    ))  # fmt: skip
+    for check in STRUCTURED:
+        check(client, "tiny")
+
+
+def test_keys_are_asked_for_and_too_much_is_refused_at_once(served: Cluster) -> None:
+    served.deploy(one_replica(served, api_key="a key", max_num_seqs=1, max_waiting_requests=1))
+    assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
+    for path in ("/v1/models", "/metrics", "/v1/nothing"):
+        assert httpx.get(served.url + path, timeout=60).status_code == 401, path
+    with channel(served) as opened:
+        stub = stubs.GenerationServiceStub(opened)
+        nobody = refusal(lambda: stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60))
+        assert nobody.code() == grpc.StatusCode.UNAUTHENTICATED
+        known = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60, metadata=(("authorization", "Bearer a key"),))
+        assert known.model == "demo"
+        assert health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
+
+    def answers(max_retries: int) -> list[object]:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="a key", max_retries=max_retries,
+                           timeout=PATIENCE_S) as made, ThreadPoolExecutor(8) as pool:  # fmt: skip
+            return list(pool.map(lambda number: outcome(made, f"x_{number} = "), range(8)))
+
+    refused = [error for error in answers(0) if isinstance(error, openai.RateLimitError)]
+    assert refused
+    assert all(int(error.response.headers["retry-after"]) >= 1 for error in refused)
+    assert all(isinstance(answer, str) for answer in answers(50))
+
+
+def outcome(client: openai.OpenAI, prompt: str) -> object:
+    """Return an answer's text, or the error in its place."""
+    asks = {"ignore_eos": True}
+    try:
+        return client.completions.create(model="demo", prompt=prompt, max_tokens=60, extra_body=asks).choices[0].text
+    except openai.APIStatusError as error:
+        return error
+
+
 # Other ways in.
 
 
@@ -408,16 +480,13 @@ def test_serve_run_serves_until_it_is_told_to_stop(served: Cluster) -> None:
         "num_gpu_blocks_override=256", "--route-prefix", "/",
     ]  # fmt: skip
     environment = {**served.environment, "RAY_ADDRESS": served.address}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=environment) as process:
         try:
-            assert process.stderr is not None
-            line = next((line for line in process.stderr if "deployed successfully" in line), "")
-            assert line
+            until(lambda: bool(served.replicas()) or process.poll() is not None, "a replica")
             served.wait_running()
             answer = completed("http://127.0.0.1:8000", PROMPTS[0], max_tokens=4)
             assert answer["usage"]["completion_tokens"] == 4
             process.send_signal(signal.SIGINT)
-            process.stderr.read()
             process.wait(120)
         finally:
             process.kill()
