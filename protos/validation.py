@@ -22,6 +22,8 @@ LIMITS = {
     "finite_number": "must be finite",
     "string_too_short": "must have at least {min_length} character(s)",
     "string_too_long": "must have at most {max_length} characters",
+    "model_type": "must be an object",
+    "extra_forbidden": "is unknown",
     "string_pattern_mismatch": "must match {pattern}",
     "too_short": "must have at least {min_length} item(s)",
     "too_long": "must have at most {max_length} items",

@@ -129,7 +129,8 @@ def completion_logprobs(client: openai.OpenAI, model: str) -> None:
     assert choice.logprobs is not None
     lists = (choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs)
     assert {len(each or ()) for each in (*lists, choice.logprobs.text_offset)} == {len(choice.logprobs.tokens or ())}
-    assert all(2 <= len(tops) <= 3 for tops in choice.logprobs.top_logprobs or ())
+    # By text, so that pieces of characters, which are spelt alike, share a place.
+    assert all(1 <= len(tops) <= 3 for tops in choice.logprobs.top_logprobs or ())
 
 
 def an_echo(client: openai.OpenAI, model: str) -> None:

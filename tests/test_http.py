@@ -360,7 +360,9 @@ def test_models(served: Served) -> None:
 def test_service_routes(served: Served) -> None:
     assert httpx.get(served.url + "/health").status_code == 200
     assert httpx.get(served.url + "/version").json() == {"version": "1.2.3"}
-    assert "/v1/completions" in httpx.get(served.url + "/openapi.json").json()["paths"]
+    document = httpx.get(served.url + "/openapi.json")
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"} <= document.json()["paths"].keys()
+    assert "$defs" not in document.text
     echoed = httpx.get(served.url + "/health", headers={"x-request-id": "mine-1"})
     assert echoed.headers["x-request-id"] == "mine-1"
     assert httpx.get(served.url + "/health", headers={"x-request-id": "no good"}).headers["x-request-id"] != "no good"
@@ -402,9 +404,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "speculative_config": {"num_speculative_tokens": 9}}, "speculative_config", "at most 4"),
     ({"prompt": "x", "speculative_config": {"num_speculative_tokens": 0}}, "speculative_config", "enabled: false"),
     ({"prompt": "x", "speculative_config": {"method": "ngram"}}, "speculative_config", "(draft_model), got 'ngram'"),
-    ({"prompt": "x", "speculative_config": {"methods": "ngram"}}, "speculative_config", "not permitted"),
-    ({"prompt": "x", "prediction": "text"}, "prediction", "Prediction"),
-    ({"prompt": "x", "prediction": {"type": "content", "content": 5}}, "prediction", "5"),
+    ({"prompt": "x", "speculative_config": {"methods": "ngram"}}, "speculative_config", "unknown, got 'ngram'"),
+    ({"prompt": "x", "prediction": "text"}, "prediction", "prediction must be an object"),
+    ({"prompt": "x", "prediction": {"type": "content", "content": 5}}, "prediction", "prediction['content'] must be"),
     ({"prompt": "x", "per_request_spec_decode_metrics": "all"}, "per_request_spec_decode_metrics", "'detailed'"),
     ({"prompt": ["x"] * 2000}, "prompt", "at most 1024"),
 ]

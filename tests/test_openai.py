@@ -1,5 +1,10 @@
 """The real OpenAI client against a server of our own: see `tests.openai_checks`."""
 
+import contextlib
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +24,8 @@ from runtime.inputs import load_tokenizer
 from runtime.metrics import Metrics
 from tests import fake_engine, tiny_models
 from tests.http_server import Served, serving
-from tests.openai_checks import CHECKS, STRUCTURED, USER, Check, strict
+from tests.openai_checks import CHECKS, STRUCTURED, USER, Check, a_parsed_answer, strict
+from tests.serving import Running
 
 DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none")
 
@@ -53,19 +59,25 @@ def real_engine(config: EngineConfig) -> AsyncEngine:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 300 tokens with a chat template that takes tools."""
     folder = tmp_path_factory.mktemp("tiny")
     vocab_size = fake_engine.bare_tokenizer().get_vocab_size()
     tiny_models.build("llama", folder, vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=0,
                       max_position_embeddings=2048)  # fmt: skip
     fake_engine.tokenizer().save_pretrained(folder)
-    config = engine_config({
-        "model": str(folder), "max_model_len": 1536, "num_gpu_blocks_override": 400, "device": "cpu",
-        "enforce_eager": True, "max_num_seqs": 8,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
-    })  # fmt: skip
-    with serving(real_engine(config)) as running:
+    return folder
+
+
+TINY = {
+    "max_model_len": 1536, "num_gpu_blocks_override": 400, "device": "cpu", "max_num_seqs": 8,
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Iterator[Served]:
+    with serving(real_engine(engine_config({"model": str(folder), "enforce_eager": True, **TINY}))) as running:
         yield running
 
 
@@ -74,32 +86,79 @@ def test_answers_of_a_form(tiny: Served, check: Check) -> None:
     check(tiny.client, "fake")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_tiny_model(tiny: Served, check: Check) -> None:
-    check(tiny.client, "fake")
+def test_what_is_predicted_comes_faster_and_is_the_same(tiny: Served) -> None:
+    asked: dict[str, Any] = {
+        "prompt": "foxes", "max_tokens": 48, "temperature": 1, "seed": 3, "allowed_token_ids": fake_engine.letters(),
+        "per_request_spec_decode_metrics": "summary",
+    }  # fmt: skip
+    plain = tiny.post(**asked).json()
+    text = plain["choices"][0]["text"]
+    predicted = tiny.post(**asked, prediction={"type": "content", "content": text}).json()
+    assert predicted["choices"][0]["text"] == text
+    before, after = (each["metrics"]["speculative_decoding"] for each in (plain, predicted))
+    assert after["num_accepted_draft_tokens"] > before["num_accepted_draft_tokens"] + 5
+
+
+# `slipstream serve` as users start it
+
+
+@contextlib.contextmanager
+def slipstream_serve(**options: object) -> Iterator[openai.OpenAI]:
+    """Run the command with *options* on a free port; yield a client of it."""
+    flags = [f"--{name.replace('_', '-')}={shown_as_flag(value)}" for name, value in options.items()]
+    command = [sys.executable, "-m", "cluster.cli", "serve", "--host=127.0.0.1", "--port=0", "--grpc-port=-1", *flags]
+    with subprocess.Popen([*command, "--enable-auto-tool-choice"], stderr=subprocess.PIPE, text=True) as process:
+        running = Running(process)
+        try:
+            with openai.OpenAI(base_url=running.url() + "/v1", api_key="none", max_retries=0, timeout=300) as client:
+                yield client
+            process.send_signal(signal.SIGTERM)
+            code, log = running.ended()
+            assert code == 0, log
+            assert "Traceback" not in log
+        finally:
+            process.kill()
+
+
+def shown_as_flag(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 @pytest.fixture(scope="module")
-def demo(demo_pair: Any) -> Iterator[Served]:
-    config = engine_config({"enforce_eager": True, "max_num_seqs": 8, "device": "cpu"})
-    assert Path(config.model.model) == Path(demo_pair.target)
-    with serving(real_engine(config), load_tokenizer(config.model)) as running:
-        yield running
+def standalone_tiny(folder: Path) -> Iterator[openai.OpenAI]:
+    with slipstream_serve(model=folder, served_model_name="tiny", tool_call_parser="hermes", **TINY) as client:
+        yield client
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_demo_pair(demo: Served, check: Check) -> None:
-    check(demo.client, "fake")
+@pytest.mark.parametrize("check", [*CHECKS, *STRUCTURED], ids=lambda check: check.__name__)
+def test_a_tiny_model_as_users_serve_it(standalone_tiny: openai.OpenAI, check: Check) -> None:
+    check(standalone_tiny, "tiny")
+
+
+@pytest.fixture(scope="module")
+def standalone_demo() -> Iterator[openai.OpenAI]:
+    with slipstream_serve(tool_call_parser="llama3_json", max_num_seqs=8) as client:
+        yield client
 
 
 @pytest.mark.full
-def test_the_demo_pair_speculates(demo: Served) -> None:
-    told = demo.post(prompt="def add(a, b):", max_tokens=64, temperature=0, per_request_spec_decode_metrics="detailed")
-    figures = told.json()["metrics"]["speculative_decoding"]
-    assert figures["num_accepted_draft_tokens"] > 0
-    assert len(figures["per_step_drafted"]) == figures["num_spec_steps"]
+@pytest.mark.parametrize("check", [*CHECKS, a_parsed_answer], ids=lambda check: check.__name__)
+def test_the_demo_pair_as_users_serve_it(standalone_demo: openai.OpenAI, check: Check) -> None:
+    check(standalone_demo, "demo")
+
+
+@pytest.mark.full
+def test_the_demo_pair_speculates(standalone_demo: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 64, "temperature": 0}
+    bodies = [{"per_request_spec_decode_metrics": "detailed", "speculative_config": wish}
+              for wish in ({}, {"num_speculative_tokens": 1}, {"enabled": False})]  # fmt: skip
+    answers = [strict(standalone_demo.completions.create(**asked, extra_body=body)) for body in bodies]
+    assert len({answer.choices[0].text for answer in answers}) == 1
+    figures = [(answer.model_extra or {})["metrics"]["speculative_decoding"] for answer in answers]
+    assert [told["num_spec_tokens"] for told in figures] == [3, 1, 0]
+    assert figures[0]["num_accepted_draft_tokens"] > figures[1]["num_accepted_draft_tokens"] > 0
+    assert all(len(told["per_step_drafted"]) == told["num_spec_steps"] for told in figures)
 
 
 # Retries

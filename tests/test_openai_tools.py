@@ -152,7 +152,9 @@ def test_the_next_turn_holds_calls_and_their_results(hermes: Served) -> None:
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice", "'fly'"),
-    ({"tool_choice": "must"}, "tool_choice", "'required'"),
+    ({"tool_choice": "must"}, "tool_choice", "tool_choice must be none, auto, required or"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice must be none, auto, required or"),
+    ({"tool_choice": {"type": "function", "function": {"name": "wait", "x": 1}}}, "tool_choice", "must be none, auto"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tools": [WIDE, WIDE]}, "tools", "'paint' twice"),
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools", "function"),

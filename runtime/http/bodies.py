@@ -18,7 +18,21 @@ Body = TypeVar("Body", bound=RequestBody)
 
 def described(model: type[RequestBody]) -> dict[str, Any]:
     """Return the OpenAPI entry of a body that is read by `read_body`."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+    schema = model.model_json_schema()
+    whole = _spelt_out(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
+
+
+def _spelt_out(schema: Any, definitions: dict[str, Any]) -> Any:
+    """Return *schema* with definitions in place of references: in a document, those would lead elsewhere."""
+    if isinstance(schema, list):
+        return [_spelt_out(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = schema.get("$ref", "").rpartition("/")[2]
+    if name in definitions:
+        return _spelt_out(definitions[name], definitions)
+    return {key: _spelt_out(value, definitions) for key, value in schema.items()}
 
 
 def json_response(body: msgspec.Struct | dict[str, Any]) -> Response:

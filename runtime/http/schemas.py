@@ -26,6 +26,10 @@ def _one_as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _text_as_parts(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
 def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
@@ -90,12 +94,12 @@ class Prediction(BaseModel):
     model_config = STRICT
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: Annotated[list[TextPart], BeforeValidator(_text_as_parts, json_schema_input_type=str | list[TextPart])]
 
     @property
     def text(self) -> str:
         """All of it."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content)
 
 
 class GenerationRequest(RequestBody, FormFields):

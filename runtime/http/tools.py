@@ -3,9 +3,9 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from protos.errors import ConfigError, InvalidRequestError
 from protos.sampling import SamplingParams
@@ -64,7 +64,17 @@ class NamedChoice(BaseModel):
     function: Named
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+def _checked_choice(value: object) -> object:
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if isinstance(name, str) and value == {"type": "function", "function": {"name": name}}:
+        return value
+    raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, BeforeValidator(_checked_choice)]
 
 
 @dataclass(frozen=True)
