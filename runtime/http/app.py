@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.engine import EngineClient
-from runtime.http import errors, pages, tokenizing
+from runtime.http import errors, openapi, pages, tokenizing
 from runtime.http.bodies import described, json_response, read_body
 from runtime.http.chat import chat_job
 from runtime.http.completions import completion_job
@@ -38,6 +38,7 @@ def create_app(engine: EngineClient, tokenizer: Decoder, metrics: Metrics, optio
     _add_generation_routes(app, server)
     tokenizing.add_routes(app, server)
     pages.add_routes(app)
+    openapi.install(app)
     app.add_middleware(Guard, engine=engine, options=options.guard)
     app.add_middleware(Observed, metrics=metrics)
     return app
