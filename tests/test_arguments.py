@@ -46,6 +46,7 @@ def test_every_kept_argument_lands_where_it_belongs() -> None:
         seed=42, block_size=32, num_gpu_blocks_override=7, kv_cache_memory_bytes=10**9, gpu_memory_utilization=0.8,
         enable_prefix_caching=False, max_num_seqs=3, max_num_batched_tokens=77, enable_chunked_prefill=True,
         enforce_eager=True, tensor_parallel_size=1, served_model_name="x", disable_log_stats=True,
+        log_format="json", enable_log_requests=True,
         skip_tokenizer_init=True,
     )  # fmt: skip
     assert config.model.dtype == "float16"
@@ -56,6 +57,7 @@ def test_every_kept_argument_lands_where_it_belongs() -> None:
     assert (config.cache.memory_utilization, config.cache.enable_prefix_caching) == (0.8, False)
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (3, 77)
     assert (config.seed, config.served_model_name, config.disable_log_stats) == (42, ("x",), True)
+    assert (config.log_format, config.log_requests) == ("json", True)
     assert (config.parallel.executor, config.speculative) == ("uni", None)
 
 

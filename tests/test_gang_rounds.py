@@ -67,11 +67,25 @@ def gang(models: Models) -> Iterator[StartGang]:
         engine.built.shutdown()
 
 
+def assert_timed(engine: Engine, *, draft: bool) -> None:
+    """Phases were measured, and fit into the steps they were phases of."""
+    stats = engine.built.controller.stats()
+    phases = stats.phases
+    assert phases.score_s > 0
+    assert phases.verify_s > 0
+    assert phases.score_s + phases.verify_s + phases.transfer_s <= stats.steps_s
+    assert (phases.propose_s > 0) == draft
+    assert phases.propose_s <= stats.steps_s
+    assert phases.late_drafts == 0
+    assert (stats.speculation, stats.num_speculative_tokens) == (("on", K) if draft else ("off", 0))
+
+
 def test_uni_with_a_draft_says_the_same(models: Models, plain: dict[str, list[int]]) -> None:
     engine = uni(models, draft=True)
     engine.put(*requests())
     assert engine.finish() == plain
     assert engine.proposed() > engine.accepted > 0
+    assert_timed(engine, draft=True)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -88,6 +102,7 @@ def test_a_gang_says_what_one_process_says(
     else:
         assert engine.proposed() == 0
         assert not engine.drafted
+    assert_timed(engine, draft=draft)
 
 
 @pytest.mark.parametrize("world", [1, 2])
