@@ -12,6 +12,7 @@ An engine in one process (`uni`) has bundle 0 only, with its device in it.
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import serve
 
 from cluster import ray_cluster
@@ -20,6 +21,7 @@ from cluster.ray_router import routing
 from cluster.ray_site import replica_bundles
 from cluster.serve_arguments import ServerArguments
 from protos.config import EngineConfig
+from protos.errors import ConfigError
 
 NAME = "Slipstream"
 """By which a Serve config sets the number of replicas and other options."""
@@ -35,11 +37,15 @@ def planned(config: EngineConfig) -> tuple[Layout, EngineConfig]:
     """Return what a replica needs, and *config* with that written down, so that replicas need not find out again.
 
     A cluster that grows from nothing shows no GPU yet: `device: cuda` says that there will be some.
+
+    Raises:
+        ConfigError: nobody said on which device, and there is no cluster to ask yet.
     """
-    resources = ray_cluster.cluster_resources()
-    if config.model.device == "cuda":
-        resources = {**resources, "GPU": max(1.0, resources.get("GPU", 0.0))}
-    plan = layout(config, resources)
+    if config.model.device == "auto" and not ray.is_initialized():
+        raise ConfigError("device must be cpu or cuda here: `serve run` builds the application before it joins Ray, "
+                          "so that there is nobody to ask for GPUs")
+    resources = {"cuda": {"GPU": 1.0}, "cpu": {}}.get(config.model.device)
+    plan = layout(config, ray_cluster.cluster_resources() if resources is None else resources)
     return plan, replace(config, parallel=replace(config.parallel, worker_resources=plan.worker))
 
 

@@ -57,7 +57,7 @@ class Replica:
 
     def __init__(self, config: EngineConfig, settings: ServerArguments) -> None:
         log_to_stderr(config.log_format)
-        self._config, self._settings = config, _with_keys(settings)
+        self._config, self._settings = config, with_keys(settings)
         self._options = _served(config, self._settings)
         self.keys = self._options.guard.keys
         self._tokenizer = _tokenizer(config, settings)
@@ -133,7 +133,7 @@ def check(engine: EngineClient, heartbeat_timeout_s: float) -> None:
                               f"{heartbeat_timeout_s:g}")
 
 
-def _with_keys(settings: ServerArguments) -> ServerArguments:
+def with_keys(settings: ServerArguments) -> ServerArguments:
     """Add the keys in this process's environment, where secrets of a cluster are handed over."""
     keys = tuple(os.environ.get(API_KEY_VARIABLE, "").split())
     return settings.model_copy(update={"api_key": (*settings.api_key, *keys)})

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from cluster.cli_options import API_KEY_VARIABLE
 from cluster.settings import engine_config
 from protos import arguments
 from protos.config import EngineConfig
@@ -14,9 +15,13 @@ from runtime.http.schemas import SpecMetrics
 from runtime.http.tools import ToolOptions
 from runtime.safety import SafetyOptions
 
-STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)  # which may hold keys
-OF_CONNECTIONS = frozenset({"max_connections", "header_timeout"})
-"""Options of our own HTTP server: Ray Serve's proxies hold the connections."""
+STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+ELSEWHERE = {
+    "api_key": f"Ray logs arguments: put keys in {API_KEY_VARIABLE}, in the environment of Ray's processes",
+    "max_connections": "the connections are those of Ray Serve's proxies",
+    "header_timeout": "the connections are those of Ray Serve's proxies",
+}
+"""Options of `slipstream serve` that have no place here, and why."""
 LONGEST_ANSWER_S = 600.0
 LEEWAY_S = 10.0
 
@@ -80,6 +85,8 @@ class ServeArguments(BaseModel):
         parts: dict[str, dict[str, Any]] = {"engine": {}, "server": {}}
         for spelt, value in given.items():
             name = str(spelt).replace("-", "_")
+            if name in ELSEWHERE:
+                raise ValueError(f"{name} is not taken here: {ELSEWHERE[name]}")
             if name not in SERVER and name not in arguments.NAMES:
                 raise ValueError(f"unknown argument {str(spelt)!r}{did_you_mean(name, SERVER | arguments.NAMES)}")
             parts["server" if name in SERVER else "engine"][name] = value
@@ -97,5 +104,5 @@ class ServeArguments(BaseModel):
         return engine_config(self.engine)
 
 
-SERVER = frozenset(ServerArguments.model_fields) - OF_CONNECTIONS
+SERVER = frozenset(ServerArguments.model_fields) - ELSEWHERE.keys()
 """Names of the server's arguments."""

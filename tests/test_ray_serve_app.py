@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.affinity import BLOCK_CHARS, MAX_BLOCKS, MAX_BODY_BYTES, Owners, PrefixHeader, keys_in, keys_of, session_of
-from cluster.serve_arguments import SERVER, ServeArguments
-from protos.errors import EngineDeadError, PlacementError
+from cluster.serve_arguments import ELSEWHERE, SERVER, ServeArguments
+from protos import arguments
+from protos.errors import ConfigError, EngineDeadError, PlacementError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray's
 
@@ -21,14 +22,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on
 
 def test_arguments_are_those_of_the_engine_and_of_the_server() -> None:
     given = ServeArguments.model_validate({
-        "tensor-parallel-size": 2, "device": "cpu", "request_timeout": 30, "api_key": ["one"],
-        "tool_call_parser": "hermes", "heartbeat_timeout_s": "5",
+        "tensor-parallel-size": 2, "device": "cpu", "request_timeout": 30, "tool_call_parser": "hermes",
+        "heartbeat_timeout_s": "5",
     })  # fmt: skip
     assert given.config.parallel.tensor_parallel_size == 2
     assert given.server.heartbeat_timeout_s == 5.0
     assert given.server.drain_s == 40.0  # longer than a request may take
     assert given.server.tools.parser == "hermes"
-    assert given.server.keys.accepts("Bearer one")
     assert ServeArguments.model_validate({}).server.drain_s == 600.0
 
 
@@ -36,14 +36,14 @@ def test_arguments_are_those_of_the_engine_and_of_the_server() -> None:
     ({"modle": "x"}, "unknown argument 'modle', did you mean 'model'?"),
     ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
     ({"reqest_timeout": 2}, "did you mean 'request_timeout'?"),
-    ({"max_connections": 2}, "unknown argument 'max_connections'"),  # Serve's proxies hold the connections
+    ({"max_connections": 2}, "max_connections is not taken here: the connections are those of Ray Serve's proxies"),
+    ({"api_key": ["a secret"]}, "api_key is not taken here: Ray logs arguments: put keys in SLIPSTREAM_API_KEY"),
     ({"engine": {}}, "unknown argument 'engine'"),
     ({"heartbeat_timeout_s": 0}, "greater than 0"),
     ({"tensor_parallel_size": "two"}, "tensor_parallel_size must be an integer, got 'two'"),
     ({"speculative_config": {"methd": "ngram"}}, "did you mean 'method'?"),
     ({"skip_tokenizer_init": True}, "serving needs a tokenizer"),
     ({"tool_call_parser": "nobody's"}, "tool_call_parser must be one of"),
-    ({"api_key": [""]}, "api_key must be"),
     ("model", "args must hold"),
 ])  # fmt: skip
 def test_arguments_nobody_knows_are_refused(given: Any, said: str) -> None:
@@ -52,13 +52,37 @@ def test_arguments_nobody_knows_are_refused(given: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_a_refusal_tells_no_key() -> None:
+def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cluster.ray_replica import with_keys
+
+    settings = ServeArguments.model_validate({}).server
+    monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
+    assert with_keys(settings).keys.accepts(None)
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "one two")
+    keys = with_keys(settings).keys
+    assert keys.accepts("Bearer one")
+    assert keys.accepts("Bearer two")
+    assert not keys.accepts("Bearer three")
+    assert not keys.accepts(None)
+
+
+def test_a_refusal_tells_no_value() -> None:
     with pytest.raises(ValidationError) as caught:
-        ServeArguments.model_validate({"api_key": ["a secret of ours "], "modle": 1})
+        ServeArguments.model_validate({"api_key": ["a secret"], "modle": 1})
     assert "a secret" not in str(caught.value)
-    with pytest.raises(ValidationError) as caught:
-        ServeArguments.model_validate({"api_key": ["a secret of ours "]})
-    assert "a secret" not in str(caught.value)
+
+
+def test_the_device_must_be_said_where_there_is_no_cluster_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from cluster.ray_deployment import planned
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match="device must be cpu or cuda here"):
+        planned(ServeArguments.model_validate({}).config)
+    assert planned(ServeArguments.model_validate({"device": "cuda"}).config)[0].worker == {"CPU": 1.0, "GPU": 1.0}
+    plan, config = planned(ServeArguments.model_validate({"device": "cpu"}).config)
+    assert plan.worker == config.parallel.worker_resources == {"CPU": 1.0}
 
 
 def test_serve_takes_what_the_command_takes() -> None:
@@ -70,9 +94,7 @@ def test_serve_takes_what_the_command_takes() -> None:
     command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     options = {parameter.name for parameter in command.params}
     elsewhere = {"host", "port", "grpc_host", "grpc_port", "shutdown_timeout", "config", "positional_model",
-                 "max_connections", "header_timeout"}  # fmt: skip
-    from protos import arguments
-
+                 *ELSEWHERE}  # fmt: skip
     taken = SERVER | arguments.NAMES
     missing = {name for name in options if name not in taken | elsewhere and "tls" not in name and "ssl" not in name}
     assert not missing

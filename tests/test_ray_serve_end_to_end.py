@@ -436,7 +436,9 @@ def test_answers_of_a_form_and_calls(served: Cluster, client: openai.OpenAI, tmp
 
 
 def test_keys_are_asked_for_and_too_much_is_refused_at_once(served: Cluster) -> None:
-    served.deploy(one_replica(served, api_key="a key", max_num_seqs=1, max_waiting_requests=1))
+    config = one_replica(served, max_num_seqs=1, max_waiting_requests=1)
+    config["applications"][0]["runtime_env"] = {"env_vars": {"SLIPSTREAM_API_KEY": "a key"}}
+    served.deploy(config)
     assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
     for path in ("/v1/models", "/metrics", "/v1/nothing"):
         assert httpx.get(served.url + path, timeout=60).status_code == 401, path
