@@ -17,6 +17,7 @@ from runtime.http.limits import ConnectionLimits
 
 __all__ = ["HttpFace", "HttpOptions", "bound", "described", "served_names"]
 
+KEEP_ALIVE_S = 75  # clients keep idle connections for 5 s and more; whoever closes first must not be the server
 BACKLOG = 2048  # connections that may wait to be accepted
 CLOSING_S = 1
 """Answers that could not be finished in time have this long to say so."""
@@ -83,6 +84,7 @@ class HttpFace:
             lifespan="off",
             timeout_graceful_shutdown=CLOSING_S,
             backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
             ssl_certfile=None if tls is None else tls.cert,
             ssl_keyfile=None if tls is None else tls.key,
         ))  # fmt: skip

@@ -67,7 +67,8 @@ def _responses(path: str) -> dict[str, Any]:
         content["application/json"] = {"schema": _reference(ANSWERS[path])}
     if path in STREAMS:
         said = EVENTS.format(name=STREAMS[path].__name__)
-        content["text/event-stream"] = {"schema": {"type": "string", "description": said}}
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "description": said}
+        content["text/event-stream"] = {"schema": event}
     error = {"description": "what went wrong", "content": {"application/json": {"schema": _reference(ErrorBody)}}}
     return {"200": {"description": "the answer", "content": content}, "default": error}
 

@@ -1,0 +1,249 @@
+"""What too many requests do to a server: how much of its best it still delivers, how fast it refuses, and its memory.
+
+    python -m benchmarks.overload [--seconds 20] [--slots 16] [--factors 2 10] [--output figures.json]
+
+`slipstream serve` runs in a process of its own, with the demo pair or the model given. Its best is measured with twice
+as many clients as it has slots, each asking again as soon as it is answered. Then requests come at a fixed rate, 2 and
+10 times that of the best, whether earlier ones are answered or not. The best is measured again after each, and the
+ratio is to the mean of the two around it, since machines drift. Goodput counts the tokens of answers that came whole in
+the time that was measured. Refusals are timed by their clients, in another process.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+import demo
+from benchmarks import measure, workload
+
+GOODPUT_AT_LEAST, REFUSED_WITHIN_MS, MEMORY_AT_MOST = 0.95, 50.0, 1.05
+WARM_S = 3.0
+"""What is answered in the first seconds of a phase is not counted: the queue is still filling."""
+
+
+@dataclass
+class Phase:
+    """What the clients saw in one phase."""
+
+    name: str
+    seconds: float
+    tokens: int = 0
+    answered: int = 0
+    other: int = 0
+    refused_ms: list[float] = field(default_factory=list)
+    memory_mib: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Tokens of whole answers a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def rate(self) -> float:
+        """Whole answers a second."""
+        return self.answered / self.seconds
+
+    def refusal_ms(self, percentile: float) -> float:
+        """Return that percentile of the time refusals took, 0 where nobody was refused."""
+        return float(np.percentile(self.refused_ms, percentile)) if self.refused_ms else 0.0
+
+    def line(self) -> str:
+        """Say it."""
+        return (f"{self.name:>10}: {self.goodput:8.1f} tokens/s, {self.rate:6.2f} answers/s, {len(self.refused_ms):6d} "
+                f"refused in {self.refusal_ms(50):5.1f} ms (median), {self.refusal_ms(99):5.1f} ms (99 %), "
+                f"{max(self.refused_ms, default=0):5.1f} ms (most), {self.memory_mib:7.1f} MiB, {self.other} other")
+
+    def figures(self) -> dict[str, Any]:
+        """Return it for a file."""
+        told = {key: value for key, value in asdict(self).items() if key != "refused_ms"}
+        times = {f"refused_ms_{each}": self.refusal_ms(each) for each in (50, 99, 100)}
+        return {**told, "goodput": self.goodput, "rate": self.rate, "refused": len(self.refused_ms), **times}
+
+
+class Clients:
+    """All clients of one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        self._session = session
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+        self._asked = 0
+
+    async def ask(self, phase: Phase, since: float, until: float) -> None:
+        """Ask once; count the answer in *phase* if it comes in its time."""
+        prompt = self._prompts[self._asked % len(self._prompts)]
+        self._asked += 1
+        body = {"prompt": prompt, "max_tokens": self._max_tokens, "ignore_eos": True, "temperature": 0,
+                "cache_salt": str(self._asked)}  # fmt: skip
+        began = time.perf_counter()
+        try:
+            async with self._session.post("/v1/completions", json=body) as answer:
+                status, content = answer.status, await answer.json()
+        except aiohttp.ClientError:
+            status, content = 0, {}
+        now = time.perf_counter()
+        if not since <= now <= until:
+            return
+        if status == 200:
+            phase.answered += 1
+            phase.tokens += content["usage"]["completion_tokens"]
+        elif status == 429:
+            phase.refused_ms.append(1000 * (now - began))
+        else:
+            phase.other += 1
+
+    async def best(self, name: str, seconds: float, num_clients: int) -> Phase:
+        """Let each client ask again as soon as it is answered."""
+        phase, since, until = self._phase(name, seconds)
+
+        async def one() -> None:
+            while time.perf_counter() < until:
+                await self.ask(phase, since, until)
+
+        await asyncio.gather(*(one() for _ in range(num_clients)))
+        return phase
+
+    async def flood(self, name: str, seconds: float, rate: float) -> Phase:
+        """Ask *rate* times a second, whatever becomes of it."""
+        phase, since, until = self._phase(name, seconds)
+        asked, began = [], time.perf_counter()
+        while (now := time.perf_counter()) < until:
+            while len(asked) < (now - began) * rate:
+                asked.append(asyncio.ensure_future(self.ask(phase, since, until)))
+            await asyncio.sleep(1 / rate)
+        await asyncio.gather(*asked)
+        return phase
+
+    def _phase(self, name: str, seconds: float) -> tuple[Phase, float, float]:
+        since = time.perf_counter() + WARM_S
+        return Phase(name, seconds), since, since + seconds
+
+
+class Server:
+    """`slipstream serve` and the processes it started."""
+
+    def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
+        self.url = url
+        self._pid = process.pid
+
+    def memory_mib(self) -> float:
+        """Return what the server and its controller hold now, in MiB."""
+        return sum(_memory_mib(pid) for pid in (self._pid, *_children(self._pid)))
+
+
+def _children(pid: int) -> list[int]:
+    told = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in told.read_text().split()] if told.exists() else []
+
+
+def _memory_mib(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+@contextlib.contextmanager
+def served(args: argparse.Namespace) -> Iterator[Server]:
+    """Start the server; stop it in the end."""
+    options = [f"--num-threads={args.threads}", f"--max-num-seqs={args.slots}", "--disable-log-stats", "--port=0",
+               f"--max-waiting-requests={args.waiting}", "--grpc-port=-1", "--host=127.0.0.1"]  # fmt: skip
+    if args.model is not None:
+        options.append(f"--model={args.model}")
+    command = [sys.executable, "-m", "cluster.cli", "serve", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield Server(process, _url(process))
+        finally:
+            process.terminate()
+            process.communicate(timeout=120)
+
+
+def _url(process: "subprocess.Popen[str]") -> str:
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        found = re.search(r"ready on (http://[\d.:]+)", line)
+        if found is not None:
+            return found[1]
+    raise SystemExit("the server did not start:\n" + "".join(seen))
+
+
+async def phases(server: Server, args: argparse.Namespace) -> AsyncIterator[Phase]:
+    """Yield the best, then each flood and the best after it."""
+    prompts = [list(item.prompt) for item in workload.load(args.model or demo.pair()[0], args.limit).concurrent]
+    endless = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(server.url, connector=connector, timeout=endless) as session:
+        clients = Clients(session, prompts, args.max_tokens)
+        await clients.best("warm-up", WARM_S, 2 * args.slots)
+        best = await clients.best("best", args.seconds, 2 * args.slots)
+        best.memory_mib = server.memory_mib()
+        yield best
+        for factor in args.factors:
+            flood = await clients.flood(f"{factor:g}x", args.seconds, factor * best.rate)
+            flood.memory_mib = server.memory_mib()
+            yield flood
+            best = await clients.best("best", args.seconds, 2 * args.slots)
+            best.memory_mib = server.memory_mib()
+            yield best
+
+
+async def run(args: argparse.Namespace) -> list[Phase]:
+    """Run all phases, saying what came out of each."""
+    found = []
+    with served(args) as server:
+        async for phase in phases(server, args):
+            print(phase.line(), flush=True)
+            found.append(phase)
+    return found
+
+
+def judged(found: Sequence[Phase]) -> tuple[dict[str, Any], bool]:
+    """Return the figures that are promised, and whether each keeps its promise."""
+    floods = range(1, len(found), 2)
+    ratios = {found[i].name: found[i].goodput / np.mean([found[i - 1].goodput, found[i + 1].goodput]) for i in floods}
+    refused = {found[i].name: found[i].refusal_ms(99) for i in floods}
+    memory = found[-1].memory_mib / found[0].memory_mib
+    kept = (min(ratios.values()) >= GOODPUT_AT_LEAST and max(refused.values()) <= REFUSED_WITHIN_MS
+            and memory <= MEMORY_AT_MOST and not any(phase.other for phase in found)
+            and all(found[i].refused_ms for i in floods))  # fmt: skip
+    return {"goodput_of_best": ratios, "refused_ms_99": refused, "memory_after_by_before": memory}, bool(kept)
+
+
+def main() -> None:
+    """Run the benchmark; exit status 1 where a promise is not kept."""
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
+    parser.add_argument("--slots", type=int, default=16, help="requests that run at once")
+    parser.add_argument("--waiting", type=int, default=16, help="requests that may wait")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--factors", type=float, nargs="+", default=[2.0, 10.0], help="rates, by that of the best")
+    args = parser.parse_args()
+    found = asyncio.run(run(args))
+    figures, kept = judged(found)
+    for name, ratio in figures["goodput_of_best"].items():
+        print(f"{name}: {ratio:.3f} of the best (at least {GOODPUT_AT_LEAST}), 99 % of refusals within "
+              f"{figures['refused_ms_99'][name]:.1f} ms (at most {REFUSED_WITHIN_MS:g})")
+    grown = figures["memory_after_by_before"]
+    print(f"memory after all by memory after the best: {grown:.3f} (at most {MEMORY_AT_MOST})")
+    measure.write(args.output, {"environment": measure.environment(args.threads), **figures, "kept": kept,
+                                "phases": [phase.figures() for phase in found]})
+    sys.exit(not kept)
+
+
+if __name__ == "__main__":
+    main()
