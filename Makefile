@@ -1,5 +1,5 @@
 # People and CI use the same targets; each installs what it needs, once.
-#   make serve | test | check | bench | accept-engine | accept-gang | accept-proposers | clean
+#   make serve | test | check | bench | accept-engine | accept-gang | accept-proposers | accept-serving | clean
 # VENV and PYTHON may be given: `make test VENV=/path/to/venv PYTHON=python3.12`.
 
 PYTHON ?= python3
@@ -17,15 +17,19 @@ RESULTS := benchmarks/results
 TWO_THREADS := OMP_NUM_THREADS=2
 
 # What the gang's acceptance runs, and the engine's does not.
-GANG_TESTS := $(sort $(wildcard tests/test_gang_*.py tests/test_process_gang.py tests/test_ray_*.py \
-	tests/test_tensor_parallel*.py tests/test_doctor.py))
+GANG_TESTS := $(filter-out $(wildcard tests/test_ray_serve_*.py), $(sort $(wildcard tests/test_gang_*.py \
+	tests/test_process_gang.py tests/test_ray_*.py tests/test_tensor_parallel*.py tests/test_doctor.py)))
 # And what the proposers' acceptance runs.
 PROPOSER_TESTS := $(addprefix tests/test_,$(addsuffix .py,attention_drafters capture demo_heads detection \
 	drafter_traps draft_runner every_proposer formats heads learned_worker lookahead malformed model_free \
 	model_free_arguments model_free_engine mtp own_proposer parallel_drafters parts proposers rest seed_examples \
 	seed_pairs static_tree translation trees tree_attention))
+# And what the servers' acceptance runs.
+SERVING_TESTS := $(sort $(wildcard tests/test_serving_*.py tests/test_grpc*.py tests/test_structured*.py \
+	tests/test_openai*.py tests/test_deploy*.py tests/test_ray_serve*.py tests/test_playground*.py \
+	tests/test_bench_serve*.py tests/test_bad_input*.py tests/test_http.py tests/test_serve_http.py))
 
-.PHONY: install serve test protos check bench accept-engine accept-gang accept-proposers accept-oldest clean
+.PHONY: install serve test protos check bench accept-engine accept-gang accept-proposers accept-serving accept-oldest clean
 
 serve: $(READY)
 	$(BIN)/slipstream serve $(ARGS)
@@ -48,7 +52,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.proposers --output $(RESULTS)/proposers.json
 
 accept-engine: check accept-oldest
-	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(GANG_TESTS) $(PROPOSER_TESTS))
+	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(GANG_TESTS) $(PROPOSER_TESTS) $(SERVING_TESTS))
 	$(MAKE) bench
 
 # Several processes a test on as many processors as there are: one thread each.
@@ -64,6 +68,12 @@ accept-proposers: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full" -s $(PROPOSER_TESTS)
 	$(BIN)/python -m benchmarks.model_free --output $(RESULTS)/model_free.json
 	$(BIN)/python -m benchmarks.proposers --output $(RESULTS)/proposers.json
+
+accept-serving: check
+	mkdir -p $(RESULTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full" -s $(SERVING_TESTS)
+	$(BIN)/python -m benchmarks.overload --threads 1 --output $(RESULTS)/overload.json
+	$(BIN)/python -m benchmarks.http_overhead --output $(RESULTS)/http_overhead.json
 
 # The oldest transformers that is promised, in an environment of its own.
 accept-oldest: $(OLDEST_READY)
