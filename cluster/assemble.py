@@ -18,6 +18,7 @@ from runtime.controller import Controller, Inbox, LocalInbox
 from runtime.detokenizer import DetokenizerFactory
 from runtime.inputs import Preprocessor, load_tokenizer
 from runtime.policy import Policy, make_policy, settled
+from runtime.sampling_defaults import usual_tokens
 from runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Prep
     return Preprocessor(
         tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len,
         capacity=info.num_blocks * info.block_size, eos_ids=info.eos_ids, seed=config.seed,
+        usual_tokens=usual_tokens(config.model),
     )
 
 

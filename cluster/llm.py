@@ -19,7 +19,7 @@ from protos.outputs import RequestOutput
 from protos.sampling import SamplingParams
 from runtime.inputs import Prompt, as_prompts
 from runtime.outputs import Decode, OutputCollector, no_text
-from runtime.sampling_defaults import sampling_defaults
+from runtime.sampling_defaults import sampling_defaults, usual_tokens
 from runtime.stats import EngineStats
 
 logger = logging.getLogger("slipstream")
@@ -55,6 +55,8 @@ class LLM:
     def _start(self, config: EngineConfig, say: Callable[[str], None]) -> None:
         self.config = config
         self._sampling_defaults = sampling_defaults(config.model)
+        if usual_tokens(config.model) is not None:
+            self._sampling_defaults["max_tokens"] = None
         self._engine = make_engine(config, say)
         self._preprocessor = self._engine.preprocessor
         self._names = map(str, itertools.count())
@@ -137,7 +139,10 @@ class LLM:
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` and `chat` use where nothing is given: what the model's checkpoint recommends."""
+        """Return what `generate` and `chat` use where nothing is given: what the model's checkpoint recommends.
+
+        `max_tokens` None is as long as it recommends, or up to the end of the context.
+        """
         return SamplingParams(**self._sampling_defaults)
 
     def stats(self) -> EngineStats:

@@ -66,6 +66,7 @@ class Preprocessor:
         capacity: tokens the whole KV cache holds.
         eos_ids: what ends a sequence, unless the request ignores it.
         seed: makes the drawn seeds repeatable.
+        usual_tokens: how long an answer without `max_tokens` may get; None: up to the end of the context.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Preprocessor:
         capacity: int,
         eos_ids: Sequence[int] = (),
         seed: int | None = None,
+        usual_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -84,6 +86,7 @@ class Preprocessor:
         self._capacity = capacity
         self._eos_ids = tuple(eos_ids)
         self._random = random.Random(seed)
+        self._usual_tokens = usual_tokens
         self._grammars = GrammarChecker(tokenizer, vocab_size, eos_ids)
 
     def requests(self, prompt: Any, params: SamplingParams, request_id: str) -> list[Request]:
@@ -222,7 +225,8 @@ class Preprocessor:
                 f"{prompt_len} and the output",
                 name,
             )
-        return params.max_tokens or room
+        usual = room if self._usual_tokens is None else min(room, max(self._usual_tokens, params.min_tokens))
+        return params.max_tokens or usual
 
     # Sampling
 

@@ -20,9 +20,9 @@ NAMES = {
     "top_p": "top_p",
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
 }
 """What is taken over, as in vLLM, and under which names."""
+LONGEST = "max_new_tokens"
 
 
 def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
@@ -33,16 +33,33 @@ def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a folder was named and has none, or the values cannot be sampled with.
     """
-    if config.generation_config == NOTHING:
-        return {}
-    path = _path(config)
-    stored = {} if path is None else _read(path)
+    stored = _stored(config)
     defaults = {name: stored[key] for key, name in NAMES.items() if stored.get(key) is not None}
     try:
         SamplingParams(**defaults)
     except InvalidRequestError as error:
         raise ConfigError(f"{FILE} of the model: {error}; leave it out with generation_config 'vllm'") from None
     return defaults
+
+
+def usual_tokens(config: ModelConfig) -> int | None:
+    """Return how long answers are by *config* that nobody limits, None for as long as the context is.
+
+    Raises:
+        ConfigError: as `sampling_defaults`, or it is no number of tokens.
+    """
+    longest = _stored(config).get(LONGEST)
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise ConfigError(f"{FILE} of the model: {LONGEST} must be an integer of at least 1, got {shown(longest)}; "
+                          "leave it out with generation_config 'vllm'")
+    return longest
+
+
+def _stored(config: ModelConfig) -> dict[str, Any]:
+    if config.generation_config == NOTHING:
+        return {}
+    path = _path(config)
+    return {} if path is None else _read(path)
 
 
 def _path(config: ModelConfig) -> Path | None:

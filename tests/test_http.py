@@ -219,12 +219,11 @@ def test_predictions_are_taken_and_change_no_token(served: Served) -> None:
 
 
 def test_sampling_defaults_are_those_of_requests_without_their_own() -> None:
-    defaults = {"max_tokens": 3, "temperature": 0.0, "repetition_penalty": 1.1}
-    with serving(local_engine(), sampling_defaults=defaults) as served:
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
-        assert served.post("/v1/chat/completions", **asked).json()["usage"]["completion_tokens"] == 3
-        assert served.post("/v1/chat/completions", **asked, max_tokens=5).json()["usage"]["completion_tokens"] == 5
-        assert served.post(prompt="x").json()["usage"]["completion_tokens"] == 3
+    with serving(local_engine(), sampling_defaults={"bad_words": ["o"], "min_tokens": 3, "n": 2}) as served:
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        assert len(served.post("/v1/chat/completions", **asked).json()["choices"]) == 2
+        assert len(served.post("/v1/chat/completions", **asked, n=1).json()["choices"]) == 1
+        assert len(served.post(prompt="x").json()["choices"]) == 2
 
 
 def test_many_at_once(served: Served) -> None:

@@ -209,6 +209,15 @@ def test_chat_is_rendered_as_transformers_does(preprocessor: Preprocessor, folde
     assert preprocessor.requests(prompt, SamplingParams(), "r")[0].prompt_token_ids == prompt.token_ids
 
 
+def test_answers_that_nobody_limits_are_as_long_as_usual(tokenizer: PreTrainedTokenizerFast) -> None:
+    sizes = {"vocab_size": VOCAB, "max_model_len": 64, "capacity": 1024}
+    for usual, options, wanted in ((20, {}, 20), (20, {"max_tokens": 30}, 30), (20, {"min_tokens": 25}, 25),
+                                   (90, {}, 60), (None, {}, 60)):  # fmt: skip
+        made = Preprocessor(tokenizer, usual_tokens=usual, **sizes)
+        (request,) = made.requests([5] * 4, SamplingParams(**{"max_tokens": None, **options}), "r")
+        assert request.max_tokens == wanted
+
+
 def test_messages_as_templates_know_them(tokenizer: PreTrainedTokenizerFast) -> None:
     said = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": None, "refusal": None}]
     roles = "{% for m in messages %}{{ m.role }}={{ m.content }}{{ m.keys() | list }};{% endfor %}"

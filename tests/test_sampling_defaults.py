@@ -10,13 +10,13 @@ from protos.arguments import parse
 from protos.config import ModelConfig
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
-from runtime.sampling_defaults import sampling_defaults
+from runtime.sampling_defaults import sampling_defaults, usual_tokens
 
 STORED = {
     "eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": None,
     "repetition_penalty": 1.05, "max_new_tokens": 99, "transformers_version": "5",
 }  # fmt: skip
-TAKEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "max_tokens": 99}
+TAKEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 
 
 def stored(folder: Path, content: Any = STORED) -> str:
@@ -29,7 +29,12 @@ def test_those_of_the_model_are_taken_as_vllm_takes_them(tmp_path: Path) -> None
     defaults = sampling_defaults(ModelConfig(stored(tmp_path)))
     assert defaults == TAKEN
     assert SamplingParams(**defaults).top_k == 20
+    assert usual_tokens(ModelConfig(str(tmp_path))) == 99
+    assert usual_tokens(ModelConfig(str(tmp_path), generation_config="vllm")) is None
     assert sampling_defaults(ModelConfig(stored(tmp_path, {"eos_token_id": 2}))) == {}
+    assert usual_tokens(ModelConfig(str(tmp_path))) is None
+    with pytest.raises(ConfigError, match="max_new_tokens must be an integer of at least 1, got 0"):
+        usual_tokens(ModelConfig(stored(tmp_path, {"max_new_tokens": 0})))
 
 
 def test_none_are_taken_where_none_are_wanted_or_there(tmp_path: Path) -> None:

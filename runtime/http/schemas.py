@@ -269,8 +269,6 @@ class ChatCompletionRequest(GenerationRequest, _Templated):
         if self.top_logprobs is not None and self.top_logprobs < 0:
             raise InvalidRequestError(f"top_logprobs must be at least 0, got {self.top_logprobs}", "top_logprobs")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if limit is None:
-            limit = defaults.get("max_tokens")
         return self.sampling(defaults, logprobs=self.num_logprobs, max_tokens=limit)
 
 
