@@ -55,13 +55,13 @@ class TargetRank:
         unsettled = [r for r, row in enumerate(plan.rows)
                      if row.k and (row.draft is None or self._slots.constrained[row.slot])]
         drafts = [row.draft or NO_DRAFT for row in plan.rows]
-        began = time.monotonic()
-        missed = False
+        waited, missed = 0.0, False
         if unsettled:
+            began = time.monotonic()
             found, missed = self._gather(plan, [plan.rows[r] for r in unsettled])
             for r, draft in zip(unsettled, found, strict=True):
                 drafts[r] = draft
-        waited = time.monotonic() - began
+            waited = time.monotonic() - began
         if self._tp.rank == 0:
             self._judge(plan, drafts, waited, missed)
         else:
