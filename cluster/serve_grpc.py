@@ -25,10 +25,17 @@ class GrpcOptions:
 
 
 class GrpcFace:
-    """See `cluster.faces.Face`. Tells its health from the start."""
+    """See `cluster.faces.Face`. Tells its health from the start.
 
-    def __init__(self, options: GrpcOptions, guard: GuardOptions) -> None:
+    Args:
+        options: where and how to listen.
+        guard: who may call.
+        stall_s: how long a client may read nothing of its answer.
+    """
+
+    def __init__(self, options: GrpcOptions, guard: GuardOptions, stall_s: float) -> None:
         self._options = options
+        self._stall_s = stall_s
         self._guard = guard
         self._port = options.port
         self._server: GrpcServer | None = None
@@ -50,7 +57,8 @@ class GrpcFace:
         with bound(self._options.host, self._options.port, "grpc_port, or -1 for no gRPC"):
             pass  # says why it cannot be had, as gRPC does not
         tls = self._options.tls
-        server = GrpcServer(self._guard, None if tls is None else tls_credentials(*tls.read()))
+        credentials = None if tls is None else tls_credentials(*tls.read())
+        server = GrpcServer(self._guard, credentials, self._stall_s)
         self._port = await server.start(self._options.host, self._options.port)
         self._server = server
 

@@ -64,7 +64,7 @@ def serve(config: EngineConfig, options: ServiceOptions) -> None:
         raise ConfigError("serving needs a tokenizer: leave out skip_tokenizer_init")
     faces: list[Face] = [HttpFace(options.http, options.safety.connections)]
     if options.grpc is not None:
-        faces.append(GrpcFace(options.grpc, options.safety.guard))
+        faces.append(GrpcFace(options.grpc, options.safety.guard, options.safety.read_timeout))
     asyncio.run(_Service(config, options, faces).run())
 
 

@@ -25,6 +25,10 @@ class Pacing(ABC):
     def packet(self, events: Sequence[bytes]) -> bytes:
         """Return server-sent *events* as they are to be written, in one piece; nothing where nothing is."""
 
+    @abstractmethod
+    def padding(self, num_bytes: int) -> int | None:
+        """Return how many bytes are missing behind *num_bytes* to a whole packet; None where packets have no size."""
+
 
 class Unpaced(Pacing):
     """Everything as it comes."""
@@ -37,6 +41,11 @@ class Unpaced(Pacing):
     def packet(self, events: Sequence[bytes]) -> bytes:
         """See `Pacing`."""
         return b"".join(events)
+
+    def padding(self, num_bytes: int) -> int | None:
+        """See `Pacing`."""
+        del num_bytes  # as many as they are
+        return None
 
 
 class Aggregate(Pacing):
@@ -74,8 +83,11 @@ class Aggregate(Pacing):
     def packet(self, events: Sequence[bytes]) -> bytes:
         """See `Pacing`."""
         said = b"".join(events)
-        room = -(len(said) + SHORTEST_COMMENT) % self._packet_bytes
-        return said + b":" + b"." * room + b"\n\n"
+        return said + b":" + b"." * self.padding(len(said) + SHORTEST_COMMENT) + b"\n\n"
+
+    def padding(self, num_bytes: int) -> int:
+        """See `Pacing`."""
+        return -num_bytes % self._packet_bytes
 
 
 async def _within(coming: "asyncio.Future[Delta | None]", due: float) -> bool:

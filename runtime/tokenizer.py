@@ -23,6 +23,10 @@ class Tokenizer(Protocol):
         """Return the text of *token_ids*."""
         ...
 
+    def convert_ids_to_tokens(self, ids: list[int], /) -> list[str]:
+        """Return *ids* as the vocabulary spells them."""
+        ...
+
     def get_vocab(self) -> dict[str, int]:
         """Return every token and its id."""
         ...

@@ -18,6 +18,7 @@ from runtime.engine import AsyncEngine
 from runtime.http.app import ServerOptions
 from runtime.http.limits import ConnectionLimits, GuardOptions
 from runtime.keys import Keys
+from runtime.pacing import UNPACED, Pacing
 from tests.fake_engine import tokenizer as fake_tokenizer
 
 T = TypeVar("T")
@@ -29,15 +30,18 @@ class Served:
     """Two servers around *engine*; they listen from `start` on, and answer from `load` on."""
 
     def __init__(
-        self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop, keys: tuple[str, ...] = (),
-        grpc_tls: TlsFiles | None = None, http_tls: TlsFiles | None = None,
+        self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop, *, keys: tuple[str, ...] = (),
+        grpc_tls: TlsFiles | None = None, http_tls: TlsFiles | None = None, pacing: Pacing = UNPACED,
+        stall_s: float = 60.0,
     ) -> None:  # fmt: skip
         guard = GuardOptions(Keys(keys))
         self.engine = engine
-        self.options = ServerOptions(("fake", "org/alias"), "1.2.3", unlisted_names=("/models/fake",), guard=guard)
+        self.options = ServerOptions(
+            ("fake", "org/alias"), "1.2.3", unlisted_names=("/models/fake",), guard=guard, pacing=pacing
+        )
         self._loop = loop
         self._http = HttpFace(HttpOptions(HOST, 0, http_tls), ConnectionLimits())
-        self._grpc = GrpcFace(GrpcOptions(HOST, 0, grpc_tls), guard)
+        self._grpc = GrpcFace(GrpcOptions(HOST, 0, grpc_tls), guard, stall_s)
         self._faces: list[Face] = [self._http, self._grpc]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -129,5 +133,6 @@ def answer(responses: Any) -> tuple[list[pb.GenerateChunk], list[pb.GenerateComp
     kinds = {"chunk": [], "complete": []}  # type: dict[str, list[Any]]
     for message in messages:
         kind = message.WhichOneof("response")
-        kinds[kind].append(getattr(message, kind))
+        if kind is not None:
+            kinds[kind].append(getattr(message, kind))
     return kinds["chunk"], kinds["complete"]

@@ -26,6 +26,7 @@ from runtime.delivery import ReadingLimits
 from runtime.engine import AsyncEngine
 from runtime.grpc import server as grpc_server
 from runtime.metrics import Metrics
+from runtime.pacing import Aggregate
 from tests import fake_engine
 from tests.certificates import Authority
 from tests.fake_engine import expected, local_engine
@@ -121,6 +122,30 @@ def test_a_client_that_does_not_read_is_given_up() -> None:
         assert slow.engine.stats().generated_tokens < LONG // 2
         error = failure(lambda: list(call), Code.DEADLINE_EXCEEDED)
         assert "wait to be read" in error.details()
+
+
+def test_a_message_that_nobody_takes_is_given_up() -> None:
+    with serving(engine_with(), stall_s=0.5) as slow, slow.stub(("grpc.http2.bdp_probe", 0)) as stub:
+        call = stub.Generate(request("endless", LONG - 100, logprobs=5))
+        next(call)
+        slow.run(slow.idle())
+        assert slow.engine.stats().generated_tokens < LONG // 2
+        error = failure(lambda: list(call), Code.DEADLINE_EXCEEDED)
+        assert error.details() == "nothing of the answer was read for 0.5 s"
+
+
+def test_paced_messages_have_one_size() -> None:
+    with serving(local_engine(), pacing=Aggregate(0.05, 512)) as paced, paced.stub() as stub:
+        messages = list(stub.Generate(request("on and on", 200)))
+        (end,) = answer(messages)[1]
+        assert end.text == expected("on and on", 200) == "".join(message.chunk.text for message in messages)
+        *chunks, last_chunk, complete = messages
+        assert len(chunks) > 2
+        assert {message.ByteSize() for message in chunks} == {512}
+        assert (last_chunk.ByteSize() + complete.ByteSize()) % 512 == 0
+        # An answer in one piece is sent as it is.
+        (whole,) = stub.Generate(request("on and on", 20, stream=False))
+        assert not whole.padding
 
 
 # Servers that are full, closed or dying

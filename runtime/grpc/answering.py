@@ -16,13 +16,15 @@ from protos import slipstream_v1_pb2 as pb
 from protos.errors import InvalidRequestError
 from protos.messages import Request
 from protos.sampling import SamplingParams
+from runtime.delivery import Delta
 from runtime.engine import EngineClient, Prompt
 from runtime.grpc import reading
 from runtime.grpc.errors import StatusError, as_status
-from runtime.grpc.writing import SampleWriter
+from runtime.grpc.writing import SampleWriter, padded
 from runtime.http.app import ServerOptions
 from runtime.http.render import TokenTexts
 from runtime.http.schemas import SpecMetrics
+from runtime.pacing import UNPACED, Pacing
 from runtime.speculating import speculating
 
 SERVICE = "slipstream.v1.GenerationService"
@@ -62,6 +64,21 @@ class _Job:
     requests: Sequence[Request]
     writers: Sequence[SampleWriter]
     timeout_s: float | None
+    pacing: Pacing
+
+    def written(self, batch: Sequence[Delta]) -> list[pb.GenerateResponse]:
+        """Return what *batch* has the client told, in messages that are sent together."""
+        for delta in batch:
+            self.writers[delta.index].take(delta.output)
+        touched = sorted({delta.index for delta in batch})
+        messages = [message for index in touched for message in self.writers[index].write()]
+        if not messages and self.pacing is UNPACED:
+            return []
+        messages = messages or [pb.GenerateResponse()]
+        for message in messages:
+            message.request_id = self.request_id
+        padded(messages, self.pacing)
+        return messages
 
 
 class Answering:
@@ -94,10 +111,11 @@ class Answering:
             raise as_status(error) from None
 
     async def _responses(self, job: _Job) -> AsyncGenerator[pb.GenerateResponse, None]:
-        async with aclosing(self._engine.stream(job.requests, job.timeout_s)) as deltas:
-            async for delta in deltas:
-                for response in job.writers[delta.index].write(delta.output):
-                    response.request_id = job.request_id
+        async with aclosing(self._engine.stream(job.requests, job.timeout_s)) as deltas, aclosing(
+            job.pacing.batches(deltas)
+        ) as batches:
+            async for batch in batches:
+                for response in job.written(batch):
                     yield response
 
     async def _job(self, message: pb.GenerateRequest, request_id: str) -> _Job:
@@ -117,7 +135,8 @@ class Answering:
             SampleWriter(index, request, self._texts, streams=streams, level=level)
             for index, request in enumerate(requests)
         ]
-        return _Job(request_id, requests, writers, timeout_s)
+        # An answer in one piece has no pace.
+        return _Job(request_id, requests, writers, timeout_s, self._options.pacing if streams else UNPACED)
 
     async def _prompt(self, message: pb.GenerateRequest) -> tuple[Prompt, SamplingParams]:
         kind, defaults = message.WhichOneof("prompt"), self._options.sampling_defaults

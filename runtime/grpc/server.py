@@ -43,11 +43,12 @@ class GrpcServer:
     Args:
         guard: who may call.
         credentials: of TLS; None for plain connections.
+        stall_s: how long a client may read nothing of its answer.
     """
 
-    def __init__(self, guard: GuardOptions, credentials: Any = None) -> None:
+    def __init__(self, guard: GuardOptions, credentials: Any, stall_s: float) -> None:
         self._credentials = credentials
-        self._servicer = GenerationServicer()
+        self._servicer = GenerationServicer(stall_s)
         self.health = EngineHealth()
         self._server = aio.server(interceptors=(Gate(guard),), options=OPTIONS)
         stubs.add_GenerationServiceServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]

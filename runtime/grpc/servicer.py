@@ -1,5 +1,6 @@
 """`slipstream.v1.GenerationService` on grpc.aio: what `Answering` answers, put on the wire."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
@@ -30,9 +31,14 @@ Reply = TypeVar("Reply")
 
 
 class GenerationServicer(stubs.GenerationServiceServicer):
-    """Answers calls once it has been opened, and refuses them before. Belongs to one event loop."""
+    """Answers calls once it has been opened, and refuses them before. Belongs to one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        stall_s: how long a message may wait until the client has read enough of those before.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
         self._answering: Answering | None = None
         self.num_running = 0
         """Calls that are being answered."""
@@ -52,7 +58,15 @@ class GenerationServicer(stubs.GenerationServiceServicer):
         await context.send_initial_metadata(((REQUEST_ID, name),))
         async with aclosing(answering.generate(request, name)) as responses:
             async for response in responses:
-                await context.write(response)  # waits while the client does not read
+                await self._write(context, response)
+
+    async def _write(self, context: Any, response: pb.GenerateResponse) -> None:
+        """Send *response*, which waits while the client does not read; not for ever."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await context.write(response)
+        except TimeoutError:
+            raise StatusError("DEADLINE_EXCEEDED", f"nothing of the answer was read for {self._stall_s:g} s") from None
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Return the ids of a text or a conversation."""
@@ -87,9 +101,10 @@ class GenerationServicer(stubs.GenerationServiceServicer):
                 return await work
             except Exception as error:
                 status = as_status(error)
-                trailers = (*(context.trailing_metadata() or ()), *status.trailers)
-                await context.abort(grpc.StatusCode[status.code_name], status.details, trailers)
-                raise AssertionError("abort raises") from None
+                code, details, trailers = grpc.StatusCode[status.code_name], status.details, status.trailers
+        # Where the client does not read, this waits for it: by now the call holds nothing any more.
+        await context.abort(code, details, (*(context.trailing_metadata() or ()), *trailers))
+        raise AssertionError("abort raises")
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -9,10 +9,45 @@ from protos.outputs import SpeculativeDecodingMetrics
 from runtime.grpc.errors import StatusError
 from runtime.http.render import TokenTexts
 from runtime.http.schemas import SpecMetrics
+from runtime.pacing import Pacing
 
 FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "abort": pb.FINISH_REASON_ABORT,
 }  # fmt: skip
+
+PADDING_HEAD = 3
+"""Bytes of the padding's field number and length, from `SHORTEST_PADDING` on."""
+SHORTEST_PADDING = 128
+
+
+class _Told:
+    """Parts of one sample's answer."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def __bool__(self) -> bool:
+        return bool(self.token_ids or self.prompt_logprobs or self.text)
+
+    def add(self, output: TokenOutput) -> None:
+        self._texts.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        self.prompt_logprobs += output.prompt_logprobs or ()
+
+    def join(self, later: "_Told", *, keeps_logprobs: bool) -> None:
+        self._texts += later._texts
+        self.token_ids += later.token_ids
+        if keeps_logprobs:
+            self.logprobs += later.logprobs
+            self.prompt_logprobs += later.prompt_logprobs
 
 
 class SampleWriter:
@@ -34,73 +69,73 @@ class SampleWriter:
         self._texts = texts
         self._streams = streams
         self._level = level
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._told = _Told()
+        self._new = _Told()
         self._steps: list[Step] = []
         self._num_cached = 0
+        self._end: TokenOutput | None = None
 
-    def write(self, output: TokenOutput) -> list[pb.GenerateResponse]:
-        """Return what *output* has clients told, at most a chunk and the end. Raises `StatusError` where it failed."""
+    def take(self, output: TokenOutput) -> None:
+        """Add what a step added. Raises `StatusError` where the request failed."""
         if output.error is not None:
             raise StatusError("INTERNAL", f"the request failed: {output.error}")
-        self._add(output)
-        written = []
-        if self._streams and (output.token_ids or output.text or output.prompt_logprobs):
-            written.append(pb.GenerateResponse(chunk=self._chunk(output)))
-        if output.finish_reason is not None:
-            written.append(pb.GenerateResponse(complete=self._complete(output)))
-        return written
-
-    def _add(self, output: TokenOutput) -> None:
         self._num_cached = max(self._num_cached, output.num_cached_tokens)
-        self._text.append(output.text)
-        self._token_ids += output.token_ids
         if output.step is not None and output.step.proposed:
             self._steps.append(output.step)
-        if not self._streams:
-            self._logprobs += output.logprobs or ()
-            self._prompt_logprobs += output.prompt_logprobs or ()
+        self._new.add(output)
+        if output.finish_reason is not None:
+            self._end = output
 
-    def _chunk(self, output: TokenOutput) -> pb.GenerateChunk:
+    def write(self) -> list[pb.GenerateResponse]:
+        """Return what clients are to be told now: a chunk, the end, both or neither."""
+        written = []
+        if self._streams and self._new:
+            written.append(pb.GenerateResponse(chunk=self._chunk()))
+        self._told.join(self._new, keeps_logprobs=not self._streams)
+        self._new = _Told()
+        if self._end is not None:
+            written.append(pb.GenerateResponse(complete=self._complete(self._end)))
+        return written
+
+    def _chunk(self) -> pb.GenerateChunk:
+        sampling = self._request.sampling
         return pb.GenerateChunk(
             index=self._index,
-            text=output.text,
-            token_ids=output.token_ids,
-            logprobs=self._positions(output.logprobs, self._request.sampling.logprobs),
-            prompt_logprobs=self._positions(output.prompt_logprobs, self._request.sampling.prompt_logprobs),
+            text=self._new.text,
+            token_ids=self._new.token_ids,
+            logprobs=self._positions(self._new.logprobs, sampling.logprobs),
+            prompt_logprobs=self._positions(self._new.prompt_logprobs, sampling.prompt_logprobs),
         )
 
-    def _complete(self, output: TokenOutput) -> pb.GenerateComplete:
-        stats = output.speculation or SpeculationStats()
-        reason = output.stop_reason
+    def _complete(self, end: TokenOutput) -> pb.GenerateComplete:
+        stats, reason = end.speculation or SpeculationStats(), end.stop_reason
+        sampling = self._request.sampling
         return pb.GenerateComplete(
             index=self._index,
-            text="".join(self._text),
-            token_ids=self._token_ids,
-            finish_reason=FINISH_REASONS.get(output.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
+            text=self._told.text,
+            token_ids=self._told.token_ids,
+            finish_reason=FINISH_REASONS.get(end.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
             stop_string=reason if isinstance(reason, str) else None,
             stop_token_id=reason if isinstance(reason, int) else None,
             usage=self._usage(stats),
-            logprobs=self._positions(self._logprobs, self._request.sampling.logprobs),
-            prompt_logprobs=self._positions(self._prompt_logprobs, self._request.sampling.prompt_logprobs),
+            logprobs=self._positions(self._told.logprobs, sampling.logprobs),
+            prompt_logprobs=self._positions(self._told.prompt_logprobs, sampling.prompt_logprobs),
             speculative_decoding=self._statistics(stats),
         )
 
     def _usage(self, stats: SpeculationStats) -> pb.Usage:
         return pb.Usage(
             prompt_tokens=len(self._request.prompt_token_ids),
-            completion_tokens=len(self._token_ids),
+            completion_tokens=len(self._told.token_ids),
             cached_tokens=self._num_cached,
             spec_accepted_tokens=stats.accepted,
             spec_draft_tokens=stats.proposed,
         )
 
-    def _positions(self, entries: Sequence[TokenLogprobs] | None, num_top: int | None) -> list[pb.PositionLogprobs]:
+    def _positions(self, entries: Sequence[TokenLogprobs], num_top: int | None) -> list[pb.PositionLogprobs]:
         if num_top is None:
             return []
-        return [self._position(entry, 1 + num_top) for entry in entries or ()]
+        return [self._position(entry, 1 + num_top) for entry in entries]
 
     def _position(self, entry: TokenLogprobs, num_told: int) -> pb.PositionLogprobs:
         rows = zip(entry.token_ids[:num_told], entry.logprobs, entry.ranks, strict=False)
@@ -119,3 +154,14 @@ class SampleWriter:
             per_step_accepted=[step.accepted for step in steps],
             per_step_drafted=[step.proposed for step in steps],
         )
+
+
+def padded(messages: list[pb.GenerateResponse], pacing: Pacing) -> None:
+    """Let *messages*, which are sent together, have the size of whole packets, framing aside."""
+    num_bytes = sum(message.ByteSize() for message in messages) + PADDING_HEAD
+    room = pacing.padding(num_bytes)
+    if room is None:
+        return
+    if room < SHORTEST_PADDING:  # one packet more
+        room += 1 + (pacing.padding(num_bytes + room + 1) or 0)
+    messages[-1].padding = bytes(room)
