@@ -18,6 +18,7 @@ from protos.seeds import mix_seed
 from protos.validation import did_you_mean, shown
 from runtime.chat import render_chat
 from runtime.grammar import GrammarChecker
+from runtime.plain import PlainSpecials
 from runtime.tokenizer import Tokenizer, check_text, load_tokenizer
 
 INTEGERS = frozenset({int, np.int32, np.int64})
@@ -143,6 +144,12 @@ class Preprocessor:
         """Return the ids of *text*, checked; raises `InvalidRequestError`."""
         if self.tokenizer is None:
             raise InvalidRequestError("prompt is text, but skip_tokenizer_init is set: pass token ids", "prompt")
+        self._check_length(text, is_truncated=is_truncated)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._check_ids(token_ids, "prompt")
+
+    def _check_length(self, text: str, *, is_truncated: bool) -> None:
+        """Refuse text that could not fit, before it is tokenised."""
         check_text(text)
         limit = MAX_TRUNCATED_CHARS if is_truncated else self.max_model_len * self._longest_token
         if len(text) > limit:
@@ -151,8 +158,6 @@ class Preprocessor:
                 f"{self.max_model_len} tokens",
                 "prompt",
             )
-        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self._check_ids(token_ids, "prompt")
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of *token_ids*, checked; special tokens as they are spelt."""
@@ -290,11 +295,18 @@ class Preprocessor:
         """Render *messages* by the chat template and tokenise the result; options as for `render_chat`."""
         if self.tokenizer is None:
             raise InvalidRequestError("messages are text, but skip_tokenizer_init is set: pass token ids", "messages")
-        text = render_chat(self.tokenizer, messages, **options)
+        shown_messages, hidden = self._plain.hide(messages)
+        marked = render_chat(self.tokenizer, shown_messages, **options)
+        text = hidden.restored(marked)
         params = params or SamplingParams()
-        is_truncated = params.truncate_prompt_tokens is not None
+        self._check_length(text, is_truncated=params.truncate_prompt_tokens is not None)
         # The template spells the special tokens itself.
-        return Prompt(text, self._fit(self.tokenize(text, is_truncated=is_truncated, add_special_tokens=False), params))
+        return Prompt(text, self._fit(self._check_ids(self._plain.encode(marked, hidden), "prompt"), params))
+
+    @cached_property
+    def _plain(self) -> PlainSpecials:
+        assert self.tokenizer is not None
+        return PlainSpecials(self.tokenizer)
 
 
 def _of_sample(sampling: Sampling, sample: int) -> Sampling:

@@ -1,0 +1,94 @@
+"""What users write in a conversation is text, even where it spells a special token: only the template may write those.
+
+Otherwise a message could end itself and begin another, in the system's name. Prompts of completions are whole templates
+of their users, and are read as they stand.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping
+from functools import cached_property
+
+from tokenizers import Tokenizer as BareTokenizer
+
+from runtime.tokenizer import Tokenizer
+
+
+class PlainSpecials:
+    """Finds special tokens spelt out in messages, and encodes them as the text they are.
+
+    Args:
+        tokenizer: the model's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _pattern(self) -> "re.Pattern[str] | None":
+        added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        spelt = sorted({token.content for token in added if token.special}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, spelt))) if spelt else None
+
+    @cached_property
+    def _blind(self) -> BareTokenizer:
+        """The same tokenizer, to which nothing is special."""
+        blind = BareTokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+        blind.encode_special_tokens = True
+        return blind
+
+    def hide(self, messages: object) -> tuple[object, "Hidden"]:
+        """Return *messages* with a mark in place of each special token in a content, and what the marks stand for."""
+        hidden = Hidden()
+        if self._pattern is None or not isinstance(messages, list | tuple):
+            return messages, hidden
+        return [self._message(message, hidden) for message in messages], hidden
+
+    def _message(self, message: object, hidden: "Hidden") -> object:
+        if not isinstance(message, Mapping) or "content" not in message:
+            return message
+        content = message["content"]
+        if isinstance(content, list | tuple):
+            return {**message, "content": [self._part(part, hidden) for part in content]}
+        return {**message, "content": self._text(content, hidden)}
+
+    def _part(self, part: object, hidden: "Hidden") -> object:
+        if not isinstance(part, Mapping) or "text" not in part:
+            return part
+        return {**part, "text": self._text(part["text"], hidden)}
+
+    def _text(self, text: object, hidden: "Hidden") -> object:
+        return self._pattern.sub(hidden.mark, text) if self._pattern is not None and isinstance(text, str) else text
+
+    def encode(self, rendered: str, hidden: "Hidden") -> list[int]:
+        """Return the ids of *rendered*, which the template wrote around the marks."""
+        ids: list[int] = []
+        for piece in hidden.split(rendered):
+            spelt = hidden.spelt.get(piece)
+            if spelt is not None:
+                ids += self._blind.encode(spelt, add_special_tokens=False).ids
+            elif piece:
+                ids += self._tokenizer.encode(piece, add_special_tokens=False)
+        return ids
+
+
+class Hidden:
+    """The marks in one conversation. Nobody can guess them, so that nobody can write one."""
+
+    def __init__(self) -> None:
+        self.spelt: dict[str, str] = {}
+        self._nonce = secrets.token_hex(8)
+
+    def mark(self, found: "re.Match[str]") -> str:
+        """Return a new mark for what was *found*."""
+        mark = f"q{self._nonce}n{len(self.spelt)}q"
+        self.spelt[mark] = found[0]
+        return mark
+
+    def split(self, rendered: str) -> list[str]:
+        """Return the marks in *rendered* and what stands between them."""
+        return re.split(f"(q{self._nonce}n[0-9]+q)", rendered)
+
+    def restored(self, rendered: str) -> str:
+        """Return *rendered* with what the marks stand for."""
+        return "".join(self.spelt.get(piece, piece) for piece in self.split(rendered))
