@@ -28,6 +28,9 @@ import demo
 from benchmarks import measure, workload
 
 GOODPUT_AT_LEAST, REFUSED_WITHIN_MS, MEMORY_AT_MOST = 0.95, 50.0, 1.05
+CONTEXT, BLOCK = 512, 16
+"""The cache holds every slot's whole context and no more, so that all of it has been written before it is measured."""
+
 WARM_S = 3.0
 """What is answered in the first seconds of a phase is not counted: the queue is still filling."""
 
@@ -117,7 +120,8 @@ class Clients:
     async def flood(self, name: str, seconds: float, rate: float) -> Phase:
         """Ask *rate* times a second, whatever becomes of it."""
         phase, since, until = self._phase(name, seconds)
-        asked, began = [], time.perf_counter()
+        asked: list[asyncio.Future[None]] = []
+        began = time.perf_counter()
         while (now := time.perf_counter()) < until:
             while len(asked) < (now - began) * rate:
                 asked.append(asyncio.ensure_future(self.ask(phase, since, until)))
@@ -159,7 +163,9 @@ def _memory_mib(pid: int) -> float:
 def served(args: argparse.Namespace) -> Iterator[Server]:
     """Start the server; stop it in the end."""
     options = [f"--num-threads={args.threads}", f"--max-num-seqs={args.slots}", "--disable-log-stats", "--port=0",
-               f"--max-waiting-requests={args.waiting}", "--grpc-port=-1", "--host=127.0.0.1"]  # fmt: skip
+               f"--max-waiting-requests={args.waiting}", "--grpc-port=-1", "--host=127.0.0.1",
+               f"--max-model-len={CONTEXT}", f"--num-gpu-blocks-override={args.slots * CONTEXT // BLOCK}",
+               f"--block-size={BLOCK}"]  # fmt: skip
     if args.model is not None:
         options.append(f"--model={args.model}")
     command = [sys.executable, "-m", "cluster.cli", "serve", *options]
@@ -189,7 +195,7 @@ async def phases(server: Server, args: argparse.Namespace) -> AsyncIterator[Phas
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(server.url, connector=connector, timeout=endless) as session:
         clients = Clients(session, prompts, args.max_tokens)
-        await clients.best("warm-up", WARM_S, 2 * args.slots)
+        await clients.best("warm-up", args.seconds, 2 * args.slots)
         best = await clients.best("best", args.seconds, 2 * args.slots)
         best.memory_mib = server.memory_mib()
         yield best
@@ -229,7 +235,7 @@ def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
     parser.add_argument("--slots", type=int, default=16, help="requests that run at once")
-    parser.add_argument("--waiting", type=int, default=16, help="requests that may wait")
+    parser.add_argument("--waiting", type=int, default=32, help="requests that may wait; at least twice the slots")
     parser.add_argument("--max-tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--factors", type=float, nargs="+", default=[2.0, 10.0], help="rates, by that of the best")
     args = parser.parse_args()

@@ -42,7 +42,7 @@ def install(app: FastAPI) -> None:
 def _document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        described = {*ANSWERS.values(), *STREAMS.values(), ErrorBody}
+        described: set[type[msgspec.Struct]] = {*ANSWERS.values(), *STREAMS.values(), ErrorBody}
         kinds = sorted(described, key=lambda each: each.__name__)
         _, schemas = msgspec.json.schema_components(kinds, ref_template=COMPONENT)
         document["components"] = {"schemas": schemas, "securitySchemes": {KEY: {"type": "http", "scheme": "bearer"}}}
@@ -57,7 +57,7 @@ def _plain(path: str) -> str:
 
 
 def _path(path: str, methods: dict[str, Any]) -> dict[str, Any]:
-    keyed = {} if path in OPEN_PATHS else {"security": [{}, {KEY: []}]}
+    keyed: dict[str, Any] = {} if path in OPEN_PATHS else {"security": [{}, {KEY: []}]}
     return {method: {**operation, **keyed, "responses": _responses(path)} for method, operation in methods.items()}
 
 
