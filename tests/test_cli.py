@@ -83,7 +83,8 @@ def test_switches_have_two_sides(served: list[tuple[EngineConfig, Any]]) -> None
 
 def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any]]) -> None:
     values = {"dtype": "half", "device": "cpu", "distributed_executor_backend": "mp", "gpu_memory_utilization": "0.5",
-              "placement_strategy": "PACK", "worker_resources": '{"CPU": 2}'}
+              "placement_strategy": "PACK", "worker_resources": '{"CPU": 2}',
+              "log_format": "json"}
     given = ["serve"]
     for option in arguments.KEPT:
         flag = "--" + option.name.replace("_", "-")
