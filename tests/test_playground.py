@@ -131,7 +131,7 @@ def test_chat_remembers_and_stop_stops(page: Any) -> None:
         assert page.locator(".answer[data-finish=stopped]").count() == 1
         assert page.locator("#problem").is_hidden()
         metrics = httpx.get(url + "/metrics").text
-        page.fill("#max-tokens", "0.5")
+        page.fill("#max-tokens", "5")
         page.fill("#temperature", "9")
         page.click("#run")
         page.locator("#problem:visible").wait_for()
