@@ -59,7 +59,7 @@ class Replica:
         log_to_stderr(config.log_format)
         self._config, self._settings = config, with_keys(settings)
         self._options = _served(config, self._settings)
-        self.keys = self._options.guard.keys
+        self.guard = self._options.guard
         self._tokenizer = _tokenizer(config, settings)
         self._metrics = Metrics(self._options.model_names[0], tell=log_ended if config.log_requests else None)
         self._engine = AsyncEngine(

@@ -23,6 +23,8 @@ from protos import slipstream_v1_pb2 as pb
 from runtime.grpc.answering import SERVICE
 from runtime.grpc.errors import StatusError, as_status
 from runtime.grpc.health import ALIVE, NOT_SERVING, SERVING
+from runtime.http.limits import GuardOptions
+from runtime.keys import TENANT
 
 Asked = TypeVar("Asked", bound=Message)
 Reply = TypeVar("Reply", bound=Message)
@@ -62,7 +64,7 @@ class Ingress:
     async def Generate(self, message: pb.GenerateRequest, grpc_context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream an answer. A client that leaves closes the generator, which aborts the request."""
         try:
-            self._admit(grpc_context)
+            admit(self._replica.guard, grpc_context)
             async with aclosing(self._answering.generate(message, _told(grpc_context, "request_id"))) as responses:
                 async for response in responses:
                     yield response
@@ -98,15 +100,23 @@ class Ingress:
         self, method: Callable[[Asked], Awaitable[Reply]], message: Asked, context: Context
     ) -> Reply:
         try:
-            self._admit(context)
+            admit(self._replica.guard, context)
             return await method(message)
         except Exception as error:
             raise refused(context, as_status(error)) from None
 
-    def _admit(self, context: Context) -> None:
-        """Raise `StatusError` where the call brings no key that is accepted."""
-        if not self._replica.keys.accepts(_told(context, "authorization")):
-            raise StatusError("UNAUTHENTICATED", NO_KEY)
+
+def admit(guard: GuardOptions, context: Context) -> None:
+    """Let a call in that brings a key; from now on it is answered from what the caches hold for that key.
+
+    Raises:
+        StatusError: it brings none that is accepted.
+    """
+    given = _told(context, "authorization")
+    if not guard.keys.accepts(given):
+        raise StatusError("UNAUTHENTICATED", NO_KEY)
+    if guard.salts_by_key:
+        TENANT.set(guard.keys.tenant(given))
 
 
 def _told(context: Context, name: str) -> str | None:

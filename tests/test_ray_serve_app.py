@@ -1,6 +1,7 @@
 """Slipstream on Ray Serve: its arguments, what makes a replica, and which replica gets a request; served in `full`."""
 
 import asyncio
+import contextvars
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from cluster.affinity import BLOCK_CHARS, MAX_BLOCKS, MAX_BODY_BYTES, Owners, Pr
 from cluster.serve_arguments import ELSEWHERE, SERVER, ServeArguments
 from protos import arguments
 from protos.errors import ConfigError, EngineDeadError, PlacementError
+from runtime.grpc.errors import StatusError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray's
 
@@ -142,6 +144,39 @@ def test_only_a_controller_that_is_gone_or_silent_is_unhealthy() -> None:
         check(Engine(silence_s=61.0), 60.0)
     with pytest.raises(EngineDeadError, match="has given up or is gone"):
         check(Engine(is_alive=False), 60.0)
+
+
+class Call:
+    """The part of a gRPC call on Serve that tells who calls."""
+
+    def __init__(self, **metadata: str) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return list(self._metadata.items())
+
+
+def test_calls_need_a_key_and_keep_to_its_caches() -> None:
+    from cluster.serve import admit
+    from runtime.http.limits import GuardOptions
+    from runtime.keys import TENANT, Keys
+
+    def tenant(guard: GuardOptions, call: Call) -> str:
+        def inside() -> str:
+            admit(guard, call)
+            return TENANT.get()
+
+        return contextvars.copy_context().run(inside)
+
+    guarded = GuardOptions(Keys(["one", "two"]))
+    tenants = [tenant(guarded, Call(authorization=f"Bearer {key}")) for key in ("one", "two", "one")]
+    assert tenants[0] == tenants[2] != tenants[1]
+    assert all(tenants)
+    assert tenant(GuardOptions(Keys(["one"]), salts_by_key=False), Call(authorization="Bearer one")) == ""
+    assert tenant(GuardOptions(), Call()) == ""
+    for call in (Call(), Call(authorization="Bearer three"), Call(authorization="one")):
+        with pytest.raises(StatusError, match="UNAUTHENTICATED: the API key is missing or wrong"):
+            tenant(guarded, call)
 
 
 # Which replica gets a request.
