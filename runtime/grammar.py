@@ -22,6 +22,7 @@ from runtime.tokenizer import Tokenizer
 
 PARAM = "structured_outputs"
 REMEMBERED = 1024
+UNKNOWN = "?"
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,7 @@ class GrammarChecker:
             InvalidRequestError: it cannot, and why.
             OverloadedError: too many others are waiting.
         """
-        key = _key(grammar)
-        if key not in self._found:
-            if not self._lock.acquire(timeout=self.limits.wait_s):
-                raise OverloadedError("too many grammars are waiting to be checked; try again", self.limits.time_s)
-            try:
-                if key not in self._found:
-                    self._remember(key, self._ask(grammar))
-            finally:
-                self._lock.release()
-        refusal = self._found.get(key)
+        refusal = self._refusal(grammar)
         if refusal is not None:
             raise InvalidRequestError(f"{PARAM}: {refusal}", PARAM)
 
@@ -102,22 +94,39 @@ class GrammarChecker:
         with self._lock:
             self._end()
 
+    def _refusal(self, grammar: Grammar) -> str | None:
+        """Return why *grammar* cannot be used; None where it can."""
+        key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+        known = self._found.get(key, UNKNOWN)
+        if known is not UNKNOWN:
+            return known
+        if not self._lock.acquire(timeout=self.limits.wait_s):
+            raise OverloadedError("too many grammars are waiting to be checked; try again", self.limits.time_s)
+        try:
+            if key not in self._found:
+                self._remember(key, self._ask(grammar))
+            return self._found[key]
+        finally:
+            self._lock.release()
+
     def _remember(self, key: bytes, refusal: str | None) -> None:
         self._found[key] = refusal
         if len(self._found) > REMEMBERED:
             self._found.popitem(last=False)
 
     def _ask(self, grammar: Grammar) -> str | None:
-        """Return why *grammar* cannot be used; None where it can. A process that did not answer is replaced."""
+        """Return why *grammar* cannot be used; None where it can. A process that did not answer is replaced.
+
+        That it did not is not remembered: on a busier day than others, the next try may find more time.
+        """
         try:
             return self._started().ask(grammar, self.limits.time_s)
         except _TimeOutError:
-            self._end()
-            return f"the grammar is too complex: it took more than {self.limits.time_s:g} s to compile; make it simpler"
+            why = f"it took more than {self.limits.time_s:g} s to compile; make it simpler"
         except _EndedError:
-            self._end()
-            megabytes = self.limits.memory_bytes >> 20
-            return f"the grammar is too complex: it needs more than {megabytes} MiB, or is nested too deeply"
+            why = f"it needs more than {self.limits.memory_bytes >> 20} MiB, or is nested too deeply"
+        self._end()
+        raise InvalidRequestError(f"{PARAM}: the grammar is too complex: {why}", PARAM)
 
     def _started(self) -> "_Process":
         if self._process is None or not self._process.is_alive:
@@ -142,10 +151,6 @@ class GrammarChecker:
         if self._process is not None:
             self._process.end()
             self._process = None
-
-
-def _key(grammar: Grammar) -> bytes:
-    return hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
 
 
 class _Process:
