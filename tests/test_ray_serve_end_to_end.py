@@ -437,7 +437,7 @@ def test_answers_of_a_form_and_calls(served: Cluster, client: openai.OpenAI, tmp
 
 def test_keys_are_asked_for_and_too_much_is_refused_at_once(served: Cluster) -> None:
     config = one_replica(served, max_num_seqs=1, max_waiting_requests=1)
-    config["applications"][0]["runtime_env"] = {"env_vars": {"SLIPSTREAM_API_KEY": "a key"}}
+    config["applications"][0]["runtime_env"] = {"env_vars": {"SLIPSTREAM_API_KEY": "one-key"}}
     served.deploy(config)
     assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
     for path in ("/v1/models", "/metrics", "/v1/nothing"):
@@ -446,12 +446,12 @@ def test_keys_are_asked_for_and_too_much_is_refused_at_once(served: Cluster) -> 
         stub = stubs.GenerationServiceStub(opened)
         nobody = refusal(lambda: stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60))
         assert nobody.code() == grpc.StatusCode.UNAUTHENTICATED
-        known = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60, metadata=(("authorization", "Bearer a key"),))
+        known = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60, metadata=(("authorization", "Bearer one-key"),))
         assert known.model == "demo"
         assert health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
 
     def answers(max_retries: int) -> list[object]:
-        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="a key", max_retries=max_retries,
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="one-key", max_retries=max_retries,
                            timeout=PATIENCE_S) as made, ThreadPoolExecutor(8) as pool:  # fmt: skip
             return list(pool.map(lambda number: outcome(made, f"x_{number} = "), range(8)))
 
