@@ -132,7 +132,7 @@ def test_chat_remembers_and_stop_stops(page: Any) -> None:
         assert page.locator("#problem").is_hidden()
         metrics = httpx.get(url + "/metrics").text
         page.fill("#max-tokens", "5")
-        page.fill("#temperature", "9")
+        page.fill("#temperature", "900")
         page.click("#run")
         page.locator("#problem:visible").wait_for()
         assert "temperature" in page.locator("#problem").inner_text()
