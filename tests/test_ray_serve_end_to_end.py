@@ -477,9 +477,9 @@ def test_serve_run_serves_until_it_is_told_to_stop(served: Cluster) -> None:
     """On a cluster where nothing else is served: `serve run` starts proxies on Ray's own ports, so elsewhere."""
     shut = served.serve("shutdown", "-y", "-a", served.dashboard_url)
     assert shut.returncode == 0, shut.stderr
-    command = [
-        BIN / "serve", "run", "cluster.serve:build_app", "device=cpu", "enforce_eager=true", "max_num_seqs=8",
-        "num_gpu_blocks_override=256", "--route-prefix", "/",
+    command = [  # a shell may have had us ignore SIGINT, and what we start with us
+        "env", "--default-signal=INT", BIN / "serve", "run", "cluster.serve:build_app", "device=cpu",
+        "enforce_eager=true", "max_num_seqs=8", "num_gpu_blocks_override=256", "--route-prefix", "/",
     ]  # fmt: skip
     environment = {**served.environment, "RAY_ADDRESS": served.address}
     with subprocess.Popen(command, env=environment) as process:
