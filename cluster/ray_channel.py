@@ -115,6 +115,7 @@ class RayChannel:
     async def _receive(self, up: zmq.asyncio.Socket, deliver: Callable[[Report], None]) -> None:
         while True:
             deliver(self._decoder.decode(await up.recv()))
+            await asyncio.sleep(0)  # what has come already is received without a pause, and readers need theirs
 
     def send(self, mail: Mail) -> None:
         """See `Channel`."""

@@ -125,6 +125,7 @@ class ProcessChannel:
     async def _receive(self, down: zmq.asyncio.Socket, deliver: Callable[[Report], None]) -> None:
         while True:
             deliver(self._decoder.decode(await down.recv()))
+            await asyncio.sleep(0)  # what has come already is received without a pause, and readers need theirs
 
     def send(self, mail: Mail) -> None:
         """See `Channel`."""
