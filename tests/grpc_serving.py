@@ -83,6 +83,11 @@ class Served:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def busy(self) -> None:
+        """Wait until the controller has told that it runs something."""
+        while not self.engine.stats().num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
     async def idle(self) -> None:
         """Wait until the controller runs nothing."""
         while self.engine.stats().num_running or self.engine.stats().num_waiting:  # noqa: ASYNC110

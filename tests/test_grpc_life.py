@@ -67,6 +67,7 @@ def test_cancelling_frees_what_the_call_held(served: Served) -> None:
     with served.stub() as stub:
         call = stub.Generate(ENDLESS)
         next(call)
+        served.run(served.busy())
         assert served.engine.stats().generated_tokens < LONG // 2
         call.cancel()
         served.run(served.idle())
@@ -76,7 +77,9 @@ def test_cancelling_frees_what_the_call_held(served: Served) -> None:
 
 def test_a_vanished_client_frees_what_its_call_held(served: Served) -> None:
     with served.stub() as stub:
-        next(stub.Generate(ENDLESS))
+        call = stub.Generate(ENDLESS)
+        next(call)
+        served.run(served.busy())
     served.run(served.idle())
     assert served.engine.stats().kv_usage == 0
 
@@ -113,11 +116,11 @@ def engine_with(**options: Any) -> AsyncEngine:
 
 
 def test_a_client_that_does_not_read_is_given_up() -> None:
-    with serving(engine_with(reading=ReadingLimits(max_unread=500))) as slow, slow.stub(
-        ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)
-    ) as stub:
-        call = stub.Generate(ENDLESS)
+    limits = ReadingLimits(max_unread=500)
+    with serving(engine_with(reading=limits)) as slow, slow.stub(("grpc.http2.bdp_probe", 0)) as stub:
+        call = stub.Generate(request("endless", LONG - 100, logprobs=5))  # soon more than is on its way
         next(call)
+        slow.run(slow.busy())
         slow.run(slow.idle())  # well before all tokens are made
         assert slow.engine.stats().generated_tokens < LONG // 2
         error = failure(lambda: list(call), Code.DEADLINE_EXCEEDED)
@@ -128,6 +131,7 @@ def test_a_message_that_nobody_takes_is_given_up() -> None:
     with serving(engine_with(), stall_s=0.5) as slow, slow.stub(("grpc.http2.bdp_probe", 0)) as stub:
         call = stub.Generate(request("endless", LONG - 100, logprobs=5))
         next(call)
+        slow.run(slow.busy())
         slow.run(slow.idle())
         assert slow.engine.stats().generated_tokens < LONG // 2
         error = failure(lambda: list(call), Code.DEADLINE_EXCEEDED)
