@@ -170,7 +170,7 @@ def test_who_cannot_go_on_fails_alone(folders: Folders, plain: Answers, running:
     engine = started(folders, speculation(folders, "draft_model"))
     running.append(engine)
     stuck = wish(0, "regex", allowed_token_ids=[EOS])
-    early = wish(1, "choice", min_tokens=100)
+    early = wish(1, "choice", min_tokens=50)
     engine.put(*requests(engine, [*wishes(), stuck, early]))
     found = finish(engine)
     for name in (str(len(wishes())), str(len(wishes()) + 1)):
