@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protos.errors import ConfigError
-from runtime.engine import EngineClient
+from runtime.engine_client import EngineClient
 from runtime.http.app import ServerOptions
 from runtime.http.render import Decoder
 from runtime.metrics import Metrics

@@ -20,7 +20,8 @@ from protos.config import EngineConfig
 from protos.errors import EngineDeadError
 from protos.messages import WorkerInfo
 from runtime.channel import Channel
-from runtime.engine import AsyncEngine, EngineClient
+from runtime.engine import AsyncEngine
+from runtime.engine_client import EngineClient
 from runtime.grpc.answering import Answering
 from runtime.grpc.health import is_ready
 from runtime.http.app import ServerOptions, create_app

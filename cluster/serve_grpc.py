@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cluster.described import url_host
 from cluster.faces import Parts, bound
 from cluster.tls import TlsFiles
-from runtime.engine import EngineClient
+from runtime.engine_client import EngineClient
 from runtime.grpc.answering import Answering
 from runtime.grpc.server import GrpcServer, tls_credentials
 from runtime.http.limits import GuardOptions

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import msgspec
 
@@ -29,6 +29,7 @@ from protos.sampling import SamplingParams
 from runtime.admission import ROOMY, Admission, QueueLimits, num_prompt_tokens
 from runtime.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
 from runtime.delivery import PATIENT, Delivery, Delta, ReadingLimits
+from runtime.engine_client import EngineState, Prompt, RequestMaker
 from runtime.keys import TENANT
 from runtime.metrics import Metrics
 from runtime.stats import EngineStats
@@ -43,108 +44,8 @@ START_ERRORS: dict[str, type[SlipstreamError]] = {
     "ConfigError": ConfigError, "ModelError": ModelError, "PlacementError": PlacementError,
 }  # fmt: skip
 
-Prompt = Any
-"""Whatever `Preprocessor.requests` takes: text, token ids, or a dict of either."""
-
-
-EngineState = Literal["starting", "live", "degraded", "draining", "dead"]
-"""`degraded`: requests are taken, but the targets are being rebuilt or the draft is away. `draining`: none are."""
-
 DRAINING_RETRY_S = 5.0
 """Whoever is turned away by a server that stops is told to look for another one after this long."""
-
-
-class RequestMaker(Protocol):
-    """What the engine needs of `runtime.inputs.Preprocessor`."""
-
-    def requests(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
-        """Validate and tokenise; one request for each of `params.n` samples. Raises `InvalidRequestError`."""
-        ...
-
-    def chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Any:
-        """Render a conversation by the chat template; return a prompt. Raises `InvalidRequestError`."""
-        ...
-
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of *text*. Raises `InvalidRequestError`."""
-        ...
-
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of *token_ids*. Raises `InvalidRequestError`."""
-        ...
-
-
-class EngineClient(Protocol):
-    """How front ends speak to an engine, wherever it runs."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests can be answered."""
-        ...
-
-    @property
-    def state(self) -> EngineState:
-        """How the engine is now."""
-        ...
-
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the controller was last heard. It speaks once a second, except in the middle of a step."""
-        ...
-
-    @property
-    def info(self) -> WorkerInfo:
-        """What the loaded engine said of itself."""
-        ...
-
-    async def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
-        """Validate and tokenise, without scheduling anything.
-
-        Raises:
-            InvalidRequestError: names the value and the limit.
-            OverloadedError: too much waits already; found out before tokenising.
-            DrainingError: the server is about to stop.
-        """
-        ...
-
-    def check_open(self, num_requests: int = 1, num_tokens: int = 1) -> None:
-        """Do nothing while so many requests, with so many tokens in their prompts, would be taken.
-
-        Raises:
-            EngineDeadError, DrainingError, OverloadedError: they would not now.
-            InvalidRequestError: they never would.
-        """
-        ...
-
-    async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
-        """Make a conversation a prompt. Raises `InvalidRequestError`."""
-        ...
-
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of *text*; none of an empty one. Raises `InvalidRequestError`."""
-        ...
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of *token_ids*, special tokens as they are spelt. Raises `InvalidRequestError`."""
-        ...
-
-    def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
-        """Schedule prepared requests and yield what each gains, until all have finished.
-
-        *timeout_s* counts from now on, while they wait and while they run; None is the server's own limit, if it has
-        one.
-
-        Raises:
-            DeadlineExceededError: the time is over, or nobody read the answer; nothing of it runs any more.
-            OverloadedError: too much waits already; nothing was scheduled.
-            DrainingError: the server is about to stop and takes nothing new.
-        """
-        ...
-
-    def stats(self) -> EngineStats:
-        """Return the newest snapshot of the controller."""
-        ...
-
 
 MakePreprocessor = Callable[[WorkerInfo], Awaitable[RequestMaker]]
 

@@ -19,7 +19,8 @@ from protos.errors import OverloadedError
 from protos.messages import Request
 from protos.sampling import SamplingParams
 from runtime.channel import ThreadChannel
-from runtime.engine import AsyncEngine, Delta
+from runtime.delivery import Delta
+from runtime.engine import AsyncEngine
 from runtime.inputs import load_tokenizer
 from runtime.metrics import Metrics
 from tests import fake_engine, tiny_models

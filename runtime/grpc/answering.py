@@ -17,7 +17,7 @@ from protos.errors import InvalidRequestError
 from protos.messages import Request
 from protos.sampling import SamplingParams
 from runtime.delivery import Delta
-from runtime.engine import EngineClient, Prompt
+from runtime.engine_client import EngineClient, Prompt
 from runtime.grpc import reading
 from runtime.grpc.errors import StatusError, as_status
 from runtime.grpc.writing import SampleWriter, padded

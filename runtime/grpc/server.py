@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import slipstream_v1_pb2_grpc as stubs
 from protos.errors import ConfigError
-from runtime.engine import EngineClient
+from runtime.engine_client import EngineClient
 from runtime.grpc.answering import SERVICE, Answering
 from runtime.grpc.health import EngineHealth
 from runtime.grpc.servicer import Gate, GenerationServicer

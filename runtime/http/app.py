@@ -8,7 +8,7 @@ from dataclasses import replace
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.engine import EngineClient
+from runtime.engine_client import EngineClient
 from runtime.http import errors, openapi, pages, tokenizing
 from runtime.http.bodies import described, json_response, read_body
 from runtime.http.chat import chat_job

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import SlipstreamError
-from runtime.engine import EngineClient
+from runtime.engine_client import EngineClient
 from runtime.http import pages
 from runtime.http.errors import ApiError, as_api_error, error_response
 from runtime.http.limits import GuardOptions

@@ -17,7 +17,7 @@ from starlette.types import Send
 from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput
 from runtime.admission import num_prompt_tokens
 from runtime.delivery import Delta
-from runtime.engine import EngineClient
+from runtime.engine_client import EngineClient
 from runtime.http.errors import ApiError, as_api_error, error_body
 from runtime.http.origins import Origins
 from runtime.http.render import speculation, usage

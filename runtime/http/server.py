@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.engine import EngineClient
+from runtime.engine_client import EngineClient
 from runtime.http.errors import ApiError
 from runtime.http.limits import GuardOptions
 from runtime.http.origins import Origins
