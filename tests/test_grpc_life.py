@@ -157,9 +157,10 @@ def test_paced_messages_have_one_size() -> None:
 
 def test_a_full_queue_refuses_at_once() -> None:
     with serving(engine_with(queue=QueueLimits(max_waiting_requests=1))) as full, full.stub() as stub:
-        running = [stub.Generate(ENDLESS) for _ in range(4)]
-        for call in running:
-            next(call)
+        running = []
+        for _ in range(4):  # one after the other: until it has a token, each waits
+            running.append(stub.Generate(ENDLESS))
+            next(running[-1])
         waiting = stub.Generate(request("waits", 4))
         while not full.engine.stats().num_waiting:
             time.sleep(0.01)
