@@ -139,7 +139,7 @@ def test_a_message_that_nobody_takes_is_given_up() -> None:
 
 
 def test_paced_messages_have_one_size() -> None:
-    with serving(local_engine(), pacing=Aggregate(0.05, 512)) as paced, paced.stub() as stub:
+    with serving(local_engine(), pacing=Aggregate(0.02, 512)) as paced, paced.stub() as stub:
         messages = list(stub.Generate(request("on and on", 200)))
         (end,) = answer(messages)[1]
         assert end.text == expected("on and on", 200) == "".join(message.chunk.text for message in messages)

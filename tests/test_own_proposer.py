@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from cluster import assemble
 from cluster.process_gang import ProcessGang
 from cluster.settings import engine_config
 from proposers import registry
 from protos.config import SpeculativeConfig
-from protos.errors import ConfigError
+from protos.errors import ConfigError, InvalidRequestError
+from protos.messages import WorkerInfo
 from runtime.controller import LocalInbox
 from runtime.http.schemas import CompletionRequest
+from runtime.speculating import speculating
 from tests import synthetic, tiny_models
+from tests.fake_worker import make_request
 from tests.gang_engine import Engine, assert_same, configure, over, quick_turns, requests, threaded
 
 OWN = '''
@@ -188,7 +190,11 @@ def test_paths_keep_their_spelling_and_take_every_key(heads: dict[str, Any]) -> 
         speculative(method="a.B")
 
 
-def test_no_request_can_name_one() -> None:
-    for asked in ({"method": "os:system"}, {"enabled": True, "method": "my_guesses:Echo"}):
-        with pytest.raises(ValidationError, match="method"):
-            CompletionRequest.model_validate({"prompt": "x", "speculative_config": asked})
+@pytest.mark.parametrize("loaded", [(), ("ngram", "draft_model"), ("my_guesses:Echo",)])
+def test_no_request_can_name_one_that_is_not_loaded(loaded: tuple[str, ...]) -> None:
+    info = WorkerInfo(32, 4, 64, 10, methods=loaded, num_speculative_tokens=4)
+    for asked in ({"method": "os:system"}, {"enabled": True, "method": "my_other_guesses:Echo"}):
+        body = CompletionRequest.model_validate({"prompt": "x", "speculative_config": asked})
+        with pytest.raises(InvalidRequestError, match="speculative_config"):
+            speculating([make_request("a", [1])], body.wish, info)
+    assert "my_other_guesses" not in sys.modules
