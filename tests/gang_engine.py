@@ -157,6 +157,15 @@ def uni(models: Models, *, draft: bool) -> Engine:
     return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
 
 
+def said_plainly(models: Models) -> dict[str, list[int]]:
+    """Return what one process says to all `requests` without guesses: what every gang must say."""
+    engine = uni(models, draft=False)
+    engine.put(*requests())
+    outputs = engine.finish()
+    assert engine.proposed() == 0
+    return outputs
+
+
 def over(workers: Gang, config: EngineConfig) -> Engine:
     """An engine whose rounds *workers* run."""
 

@@ -21,6 +21,7 @@ from runtime.http.connection import guarded_protocol
 from runtime.metrics import Metrics
 from runtime.safety import SafetyOptions
 from tests.fake_engine import build, make_preprocessor, tokenizer
+from tests.http_server import Listening
 
 DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none")
 
@@ -69,18 +70,6 @@ class Guarded:
         asyncio.run_coroutine_threadsafe(settled(), self.loop).result()
 
 
-class _Server(uvicorn.Server):
-    """Says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = threading.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-
 def guarded_engine(safety: SafetyOptions, max_model_len: int = 512) -> AsyncEngine:
     """Return the fake engine with the bounds of *safety*; it drafts."""
     metrics = Metrics("fake")
@@ -102,7 +91,7 @@ def guarded(max_model_len: int = 512, **safety: Any) -> Iterator[Guarded]:
     config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1,
                             http=guarded_protocol(allowed.connections))  # fmt: skip
     with bound("127.0.0.1", 0) as listener:
-        server = _Server(config)
+        server = Listening(config)
         loops: list[asyncio.AbstractEventLoop] = []
 
         async def serve() -> None:

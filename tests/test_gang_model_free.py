@@ -9,7 +9,7 @@ import pytest
 from proposers import datastore, registry
 from slipstream import SamplingParams
 from tests import identity
-from tests.gang_engine import Models, assert_same, configure, quick_turns, requests, threaded, tiny_pair, uni
+from tests.gang_engine import Models, assert_same, configure, quick_turns, requests, said_plainly, threaded, tiny_pair
 
 WORLD = 2
 METHODS: dict[str, dict[str, Any]] = {
@@ -34,11 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def plain(models: Models) -> dict[str, list[int]]:
     """What every run must say."""
-    engine = uni(models, draft=False)
-    engine.put(*requests())
-    outputs = engine.finish()
-    assert engine.proposed() == 0
-    return outputs
+    return said_plainly(models)
 
 
 def keys(method: str, texts: list[list[int]], folder: Path) -> dict[str, Any]:

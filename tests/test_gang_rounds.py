@@ -20,6 +20,7 @@ from tests.gang_engine import (
     late_comer,
     quick_turns,
     requests,
+    said_plainly,
     threaded,
     tiny_pair,
     uni,
@@ -43,11 +44,7 @@ def _quick_turns() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def plain(models: Models) -> dict[str, list[int]]:
     """What every run must say."""
-    engine = uni(models, draft=False)
-    engine.put(*requests())
-    outputs = engine.finish()
-    assert engine.proposed() == 0
-    return outputs
+    return said_plainly(models)
 
 
 StartGang = Callable[..., Engine]
