@@ -17,7 +17,7 @@ RESULTS := benchmarks/results
 TWO_THREADS := OMP_NUM_THREADS=2
 
 # What the gang's acceptance runs, and the engine's does not.
-GANG_TESTS := $(filter-out $(wildcard tests/test_ray_serve_*.py), $(sort $(wildcard tests/test_gang_*.py \
+GANG_TESTS := $(filter-out $(wildcard tests/test_ray_serve_*.py tests/test_ray_metrics.py), $(sort $(wildcard tests/test_gang_*.py \
 	tests/test_process_gang.py tests/test_ray_*.py tests/test_tensor_parallel*.py tests/test_doctor.py)))
 # And what the proposers' acceptance runs.
 PROPOSER_TESTS := $(addprefix tests/test_,$(addsuffix .py,attention_drafters capture demo_heads detection \
@@ -27,7 +27,8 @@ PROPOSER_TESTS := $(addprefix tests/test_,$(addsuffix .py,attention_drafters cap
 # And what the servers' acceptance runs.
 SERVING_TESTS := $(sort $(wildcard tests/test_serving_*.py tests/test_grpc*.py tests/test_structured*.py \
 	tests/test_openai*.py tests/test_deploy*.py tests/test_ray_serve*.py tests/test_playground*.py \
-	tests/test_bench_serve*.py tests/test_bad_input*.py tests/test_http.py tests/test_serve_http.py))
+	tests/test_bench_serve*.py tests/test_bad_input*.py $(addprefix tests/test_,$(addsuffix .py,http logs \
+	origins phases ray_metrics serve_http watching_files))))
 
 .PHONY: install serve test protos check bench accept-engine accept-gang accept-proposers accept-serving accept-oldest clean
 
