@@ -42,6 +42,11 @@ class Engine(Protocol):
         """Makes requests out of prompts."""
         ...
 
+    @property
+    def info(self) -> WorkerInfo:
+        """What the loaded workers said of themselves."""
+        ...
+
     def put(self, requests: Sequence[Request]) -> None:
         """Have requests served from the next step on."""
         ...
@@ -78,6 +83,7 @@ class LocalEngine:
     def __init__(self, config: EngineConfig, say: Say) -> None:
         self._inbox = LocalInbox()
         self.assembled = assemble.build(config, self._inbox, say)
+        self.info = self.assembled.info
         self.tokenizer = self.assembled.tokenizer
         self.preprocessor = self.assembled.preprocessor
 
@@ -134,9 +140,9 @@ class ChannelEngine:
         self._end.atexit = False  # Ray must not be shut down before
         atexit.register(self._end)
         try:
-            info = self._start(say)
+            self.info = self._start(say)
             self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
-            self.preprocessor = assemble.preprocessor(config, info, self.tokenizer)
+            self.preprocessor = assemble.preprocessor(config, self.info, self.tokenizer)
         except BaseException:
             self.shutdown()
             raise

@@ -257,7 +257,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     `num_blocks` is the minimum over workers; `max_model_len` is clamped to what the cache holds. `costs` is None
     where nothing was measured. `draft_needs` says which features the draft is fed ("none", "last" or "all"); where it
     is, it can guess only for rows that the target has fed before. `methods` and `num_speculative_tokens` are what
-    requests may choose from: filled in where the engine is put together, empty and 0 without speculation.
+    requests may choose from: filled in where the engine is put together, empty and 0 without speculation. `dtype` is
+    what the target computes in, such as "float32"; empty where nobody says.
     """
 
     num_blocks: int
@@ -271,3 +272,4 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     draft_needs: Literal["none", "last", "all"] = "none"
     methods: tuple[str, ...] = ()
     num_speculative_tokens: int = 0
+    dtype: str = ""

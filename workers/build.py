@@ -99,7 +99,7 @@ def _size(config: EngineConfig, target: LoadedModel, draft: LoadedDraft | None) 
     info = WorkerInfo(
         num_blocks=num_blocks, block_size=size, max_model_len=max_model_len, vocab_size=target.vocab_size,
         eos_ids=target.eos_ids, speculates=config.speculative is not None,
-        draft_needs="none" if draft is None else draft.spec.needs,
+        draft_needs="none" if draft is None else draft.spec.needs, dtype=str(target.dtype).removeprefix("torch."),
     )
     return info, tuple(notes)
 

@@ -291,7 +291,7 @@ class _Loading:
             room = min(room, enough)
         return WorkerInfo(num_blocks=room, block_size=self._block_size, max_model_len=model.max_model_len,
                           vocab_size=model.vocab_size, eos_ids=model.eos_ids, notes=model.notes,
-                          draft_needs=spec.needs)
+                          draft_needs=spec.needs, dtype=str(model.dtype).removeprefix("torch."))
 
     def _room(self, bytes_each: int) -> int:
         """Return how many blocks of this size fit; a draft without layers has room for any number."""
