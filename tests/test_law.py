@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-import transformers
 from msgspec.structs import replace
 from scipy import stats
 
 from protos.messages import Draft, Sampling
+from tests.exactness_law import law as law_behind
 from workers.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verify import accept
@@ -57,41 +57,8 @@ COMBINED = {
 EVERY = OPTIONS | COMBINED
 
 
-def law(sampling: Sampling, raw_V: Law, output: list[int], prompt: list[int] = PROMPT) -> Law:
-    """The law of the next token, from the definitions."""
-    scores = masked(sampling, raw_V.copy(), output)
-    for i, bias in (sampling.logit_bias or {}).items():
-        scores[i] += bias
-    ids, values = torch.tensor([prompt + output]), torch.from_numpy(scores)[None]
-    if sampling.repetition_penalty != 1.0:
-        values = transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, values)
-    counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=len(raw_V))
-    values = values - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
-    if sampling.temperature == 0.0:
-        return np.eye(len(raw_V))[int(values[0].argmax())]
-    for processor in processors(sampling):
-        values = processor(ids, values)
-    return values[0].softmax(0).numpy()
-
-
-def masked(sampling: Sampling, scores: Law, output: list[int]) -> Law:
-    gone = [word[-1] for word in sampling.bad_words
-            if len(word) == 1 or tuple(output[-(len(word) - 1):]) == word[:-1]]
-    gone += sampling.stop_ids if len(output) < sampling.min_tokens else ()
-    if sampling.allowed_ids is not None:
-        gone += set(range(len(scores))) - set(sampling.allowed_ids)
-    scores[gone] = -np.inf
-    return scores
-
-
-def processors(sampling: Sampling) -> Iterator[transformers.LogitsProcessor]:
-    yield transformers.TemperatureLogitsWarper(sampling.temperature)
-    if sampling.min_p:
-        yield transformers.MinPLogitsWarper(sampling.min_p)
-    if sampling.top_k:
-        yield transformers.TopKLogitsWarper(sampling.top_k)
-    if sampling.top_p < 1.0:
-        yield transformers.TopPLogitsWarper(sampling.top_p)
+def law(sampling: Sampling, raw_V: Law, output: list[int]) -> Law:
+    return law_behind(sampling, raw_V, output, PROMPT)
 
 
 def assert_law(counts: Ints, expected: Law) -> None:
@@ -133,6 +100,15 @@ def test_one_token(name: str, draws: int) -> None:
                                               slots.known_len)
         counts += np.bincount(chosen.numpy(), minlength=vocab)
     assert_law(counts, law(sampling, raw_V.astype(np.float64), OUTPUT))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_law_is_that_of_the_definitions(name: str) -> None:
+    vocab, sampling = 64, EVERY[name]
+    raw_V = random_logits(vocab, seed=7)
+    slots = next(worlds(sampling, 1, OUTPUT))
+    found_1V = Sampler(slots, vocab).law(torch.from_numpy(raw_V)[None], np.array([0]), slots.known_len[:1])
+    assert np.abs(found_1V[0].numpy() - law(sampling, raw_V.astype(np.float64), OUTPUT)).max() < 1e-6
 
 
 class Pair:

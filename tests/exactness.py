@@ -1,0 +1,121 @@
+"""The statistics of the exactness suite: is what was emitted drawn from the law that was promised?
+
+Two witnesses. Chi-square with cells pooled to an expectation of 5 at least sees small, systematic errors. The
+total-variation bound, sqrt(K / (2 pi N)) + sqrt(ln(1e9) / (2 N)) for K cells and N samples, sees gross ones and
+assumes nothing about cells, but is blind to a rule that is 2 % too lenient: it never stands alone.
+
+False alarms: all tests of one matrix together are wrong with probability `FALSE_ALARM` at most. Each is held to that
+divided by their number (Bonferroni); the seeds are fixed, so a run that passed goes on passing.
+
+Power. Of a law p' where p was promised, chi-square over N samples is noncentral with lambda = N sum (p' - p)^2 / p, and
+is flagged with probability P(chi2'(df, lambda) > threshold): `power`. With df = 15 and alpha = 1e-6 / 500 the threshold
+is 81, and lambda = 120 is flagged 98 times in 100. A rule that accepts 2 % of all wrong guesses moves a cell by some
+0.2 % of all samples, so 1e6 samples give lambda of several thousand; resampling from p instead of from the residual
+moves several per cent and is seen with 20,000.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+Law = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+FALSE_ALARM = 1e-6
+SMALLEST_CELL = 5.0
+TV_FALSE_ALARM = 1e-9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the two witnesses say of one test.
+
+    Attributes:
+        samples: tokens counted.
+        p_value: of chi-square; 0 where something was emitted that has no probability.
+        tv, tv_bound: total variation between counts and law, and what it exceeds once in 1e9 exact runs.
+    """
+
+    samples: int
+    p_value: float
+    tv: float
+    tv_bound: float
+
+    def is_wrong(self, num_tests: int) -> bool:
+        """Whether one of the witnesses objects, as one of so many tests of a matrix."""
+        return self.p_value <= FALSE_ALARM / num_tests or self.tv > self.tv_bound
+
+    def __str__(self) -> str:
+        return f"{self.samples} samples, p = {self.p_value:.3g}, TV {self.tv:.5f} (bound {self.tv_bound:.5f})"
+
+
+def tv_bound(cells: int, samples: int) -> float:
+    """Return the total variation that so many exact samples exceed with probability `TV_FALSE_ALARM` at most."""
+    return float(np.sqrt(cells / (2 * np.pi * samples)) + np.sqrt(np.log(1 / TV_FALSE_ALARM) / (2 * samples)))
+
+
+def compare(counts_CV: Ints, laws_CV: Law) -> Finding:
+    """Compare what was emitted in each of C contexts with the law there; a context that never was says nothing.
+
+    The statistics of the contexts are added, with their degrees of freedom: given how often a context came, what was
+    emitted in it is multinomial, whatever decided how far a round got.
+    """
+    totals_C = counts_CV.sum(1)
+    was_C = totals_C > 0
+    counts_CV, laws_CV, totals_C = counts_CV[was_C], laws_CV[was_C], totals_C[was_C]
+    samples = int(totals_C.sum())
+    expected_CV = laws_CV * totals_C[:, None]
+    tv = float(np.abs(counts_CV - expected_CV).sum() / (2 * samples))
+    p_value = 0.0 if counts_CV[laws_CV == 0].any() else chi_square(counts_CV, expected_CV)
+    return Finding(samples, p_value, tv, tv_bound(int((laws_CV > 0).sum()), samples))
+
+
+def chi_square(counts_CV: Ints, expected_CV: Law) -> float:
+    """Return the p-value; the small cells of a context are taken together, and join its largest if still small."""
+    small_CV = expected_CV < SMALLEST_CELL
+    pooled_C = np.where(small_CV, expected_CV, 0).sum(1)
+    seen_C = np.where(small_CV, counts_CV, 0).sum(1)
+    large_CV = np.where(small_CV, 0.0, expected_CV)
+    counted_CV = np.where(small_CV, 0, counts_CV).astype(np.float64)
+    joins_C = (pooled_C < SMALLEST_CELL) & ~small_CV.all(1)
+    rows = np.flatnonzero(joins_C)
+    most = large_CV[rows].argmax(1)
+    large_CV[rows, most] += pooled_C[rows]
+    counted_CV[rows, most] += seen_C[rows]
+    observed = np.column_stack((counted_CV, np.where(joins_C, 0, seen_C)))
+    wanted = np.column_stack((large_CV, np.where(joins_C, 0, pooled_C)))
+    used = wanted > 0
+    freedom = int(used.sum()) - len(wanted)
+    if freedom <= 0:
+        return 1.0
+    statistic = float(((observed - wanted)[used] ** 2 / wanted[used]).sum())
+    return float(stats.chi2.sf(statistic, freedom))
+
+
+def power(promised: Law, real: Law, samples: int, num_tests: int) -> float:
+    """Return how likely chi-square flags *samples* of law *real* `[K]` where *promised* `[K]` was promised."""
+    expected = promised * samples
+    kept = expected >= SMALLEST_CELL
+    cells = np.append(promised[kept], promised[~kept].sum()), np.append(real[kept], real[~kept].sum())
+    used = cells[0] > 0
+    distance = float(((cells[1] - cells[0])[used] ** 2 / cells[0][used]).sum() * samples)
+    freedom = int(used.sum()) - 1
+    threshold = stats.chi2.isf(FALSE_ALARM / num_tests, freedom)
+    return float(stats.ncx2.sf(threshold, freedom, distance))
+
+
+def counted(contexts_N: Ints, tokens_N: Ints, shape: tuple[int, int]) -> Ints:
+    """Return how often each token came in each context, int64 of *shape* `[C, V]`."""
+    num_contexts, vocab = shape
+    return np.bincount(contexts_N * vocab + tokens_N, minlength=num_contexts * vocab).reshape(shape)
+
+
+def joint(law_of: Seq[Law]) -> Law:
+    """Return the law of whole texts, flat, from one table a position: `[V^i, V]` for position i, histories in order."""
+    found = np.ones(1)
+    for table in law_of:
+        found = (found[:, None] * table).ravel()
+    return found
