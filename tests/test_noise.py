@@ -8,7 +8,8 @@ import torch
 from scipy import stats
 
 from protos.seeds import INCREMENT, MASK, mix, mix_seed
-from workers.noise import fraction_bits, gumbel, mix_, row_keys, signed
+from workers.noise import ACCEPT, DRAFT, fraction_bits, gumbel, mix_, path_keys, row_keys, signed, stream_seeds
+from workers.noise import uniform as uniform_of
 
 FALSE_ALARM = 1e-6
 
@@ -74,3 +75,30 @@ def test_seeds_of_samples() -> None:
     assert len(seeds) == 200 * 100
     assert max(seeds) < 2**64
     assert {signed(mix_seed(2**64 - 5, 3)) & MASK} == {mix_seed(2**64 - 5, 3)}
+
+
+def streams() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Pairs of numbers that must tell nothing of each other, 200,000 of each."""
+    seeds, index, ids = (part.ravel() for part in np.meshgrid(np.arange(50) + 5, np.arange(50) + 5, np.arange(80) + 5))
+    drafts = stream_seeds(seeds, DRAFT, np.full_like(seeds, 3))
+    here = uniform(drafts, index, ids)
+    return {
+        "draft and target": (here, uniform(seeds, index, ids)),
+        "draft and acceptance": (here, uniform(stream_seeds(seeds, ACCEPT, np.full_like(seeds, 3)), index, ids)),
+        "draft in the next round": (here, uniform(stream_seeds(seeds, DRAFT, np.full_like(seeds, 4)), index, ids)),
+        "nodes of one depth": (uniform_of(path_keys(row_keys(drafts, index), ids[:, None]), np.full(1, 7)),
+                               uniform_of(path_keys(row_keys(drafts, index), ids[:, None] + 1), np.full(1, 7))),
+    }
+
+
+@pytest.mark.parametrize("pair", streams())
+def test_streams_are_independent(pair: str) -> None:
+    here, there = streams()[pair]
+    table = np.histogram2d(here, there, 16, [(0, 1), (0, 1)])[0]
+    assert stats.chisquare(table.ravel()).pvalue > FALSE_ALARM
+    assert abs(np.corrcoef(here, there)[0, 1]) < 5 / math.sqrt(len(here))
+
+
+def test_a_path_of_no_tokens_leaves_the_key() -> None:
+    keys = row_keys(np.arange(9), np.arange(9))
+    assert path_keys(keys, np.empty((9, 0), np.int64)).tolist() == keys.tolist()

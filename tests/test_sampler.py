@@ -8,11 +8,13 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from protos.messages import Sampling
-from workers.choice import Limits, choose, greedy
+from workers.choice import Limits, choose, greedy, law, short_law, without_replacement
 from workers.choice_native import NativeChooser
 from workers.noise import gumbel, row_keys
+from workers.rules import drawn
 from workers.sampler import Sampler
 from workers.slots import SlotTable
 
@@ -223,3 +225,48 @@ def test_the_best_of_a_large_vocabulary_begin_with_what_is_sampled() -> None:
     for some in (np.arange(rows), np.arange(0, rows, 6)):  # among the latter nobody has limits
         ids, _ = sampler.best(values[some], some, index[some], 4)
         assert ids[:, 0].tolist() == sampler.sample(values[some], some, index[some]).tolist()
+
+
+@pytest.mark.parametrize("vocab", [61, 1500])
+def test_the_law_is_what_is_sampled_by(vocab: int) -> None:
+    slots = table(*MIXED * 8, outputs=[[6, 3, 3]] * len(MIXED) * 8)
+    slots.tokens[:, 5:9] = [6, 8, 8, 1]
+    rows = np.arange(len(MIXED) * 8)
+    index, values = 5 + rows % 4, logits(len(rows), vocab)
+    before = values.clone()
+    sampler = Sampler(slots, vocab)
+    found = sampler.law(values, rows, index)
+    assert torch.equal(values, before)
+    assert torch.allclose(found.sum(1), torch.ones(len(rows), dtype=torch.float64))
+    keys = torch.from_numpy(row_keys(sampler.seeds(rows), index))
+    by_law = drawn(found, gumbel(keys[:, None], torch.arange(vocab)))
+    assert by_law.tolist() == sampler.sample(values, rows, index).tolist()
+
+
+def test_rows_that_fail_have_no_law() -> None:
+    values = logits(len(MIXED))
+    values[1::3, 9], values[2::3] = torch.nan, -torch.inf
+    slots = table(*MIXED)
+    found = Sampler(slots, VOCAB).law(values, np.arange(len(MIXED)), slots.known_len)
+    assert found.sum(1).round(decimals=9).tolist() == [float(row % 3 == 0) for row in range(len(MIXED))]
+
+
+def test_a_short_law_is_that_of_the_likeliest_and_draws_without_replacement() -> None:
+    values, limits = logits(2), Limits(np.array([0.7, 1.0], np.float32), np.array([3, 0]), np.ones(2), np.zeros(2))
+    ids, q = short_law(values, limits, 8)
+    whole = law(values, limits).float()
+    assert q.dtype == torch.float32
+    assert torch.allclose(q[0, :3], whole[0].topk(3).values)
+    assert (q[0, 3:] == 0).all()
+    assert ids.tolist() == (values.topk(8).indices).tolist()
+    assert torch.allclose(q[1], whole[1, ids[1]] / whole[1, ids[1]].sum())
+    keys = torch.from_numpy(row_keys(np.arange(60_000), np.zeros(60_000, np.int64)))
+    pairs = without_replacement(ids[1].expand(60_000, -1), q[1].expand(60_000, -1), keys, 2)
+    first, second = ((pairs[:, [j]] == ids[1]).long().argmax(1) for j in range(2))
+    assert (first != second).all()
+    expected = q[1][:, None] * q[1] / (1 - q[1])[:, None]
+    expected.fill_diagonal_(0)
+    counts = torch.bincount(8 * first + second, minlength=64).view(8, 8).double()
+    likely = expected * 60_000 >= 5
+    statistic = ((counts - expected * 60_000)[likely] ** 2 / (expected * 60_000)[likely]).sum()
+    assert stats.chi2.sf(float(statistic), int(likely.sum()) - 1) > 1e-6

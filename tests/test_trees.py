@@ -244,7 +244,7 @@ def test_stop_strings_end_texts_at_the_same_character(tmp_path: Path) -> None:
 
 
 def test_chains_are_sampled_in_one_call_a_round(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.target.TreeSampler", None)
+    monkeypatch.setattr("workers.judging.TreeSampler", None)
     calls: list[int] = []
     sample = Sampler.sample
 

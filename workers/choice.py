@@ -101,6 +101,12 @@ def _scores(sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor,
         keys_N: as in `choose`.
         limits: of each row.
     """
+    keep_NV = _left_by(limits, sorted_NV)
+    return torch.where(keep_NV, sorted_NV + gumbel(keys_N[:, None], ids_NV), -torch.inf)
+
+
+def _left_by(limits: Limits, sorted_NV: torch.Tensor) -> torch.Tensor:
+    """Return which of the logits over temperature, falling, the limits leave; bool `[N, V]`."""
     vocab = sorted_NV.shape[1]
     top_k_N1, top_p_N1, min_p_N1 = (_column(limit, sorted_NV) for limit in (limits.top_k, limits.top_p, limits.min_p))
     weight_NV = (sorted_NV - sorted_NV[:, :1]).exp()
@@ -110,7 +116,38 @@ def _scores(sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor,
     mass_NV = torch.where(keep_NV, (weight_NV * UNITS).round(), 0.0).double()
     before_NV = mass_NV.cumsum(1) - mass_NV
     keep_NV &= (before_NV < top_p_N1 * mass_NV.sum(1, keepdim=True)) | (top_p_N1 >= 1.0)
-    return torch.where(keep_NV, sorted_NV + gumbel(keys_N[:, None], ids_NV), -torch.inf)
+    return keep_NV
+
+
+def law(logits_NV: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Return the law that `choose` draws by, float64 `[N, V]`; zeros for rows whose greatest logit is not finite."""
+    scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
+    if not limits.are_off.all():
+        ordered = scaled_NV.sort(dim=1, descending=True, stable=True)
+        left_NV = ordered.values.masked_fill(~_left_by(limits, ordered.values), -torch.inf)
+        scaled_NV = torch.empty_like(left_NV).scatter_(1, ordered.indices, left_NV)
+    return torch.where(logits_NV.amax(1, keepdim=True).isfinite(), scaled_NV.double().softmax(1), 0.0)
+
+
+def short_law(logits_NV: torch.Tensor, limits: Limits, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a law of the *size* likeliest ids alone, for guesses: int64 `[N, L]` and float32 `[N, L]`, falling.
+
+    It adds up to 1; ids that the limits cut have 0, and so have all where the greatest logit is not finite.
+    """
+    likely = (logits_NV / _column(limits.temperature, logits_NV)).topk(min(size, logits_NV.shape[1]), 1)
+    left_NL = likely.values
+    if not limits.are_off.all():
+        left_NL = left_NL.masked_fill(~_left_by(limits, left_NL), -torch.inf)
+    return likely.indices, torch.where(left_NL[:, :1].isfinite(), left_NL.softmax(1), 0.0)
+
+
+def without_replacement(ids_NL: torch.Tensor, law_NL: torch.Tensor, keys_N: torch.Tensor, width: int) -> torch.Tensor:
+    """Draw *width* of a law's ids, one after another, int64 `[N, W]`: the greatest of log q + noise, in that order.
+
+    Where fewer have a probability, others follow.
+    """
+    score_NL = law_NL.double().log() + gumbel(keys_N[:, None], ids_NL)
+    return ids_NL.gather(1, score_NL.topk(width, 1).indices)
 
 
 def greedy(logits_NV: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,21 @@ class GrammarSampler:
             return self._sampler.sample(logits_NV, slots_N, index_N)
         return by_part(constrained_N, self._mask_and_sample, self._sampler.sample, (logits_NV, slots_N, index_N))
 
+    def law(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        """As `Sampler.law`."""
+        constrained_N = self.slots.constrained[slots_N]
+        if constrained_N.any():
+            at = np.flatnonzero(constrained_N)
+            bits_M = self._grammars.allowed(slots_N[at].tolist(), index_N[at].tolist())
+            at_M = torch.from_numpy(at).to(logits_NV.device)
+            logits_NV = logits_NV[:, : self.vocab_size].clone()
+            logits_NV[at_M] = masked(logits_NV[at_M], bits_M)
+        return self._sampler.law(logits_NV, slots_N, index_N)
+
+    def seeds(self, slots_N: Ints) -> Ints:
+        """As `Sampler.seeds`."""
+        return self._sampler.seeds(slots_N)
+
     def _mask_and_sample(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         bits_N = self._grammars.allowed(slots_N.tolist(), index_N.tolist())
         return self._sampler.sample(masked(logits_NV[:, : self.vocab_size], bits_N), slots_N, index_N)

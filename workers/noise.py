@@ -27,6 +27,9 @@ def signed(word: int) -> int:
 
 STEP = signed(INCREMENT)
 FACTORS = tuple(signed(factor) for factor in MULTIPLIERS)
+DRAFT = signed(0xD1342543DE82EF95)
+ACCEPT = signed(0xA0761D6478BD642F)
+"""Streams of rules that judge by p/q: what a draft draws by, and what it is judged by."""
 KEEP = tuple(MASK >> shift for shift in SHIFTS)  # turns the arithmetic shift of int64 into a logical one
 
 
@@ -45,12 +48,33 @@ def row_keys(seeds_N: Ints, index_N: Ints) -> Ints:
     return mix_(mix_(seeds_N + STEP) + index_N * STEP)
 
 
+def stream_seeds(seeds_N: Ints, stream: int, known_N: Ints) -> Ints:
+    """Return the int64 seeds of a stream of its own, fresh in every round: that had *known* tokens. Shapes `[N]`.
+
+    No noise of one stream tells anything of another's, nor of that of the seeds themselves.
+    """
+    return row_keys(mix_(seeds_N + stream), known_N)
+
+
+def path_keys(keys_N: Ints, paths_ND: Ints) -> Ints:
+    """Return the int64 keys of nodes of a tree, by the D tokens on the way to each; *keys_N* where D is 0."""
+    for tokens_N in paths_ND.T:
+        keys_N = mix_(keys_N + (tokens_N + 1) * STEP)
+    return keys_N
+
+
 def fraction_bits(keys: Words, ids: Words) -> Words:
     """Return 52 uniform bits as int64 for keys and token ids of shapes that broadcast."""
     words = mix_(keys + (ids + 1) * STEP)
     words >>= 64 - FRACTION_BITS
     words &= (1 << FRACTION_BITS) - 1
     return words
+
+
+def uniform(keys: Ints, ids: Ints) -> npt.NDArray[np.float64]:
+    """Return uniform numbers between 0 and 1, neither of them included, for int64 keys and numbers that broadcast."""
+    numbers: npt.NDArray[np.float64] = (fraction_bits(keys, ids).astype(np.float64) + 0.5) * SCALE
+    return numbers
 
 
 def gumbel(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

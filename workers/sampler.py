@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from protos.messages import Sampling
-from workers.choice import COLDEST, Ints, Limits, best, choose, greedy
+from workers.choice import COLDEST, Ints, Limits, best, choose, greedy, law
 from workers.choice_native import NativeChooser
 from workers.edits import LogitEdits, changes_logits
 from workers.native_library import KernelUnavailableError
@@ -64,6 +64,46 @@ class Sampler:
         self._refresh(slots_N)
         rows = (logits_NV[:, : self.vocab_size], slots_N, index_N)
         return by_part(self._edited_S[slots_N], self._edit_and_choose, self._choose, rows)
+
+    def law(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        """Return the law by which `sample` chooses, float64 `[N, V]` on the logits' device; arguments as there.
+
+        That of a greedy row is certain; rows from which none can be chosen have zeros.
+        """
+        self._refresh(slots_N)
+        logits_NV = self.edited(logits_NV, slots_N, index_N)
+        limits = self._limits_S.at(slots_N)
+        drawn_N, free_N = limits.temperature >= COLDEST, limits.are_off
+        law_NV = torch.zeros(logits_NV.shape, dtype=torch.float64, device=logits_NV.device)
+        for part in (np.flatnonzero(drawn_N & free_N), np.flatnonzero(drawn_N & ~free_N)):
+            if len(part):
+                at = torch.from_numpy(part).to(logits_NV.device)
+                law_NV[at] = law(logits_NV[at], limits.at(part))
+        if not drawn_N.all():
+            at = torch.from_numpy(np.flatnonzero(~drawn_N)).to(logits_NV.device)
+            ids_M = greedy(logits_NV[at])
+            law_NV[at, ids_M.clamp_min(0)] = (ids_M >= 0).double()
+        return law_NV
+
+    def edited(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        """Return the logits as requests want them edited, float32 `[N, vocab_size]`; arguments as for `sample`."""
+        self._refresh(slots_N)
+        logits_NV = logits_NV[:, : self.vocab_size]
+        if not self._edited_S[slots_N].any():
+            return logits_NV
+        edited_NV = logits_NV.clone()
+        self._edits.apply_(edited_NV, slots_N, index_N)
+        return edited_NV
+
+    def seeds(self, slots_N: Ints) -> Ints:
+        """Return the seeds of the sequences in some slots: the bits of uint64 as int64, `[N]`."""
+        self._refresh(slots_N)
+        return self._seed_S[slots_N]
+
+    def limits(self, slots_N: Ints) -> Limits:
+        """Return how the sequences in some slots are drawn."""
+        self._refresh(slots_N)
+        return self._limits_S.at(slots_N)
 
     def best(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints, width: int) -> (
         tuple[torch.Tensor, torch.Tensor]

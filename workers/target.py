@@ -14,11 +14,11 @@ from protos.messages import Draft, NewSequence, Row, TokenLogprobs, Verdict
 from workers.batch import Area, Areas, Batch, Ints
 from workers.features import Features, kept
 from workers.grammar_sampler import GrammarSampler
+from workers.judging import Judge, Release, SampleAndMatch, Scored
+from workers.laws import NO_LAWS, BySlot
 from workers.logprobs import token_logprobs
 from workers.runner import ModelRunner
 from workers.slots import SlotTable
-from workers.verify import accept
-from workers.walking import TreeSampler
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,16 @@ def _area(row: Row, draft: Draft) -> Area | None:
 
 
 class TargetWorker:
-    """Owns the target's runner and sampler. Samples with the ordinary pipeline at every position, drafted or not.
+    """Owns the target's runner and sampler, and the rule by which drafts are judged.
 
-    `needs` says which tokens a draft is fed the features of; `forward_s` is how long the last forward took; on a GPU,
-    how long it took to ask for it.
+    `needs` says which tokens a draft is fed the features of; `judge` is sample and match where nothing is said;
+    `forward_s` is how long the last forward took; on a GPU, how long it took to ask for it.
     """
 
-    def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: GrammarSampler, needs: Needs = "none") -> None:
+    def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: GrammarSampler, needs: Needs = "none",
+                 judge: Judge | None = None) -> None:  # fmt: skip
         self.runner, self.slots, self.sampler, self.needs = runner, slots, sampler, needs
+        self._judge: Judge = judge or SampleAndMatch(sampler)
         self.forward_s = 0.0
         self._offsets_R: Ints = np.empty(0, np.int64)
         self._states_TF = torch.empty(0, 0)
@@ -96,7 +98,7 @@ class TargetWorker:
 
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
         """Return *drafts* without what could never be accepted."""
-        return self.sampler.prune(rows, drafts)
+        return self._judge.prune(rows, drafts)
 
     def follow(self, rows: Seq[Row], drafts: Seq[Draft]) -> None:
         """Run the forward of a round that another rank samples and judges."""
@@ -111,8 +113,11 @@ class TargetWorker:
         scoring = Scoring.of(rows, drafts, self.slots.tokens)
         return scoring, self._prompt_positions(rows, scoring.batch)
 
-    def score(self, rows: Seq[Row], drafts: Seq[Draft]) -> list[Verdict]:
-        """Return one verdict for each row that samples or owes prompt log-probabilities, in order."""
+    def score(self, rows: Seq[Row], drafts: Seq[Draft], laws: BySlot = NO_LAWS) -> list[Verdict]:
+        """Return one verdict for each row that samples or owes prompt log-probabilities, in order.
+
+        *laws* are what drafts were drawn from, where the rule asks for it.
+        """
         began = time.monotonic()
         scoring, prompt_P = self._lay_out(rows, drafts)
         logits_XV, states_TF = self.runner.run(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
@@ -120,8 +125,9 @@ class TargetWorker:
         if states_TF is not None:
             self._offsets_R, self._states_TF = scoring.batch.offsets_R, states_TF
         logits_NV = logits_XV[: len(scoring.wanted_N)]
-        chosen_N = self._choose(drafts, scoring, logits_NV)
-        verdicts = self._judge(rows, drafts, scoring, chosen_N, logits_NV)
+        releases = self._judge.judge(Scored(rows, drafts, scoring.counts_R, logits_NV, scoring.slots_N,
+                                            scoring.index_N, scoring.batch.areas is not None, laws))
+        verdicts = self._verdicts(rows, drafts, scoring, releases, logits_NV)
         if len(prompt_P):
             self._add_prompt_logprobs(verdicts, rows, scoring.batch, prompt_P, logits_XV[len(scoring.wanted_N) :])
         return [verdict for verdict in verdicts if verdict is not None]
@@ -133,31 +139,24 @@ class TargetWorker:
             at_N = torch.from_numpy(fed_N).to(self._states_TF.device)
             return Features(table_M4, self._states_TF.index_select(0, at_N))
 
-    def _choose(self, drafts: Seq[Draft], scoring: Scoring, logits_NV: torch.Tensor) -> list[int]:
-        """Return what the target says behind every scored position; -1 where it cannot, or nobody will look."""
-        if scoring.batch.areas is None:
-            chosen_N: list[int] = self.sampler.sample(logits_NV, scoring.slots_N, scoring.index_N).tolist()
-            return chosen_N
-        return TreeSampler(self.sampler, logits_NV, scoring.slots_N, scoring.index_N).choose(drafts, scoring.counts_R)
-
-    def _judge(self, rows: Seq[Row], drafts: Seq[Draft], scoring: Scoring, chosen_N: list[int],
-               logits_NV: torch.Tensor) -> list[Verdict | None]:
-        """Walk each row's draft along what was chosen; None for rows that do not sample."""
+    def _verdicts(self, rows: Seq[Row], drafts: Seq[Draft], scoring: Scoring, releases: Seq[Release],
+                  logits_NV: torch.Tensor) -> list[Verdict | None]:
+        """Say what the round yields for each row; None for rows that do not sample."""
         verdicts: list[Verdict | None] = []
-        at = 0
+        at, left = 0, iter(releases)
         for row, draft, count in zip(rows, drafts, scoring.counts_R.tolist(), strict=True):
             if not count:
                 verdicts.append(None)
                 continue
-            chosen = chosen_N[at : at + count]
-            path = accept(draft, chosen)
-            emitted = [chosen[0], *(chosen[node + 1] for node in path)]
-            if -1 in emitted:
+            release = next(left)
+            if -1 in release.emitted:
                 why = self.sampler.why_none(row.slot, logits_NV[at : at + count])
                 verdicts.append(Verdict(row.slot, failed=why))
             else:
+                path, emitted = release.path, release.emitted
                 logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
-                verdicts.append(_with_tree(Verdict(row.slot, emitted, len(draft), path, logprobs), draft, chosen))
+                verdict = Verdict(row.slot, emitted, len(draft), path, logprobs)
+                verdicts.append(_with_tree(verdict, draft, release.probed))
             at += count
         return verdicts
 
@@ -195,10 +194,9 @@ class TargetWorker:
             verdicts[r] = msgspec.structs.replace(verdict, prompt_logprobs=found)
 
 
-def _with_tree(verdict: Verdict, draft: Draft, chosen: Seq[int]) -> Verdict:
+def _with_tree(verdict: Verdict, draft: Draft, probed: Seq[int]) -> Verdict:
     """Add what only verdicts over trees have."""
     if draft.is_chain:
         return verdict
     guesses = widths(draft)
-    probed = [y for y, is_probe in zip(chosen[1:], draft.probes, strict=False) if is_probe]
     return msgspec.structs.replace(verdict, proposed=sum(guesses), widths=guesses, probed=probed)
