@@ -1,4 +1,4 @@
-"""The `slipstream` command: serve, generate, build-datastore, env, doctor, bench."""
+"""The `slipstream` command: serve, generate, check, build-datastore, env, doctor, bench."""
 
 import sys
 from pathlib import Path
@@ -34,6 +34,12 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         OUT.print(f"slipstream {version()}", highlight=False)
         raise typer.Exit
+
+
+def _one_model(positional: str | None, option: str | None) -> str | None:
+    if positional is not None and option is not None:
+        raise ConfigError(f"the model is given twice: {positional!r} and --model {option!r}")
+    return positional or option
 
 
 @app.callback()
@@ -93,9 +99,7 @@ def serve(
     from cluster import cli_serve  # noqa: PLC0415 - as above
     from runtime.http.tools import ToolOptions  # noqa: PLC0415
 
-    if positional_model is not None and model is not None:
-        raise ConfigError(f"the model is given twice: {positional_model!r} and --model {model!r}")
-    config = engine_config({**engine, "model": positional_model or model})
+    config = engine_config({**engine, "model": _one_model(positional_model, model)})
     cli_serve.run(
         config,
         faces=faces,
@@ -105,6 +109,41 @@ def serve(
         tools=ToolOptions(tool_call_parser, enable_auto_tool_choice),
         safety=safety,
     )
+
+
+@app.command(context_settings=HYPHENS)
+@with_options(engine=engine_options(but=("model",)))
+def check(
+    engine: dict[str, Any],
+    *,
+    positional_model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the embedded demo pair.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL as for generate, or text, a prompt a line; default: the demo's.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts used at most.", min=1)] = 20,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer that is compared.", min=1)] = 64,
+    samples: Annotated[
+        int, typer.Option(help="Answers sampled behind each of the first 4 prompts, to test their law.", min=100)
+    ] = 1000,
+    temperature: Annotated[float, typer.Option(help="Of seeded answers and samples.", min=0.01, max=100.0)] = 1.0,
+    false_alarm: Annotated[
+        float, typer.Option(help="Chance of finding a wrong law where there is none.", min=1e-12, max=0.1)
+    ] = 1e-6,
+    json: Annotated[Path | None, typer.Option(help="Write the whole report here.")] = None,
+) -> None:
+    """Check that speculation changes nothing: the same answers with and without, and sampled ones of the same law.
+
+    Exit status 0: it does not; 1: it does, or nothing was shown; 2: the check could not be run. --seed makes all seeds.
+    """
+    from cluster import checking, cli_check  # noqa: PLC0415 - as above
+
+    config = engine_config({**engine, "model": _one_model(positional_model, model)})
+    wanted = checking.Wanted(
+        cli_check.read_prompts(prompts, num_prompts), max_tokens, samples, temperature, config.seed or 0, false_alarm
+    )
+    if not cli_check.run(config, wanted, json):
+        raise typer.Exit(1)
 
 
 @app.command("build-datastore", context_settings=HYPHENS)

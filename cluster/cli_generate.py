@@ -52,7 +52,7 @@ def figures(num_tokens: int, seconds: float, speculation: SpeculativeDecodingMet
 def batch(config: EngineConfig, prompts: Path, output: Path, sampling: dict[str, Any]) -> None:
     """Complete every line of the JSONL file *prompts*; write a line each to *output*, in the same order."""
     show_warnings()
-    items = _read(prompts)
+    items = read_items(prompts)
     params = [_params(item, sampling, f"{prompts}:{number}") for number, item in items]
     inputs = [{key: item[key] for key in PROMPT_FIELDS if key in item} for _, item in items]
     if not output.parent.is_dir():
@@ -70,7 +70,7 @@ def batch(config: EngineConfig, prompts: Path, output: Path, sampling: dict[str,
         say(line)
 
 
-def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
+def read_items(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the objects of a JSONL file with their line numbers; a bare string is a prompt."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

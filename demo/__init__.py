@@ -3,6 +3,8 @@
 from pathlib import Path
 
 HERE = Path(__file__).parent
+PROMPTS = HERE / "prompts.jsonl"
+"""Beginnings of Python files, one a line, that the demo target can go on with."""
 
 
 def pair() -> tuple[Path, Path]:

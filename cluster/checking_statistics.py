@@ -1,0 +1,79 @@
+"""Statistics of counts against a law: chi-square, exact tails, total variation, and what a test can find."""
+
+import functools
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Floats = npt.NDArray[np.float64]
+
+POWER_Z = 1.8808  # normal quantile of 97 %
+
+
+def chi_square_tail(statistic: float, freedom: int) -> float:
+    """Return the chance that chi-square with so many degrees of freedom is at least *statistic*."""
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@functools.lru_cache(maxsize=4096)
+def chi_square_quantile(p_value: float, freedom: int) -> float:
+    """Return the statistic whose `chi_square_tail` is *p_value*, by bisection."""
+    low, high = 0.0, freedom + 2.0 * math.sqrt(freedom * 40.0) + 2000.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chi_square_tail(middle, freedom) > p_value else (low, middle)
+    return high
+
+
+def deviance(seen_C: Floats, expected_C: Floats) -> tuple[float, float]:
+    """Return Pearson's statistic and that of the likelihood ratio, for counts `[C]` and what is expected of them.
+
+    Both are chi-square where cells are full. In sparse cells Pearson's makes too much of one id that came several
+    times, and the likelihood ratio's mean is too high: so a p-value is the larger of the two's.
+    """
+    pearson = float(((seen_C - expected_C) ** 2 / expected_C).sum())
+    ratio_C = np.where(seen_C > 0, seen_C, 1.0) / expected_C
+    likelihood = float(2 * (seen_C * np.log(ratio_C) - seen_C + expected_C).sum())
+    return pearson, max(likelihood, 0.0)
+
+
+def rest_tail(count: float, draws: int, mass: float) -> float:
+    """Bound the chance that *count* or more of so many *draws* have ids of joint probability *mass*.
+
+    Chernoff's bound, which is never below the binomial tail: exp(-draws * KL(count / draws, mass)).
+    """
+    share = count / draws
+    if share <= mass:
+        return 1.0
+    if mass <= 0.0:
+        return 0.0
+    cost = share * math.log(share / mass)
+    if share < 1.0:
+        cost += (1 - share) * math.log((1 - share) / (1 - mass))
+    return math.exp(-draws * cost)
+
+
+def tv_bound(cells: int, draws: int, limit: float) -> float:
+    """Return what total variation over so many cells exceeds with a chance of at most *limit*.
+
+    The mean is at most about sqrt(cells / (2 pi draws)); beyond it, McDiarmid's inequality.
+    """
+    return math.sqrt(cells / (2 * math.pi * draws)) + math.sqrt(math.log(1 / limit) / (2 * draws))
+
+
+def least_tv(freedom: int, draws: int, limit: float) -> float:
+    """Return the total variation of a wrong law that a chi-square test at *limit* finds with 97 %; 1 at most.
+
+    A law that is off by D has a chi-square distance of at least 4 D^2, so that the statistic is noncentral by at least
+    4 D^2 * draws. Its distribution is taken as normal: mean f + x, variance 2 (f + 2 x).
+    """
+    if not freedom:
+        return 1.0
+    beyond = chi_square_quantile(limit, freedom) - freedom
+    z = POWER_Z
+    root = math.sqrt(z * z + beyond + freedom / 2)  # solves x - z sqrt(2 f + 4 x) = beyond for sqrt(f / 2 + x)
+    noncentral = max(0.0, (z + root) ** 2 - freedom / 2)
+    return min(1.0, math.sqrt(noncentral / (4 * draws)))
