@@ -1,5 +1,6 @@
 # People and CI use the same targets; each installs what it needs, once.
-#   make serve | test | check | bench | accept-engine | accept-gang | accept-proposers | accept-serving | clean
+#   make serve | test | check | bench | accept-engine | accept-gang | accept-proposers | accept-serving |
+#        accept-exactness | clean
 # VENV and PYTHON may be given: `make test VENV=/path/to/venv PYTHON=python3.12`.
 
 PYTHON ?= python3
@@ -29,8 +30,12 @@ SERVING_TESTS := $(sort $(wildcard tests/test_serving_*.py tests/test_grpc*.py t
 	tests/test_openai*.py tests/test_deploy*.py tests/test_ray_serve*.py tests/test_playground*.py \
 	tests/test_bench_serve*.py tests/test_bad_input*.py $(addprefix tests/test_,$(addsuffix .py,http logs \
 	origins phases ray_metrics serve_http watching_files))))
+# And what the acceptance of exactness runs.
+EXACTNESS_TESTS := $(sort $(wildcard tests/test_exactness_*.py tests/test_check*.py tests/test_batch_invariant*.py \
+	tests/test_rules*.py))
 
-.PHONY: install serve test protos check bench accept-engine accept-gang accept-proposers accept-serving accept-oldest clean
+.PHONY: install serve test protos check bench accept-engine accept-gang accept-proposers accept-serving accept-exactness \
+	accept-oldest clean
 
 serve: $(READY)
 	$(BIN)/slipstream serve $(ARGS)
@@ -53,7 +58,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.proposers --output $(RESULTS)/proposers.json
 
 accept-engine: check accept-oldest
-	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(GANG_TESTS) $(PROPOSER_TESTS) $(SERVING_TESTS))
+	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(GANG_TESTS) $(PROPOSER_TESTS) $(SERVING_TESTS) \
+		$(EXACTNESS_TESTS))
 	$(MAKE) bench
 
 # Several processes a test on as many processors as there are: one thread each.
@@ -75,6 +81,12 @@ accept-serving: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full" -s $(SERVING_TESTS)
 	$(BIN)/python -m benchmarks.overload --threads 1 --output $(RESULTS)/overload.json
 	$(BIN)/python -m benchmarks.http_overhead --output $(RESULTS)/http_overhead.json
+
+accept-exactness: check
+	mkdir -p $(RESULTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full" -s $(EXACTNESS_TESTS)
+	$(BIN)/python -m benchmarks.acceptance --output $(RESULTS)/acceptance.json
+	$(BIN)/python -m benchmarks.invariance --output $(RESULTS)/invariance.json
 
 # The oldest transformers that is promised, in an environment of its own.
 accept-oldest: $(OLDEST_READY)
