@@ -41,6 +41,14 @@ class Nodes:
         self.parents_RM = torch.cat([self.parents_RM, parents_RN], 1)
         self.scores_RM = torch.cat([self.scores_RM, scores_RN], 1)
 
+    def paths(self, row_N: torch.Tensor, nodes_N: torch.Tensor, depth: int) -> torch.Tensor:
+        """Return the tokens that lead to nodes of a depth, their own included, int64 `[N, depth]`."""
+        tokens = []
+        for _ in range(depth):
+            tokens.append(self.tokens_RM[row_N, nodes_N])
+            nodes_N = self.parents_RM[row_N, nodes_N]
+        return torch.stack(tokens[::-1], 1)
+
     def best(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return for each row its `k` best nodes; among equals those made first, which parents are."""
         order_RM = self.scores_RM.argsort(dim=1, descending=True, stable=True).tolist()
@@ -147,7 +155,9 @@ class Tree:
         features_NX = beams.features_RWX[is_fed_RW] if beams.features_RWX.shape[2] else None
         fed = Level(row_N, tokens_N, beams.above_RW[is_fed_RW], features_NX)
         logits_NV, made_NX = self._behind(self._runner.grow(self._rows, fed), level)
-        tokens_NW, scores_NW = self._runner.candidates(self._rows, row_N, logits_NV, level, self._width)
+        tokens_NW, scores_NW = self._runner.candidates(
+            self._rows, row_N, logits_NV, level, self._width,
+            paths=lambda: self._nodes.paths(row_N, beams.nodes_RW[is_fed_RW], level))
         own_N = self._nodes.scores_RM.gather(1, beams.nodes_RW)[is_fed_RW]
         tokens_RWW = _spread(is_fed_RW, tokens_NW, 0)
         scores_RC = _spread(is_fed_RW, scores_NW + own_N[:, None], _DROPPED).flatten(1)

@@ -7,6 +7,7 @@ is one token a head, and a tree is several, each read by the next head.
 import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import ClassVar, Literal, Protocol, Self
 
 import torch
@@ -160,7 +161,8 @@ class HeadsProposer:
         """All rows make the guesses of the largest tree among them, as deep as their own goes, and keep their first."""
         ranked = sorted(rows, key=lambda row: -row.k)
         trees = [self.tree.first(row.k) for row in ranked]
-        levels = trees[0].levels if self.module.is_grounded else trees[0].flat_levels
+        apart = self.module.is_grounded or self.runner.draws_by_path
+        levels = trees[0].levels if apart else trees[0].flat_levels
         found_RJ = [[0] * len(trees[0].choices) for _ in ranked]
         for level, ids_RM in zip(levels, self._guesses(ranked, [tree.depth for tree in trees], levels), strict=True):
             for found_J, ids_M in zip(found_RJ, ids_RM.tolist(), strict=False):
@@ -173,13 +175,17 @@ class HeadsProposer:
     def _guesses(self, ranked: Seq[DraftRow], depths: Seq[int], levels: Seq[Level]) -> Iterator[torch.Tensor]:
         """Yield the ids of each level, `[R, M]`, for the first R rows: those whose trees are so deep."""
         states_RPS, ids_RP = self.begin(ranked)[:, None], self.runner.newest(ranked)[:, None]
+        paths_RPD = ids_RP[:, :, None][:, :, :0]
         for depth, level in enumerate(levels):
             count, points = sum(own > depth for own in depths), ids_RP.shape[1]
             states_NS = self.module.step(states_RPS[:count].flatten(0, 1), ids_RP[:count].flatten(), depth)
             row_N = torch.arange(count, device=ids_RP.device).repeat_interleave(points)
             logits_NV = self.module.logits(states_NS, depth)
-            ids_NW, _ = self.runner.candidates(ranked[:count], row_N, logits_NV, depth, level.width)
+            ids_NW, _ = self.runner.candidates(ranked[:count], row_N, logits_NV, depth, level.width,
+                                               paths=partial(paths_RPD[:count].flatten, 0, 1))
             ids_RM = ids_NW.view(count, points, -1)[:, level.froms_M, level.ranks_M]
             yield ids_RM
             states_RPS = states_NS.view(count, points, -1)[:, level.froms_M[level.points_P]]
             ids_RP = ids_RM[:, level.points_P]
+            if self.runner.draws_by_path:
+                paths_RPD = torch.cat([paths_RPD[:count, level.froms_M[level.points_P]], ids_RP[:, :, None]], 2)

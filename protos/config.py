@@ -9,14 +9,16 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from protos.validation import config_error, typed
+from protos.validation import config_error, shown, typed
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 MAX_SPECULATIVE_TOKENS = 64
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Placement = Literal["dedicated", "colocated"]
-AcceptanceRule = Literal["coupled"]
+AcceptanceRule = Literal["coupled", "standard", "block", "synthetic"]
+BY_LAWS: frozenset[AcceptanceRule] = frozenset({"standard", "block"})
+"""Rules that judge by p/q: what was drafted must have been drawn by a law of its own."""
 LogFormat = Literal["text", "json"]
 
 
@@ -26,6 +28,7 @@ class ModelConfig:
     """Which weights, and how they are loaded. `model` is a Hub id or a folder.
 
     `generation_config` says whose sampling defaults count: the model's own ("auto"), nobody's ("vllm"), a folder's.
+    `batch_invariant`: the logits of a position are the same bits whatever is computed beside it, and on any number of ranks.
     """
 
     model: str
@@ -36,6 +39,7 @@ class ModelConfig:
     dtype: Dtype = "auto"
     max_model_len: int | None = Field(default=None, gt=0)
     enforce_eager: bool = False
+    batch_invariant: bool = False
     skip_tokenizer_init: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = Field(default=None, gt=0)
@@ -80,6 +84,12 @@ class SpeculativeConfig:
         datastore: file that `slipstream build-datastore` wrote, for `rest`.
         lookahead_window, lookahead_ngram, lookahead_guesses: W, N and G of Fu et al. 2024; a draft has up to
             (W + G) * (N - 1) nodes.
+        rejection_sample_method: the rule of acceptance. "coupled": sample and match, with shared noise; "standard" and
+            "block": by p/q; "synthetic": by rates given, whatever the target says.
+        draft_sample_method: under "standard" and "block", whether a learned draft draws its guesses, or says the
+            likeliest ones; means nothing under the others.
+        synthetic_acceptance_rates: how often the guess at each depth is kept, and all before it.
+        synthetic_acceptance_length: tokens of a round on average, the target's own included.
     """
 
     method: str | tuple[str, ...]
@@ -110,6 +120,9 @@ class SpeculativeConfig:
     disable_by_batch_size: int | None = Field(default=None, gt=0)
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     rejection_sample_method: AcceptanceRule = "coupled"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    synthetic_acceptance_rates: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = None
+    synthetic_acceptance_length: float | None = Field(default=None, ge=1.0)
 
     @model_validator(mode="after")
     def _translation(self) -> "SpeculativeConfig":
@@ -123,6 +136,47 @@ class SpeculativeConfig:
         if low > high:
             raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max ({high}), got {low}")
         return self
+
+    @model_validator(mode="after")
+    def _synthetic(self) -> "SpeculativeConfig":
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        most, num_given = self.num_speculative_tokens, (rates is not None) + (length is not None)
+        if num_given != (self.rejection_sample_method == "synthetic"):
+            raise ValueError("rejection_sample_method 'synthetic' needs one of synthetic_acceptance_rates and "
+                             f"synthetic_acceptance_length, and no other rule takes any; got {num_given} of them with "
+                             f"{self.rejection_sample_method!r}")
+        if length is not None and length > most + 1:
+            raise ValueError(f"synthetic_acceptance_length must be at most num_speculative_tokens + 1 ({most + 1}), "
+                             f"got {length}")
+        if rates is not None and (len(rates) != most or list(rates) != sorted(rates, reverse=True)):
+            raise ValueError("synthetic_acceptance_rates must be one rate for each of num_speculative_tokens "
+                             f"({most}), none above the one before, got {shown(rates)}")
+        return self
+
+    @model_validator(mode="after")
+    def _tree_without_gaps(self) -> "SpeculativeConfig":
+        """What is drawn without replacement is tried in the order drawn: to leave one out would tilt the rest."""
+        choices = set(self.speculative_token_tree or ()) if self.rejection_sample_method in BY_LAWS else set()
+        for choice in sorted(choices):
+            before = (*choice[:-1], choice[-1] - 1)
+            if choice[-1] and before not in choices:
+                raise ValueError(f"speculative_token_tree has {list(choice)} but not {list(before)}: under "
+                                 f"rejection_sample_method {self.rejection_sample_method!r} the children of a node "
+                                 "must be its first ones")
+        return self
+
+    @property
+    def draws_guesses(self) -> bool:
+        """Whether a learned draft draws its guesses, by laws that the rule is told."""
+        return self.rejection_sample_method in BY_LAWS and self.draft_sample_method == "probabilistic"
+
+    @property
+    def synthetic_rates(self) -> tuple[float, ...]:
+        """How often the guess at each depth is kept; of all that have the length asked for, those that vary least."""
+        if self.synthetic_acceptance_length is None:
+            return self.synthetic_acceptance_rates or ()
+        wanted = self.synthetic_acceptance_length - 1
+        return tuple(min(1.0, max(0.0, wanted - depth)) for depth in range(self.num_speculative_tokens))
 
     @property
     def methods(self) -> tuple[str, ...]:

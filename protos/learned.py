@@ -153,6 +153,11 @@ class DraftRunner(Protocol):
         """What `build` returned; for `draft_model`, nothing that a proposer should touch."""
         ...
 
+    @property
+    def draws_by_path(self) -> bool:
+        """Whether guesses are drawn by laws of their own: then those of a tree are drawn behind each node anew."""
+        ...
+
     def features(self, rows: Seq[DraftRow]) -> "torch.Tensor":
         """Return the target's features behind which each row's newest known token was chosen, `[R, F]`."""
         ...
@@ -201,14 +206,19 @@ class DraftRunner(Protocol):
         """
         ...
 
-    def candidates(self, rows: Seq[DraftRow], row_N: "torch.Tensor", logits_NV: "torch.Tensor", depth: int,
-                   width: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    def candidates(self, rows: Seq[DraftRow], row_N: "torch.Tensor", logits_NV: "torch.Tensor", depth: int, width: int,
+                   *, paths: "Callable[[], torch.Tensor] | None" = None) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return the *width* best ids behind each of N nodes `[N, W]`, best first, and their log-probabilities.
+
+        *paths* returns the *depth* drafted tokens that lead to each node, int64 `[N, D]`. It is asked where
+        `draws_by_path`; trees of a proposer that does not say are then drafted in vain.
 
         The best are those of log q + the target's noise for drafted token number *depth*: with one candidate it is what
         `sample` says, but for edits (penalties, bad words), which are left out. Where there is noise, probabilities are
         the softmax of log q + noise: that the target, which has the same noise, says so. A tree of the likeliest by
-        them holds twice as many of its tokens at temperature 1 as one of the likeliest by q.
+        them holds twice as many of its tokens at temperature 1 as one of the likeliest by q. Where `draws_by_path`,
+        ids are drawn without replacement, in that order, and their "log-probabilities" depend on the order alone: so
+        the shape of a tree that is grown by them tells nothing of what was drawn.
         """
         ...
 

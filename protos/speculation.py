@@ -3,9 +3,9 @@
 import json
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, get_args
 
-from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.config import BY_LAWS, MAX_SPECULATIVE_TOKENS, AcceptanceRule, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.speculation_method import (
     MODEL_FREE,
@@ -64,7 +64,7 @@ BOOLEANS = frozenset({
 HARMLESS = frozenset({
     "disable_padded_drafter_batch", "disable_eagle_block_drop", "disable_lookahead_block_hashes",
     "use_local_argmax_reduction", "enable_adaptive_verification", "disable_logprobs", "disable_mqa_scorer",
-    "attention_backend", "moe_backend", "code_revision", "draft_sample_method", "posterior_threshold",
+    "attention_backend", "moe_backend", "code_revision", "posterior_threshold",
     "posterior_alpha", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k", "dspark_draft_topk",
     "xpress_topc", "index_share_for_mtp_iteration", "token_map",
 })  # fmt: skip
@@ -74,11 +74,10 @@ REFUSED = {
     "kv_cache_dtype": "the draft's KV cache has the draft's dtype",
     "draft_load_config": "drafts are loaded as they are stored: safetensors, and heads that torch saved",
     "draft_lm_head_quantization": "quantised drafts are not supported",
-    "synthetic_acceptance_rates": "forced acceptance is not available",
-    "synthetic_acceptance_length": "forced acceptance is not available",
 }
 NEUTRAL: tuple[object, ...] = (None, False, "auto", {}, [], ())
 LOSSY = ("fly", "typical", "typical_acceptance_sampler", "typical_acceptance")
+RULES: tuple[AcceptanceRule, ...] = get_args(AcceptanceRule)
 KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__)
 SETTLED = frozenset({"parallel_drafting"})
 """Keys that say what the method is, and nothing more."""
@@ -108,7 +107,7 @@ def read(
     found = detect(*where) if where else UNKNOWN
     method = infer(keys, found)
     _check_available(method, methods)
-    _check_rule(keys)
+    keys = _with_rule(keys)
     _check_draft_tensor_parallel_size(keys)
     _check_keys(keys)
     keys = shaped(method, keys)
@@ -170,14 +169,27 @@ def _check_available(method: Methods, methods: Collection[str] | None) -> None:
                               f"{', '.join(sorted(methods))}, or package.module:Class for one of your own")
 
 
-def _check_rule(keys: Keys) -> None:
-    """Take the one release rule there is; everything lossy is refused as such."""
-    for key in ("acceptance_method", "rejection_sample_method"):
-        rule = str(keys.pop(key, "coupled"))
+def _with_rule(keys: Keys) -> Keys:
+    """Settle the rule of acceptance. What is lossy is refused as such, or warned of where it is meant to be."""
+    asked = {key: str(keys[key]) for key in ("acceptance_method", "rejection_sample_method") if key in keys}
+    for key, rule in asked.items():
         if rule in LOSSY:
             raise ConfigError(f"speculative_config: {key} {rule!r} is lossy: it changes the answer; leave it out")
-        if rule not in ("coupled", "rejection_sampler"):
-            raise ConfigError(f"speculative_config: {key} {shown(rule)} is not available; the one there is: coupled")
+        if rule not in (*RULES, "rejection_sampler"):
+            raise ConfigError(f"speculative_config: {key} {shown(rule)} is not available; choose one of: "
+                              f"{', '.join(RULES)}")
+    rules = {rule for rule in asked.values() if rule != "rejection_sampler"}
+    if len(rules) > 1:
+        raise ConfigError(f"speculative_config: acceptance_method says {shown(asked['acceptance_method'])}, "
+                          f"rejection_sample_method {shown(asked['rejection_sample_method'])}; give one")
+    rule = rules.pop() if rules else RULES[0]
+    if rule == "synthetic":
+        warn_once("rejection_sample_method 'synthetic' CHANGES THE ANSWER: guesses are kept at a rate that was given, "
+                  "right or wrong; for load tests only")
+    if "draft_sample_method" in keys and rule not in BY_LAWS:
+        warn_once(f"speculative_config: draft_sample_method has no meaning under rejection_sample_method {rule!r} and "
+                  "is ignored")
+    return {key: value for key, value in keys.items() if key not in asked} | {"rejection_sample_method": rule}
 
 
 def _check_draft_tensor_parallel_size(keys: Keys) -> None:

@@ -84,6 +84,8 @@ class DenseRunner:
         self.module, self.texts, self.noise_SKV = module, texts, noise
         self.sampled: list[int] = []
 
+    draws_by_path = False
+
     def newest(self, rows: Seq[DraftRow]) -> torch.Tensor:
         return torch.tensor([self.texts[row.slot].tokens[-1] for row in rows])
 
@@ -139,8 +141,8 @@ class DenseRunner:
         assert logits.dtype == torch.float32
         return (logits.log_softmax(-1) + noise_RV).argmax(-1)
 
-    def candidates(self, rows: Seq[DraftRow], row_N: torch.Tensor, logits_NV: torch.Tensor, depth: int,
-                   width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidates(self, rows: Seq[DraftRow], row_N: torch.Tensor, logits_NV: torch.Tensor, depth: int, width: int,
+                   *, paths: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         log_q_NV = logits_NV.log_softmax(-1)
         slots_N = torch.tensor([rows[r].slot for r in row_N.tolist()])
         ids_NW = (log_q_NV + self.noise_SKV[slots_N, depth]).topk(width).indices

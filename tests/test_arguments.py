@@ -224,6 +224,9 @@ def test_the_checkpoint_may_tell_the_method() -> None:
     assert method(Described(), method="deepseek_mtp") == "mtp"
 
 
+SYNTHETIC = {"model": "d", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
@@ -237,8 +240,16 @@ def test_the_checkpoint_may_tell_the_method() -> None:
         ({"model": "d", "num_speculative_tokens": 65}, "num_speculative_tokens must be at most 64"),
         ({"model": "d", "draft_tensor_parallel_size": 4}, "draft_tensor_parallel_size must be 1, got 4: the"),
         ({"model": "d", "tensor_parallel_size": 4}, "pass draft_tensor_parallel_size"),
-        ({"model": "d", "rejection_sample_method": "standard"}, "'standard' is not available; the one"),
-        ({"model": "d", "rejection_sample_method": "synthetic"}, "the one there is: coupled"),
+        ({"model": "d", "rejection_sample_method": "strict"}, "'strict' is not available; choose one of: coupled"),
+        ({"model": "d", "rejection_sample_method": "block", "acceptance_method": "standard"}, "give one"),
+        ({"model": "d", "rejection_sample_method": "synthetic"}, "'synthetic' needs one of synthetic_acceptance_rates"),
+        ({"model": "d", "synthetic_acceptance_length": 2.0}, "no other rule takes any; got 1 of them with 'coupled'"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 4.5}, "at most num_speculative_tokens + 1 (4), got 4.5"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 0.5}, "must be at least 1"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.9, 0.5]}, "one rate for each of num_speculative_tokens (3)"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "none above the one before"),
+        ({"method": "draft_model", "model": "d", "rejection_sample_method": "block", "draft_sample_method": "x"},
+         "draft_sample_method"),
         ({"model": "d", "rejection_sample_method": "fly"}, "lossy"),
         ({"model": "d", "acceptance_method": "typical_acceptance_sampler"}, "lossy"),
         ({"model": "d", "quantization": "fp8"}, "quantization is not supported"),
@@ -316,3 +327,24 @@ def test_other_engines_names(given: dict[str, Any], method: str, k: int) -> None
 
 def test_lossy_thresholds_are_refused() -> None:
     assert "lossy" in refusal(assistant_model="d", speculative_accept_threshold_acc=0.9)
+
+
+def test_rules_of_acceptance() -> None:
+    draft = {"model": "d", "num_speculative_tokens": 3}
+    assert not speculative(**draft).draws_guesses
+    for rule in ("standard", "block"):
+        assert speculative(**draft, rejection_sample_method=rule).draws_guesses
+        assert not speculative(**draft, rejection_sample_method=rule, draft_sample_method="greedy").draws_guesses
+    both = speculative(**draft, acceptance_method="rejection_sampler", rejection_sample_method="block")
+    assert both.rejection_sample_method == "block"
+    assert speculative(**SYNTHETIC, synthetic_acceptance_rates=[0.9, 0.5, 0.5]).synthetic_rates == (0.9, 0.5, 0.5)
+    assert speculative(**SYNTHETIC, synthetic_acceptance_length=2.25).synthetic_rates == (1.0, 0.25, 0.0)
+    with pytest.raises(ConfigError, match="must be its first ones"):
+        SpeculativeConfig("medusa", 3, speculative_token_tree=((0,), (2,)), rejection_sample_method="standard")
+
+
+def test_what_changes_the_answer_or_means_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    speculative(**SYNTHETIC, synthetic_acceptance_length=2.0)
+    speculative(model="d", draft_sample_method="greedy")
+    assert "CHANGES THE ANSWER" in caplog.text
+    assert "draft_sample_method has no meaning under rejection_sample_method 'coupled'" in caplog.text

@@ -6,6 +6,7 @@ were computed. A draft that reads tokens alone recomputes the rest in bounded ch
 features cannot, since nobody has them any more: it goes on behind the gap, and does not see what lies before.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
@@ -19,7 +20,9 @@ from protos.messages import Draft
 from workers.batch import Areas, Batch, Ints
 from workers.draft_cache import DraftCache
 from workers.draft_tree import Grown, plant, whole_block
+from workers.drawing import Drawing, Points, SharedNoise
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
+from workers.laws import Laws
 from workers.module_runner import DraftForward, Entries
 from workers.sampler import Sampler
 from workers.slots import SlotTable
@@ -48,14 +51,16 @@ class DraftWorker:
         max_catch_up: most known tokens fed in one round; rows beyond it get no draft in that round.
         needs: which of the target's features there are.
         shift: 1 where a cache entry holds the token behind it, 0 where it holds its own.
+        drawing: how guesses are chosen; by the target's noise where nothing is said.
     """
 
     def __init__(self, forward: DraftForward, slots: SlotTable, sampler: Sampler, max_catch_up: int, *,
-                 needs: Needs = "none", shift: int = 0) -> None:
+                 needs: Needs = "none", shift: int = 0, drawing: Drawing | None = None) -> None:
         self.forward, self.slots, self.sampler = forward, slots, sampler
         self.max_catch_up = max_catch_up
         self.needs = needs
         self._shift = shift
+        self._drawing: Drawing = drawing or SharedNoise(sampler)
         self.forget()
 
     def forget(self) -> None:
@@ -84,6 +89,13 @@ class DraftWorker:
         near = [i for i, row in enumerate(rows) if lag[row.slot] < NEAR and self._cache.fits(row.slot, row.k)]
         self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
         return self._ask(proposer, rows, near)
+
+    def laws(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, Laws]:
+        """Return what the drafts of this round were drawn from, by slot; of those that were drawn."""
+        if not self._drawing.by_path:
+            return {}
+        found = {slot: self._drawing.laws(slot, draft) for slot, draft in zip(slots, drafts, strict=True)}
+        return {slot: laws for slot, laws in found.items() if laws is not None}
 
     def catch_up_some(self, budget: int) -> bool:
         """Feed at most *budget* known tokens of the last round's rows that are behind; False where none is."""
@@ -125,6 +137,11 @@ class DraftWorker:
     def module(self) -> Any:
         """See `DraftRunner`."""
         return self.forward.module
+
+    @property
+    def draws_by_path(self) -> bool:
+        """See `DraftRunner`."""
+        return self._drawing.by_path
 
     def features(self, rows: Seq[DraftRow]) -> torch.Tensor:
         """See `DraftRunner`."""
@@ -185,25 +202,39 @@ class DraftWorker:
         return self._cache.feed_with(slots_R, counts_R, tokens_N.cpu().numpy(), features_NX, areas)
 
     def sample(self, rows: Seq[DraftRow], logits: torch.Tensor, step: int) -> torch.Tensor:
-        """See `DraftRunner`: the shared noise at the position the target will use it for."""
+        """See `DraftRunner`: the noise of the position that is guessed."""
         slots_R = _slots(rows)
-        index_R = self.slots.known_len[slots_R] + step
-        ids_R = self.sampler.sample(_fit(logits, self.sampler.vocab_size), slots_R, index_R).clamp_min_(0)
+        known_R = self.slots.known_len[slots_R]
+        index_R = known_R + step
+        paths_RD = None
+        if self.draws_by_path:
+            paths_RD = self.slots.tokens[slots_R[:, None], known_R[:, None] + np.arange(step)]
+        points = Points(slots_R, index_R, paths_RD)
+        ids_R = self._drawing.one(_fit(logits, self.sampler.vocab_size), points).clamp_min_(0)
         self.slots.tokens[slots_R, index_R] = ids_R.cpu().numpy()
         return ids_R
 
-    def candidates(self, rows: Seq[DraftRow], row_N: torch.Tensor, logits_NV: torch.Tensor, depth: int,
-                   width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidates(self, rows: Seq[DraftRow], row_N: torch.Tensor, logits_NV: torch.Tensor, depth: int, width: int, *,
+                   paths: Callable[[], torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftRunner`."""
         slots_N = _slots(rows)[row_N.cpu().numpy()]
         index_N = self.slots.known_len[slots_N] + depth
-        return self.sampler.best(_fit(logits_NV, self.sampler.vocab_size), slots_N, index_N, width)
+        points = Points(slots_N, index_N, self._paths(slots_N, depth, paths))
+        return self._drawing.several(_fit(logits_NV, self.sampler.vocab_size), points, width)
+
+    def _paths(self, slots_N: Ints, depth: int, paths: Callable[[], torch.Tensor] | None) -> Ints | None:
+        if not self.draws_by_path:
+            return None
+        if depth == 0:
+            return np.empty((len(slots_N), 0), np.int64)
+        return None if paths is None else paths().cpu().numpy()
 
     # What is held, and what waits.
 
     def _ask(self, proposer: Proposes, rows: Seq[DraftRow], ready: Seq[int]) -> list[Draft]:
         drafts = [_NOTHING] * len(rows)
         self._trees.clear()
+        self._drawing.begin()
         if ready:
             with torch.inference_mode():
                 found = proposer.propose([rows[i] for i in ready])

@@ -82,7 +82,8 @@ class DraftRank:
             wanting = [row for row in plan.rows if row.k and row.draft is None]
             drafts = self._propose(plan, wanting)
             if wanting:
-                end.post(encode(self._worker.slots, wanting, drafts), plan.round, time.monotonic() - began)
+                laws = self._worker.laws([row.slot for row in wanting], drafts)
+                end.post(encode(self._worker.slots, wanting, drafts, laws), plan.round, time.monotonic() - began)
         self._before = plan
         self.round = plan.round
 

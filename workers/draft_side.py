@@ -23,8 +23,10 @@ from protos.learned import FeatureSpec, LearnedProposer
 from protos.messages import Draft, RoundPlan, Row, Verdict
 from workers.building import BUILDING
 from workers.draft import DraftWorker, Proposes
+from workers.drawing import drawing_for
 from workers.features import Features
 from workers.kv import bytes_per_block
+from workers.laws import BySlot
 from workers.loader import HEADS, LoadedModel, describe, fetch, load, pick_device, pick_dtype
 from workers.module_runner import DraftForward, LoadedModule, ModelForward, ModuleRunner
 from workers.parts import DraftParts, Lender, ResidentLender, StoredLender
@@ -145,7 +147,8 @@ class DraftSide:
         """Give a loaded draft its cache, and make its proposer."""
         speculative = speculation_of(config)
         worker = DraftWorker(draft.forward(slots, num_blocks, say), slots, sampler,
-                             config.scheduler.max_num_batched_tokens, needs=draft.spec.needs, shift=draft.shift)
+                             config.scheduler.max_num_batched_tokens, needs=draft.spec.needs, shift=draft.shift,
+                             drawing=drawing_for(speculative, sampler))
         return cls(worker, registry.create(speculative, worker), draft.width)
 
     def ask(self, rows: Seq[Row]) -> list[Draft]:
@@ -158,6 +161,10 @@ class DraftSide:
         except Exception:
             logger.exception("the draft failed; these rows go on without guesses")
             return [NO_DRAFT] * len(asked)
+
+    def laws(self, rows: Seq[Row], drafts: Seq[Draft]) -> BySlot:
+        """Return what *drafts*, which `ask` has just said, were drawn from."""
+        return self.worker.laws([row.slot for row in rows], drafts)
 
     def learn(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict]) -> None:
         """Take the features of the round that *target* has just scored, if it speculates. Failures cost guesses."""
@@ -265,8 +272,9 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
     if speculative.model is None:
         raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
     dtype = config.model.dtype if speculative.dtype == "auto" else speculative.dtype
+    # What a draft computes decides nothing: it need not be the same bits.
     return replace(config.model, model=speculative.model, revision=speculative.revision, dtype=dtype,
-                   max_model_len=speculative.max_model_len)
+                   max_model_len=speculative.max_model_len, batch_invariant=False)
 
 
 def _load_module(config: EngineConfig, speculative: SpeculativeConfig, learned: type[LearnedProposer],

@@ -37,10 +37,12 @@ from workers.draft_rank import DraftRank
 from workers.draft_side import DraftSide, LoadedDraft, feature_spec, load_draft, wants_costs
 from workers.grammar_words import with_grammars
 from workers.groups import LOOPBACK, Group, Solo, address_towards, connect_store, form, open_store
+from workers.judges import judge_for
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
 from workers.pair import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.patience import FLOOR_S
+from workers.processor import prepare
 from workers.runner import ModelRunner, weight_bytes
 from workers.sampler import Sampler
 from workers.slots import SlotTable
@@ -136,8 +138,7 @@ def _live(port: Port, setup: Setup, heart: Heart, floor_s: float) -> None:
     config = _configured(setup)
     device = torch.device(setup.device)
     set_device(device)
-    if config.model.num_threads:
-        torch.set_num_threads(config.model.num_threads)
+    prepare(config.model.num_threads)
     loading = _Loading(port, setup, config, device, heart)
     if setup.worker.role == "draft":
         _serve_draft(port, loading.draft(), heart)
@@ -225,7 +226,8 @@ class _Loading:
             return join_as_target(order, self._port.send, self._pair_backend, self._device, floor_s,
                                   has_features=spec.needs != "none")
 
-        worker = TargetWorker(runner, slots, with_grammars(sampler, config.model, model), spec.needs)
+        grammars = with_grammars(sampler, config.model, model)
+        worker = TargetWorker(runner, slots, grammars, spec.needs, judge_for(config.speculative, grammars))
         return TargetRank(self._port.send, tp, worker, Pairing(self._port.send, join), local)
 
     def draft(self) -> DraftRank:

@@ -3,16 +3,26 @@
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from protos.drafts import NO_DRAFT
 from protos.gang import FormPair, FromWorker, Plan, RoundDone, Stop, ToWorker
 from protos.messages import Draft, RoundPlan, Row
 from workers.draft_side import DraftSide
-from workers.draft_table import agree, decode
+from workers.draft_table import agree, decode, laws_in
 from workers.groups import Group
+from workers.laws import NO_LAWS, BySlot
 from workers.pair import Arrival, DraftReceiver, Pairing
 from workers.slots import SlotTable
 from workers.target import TargetWorker
+
+
+class Found(NamedTuple):
+    """Drafts, what they were drawn from as far as that is told, and whether the draft missed its deadline."""
+
+    drafts: Seq[Draft]
+    laws: BySlot = NO_LAWS
+    missed: bool = False
 
 
 class TargetRank:
@@ -55,24 +65,24 @@ class TargetRank:
         unsettled = [r for r, row in enumerate(plan.rows)
                      if row.k and (row.draft is None or self._slots.constrained[row.slot])]
         drafts = [row.draft or NO_DRAFT for row in plan.rows]
-        waited, missed = 0.0, False
+        waited, found = 0.0, Found(())
         if unsettled:
             began = time.monotonic()
-            found, missed = self._gather(plan, [plan.rows[r] for r in unsettled])
-            for r, draft in zip(unsettled, found, strict=True):
+            found = self._gather(plan, [plan.rows[r] for r in unsettled])
+            for r, draft in zip(unsettled, found.drafts, strict=True):
                 drafts[r] = draft
             waited = time.monotonic() - began
         if self._tp.rank == 0:
-            self._judge(plan, drafts, waited, missed)
+            self._judge(plan, found._replace(drafts=drafts), waited)
         else:
             self._worker.follow(plan.rows, drafts)
         self.round = plan.round
 
-    def _judge(self, plan: RoundPlan, drafts: Seq[Draft], waited: float, missed: bool) -> None:
+    def _judge(self, plan: RoundPlan, found: Found, waited: float) -> None:
         began = time.monotonic()
-        verdicts = self._worker.score(plan.rows, drafts)
+        verdicts = self._worker.score(plan.rows, found.drafts, found.laws)
         took, forward_s = time.monotonic() - began, self._worker.forward_s
-        self._send(RoundDone(plan.round, verdicts, waited, forward_s, took - forward_s, missed))
+        self._send(RoundDone(plan.round, verdicts, waited, forward_s, took - forward_s, found.missed))
         if self._local is not None:
             self._local.learn(plan, self._worker, verdicts)
         end = self._pairing.end(plan.epoch)
@@ -81,34 +91,33 @@ class TargetRank:
             if end.features is not None:
                 end.features.post(plan.round, self._worker.kept(plan.rows, verdicts))
 
-    def _gather(self, plan: RoundPlan, rows: list[Row]) -> tuple[Seq[Draft], bool]:
-        """Return the drafts of *rows* as rank 0 has them, and whether the draft missed its deadline.
+    def _gather(self, plan: RoundPlan, rows: list[Row]) -> Found:
+        """Return the drafts of *rows* as rank 0 has them.
 
         All ranks obey rank 0's one message, so that none can disagree on the shape of the forward.
         """
-        missed = False
-        drafts: Seq[Draft] = [NO_DRAFT] * len(rows)
-        if self._tp.rank == 0:
-            drafts, missed = self._found(plan, rows)
+        found = self._found(plan, rows) if self._tp.rank == 0 else Found([NO_DRAFT] * len(rows))
         if self._tp.size > 1:
-            drafts = agree(self._tp, rows, drafts, self._device)
-        return drafts, missed
+            found = found._replace(drafts=agree(self._tp, rows, found.drafts, self._device))
+        return found
 
-    def _found(self, plan: RoundPlan, rows: list[Row]) -> tuple[Seq[Draft], bool]:
+    def _found(self, plan: RoundPlan, rows: list[Row]) -> Found:
         """Return the drafts of *rows*, those in the plan and those that were waited for, as far as grammars allow."""
         wanting = [r for r, row in enumerate(rows) if row.draft is None]
-        drafts, missed = [row.draft or NO_DRAFT for row in rows], False
+        drafts, told = [row.draft or NO_DRAFT for row in rows], Found(())
         if wanting:
-            told, missed = self._drafts(plan, [rows[r] for r in wanting])
-            for r, draft in zip(wanting, told, strict=True):
+            told = self._drafts(plan, [rows[r] for r in wanting])
+            for r, draft in zip(wanting, told.drafts, strict=True):
                 drafts[r] = draft
-        return self._worker.prune(rows, drafts), missed
+        return told._replace(drafts=self._worker.prune(rows, drafts))
 
-    def _drafts(self, plan: RoundPlan, rows: list[Row]) -> tuple[list[Draft], bool]:
+    def _drafts(self, plan: RoundPlan, rows: list[Row]) -> Found:
         if self._local is not None:
-            return self._local.ask(rows), False
+            drafts = self._local.ask(rows)
+            return Found(drafts, self._local.laws(rows, drafts))
         end = self._pairing.end(plan.epoch)
         arrival = Arrival(None) if end is None else end.collect(plan.round, max(row.k for row in rows))
         if arrival.table is None:
-            return [NO_DRAFT] * len(rows), arrival.missed
-        return decode(self._slots, rows, arrival.table, self._worker.sampler.vocab_size), False
+            return Found([NO_DRAFT] * len(rows), missed=arrival.missed)
+        drafts = decode(self._slots, rows, arrival.table, self._worker.sampler.vocab_size)
+        return Found(drafts, laws_in(rows, drafts, arrival.table))

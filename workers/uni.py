@@ -7,6 +7,7 @@ from protos.drafts import NO_DRAFT
 from protos.interfaces import InOneProcess, PhaseTimes
 from protos.messages import Draft, RoundPlan, Row, Verdict, WorkerInfo
 from workers.draft_side import DraftSide
+from workers.laws import NO_LAWS, BySlot
 from workers.slots import SlotTable
 from workers.target import TargetWorker
 
@@ -33,9 +34,9 @@ class UniExecutor(InOneProcess):
         self.slots.apply(plan)
         self.target.expect(plan.new)
         self.target.move(plan.moves)
-        drafts = self._propose(plan.rows)
+        drafts, laws = self._propose(plan.rows)
         began = time.monotonic()
-        verdicts = self.target.score(plan.rows, drafts)
+        verdicts = self.target.score(plan.rows, drafts, laws)
         self._score_s += self.target.forward_s
         self._verify_s += time.monotonic() - began - self.target.forward_s
         if self.draft is not None:
@@ -45,13 +46,16 @@ class UniExecutor(InOneProcess):
     def shutdown(self) -> None:
         """Nothing outlives this object."""
 
-    def _propose(self, rows: Seq[Row]) -> Seq[Draft]:
-        """Take the drafts that ride in the plan; ask the draft worker for the others that are wanted."""
-        drafts = [row.draft or NO_DRAFT for row in rows]
+    def _propose(self, rows: Seq[Row]) -> tuple[Seq[Draft], BySlot]:
+        """Take the drafts that ride in the plan; ask the draft worker for the others, and what they were drawn from."""
+        drafts, laws = [row.draft or NO_DRAFT for row in rows], NO_LAWS
         wanting = [r for r, row in enumerate(rows) if row.k and row.draft is None]
         if wanting and self.draft is not None:
             began = time.monotonic()
-            for r, draft in zip(wanting, self.draft.ask([rows[r] for r in wanting]), strict=True):
+            asking = [rows[r] for r in wanting]
+            found = self.draft.ask(asking)
+            for r, draft in zip(wanting, found, strict=True):
                 drafts[r] = draft
+            laws = self.draft.laws(asking, found)
             self._propose_s += time.monotonic() - began
-        return self.target.prune(rows, drafts)
+        return self.target.prune(rows, drafts), laws
