@@ -13,6 +13,7 @@ from protos.messages import StepCosts, WorkerInfo
 from workers.capture import Taps
 from workers.draft_side import DraftSide, LoadedDraft, load_draft, wants_costs
 from workers.grammar_words import with_grammars
+from workers.judges import judge_for
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
 from workers.runner import ModelRunner, free_memory
@@ -58,7 +59,8 @@ def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
                                                     say=say)
     costs = measure(config, runner, side)
     slots.clear()
-    worker = TargetWorker(runner, slots, with_grammars(sampler, config.model, target), spec.needs)
+    grammars = with_grammars(sampler, config.model, target)
+    worker = TargetWorker(runner, slots, grammars, spec.needs, judge_for(config.speculative, grammars))
     return UniExecutor(structs.replace(info, costs=costs), slots, worker, side)
 
 

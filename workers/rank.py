@@ -42,7 +42,6 @@ from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
 from workers.pair import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.patience import FLOOR_S
-from workers.processor import prepare
 from workers.runner import ModelRunner, weight_bytes
 from workers.sampler import Sampler
 from workers.slots import SlotTable
@@ -138,7 +137,8 @@ def _live(port: Port, setup: Setup, heart: Heart, floor_s: float) -> None:
     config = _configured(setup)
     device = torch.device(setup.device)
     set_device(device)
-    prepare(config.model.num_threads)
+    if config.model.num_threads:
+        torch.set_num_threads(config.model.num_threads)
     loading = _Loading(port, setup, config, device, heart)
     if setup.worker.role == "draft":
         _serve_draft(port, loading.draft(), heart)
