@@ -14,7 +14,6 @@ from workers.capture import Taps
 from workers.draft_side import DraftSide, LoadedDraft, load_draft, wants_costs
 from workers.grammar_words import with_grammars
 from workers.judges import judge_for
-from workers.judges import judge_for
 from workers.kv import bytes_per_block
 from workers.loader import LoadedModel, load
 from workers.runner import ModelRunner, free_memory
