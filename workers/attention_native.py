@@ -12,6 +12,8 @@ from workers.kv import KVCache
 from workers.native_library import load_function
 
 DTYPES = (torch.float32, torch.bfloat16)
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""How kernels name dtypes."""
 
 
 class _Plan(ctypes.Structure):
@@ -23,7 +25,7 @@ class _Plan(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("keys", "values")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_size", "value_size", "is_bf16")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_size", "value_size", "kind")]
 
 
 class _Call(ctypes.Structure):
@@ -38,9 +40,12 @@ class _Call(ctypes.Structure):
 class NativeAttention:
     """Attends short rows with the kernel; rows with long chunks go through torch, whose matrix products are faster."""
 
+    LONGEST = CHUNK  # tokens of a row that the kernel attends
+    KERNEL: tuple[str, ...] = ("paged_attention", "slipstream_attention")
+
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self._kernel = load_function("paged_attention", "slipstream_attention")
+        self._kernel = load_function(*self.KERNEL)
         self._torch = TorchAttention(cache)
         self._plan = _Plan(block_size=cache.block_size)
         self._plan_ref = ctypes.byref(self._plan)
@@ -55,7 +60,7 @@ class NativeAttention:
     def plan(self, rows: Rows) -> None:
         """Point the kernel at this forward's rows."""
         self._rows = rows  # keeps the arrays alive
-        self._has_long = int(rows.lengths_R.max()) > CHUNK
+        self._has_long = int(rows.lengths_R.max()) > self.LONGEST
         plan = self._plan
         plan.rows = plan.tasks = len(rows.starts_R)
         plan.starts, plan.lengths = rows.starts_R.ctypes.data, rows.lengths_R.ctypes.data
@@ -77,7 +82,7 @@ class NativeAttention:
 
     def _plan_long(self, rows: Rows) -> None:
         """Leave rows with long chunks to torch."""
-        is_long_R = rows.lengths_R > CHUNK
+        is_long_R = rows.lengths_R > self.LONGEST
         self._short_rows = np.flatnonzero(~is_long_R)
         self._plan.tasks, self._plan.short_rows = len(self._short_rows), self._short_rows.ctypes.data
         self._torch.plan_members(rows, np.flatnonzero(is_long_R))
@@ -111,5 +116,5 @@ class NativeAttention:
             kv_heads=shape.kv_heads,
             key_size=shape.key_size,
             value_size=shape.value_size,
-            is_bf16=keys.dtype == torch.bfloat16,
+            kind=KINDS[keys.dtype],
         )

@@ -17,12 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protos.config import ModelConfig
-from protos.errors import ModelError
+from protos.errors import ConfigError, ModelError
 from protos.learned import LayerShape
 from workers import families
 from workers.attention import NAME
 from workers.building import BUILDING
 from workers.groups import Group
+from workers.invariant import active
+from workers.invariant_model import check_possible, lay_out
 from workers.parallel import build_share
 from workers.probe import probe
 
@@ -51,6 +53,7 @@ class LoadedModel:
         layers: K and V shape of every layer.
         notes: what the user should be told.
         ranks: how many share it. With several, `model` and `layers` are one rank's, and rank 0 alone gets logits.
+        batch_invariant: its operators must be those of `workers.invariant`.
     """
 
     model: torch.nn.Module
@@ -64,6 +67,7 @@ class LoadedModel:
     device: torch.device
     notes: tuple[str, ...] = ()
     ranks: int = 1
+    batch_invariant: bool = False
 
 
 def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
@@ -75,6 +79,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
 
     Raises:
         ModelError: it cannot be found, read or served; names what and why.
+        ConfigError: `batch_invariant` cannot be kept here, or for this model.
     """
     described = describe(config)
     families.check(described, config.model, config.max_model_len)
@@ -84,11 +89,14 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     dtype, notes = pick_dtype(config.dtype, described, folder, device)
     limit = _context_length(described, config)
     ranks = 1 if group is None else group.size
+    if config.batch_invariant:
+        check_possible(config.model, device, ranks)
     if group is None or ranks == 1:
         model = _instantiate(folder, config.model, dtype, device)
     else:
-        model = _instantiate_share(folder, config.model, dtype, device, group)
-    layers = probe(model, config.model, ranks)
+        model = _instantiate_share(folder, config, dtype, device, group)
+    look = _probe_invariant if config.batch_invariant else probe
+    layers = look(model, config.model, ranks)
     kind = str(described["model_type"])
     notes += _notes(kind, layers, dtype)
     for note in notes:
@@ -105,7 +113,18 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         device=device,
         notes=notes,
         ranks=ranks,
+        batch_invariant=config.batch_invariant,
     )
+
+
+def _probe_invariant(model: Any, name: str, ranks: int) -> tuple[LayerShape, ...]:
+    """As `probe`; besides, every operator of the model is looked at."""
+    lay_out(model)
+    try:
+        with active():
+            return probe(model, name, ranks)
+    except ConfigError as error:
+        raise ConfigError(f"{name} (model_type {model.config.model_type!r}): {error}") from error
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -282,14 +301,17 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
     return model.eval().requires_grad_(False).to(device)
 
 
-def _instantiate_share(folder: Path, name: str, dtype: torch.dtype, device: torch.device, group: Group) -> Any:
+def _instantiate_share(folder: Path, wanted: ModelConfig, dtype: torch.dtype, device: torch.device,
+                       group: Group) -> Any:
     """Return one rank's share of the model, checked to be complete."""
+    name = wanted.model
     try:
         with _quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            return build_share(folder, name, config, dtype=dtype, device=device, group=group)
+            return build_share(folder, name, config, dtype=dtype, device=device, group=group,
+                               batch_invariant=wanted.batch_invariant)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        if isinstance(error, ModelError):
+        if isinstance(error, ModelError | ConfigError):
             raise
         raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
 

@@ -20,14 +20,19 @@ class KernelUnavailableError(Exception):
 
 
 @cache
-def load_function(source: str, name: str) -> "ctypes._NamedFuncPointer":
+def load_function(source: str, name: str, *flags: str) -> "ctypes._NamedFuncPointer":
     """Return function *name* of `native/SOURCE.cpp`, building it on first use on this machine (a few seconds).
+
+    Args:
+        source: the file's stem.
+        name: of the function.
+        flags: for the compiler, besides `FLAGS`; the same for all functions of a file.
 
     Raises:
         KernelUnavailableError: there is no compiler, or it failed.
     """
     try:
-        library = ctypes.CDLL(str(_built(FOLDER / f"{source}.cpp")))
+        library = ctypes.CDLL(str(_built(FOLDER / f"{source}.cpp", (*FLAGS, *flags))))
     except OSError as error:
         raise KernelUnavailableError(f"{source} cannot be loaded: {error}") from error
     function: ctypes._NamedFuncPointer = getattr(library, name)
@@ -35,20 +40,20 @@ def load_function(source: str, name: str) -> "ctypes._NamedFuncPointer":
     return function
 
 
-def _built(source: Path) -> Path:
+def _built(source: Path, flags: tuple[str, ...]) -> Path:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise KernelUnavailableError("there is no C++ compiler")
-    target = _cache_folder() / f"{source.stem}-{_fingerprint(source, compiler)}.so"
+    target = _cache_folder() / f"{source.stem}-{_fingerprint(source, compiler, flags)}.so"
     if not target.is_file():
-        _compile(compiler, source, target)
+        _compile([compiler, *flags], source, target)
     return target
 
 
-def _compile(compiler: str, source: Path, target: Path) -> None:
+def _compile(compile_: list[str], source: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = [compiler, *FLAGS, str(source), "-o", str(built)]
+        command = [*compile_, str(source), "-o", str(built)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
         except subprocess.CalledProcessError as error:
@@ -71,12 +76,12 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _fingerprint(source: Path, compiler: str) -> str:
+def _fingerprint(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
     """What the machine code depends on: source, flags, compiler, processor."""
     digest = hashlib.sha256(source.read_bytes())
     for header in sorted(FOLDER.glob("*.h")):
         digest.update(header.read_bytes())
-    for part in (compiler, *FLAGS, platform.machine(), _processor()):
+    for part in (compiler, *flags, platform.machine(), _processor()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 

@@ -19,6 +19,7 @@ from workers.attention import NAME
 from workers.building import BUILDING
 from workers.checkpoint import opened
 from workers.groups import Group
+from workers.invariant_model import sum_in_order
 from workers.parallel_cuts import ATTENTION, Cut, Shares, shares_of
 from workers.parallel_load import Cuts, Filler
 from workers.parallel_plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
@@ -26,7 +27,8 @@ from workers.parallel_plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
 SUMMED = frozenset({Style.ROWS, Style.SPLIT_INPUT, Style.EXPERTS, Style.EXPERTS_PAIRED})
 
 
-def build_share(folder: Path, name: str, config: Any, *, dtype: torch.dtype, device: torch.device, group: Group) -> Any:
+def build_share(folder: Path, name: str, config: Any, *, dtype: torch.dtype, device: torch.device, group: Group,
+                batch_invariant: bool = False) -> Any:  # fmt: skip
     """Return this rank's share of a causal LM, read as slices; no more than that is ever held.
 
     Args:
@@ -36,12 +38,14 @@ def build_share(folder: Path, name: str, config: Any, *, dtype: torch.dtype, dev
         dtype: of the weights.
         device: where they go.
         group: the ranks; the forward of the model exchanges over it.
+        batch_invariant: sums over ranks have the order they have on one rank.
 
     Returns:
         The `transformers` model, in eval mode, without gradients.
 
     Raises:
         ModelError: the model cannot be split, or weights are missing or of the wrong shape.
+        ConfigError: it cannot be split with `batch_invariant`.
     """
     kind = str(config.model_type)
     plan = plan_for(config, kind, name)
@@ -51,7 +55,10 @@ def build_share(folder: Path, name: str, config: Any, *, dtype: torch.dtype, dev
     with opened(folder, kind, model.base_model_prefix) as checkpoint:
         Filler(name, checkpoint, _cuts(model, plan, shares), dtype, device).fill(model)
     _count_locally(model, kind, shares)
-    _exchange(model, plan, group)
+    if batch_invariant:
+        _exchange_in_order(model, plan, group)
+    else:
+        _exchange(model, plan, group)
     return model.eval()
 
 
@@ -105,14 +112,30 @@ def _exchange(model: Any, plan: Plan, group: Group) -> None:
     """Hang on every module what ranks exchange when it runs."""
     for name, module in _base_modules(model).items():
         style = style_of(plan, name)
-        if style is Style.SPLIT_INPUT:
-            width = module.get_parameter("weight").shape[0 if isinstance(module, Conv1D) else 1]
-            module.register_forward_pre_hook(partial(_take_own, group.rank * width, width))
         if style in SUMMED:
+            _split_input(module, module, style, group)
             module.register_forward_hook(_after(group.all_reduce))
         if style is Style.GATHERED:
             module.register_forward_hook(_after(group.all_gather))
     _exchange_vocabulary(model, group)
+
+
+def _exchange_in_order(model: Any, plan: Plan, group: Group) -> None:
+    """As `_exchange`; what is summed is summed as one rank alone would."""
+    for name, module in _base_modules(model).items():
+        style = style_of(plan, name)
+        if style in SUMMED:
+            _split_input(module, sum_in_order(model.base_model, name, group), style, group)
+        if style is Style.GATHERED:
+            module.register_forward_hook(_after(group.all_gather))
+    _exchange_vocabulary(model, group)
+
+
+def _split_input(linear: nn.Module, runs: nn.Module, style: Style, group: Group) -> None:
+    """Let *runs*, which has the weights of *linear*, take its own part of inputs that every rank has whole."""
+    if style is Style.SPLIT_INPUT:
+        width = linear.get_parameter("weight").shape[0 if isinstance(linear, Conv1D) else 1]
+        runs.register_forward_pre_hook(partial(_take_own, group.rank * width, width))
 
 
 def _exchange_vocabulary(model: Any, group: Group) -> None:

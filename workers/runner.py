@@ -15,6 +15,9 @@ from workers.attention_torch import TorchAttention
 from workers.batch import Batch, Ints
 from workers.capture import Taps
 from workers.compiling import Forward, Outputs, Weights, compile_forward
+from workers.invariant import invariant, traced
+from workers.invariant_native import InvariantAttention
+from workers.invariant_split import SplitAttention
 from workers.kv import KVCache, bytes_per_block
 from workers.loader import LoadedModel
 from workers.native_library import KernelUnavailableError
@@ -39,8 +42,9 @@ class ModelRunner:
         self.device = loaded.device
         self.block_size = block_size
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
-        self.attention = pick_attention(self.cache)
-        self._run: Forward = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
+        self.attention = pick_invariant_attention(self.cache) if loaded.batch_invariant else pick_attention(self.cache)
+        run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
+        self._run: Forward = invariant(run) if loaded.batch_invariant else run
 
     @property
     def bytes_per_block(self) -> int:
@@ -56,8 +60,17 @@ class ModelRunner:
             return "running eager: exchanges between ranks are not compiled"
         if self.device.type != "cpu":
             return "running eager"
+        if self.loaded.batch_invariant:
+            return self._trace()
         weights = Weights(self.loaded.dtype, weight_bytes(self.loaded.model), free_memory())
         self._run, note = compile_forward(self._run, self._try, weights)
+        logger.info("%s", note)
+        return note
+
+    def _trace(self) -> str:
+        """List the operators of the model once, instead of looking at each in every forward."""
+        tokens_1T, wanted_N = torch.arange(7).remainder(self.loaded.vocab_size).unsqueeze(0), torch.arange(3)
+        self._run, note = traced(self._run, tokens_1T, tokens_1T, wanted_N, self._try)
         logger.info("%s", note)
         return note
 
@@ -138,6 +151,11 @@ def pick_attention(cache: KVCache) -> AttentionBackend:
     except KernelUnavailableError as error:
         logger.info("attention runs in plain torch: %s", error)
         return TorchAttention(cache)
+
+
+def pick_invariant_attention(cache: KVCache) -> AttentionBackend:
+    """Return attention whose bits depend on a query and the keys it sees alone."""
+    return InvariantAttention(cache) if cache.keys[0].device.type == "cpu" else SplitAttention(cache)
 
 
 def _at_least(wanted_N: Ints, count: int) -> Ints:

@@ -1,8 +1,8 @@
 // Paged attention for CPUs: reads K and V where they lie instead of gathering them first.
 //
 // One task is one row x one K/V head x a few query tokens. It walks the row's keys in tiles of 32 with an online
-// softmax in fp32. Compiled for the machine it runs on (workers/native_library.py); the struct layouts
-// are mirrored in workers/attention_native.py. No exceptions, no allocation beyond thread-local scratch.
+// softmax in fp32. Compiled for the machine it runs on (workers/native_library.py). No exceptions, no allocation beyond
+// thread-local scratch.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "exp.h"
+#include "paged.h"
 
 namespace {
 
@@ -37,80 +38,6 @@ inline void narrow(float x, Bf16& to) {
         return;
     }
     to.bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-}  // namespace
-
-extern "C" {
-
-struct Plan {
-    int64_t rows, tasks, table_stride, block_size, threads;
-    const int64_t *starts, *lengths, *offsets, *slots;
-    const int32_t* blocks;      // ids by slot, `table_stride` from slot to slot
-    const int64_t* short_rows;  // the `tasks` rows this kernel attends, null for all; K and V of all rows are written
-    // Of rows that do not simply see all places up to their own (workers/batch.py, `Area`); null where there are none.
-    const int64_t* lowest;              // by row: the first place that is there
-    const int64_t *areas, *area_sizes;  // by row: the first place of its area, and their number
-    const int64_t* area_positions;      // of the area's places, `area_stride` from row to row
-    const uint64_t* seen;               // by token: bits of the places it sees, `seen_words` words
-    int64_t area_stride, seen_words;
-};
-
-struct Layer {
-    void *keys, *values;
-    int64_t heads, kv_heads, key_size, value_size, is_bf16;
-};
-
-struct Call {
-    const void *query, *key, *value;
-    void* output;
-    int64_t query_head, query_token, key_head, key_token, value_head, value_token;  // strides, in elements
-    const float* sinks;
-    float scaling, softcap;
-    int64_t window;
-};
-
-}  // extern "C"
-
-namespace {
-
-// Where a position's K and V lie, counted in tokens.
-struct Table {
-    const int32_t* blocks;
-    int64_t block_size;
-    Table(const Plan& plan, int64_t row)
-        : blocks(plan.blocks + plan.slots[row] * plan.table_stride), block_size(plan.block_size) {}
-    int64_t place(int64_t position) const {
-        return blocks[position / block_size] * block_size + position % block_size;
-    }
-};
-
-// What the tokens of one row see: the known places from `lowest` up to their own position, then what `seen` says of the
-// places from `area` on.
-struct View {
-    int64_t lowest, area, size;
-    const int64_t* positions;
-    View(const Plan& plan, int64_t row)
-        : lowest(plan.lowest ? plan.lowest[row] : 0),
-          area(plan.areas ? plan.areas[row] : plan.starts[row] + plan.lengths[row]),
-          size(plan.areas ? plan.area_sizes[row] : 0),
-          positions(plan.areas ? plan.area_positions + row * plan.area_stride : nullptr) {}
-    int64_t position(int64_t place) const { return place < area ? place : positions[place - area]; }
-};
-
-template <typename T>
-void write(const void* source, int64_t head_stride, int64_t token_stride, void* pages, int64_t heads, int64_t size,
-           const Plan& plan) {
-    const T* from = static_cast<const T*>(source);
-    T* to = static_cast<T*>(pages);
-    for (int64_t row = 0; row < plan.rows; ++row) {
-        const Table table(plan, row);
-        for (int64_t i = 0; i < plan.lengths[row]; ++i)
-            for (int64_t h = 0; h < heads; ++h)
-                std::memcpy(to + (table.place(plan.starts[row] + i) * heads + h) * size,
-                            from + (plan.offsets[row] + i) * token_stride + h * head_stride,
-                            static_cast<size_t>(size) * sizeof(T));
-    }
 }
 
 // Sixteen numbers at a time, in whatever registers the machine has.
@@ -384,7 +311,7 @@ void run(const Plan& plan, const Layer& layer, const Call& call) {
 }  // namespace
 
 extern "C" void slipstream_attention(const Plan* plan, const Layer* layer, const Call* call) {
-    if (layer->is_bf16)
+    if (layer->kind == 1)
         run<Bf16>(*plan, *layer, *call);
     else
         run<float>(*plan, *layer, *call);
