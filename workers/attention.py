@@ -157,21 +157,23 @@ class AttentionBackend(Protocol):
 
 
 class _Current(threading.local):
-    """The backend of the forward that runs in this thread. Written by `run_with` alone."""
+    """The backend of the forward that runs in this thread, and its tokens. Written by `run_with` alone."""
 
     backend: AttentionBackend | None = None
+    num_tokens: int | None = None
 
 
 _CURRENT = _Current()
 
 
-def run_with(backend: AttentionBackend, forward: Callable[[], Result]) -> Result:
-    """Call *forward* with *backend* as the one that serves attention."""
-    previous, _CURRENT.backend = _CURRENT.backend, backend
+def run_with(backend: AttentionBackend, forward: Callable[[], Result], num_tokens: int | None = None) -> Result:
+    """Call *forward* with *backend* as the one that serves attention; tokens behind *num_tokens* are filling."""
+    previous = _CURRENT.backend, _CURRENT.num_tokens
+    _CURRENT.backend, _CURRENT.num_tokens = backend, num_tokens
     try:
         return forward()
     finally:
-        _CURRENT.backend = previous
+        _CURRENT.backend, _CURRENT.num_tokens = previous
 
 
 def _op(  # noqa: PLR0917 - the operator's schema
@@ -187,7 +189,12 @@ def _op(  # noqa: PLR0917 - the operator's schema
     backend = _CURRENT.backend
     if backend is None:
         raise RuntimeError(f"a model loaded with {NAME} attention runs only through ModelRunner")
-    return backend.attend(layer, query, key, value, Options(scaling, window, softcap, sinks))
+    options, size = Options(scaling, window, softcap, sinks), _CURRENT.num_tokens
+    if size is None or query.shape[2] == size:
+        return backend.attend(layer, query, key, value, options)
+    output = _shape(query, key, value).zero_()
+    output[:, :size] = backend.attend(layer, query[:, :, :size], key[:, :, :size], value[:, :, :size], options)
+    return output
 
 
 def _shape(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:

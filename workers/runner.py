@@ -119,7 +119,7 @@ class ModelRunner:
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)
             wanted = self._tensor(wanted_N)
-            return run_with(self.attention, lambda: forward(tokens_1T, positions_1T, wanted))
+            return run_with(self.attention, lambda: forward(tokens_1T, positions_1T, wanted), len(batch.tokens_T))
 
     def _tensor(self, array_N: Ints, *leading: int) -> torch.Tensor:
         """Return a contiguous array as a tensor on our device, with *leading* dimensions of one.
