@@ -151,7 +151,7 @@ def examine(config: EngineConfig, wanted: Wanted, say: Say, bars: Bars) -> Repor
     Raises:
         ConfigError: see `rule_of`; other errors as engines raise them.
     """
-    rule, speculative = rule_of(config), config.speculative
+    rule, speculative, invariant = rule_of(config), config.speculative, config.model.batch_invariant
     assert speculative is not None
     law_tokens = min(MOST_LAW_TOKENS, max(LEAST_LAW_TOKENS, speculative.num_speculative_tokens + BEYOND))
     say("check: the engine with speculation")
@@ -159,12 +159,12 @@ def examine(config: EngineConfig, wanted: Wanted, say: Say, bars: Bars) -> Repor
         material = _material(side, wanted, rule, law_tokens, bars)
     say("check: the engine without speculation")
     with Side(replace(config, speculative=None), say) as side:
-        allowance = NONE_ALLOWED if _is_invariant(config) else ALLOWANCES.get(side.dtype, ALLOWANCES["float32"])
+        allowance = NONE_ALLOWED if invariant else ALLOWANCES.get(side.dtype, ALLOWANCES["float32"])
         identity = _identity(side, wanted, material, allowance, bars)
         law = _law(side, wanted, material, allowance, bars)
         without = side.counts
     return Report(
-        material.dtype, rule, _is_invariant(config), allowance, wanted.setting(law_tokens), material.counts, without,
+        material.dtype, rule, invariant, allowance, wanted.setting(law_tokens), material.counts, without,
         missing(material.counts, without), identity["greedy"], identity.get("seeded"), law,
     )  # fmt: skip
 
@@ -180,10 +180,6 @@ def missing(with_speculation: Counts, without: Counts) -> tuple[str, ...]:
         (without.proposed > 0, f"the engine without speculation scored {without.proposed} guesses"),
     )  # fmt: skip
     return tuple(text for is_so, text in lacks if is_so)
-
-
-def _is_invariant(config: EngineConfig) -> bool:
-    return bool(getattr(config.model, "batch_invariant", False))
 
 
 # With speculation.

@@ -16,11 +16,11 @@ whole, in the same round; first of a round, behind a correction, a bonus token, 
 asks."""
 
 PLACES: dict[Place, str] = {
-    "prompt": "the prompt",
-    "guess": "an accepted guess",
-    "draft": "a whole draft",
-    "correction": "a correction",
-    "bonus": "a bonus token",
+    "prompt": "prompt",
+    "guess": "accepted guess",
+    "draft": "whole draft",
+    "correction": "correction",
+    "bonus": "bonus token",
     "plain": "no draft",
     "any": "any token",
 }

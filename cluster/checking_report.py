@@ -17,8 +17,8 @@ Decode = Callable[[int], str]
 
 SHOWN = 20  # differences, and tests that failed, in a table; all are in the JSON
 PLACES_CAPTION = (
-    f"tokens: behind prefixes that at least {LEAST_DRAWS} samples share (not tested: there are none; take more "
-    "--samples); worst TV: total variation over its bound, of the worst prefix; finds TV: a law that is off by so much "
+    f"tokens: those behind prefixes that at least {LEAST_DRAWS} samples share (-: there is none; take more --samples); "
+    "worst: total variation over its bound, of the worst prefix; finds: a law that is off by so much total variation "
     "behind one prefix is found with 97 %"
 )
 PASSED, VIOLATED, NOT_SHOWN, SKIPPED = "passed", "VIOLATED", "NOT SHOWN", "skipped"
@@ -53,15 +53,22 @@ def _plain(report: Report) -> dict[str, Any]:
     return told
 
 
-def tables(report: Report, decode: Decode) -> list[Table]:
-    """Return what to print of *report*; *decode* gives the text of a token id."""
-    found = [_summary(report), _places(report.law)]
+def tables(report: Report) -> list[Table]:
+    """Return the two tables to print of *report*."""
+    return [_summary(report), _places(report.law)]
+
+
+def lines(report: Report, decode: Decode) -> list[str]:
+    """Return a line for each difference and each wrong law, the worst first; *decode* gives the text of a token id."""
     findings = [*report.greedy.findings, *(report.seeded.findings if report.seeded else ())]
-    if findings:
-        found.append(_differences(findings, decode))
-    if not report.law.passed:
-        found.append(_failed_laws(report.law, decode))
-    return found
+    ordered = sorted(findings, key=lambda finding: finding.is_tie)
+    wrong = sorted((test for test in report.law.tests if not test.passed), key=lambda test: test.p_value)
+    told = [_difference(finding, decode) for finding in ordered[:SHOWN]] + _more(len(ordered), "differences")
+    return told + [_wrong_law(test, decode) for test in wrong[:SHOWN]] + _more(len(wrong), "prefixes with a wrong law")
+
+
+def _more(count: int, what: str) -> list[str]:
+    return [f"... and {count - SHOWN} more {what}; --json tells all"] if count > SHOWN else []
 
 
 def _summary(report: Report) -> Table:
@@ -108,18 +115,18 @@ def _law(report: Report) -> str:
     law, setting = report.law, report.setting
     text = (f"{setting.law_prompts} prompts x {setting.samples:,} seeds x {setting.law_tokens} tokens at temperature "
             f"{setting.temperature:g}; {len(law.tests)} prefixes tested by chi-square and total variation, false-alarm "
-            f"rate {law.false_alarm:g} in all ({law.limit:g} for each of up to {MAX_TESTS} tests)")  # fmt: skip
+            f"rate {law.false_alarm:g} in all ({law.limit:.2g} for each of up to {MAX_TESTS} tests)")  # fmt: skip
     wrong = [test for test in law.tests if not test.passed]
     places = [PLACES[place.place] for place in law.places if not place.passed]
     if wrong:
-        text += f"; the law is wrong behind {len(wrong)} prefixes"
+        text += f"; the law is WRONG behind {len(wrong)} prefixes"
     if places:
-        text += f"; over all prefixes, it is wrong behind {', '.join(places)}"
+        text += f"; over all prefixes together the law is WRONG where reached by: {', '.join(places)}"
     return text
 
 
 def _places(law: LawVerdict) -> Table:
-    table = Table("reached by", "prefixes", "tokens", "chi-square (freedom)", "p", "worst TV", "finds TV",
+    table = Table("reached by", "prefixes", "tokens", "chi2 (df)", "p", "worst", "finds",
                   title="The sampled law, by how a position was reached", caption=PLACES_CAPTION)  # fmt: skip
     for place in law.places:
         table.add_row(*_place(place, [test for test in law.tests if test.place == place.place]))
@@ -129,41 +136,31 @@ def _places(law: LawVerdict) -> Table:
 def _place(place: PlaceTest, tests: Seq[LawTest]) -> list[str]:
     begin = [PLACES[place.place], str(place.groups), f"{place.tested:,}"]
     if not tests:
-        return [*begin, "-", "not tested", "-", "-"]
+        return [*begin, *["-"] * 4]
     worst = max(test.tv / test.tv_bound for test in tests)
     finest = min(test.least_tv for test in tests)
     chi_square = f"{place.chi_square:.0f} ({place.freedom})"
     return [*begin, chi_square, f"{place.p_value:.2g}", f"{worst:.2f}", f"{finest:.2f}"]
 
 
-def _differences(findings: Seq[Finding], decode: Decode) -> Table:
-    ordered = sorted(findings, key=lambda finding: finding.is_tie)
-    more = f", the first {SHOWN} of {len(findings)}" if len(findings) > SHOWN else ""
-    table = Table("part", "prompt", "token no.", "with", "without", "comes from", "its p (rank)", "top-2 gap", "behind",
-                  "verdict", title=f"Where answers part{more}")  # fmt: skip
-    for finding in ordered[:SHOWN]:
-        table.add_row(
-            finding.part, str(finding.prompt + 1), str(finding.position + 1), _token(finding.with_token, decode),
-            _token(finding.without_token, decode), finding.origin, f"{finding.probability:.2g} ({finding.rank})",
-            f"{finding.gap:.2g}", "-" if math.isinf(finding.behind) else f"{finding.behind:.2g}",
-            "tie" if finding.is_tie else VIOLATED,
-        )  # fmt: skip
-    return table
+def _difference(finding: Finding, decode: Decode) -> str:
+    behind = "" if math.isinf(finding.behind) else f", the worse token lies {finding.behind:.2g} behind"
+    return (
+        f"{finding.part}, prompt {finding.prompt + 1}, token {finding.position + 1}: "
+        f"{_token(finding.with_token, decode)} with speculation ({finding.origin}; p {finding.probability:.2g}, rank "
+        f"{finding.rank}), {_token(finding.without_token, decode)} without; top-2 gap {finding.gap:.2g}{behind}: "
+        f"{'a tie' if finding.is_tie else 'NO TIE'}"
+    )
 
 
-def _failed_laws(law: LawVerdict, decode: Decode) -> Table:
-    failed = sorted((test for test in law.tests if not test.passed), key=lambda test: test.p_value)
-    more = f", the first {SHOWN} of {len(failed)}" if len(failed) > SHOWN else ""
-    table = Table("prompt", "behind", "reached by", "draws", "p", "TV / bound", "farthest off", "seen", "expected",
-                  title=f"Prefixes whose next token has another law{more}")  # fmt: skip
-    for test in failed[:SHOWN]:
-        behind = "".join(decode(token) for token in test.prefix)
-        table.add_row(
-            str(test.prompt + 1), repr(behind), PLACES[test.place], f"{test.draws:,}",
-            f"{min(test.p_value, test.rest_p_value):.2g}", f"{test.tv / test.tv_bound:.2f}",
-            "all others" if test.token < 0 else _token(test.token, decode), str(test.seen), f"{test.expected:.1f}",
-        )  # fmt: skip
-    return table
+def _wrong_law(test: LawTest, decode: Decode) -> str:
+    behind = "".join(decode(token) for token in test.prefix)
+    token = "the rest" if test.token < 0 else _token(test.token, decode)
+    return (
+        f"law, prompt {test.prompt + 1} + {behind!r} (reached by: {PLACES[test.place]}): {token} came {test.seen} "
+        f"times of {test.draws}, {test.expected:.1f} expected; p {min(test.p_value, test.rest_p_value):.2g}, TV "
+        f"{test.tv:.3f} (bound {test.tv_bound:.3f}): WRONG"
+    )
 
 
 def _token(token: int, decode: Decode) -> str:

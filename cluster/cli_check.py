@@ -30,8 +30,10 @@ def run(config: EngineConfig, wanted: checking.Wanted, output: Path | None) -> b
         raise ConfigError(f"there is no folder {output.parent} to write {output.name} to")
     show_warnings()
     report = checking.examine(config, wanted, say, _bars)
-    for table in checking_report.tables(report, _decoder(config)):
+    for table in checking_report.tables(report):
         OUT.print(table)
+    for line in checking_report.lines(report, _decoder(config)):
+        OUT.print(line, markup=False, highlight=False)
     if output is not None:
         output.write_bytes(checking_report.as_json(report))
         say(f"the whole report is in {output}")
