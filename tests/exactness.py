@@ -61,7 +61,8 @@ def compare(counts_CV: Ints, laws_CV: Law) -> Finding:
     """Compare what was emitted in each of C contexts with the law there; a context that never was says nothing.
 
     The statistics of the contexts are added, with their degrees of freedom: given how often a context came, what was
-    emitted in it is multinomial, whatever decided how far a round got.
+    emitted in it is multinomial, whatever decided how far a round got. An error that is the same in all contexts is
+    seen sooner in their sum, which varies less than a multinomial of its mean would: the p-value is twice the smaller.
     """
     totals_C = counts_CV.sum(1)
     was_C = totals_C > 0
@@ -69,7 +70,11 @@ def compare(counts_CV: Ints, laws_CV: Law) -> Finding:
     samples = int(totals_C.sum())
     expected_CV = laws_CV * totals_C[:, None]
     tv = float(np.abs(counts_CV - expected_CV).sum() / (2 * samples))
-    p_value = 0.0 if counts_CV[laws_CV == 0].any() else chi_square(counts_CV, expected_CV)
+    p_value = chi_square(counts_CV, expected_CV)
+    if len(counts_CV) > 1:
+        p_value = min(1.0, 2 * min(p_value, chi_square(counts_CV.sum(0)[None], expected_CV.sum(0)[None])))
+    if counts_CV[laws_CV == 0].any():
+        p_value = 0.0
     return Finding(samples, p_value, tv, tv_bound(int((laws_CV > 0).sum()), samples))
 
 

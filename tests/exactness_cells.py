@@ -24,6 +24,8 @@ PROMPT, OUTPUT = (1, 2, 2, 9), (3, 3, 4, 9)
 BATCH = 2000
 LENGTH = 12
 """Tokens a row emits where the law depends on the last token alone."""
+ENOUGH = 100_000
+"""So many tokens are told apart by the two before them, fewer by one: else nearly all cells would be pooled."""
 DEPTH = 2
 """Tokens a row emits where the law depends on all of its output."""
 
@@ -78,6 +80,8 @@ PAIRS: dict[str, tuple[Table, Table]] = {
     "disjoint": (_only(TARGET, IDS % 2 == 0), _only(TARGET, IDS % 2 == 1)),
     "overlapping": (_only(TARGET, IDS < 10), _only(TARGET, IDS > 4)),
     "one-hot draft": (TARGET, _only(TARGET, IDS == 5)),
+    "least likely": (TARGET, _only(TARGET, TARGET.min(1, keepdims=True) == TARGET)),
+    "peaked draft": (TARGET, 3 * random_logits(VOCAB, VOCAB, seed=3)),
     "lacks the best": (TARGET, _only(TARGET, TARGET.max(1, keepdims=True) != TARGET)),
     "one-hot target": (np.where((3 * IDS[:, None] + 1) % VOCAB == IDS, np.float32(12), TARGET), TARGET),
     "near ties": (TIES + 1e-5 * random_logits(VOCAB, VOCAB, seed=5), TIES + 1e-5 * random_logits(VOCAB, VOCAB, seed=6)),
@@ -130,7 +134,7 @@ class Cell:
 
     def check(self, tokens: int, world: World | None = None) -> tuple[Finding, Emitted]:
         """Return what the witnesses say of *tokens* tokens at least, and how speculation went."""
-        judge = _ByHistory(self) if self.option in HISTORY else _ByLast(self)
+        judge = _ByHistory(self) if self.option in HISTORY else _ByLast(self, 2 if tokens >= ENOUGH else 1)
         rows = -(-tokens // judge.length)
         size = min(rows, BATCH)
         total = Emitted(np.zeros((0, judge.length), np.int64))
@@ -143,20 +147,20 @@ class Cell:
 
 
 class _ByLast:
-    """Counts tokens by the two before them; the law depends on the last of those."""
+    """Counts tokens by the one or two before them; the law depends on the last of those."""
 
     length = LENGTH
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, seen: int) -> None:
         target = PAIRS[cell.pair][0]
         laws_VV = np.stack([law(cell.sampling, target[last], (), (last,)) for last in range(VOCAB)])
-        self.laws_CV: Law = np.tile(laws_VV, (VOCAB, 1))
+        self.laws_CV: Law = np.tile(laws_VV, (VOCAB ** (seen - 1), 1))
         self.counts_CV: Ints = np.zeros_like(self.laws_CV, np.int64)
 
     def add(self, tokens_NL: Ints) -> None:
-        before = np.column_stack([np.full(len(tokens_NL), token) for token in (PROMPT[-1], PROMPT[-1])])
+        before = np.full((len(tokens_NL), 2), PROMPT[-1])
         text = np.column_stack((before, tokens_NL))
-        contexts = text[:, :-2] * VOCAB + text[:, 1:-1]
+        contexts = (text[:, :-2] * VOCAB + text[:, 1:-1]) % len(self.counts_CV)
         self.counts_CV += counted(contexts.ravel(), tokens_NL.ravel(), self.counts_CV.shape)
 
 

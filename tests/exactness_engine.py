@@ -22,8 +22,10 @@ from tests.exactness import Ints, Law
 from workers.batch import Batch
 from workers.draft import DraftWorker, Proposes
 from workers.draft_side import DraftSide
+from workers.drawing import drawing_for
 from workers.grammar_sampler import GrammarSampler
 from workers.grammar_slots import Grammars, Words
+from workers.judges import judge_for
 from workers.module_runner import Entries
 from workers.sampler import Sampler
 from workers.slots import SlotTable
@@ -171,10 +173,13 @@ class World:
         slots = SlotTable(num_slots, max_len, block_size, self.shape.k)
         sampler = Sampler(slots, self.target.vocab)
         config = self.shape.config(self.rule, **self.options)
-        drafter = DraftWorker(TableForward(self.draft, slots, num_blocks), slots, sampler, max_catch_up=1 << 20)
+        drafter = DraftWorker(TableForward(self.draft, slots, num_blocks), slots, sampler, max_catch_up=1 << 20,
+                              drawing=drawing_for(config, sampler))
         proposer: Proposes = DraftModelProposer.create(config, drafter)
         grammars = Grammars(slots, self.target.vocab, (self.eos,), self.words or _no_words)
-        target = TargetWorker(TableForward(self.target, slots, num_blocks), slots, GrammarSampler(sampler, grammars))
+        masking = GrammarSampler(sampler, grammars)
+        target = TargetWorker(TableForward(self.target, slots, num_blocks), slots, masking,
+                              judge=judge_for(config, masking))
         info = WorkerInfo(num_blocks, block_size, max_len, self.target.vocab, (self.eos,), speculates=True)
         return UniExecutor(info, slots, target, DraftSide(drafter, proposer))
 
