@@ -126,7 +126,8 @@ def law(logits_NV: torch.Tensor, limits: Limits) -> torch.Tensor:
         ordered = scaled_NV.sort(dim=1, descending=True, stable=True)
         left_NV = ordered.values.masked_fill(~_left_by(limits, ordered.values), -torch.inf)
         scaled_NV = torch.empty_like(left_NV).scatter_(1, ordered.indices, left_NV)
-    return torch.where(logits_NV.amax(1, keepdim=True).isfinite(), scaled_NV.double().softmax(1), 0.0)
+    law_NV = scaled_NV.softmax(1, dtype=torch.float64)
+    return law_NV.masked_fill_(~logits_NV.amax(1, keepdim=True).isfinite(), 0.0)
 
 
 def short_law(logits_NV: torch.Tensor, limits: Limits, size: int) -> tuple[torch.Tensor, torch.Tensor]:

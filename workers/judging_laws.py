@@ -7,7 +7,8 @@ draft came never depends on what it says.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from workers import rules
 from workers.choice import COLDEST, Floats, Ints
 from workers.grammar_sampler import GrammarSampler
 from workers.judging import Release, Scored, thresholds
-from workers.laws import Drawn, chosen, drawn_from, sound
+from workers.laws import ChainTable, Drawn, Laws, chosen, drawn_from, sound
 from workers.noise import gumbel, row_keys
 from workers.rules_trees import ROOT, block_tree, first_kept, last_of_path, standard_node
 
@@ -34,8 +35,8 @@ class _Case:
     Attributes:
         first: of its scored positions.
         slot, known: the sequence, and how many tokens it had.
-        draft: empty where there is nothing to judge.
-        drawn: what is judged, behind each node.
+        draft: what is judged; empty where nothing can be.
+        laws: it was drawn from; None where it is certain.
         path: of the nodes that are kept.
         scale, ids_L, left_L: what is left behind them, as in `rules.Kept`; p where there are no ids.
     """
@@ -44,7 +45,7 @@ class _Case:
     slot: int
     known: int
     draft: Draft
-    drawn: dict[int, Drawn]
+    laws: Laws | None
     path: list[int] = field(default_factory=list)
     scale: float = 1.0
     ids_L: Ints | None = None
@@ -55,23 +56,14 @@ class _Case:
         """Where the path ends."""
         return self.path[-1] if self.path else ROOT
 
-    def ends(self, scale: float, left_L: Floats | None) -> None:
-        """Take note of what is left where the path ends."""
-        if left_L is not None:
-            self.ids_L = self.drawn[self.node].ids_L
-            self.scale, self.left_L = scale, left_L[: len(self.ids_L)]
+    @cached_property
+    def drawn(self) -> dict[int, Drawn]:
+        """For a tree, what is judged behind each node that has children."""
+        return chosen(self.draft) if self.laws is None else drawn_from(self.draft, self.laws)
 
-
-class _Point(NamedTuple):
-    """A node of a case: p behind it is asked at some ids."""
-
-    case: _Case
-    node: int
-
-    @property
-    def ids_L(self) -> Ints:
-        """What its children could have been."""
-        return self.case.drawn[self.node].ids_L
+    def ends(self, scale: float, left_L: Floats) -> None:
+        """Take note of what is left where the path ends, at `ids_L` and elsewhere."""
+        self.scale, self.left_L = scale, left_L
 
 
 class ByLaws:
@@ -95,57 +87,54 @@ class ByLaws:
     def judge(self, scored: Scored) -> list[Release]:
         """See `Judge`. Probes are answered by the likeliest token, which tells nothing of noise that is yet to come."""
         cases = self._cases(scored)
-        judged = [case for case in cases if case.drawn]
-        if judged:
-            u_RN = thresholds(self._sampler, np.array([case.slot for case in judged]),
-                              np.array([case.known for case in judged]), max(len(case.draft) for case in judged))
-            chains = [i for i, case in enumerate(judged) if case.draft.is_chain]
-            trees = [i for i, case in enumerate(judged) if not case.draft.is_chain]
-            self._judge_chains(scored, [judged[i] for i in chains], u_RN[chains])
-            self._judge_trees(scored, [judged[i] for i in trees], u_RN[trees])
+        chains = [case for case in cases if case.draft.is_chain and case.draft.tokens]
+        trees = [case for case in cases if not case.draft.is_chain]
+        for some, judge in ((chains, self._judge_chains), (trees, self._judge_trees)):
+            if some:
+                judge(scored, some, self._thresholds(some))
         own = self._own_tokens(scored, cases)
         return [Release(case.path, [*(case.draft.tokens[node] for node in case.path), y], self._probed(scored, case))
                 for case, y in zip(cases, own, strict=True)]
+
+    def _thresholds(self, cases: Seq[_Case]) -> Floats:
+        return thresholds(self._sampler, np.array([case.slot for case in cases]),
+                          np.array([case.known for case in cases]), max(len(case.draft) for case in cases))
 
     def _is_drawn(self, row: Row) -> bool:
         return self._draws and row.draft is None and self._sampler.slots.sampling[row.slot].temperature >= COLDEST
 
     def _cases(self, scored: Scored) -> list[_Case]:
+        """Return the rows that sample; a draft that should have laws and has none that make sense is left out."""
         found, first = [], 0
         for row, draft, count in zip(scored.rows, scored.drafts, scored.counts_R.tolist(), strict=True):
             if count:
-                found.append(_Case(first, row.slot, int(scored.index_N[first]), draft, self._drawn(scored, row, draft)))
+                laws = scored.laws.get(row.slot) if draft.tokens and self._is_drawn(row) else None
+                judged = draft if laws is not None or not self._is_drawn(row) else NO_DRAFT
+                found.append(_Case(first, row.slot, int(scored.index_N[first]), judged, laws))
                 first += count
+        told = [(case, case.laws) for case in found if case.laws is not None]
+        for (case, _), is_sound in zip(told, sound([case.draft for case, _ in told], [laws for _, laws in told],
+                                                   self._sampler.vocab_size), strict=True):
+            case.draft = case.draft if is_sound else NO_DRAFT
         return found
-
-    def _drawn(self, scored: Scored, row: Row, draft: Draft) -> dict[int, Drawn]:
-        """Return what is judged; nothing where it cannot be."""
-        if not self._is_drawn(row):
-            return chosen(draft)
-        laws = scored.laws.get(row.slot)
-        is_sound = laws is not None and sound(draft, laws, self._sampler.vocab_size)
-        return drawn_from(draft, laws) if laws is not None and is_sound else {}
 
     # Chains.
 
     def _judge_chains(self, scored: Scored, cases: Seq[_Case], u_RK: Floats) -> None:
         """Judge all chains at once."""
-        if not cases:
-            return
-        counts_R = np.array([len(case.draft) for case in cases])
-        points = [_Point(case, node) for case in cases for node in range(ROOT, len(case.draft) - 1)]
-        shape = (len(cases), int(counts_R.max()), max(len(point.ids_L) for point in points))
-        is_guess_RK = np.arange(shape[1]) < counts_R[:, None]
-        p_RKL, q_RKL, guess_RK = np.zeros(shape), np.zeros(shape), np.zeros(shape[:2], np.int64)
-        p_RKL[is_guess_RK] = self._laws_at(scored, points)
-        q_RKL[is_guess_RK] = _padded([point.case.drawn[point.node].children.q_WL[0] for point in points])
-        guess_RK[is_guess_RK] = [point.case.drawn[point.node].children.drawn_W[0] for point in points]
-        chains = rules.Chains(counts_R, p_RKL, q_RKL, guess_RK)
-        kept = (rules.standard if self._rule == "standard" else rules.block)(chains, u_RK[:, : shape[1]])
-        for case, count, scale, left_L in zip(cases, kept.counts_R.tolist(), kept.scale_R.tolist(), kept.left_RL,
-                                              strict=True):
+        table = ChainTable.of([case.draft for case in cases], [case.laws for case in cases])
+        place_RK = np.array([case.first for case in cases])[:, None] + np.arange(u_RK.shape[1])
+        is_guess_RK = table.is_id_RKL.any(2)
+        p_RKL = np.zeros_like(table.q_RKL)
+        p_RKL[is_guess_RK] = self._laws_at(scored, place_RK[is_guess_RK], table.ids_RKL[is_guess_RK])
+        chains = rules.Chains(table.counts_R, p_RKL * table.is_id_RKL, table.q_RKL, table.guess_RK)
+        kept = (rules.standard if self._rule == "standard" else rules.block)(chains, u_RK)
+        for r, (case, count) in enumerate(zip(cases, kept.counts_R.tolist(), strict=True)):
             case.path = list(range(count))
-            case.ends(scale, left_L if count < len(case.draft) else None)
+            if count < len(case.draft):
+                is_id_L = table.is_id_RKL[r, count]
+                case.ids_L = table.ids_RKL[r, count, is_id_L]
+                case.ends(float(kept.scale_R[r]), kept.left_RL[r, is_id_L])
 
     # Trees.
 
@@ -159,7 +148,7 @@ class ByLaws:
         """Walk all trees together, a level at a time: as `rules_trees.standard_tree`."""
         walks = [(case, u_N) for case, u_N in zip(cases, u_RN, strict=True) if ROOT in case.drawn]
         while walks:
-            p_WL = self._laws_at(scored, [_Point(case, case.node) for case, _ in walks])
+            p_WL = self._laws_behind(scored, [(case, case.node) for case, _ in walks])
             walks = [(case, u_N) for (case, u_N), p_L in zip(walks, p_WL, strict=True) if self._goes_on(case, p_L, u_N)]
 
     def _goes_on(self, case: _Case, p_L: Floats, u_N: Floats) -> bool:
@@ -169,6 +158,7 @@ class ByLaws:
         standing = standard_node(p_L[: len(drawn.ids_L)], children)
         kept = first_kept(standing, u_N[list(children.nodes)])
         if kept is None:
+            case.ids_L = drawn.ids_L
             case.ends(float(standing.scales_J[-1]), standing.left_JL[-1])
             return False
         case.path.append(children.nodes[kept])
@@ -182,14 +172,16 @@ class ByLaws:
             some = [(i, case, [*case.drawn][place]) for i, case in enumerate(cases) if place < len(case.drawn)]
             for _, case, node in some:
                 self._stand_behind(case, _path_to(case.draft, node))
-            p_XL = self._laws_at(scored, [_Point(case, node) for _, case, node in some])
+            p_XL = self._laws_behind(scored, [(case, node) for _, case, node in some])
             for (i, case, node), p_L in zip(some, p_XL, strict=True):
                 p[i][node] = p_L[: len(case.drawn[node].ids_L)]
         for case, p_of, u_N in zip(cases, p, u_RN, strict=True):
             trials = block_tree(p_of, {node: drawn.children for node, drawn in case.drawn.items()})
             end = last_of_path(trials, u_N)
             case.path = _path_to(case.draft, end.node)
-            case.ends(end.scale, end.left_L)
+            if end.left_L is not None:
+                case.ids_L = case.drawn[end.node].ids_L
+                case.ends(end.scale, end.left_L)
 
     def _stand_behind(self, case: _Case, path: Seq[int]) -> None:
         """Let the sampler see the text that leads to a node."""
@@ -197,15 +189,20 @@ class ByLaws:
 
     # Laws and tokens.
 
-    def _laws_at(self, scored: Scored, points: Seq[_Point]) -> Floats:
-        """Return p behind each point at its ids, `[M, L]`; 0 where it has fewer than others."""
-        at_M = np.array([point.case.first + 1 + point.node for point in points])
-        ids_ML, count = _padded([point.ids_L for point in points]), max(1, ELEMENTS // self._sampler.vocab_size)
+    def _laws_behind(self, scored: Scored, nodes: Seq[tuple[_Case, int]]) -> Floats:
+        """Return p behind nodes of trees at the ids of their children's laws, `[M, L]`, and anything behind those."""
+        ids = [case.drawn[node].ids_L for case, node in nodes]
+        ids_ML = np.zeros((len(ids), max(map(len, ids))), np.int64)
+        for line, own in zip(ids_ML, ids, strict=True):
+            line[: len(own)] = own
+        return self._laws_at(scored, np.array([case.first + 1 + node for case, node in nodes]), ids_ML)
+
+    def _laws_at(self, scored: Scored, at_M: Ints, ids_ML: Ints) -> Floats:
+        """Return p at some ids behind some of the scored positions, `[M, L]`."""
+        count = max(1, ELEMENTS // self._sampler.vocab_size)
         blocks = [slice(first, first + count) for first in range(0, len(at_M), count)]
-        p_ML = torch.cat([self._law(scored, at_M[block]).gather(1, _on(ids_ML[block].astype(np.int64), scored))
-                          for block in blocks]).cpu().numpy()
-        sizes_M = np.array([len(point.ids_L) for point in points])
-        found_ML: Floats = np.where(np.arange(p_ML.shape[1]) < sizes_M[:, None], p_ML, 0.0)
+        p_ML = torch.cat([self._law(scored, at_M[block]).gather(1, _on(ids_ML[block], scored)) for block in blocks])
+        found_ML: Floats = p_ML.cpu().numpy()
         return found_ML
 
     def _law(self, scored: Scored, at_M: Ints) -> torch.Tensor:
@@ -230,10 +227,11 @@ class ByLaws:
         """Draw by the noise that the target would have used for the token anyhow: nothing was decided by it yet."""
         at_R = _ends(cases)
         p_RV = self._law(scored, at_R)
-        at_M2 = [(r, token) for r, case in enumerate(cases) for token in (() if case.ids_L is None else case.ids_L)]
+        ids = [case.ids_L for case in cases if case.ids_L is not None]
+        at_M2 = np.stack((np.repeat(np.arange(len(ids)), [len(own) for own in ids]), np.concatenate(ids)), 1)
         left_M = np.concatenate([case.left_L for case in cases if case.left_L is not None])
         left_RV = rules.left(p_RV, _on(np.array([case.scale for case in cases]), scored),
-                             _on(np.array(at_M2, np.int64), scored), _on(left_M, scored))
+                             _on(at_M2, scored), _on(left_M, scored))
         keys_R = row_keys(self._sampler.seeds(scored.slots_N[at_R]), scored.index_N[at_R])
         noise_RV = gumbel(_on(keys_R, scored)[:, None], torch.arange(p_RV.shape[1], device=p_RV.device))
         return rules.drawn(left_RV, noise_RV)
@@ -259,14 +257,6 @@ def _path_to(draft: Draft, node: int) -> list[int]:
         path.insert(0, node)
         node = parents[node]
     return path
-
-
-def _padded(values: Seq[Ints | Floats]) -> Floats:
-    """Return arrays of unlike lengths as rows, filled up with zeros."""
-    table = np.zeros((len(values), max(map(len, values))))
-    for line, some in zip(table, values, strict=True):
-        line[: len(some)] = some
-    return table
 
 
 def _on(values: Ints | Floats, scored: Scored) -> torch.Tensor:

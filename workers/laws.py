@@ -7,15 +7,19 @@ are like the draft's whole opinion.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from protos.drafts import parents_of
 from protos.messages import Draft
-from workers.rules import Floats, Ints
+from workers.rules import Floats, Ints, normalised
 from workers.rules_trees import Children, certain, without_elders
+
+Flags = npt.NDArray[np.bool_]
 
 LAW_SIZE = 64
 """Ids of a law at most."""
@@ -59,14 +63,25 @@ def families(draft: Draft) -> dict[int, list[int]]:
     return found
 
 
-def sound(draft: Draft, laws: Laws, vocab_size: int) -> bool:
-    """Say whether these are laws, one for each family of *draft*: of ids that there are, each once."""
-    ids_ML, q_ML = laws.ids_ML, laws.q_ML
-    if ids_ML.shape != q_ML.shape or len(ids_ML) != len(families(draft)) or not 0 < ids_ML.shape[1] <= LAW_SIZE:
-        return False
-    sorted_ML = np.sort(ids_ML, 1)
-    return bool(sorted_ML[:, 0].min() >= 0 and sorted_ML[:, -1].max() < vocab_size
-                and (sorted_ML[:, 1:] > sorted_ML[:, :-1]).all() and np.isfinite(q_ML).all() and (q_ML >= 0).all())
+def sound(drafts: Seq[Draft], laws: Seq[Laws], vocab_size: int) -> list[bool]:
+    """Say of each draft whether these are laws, one for each of its families: of ids that there are, each once."""
+    found = [_fits(draft, each) for draft, each in zip(drafts, laws, strict=True)]
+    sizes = [each.ids_ML.shape[1] if fits else 0 for fits, each in zip(found, laws, strict=True)]
+    for size in {*sizes} - {0}:
+        part = [i for i, own in enumerate(sizes) if own == size]
+        sorted_ML = np.sort(np.concatenate([laws[i].ids_ML for i in part]), 1)
+        q_ML = np.concatenate([laws[i].q_ML for i in part])
+        is_sound_M = ((sorted_ML[:, 0] >= 0) & (sorted_ML[:, -1] < vocab_size) & (q_ML >= 0).all(1)
+                      & (sorted_ML[:, 1:] > sorted_ML[:, :-1]).all(1) & (q_ML < np.inf).all(1))
+        counts = [len(laws[i].ids_ML) for i in part]
+        for i, is_sound in zip(part, np.logical_and.reduceat(is_sound_M, np.cumsum([0, *counts[:-1]])), strict=True):
+            found[i] = bool(is_sound)
+    return found
+
+
+def _fits(draft: Draft, laws: Laws) -> bool:
+    count, (num_laws, size) = len(draft) if draft.is_chain else len(families(draft)), laws.ids_ML.shape
+    return laws.ids_ML.shape == laws.q_ML.shape and 0 < count == num_laws and 0 < size <= LAW_SIZE
 
 
 def drawn_from(draft: Draft, laws: Laws) -> dict[int, Drawn]:
@@ -90,6 +105,42 @@ def chosen(draft: Draft) -> dict[int, Drawn]:
             children = Children([*first.values()], np.arange(len(first)), certain(len(first)))
             found[node] = Drawn(np.array([*first], np.int64), children)
     return found
+
+
+class ChainTable(NamedTuple):
+    """The chains of R rows, and what each guess could have been; zeros where a row has less than others.
+
+    Attributes:
+        counts_R: int64, guesses of each.
+        ids_RKL: int64.
+        q_RKL: float64; each adds up to 1, or is 0 where the guess is none of its ids.
+        guess_RK: int64, which of the ids it is.
+        is_id_RKL: where there is an id.
+    """
+
+    counts_R: Ints
+    ids_RKL: Ints
+    q_RKL: Floats
+    guess_RK: Ints
+    is_id_RKL: Flags
+
+    @classmethod
+    def of(cls, drafts: Seq[Draft], laws: Seq[Laws | None]) -> "ChainTable":
+        """Lay out chains with their *laws*; None for one whose guesses are certain."""
+        counts_R = np.array([len(draft) for draft in drafts])
+        sizes_R = np.array([1 if found is None else found.ids_ML.shape[1] for found in laws])
+        shape = (len(drafts), int(counts_R.max()), int(sizes_R.max()))
+        ids_RKL, q_RKL, token_RK = np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape[:2], np.int64)
+        for r, (draft, found) in enumerate(zip(drafts, laws, strict=True)):
+            count, size = len(draft), sizes_R[r]
+            token_RK[r, :count] = draft.tokens
+            ids_RKL[r, :count, :size] = token_RK[r, :count, None] if found is None else found.ids_ML
+            q_RKL[r, :count, :size] = 1.0 if found is None else found.q_ML
+        is_guess_RK = np.arange(shape[1]) < counts_R[:, None]
+        is_id_RKL = is_guess_RK[:, :, None] & (np.arange(shape[2]) < sizes_R[:, None, None])
+        is_token_RKL = is_id_RKL & (ids_RKL == token_RK[:, :, None])
+        q_RKL = normalised(q_RKL * is_token_RKL.any(2, keepdims=True))
+        return cls(counts_R, ids_RKL, q_RKL, is_token_RKL.argmax(2), is_id_RKL)
 
 
 def _drawn(nodes: list[int], tokens: list[int], ids_L: Ints, q_L: Floats) -> Drawn:

@@ -127,6 +127,13 @@ def mass_beyond(p_XL: Floats) -> Floats:
     return positive(1.0 - p_XL.sum(-1))
 
 
+def normalised(q_XL: Floats) -> Floats:
+    """Return laws that add up to 1; nothing stays nothing."""
+    mass_X1 = q_XL.sum(-1, keepdims=True)
+    found: Floats = np.divide(q_XL, mass_X1, out=np.zeros_like(q_XL), where=mass_X1 > 0)
+    return found
+
+
 def left(p_RV: torch.Tensor, scale_R: torch.Tensor, at_M2: torch.Tensor, left_M: torch.Tensor) -> torch.Tensor:
     """Return what is left of R laws, float64 `[R, V]`, which need not add up to 1.
 
@@ -137,7 +144,7 @@ def left(p_RV: torch.Tensor, scale_R: torch.Tensor, at_M2: torch.Tensor, left_M:
         left_M: float64, what is left there.
     """
     left_RV = p_RV * scale_R[:, None]
-    left_RV[at_M2[:, 0], at_M2[:, 1]] = left_M
+    left_RV.index_put_((at_M2[:, 0], at_M2[:, 1]), left_M)
     has_mass_R1 = left_RV.amax(1, keepdim=True) > 0  # rounding may have kept a guess that took all, from being kept
     return torch.where(has_mass_R1, left_RV, p_RV)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workers.rules import Floats, Ints, end_odds, mass_beyond, positive
+from workers.rules import Floats, Ints, end_odds, mass_beyond, normalised, positive
 
 ROOT = -1
 
@@ -53,7 +53,7 @@ def without_elders(law_L: Floats, drawn_W: Ints) -> Floats:
     q_WL = np.repeat(law_L[None], len(drawn_W), 0)
     for place, drawn in enumerate(drawn_W.tolist()):
         q_WL[place + 1 :, drawn] = 0.0
-    return _normalised(q_WL)
+    return normalised(q_WL)
 
 
 def certain(count: int) -> Floats:
@@ -162,10 +162,3 @@ class _Traversal:
 
 def _ratio(p: float, q: float) -> float:
     return float(p / q) if q > 0 else 0.0
-
-
-def _normalised(q_XL: Floats) -> Floats:
-    """Return laws that add up to 1; nothing stays nothing."""
-    mass_X1 = q_XL.sum(-1, keepdims=True)
-    found: Floats = np.divide(q_XL, mass_X1, out=np.zeros_like(q_XL), where=mass_X1 > 0)
-    return found

@@ -74,6 +74,8 @@ class Sampler:
         logits_NV = self.edited(logits_NV, slots_N, index_N)
         limits = self._limits_S.at(slots_N)
         drawn_N, free_N = limits.temperature >= COLDEST, limits.are_off
+        if drawn_N.all() and (free_N.all() or not free_N.any()):
+            return law(logits_NV, limits)
         law_NV = torch.zeros(logits_NV.shape, dtype=torch.float64, device=logits_NV.device)
         for part in (np.flatnonzero(drawn_N & free_N), np.flatnonzero(drawn_N & ~free_N)):
             if len(part):
