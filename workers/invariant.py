@@ -26,6 +26,9 @@ from workers.compiling import TRIALS, Forward, Outputs, Trial
 LONGEST_SUM = 256
 """Sums, such as those over chosen experts, have few terms; longer ones are refused. Means may have any number."""
 
+SIZES = (*TRIALS, (20, 5))
+"""(tokens, wanted) with which a list of operators must give the bits that looking at each gives."""
+
 EXACT = frozenset({
     # They move numbers, or make them.
     "alias", "arange", "as_strided", "cat", "chunk", "clone", "contiguous", "copy_", "detach", "empty", "empty_like",
@@ -205,15 +208,14 @@ def invariant(forward: Forward) -> Forward:
     return run
 
 
-def traced(forward: Forward, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor,
-           trial: Trial) -> tuple[Forward, str]:  # fmt: skip
+def traced(forward: Forward, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], trial: Trial) -> (
+    tuple[Forward, str]
+):  # fmt: skip
     """List the operators of an `invariant` *forward* once, for all sizes: they then run without being looked at again.
 
     Args:
         forward: what is traced.
-        tokens_1T: int64, what it is traced with, as `positions_1T` and `wanted_N`; T and N differ, and neither is one.
-        positions_1T: int64.
-        wanted_N: int64.
+        inputs: tokens `[1, T]`, positions `[1, T]` and wanted `[N]` to trace it with; T and N differ, neither is one.
         trial: runs a forward on T made-up tokens with N wanted ones, and returns the logits.
 
     Returns:
@@ -222,13 +224,12 @@ def traced(forward: Forward, tokens_1T: torch.Tensor, positions_1T: torch.Tensor
     started = time.monotonic()
     try:
         with BUILDING, torch.inference_mode():
-            graph = make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
-                tokens_1T, positions_1T, wanted_N)
+            graph = make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     except Exception as error:  # whatever tracing trips over, looking at each operator works
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         return forward, f"batch-invariant, every operator looked at: tracing failed: {type(error).__name__}: {reason}"
     _shorten(graph)
-    if not all(torch.equal(trial(graph, *sizes), trial(forward, *sizes)) for sizes in TRIALS):
+    if not all(torch.equal(trial(graph, *sizes), trial(forward, *sizes)) for sizes in SIZES):
         return forward, "batch-invariant, every operator looked at: traced logits differ"
     return graph, f"batch-invariant, {len(graph.graph.nodes)} operators listed in {time.monotonic() - started:.0f} s"
 

@@ -69,15 +69,18 @@ class ModelRunner:
 
     def _trace(self) -> str:
         """List the operators of the model once, instead of looking at each in every forward."""
-        tokens_1T, wanted_N = torch.arange(7).remainder(self.loaded.vocab_size).unsqueeze(0), torch.arange(3)
-        self._run, note = traced(self._run, tokens_1T, tokens_1T, wanted_N, self._try)
+        # Three tensors, none of which is like what is tried afterwards: an input taken for another, or for a constant,
+        # is found out then.
+        made_up = (torch.arange(9, 2, -1).remainder(self.loaded.vocab_size).unsqueeze(0),
+                   torch.arange(11, 18).unsqueeze(0), torch.tensor([4, 1, 6]))
+        self._run, note = traced(self._run, made_up, self._try)
         logger.info("%s", note)
         return note
 
     def _try(self, forward: Forward, num_tokens: int, num_wanted: int) -> torch.Tensor:
         """Run *forward* on made-up tokens of one row, all of whose blocks are block 0."""
         start, length = np.zeros(1, np.int64), np.array([num_tokens])
-        batch = Batch(start, start, length, np.arange(num_tokens) % self.loaded.vocab_size)
+        batch = Batch(start, start, length, (np.arange(num_tokens) * 5 + 1) % self.loaded.vocab_size)
         return self._call(forward, batch, np.zeros((1, num_tokens), np.int32), np.arange(num_wanted))[0]
 
     def measure(self, max_tokens: int) -> dict[int, float]:
