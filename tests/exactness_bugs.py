@@ -135,7 +135,7 @@ BUGS = (
         12_000),
     Bug("accepts 2 % too often", too_lenient, Cell("standard", pair="one-hot draft", shape=Shape(1)), 9_000),
     Bug("resamples from p", resampling_from_p, Cell("standard", pair="unrelated", shape=Shape(1)), 3_000),
-    Bug("shares noise under p/q", shared_noise, Cell("standard", pair="unrelated", shape=Shape(1)), 4_000),
+    Bug("shares noise under p/q", shared_noise, Cell("standard", pair="unrelated", shape=Shape(1))),
     Bug("bonus from q, coupled", bonus_from_q, Cell("coupled", pair="unrelated", shape=Shape(1)), 3_000),
     Bug("bonus from q", bonus_from_q, Cell("standard", pair="unrelated", shape=Shape(1)), 3_000),
     Bug("bonus from q, block", bonus_from_q, Cell("block", pair="unrelated", shape=Shape(1)), 3_000),
