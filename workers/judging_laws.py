@@ -23,8 +23,8 @@ from workers.laws import ChainTable, Drawn, Laws, chosen, drawn_from, sound
 from workers.noise import gumbel, row_keys
 from workers.rules_trees import ROOT, block_tree, first_kept, last_of_path, standard_node
 
-ELEMENTS = 1 << 22
-"""Probabilities that are computed at a time."""
+CACHED, ELEMENTS = 1 << 17, 1 << 24
+"""Probabilities that are computed at a time: on a host so that they stay in its cache, on a device to bound memory."""
 Rule = Literal["standard", "block"]
 
 
@@ -199,11 +199,16 @@ class ByLaws:
 
     def _laws_at(self, scored: Scored, at_M: Ints, ids_ML: Ints) -> Floats:
         """Return p at some ids behind some of the scored positions, `[M, L]`."""
-        count = max(1, ELEMENTS // self._sampler.vocab_size)
-        blocks = [slice(first, first + count) for first in range(0, len(at_M), count)]
-        p_ML = torch.cat([self._law(scored, at_M[block]).gather(1, _on(ids_ML[block], scored)) for block in blocks])
+        p_ML = torch.cat([self._law(scored, at_M[block]).gather(1, _on(ids_ML[block], scored))
+                          for block in self._blocks(scored, len(at_M))])
         found_ML: Floats = p_ML.cpu().numpy()
         return found_ML
+
+    def _blocks(self, scored: Scored, num_rows: int) -> list[slice]:
+        """Return the parts in which as many laws are computed."""
+        elements = CACHED if scored.logits_NV.device.type == "cpu" else ELEMENTS
+        count = max(1, elements // self._sampler.vocab_size)
+        return [slice(first, first + count) for first in range(0, num_rows, count)]
 
     def _law(self, scored: Scored, at_M: Ints) -> torch.Tensor:
         return self._sampler.law(scored.logits_NV[_on(at_M, scored)], scored.slots_N[at_M], scored.index_N[at_M])
@@ -225,6 +230,9 @@ class ByLaws:
 
     def _drawn_from_rest(self, scored: Scored, cases: Seq[_Case]) -> torch.Tensor:
         """Draw by the noise that the target would have used for the token anyhow: nothing was decided by it yet."""
+        return torch.cat([self._drawn_at_once(scored, cases[block]) for block in self._blocks(scored, len(cases))])
+
+    def _drawn_at_once(self, scored: Scored, cases: Seq[_Case]) -> torch.Tensor:
         at_R = _ends(cases)
         p_RV = self._law(scored, at_R)
         ids = [case.ids_L for case in cases if case.ids_L is not None]
