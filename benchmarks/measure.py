@@ -20,7 +20,7 @@ Block = TypeVar("Block")
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times one side is faster (or slower) than another, with a bootstrap 95 % interval."""
+    """How many times one side is faster (or slower) than another, or a mean, with a bootstrap 95 % interval."""
 
     value: float
     low: float
@@ -58,6 +58,11 @@ def _bootstrap(statistic: Callable[[npt.NDArray[np.int64]], Any], blocks: int) -
     drawn = [float(statistic(rng.integers(blocks, size=blocks))) for _ in range(RESAMPLES)]
     low, high = np.percentile(drawn, [2.5, 97.5])
     return Ratio(float(statistic(np.arange(blocks))), float(low), float(high))
+
+
+def mean(values_B: Floats) -> Ratio:
+    """Return the mean over blocks; of differences, whether one way is better than the other on the same blocks."""
+    return _bootstrap(lambda picked: values_B[picked].mean(), len(values_B))
 
 
 def share(part_A: Floats, whole_B: Floats) -> Ratio:
