@@ -246,7 +246,8 @@ def _law(side: Side, wanted: Wanted, material: _Material, allowance: Allowance, 
         tokens[group.place] += group.draws
     tested = checking_law.worth_testing(groups)
     contexts = [(*material.encoded[group.prompt], *group.prefix) for group in tested]
+    tolerance = allowance.tolerance_at(wanted.temperature)
     with bars("asking for laws", len(contexts)) as tick:
         told = side.laws(contexts, tick)
         laws = (checking_law.tempered(logprobs_V, wanted.temperature) for logprobs_V in told)
-        return checking_law.judge(tested, laws, wanted.false_alarm, allowance.tolerance, tokens)
+        return checking_law.judge(tested, laws, wanted.false_alarm, tolerance, tokens)

@@ -86,8 +86,10 @@ def _summary(report: Report) -> Table:
 
 
 def _setting(report: Report) -> str:
-    gap = report.allowance.gap
-    ties = f"a tie: a gap below {gap:g}" if gap else "batch_invariant, no ties"
+    allowance = report.allowance
+    ties = f"a tie: a gap below {allowance.gap:g}" if allowance.gap else "batch_invariant, no ties"
+    if allowance.logit_gap:
+        ties = f"a tie: a gap below {allowance.logit_gap:g} in logits"
     return f"rule {report.rule}, {report.dtype}, {ties}"
 
 

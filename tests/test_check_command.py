@@ -77,11 +77,13 @@ def test_a_right_engine_passes(pair: tuple[Path, Path], prompts: Path, tmp_path:
     assert "6 of 6 sequences of 24 tokens are identical" in " ".join(shown.replace("│", " ").split())
 
 
-def test_rules_by_laws_are_not_held_to_seeded_identity(pair: tuple[Path, Path], prompts: Path, tmp_path: Path,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:
-    standard = drafted(pair, rejection_sample_method="standard")
-    status, report = run(options(pair, prompts, standard), tmp_path / "report.json")
-    assert (status, report["rule"], report["seeded"]) == (0, "standard", None)
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_rules_by_laws_are_not_held_to_seeded_identity(
+    pair: tuple[Path, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str
+) -> None:
+    given = options(pair, prompts, drafted(pair, rejection_sample_method=rule))
+    status, report = run([*given, "--num-prompts", "3"], tmp_path / "report.json")
+    assert (status, report["rule"], report["seeded"]) == (0, rule, None)
     assert report["greedy"]["passed"]
     assert "skipped" in capsys.readouterr().out
 

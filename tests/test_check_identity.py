@@ -143,6 +143,20 @@ def test_a_tie_is_what_lies_within_the_gap(seed: int, temperature: float, gap: f
     assert not identity.explain(at(asked, third, best), told, FP32).is_tie
 
 
+def test_rounding_to_half_precision_is_that_of_logits() -> None:
+    """What it moves logits by, temperature multiplies; the gap of fp32 is one of logits over temperature."""
+    bf16 = ALLOWANCES["bfloat16"]
+    assert [bf16.gap_at(temperature) for temperature in (0.0, 0.5, 1.0, 2.0)] == [0.2, 0.4, 0.2, 0.1]
+    assert [FP32.gap_at(temperature) for temperature in (0.0, 0.5, 1.0, 2.0)] == [1e-4] * 4
+    assert [bf16.tolerance_at(temperature) for temperature in (0.01, 0.5, 1.0)] == [0.5, 0.1, 0.05]
+    told = logprobs()
+    score_V = perturbed(SEEDED, 5, told)
+    best, second = (int(token) for token in np.argsort(-score_V)[:2])
+    told[second] += (score_V[best] - 0.25 - score_V[second]) * SEEDED.temperature
+    assert identity.explain(at(SEEDED, second, best), told, bf16).is_tie, "0.25 at temperature 0.7 is 0.175 in logits"
+    assert not identity.explain(at(SEEDED, second, best), told, ALLOWANCES["float16"]).is_tie
+
+
 def test_no_tie_is_allowed_where_bits_are_promised() -> None:
     told = logprobs()
     told[4] = told[9] = told.max() + 1
