@@ -10,8 +10,8 @@ import operator
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from functools import reduce
-from typing import Any
+from functools import cache, partial, reduce
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
@@ -58,25 +58,39 @@ class Invariant(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's o
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
-        named = kwargs or {}
-        namespace, _, name = func.overloadpacket._qualified_op_name.partition("::")
-        rule = RULES.get(name)
-        if rule is not None and namespace != "slipstream_invariant":
-            return rule(*args, **named)
-        if namespace in OURS or (name in EXACT and _is_exact(name, args, named)):
-            return func(*args, **named)
+        found = _rule_of(func)(*args, **(kwargs or {}))
+        if found is not NotImplemented:
+            return found
         with self:  # what is made of other operators is looked at again
-            found = func.decompose(*args, **named)
+            found = func.decompose(*args, **(kwargs or {}))
         if found is NotImplemented:
-            raise ConfigError(f"batch_invariant: the model uses {namespace}.{name}, whose bits may depend on the batch")
+            name = func.overloadpacket._qualified_op_name.replace("::", ".")
+            raise ConfigError(f"batch_invariant: the model uses {name}, whose bits may depend on the batch")
         return found
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled while it is active, and keeping dynamo out takes longer than most operators
 
-def _is_exact(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    if name not in WHOLE_NUMBERS_ONLY:
-        return True
+
+@cache
+def _rule_of(func: Any) -> Rule:
+    """Return what is called instead of *func*, and says NotImplemented where nothing is known of it."""
+    namespace, _, name = func.overloadpacket._qualified_op_name.partition("::")
+    if namespace in OURS or (name in EXACT and name not in WHOLE_NUMBERS_ONLY):
+        return cast(Rule, func)
+    if name in WHOLE_NUMBERS_ONLY:
+        return partial(_of_whole_numbers, func)
+    return RULES.get(name, _unknown)
+
+
+def _of_whole_numbers(func: Any, *args: Any, **named: Any) -> Any:
     wanted = [named["dtype"]] if named.get("dtype") else [x.dtype for x in args if isinstance(x, torch.Tensor)]
-    return not any(dtype.is_floating_point for dtype in wanted)
+    return NotImplemented if any(dtype.is_floating_point for dtype in wanted) else func(*args, **named)
+
+
+def _unknown(*_: Any, **__: Any) -> Any:
+    return NotImplemented
 
 
 def _linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
