@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ class Models:
             "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
             "draft_model": {"method": "draft_model", "model": str(self.draft), "num_speculative_tokens": 3},
             "chain": {"method": "eagle3", "model": str(self.eagle3), "num_speculative_tokens": 3},
+            "lookahead": {"method": "lookahead", "num_speculative_tokens": 12, "lookahead_window": 3,
+                          "lookahead_ngram": 3, "lookahead_guesses": 3},
             "tree": {"method": "eagle3", "model": str(self.eagle3), "num_speculative_tokens": 7, "draft_shape": "tree"},
         }
         return {**kinds[kind], **options}
@@ -104,7 +107,7 @@ def assert_greedy_rows_are_plain(outputs: Outputs, models: Models) -> None:
     assert {name: len(ids) for name, ids in outputs.items()} == {name: len(ids) for name, ids in models.plain.items()}
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "chain", "tree"])
+@pytest.mark.parametrize("kind", ["ngram", "lookahead", "draft_model", "chain", "tree"])
 @pytest.mark.parametrize("rule", BY_LAWS)
 def test_in_one_process(rule: str, kind: str, models: Models, caplog: pytest.LogCaptureFixture) -> None:
     engine = started(models, models.speculative(kind, rejection_sample_method=rule))
@@ -204,6 +207,17 @@ def test_on_a_gang_beside_the_first_rank(models: Models, running: list[Engine]) 
     engine.put(*requests())
     assert_greedy_rows_are_plain(engine.finish(), models)
     assert seeded_accepted(engine) > 0
+
+
+def test_what_a_grammar_forbids_is_left_out_only_where_it_was_not_drawn() -> None:
+    """To leave out a guess by what it says, and go on as if there had been none, would tilt the law of what is left."""
+    slots, rows = table_of([NO_DRAFT] * 3)
+    slots.sampling[:] = [Sampling(seed=0), Sampling(seed=0, temperature=0.0), Sampling(seed=0)]
+    rows[2] = Row(2, 0, 3, 3, k=2, draft=Draft((7, 8)))
+    drafts = [Draft((1, 2)), Draft((3, 4)), Draft((7, 8))]
+    sampler: Any = SimpleNamespace(slots=slots, prune=lambda rows, drafts: [NO_DRAFT for _ in drafts])
+    assert ByLaws(sampler, "standard", draws=True).prune(rows, drafts) == [drafts[0], NO_DRAFT, NO_DRAFT]
+    assert ByLaws(sampler, "block", draws=False).prune(rows, drafts) == [NO_DRAFT] * 3
 
 
 # Rates that are given.
