@@ -17,10 +17,12 @@ from workers.attention import AttentionBackend, Options, Rows
 from workers.attention_native import NativeAttention
 from workers.attention_torch import TorchAttention
 from workers.batch import Area, Areas
+from workers.invariant_native import InvariantAttention
+from workers.invariant_split import SplitAttention
 from workers.kv import KVCache
 
 BLOCK = 8
-BACKENDS = (NativeAttention, TorchAttention)
+BACKENDS = (NativeAttention, TorchAttention, InvariantAttention, SplitAttention)
 SHAPES = [((4, 2), (64, 64)), ((4, 4), (24, 16)), ((6, 1), (16, 16))]
 """Heads of queries and of K and V, and sizes of keys and of values."""
 

@@ -97,7 +97,9 @@ struct Task {
             for (int64_t node = 0; node < view.size; ++node)
                 if (plan.seen[(token + i) * plan.seen_words + node / 64] >> (node % 64) & 1)
                     s.places.push_back(view.area + node);
+        // What it does not see comes first. In a tree it does anyway, since positions rise along a branch.
         const int64_t all = static_cast<int64_t>(s.places.size()), least = lowest(s.positions[i * share]);
+        std::stable_partition(s.places.begin(), s.places.end(), [&](int64_t p) { return view.position(p) < least; });
         for (int64_t base = 0; base < all; base += kTile) {
             const int64_t n = std::min(kTile, all - base);
             int64_t from = 0;
