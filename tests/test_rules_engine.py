@@ -171,7 +171,7 @@ def test_on_a_gang_with_a_draft_of_its_own_that_dies_and_comes_back(
     rule = "standard" if kind == "tree" else "block"
     options = models.speculative(kind, rejection_sample_method=rule, placement="dedicated")
     config = configure((models.target, models.target), tensor_parallel_size=2, speculative_config=options, **ROOM)
-    engine = threaded(config, body=late_comer(may_come, floor_s=5.0))
+    engine = threaded(config, body=late_comer(may_come))
     running.append(engine)
     assert engine.gang is not None
     rows = requests()
@@ -278,7 +278,8 @@ def test_laws_cross_the_pair(size: int, with_tree: bool) -> None:
     laws = {0: some_laws(3, size), 1: some_laws(3 if with_tree else 1, size, seed=1)}
     told = encode(slots, rows, drafts, laws)
     assert told.shape == (4, STAMP + 5 * (1 + with_tree + 2 * size))
-    found = decode(slots, rows, told, VOCAB)
+    assert decode(slots, rows, told, VOCAB) == [NO_DRAFT] * 4  # where no laws are to come
+    found = decode(slots, rows, told, VOCAB, LAW_SIZE)
     assert found == drafts
     came = laws_in(rows, found, told)
     for slot, expected in laws.items():
@@ -299,7 +300,7 @@ def test_tables_without_laws_bring_none_and_too_wide_ones_nothing() -> None:
     slots, rows = table_of(drafts)
     assert laws_in(rows, drafts, encode(slots, rows, drafts)) == {}
     wide = np.zeros((2, STAMP + 5 * (3 + 2 * LAW_SIZE)), np.int32)
-    assert decode(slots, rows, wide, VOCAB) == [NO_DRAFT] * 2
+    assert decode(slots, rows, wide, VOCAB, LAW_SIZE) == [NO_DRAFT] * 2
 
 
 def test_certain_guesses_leave_out_probes_and_what_was_guessed_twice() -> None:

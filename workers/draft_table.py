@@ -54,9 +54,12 @@ def _law_columns(rows: Seq[Row], laws: BySlot, width: int) -> Ids:
     return np.concatenate([part.reshape(len(rows), -1) for part in (ids_RKL, q_RKL.view(np.int32))], 1)
 
 
-def decode(slots: SlotTable, rows: Seq[Row], table: Ids, vocab_size: int) -> list[Draft]:
-    """Return each row's draft; an empty one where it extends another text than ours, or makes no sense."""
-    width, shares = _shares(rows, table)
+def decode(slots: SlotTable, rows: Seq[Row], table: Ids, vocab_size: int, law_size: int = 0) -> list[Draft]:
+    """Return each row's draft; an empty one where it extends another text than ours, or makes no sense.
+
+    *law_size* is how many ids a law may have; 0 where none are to come.
+    """
+    width, shares = _shares(rows, table, law_size)
     if not shares:
         return [NO_DRAFT] * len(rows)
     links_end = STAMP + (2 - shares % 2) * width
@@ -69,7 +72,7 @@ def decode(slots: SlotTable, rows: Seq[Row], table: Ids, vocab_size: int) -> lis
 
 def laws_in(rows: Seq[Row], drafts: Seq[Draft], table: Ids) -> BySlot:
     """Return the laws that came with *drafts*, by slot, as they were told: whether they make sense is for the judge."""
-    width, shares = _shares(rows, table)
+    width, shares = _shares(rows, table, LAW_SIZE)
     size = (shares - 1) // 2
     if size < 1:
         return NO_LAWS
@@ -80,14 +83,14 @@ def laws_in(rows: Seq[Row], drafts: Seq[Draft], table: Ids) -> BySlot:
             for r, (row, draft) in enumerate(zip(rows, drafts, strict=True)) if (count := len(families(draft)))}
 
 
-def _shares(rows: Seq[Row], table: Ids) -> tuple[int, int]:
+def _shares(rows: Seq[Row], table: Ids, law_size: int) -> tuple[int, int]:
     """Return how many ids a row may have, K, and how many columns a table has for each; 0 where it makes no sense.
 
     There is one for the id, another for the link if that makes them even, and two for each id of a law.
     """
     width = max(row.k for row in rows)
     shares, rest = divmod(table.shape[1] - STAMP, width)
-    makes_sense = len(table) == len(rows) and rest == 0 and 1 <= shares <= 2 + 2 * LAW_SIZE
+    makes_sense = len(table) == len(rows) and rest == 0 and 1 <= shares <= 2 + 2 * law_size
     return width, shares if makes_sense else 0
 
 

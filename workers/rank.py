@@ -39,6 +39,7 @@ from workers.grammar_words import with_grammars
 from workers.groups import LOOPBACK, Group, Solo, address_towards, connect_store, form, open_store
 from workers.judges import judge_for
 from workers.kv import bytes_per_block
+from workers.laws import LAW_SIZE
 from workers.loader import LoadedModel, load
 from workers.pair import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.patience import FLOOR_S
@@ -228,7 +229,9 @@ class _Loading:
 
         grammars = with_grammars(sampler, config.model, model)
         worker = TargetWorker(runner, slots, grammars, spec.needs, judge_for(config.speculative, grammars))
-        return TargetRank(self._port.send, tp, worker, Pairing(self._port.send, join), local)
+        draws = config.speculative is not None and config.speculative.draws_guesses
+        return TargetRank(self._port.send, tp, worker, Pairing(self._port.send, join), local,
+                          law_size=LAW_SIZE if draws else 0)
 
     def draft(self) -> DraftRank:
         """Load the draft; return it ready for plans."""

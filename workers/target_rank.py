@@ -34,13 +34,14 @@ class TargetRank:
         worker: this rank's share of the model.
         pairing: rank 0's end of the pair with the draft.
         local: the draft in this process, if there is one.
+        law_size: ids of a law at most that the draft elsewhere tells; 0 where it tells none.
     """
 
     def __init__(self, send: Callable[[FromWorker], None], tp: Group, worker: TargetWorker,
-                 pairing: Pairing[DraftReceiver], local: DraftSide | None = None) -> None:
+                 pairing: Pairing[DraftReceiver], local: DraftSide | None = None, *, law_size: int = 0) -> None:
         self._send, self._tp, self._worker = send, tp, worker
         self._slots: SlotTable = worker.slots
-        self._pairing, self._local = pairing, local
+        self._pairing, self._local, self._law_size = pairing, local, law_size
         self._device = worker.runner.device
         self.round = -1
 
@@ -119,5 +120,5 @@ class TargetRank:
         arrival = Arrival(None) if end is None else end.collect(plan.round, max(row.k for row in rows))
         if arrival.table is None:
             return Found([NO_DRAFT] * len(rows), missed=arrival.missed)
-        drafts = decode(self._slots, rows, arrival.table, self._worker.sampler.vocab_size)
-        return Found(drafts, laws_in(rows, drafts, arrival.table))
+        drafts = decode(self._slots, rows, arrival.table, self._worker.sampler.vocab_size, self._law_size)
+        return Found(drafts, laws_in(rows, drafts, arrival.table) if self._law_size else NO_LAWS)
