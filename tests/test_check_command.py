@@ -82,7 +82,7 @@ def test_rules_by_laws_are_not_held_to_seeded_identity(
     pair: tuple[Path, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str
 ) -> None:
     given = options(pair, prompts, drafted(pair, rejection_sample_method=rule))
-    status, report = run([*given, "--num-prompts", "3"], tmp_path / "report.json")
+    status, report = run([*given, "--num-prompts", "2"], tmp_path / "report.json")
     assert (status, report["rule"], report["seeded"]) == (0, rule, None)
     assert report["greedy"]["passed"]
     assert "skipped" in capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_planted_bugs_are_found_and_explained(
     origin: str, why: str,
 ) -> None:
     check_bugs.plant(monkeypatch, bug)
-    status, report = run([*given, "--num-prompts", "4"], tmp_path / "report.json")
+    status, report = run([*given, "--num-prompts", "3"], tmp_path / "report.json")
     assert (status, report["passed"]) == (1, False)
     assert "identity" in report["verdict"]
     part = report["greedy" if bug == "lenient" else "seeded"]  # the others draw, and only by other noise
@@ -137,7 +137,7 @@ def test_a_wrong_law_is_found_where_identity_is_not_promised(
 
 def test_speculation_that_never_guesses_shows_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     never = {**NGRAM, "prompt_lookup_min": 60, "prompt_lookup_max": 60}
-    status, report = run(options(pair, prompts, never), tmp_path / "report.json")
+    status, report = run([*options(pair, prompts, never), "--num-prompts", "1"], tmp_path / "report.json")
     assert (status, report["passed"]) == (1, False)
     assert report["verdict"].startswith("NOT SHOWN: nothing was guessed")
 
@@ -196,7 +196,7 @@ def slipstream(*given: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_passes(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
-    done = slipstream(*options(pair, prompts, NGRAM), "--json", str(output))
+    done = slipstream(*options(pair, prompts, NGRAM), "--num-prompts", "3", "--json", str(output))
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("passed: speculation changes nothing\n")
     assert json.loads(output.read_text())["passed"]
