@@ -1,8 +1,10 @@
 """Lives of many requests through the real controller and scheduler, with faults on purpose, over models of known law.
 
-Preempted at random, and because blocks run short; the draft dead for a while, failing in the middle of a round, or born
-again with an empty cache; the targets lost with a round in flight; the number of guesses another in every round and for
-every row, by what was accepted of that row before; prompts found in the prefix cache.
+Guesses come from the draft worker, and now and then from beside the controller: chains and trees that are certain of
+themselves, with doubles and probes. Sequences are preempted at random, and because blocks run short; the draft is dead
+for a while, fails in the middle of a round, or is born again with an empty cache; the targets are lost with a round in
+flight; the number of guesses is another in every round and for every row, by what was accepted of that row before;
+prompts are found in the prefix cache.
 """
 
 import random
@@ -14,6 +16,7 @@ import numpy as np
 from msgspec import structs
 
 from protos.config import CacheConfig, SchedulerConfig
+from protos.drafts import NO_DRAFT
 from protos.errors import TargetLostError
 from protos.interfaces import DraftRow, DraftService
 from protos.messages import Draft, Request, RoundPlan, Sampling, TokenOutput, Verdict, WorkerInfo
@@ -22,13 +25,14 @@ from runtime.controller import Controller, LocalInbox
 from runtime.scheduler import Scheduler
 from tests.exactness import Ints
 from tests.exactness_engine import TableForward, World
+from tests.tree_proposer import random_tree
 from workers.draft import DraftWorker, Proposes
 from workers.draft_side import DraftSide
 from workers.uni import UniExecutor
 
 NUM_SLOTS, BLOCK_SIZE, BUDGET = 12, 2, 64
-PREEMPTION, DEATH, FAILURE, LOSS = 0.2, 0.05, 0.05, 0.02
-"""How often in a step."""
+PREEMPTION, DEATH, FAILURE, LOSS, BLIND = 0.2, 0.05, 0.05, 0.02, 0.15
+"""How often in a step; the last one, how often of a row's drafts."""
 AWAY = 3
 """Steps that a dead draft is missed."""
 
@@ -54,6 +58,23 @@ class FromThePast:
         for output in outputs:
             if output.step is not None:
                 self.accepted[output.request_id] += output.step.accepted
+
+
+@dataclass
+class Beside:
+    """A proposer beside the controller that guesses blindly, for some rows."""
+
+    vocab: int
+    dice: random.Random
+    on_worker = False
+    drafts: int = 0
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        return [self._one(row.k) if self.dice.random() < BLIND else NO_DRAFT for row in rows]
+
+    def _one(self, k: int) -> Draft:
+        self.drafts += 1
+        return random_tree([], k, self.vocab, self.dice)
 
 
 @dataclass
@@ -134,12 +155,13 @@ class Lives:
     deaths: int
     failures: int
     losses: int
+    blind: int
     speculations: Counter[int]
 
     def assert_eventful(self) -> None:
         """A fault that never struck proves nothing."""
         assert self.proposed > self.accepted > 0
-        assert min(self.preemptions, self.prefix_hits, self.deaths, self.failures, self.losses) > 0, self
+        assert min(self.preemptions, self.prefix_hits, self.deaths, self.failures, self.losses, self.blind) > 0, self
         assert len(self.speculations) > 2, self
 
 
@@ -149,7 +171,9 @@ def live(world: World, samplings: Seq[Sampling], prompt: Seq[int], length: int, 
     max_len = len(prompt) + length + world.shape.k + 2
     num_blocks = NUM_SLOTS * -(-(len(prompt) + length) // BLOCK_SIZE) // 2  # too few for all
     executor = Faulty(world.executor(NUM_SLOTS, max_len, BLOCK_SIZE, num_blocks), dice)
-    scheduler = Scheduler(SchedulerConfig(NUM_SLOTS, BUDGET), CacheConfig(BLOCK_SIZE), _without_end(executor.info))
+    beside = Beside(world.target.vocab, dice)
+    scheduler = Scheduler(SchedulerConfig(NUM_SLOTS, BUDGET), CacheConfig(BLOCK_SIZE), _without_end(executor.info),
+                          proposers=[beside])
     policy, inbox = FromThePast(world.shape.k), LocalInbox()
     controller = Controller(scheduler, policy, executor, inbox)
     inbox.put(Request(str(i), tuple(prompt), SamplingParams(), sampling, length, wants_steps=True)
@@ -169,7 +193,7 @@ def live(world: World, samplings: Seq[Sampling], prompt: Seq[int], length: int, 
             forced += 1
     stats = controller.stats()
     return Lives(np.array(texts), stats.proposed, stats.accepted, stats.preemptions, stats.prefix_hits,
-                 executor.epoch - 1, executor.proposer.failures, executor.losses, depths)
+                 executor.epoch - 1, executor.proposer.failures, executor.losses, beside.drafts, depths)
 
 
 def _without_end(info: WorkerInfo) -> WorkerInfo:
