@@ -27,6 +27,7 @@ from tests.gang_engine import (
 )
 from tests.thread_gang import ThreadPort
 from workers import draft_rank, draft_table, rank
+from workers.laws import BySlot
 from workers.slots import SlotTable
 
 
@@ -173,8 +174,8 @@ def test_rows_with_stale_stamps_go_without_and_others_do_not(
 ) -> None:
     encode, spoiled = draft_table.encode, []
 
-    def spoil(slots: SlotTable, rows: Sequence[Row], drafts: Sequence[Draft]) -> draft_table.Ids:
-        table = encode(slots, rows, drafts)
+    def spoil(slots: SlotTable, rows: Sequence[Row], drafts: Sequence[Draft], laws: BySlot) -> draft_table.Ids:
+        table = encode(slots, rows, drafts, laws)
         table[0, len(spoiled) % 2] -= 1  # the base length, or the generation
         spoiled.append(rows[0].slot)
         return table
