@@ -47,6 +47,8 @@ EXACT = frozenset({
 })  # fmt: skip
 WHOLE_NUMBERS_ONLY = frozenset({"cumsum", "floor_divide", "remainder"})
 """They round, or add up, unless they are given whole numbers."""
+PLAIN_ONLY: Mapping[str, int] = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "rsub": 2, "index_put_": 3, "scatter_": 4}
+"""With so many arguments, and without a factor or an accumulation: else they have sums of their own to round."""
 OURS = frozenset({"slipstream", "slipstream_invariant", "c10d", "prim"})
 """Namespaces of our own operators, of exchanges between ranks, and of questions about tensors."""
 
@@ -77,16 +79,22 @@ class Invariant(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's o
 def _rule_of(func: Any) -> Rule:
     """Return what is called instead of *func*, and says NotImplemented where nothing is known of it."""
     namespace, _, name = func.overloadpacket._qualified_op_name.partition("::")
-    if namespace in OURS or (name in EXACT and name not in WHOLE_NUMBERS_ONLY):
+    for names, rule in ((WHOLE_NUMBERS_ONLY, _of_whole_numbers), (PLAIN_ONLY, _plainly)):
+        if name in names:
+            return partial(rule, func)
+    if namespace in OURS or name in EXACT:
         return cast(Rule, func)
-    if name in WHOLE_NUMBERS_ONLY:
-        return partial(_of_whole_numbers, func)
     return RULES.get(name, _unknown)
 
 
 def _of_whole_numbers(func: Any, *args: Any, **named: Any) -> Any:
     wanted = [named["dtype"]] if named.get("dtype") else [x.dtype for x in args if isinstance(x, torch.Tensor)]
     return NotImplemented if any(dtype.is_floating_point for dtype in wanted) else func(*args, **named)
+
+
+def _plainly(func: Any, *args: Any, **named: Any) -> Any:
+    does_more = any(named.get(key, value) != value for key, value in (("alpha", 1), ("accumulate", False)))
+    return NotImplemented if does_more or len(args) > PLAIN_ONLY[func.overloadpacket.__name__] else func(*args, **named)
 
 
 def _unknown(*_: Any, **__: Any) -> Any:
