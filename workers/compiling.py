@@ -102,15 +102,12 @@ def compile_forward(forward: Forward, trial: Trial, weights: Weights) -> tuple[F
 
 
 def in_few_sizes(forward: Forward) -> Forward:
-    """Return *forward* with tokens filled up to one of the sizes of `STEPS`; what it says of the filling is cut off."""
+    """Return *forward* with what it is fed filled up to sizes of `STEPS`; what it says of the filling is cut off."""
 
     def padded(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> Outputs:
-        num_tokens = tokens_1T.shape[1]
-        extra = size_for(num_tokens) - num_tokens
-        if not extra:
-            return forward(tokens_1T, positions_1T, wanted_N)
-        logits_NV, features_TF = forward(F.pad(tokens_1T, (0, extra)), F.pad(positions_1T, (0, extra)), wanted_N)
-        return logits_NV, None if features_TF is None else features_TF[:num_tokens]
+        num_tokens, num_wanted = tokens_1T.shape[1], len(wanted_N)
+        logits_NV, features_TF = forward(_filled(tokens_1T), _filled(positions_1T), _filled(wanted_N))
+        return logits_NV[:num_wanted], None if features_TF is None else features_TF[:num_tokens]
 
     return padded
 
@@ -119,6 +116,11 @@ def size_for(num_tokens: int) -> int:
     """Return the size at which that many tokens are run."""
     step = next((step for most, step in STEPS if num_tokens <= most), 1)
     return -(-num_tokens // step) * step
+
+
+def _filled(ids: torch.Tensor) -> torch.Tensor:
+    extra = size_for(ids.shape[-1]) - ids.shape[-1]
+    return F.pad(ids, (0, extra)) if extra else ids
 
 
 def _first_call(compiled: Forward, trial: Trial, sizes: tuple[int, int], options: dict[str, Any]) -> torch.Tensor:
