@@ -1,6 +1,6 @@
 """What too many requests do to a server: how much of its best it still delivers, how fast it refuses, and its memory.
 
-    python -m benchmarks.overload [--seconds 20] [--slots 16] [--factors 2 10] [--output figures.json]
+    python -m benchmarks.overload [--seconds 60] [--slots 16] [--factors 2 10] [--output figures.json]
 
 `slipstream serve` runs in a process of its own, with the demo pair or the model given. Its best is measured with twice
 as many clients as it has slots, each asking again as soon as it is answered. Then requests come at a fixed rate, 2 and
@@ -30,6 +30,9 @@ from benchmarks import measure, workload
 GOODPUT_AT_LEAST, REFUSED_WITHIN_MS, MEMORY_AT_MOST = 0.95, 50.0, 1.05
 CONTEXT, BLOCK = 512, 16
 """The cache holds every slot's whole context and no more, so that all of it has been written before it is measured."""
+
+WARM_ROUNDS = 6
+"""Each ends with fewer and fewer requests: kernels are made for a size of a batch when it first comes up, and stay."""
 
 WARM_S = 3.0
 """What is answered in the first seconds of a phase is not counted: the queue is still filling."""
@@ -83,13 +86,16 @@ class Clients:
         self._session = session
         self._prompts = prompts
         self._max_tokens = max_tokens
+        self._lengths = np.random.default_rng(0)
         self._asked = 0
 
     async def ask(self, phase: Phase, since: float, until: float) -> None:
         """Ask once; count the answer in *phase* if it comes in its time."""
         prompt = self._prompts[self._asked % len(self._prompts)]
         self._asked += 1
-        body = {"prompt": prompt, "max_tokens": self._max_tokens, "ignore_eos": True, "temperature": 0,
+        length, max_tokens = (int(self._lengths.integers(most // 4, most, endpoint=True))
+                              for most in (len(prompt), self._max_tokens))
+        body = {"prompt": prompt[: length + 1], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0,
                 "cache_salt": str(self._asked)}  # fmt: skip
         began = time.perf_counter()
         try:
@@ -198,7 +204,8 @@ async def phases(server: Server, args: argparse.Namespace) -> AsyncIterator[Phas
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(server.url, connector=connector, timeout=endless) as session:
         clients = Clients(session, prompts, args.max_tokens)
-        await clients.best("warm-up", args.seconds, 2 * args.slots)
+        for _ in range(WARM_ROUNDS):
+            await clients.best("warm-up", args.seconds / 4, 2 * args.slots)
         best = await clients.best("best", args.seconds, 2 * args.slots)
         server.weigh(best)
         yield best
@@ -237,10 +244,10 @@ def judged(found: Sequence[Phase]) -> tuple[dict[str, Any], bool]:
 def main() -> None:
     """Run the benchmark; exit status 1 where a promise is not kept."""
     parser = measure.arguments(__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
     parser.add_argument("--slots", type=int, default=16, help="requests that run at once")
     parser.add_argument("--waiting", type=int, default=32, help="requests that may wait; at least twice the slots")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--max-tokens", type=int, default=128, help="at most, of an answer; a quarter of it at least")
     parser.add_argument("--factors", type=float, nargs="+", default=[2.0, 10.0], help="rates, by that of the best")
     args = parser.parse_args()
     found = asyncio.run(run(args))
