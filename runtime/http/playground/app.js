@@ -79,6 +79,9 @@ class Answer {
     this.clock = new Clock(performance.now());
     this.pre = this.element.querySelector(".text");
     this.group = null; // of the step that is being shown
+    this.steps = []; // that came since the last frame
+    this.pieces = [];
+    this.frame = null;
     $("answers").append(this.element);
   }
 
@@ -89,34 +92,41 @@ class Answer {
 
   take({ text, steps }) {
     this.text += text;
-    const tokens = steps.flatMap(tokensOf);
     for (const step of steps) {
       this.tally.add(step);
-      this.#addToStrip(step);
     }
     this.clock.tick(performance.now(), this.tally.tokens);
-    this.#show(this.aligner.push(text, tokens));
-    this.#showFigures();
+    this.steps.push(...steps);
+    this.pieces.push(...this.aligner.push(text, steps.flatMap(tokensOf)));
+    // Once a frame, however fast steps come: laying the page out for each of thousands a second would freeze it.
+    this.frame ??= requestAnimationFrame(() => this.#show());
   }
 
   end(finish) {
-    this.#show(this.aligner.finish());
+    cancelAnimationFrame(this.frame);
+    this.pieces.push(...this.aligner.finish());
+    this.#show();
     this.element.classList.remove("busy");
     this.element.dataset.finish = finish ?? "stopped";
   }
 
-  #show(pieces) {
+  #show() {
     const stuck = this.pre.scrollTop + this.pre.clientHeight >= this.pre.scrollHeight - 8;
-    for (const { text, token } of pieces) {
-      const span = document.createElement("span");
-      span.className = `token ${token?.origin ?? "plain"}`;
-      span.textContent = text;
-      span.token = token;
-      this.#groupOf(token).append(span);
-    }
+    this.frame = null;
+    this.#addToStrip(this.steps.splice(0));
+    this.pieces.splice(0).forEach((piece) => this.#addPiece(piece));
+    this.#showFigures();
     if (stuck) {
       this.pre.scrollTop = this.pre.scrollHeight;
     }
+  }
+
+  #addPiece({ text, token }) {
+    const span = document.createElement("span");
+    span.className = `token ${token?.origin ?? "plain"}`;
+    span.textContent = text;
+    span.token = token;
+    this.#groupOf(token).append(span);
   }
 
   #groupOf(token) {
@@ -129,17 +139,21 @@ class Answer {
     return this.group;
   }
 
-  #addToStrip(step) {
+  #addToStrip(steps) {
     const strip = this.element.querySelector(".strip");
+    strip.append(...steps.slice(-MAX_STRIP).map((step) => this.#columnOf(step)));
+    while (strip.children.length > MAX_STRIP) {
+      strip.firstElementChild.remove();
+    }
+  }
+
+  #columnOf(step) {
     const column = document.createElement("i");
     column.className = step.tokens.at(-1)?.origin ?? "plain";
     column.style.setProperty("--drafted", step.depth);
     column.style.setProperty("--accepted", step.accepted);
     column.title = step.drafted ? `step ${step.step}: ${step.accepted} of ${step.depth}` : `step ${step.step}: no draft`;
-    strip.append(column);
-    if (strip.children.length > MAX_STRIP) {
-      strip.firstElementChild.remove();
-    }
+    return column;
   }
 
   #showFigures() {
