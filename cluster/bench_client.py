@@ -50,6 +50,7 @@ class Measured:
     """One request: seconds from when it was sent, and tokens as the server counted them.
 
     `gaps` are those between pieces of the answer, each of one token or several; `error` says why there is no answer.
+    One that ends at once has no pieces, and no `first_s`.
     """
 
     sent_at: float
@@ -59,6 +60,7 @@ class Measured:
     num_pieces: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    has_ended: bool = False
     error: str | None = None
 
     @property
@@ -78,6 +80,12 @@ class Measured:
         self.last_s = now
         self.num_pieces += 1
 
+    def end(self) -> None:
+        """The server said why the answer ends."""
+        self.has_ended = True
+        if self.first_s is None:
+            self.last_s = time.perf_counter() - self.sent_at
+
 
 async def ask(session: aiohttp.ClientSession, target: Target, prompt: Prompt) -> Measured:
     """Ask for an answer and read it to its end; whatever goes wrong is in what is returned."""
@@ -91,8 +99,8 @@ async def ask(session: aiohttp.ClientSession, target: Target, prompt: Prompt) ->
                 await _read(response, measured)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         measured.error = f"{type(error).__name__}: {error}"
-    if measured.error is None and measured.first_s is None:
-        measured.error = "the answer was empty"
+    if measured.error is None and not measured.has_ended:
+        measured.error = "the answer broke off"
     if measured.error is None and not measured.num_output_tokens:
         measured.num_output_tokens = measured.num_pieces  # the server does not count: a piece is taken for a token
     return measured
@@ -117,6 +125,8 @@ async def _read(response: aiohttp.ClientResponse, measured: Measured) -> None:
             measured.num_output_tokens = usage["completion_tokens"]
         if any(_has_text(choice) for choice in chunk["choices"]):
             measured.piece()
+        if any(choice.get("finish_reason") for choice in chunk["choices"]):
+            measured.end()
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

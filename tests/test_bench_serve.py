@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,37 @@ def test_a_server_that_is_not_there_is_said_in_a_line() -> None:
         bench("--base-url", "http://127.0.0.1:9", "--num-prompts", "1")
 
 
+HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
+
+
+async def asked_of(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], count: int) -> Run:
+    """Ask a server that answers like that, three requests at a time."""
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        return await put(Target(address, "/v1/completions", "m"), [Prompt("hi", 1)] * count, Load(max_concurrency=3),
+                         lambda measured: None)
+
+
+def saying(choice: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    """Answer everything with one chunk."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + b'data: {"choices": [' + choice + b"]}\n\n")
+        writer.close()
+
+    return answer
+
+
+def test_an_answer_may_be_empty_but_not_without_an_end() -> None:
+    run = asyncio.run(asked_of(saying(b'{"text": "", "finish_reason": "stop"}'), 1))
+    assert run.requests[0].error is None
+    assert bench_report.figures(run)["completed"] == 1
+    with pytest.raises(ConfigError, match="the answer broke off"):
+        asyncio.run(asked_of(saying(b'{"text": "x"}'), 1))
+
+
 def test_no_more_requests_are_in_flight_than_wanted() -> None:
     most, now = 0, 0
 
@@ -158,17 +189,10 @@ def test_no_more_requests_are_in_flight_than_wanted() -> None:
         most = max(most, now)
         await asyncio.sleep(0.02)
         now -= 1
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: {\"choices\": [{\"text\": \"x\"}]}\n\n")
+        writer.write(HEAD + b'data: {"choices": [{"text": "x", "finish_reason": "length"}]}\n\n')
         writer.close()
 
-    async def test() -> Run:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server:
-            return await put(Target(address, "/v1/completions", "m"), [Prompt("hi", 1)] * 12,
-                             Load(max_concurrency=3), lambda measured: None)
-
-    run = asyncio.run(test())
+    run = asyncio.run(asked_of(answer, 12))
     assert most == 3
     assert [one.error for one in run.requests] == [None] * 12
     assert {one.num_output_tokens for one in run.requests} == {1}, "pieces count where the server does not"
