@@ -28,7 +28,7 @@ class ModelConfig:
     """Which weights, and how they are loaded. `model` is a Hub id or a folder.
 
     `generation_config` says whose sampling defaults count: the model's own ("auto"), nobody's ("vllm"), a folder's.
-    `batch_invariant`: the logits of a position are the same bits whatever is computed beside it, on any number of ranks.
+    `batch_invariant`: the logits of a position are the same bits, whatever is computed beside it and on how many ranks.
     """
 
     model: str
