@@ -258,6 +258,7 @@ def test_operators_that_are_not_known_are_refused_by_name(tmp_path: Path, monkey
     lambda x: x.sum(),
     lambda x: x.pow(0.3),
     torch.linalg.vector_norm,
+    lambda x: x.double().exp(),
     lambda x: x.unsqueeze(0) @ x.unsqueeze(0),
 ])  # fmt: skip
 def test_what_could_sum_in_another_order_is_refused(work: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 
+from protos.errors import ConfigError
 from workers.attention_native import KINDS, NativeAttention
 from workers.native_library import load_function
 
@@ -60,7 +61,7 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     bias = None if bias_N is None else bias_N.contiguous()
     call = _Linear(x.data_ptr(), weight_NK.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), None,
                    y.numel() // max(1, columns), columns, size, x.stride(-2) if x.ndim > 1 else size,
-                   weight_NK.stride(0), 0, 1, shards, KINDS[x.dtype], is_partial,
+                   weight_NK.stride(0), 0, 1, shards, _kind(x), is_partial,
                    torch.get_num_threads())
     _function("linear")(ctypes.byref(call))
     return y
@@ -74,7 +75,7 @@ def grouped(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, 
     experts, columns, size = weight_ENK.shape
     y_MN = x_MK.new_empty(x_MK.shape[0], columns)
     call = _Linear(x_MK.data_ptr(), weight_ENK.data_ptr(), None, y_MN.data_ptr(), ends_E.data_ptr(), x_MK.shape[0],
-                   columns, size, size, weight_ENK.stride(1), weight_ENK.stride(0), experts, shards, KINDS[x_MK.dtype],
+                   columns, size, size, weight_ENK.stride(1), weight_ENK.stride(0), experts, shards, _kind(x_MK),
                    0, torch.get_num_threads())
     _function("linear")(ctypes.byref(call))
     return y_MN
@@ -84,7 +85,7 @@ def each(x: torch.Tensor, what: int) -> torch.Tensor:
     """See `workers.invariant_ops`."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    call = _Each(x.data_ptr(), y.data_ptr(), x.numel(), KINDS[x.dtype], what, torch.get_num_threads())
+    call = _Each(x.data_ptr(), y.data_ptr(), x.numel(), _kind(x), what, torch.get_num_threads())
     _function("each")(ctypes.byref(call))
     return y
 
@@ -117,6 +118,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     return y
 
 
+def _kind(x: torch.Tensor) -> int:
+    if x.dtype not in KINDS:
+        raise ConfigError(f"batch_invariant: the model computes in {x.dtype}, of float32, bfloat16 and float16")
+    return KINDS[x.dtype]
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Return *x* with its last dimension dense; a matrix may keep the distance of its rows."""
     if x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) and x.stride(0) >= x.shape[1]:
@@ -126,7 +133,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _rowwise(x: torch.Tensor, y: torch.Tensor) -> _Rowwise:
     size = x.shape[-1]
-    return _Rowwise(x.data_ptr(), None, None, y.data_ptr(), x.numel() // max(1, size), size, KINDS[x.dtype],
+    return _Rowwise(x.data_ptr(), None, None, y.data_ptr(), x.numel() // max(1, size), size, _kind(x),
                     torch.get_num_threads())
 
 
