@@ -207,7 +207,10 @@ def test_a_target_rank_that_dies_is_rebuilt_and_every_request_goes_on(
     assert_same(engine.finish(), plain)
     assert engine.proposed(before) > 0
     assert engine.built.controller.stats().target_losses == 1
-    assert engine.changes == {"started": 1, "targets_lost": 1, "revived": 1}
+    # Target 0's end of the pair goes with it, which may be noticed first.
+    causes = engine.changes.keys() - {"started", "revived"}
+    assert causes == {"targets_lost"} or (lost == 0 and causes == {"pair_lost"})
+    assert set(engine.changes.values()) == {1}
     assert engine.gang.newest("draft").worker.incarnation == 0, "the draft had nothing to do with it"
 
 

@@ -246,7 +246,10 @@ def config_of(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineConf
     return only
 
 
-@pytest.mark.parametrize(("snippet", "proposes"), [(DRAFT_MODEL, True), (NGRAM, False)], ids=["draft_model", "ngram"])
+@pytest.mark.parametrize(("snippet", "proposes"), [
+    pytest.param(DRAFT_MODEL, True, id="draft_model"),
+    pytest.param(NGRAM, False, id="ngram", marks=pytest.mark.full),  # each compiles a model; see the one on llama
+])  # fmt: skip
 def test_offline_snippets_run(
     snippet: str, proposes: bool, pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +272,7 @@ def test_the_ngram_snippet_runs_on_llama(llama_pair: tuple[Path, Path]) -> None:
     names["llm"].shutdown()
 
 
+@pytest.mark.full
 def test_the_snippet_without_speculation_runs(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     names = run(adapted(TARGET_ALONE, pair))
     assert capsys.readouterr().out.count("Generated text: ") == 2
