@@ -52,6 +52,29 @@ def demo_pair() -> ModelPair:
     return ModelPair(*pair())
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def running() -> Iterator[list[Any]]:
+    """Yield a list of `tests.gang_engine.Engine`, to be shut down when the test ends."""
+    from tests.gang_engine import quick_turns
+
+    engines: list[Any] = []
+    with quick_turns():
+        yield engines
+    for engine in engines:
+        engine.built.shutdown()
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """Yield Ray, joined to a cluster of this session's own: 16 logical CPUs and 8 logical GPUs on one node."""

@@ -1,6 +1,6 @@
 """Logits under `batch_invariant`: for every family the same bits, however a position was computed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,8 @@ from workers.runner import ModelRunner
 from workers.slots import SlotTable
 from workers.target import Scoring
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, BLOCK, ROWS, LENGTH = 97, 4, 32, 37
 EXPERTS = frozenset({"qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe"})
 SPLIT_QUICKLY = frozenset({"llama", "gemma2", "phi3", "olmo2", "gpt2", "gpt_bigcode", "opt", "cohere", "stablelm"})
@@ -29,14 +31,6 @@ SPLIT = tuple(family for family in FAMILIES if family not in EXPERTS)
 TREE = (Draft((0,) * 9, (-1, -1, 0, 2, 1, 2, 3, 6, 0)), (0, 2, 3, 6, 7))
 """A tree, and the nodes of the branch that holds the true tokens."""
 Table = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Model:

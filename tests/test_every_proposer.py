@@ -6,7 +6,7 @@ make it draft chains and trees.
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
 from tests import synthetic, synthetic_layers, tiny_models
-from tests.gang_engine import Engine, configure, late_comer, quick_turns, threaded
+from tests.gang_engine import Engine, configure, late_comer, threaded
 from tests.identity import generate
 
 VOCAB = 23
@@ -164,16 +164,6 @@ def started(target: Path, speculative: Options | None, **arguments: Any) -> Engi
     """An engine in one process."""
     config = configure((target, target), speculative_config=speculative, **{**ROOM, **arguments})
     return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
-
-
-@pytest.fixture
-def running() -> Iterator[list[Engine]]:
-    """Engines to shut down when the test ends."""
-    engines: list[Engine] = []
-    with quick_turns():
-        yield engines
-    for engine in engines:
-        engine.built.shutdown()
 
 
 def branched(engine: Engine) -> bool:

@@ -1,6 +1,5 @@
 """Every family, fed in uneven chunks over paged KV, against the plain `transformers` forward."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,8 @@ from workers.native_library import load_function
 from workers.runner import ModelRunner
 from workers.slots import SlotTable
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK = 4
 SLOTS = 4
 LENGTHS = (37, 21, 31, 9)
@@ -38,14 +39,6 @@ CHUNKS = (
     ((0, 5), (1, 3), (2, 1)),
 )
 """Rounds of (slot, tokens); row 2 starts behind the shared prefix."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sequences(vocab: int = 96) -> list[np.ndarray]:

@@ -4,7 +4,6 @@ That the law of what they emit is the target's, `tests.test_rules` proves of the
 """
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from protos.messages import Draft, NewSequence, Request, RoundPlan, Row, Samplin
 from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
 from tests import synthetic_layers, tiny_models
-from tests.gang_engine import Engine, configure, late_comer, quick_turns, threaded
+from tests.gang_engine import Engine, configure, late_comer, threaded
 from workers.draft_table import STAMP, decode, encode, laws_in
 from workers.judging_laws import ByLaws
 from workers.laws import LAW_SIZE, Laws, chosen, drawn_from, sound
@@ -89,16 +88,6 @@ def run(engine: Engine) -> Outputs:
     outputs = engine.finish()
     engine.built.shutdown()
     return outputs
-
-
-@pytest.fixture
-def running() -> Iterator[list[Engine]]:
-    """Engines to shut down when the test ends."""
-    engines: list[Engine] = []
-    with quick_turns():
-        yield engines
-    for engine in engines:
-        engine.built.shutdown()
 
 
 def assert_greedy_rows_are_plain(outputs: Outputs, models: Models) -> None:

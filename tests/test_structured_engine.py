@@ -1,7 +1,6 @@
 """Answers in a given form: as asked for, and the same whoever guesses, in a gang, preempted or computed again."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
 from slipstream import LLM
 from tests.conftest import ModelPair
-from tests.gang_engine import Engine, configure, quick_turns, threaded
+from tests.gang_engine import Engine, configure, threaded
 from tests.structured import EOS, FORMS, tiny_models_in, tokenizer
 from workers import grammar_slots
 
@@ -81,16 +80,6 @@ def finish(engine: Engine) -> Answers:
     engine.step()
     engine.until(lambda: not engine.built.controller.scheduler.num_unfinished, PATIENCE_S)
     return engine.finish()
-
-
-@pytest.fixture
-def running() -> Iterator[list[Engine]]:
-    """Engines to shut down when the test ends."""
-    engines: list[Engine] = []
-    with quick_turns():
-        yield engines
-    for engine in engines:
-        engine.built.shutdown()
 
 
 @pytest.fixture(scope="module")

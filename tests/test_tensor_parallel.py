@@ -1,7 +1,7 @@
 """Models split over ranks, against the plain `transformers` forward."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_models import BLOCK, PREFIX, SLOTS, fill, paged_logits, reference_logits, sequences
 from transformers import AutoModelForCausalLM
 
 from protos.config import ModelConfig
 from protos.errors import ModelError
 from protos.learned import LayerShape
 from tests.ranks import in_memory, on_ranks
+from tests.test_models import BLOCK, PREFIX, SLOTS, fill, paged_logits, reference_logits, sequences
 from tests.tiny_models import FAMILIES, SPECIFIC, build
 from workers.batch import Batch
 from workers.groups import Group
@@ -23,19 +23,13 @@ from workers.loader import LoadedModel, load
 from workers.runner import ModelRunner
 from workers.slots import SlotTable
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB = 97  # neither 2 nor 4 divide it
 TOLERANCE = 2e-5  # largest error of a logit, in fp32, relative to the largest logit; the same as for one rank
 BLOCKS = 40
 GATHERED = frozenset({"olmo2", "olmoe", "phi3"})
 """Families whose attention sees all heads on every rank."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def share(folder: Path, group: Group, **options: Any) -> LoadedModel:

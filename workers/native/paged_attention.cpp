@@ -11,34 +11,13 @@
 #include <vector>
 
 #include "exp.h"
+#include "halves.h"
 #include "paged.h"
 
 namespace {
 
 constexpr int64_t kTile = 32;
 constexpr int64_t kQueryHeads = 32;  // query tokens x heads handled by one task, at most (one token at least)
-
-struct Bf16 {
-    uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline float widen(Bf16 x) {
-    uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
-}
-inline void narrow(float x, float& to) { to = x; }
-inline void narrow(float x, Bf16& to) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) {
-        to.bits = static_cast<uint16_t>((bits >> 16) | 0x40u);  // stays a NaN
-        return;
-    }
-    to.bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 // Sixteen numbers at a time, in whatever registers the machine has.
 constexpr int kLanes = 16;
