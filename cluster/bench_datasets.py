@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -114,11 +113,9 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _workload(wanted: Wanted) -> list[Prompt]:
     """Return the requests of `benchmarks/workload.json`, which only a checkout has."""
-    spec = find_spec("benchmarks")
-    folder = next(iter(spec.submodule_search_locations or ()), None) if spec is not None else None
-    path = None if folder is None else Path(folder, "workload.json")
-    if path is None or not path.is_file():
-        raise ConfigError("dataset workload is not installed: run this from a checkout, or choose another")
+    path = Path(__file__).parents[1] / "benchmarks" / "workload.json"
+    if not path.is_file():
+        raise ConfigError("dataset workload is not installed: install slipstream from a checkout, or choose another")
     stored = json.loads(path.read_text(encoding="utf-8"))
     return [Prompt(row["prompt"], wanted.output_len or row["output_tokens"])
             for kind in ("single", "concurrent", "editing") for row in stored[kind]]
