@@ -24,7 +24,7 @@ from cluster.ray_cluster import node_address, passed_on
 from cluster.ray_placement import CONTROLLER, Placement
 from cluster.worker_process import Order
 from protos.errors import PlacementError
-from protos.gang import Died, FromWorker, ToWorker, WorkerId
+from protos.gang import Died, FromWorker, Placed, ToWorker, WorkerId
 
 RAY_KILL_S = 0.1
 """Ray ends a process that can hear within this; one that is frozen would be ended after five seconds, so we do it."""
@@ -32,18 +32,18 @@ GONE_S = 10.0
 """A process that was killed is gone within this, or its node is."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hired:
-    """An actor: how to reach it, and what will tell where it is and that it ended."""
+    """An actor: how to reach it, what will tell that it ended, and where it said that it is."""
 
     actor: Any
-    where: "Future[Whereabouts]"
     ended: "Future[Any]"
+    place: Whereabouts | None = None
 
     @classmethod
     def hire(cls, actor: Any) -> "Hired":
         """Set an actor running."""
-        return cls(actor, actor.where.remote().future(), actor.run.remote().future())
+        return cls(actor, actor.run.remote().future())
 
     def end(self) -> None:
         """Ask Ray to end it, without waiting."""
@@ -51,7 +51,7 @@ class Hired:
 
     def wait_gone(self) -> None:
         """Return when its process is gone; to be called after `end`."""
-        place = self._place()
+        place = self.place
         if place is None or place.machine != here().machine:
             with contextlib.suppress(RayActorError, RayTaskError, FutureTimeout):
                 self.ended.result(GONE_S)
@@ -59,10 +59,6 @@ class Hired:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(place.pid, signal.SIGKILL)
             gone_within(place.pid, GONE_S)
-
-    def _place(self) -> Whereabouts | None:
-        is_known = self.where.done() and self.where.exception() is None
-        return self.where.result() if is_known else None
 
 
 def gone_within(pid: int, seconds: float) -> bool:
@@ -132,7 +128,11 @@ class RayGang:
 
     def receive(self, timeout_s: float) -> list[tuple[WorkerId, FromWorker]]:
         """See `Gang`."""
-        return self._hub.receive(timeout_s)
+        mail = self._hub.receive(timeout_s)
+        for worker, message in mail:
+            if isinstance(message, Placed) and worker in self._hired:
+                self._hired[worker].place = Whereabouts(message.node, message.pid)
+        return mail
 
     def kill(self, workers: Seq[WorkerId]) -> None:
         """See `Gang`."""

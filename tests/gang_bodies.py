@@ -20,13 +20,13 @@ from protos.gang import (
 )
 
 
-def placed() -> Placed:
-    return Placed(socket.gethostname(), "a node", os.getpid())
+def placed(host: str = "", node: str = "a node") -> Placed:
+    return Placed(host or socket.gethostname(), node, os.getpid())
 
 
 def echo(port: Port, *place: str) -> None:
     """Say where we are, then the type of everything that comes, until told to stop."""
-    port.send(placed())
+    port.send(placed(*place))
     while not isinstance(message := port.receive(None), Stop):
         port.send(Progress(type(message).__name__))
     port.send(Progress("goodbye"))
@@ -40,7 +40,7 @@ def beat(port: Port, *place: str) -> None:
             port.send(Heartbeat("serving"))
             time.sleep(0.1)
 
-    port.send(placed())
+    port.send(placed(*place))
     threading.Thread(target=tell, daemon=True).start()
     while not isinstance(port.receive(None), Stop):
         pass
@@ -48,7 +48,7 @@ def beat(port: Port, *place: str) -> None:
 
 def leave(port: Port, *place: str) -> None:
     """Say where we are, and leave with a failure as soon as anything comes."""
-    port.send(placed())
+    port.send(placed(*place))
     port.receive(None)
     port.send(WorkerFailed("something is wrong", "ModelError"))
     sys.exit(3)
@@ -56,7 +56,7 @@ def leave(port: Port, *place: str) -> None:
 
 def shoot_oneself(port: Port, *place: str) -> None:
     """Say where we are, and be killed as soon as anything comes."""
-    port.send(placed())
+    port.send(placed(*place))
     port.receive(None)
     os.kill(os.getpid(), signal.SIGKILL)
 
