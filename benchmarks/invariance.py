@@ -1,14 +1,16 @@
 """`batch_invariant`: are sequences the same however they are computed, what happens without it, and what it costs.
 
-    python -m benchmarks.invariance --prompts 500 --tokens 256 --output figures.json
+    python -m benchmarks.invariance --prompts 500 --tokens 256 --share 42 --output figures.json
 
 Prompts are pieces of the held-out files of the standard library; each is continued greedily and with a seed. What one
-process says to them one by one, without speculation, is held against every proposer, batch size and topology. A second
-part measures the slow-down, a third asks what `../shared/seeds/003.txt` did: does the token behind a text depend on
-whether the text was generated or given?
+process says to them without speculation and prefix cache, in the largest batches, is held against every proposer, batch
+size and topology: each of these ways computes all of the prompts, or, with `--share`, so many of them, the ways taking
+turns. A second part measures the slow-down, a third asks what `../shared/seeds/003.txt` did: does the token behind a
+text depend on whether the text was generated or given?
 """
 
 import argparse
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -77,13 +79,13 @@ class Engine:
                        num_threads=1 if topology == RAY else threads, skip_tokenizer_init=True, disable_log_stats=True,
                        device="cpu", **options)  # fmt: skip
 
-    def say(self, asked: Sequence[Ids], tokens: int, sampling: str, batch: int, first_seed: int = 0) -> list[Ids]:
+    def say(self, asked: Sequence[Ids], seeds: Sequence[int], tokens: int, sampling: str, batch: int) -> list[Ids]:
         """Return the continuations of *asked*, *batch* at a time."""
         said: list[Ids] = []
         for at in range(0, len(asked), batch):
             some = [{"prompt_token_ids": ids} for ids in asked[at : at + batch]]
-            params = [SamplingParams(temperature=TEMPERATURES[sampling], seed=first_seed + at + i, max_tokens=tokens,
-                                     ignore_eos=True, detokenize=False) for i in range(len(some))]  # fmt: skip
+            params = [SamplingParams(temperature=TEMPERATURES[sampling], seed=seed, max_tokens=tokens, ignore_eos=True,
+                                     detokenize=False) for seed in seeds[at : at + batch]]  # fmt: skip
             said += [list(result.outputs[0].token_ids) for result in self.llm.generate(some, params, use_tqdm=False)]
         return said
 
@@ -116,6 +118,8 @@ class Identity:
         self.args, self.is_on = args, is_on
         self.target, self.draft = args.model or pair()[0], args.draft or pair()[1]
         self.asked = prompts(self.target, count)
+        self.share = min(args.share or count, count)
+        self.turns = itertools.count()
         self.options: Config = {"dtype": args.dtype, "batch_invariant": is_on}
 
     def cells(self, topologies: Sequence[str]) -> Iterator[Cell]:
@@ -130,13 +134,16 @@ class Identity:
     def _reference(self) -> dict[str, list[Ids]]:
         engine = Engine(self.target, threads=self.args.threads, enable_prefix_caching=False, **self.options)
         with engine.llm:
-            return {kind: engine.say(self.asked, self.args.tokens, kind, 1) for kind in TEMPERATURES}
+            return {kind: engine.say(self.asked, range(len(self.asked)), self.args.tokens, kind, max(self.args.batches))
+                    for kind in TEMPERATURES}  # fmt: skip
 
     def _compared(self, engine: Engine, name: str, topology: str, expected: dict[str, list[Ids]]) -> Iterator[Cell]:
         for batch in self.args.batches:
-            for kind, wanted in expected.items():
-                before = engine.llm.stats()
-                said = engine.say(self.asked, self.args.tokens, kind, batch)
+            first = self.share * next(self.turns)
+            some = [at % len(self.asked) for at in range(first, first + self.share)]
+            for kind, all_wanted in expected.items():
+                before, wanted = engine.llm.stats(), [all_wanted[at] for at in some]
+                said = engine.say([self.asked[at] for at in some], some, self.args.tokens, kind, batch)
                 after = engine.llm.stats()
                 cell = Cell(self.is_on, name, topology, batch, kind, len(said),
                             sum(a != b for a, b in zip(said, wanted, strict=True)),
@@ -170,7 +177,7 @@ def slowdowns(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _timed(engine: Engine, tokens: int, batch: int) -> Any:
     def run(block: Sequence[Ids]) -> int:
-        return sum(map(len, engine.say(block, tokens, GREEDY, batch)))
+        return sum(map(len, engine.say(block, range(len(block)), tokens, GREEDY, batch)))
 
     return run
 
@@ -186,9 +193,9 @@ def given_or_generated(args: argparse.Namespace) -> list[dict[str, Any]]:
             engine = Engine(target, threads=args.threads, dtype=dtype, batch_invariant=is_on, enforce_eager=True,
                             enable_prefix_caching=False)  # fmt: skip
             with engine.llm:
-                said = engine.say(asked, args.pair_tokens, GREEDY, 8)
+                said = engine.say(asked, range(len(asked)), args.pair_tokens, GREEDY, 8)
                 texts = [ids + more[:at] for ids, more in zip(asked, said, strict=True) for at in range(1, len(more))]
-                again = engine.say(texts, 1, GREEDY, 8)
+                again = engine.say(texts, range(len(texts)), 1, GREEDY, 8)
             wanted = [[more[at]] for more in said for at in range(1, len(more))]
             differing = sum(a != b for a, b in zip(again, wanted, strict=True))
             line = {"dtype": dtype, "batch_invariant": is_on, "texts": len(texts), "differing": differing}
@@ -201,6 +208,7 @@ def arguments() -> argparse.Namespace:
     parser = measure.arguments(__doc__)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--share", type=int, help="prompts that each way of computing takes (default: all)")
     parser.add_argument("--plain-prompts", type=int, help="prompts without batch_invariant (default: as many)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 7, 32])
@@ -219,7 +227,7 @@ def main() -> None:
     report: dict[str, Any] = {"environment": measure.environment(args.threads)}
     wanted = args.only or ("identity", "slowdown", "pairs")
     if "identity" in wanted:
-        print("Sequences that differ from those of one process, one by one, without speculation")
+        print("Sequences that differ from those of one process without speculation")
         cells = [*Identity(args, is_on=True, count=args.prompts).cells(args.topologies)]
         plain = args.prompts if args.plain_prompts is None else args.plain_prompts
         if plain:
