@@ -32,7 +32,7 @@ SERVING_TESTS := $(sort $(wildcard tests/test_serving_*.py tests/test_grpc*.py t
 	origins phases ray_metrics serve_http watching_files))))
 # And what the acceptance of exactness runs.
 EXACTNESS_TESTS := $(sort $(wildcard tests/test_exactness_*.py tests/test_check*.py tests/test_batch_invariant*.py \
-	tests/test_rules*.py))
+	tests/test_rules*.py tests/test_every_proposer_by_laws.py))
 
 .PHONY: install serve test protos check bench accept-engine accept-gang accept-proposers accept-serving accept-exactness \
 	accept-oldest clean
