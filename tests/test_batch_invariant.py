@@ -103,10 +103,10 @@ def test_ranks_add_up_the_sums_that_one_adds_up(ranks: int, size: int) -> None:
 def test_experts_are_products_of_their_own(is_transposed: bool) -> None:
     x, weight_ENK = drawn(12, 48, dtype=torch.bfloat16), drawn(3, 10, 48, dtype=torch.bfloat16, seed=1)
     weight_EKN = weight_ENK.mT.contiguous() if is_transposed else weight_ENK.mT
-    found = native.grouped(x, weight_EKN, torch.tensor([5, 5, 12]), ops.SHARDS)
+    found = native.grouped(x, weight_EKN, torch.tensor([5, 5, 12]), ops.SHARDS, False)
     assert same(found[:5], native.linear(x[:5], weight_ENK[0], None, ops.SHARDS, False))
     assert same(found[5:], native.linear(x[5:], weight_ENK[2], None, ops.SHARDS, False))
-    assert same(native.grouped(x[6:8], weight_EKN, torch.tensor([0, 0, 2]), ops.SHARDS), found[6:8])
+    assert same(native.grouped(x[6:8], weight_EKN, torch.tensor([0, 0, 2]), ops.SHARDS, False), found[6:8])
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -165,7 +165,8 @@ def test_what_gpus_run_says_the_same_numbers(dtype: torch.dtype) -> None:
     for on_gpu, on_cpu in (
         (tiled.linear(x, weight_NK, bias, 8, False), native.linear(x, weight_NK, bias, 8, False)),
         (tiled.linear(x, weight_NK, None, 4, True), native.linear(x, weight_NK, None, 4, True)),
-        (tiled.grouped(x[0], experts, ends, 8), native.grouped(x[0], experts, ends, 8)),
+        (tiled.grouped(x[0], experts, ends, 8, False), native.grouped(x[0], experts, ends, 8, False)),
+        (tiled.grouped(x[0], experts, ends, 4, True), native.grouped(x[0], experts, ends, 4, True)),
         (tiled.mean(x), native.mean(x)),
         (tiled.softmax(x), native.softmax(x)),
         (tiled.layer_norm(x, norm, None, 1e-5), native.layer_norm(x, norm, None, 1e-5)),

@@ -130,7 +130,7 @@ def _matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _grouped(x_MK: torch.Tensor, weight_EKN: torch.Tensor, offs: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
     if any(value is not None for value in named.values()):
         raise ConfigError(f"batch_invariant: the model's experts are multiplied with {sorted(named)}")
-    found: torch.Tensor = ops.grouped(x_MK, weight_EKN, offs, ops.SHARDS)
+    found: torch.Tensor = ops.grouped(x_MK, weight_EKN, offs, ops.SHARDS, False)
     return found
 
 
@@ -206,9 +206,9 @@ def _each(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 RULES: Mapping[str, Rule] = {
-    "linear": _linear, "mm": _mm, "addmm": _addmm, "matmul": _matmul, "bmm": _matmul, "_grouped_mm": _grouped,
-    "grouped_mm_fallback": _grouped, "mean": _mean, "sum": _sum, "softmax": _softmax, "_softmax": _softmax,
-    "layer_norm": _layer_norm, "rms_norm": _rms_norm, "pow": _pow, "dropout": _dropout, "gelu": _gelu,
+    "linear": _linear, "mm": _mm, "addmm": _addmm, "matmul": _matmul, "bmm": _matmul, "mean": _mean, "sum": _sum,
+    "softmax": _softmax, "_softmax": _softmax, "layer_norm": _layer_norm, "rms_norm": _rms_norm, "pow": _pow,
+    "dropout": _dropout, "gelu": _gelu, **dict.fromkeys(ops.GROUPED, _grouped),
     **{name: _each(name) for name in ("exp", "silu", "sigmoid", "tanh", "cos", "sin", "rsqrt")},
 }  # fmt: skip
 """By the name of an operator of torch, what is computed instead."""

@@ -1,9 +1,12 @@
 """What `batch_invariant` makes of a loaded model: weights laid out as our products read them, and sums over ranks."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from protos.errors import ConfigError
@@ -58,31 +61,83 @@ class SummedLinear(nn.Module):
         weight_NK = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
         self.weight = nn.Parameter(weight_NK, requires_grad=False)
         bias: Any = getattr(linear, "bias", None)
-        self.bias = None if bias is None else nn.Parameter(group.all_reduce(bias.detach().clone()), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(_of_rank_0(bias, group), requires_grad=False)
         self._group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., N]` in the dtype of *x*, the same on all ranks."""
-        size = self._group.size
-        part = ops.linear(x, self.weight, None, ops.SHARDS // size, True)
-        parts = list(self._group.all_gather(part.unsqueeze(0), dim=0).unbind(0))
-        while len(parts) > 1:
-            parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-        total = parts[0] if self.bias is None else parts[0] + self.bias.float()
-        return total.to(x.dtype)
+        total = _total(ops.linear(x, self.weight, None, ops.SHARDS // self._group.size, True), self._group)
+        return (total if self.bias is None else total + self.bias.float()).to(x.dtype)
+
+
+class SummedExperts(TorchDispatchMode):
+    """While experts run under it, their last product adds up every rank's parts of each sum, as `SummedLinear` does.
+
+    What comes behind that product, biases and the sum over the experts of a token, all ranks then do alike.
+
+    Args:
+        experts: of which this rank holds a part of every inner width; rank 0 alone has the last biases.
+        group: the ranks.
+    """
+
+    def __init__(self, experts: nn.Module, group: Group) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's own lacks annotations
+        self._experts, self._group = experts, group
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        is_last = (func.overloadpacket.__name__ in ops.GROUPED
+                   and args[1].data_ptr() == self._experts.get_parameter("down_proj").data_ptr())
+        return self._summed(*args, **(kwargs or {})) if is_last else func(*args, **(kwargs or {}))
+
+    def _summed(self, x_MK: torch.Tensor, weight_EKN: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        part = ops.grouped(x_MK, weight_EKN, offs, ops.SHARDS // self._group.size, True)
+        return _total(part, self._group).to(x_MK.dtype)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `workers.invariant.Invariant`
+
+
+def _total(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the sum of all ranks' fp32 *part*, added up as a tree of neighbours."""
+    parts = list(group.all_gather(part.unsqueeze(0), dim=0).unbind(0))
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _of_rank_0(bias: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the bias that rank 0 has, and the others have as zeros."""
+    return group.all_reduce(bias.detach().clone())
 
 
 def sum_in_order(model: nn.Module, name: str, group: Group) -> nn.Module:
-    """Replace the row-parallel layer *name* of *model* (counted from it) and return what stands there now.
+    """Let the layer or the experts *name* of *model* (counted from it) sum over ranks; return what stands there now.
 
     Raises:
-        ConfigError: it is not a linear layer.
+        ConfigError: it is neither a linear layer nor experts.
     """
-    linear = model.get_submodule(name)
-    if not isinstance(linear, (nn.Linear, Conv1D)):
-        raise ConfigError(f"batch_invariant cannot split {name} ({type(linear).__name__}) over ranks: the sums of "
-                          "experts have no fixed order there; use tensor_parallel_size=1")
+    module = model.get_submodule(name)
+    if hasattr(module, "down_proj"):
+        _sum_experts(module, group)
+        return module
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        raise ConfigError(f"batch_invariant cannot split {name} ({type(module).__name__}) over ranks: the order of its "
+                          "sums is not known; use tensor_parallel_size=1")
     owner, _, key = name.rpartition(".")
-    summed = SummedLinear(linear, group)
+    summed = SummedLinear(module, group)
     setattr(model.get_submodule(owner), key, summed)
     return summed
+
+
+def _sum_experts(experts: nn.Module, group: Group) -> None:
+    if "down_proj_bias" in dict(experts.named_parameters(recurse=False)):
+        bias = experts.get_parameter("down_proj_bias")
+        bias.data = _of_rank_0(bias, group)
+    experts.forward = partial(_run_under, SummedExperts(experts, group), experts.forward)
+
+
+def _run_under(mode: SummedExperts, forward: Callable[..., torch.Tensor], *args: Any, **named: Any) -> torch.Tensor:
+    with mode:
+        return forward(*args, **named)

@@ -67,16 +67,17 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     return y
 
 
-def grouped(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, shards: int) -> torch.Tensor:
+def grouped(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, shards: int,
+            is_partial: bool) -> torch.Tensor:  # fmt: skip
     """See `workers.invariant_ops`."""
     x_MK, weight_ENK, ends_E = x_MK.contiguous(), weight_EKN.mT, ends_E.to(torch.int32).contiguous()
     if weight_ENK.stride(2) != 1:
         weight_ENK = weight_ENK.contiguous()
     experts, columns, size = weight_ENK.shape
-    y_MN = x_MK.new_empty(x_MK.shape[0], columns)
+    y_MN = x_MK.new_empty(x_MK.shape[0], columns, dtype=torch.float32 if is_partial else x_MK.dtype)
     call = _Linear(x_MK.data_ptr(), weight_ENK.data_ptr(), None, y_MN.data_ptr(), ends_E.data_ptr(), x_MK.shape[0],
                    columns, size, size, weight_ENK.stride(1), weight_ENK.stride(0), experts, shards, _kind(x_MK),
-                   0, torch.get_num_threads())
+                   is_partial, torch.get_num_threads())
     _function("linear")(ctypes.byref(call))
     return y_MN
 

@@ -13,6 +13,9 @@ SHARDS = 8
 """Sums of matrix products have so many parts, added up as a tree of neighbours. A row-parallel layer leaves each of T
 ranks SHARDS / T of them: a power of two, of which T is a divisor."""
 
+GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback"})
+"""What torch and transformers call a product of rows with the weights of their experts."""
+
 KINDS_OF_EACH = ("exp", "silu", "sigmoid", "tanh", "gelu_erf", "gelu_tanh", "cos", "sin", "rsqrt")
 """What `each` computes, in the order of the table in `native/invariant.cpp`."""
 
@@ -23,8 +26,8 @@ def _define() -> torch.library.Library:
         # x [..., K] times weight [N, K], plus bias [N]: [..., N]. Partial: fp32, without rounding.
         ("linear(Tensor x, Tensor weight, Tensor? bias, int shards, bool is_partial) -> Tensor",
          native.linear, tiled.linear, _linear_shape),
-        # x [M, K], of which rows ends[e - 1] .. ends[e] are multiplied by weight[e] of [E, K, N]: [M, N].
-        ("grouped(Tensor x, Tensor weight, Tensor ends, int shards) -> Tensor",
+        # x [M, K], of which rows ends[e - 1] .. ends[e] are multiplied by weight[e] of [E, K, N]: [M, N], or partial.
+        ("grouped(Tensor x, Tensor weight, Tensor ends, int shards, bool is_partial) -> Tensor",
          native.grouped, tiled.grouped, _grouped_shape),
         ("each(Tensor x, int what) -> Tensor", native.each, tiled.each, _same_shape),
         # Over the last dimension, which stays as one.
@@ -46,8 +49,9 @@ def _linear_shape(x: torch.Tensor, weight_NK: torch.Tensor, _bias: torch.Tensor 
     return x.new_empty(*x.shape[:-1], weight_NK.shape[0], dtype=torch.float32 if is_partial else x.dtype)
 
 
-def _grouped_shape(x_MK: torch.Tensor, weight_EKN: torch.Tensor, _ends: torch.Tensor, _shards: int) -> torch.Tensor:
-    return x_MK.new_empty(x_MK.shape[0], weight_EKN.shape[2])
+def _grouped_shape(x_MK: torch.Tensor, weight_EKN: torch.Tensor, _ends: torch.Tensor, _shards: int,
+                   is_partial: bool) -> torch.Tensor:  # fmt: skip
+    return x_MK.new_empty(x_MK.shape[0], weight_EKN.shape[2], dtype=torch.float32 if is_partial else x_MK.dtype)
 
 
 def _same_shape(x: torch.Tensor, *_: object) -> torch.Tensor:

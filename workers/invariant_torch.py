@@ -45,10 +45,11 @@ def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if not half else _tree(parts[:half]) + _tree(parts[half:])
 
 
-def grouped(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, shards: int) -> torch.Tensor:
+def grouped(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, shards: int,
+            is_partial: bool) -> torch.Tensor:  # fmt: skip
     """See `workers.invariant_ops`. Waits for the device, to learn where experts begin."""
     ends = [0, *ends_E.tolist()]
-    parts = [linear(x_MK[a:b], weight_KN.t(), None, shards, False)
+    parts = [linear(x_MK[a:b], weight_KN.t(), None, shards, is_partial)
              for weight_KN, (a, b) in zip(weight_EKN, pairwise(ends), strict=True)]
     return torch.cat(parts)
 
