@@ -206,10 +206,10 @@ def given_or_generated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def arguments() -> argparse.Namespace:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=16, help="prompts with batch_invariant; 0: none")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--share", type=int, help="prompts that each way of computing takes (default: all)")
-    parser.add_argument("--plain-prompts", type=int, help="prompts without batch_invariant (default: as many)")
+    parser.add_argument("--plain-prompts", type=int, help="prompts without it (default: as many)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 7, 32])
     parser.add_argument("--topologies", nargs="+", choices=(UNI, RAY), default=[UNI, RAY])
@@ -228,7 +228,7 @@ def main() -> None:
     wanted = args.only or ("identity", "slowdown", "pairs")
     if "identity" in wanted:
         print("Sequences that differ from those of one process without speculation")
-        cells = [*Identity(args, is_on=True, count=args.prompts).cells(args.topologies)]
+        cells = [*Identity(args, is_on=True, count=args.prompts).cells(args.topologies)] if args.prompts else []
         plain = args.prompts if args.plain_prompts is None else args.plain_prompts
         if plain:
             cells += Identity(args, is_on=False, count=plain).cells([UNI])
