@@ -35,6 +35,7 @@ from runtime.tokenising import Tokenising
 from tests import fake_engine
 from tests.fake_engine import expected
 from tests.guarded_server import Guarded, events, guarded, guarded_engine
+from tests.processes import wait_until
 
 KEY, OTHER_KEY = "sk-one", "sk-two"
 LONG = 20_000
@@ -214,7 +215,7 @@ def test_a_stream_is_refused_by_its_status() -> None:
         assert served.post(**body).status_code == 200  # nothing else waits
         assert served.post(prompt=["x"] * 5, n=2, stream=True).status_code == 400
         served.drain()
-        time.sleep(0.1)
+        wait_until(lambda: served.post(prompt="x").status_code == 503, what="draining")
         for stream in (False, True):
             answer = served.post(prompt="x", stream=stream)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
@@ -385,14 +386,15 @@ def test_bodies_must_come_in_time() -> None:
 def test_one_connection_too_many_is_told_so() -> None:
     with guarded(max_connections=3) as served:
         held = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(3)]
-        time.sleep(0.2)
-        answer = served.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b'"code":"too_many_connections"' in answer
+
+        def asked() -> bytes:
+            return served.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+
+        wait_until(lambda: asked().startswith(b"HTTP/1.1 503 "), what="three connections")
+        assert b'"code":"too_many_connections"' in asked()
         for connection in held:
             connection.close()
-        time.sleep(0.2)
-        assert served.get("/health").status_code == 200
+        wait_until(lambda: served.get("/health").status_code == 200, what="room for a connection")
 
 
 # Draining
