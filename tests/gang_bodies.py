@@ -74,6 +74,16 @@ def two_devices(port: Any, *place: str) -> None:
             port.send(Trouble(f"group {order.group} on {order.device}: no way"))
 
 
+PATIENT = "tests.gang_bodies:patient"
+
+
+def patient(port: Port, *place: str) -> None:
+    """Be a real worker, which waits for a draft longer than a starved machine takes."""
+    from workers.rank import serve
+
+    serve(port, *place, floor_s=5.0)
+
+
 DELAY_S = 0.2
 
 

@@ -11,6 +11,7 @@ from cluster.process_gang import ProcessGang
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.controller import LocalInbox
+from tests.gang_bodies import PATIENT
 from tests.gang_engine import Engine, Models, configure, over, tiny_pair
 from tests.identity import Reference, assert_identical
 
@@ -82,7 +83,7 @@ def alone(models: Models, speculative: dict[str, Any] | None) -> Engine:
 
 
 def together(models: Models, speculative: dict[str, Any] | None, ranks: int) -> Engine:
-    return over(ProcessGang(), configure(models, draft=False, **arguments(speculative, ranks)))
+    return over(ProcessGang(PATIENT), configure(models, draft=False, **arguments(speculative, ranks)))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from runtime.http.schemas import CompletionRequest
 from runtime.speculating import speculating
 from tests import synthetic, tiny_models
 from tests.fake_worker import make_request
+from tests.gang_bodies import PATIENT
 from tests.gang_engine import Engine, assert_same, configure, over, quick_turns, requests, threaded
 
 OWN = '''
@@ -147,7 +148,7 @@ def test_workers_that_are_processes_import_it_too(
     own: Path, target: Path, heads: dict[str, Any], plain: dict[str, list[int]]
 ) -> None:
     keys = {**heads, "placement": "dedicated"}
-    engine = over(ProcessGang(), configure((target, target), speculative_config=keys, num_threads=1))
+    engine = over(ProcessGang(PATIENT), configure((target, target), speculative_config=keys, num_threads=1))
     here = sorted(own.glob("asked-*"))
     engine.until_drafting(epoch=1)
     assert_speculated(engine, plain)
