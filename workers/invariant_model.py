@@ -119,7 +119,7 @@ def sum_in_order(model: nn.Module, name: str, group: Group) -> nn.Module:
         ConfigError: it is neither a linear layer nor experts.
     """
     module = model.get_submodule(name)
-    if hasattr(module, "down_proj"):
+    if "down_proj" in dict(module.named_parameters(recurse=False)):
         _sum_experts(module, group)
         return module
     if not isinstance(module, (nn.Linear, Conv1D)):
