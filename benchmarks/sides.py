@@ -51,10 +51,10 @@ class ForwardClock:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Count every forward until the block ends."""
-        def timed(backend: AttentionBackend, forward: Callable[[], Result]) -> Result:
+        def timed(backend: AttentionBackend, forward: Callable[[], Result], num_tokens: int) -> Result:
             began = time.perf_counter()
             try:
-                return run_with(backend, forward)
+                return run_with(backend, forward, num_tokens)
             finally:
                 self.seconds += time.perf_counter() - began
 

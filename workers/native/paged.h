@@ -46,6 +46,17 @@ struct Table {
     int64_t place(int64_t position) const {
         return blocks[position / block_size] * block_size + position % block_size;
     }
+    // Calls `visit(0, place)`, `visit(1, place)` ... for the positions from .. to, without a division for each.
+    template <typename Visit>
+    void walk(int64_t from, int64_t to, Visit&& visit) const {
+        int64_t block = from / block_size, within = from % block_size;
+        for (int64_t i = 0; i < to - from; ++i) {
+            visit(i, blocks[block] * block_size + within);
+            if (++within < block_size) continue;
+            within = 0;
+            ++block;
+        }
+    }
 };
 
 // What the tokens of one row see: the known places from `lowest` up to their own position, then what `seen` says of the

@@ -12,6 +12,7 @@
 
 #include "exp.h"
 #include "halves.h"
+#include "lanes.h"
 #include "paged.h"
 
 namespace {
@@ -19,29 +20,13 @@ namespace {
 constexpr int64_t kTile = 32;
 constexpr int64_t kQueryHeads = 32;  // query tokens x heads handled by one task, at most (one token at least)
 
-// Sixteen numbers at a time, in whatever registers the machine has.
-constexpr int kLanes = 16;
-typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
-typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-
-inline Lanes load(const float* from) {
-    Lanes lanes;
-    std::memcpy(&lanes, from, sizeof lanes);
-    return lanes;
-}
-inline Lanes load(const Bf16* from) {
-    Halves bits;
-    std::memcpy(&bits, from, sizeof bits);
-    return reinterpret_cast<Lanes>(__builtin_convertvector(bits, Words) << 16);
-}
-inline void store(Lanes lanes, float* to) { std::memcpy(to, &lanes, sizeof lanes); }
-inline float sum(Lanes lanes) {
-    float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-    for (int i = 0; i < kLanes; ++i) total += lanes[i];
-    return total;
-}
+// As many sums as stay in registers besides what they are made of.
+#if defined(__AVX512F__)
+constexpr int kSums = 16;
+#else
+constexpr int kSums = 8;
+#endif
+constexpr int kKeys = 4;  // scored at a time: `sums` adds up four vectors in the time of two
 
 struct Scratch {
     std::vector<float> query, output, scores, largest, total;
@@ -142,15 +127,15 @@ struct Task {
 
     // Fetches the tile's keys and values, and begins to fetch the keys of the next one, if it begins before `to`.
     void find_keys(int64_t to) {
-        for (int64_t j = 0; j < n; ++j) {
-            const int64_t place = table.place(base + j) * layer.kv_heads + group;
-            keys[j] = static_cast<const T*>(layer.keys) + place * D;
-            values[j] = static_cast<const T*>(layer.values) + place * E;
+        table.walk(base, base + n, [&](int64_t j, int64_t place) {
+            keys[j] = key(place);
+            values[j] = static_cast<const T*>(layer.values) + (place * layer.kv_heads + group) * E;
             prefetch(values[j], E);
-        }
-        for (int64_t next = base + n; next < std::min(base + n + kTile, to); ++next)
-            prefetch(static_cast<const T*>(layer.keys) + (table.place(next) * layer.kv_heads + group) * D, D);
+        });
+        std::fill(keys + n, keys + kTile, keys[n - 1]);
+        table.walk(base + n, std::min(base + n + kTile, to), [&](int64_t, int64_t place) { prefetch(key(place), D); });
     }
+    const T* key(int64_t place) const { return static_cast<const T*>(layer.keys) + (place * layer.kv_heads + group) * D; }
 
     // Rows lie all over the cache: without being told, the processor would wait for each.
     static void prefetch(const T* from, int64_t size) {
@@ -160,22 +145,39 @@ struct Task {
 
     // Scores every query against every key of the tile, also those it does not see.
     void score() {
-        for (int64_t j = 0; j < n; ++j) {
-            if constexpr (Size > 0) {
-                Lanes key[Size / kLanes];
-                for (int i = 0; i < Size / kLanes; ++i) key[i] = load(keys[j] + i * kLanes);
-                for (int64_t m = 0; m < M; ++m) {
-                    Lanes product = load(&s.query[m * Size]) * key[0];
-                    for (int i = 1; i < Size / kLanes; ++i) product += load(&s.query[m * Size + i * kLanes]) * key[i];
-                    s.scores[m * kTile + j] = sum(product);
-                }
-            } else {
+        if constexpr (Size > 0) {
+            constexpr int kQueries = kSums / kKeys;
+            for (int64_t j = 0; j < n; j += kKeys) {
+                int64_t m = 0;
+                for (; m + kQueries <= M; m += kQueries) score_some<kQueries>(m, j);
+                for (; m < M; ++m) score_some<1>(m, j);
+            }
+        } else {
+            for (int64_t j = 0; j < n; ++j)
                 for (int64_t m = 0; m < M; ++m) {
                     float total = 0.0f;
                     for (int64_t d = 0; d < D; ++d) total += s.query[m * D + d] * widen(keys[j][d]);
                     s.scores[m * kTile + j] = total;
                 }
+        }
+    }
+
+    template <int Queries>
+    void score_some(int64_t m, int64_t j) {
+        Lanes products[Queries][kKeys];
+        for (int q = 0; q < Queries; ++q)
+            for (int k = 0; k < kKeys; ++k) products[q][k] = zeros();
+        for (int64_t d = 0; d < Size; d += kLanes) {
+            Lanes query[Queries];
+            for (int q = 0; q < Queries; ++q) query[q] = load(&s.query[(m + q) * Size + d]);
+            for (int k = 0; k < kKeys; ++k) {
+                const Lanes key = load(keys[j + k] + d);
+                for (int q = 0; q < Queries; ++q) products[q][k] = fma(query[q], key, products[q][k]);
             }
+        }
+        for (int q = 0; q < Queries; ++q) {
+            const Four scores = sums(products[q][0], products[q][1], products[q][2], products[q][3]);
+            std::memcpy(&s.scores[(m + q) * kTile + j], &scores, sizeof scores);
         }
     }
 
@@ -231,17 +233,21 @@ struct Task {
         float* output = &s.output[m * E];
         const float* weight = &s.scores[m * kTile];
         if constexpr (Size > 0) {
-            constexpr int kParts = Size / kLanes;
-            Lanes sums[Queries][kParts];
-            for (int q = 0; q < Queries; ++q)
-                for (int i = 0; i < kParts; ++i) sums[q][i] = load(output + q * Size + i * kLanes);
-            for (int64_t j = from; j < to; ++j)
-                for (int i = 0; i < kParts; ++i) {
-                    const Lanes value = load(values[j] + i * kLanes);
-                    for (int q = 0; q < Queries; ++q) sums[q][i] += weight[q * kTile + j] * value;
+            constexpr int kParts = std::min<int>(Size / kLanes, kSums / Queries);
+            for (int64_t e = 0; e < Size; e += kParts * kLanes) {
+                Lanes totals[Queries][kParts];
+                for (int q = 0; q < Queries; ++q)
+                    for (int i = 0; i < kParts; ++i) totals[q][i] = load(output + q * Size + e + i * kLanes);
+                for (int64_t j = from; j < to; ++j) {
+                    Lanes value[kParts];
+                    for (int i = 0; i < kParts; ++i) value[i] = load(values[j] + e + i * kLanes);
+                    for (int q = 0; q < Queries; ++q)
+                        for (int i = 0; i < kParts; ++i)
+                            totals[q][i] = fma(all(weight[q * kTile + j]), value[i], totals[q][i]);
                 }
-            for (int q = 0; q < Queries; ++q)
-                for (int i = 0; i < kParts; ++i) store(sums[q][i], output + q * Size + i * kLanes);
+                for (int q = 0; q < Queries; ++q)
+                    for (int i = 0; i < kParts; ++i) store(totals[q][i], output + q * Size + e + i * kLanes);
+            }
         } else {
             for (int64_t j = from; j < to; ++j)
                 for (int q = 0; q < Queries; ++q)
