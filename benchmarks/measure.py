@@ -5,6 +5,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -76,8 +77,14 @@ def share(part_A: Floats, whole_B: Floats) -> Ratio:
     return Ratio(float(np.median(part_A) / np.median(whole_B)), float(low), float(high))
 
 
-def alternate(sides: Mapping[str, Callable[[Block], int]], blocks: Sequence[Block]) -> Timings:
+def alternate(sides: Mapping[str, Callable[[Block], int]], blocks: Sequence[Block],
+              around: Mapping[str, Callable[[], AbstractContextManager[None]]] | None = None) -> Timings:
     """Run every side on every block, another side first each time; a side returns the tokens it made.
+
+    Args:
+        sides: what is measured, by name.
+        blocks: what each of them is given.
+        around: what some sides need around them, entered and left outside the time that is taken.
 
     Raises:
         ValueError: two sides made different numbers of tokens, so that their times say nothing.
@@ -88,9 +95,10 @@ def alternate(sides: Mapping[str, Callable[[Block], int]], blocks: Sequence[Bloc
     for index, block in enumerate(blocks):
         made = {}
         for name in names[index % len(names):] + names[: index % len(names)]:
-            began = time.perf_counter()
-            made[name] = sides[name](block)
-            seconds[name].append(time.perf_counter() - began)
+            with (around or {}).get(name, nullcontext)():
+                began = time.perf_counter()
+                made[name] = sides[name](block)
+                seconds[name].append(time.perf_counter() - began)
         if len(set(made.values())) != 1:
             raise ValueError(f"block {index}: the sides made different numbers of tokens: {made}")
         tokens.append(made[names[0]])

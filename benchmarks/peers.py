@@ -1,10 +1,10 @@
 """The other side of each comparison: `transformers`, with the same weights, prompts and numbers of tokens."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -13,14 +13,15 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from benchmarks.workload import Item, Sampling
 
+Dtype = torch.dtype | Literal["auto"]
 GREEDY = Sampling(0.0)
 PAD = 0
 NO_EOS = -1  # continuous batching reads None as "the model's own"
 PAGE = 256
 
 
-def _load(folder: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+def _load(folder: Path, dtype: Dtype = "auto") -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     model.generation_config = GenerationConfig(pad_token_id=PAD)  # none of the checkpoint's: no end of text
     return model
 
@@ -35,8 +36,8 @@ def _config(sampling: Sampling, max_tokens: int, eos: int | None = None) -> Gene
 class Generate:
     """`generate`, alone or with an assistant; every call makes exactly the tokens that were asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = _load(folder)
+    def __init__(self, folder: Path, dtype: Dtype = "auto") -> None:
+        self.model = _load(folder, dtype)
 
     def one(self, item: Item, sampling: Sampling) -> int:
         """Plain decoding at batch 1."""
@@ -81,33 +82,40 @@ class Assisted(Generate):
 class GenerateBatch:
     """Continuous batching with the manager that `generate_batch` uses, but each request has its own length.
 
-    `generate_batch` itself knows one length for all, and sets its manager up in every call. Here the manager is set
-    up once, sized for the work, and waits between calls. It must not reuse prefixes from one call in the next.
+    `generate_batch` itself knows one length for all, and sets its manager up in every call. Here the manager is sized
+    for the work, and set up outside the time that is taken. It must not reuse prefixes from one call in the next.
+
+    It is there only while it works: its thread has threads of OpenMP behind it, and where these and others are more
+    than the processors, OpenMP hardly spins any more, and other sides lose a third of their speed. This side loses
+    nothing by the threads of others.
     """
 
-    def __init__(self, folder: Path, items: Sequence[Item]) -> None:
+    _manager: ContinuousBatchingManager
+
+    def __init__(self, folder: Path, items: Sequence[Item], dtype: Dtype = "auto") -> None:
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # wishes for psutil at each start
-        self.model = _load(folder)
+        self.model = _load(folder, dtype)
         pages = sum(-(-(len(item.prompt) + item.max_tokens) // PAGE) for item in items)
         self.batching = ContinuousBatchingConfig(num_blocks=pages + len(items), allow_block_sharing=False)
         self.config = _config(GREEDY, max(item.max_tokens for item in items), NO_EOS)
 
     @contextmanager
-    def running(self) -> Iterator[Callable[[Sequence[Item]], int]]:
-        """Yield a function that runs requests all at once and returns the tokens made.
-
-        It raises RuntimeError, with the library's own words, where continuous batching fails.
-        """
+    def running(self) -> Iterator[None]:
+        """Have the manager there until the block ends."""
         with torch.no_grad(), self.model.continuous_batching_context_manager(
             generation_config=self.config, continuous_batching_config=self.batching, timeout=5,
-        ) as manager:
-            yield partial(_all_of, manager)
+        ) as self._manager:
+            yield
 
+    def all(self, items: Sequence[Item]) -> int:
+        """Run requests all at once; return the tokens made.
 
-def _all_of(manager: ContinuousBatchingManager, items: Sequence[Item]) -> int:
-    for item in items:
-        manager.add_request(list(item.prompt), max_new_tokens=item.max_tokens)
-    return sum(_next_length(manager) for _ in items)
+        Raises:
+            RuntimeError: continuous batching fails; with the library's own words.
+        """
+        for item in items:
+            self._manager.add_request(list(item.prompt), max_new_tokens=item.max_tokens)
+        return sum(_next_length(self._manager) for _ in items)
 
 
 def _next_length(manager: ContinuousBatchingManager) -> int:
