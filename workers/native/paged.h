@@ -78,12 +78,13 @@ void write(const void* source, int64_t head_stride, int64_t token_stride, void* 
     const T* from = static_cast<const T*>(source);
     T* to = static_cast<T*>(pages);
     for (int64_t row = 0; row < plan.rows; ++row) {
-        const Table table(plan, row);
-        for (int64_t i = 0; i < plan.lengths[row]; ++i)
+        const int64_t start = plan.starts[row];
+        Table(plan, row).walk(start, start + plan.lengths[row], [&](int64_t i, int64_t place) {
+            const T* token = from + (plan.offsets[row] + i) * token_stride;
             for (int64_t h = 0; h < heads; ++h)
-                std::memcpy(to + (table.place(plan.starts[row] + i) * heads + h) * size,
-                            from + (plan.offsets[row] + i) * token_stride + h * head_stride,
+                std::memcpy(to + (place * heads + h) * size, token + h * head_stride,
                             static_cast<size_t>(size) * sizeof(T));
+        });
     }
 }
 
