@@ -33,8 +33,8 @@ EXACT = frozenset({
     # They move numbers, or make them.
     "alias", "arange", "as_strided", "cat", "chunk", "clone", "contiguous", "copy_", "detach", "empty", "empty_like",
     "expand", "expand_as", "fill_", "flatten", "full", "full_like", "gather", "index", "index_put_", "index_select",
-    "lift_fresh", "masked_fill", "movedim", "narrow", "new_empty", "new_ones", "new_zeros", "ones", "ones_like",
-    "permute", "repeat", "repeat_interleave", "reshape", "scatter", "scatter_", "select", "slice", "split",
+    "lift_fresh", "masked_fill", "masked_fill_", "movedim", "narrow", "new_empty", "new_ones", "new_zeros", "ones",
+    "ones_like", "permute", "repeat", "repeat_interleave", "reshape", "scatter", "scatter_", "select", "slice", "split",
     "split_with_sizes", "squeeze", "stack", "t", "to", "_to_copy", "transpose", "type_as", "unbind", "unflatten",
     "unsqueeze", "view", "view_as", "_unsafe_view", "where", "zeros", "zeros_like", "embedding", "mT", "item",
     "_local_scalar_dense", "is_same_size", "sym_size",
