@@ -69,9 +69,10 @@ def variants(pair: ModelPair, size: Size) -> Iterator[tuple[str, dict[str, Any] 
 NEAR, NEVER_OVER = 1e-5, 1e-4
 """Log-probabilities agree within the first, but for `MAX_FAR` of them; none is off by the second.
 
-Other batch shapes sum in another order: of a thousand values one is off by 7e-6, with any attention.
+Other batch shapes sum in another order. Without speculation, 32 at once against one at a time, of ten thousand values
+one is off by 1e-5 with AVX2, fewer with AVX-512, with any attention.
 """
-MAX_FAR = 1e-4
+MAX_FAR = 5e-4
 MAX_RANK_TIES = 1e-3
 """Share of ranks that may be off by one: tokens less than `NEAR` apart may stand either way round."""
 
