@@ -62,13 +62,16 @@ def test_loading_is_silent(llama: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 def test_dtype_is_the_checkpoints_unless_the_cpu_lacks_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit(llama, dtype="bfloat16")
-    monkeypatch.setattr(loader, "_cpu_computes", lambda dtype: True)
+    monkeypatch.setattr(loader, "cpu_computes", lambda dtype: True)
     assert load(ModelConfig(model=str(llama), device="cpu")).dtype == torch.bfloat16
     assert load(ModelConfig(model=str(llama), device="cpu", dtype="float32")).dtype == torch.float32
-    monkeypatch.setattr(loader, "_cpu_computes", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(loader, "cpu_computes", lambda dtype: dtype == torch.float32)
     loaded = load(ModelConfig(model=str(llama), device="cpu"))
     assert loaded.dtype == torch.float32
     assert "this CPU has no bfloat16 arithmetic: weights are loaded as float32" in loaded.notes
+    wanted = load(ModelConfig(model=str(llama), device="cpu", dtype="bfloat16"))
+    assert wanted.dtype == torch.bfloat16
+    assert "this CPU has no bfloat16 arithmetic; dtype 'auto' loads float32" in wanted.notes
     edit(llama, dtype=None, torch_dtype=None)
     assert load(ModelConfig(model=str(llama), device="cpu")).dtype == torch.float32
 

@@ -32,7 +32,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 FREEZING = {"freezing": True, "cpp.enable_concat_linear": True}
 """Weights become constants of the graph, packed for oneDNN, those that read the same input as one: about half the
-time of a small forward in bf16. It holds the weights a second time."""
+time of a small forward in bf16. It holds the weights a second time.
+
+Where oneDNN does not compute in the weights' dtype it cannot pack them either, and the constants, laid out for it, miss
+torch's own products: a small forward in bf16 took eight times as long on a processor with AVX2 alone.
+"""
 
 WRAPPED = {"cpp_wrapper": True}
 """Operators are called from C++: a tenth of a small forward."""
@@ -67,9 +71,19 @@ class Weights:
     @property
     def options(self) -> list[dict[str, Any]]:
         """Compiler options of the graph for any number of tokens, and of the one for a single token."""
-        frozen = FREEZING if self.num_bytes <= FREEZE_SHARE * self.free_bytes else {}
+        is_small = self.num_bytes <= FREEZE_SHARE * self.free_bytes
+        frozen = FREEZING if is_small and cpu_computes(self.dtype) else {}
         single = GENERATED if frozen and self.num_bytes <= CACHED_BYTES else {}
         return [{**frozen, **WRAPPED}, {**frozen, **WRAPPED, **single}]
+
+
+def cpu_computes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in *dtype* on this processor, rather than leave it to torch, which converts."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
 
 
 def compile_forward(forward: Forward, trial: Trial, weights: Weights) -> tuple[Forward, str]:

@@ -22,6 +22,7 @@ from protos.learned import LayerShape
 from workers import families
 from workers.attention import NAME
 from workers.building import BUILDING
+from workers.compiling import cpu_computes
 from workers.groups import Group
 from workers.invariant import active
 from workers.invariant_model import check_possible, lay_out
@@ -141,18 +142,13 @@ def pick_dtype(
 ) -> tuple[torch.dtype, tuple[str, ...]]:
     """Return the dtype to load in, and notes. "auto" is the checkpoint's, or fp32 where a CPU cannot compute in it."""
     if wanted != "auto":
-        return DTYPES[wanted], ()
+        slow = device.type == "cpu" and not cpu_computes(DTYPES[wanted])
+        return DTYPES[wanted], (f"this CPU has no {wanted} arithmetic; dtype 'auto' loads float32",) * slow
     own = described.get("dtype") or described.get("torch_dtype") or _stored_dtype(folder)
     dtype = DTYPES.get(str(own), torch.float32)
-    if device.type == "cpu" and not _cpu_computes(dtype):
+    if device.type == "cpu" and not cpu_computes(dtype):
         return torch.float32, (f"this CPU has no {own} arithmetic: weights are loaded as float32",)
     return dtype, ()
-
-
-def _cpu_computes(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
 
 
 def _stored_dtype(folder: Path) -> str:
