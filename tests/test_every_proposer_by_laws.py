@@ -1,9 +1,9 @@
 """Every proposer that needs a draft worker, under the rules that judge by p/q: what is emitted has the target's law.
 
 The reference is `transformers`: its law behind every text that came up. All tests of this file together raise a false
-alarm with probability 1e-6 at most, and seeds are fixed. Full: each case and shape under both rules, 20,000 texts of three
-tokens, which see a total variation of 2 % that is alike behind all texts in 97 of 100 cases (`tests.exactness.power`);
-quick: 100 texts of some that `tests.test_rules_engine` leaves out.
+alarm with probability 1e-6 at most, and seeds are fixed. Full: each case and shape under both rules, 20,000 texts of
+three tokens, which see a total variation of 2 % that is alike behind all texts in 97 of 100 cases
+(`tests.exactness.power`); quick: 100 texts of some that `tests.test_rules_engine` leaves out.
 """
 
 import json
