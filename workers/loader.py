@@ -141,14 +141,14 @@ def pick_dtype(
     wanted: str, described: Mapping[str, Any], folder: Path, device: torch.device
 ) -> tuple[torch.dtype, tuple[str, ...]]:
     """Return the dtype to load in, and notes. "auto" is the checkpoint's, or fp32 where a CPU cannot compute in it."""
-    if wanted != "auto":
-        slow = device.type == "cpu" and not cpu_computes(DTYPES[wanted])
-        return DTYPES[wanted], (f"this CPU has no {wanted} arithmetic; dtype 'auto' loads float32",) * slow
-    own = described.get("dtype") or described.get("torch_dtype") or _stored_dtype(folder)
+    is_auto = wanted == "auto"
+    own = (described.get("dtype") or described.get("torch_dtype") or _stored_dtype(folder)) if is_auto else wanted
     dtype = DTYPES.get(str(own), torch.float32)
-    if device.type == "cpu" and not cpu_computes(dtype):
+    if device.type != "cpu" or cpu_computes(dtype):
+        return dtype, ()
+    if is_auto:
         return torch.float32, (f"this CPU has no {own} arithmetic: weights are loaded as float32",)
-    return dtype, ()
+    return dtype, (f"this CPU has no {own} arithmetic; dtype 'auto' does without",)
 
 
 def _stored_dtype(folder: Path) -> str:
