@@ -5,8 +5,9 @@
 Prompts are pieces of the held-out files of the standard library; each is continued greedily and with a seed. What one
 process says to them without speculation and prefix cache, in the largest batches, is held against every proposer, batch
 size and topology: each of these ways computes all of the prompts, or, with `--share`, so many of them, the ways taking
-turns. A second part measures the slow-down, a third asks what `../shared/seeds/003.txt` did: does the token behind a
-text depend on whether the text was generated or given?
+turns. `--turns` says which: with 500 prompts and a share of 42 the turns 0 to 11 are all prompts in every way, and may
+be taken in runs of their own. A second part measures the slow-down, a third asks what `../shared/seeds/003.txt` did:
+does the token behind a text depend on whether the text was generated or given?
 """
 
 import argparse
@@ -99,6 +100,8 @@ class Cell:
     topology: str
     batch: int
     sampling: str
+    first: int
+    """The first of the prompts; behind the last comes prompt 0."""
     sequences: int
     differing: int
     proposed: int
@@ -107,8 +110,8 @@ class Cell:
     def __str__(self) -> str:
         mode = "batch_invariant" if self.batch_invariant else "default"
         return (f"  {mode:<16} {self.sampling:<7} {self.proposer:<12} {self.topology:<11} batch {self.batch:<3} "
-                f"{self.differing:4} of {self.sequences} sequences differ; {self.accepted} of {self.proposed} guesses "
-                "accepted")  # fmt: skip
+                f"{self.differing:4} of {self.sequences} sequences from prompt {self.first} differ; {self.accepted} of "
+                f"{self.proposed} guesses accepted")  # fmt: skip
 
 
 class Identity:
@@ -119,17 +122,17 @@ class Identity:
         self.target, self.draft = args.model or pair()[0], args.draft or pair()[1]
         self.asked = prompts(self.target, count)
         self.share = min(args.share or count, count)
-        self.turns = itertools.count()
         self.options: Config = {"dtype": args.dtype, "batch_invariant": is_on}
 
     def cells(self, topologies: Sequence[str]) -> Iterator[Cell]:
         """Compute the reference, then everything else, an engine after the other."""
         expected = self._reference()
-        for topology in topologies:
-            for name, config in proposers(self.draft).items():
+        for turn in self.args.turns:
+            shares = itertools.count(turn)
+            for topology, (name, config) in itertools.product(topologies, proposers(self.draft).items()):
                 engine = Engine(self.target, config, topology=topology, threads=self.args.threads, **self.options)
                 with engine.llm:
-                    yield from self._compared(engine, name, topology, expected)
+                    yield from self._compared(engine, name, topology, expected, shares)
 
     def _reference(self) -> dict[str, list[Ids]]:
         engine = Engine(self.target, threads=self.args.threads, enable_prefix_caching=False, **self.options)
@@ -137,15 +140,16 @@ class Identity:
             return {kind: engine.say(self.asked, range(len(self.asked)), self.args.tokens, kind, max(self.args.batches))
                     for kind in TEMPERATURES}  # fmt: skip
 
-    def _compared(self, engine: Engine, name: str, topology: str, expected: dict[str, list[Ids]]) -> Iterator[Cell]:
+    def _compared(self, engine: Engine, name: str, topology: str, expected: dict[str, list[Ids]],
+                  shares: Iterator[int]) -> Iterator[Cell]:  # fmt: skip
         for batch in self.args.batches:
-            first = self.share * next(self.turns)
+            first = self.share * next(shares) % len(self.asked)
             some = [at % len(self.asked) for at in range(first, first + self.share)]
             for kind, all_wanted in expected.items():
                 before, wanted = engine.llm.stats(), [all_wanted[at] for at in some]
                 said = engine.say([self.asked[at] for at in some], some, self.args.tokens, kind, batch)
                 after = engine.llm.stats()
-                cell = Cell(self.is_on, name, topology, batch, kind, len(said),
+                cell = Cell(self.is_on, name, topology, batch, kind, first, len(said),
                             sum(a != b for a, b in zip(said, wanted, strict=True)),
                             after.proposed - before.proposed, after.accepted - before.accepted)  # fmt: skip
                 print(cell, flush=True)
@@ -209,6 +213,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16, help="prompts with batch_invariant; 0: none")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--share", type=int, help="prompts that each way of computing takes (default: all)")
+    parser.add_argument("--turns", type=int, nargs="+", default=[0], help="which shares each way of computing takes")
     parser.add_argument("--plain-prompts", type=int, help="prompts without it (default: as many)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 7, 32])
