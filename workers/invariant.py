@@ -52,6 +52,8 @@ PLAIN_ONLY: Mapping[str, int] = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "rsub
 OURS = frozenset({"slipstream", "slipstream_invariant", "c10d", "prim"})
 """Namespaces of our own operators, of exchanges between ranks, and of questions about tensors."""
 
+UNLISTED = "batch-invariant, every operator looked at: "
+
 Rule = Callable[..., Any]
 
 
@@ -238,23 +240,38 @@ def traced(forward: Forward, inputs: tuple[torch.Tensor, torch.Tensor, torch.Ten
     Args:
         forward: what is traced.
         inputs: tokens `[1, T]`, positions `[1, T]` and wanted `[N]` to trace it with; T and N differ, neither is one.
-        trial: runs a forward on T made-up tokens with N wanted ones, and returns the logits.
+        trial: runs a forward on T made-up tokens with N wanted ones, and returns the logits, the wanted ranks' alone.
+            Ranks try together: each makes the same trials, whatever came of tracing.
 
     Returns:
         What runs the list and a line for the user; *forward* itself where no list gives the same bits.
     """
     started = time.monotonic()
+    expected = [trial(forward, *sizes) for sizes in SIZES]
+    graph, problem = _listed(forward, inputs)
+    try:
+        found = [trial(graph or forward, *sizes) for sizes in SIZES]
+    except Exception as error:  # a list that does for the sizes it was made with alone
+        return forward, UNLISTED + _failure(error)
+    if graph is None or not all(map(torch.equal, found, expected)):
+        return forward, UNLISTED + (problem or "traced logits differ")
+    return graph, f"batch-invariant, {len(graph.graph.nodes)} operators listed in {time.monotonic() - started:.0f} s"
+
+
+def _listed(forward: Forward, inputs: tuple[torch.Tensor, ...]) -> tuple[GraphModule | None, str]:
+    """Return a list of the operators of *forward*, or what is wrong."""
     try:
         with BUILDING, torch.inference_mode():
-            graph = make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
-        _shorten(graph)
-        is_same = all(torch.equal(trial(graph, *sizes), trial(forward, *sizes)) for sizes in SIZES)
+            graph: GraphModule = make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     except Exception as error:  # whatever tracing trips over, looking at each operator works
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        return forward, f"batch-invariant, every operator looked at: tracing failed: {type(error).__name__}: {reason}"
-    if not is_same:
-        return forward, "batch-invariant, every operator looked at: traced logits differ"
-    return graph, f"batch-invariant, {len(graph.graph.nodes)} operators listed in {time.monotonic() - started:.0f} s"
+        return None, _failure(error)
+    _shorten(graph)
+    return graph, ""
+
+
+def _failure(error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"tracing failed: {type(error).__name__}: {reason}"
 
 
 def _shorten(graph: GraphModule) -> None:

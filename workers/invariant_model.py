@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from protos.errors import ConfigError
 from workers import invariant_native
 from workers import invariant_ops as ops
-from workers.groups import Group
+from workers.exchanges import Exchanges
 from workers.native_library import KernelUnavailableError
 
 
@@ -55,7 +55,7 @@ class SummedLinear(nn.Module):
         group: the ranks.
     """
 
-    def __init__(self, linear: nn.Module, group: Group) -> None:
+    def __init__(self, linear: nn.Module, group: Exchanges) -> None:
         super().__init__()
         weight = linear.get_parameter("weight")
         weight_NK = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
@@ -80,7 +80,7 @@ class SummedExperts(TorchDispatchMode):
         group: the ranks.
     """
 
-    def __init__(self, experts: nn.Module, group: Group) -> None:
+    def __init__(self, experts: nn.Module, group: Exchanges) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's own lacks annotations
         self._experts, self._group = experts, group
 
@@ -99,7 +99,7 @@ class SummedExperts(TorchDispatchMode):
         return False  # as in `workers.invariant.Invariant`
 
 
-def _total(part: torch.Tensor, group: Group) -> torch.Tensor:
+def _total(part: torch.Tensor, group: Exchanges) -> torch.Tensor:
     """Return the sum of all ranks' fp32 *part*, added up as a tree of neighbours."""
     parts = list(group.all_gather(part.unsqueeze(0), dim=0).unbind(0))
     while len(parts) > 1:
@@ -107,12 +107,12 @@ def _total(part: torch.Tensor, group: Group) -> torch.Tensor:
     return parts[0]
 
 
-def _of_rank_0(bias: torch.Tensor, group: Group) -> torch.Tensor:
+def _of_rank_0(bias: torch.Tensor, group: Exchanges) -> torch.Tensor:
     """Return the bias that rank 0 has, and the others have as zeros."""
     return group.all_reduce(bias.detach().clone())
 
 
-def sum_in_order(model: nn.Module, name: str, group: Group) -> nn.Module:
+def sum_in_order(model: nn.Module, name: str, group: Exchanges) -> nn.Module:
     """Let the layer or the experts *name* of *model* (counted from it) sum over ranks; return what stands there now.
 
     Raises:
@@ -131,7 +131,7 @@ def sum_in_order(model: nn.Module, name: str, group: Group) -> nn.Module:
     return summed
 
 
-def _sum_experts(experts: nn.Module, group: Group) -> None:
+def _sum_experts(experts: nn.Module, group: Exchanges) -> None:
     if "down_proj_bias" in dict(experts.named_parameters(recurse=False)):
         bias = experts.get_parameter("down_proj_bias")
         bias.data = _of_rank_0(bias, group)

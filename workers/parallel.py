@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from workers.attention import NAME
 from workers.building import BUILDING
 from workers.checkpoint import opened
+from workers.exchanges import Exchanges
 from workers.groups import Group
 from workers.invariant_model import sum_in_order
 from workers.parallel_cuts import ATTENTION, Cut, Shares, shares_of
@@ -121,14 +122,15 @@ def _exchange(model: Any, plan: Plan, group: Group) -> None:
 
 
 def _exchange_in_order(model: Any, plan: Plan, group: Group) -> None:
-    """As `_exchange`; what is summed is summed as one rank alone would."""
+    """As `_exchange`; what is summed is summed as one rank alone would, and operators can be listed."""
+    exchanges = Exchanges(group)
     for name, module in _base_modules(model).items():
         style = style_of(plan, name)
         if style in SUMMED:
-            _split_input(module, sum_in_order(model.base_model, name, group), style, group)
+            _split_input(module, sum_in_order(model.base_model, name, exchanges), style, group)
         if style is Style.GATHERED:
-            module.register_forward_hook(_after(group.all_gather))
-    _exchange_vocabulary(model, group)
+            module.register_forward_hook(_after(exchanges.all_gather))
+    _exchange_vocabulary(model, exchanges)
 
 
 def _split_input(linear: nn.Module, runs: nn.Module, style: Style, group: Group) -> None:
@@ -138,7 +140,7 @@ def _split_input(linear: nn.Module, runs: nn.Module, style: Style, group: Group)
         runs.register_forward_pre_hook(partial(_take_own, group.rank * width, width))
 
 
-def _exchange_vocabulary(model: Any, group: Group) -> None:
+def _exchange_vocabulary(model: Any, group: Group | Exchanges) -> None:
     vocab_size = int(model.config.vocab_size)
     model.get_output_embeddings().register_forward_hook(_after(partial(_gather_logits, group, vocab_size)))
     model.set_input_embeddings(SharedEmbedding(model.get_input_embeddings(), group))
@@ -155,7 +157,7 @@ def _take_own(start: int, width: int, _module: nn.Module, inputs: tuple[torch.Te
     return inputs[0].narrow(-1, start, width)
 
 
-def _gather_logits(group: Group, vocab_size: int, logits_1NV: torch.Tensor) -> torch.Tensor:
+def _gather_logits(group: Group | Exchanges, vocab_size: int, logits_1NV: torch.Tensor) -> torch.Tensor:
     """Return all logits on rank 0, without those of the padding, and `[1, N, 0]` elsewhere."""
     whole = group.gather(logits_1NV)
     if whole is None:
@@ -166,7 +168,7 @@ def _gather_logits(group: Group, vocab_size: int, logits_1NV: torch.Tensor) -> t
 class SharedEmbedding(nn.Module):
     """An embedding of which each rank holds some rows; every id is looked up where its row is."""
 
-    def __init__(self, rows: nn.Module, group: Group) -> None:
+    def __init__(self, rows: nn.Module, group: Group | Exchanges) -> None:
         super().__init__()
         self.rows, self._group = rows, group
         self._count = rows.get_parameter("weight").shape[0]

@@ -41,6 +41,7 @@ from workers.judges import judge_for
 from workers.kv import bytes_per_block
 from workers.laws import LAW_SIZE
 from workers.loader import LoadedModel, load
+from workers.near_group import near
 from workers.pair import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.patience import FLOOR_S
 from workers.runner import ModelRunner, weight_bytes
@@ -269,8 +270,9 @@ class _Loading:
             return Solo()
         self._say(f"meeting {setup.world - 1} other target rank{'s' if setup.world > 2 else ''}")
         store, host = connect_store(setup.store), address_towards(setup.store.host)
-        return form("tp", store, setup.worker.rank, setup.world, setup.backend, device=self._device, host=host,
-                    timeout_s=TP_TIMEOUT_S)
+        group = form("tp", store, setup.worker.rank, setup.world, setup.backend, device=self._device, host=host,
+                     timeout_s=TP_TIMEOUT_S)
+        return near(group, "tp", TP_TIMEOUT_S) if setup.backend == "gloo" else group
 
     def _drafts_here(self, tp: Group) -> bool:
         """Whether a draft lives in this process."""

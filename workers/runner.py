@@ -56,12 +56,12 @@ class ModelRunner:
 
         Scribbles on block 0: to be called before any sequence is served.
         """
-        if self.loaded.ranks > 1:
-            return "running eager: exchanges between ranks are not compiled"
         if self.device.type != "cpu":
             return "running eager"
         if self.loaded.batch_invariant:
             return self._trace()
+        if self.loaded.ranks > 1:
+            return "running eager: exchanges between ranks are not compiled"
         weights = Weights(self.loaded.dtype, weight_bytes(self.loaded.model), free_memory())
         self._run, note = compile_forward(self._run, self._try, weights)
         logger.info("%s", note)

@@ -1,0 +1,189 @@
+"""A group whose ranks are processes of one machine, which exchange through memory that they share.
+
+gloo sends everything over sockets, and each of its operations wakes threads up: 1 to 2 ms on a machine where that is
+slow, and two of them a layer. Here ranks look at each other's memory (`native/exchange.cpp`): some microseconds.
+"""
+
+import ctypes
+import mmap
+import os
+import secrets
+import sys
+import weakref
+from pathlib import Path
+
+import torch
+
+from workers.groups import Group, GroupError
+from workers.native_library import KernelUnavailableError, load_function
+
+FOLDER = Path("/dev/shm")
+NAME_BYTES = 16
+HEADER_BYTES = 4096
+MOST_RANKS = HEADER_BYTES // 64
+PLACE_BYTES = 1 << 20
+"""Larger tensors go through gloo: they take longer than waking up does."""
+
+FAILURES = ("", "timed out", "a rank has left", "a rank has died", "the memory cannot be locked")
+
+
+class _Exchange(ctypes.Structure):
+    _fields_ = [("memory", ctypes.c_void_p)]
+    _fields_ += [(name, ctypes.c_int64) for name in ("file", "rank", "size", "place_bytes", "number")]
+    _fields_ += [("given", ctypes.c_void_p), ("taken", ctypes.c_void_p)]
+    _fields_ += [(name, ctypes.c_int64) for name in ("bytes", "first", "last", "timeout_ns", "outcome")]
+
+
+class _Memory:
+    """A file in main memory, mapped; of which this rank's byte stays locked until the object or the process ends.
+
+    Raises:
+        OSError, KernelUnavailableError: this cannot be had here.
+    """
+
+    def __init__(self, path: Path, rank: int, size: int) -> None:
+        self._run = {name: load_function("exchange", f"slipstream_{name}") for name in ("join", "exchange", "leave")}
+        num_bytes = HEADER_BYTES + 2 * size * PLACE_BYTES
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, file)  # not before: another thread may be waiting
+        self._bytes = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+        self.call = _Exchange(memory=self._bytes.data_ptr(), file=file, rank=rank, size=size, place_bytes=PLACE_BYTES)
+        self._do("join")
+
+    def exchange(self) -> None:
+        """Do what is written in `call`. Raises OSError where it fails."""
+        self._do("exchange")
+
+    def leave(self) -> None:
+        """Let nobody wait for this rank, whatever it does."""
+        self._run["leave"](ctypes.byref(self.call))
+
+    def _do(self, name: str) -> None:
+        self._run[name](ctypes.byref(self.call))
+        if self.call.outcome:
+            raise OSError(FAILURES[self.call.outcome])
+
+
+class NearGroup:
+    """A `Group` over `_Memory`; what is too large for it, and what two ranks say to each other, goes over *far*."""
+
+    def __init__(self, far: Group, name: str, memory: _Memory, timeout_s: float) -> None:
+        self.name, self.rank, self.size = name, far.rank, far.size
+        self._far = far
+        self._memory: _Memory | None = memory
+        memory.call.timeout_ns = int(timeout_s * 1e9)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Group`."""
+        if tensor.nbytes > PLACE_BYTES:
+            return self._far.all_reduce(tensor)
+        tensor = tensor.contiguous()
+        return torch.sum(self._exchange("all_reduce", tensor), 0, dtype=tensor.dtype, out=tensor)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """See `Group`."""
+        if tensor.nbytes > PLACE_BYTES:
+            return self._far.all_gather(tensor, dim)
+        return _joined(self._exchange("all_gather", tensor.contiguous()), dim)
+
+    def gather(self, tensor: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
+        """See `Group`."""
+        if tensor.nbytes > PLACE_BYTES:
+            return self._far.gather(tensor, dst, dim)
+        parts = self._exchange("gather", tensor.contiguous(), 0, self.size if self.rank == dst else 0)
+        return _joined(parts, dim) if self.rank == dst else None
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """See `Group`."""
+        if tensor.nbytes > PLACE_BYTES:
+            return self._far.broadcast(tensor, src)
+        return tensor.copy_(self._exchange("broadcast", tensor, src, src + 1)[0])
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """See `Group`."""
+        self._far.send(tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """See `Group`."""
+        return self._far.recv(tensor, src)
+
+    def close(self) -> None:
+        """See `Group`. Whoever waits for this rank is told, in whatever process."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.leave()
+        self._far.close()
+
+    def _exchange(self, what: str, tensor: torch.Tensor, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Put down *tensor* and return those of the ranks first .. last - 1, `[ranks, ...]`."""
+        memory = self._memory
+        if memory is None:
+            raise GroupError(f"group {self.name}: {what} on rank {self.rank} after it was closed")
+        call, last = memory.call, self.size if last is None else last
+        taken = tensor.new_empty(last - first, *tensor.shape)
+        call.number += 1
+        call.given, call.taken, call.bytes = tensor.data_ptr(), taken.data_ptr(), tensor.nbytes
+        call.first, call.last = first, last
+        try:
+            memory.exchange()
+        except OSError as error:
+            raise GroupError(f"group {self.name}: {what} on rank {self.rank} failed: {error}") from error
+        return taken
+
+
+def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return `[ranks, ...]` joined along *dim* of what a rank gave: along the first, it lies so already."""
+    return torch.cat(parts.unbind(0), dim) if dim else parts.flatten(0, 1)
+
+
+def near(group: Group, name: str, timeout_s: float) -> Group:
+    """Return *group* as one that exchanges through shared memory where its ranks can, itself where they cannot.
+
+    Called by all ranks at once.
+
+    Args:
+        group: of two ranks at least, of tensors on CPUs.
+        name: for messages.
+        timeout_s: how long an operation may take.
+
+    Raises:
+        GroupError: the ranks could not agree.
+    """
+    is_possible = sys.platform == "linux" and group.size <= MOST_RANKS
+    path = FOLDER / f"slipstream-{_agreed(secrets.token_bytes(NAME_BYTES), group).hex()}"
+    if is_possible and group.rank == 0:
+        _make(path, HEADER_BYTES + 2 * group.size * PLACE_BYTES)
+    group.all_reduce(torch.zeros(1))  # it has been made, or cannot be
+    memory = _opened(path, group) if is_possible else None
+    try:
+        have_it = group.all_reduce(torch.tensor([float(memory is not None)])).item() == group.size
+    finally:
+        if group.rank == 0:
+            path.unlink(missing_ok=True)
+    return NearGroup(group, name, memory, timeout_s) if memory is not None and have_it else group
+
+
+def _agreed(name: bytes, group: Group) -> bytes:
+    """Return rank 0's. It cannot be guessed: who finds a file of this name shares its memory with rank 0."""
+    return bytes(group.broadcast(torch.tensor(list(name), dtype=torch.uint8)).tolist())
+
+
+def _make(path: Path, num_bytes: int) -> None:
+    """Make the file with room for all of it, or leave none behind."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError:
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(file)
+
+
+def _opened(path: Path, group: Group) -> _Memory | None:
+    try:
+        return _Memory(path, group.rank, group.size)
+    except (OSError, KernelUnavailableError):
+        return None
