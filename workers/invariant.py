@@ -104,7 +104,8 @@ def _unknown(*_: Any, **__: Any) -> Any:
 
 
 def _linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    found: torch.Tensor = ops.linear(x, weight_NK, bias_N, ops.SHARDS, False)
+    # A layer whose sums ranks may share is a `SummedLinear`, on one rank, too; all other sums need no parts.
+    found: torch.Tensor = ops.linear(x, weight_NK, bias_N, 1, False)
     return found
 
 

@@ -50,6 +50,8 @@ def _name_of(module: nn.Module, weight: torch.Tensor) -> str:
 class SummedLinear(nn.Module):
     """A row-parallel layer: every rank adds up its parts of each sum, and all ranks' are added up in one order.
 
+    One rank alone adds up all parts, in the same order.
+
     Args:
         linear: this rank's columns of the weight, `[N, K / T]`, or `[K / T, N]` in a `Conv1D`; rank 0 alone has a bias.
         group: the ranks.
@@ -101,6 +103,8 @@ class SummedExperts(TorchDispatchMode):
 
 def _total(part: torch.Tensor, group: Exchanges) -> torch.Tensor:
     """Return the sum of all ranks' fp32 *part*, added up as a tree of neighbours."""
+    if group.size == 1:
+        return part
     parts = list(group.all_gather(part.unsqueeze(0), dim=0).unbind(0))
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]

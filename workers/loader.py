@@ -26,7 +26,7 @@ from workers.compiling import cpu_computes
 from workers.groups import Group
 from workers.invariant import active
 from workers.invariant_model import check_possible, lay_out
-from workers.parallel import build_share
+from workers.parallel import build_share, sum_as_ranks_would
 from workers.probe import probe
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
 
 def _probe_invariant(model: Any, name: str, ranks: int) -> tuple[LayerShape, ...]:
     """As `probe`; besides, every operator of the model is looked at."""
+    if ranks == 1:
+        sum_as_ranks_would(model, name)
     lay_out(model)
     try:
         with active():

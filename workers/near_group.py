@@ -153,19 +153,25 @@ def near(group: Group, name: str, timeout_s: float) -> Group:
     path = FOLDER / f"slipstream-{_agreed(secrets.token_bytes(NAME_BYTES), group).hex()}"
     if is_possible and group.rank == 0:
         _make(path, HEADER_BYTES + 2 * group.size * PLACE_BYTES)
-    group.all_reduce(torch.zeros(1))  # it has been made, or cannot be
+    _count(True, group)  # it has been made, or cannot be
     memory = _opened(path, group) if is_possible else None
     try:
-        have_it = group.all_reduce(torch.tensor([float(memory is not None)])).item() == group.size
+        all_have_it = _count(memory is not None, group) == group.size
     finally:
         if group.rank == 0:
             path.unlink(missing_ok=True)
-    return NearGroup(group, name, memory, timeout_s) if memory is not None and have_it else group
+    return NearGroup(group, name, memory, timeout_s) if memory is not None and all_have_it else group
 
 
 def _agreed(name: bytes, group: Group) -> bytes:
     """Return rank 0's. It cannot be guessed: who finds a file of this name shares its memory with rank 0."""
     return bytes(group.broadcast(torch.tensor(list(name), dtype=torch.uint8)).tolist())
+
+
+def _count(answer: bool, group: Group) -> int:
+    """Return how many ranks say yes."""
+    # The dtype is named: another thread that loads a model may have changed torch's default.
+    return int(group.all_reduce(torch.tensor([answer], dtype=torch.int64)).item())
 
 
 def _make(path: Path, num_bytes: int) -> None:

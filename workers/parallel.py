@@ -15,11 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from protos.errors import ModelError
 from workers.attention import NAME
 from workers.building import BUILDING
 from workers.checkpoint import opened
 from workers.exchanges import Exchanges
-from workers.groups import Group
+from workers.groups import Group, Solo
 from workers.invariant_model import sum_in_order
 from workers.parallel_cuts import ATTENTION, Cut, Shares, shares_of
 from workers.parallel_load import Cuts, Filler
@@ -131,6 +132,23 @@ def _exchange_in_order(model: Any, plan: Plan, group: Group) -> None:
         if style is Style.GATHERED:
             module.register_forward_hook(_after(exchanges.all_gather))
     _exchange_vocabulary(model, exchanges)
+
+
+def sum_as_ranks_would(model: Any, name: str) -> None:
+    """Let a model that one rank has whole add up in parts what several ranks would share, as `batch_invariant` wants.
+
+    Args:
+        model: a `transformers` causal LM.
+        name: what the user called it.
+    """
+    try:
+        plan = plan_for(model.config, str(model.config.model_type), name)
+    except ModelError:
+        return  # it cannot be split: there is no other number of ranks to agree with
+    alone = Exchanges(Solo())
+    for layer, module in _base_modules(model).items():
+        if style_of(plan, layer) in SUMMED and isinstance(module, (nn.Linear, Conv1D)):
+            sum_in_order(model.base_model, layer, alone)
 
 
 def _split_input(linear: nn.Module, runs: nn.Module, style: Style, group: Group) -> None:
