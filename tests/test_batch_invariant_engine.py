@@ -1,8 +1,9 @@
 """Whole engines under `batch_invariant`, in bf16: the same tokens, greedy and seeded, without any allowance."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -105,6 +106,40 @@ def test_the_draft_is_not_held_to_it(target: Path, tmp_path: Path) -> None:
 def test_it_is_an_argument_like_any_other(given: dict[str, Any]) -> None:
     assert parse({"model": "m", **given}).model.batch_invariant
     assert not parse({"model": "m"}).model.batch_invariant
+
+
+class _Echo:
+    """Stands for an engine of `benchmarks.invariance`: says the number of each prompt, and notes who asked for it."""
+
+    asked: ClassVar[dict[tuple[str, int, str], list[int]]] = {}
+
+    def __init__(self, _target: Path, speculative_config: dict[str, Any] | None = None, **options: Any) -> None:
+        self.llm = self
+        self._method = (speculative_config or {}).get("method", "model" if speculative_config else "off")
+        self._is_reference = "enable_prefix_caching" in options
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def stats(self) -> Any:
+        return SimpleNamespace(proposed=0, accepted=0)
+
+    def say(self, asked: list[list[int]], seeds: Sequence[int], tokens: int, kind: str, batch: int) -> list[list[int]]:
+        if not self._is_reference:
+            self.asked.setdefault((self._method, batch, kind), []).extend(seeds)
+        return [[seed, *ids[:tokens]] for seed, ids in zip(seeds, asked, strict=True)]
+
+
+def test_all_turns_are_all_prompts_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [str(turn) for turn in range(12)]
+    monkeypatch.setattr("sys.argv", ["invariance", "--share", "5", "--turns", *turns])
+    monkeypatch.setattr(invariance, "Engine", _Echo)
+    cells = list(invariance.Identity(invariance.arguments(), is_on=True, count=58).cells([invariance.UNI]))
+    assert len(cells) == 12 * 24
+    assert not any(cell.differing for cell in cells)
+    assert len(_Echo.asked) == 24
+    assert all(sorted(set(numbers)) == list(range(58)) for numbers in _Echo.asked.values())
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,11 +147,16 @@ def test_in_other_dtypes(family: str, dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [
     pytest.param(family, marks=() if family in SPLIT_QUICKLY else pytest.mark.full) for family in FAMILIES])
 def test_two_ranks_say_the_same_bits(family: str, tmp_path: Path) -> None:
-    folder = build(family, tmp_path, vocab_size=VOCAB)
+    on_two_ranks(build(family, tmp_path, vocab_size=VOCAB))
+
+
+def on_two_ranks(folder: Path, *, is_listed: bool = False) -> None:
     expected = Model(folder).feed([(0, 0, LENGTH)])[0]
 
     def work(group: Group) -> Table:
         model = Model(folder, group=group)
+        if is_listed:
+            assert "operators listed in" in model.runner.warm_up()
         whole = model.feed([(0, 0, LENGTH)])[0]
         several = model.feed([(1, 0, 5), (0, 0, 30), (3, 0, 2)])[1]
         decoded = [model.feed([(0, at, 1)])[0] for at in range(30, LENGTH)]
@@ -181,6 +187,12 @@ def test_a_list_of_operators_says_the_same_bits(family: str, tmp_path: Path) -> 
     traced(build(family, tmp_path, vocab_size=VOCAB, num_hidden_layers=1))
 
 
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=() if family in {"llama", "mixtral"} else pytest.mark.full) for family in FAMILIES])
+def test_so_do_lists_of_two_ranks(family: str, tmp_path: Path) -> None:
+    on_two_ranks(build(family, tmp_path, vocab_size=VOCAB), is_listed=True)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_list_of_operators_says_the_same_bits_for_every_family(family: str, tmp_path: Path) -> None:
@@ -199,6 +211,31 @@ def test_an_input_taken_for_another_is_found_out(tmp_path: Path, monkeypatch: py
     expected = model.feed([(0, 0, LENGTH)])[0]
     assert model.runner.warm_up() == "batch-invariant, every operator looked at: traced logits differ"
     check(ways(model), expected)
+
+
+def test_a_rank_that_cannot_list_takes_part_in_the_others_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build("llama", tmp_path, vocab_size=VOCAB, num_hidden_layers=1)
+    expected = Model(folder).feed([(0, 0, LENGTH)])[0]
+    lists = invariant._listed
+    taken: list[str] = []
+
+    def for_one(*given: Any) -> Any:
+        taken.append("")
+        return lists(*given) if len(taken) == 1 else (None, "tracing failed: made up")
+
+    monkeypatch.setattr(invariant, "_listed", for_one)
+
+    def work(group: Group) -> tuple[str, torch.Tensor]:
+        model = Model(folder, group=group)
+        return model.runner.warm_up(), model.feed([(0, 0, LENGTH)])[0]
+
+    found = in_memory(2, work)
+    notes = sorted(note for note, _ in found)
+    assert "operators listed in" in notes[0]
+    assert notes[1] == "batch-invariant, every operator looked at: tracing failed: made up"
+    check({"prefill": found[0][1]}, expected)
 
 
 def test_without_it_bits_differ(tmp_path: Path) -> None:

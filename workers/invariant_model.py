@@ -15,6 +15,9 @@ from workers import invariant_ops as ops
 from workers.exchanges import Exchanges
 from workers.native_library import KernelUnavailableError
 
+PRODUCTS = 2
+"""Of a layer's experts: gates and ups, then downs."""
+
 
 def check_possible(name: str, device: torch.device, ranks: int) -> None:
     """Refuse what cannot be kept, before any weights are read.
@@ -75,21 +78,22 @@ class SummedLinear(nn.Module):
 class SummedExperts(TorchDispatchMode):
     """While experts run under it, their last product adds up every rank's parts of each sum, as `SummedLinear` does.
 
-    What comes behind that product, biases and the sum over the experts of a token, all ranks then do alike.
+    What comes behind that product, biases and the sum over the experts of a token, all ranks then do alike. For one
+    forward of one layer.
 
     Args:
-        experts: of which this rank holds a part of every inner width; rank 0 alone has the last biases.
-        group: the ranks.
+        group: the ranks, each of which holds a part of every inner width; rank 0 alone has the last biases.
     """
 
-    def __init__(self, experts: nn.Module, group: Exchanges) -> None:
+    def __init__(self, group: Exchanges) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's own lacks annotations
-        self._experts, self._group = experts, group
+        self._group = group
+        self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
-        is_last = (func.overloadpacket.__name__ in ops.GROUPED
-                   and args[1].data_ptr() == self._experts.get_parameter("down_proj").data_ptr())
+        self.products += func.overloadpacket.__name__ in ops.GROUPED
+        is_last = self.products == PRODUCTS and func.overloadpacket.__name__ in ops.GROUPED
         return self._summed(*args, **(kwargs or {})) if is_last else func(*args, **(kwargs or {}))
 
     def _summed(self, x_MK: torch.Tensor, weight_EKN: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -139,9 +143,14 @@ def _sum_experts(experts: nn.Module, group: Exchanges) -> None:
     if "down_proj_bias" in dict(experts.named_parameters(recurse=False)):
         bias = experts.get_parameter("down_proj_bias")
         bias.data = _of_rank_0(bias, group)
-    experts.forward = partial(_run_under, SummedExperts(experts, group), experts.forward)
+    experts.forward = partial(_sum_last, group, experts.forward)
 
 
-def _run_under(mode: SummedExperts, forward: Callable[..., torch.Tensor], *args: Any, **named: Any) -> torch.Tensor:
+def _sum_last(group: Exchanges, forward: Callable[..., torch.Tensor], *args: Any, **named: Any) -> torch.Tensor:
+    mode = SummedExperts(group)
     with mode:
-        return forward(*args, **named)
+        found = forward(*args, **named)
+    if mode.products != PRODUCTS:
+        raise ConfigError(f"batch_invariant: the model's experts are {mode.products} products, not {PRODUCTS}: which "
+                          "one ranks share is not known; use tensor_parallel_size=1")
+    return found
