@@ -1,5 +1,6 @@
 """Groups over shared memory: the same results as over gloo, and peers that die, leave or are silent are told of."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -18,8 +19,6 @@ from workers import near_group
 from workers.groups import Group, GroupError, TorchGroup, connect_store, form, open_store
 from workers.near_group import PLACE_BYTES, NearGroup, near
 
-HERE = near_group.FOLDER
-
 
 def nearby(size: int, work: Callable[[NearGroup], Result], *, timeout_s: float = 60.0) -> list[Result]:
     def on_rank(far: Group) -> Result:
@@ -33,8 +32,10 @@ def nearby(size: int, work: Callable[[NearGroup], Result], *, timeout_s: float =
     return on_ranks(size, on_rank)
 
 
-def left_behind() -> list[Path]:
-    return list(HERE.glob("slipstream-*"))
+def open_files() -> int:
+    """Return how many files of this process are memory of ours."""
+    found = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(name.startswith("/memfd:slipstream-") for name in found)
 
 
 def steps(group: Group) -> list[torch.Tensor | None]:
@@ -97,7 +98,20 @@ def test_large_tensors_and_messages_between_two_take_the_other_way() -> None:
             assert group.recv(torch.zeros(2), 1).tolist() == [1.0, 1.0]
 
     nearby(2, work)
-    assert not left_behind()
+
+
+def test_nothing_stays_open() -> None:
+    nearby(2, lambda group: group.all_reduce(torch.ones(1)))
+    gc.collect()
+    assert not open_files()
+
+
+def test_ranks_that_give_tensors_of_different_sizes_are_told() -> None:
+    def work(group: Group) -> None:
+        with pytest.raises(GroupError, match=f"all_gather on rank {group.rank} failed: ranks gave tensors of d"):
+            group.all_gather(torch.zeros(2 + group.rank))
+
+    nearby(2, work)
 
 
 def test_a_silent_peer_is_an_error_after_the_timeout() -> None:
@@ -179,25 +193,28 @@ def kinds(size: int = 2) -> list[type]:
     return on_ranks(size, lambda group: type(near(group, "tp", 5)))
 
 
-def test_without_shared_memory_it_is_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(near_group, "FOLDER", tmp_path / "nowhere")
+@pytest.mark.parametrize("call", ["posix_fallocate", "memfd_create"])
+def test_without_room_it_is_gloo(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, call, _full)
     assert kinds() == [TorchGroup] * 2
-    monkeypatch.setattr(near_group, "FOLDER", tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", _full)
-    assert kinds() == [TorchGroup] * 2
-    assert not list(tmp_path.iterdir())
+    assert not open_files()
 
 
-def _full(*_: int) -> None:
+def _full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
 def test_where_one_rank_has_it_not_none_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of two machines, or two containers: what rank 0 made, rank 1 does not find."""
     opened = near_group._opened
-    monkeypatch.setattr(near_group, "_opened", lambda path, group: None if group.rank else opened(path, group))
+    elsewhere = near_group._Place(2**22 + 1, 3, 5)  # above what Linux numbers processes with
+    monkeypatch.setattr(near_group, "_opened", lambda at, group: opened(elsewhere if group.rank else at, group))
     assert kinds() == [TorchGroup] * 2
-    assert not left_behind()
+
+
+def test_a_file_of_the_same_number_in_another_process_is_not_taken_for_it(tmp_path: Path) -> None:
+    with (tmp_path / "other").open("w+b") as file, pytest.raises(OSError, match="is another file"):
+        near_group._Place(os.getpid(), file.fileno(), 5).open()
 
 
 def test_without_a_compiler_it_is_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

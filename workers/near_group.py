@@ -10,21 +10,24 @@ import os
 import secrets
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from workers.groups import Group, GroupError
 from workers.native_library import KernelUnavailableError, load_function
 
-FOLDER = Path("/dev/shm")
-NAME_BYTES = 16
+NAME_BITS = 62
 HEADER_BYTES = 4096
 MOST_RANKS = HEADER_BYTES // 64
 PLACE_BYTES = 1 << 20
 """Larger tensors go through gloo: they take longer than waking up does."""
 
-FAILURES = ("", "timed out", "a rank has left", "a rank has died", "the memory cannot be locked")
+FAILURES = ("", "timed out", "a rank has left", "a rank has died", "the memory cannot be locked",
+            "ranks gave tensors of different sizes")
 
 
 class _Exchange(ctypes.Structure):
@@ -41,12 +44,11 @@ class _Memory:
         OSError, KernelUnavailableError: this cannot be had here.
     """
 
-    def __init__(self, path: Path, rank: int, size: int) -> None:
+    def __init__(self, place: "_Place", rank: int, size: int) -> None:
         self._run = {name: load_function("exchange", f"slipstream_{name}") for name in ("join", "exchange", "leave")}
-        num_bytes = HEADER_BYTES + 2 * size * PLACE_BYTES
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = place.open()
         weakref.finalize(self, os.close, file)  # not before: another thread may be waiting
-        self._bytes = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+        self._bytes = torch.frombuffer(mmap.mmap(file, bytes_for(size)), dtype=torch.uint8)
         self.call = _Exchange(memory=self._bytes.data_ptr(), file=file, rank=rank, size=size, place_bytes=PLACE_BYTES)
         self._do("join")
 
@@ -149,23 +151,67 @@ def near(group: Group, name: str, timeout_s: float) -> Group:
     Raises:
         GroupError: the ranks could not agree.
     """
-    is_possible = sys.platform == "linux" and group.size <= MOST_RANKS
-    path = FOLDER / f"slipstream-{_agreed(secrets.token_bytes(NAME_BYTES), group).hex()}"
-    if is_possible and group.rank == 0:
-        _make(path, HEADER_BYTES + 2 * group.size * PLACE_BYTES)
-    _count(True, group)  # it has been made, or cannot be
-    memory = _opened(path, group) if is_possible else None
-    try:
+    with _made(group) as made:
+        place = _Place(*group.broadcast(torch.tensor(made, dtype=torch.int64)).tolist())
+        memory = _opened(place, group)
         all_have_it = _count(memory is not None, group) == group.size
-    finally:
-        if group.rank == 0:
-            path.unlink(missing_ok=True)
     return NearGroup(group, name, memory, timeout_s) if memory is not None and all_have_it else group
 
 
-def _agreed(name: bytes, group: Group) -> bytes:
-    """Return rank 0's. It cannot be guessed: who finds a file of this name shares its memory with rank 0."""
-    return bytes(group.broadcast(torch.tensor(list(name), dtype=torch.uint8)).tolist())
+def bytes_for(size: int) -> int:
+    """Return the size of the memory of *size* ranks."""
+    return HEADER_BYTES + 2 * size * PLACE_BYTES
+
+
+class _Place(NamedTuple):
+    """Where the memory is that rank 0 made: an open file of its process, which has no other name."""
+
+    process: int
+    file: int
+    number: int
+    """Cannot be guessed: who finds a file that is called so shares its memory with rank 0."""
+
+    def open(self) -> int:
+        """Return the file, opened anew. Raises `OSError`: it is not on this machine, or not in this container."""
+        link = Path(f"/proc/{self.process}/fd/{self.file}")
+        if str(link.readlink()) != f"/memfd:{_called(self.number)} (deleted)":
+            raise OSError(f"{link} is another file")
+        return os.open(link, os.O_RDWR | os.O_CLOEXEC)
+
+
+NOWHERE = _Place(0, 0, 0)
+
+
+def _called(number: int) -> str:
+    return f"slipstream-{number:x}"
+
+
+@contextmanager
+def _made(group: Group) -> Iterator[_Place]:
+    """Make the memory on rank 0, with room for all of it, and say where it is while it may be opened."""
+    number = secrets.randbits(NAME_BITS)
+    file = None if group.rank or group.size > MOST_RANKS else _reserved(_called(number), bytes_for(group.size))
+    try:
+        yield NOWHERE if file is None else _Place(os.getpid(), file, number)
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def _reserved(name: str, num_bytes: int) -> int | None:
+    """Return an open file in main memory; None where there is no room, or no such thing."""
+    if sys.platform != "linux":
+        return None
+    try:
+        file = os.memfd_create(name)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError:
+        os.close(file)
+        return None
+    return file
 
 
 def _count(answer: bool, group: Group) -> int:
@@ -174,22 +220,8 @@ def _count(answer: bool, group: Group) -> int:
     return int(group.all_reduce(torch.tensor([answer], dtype=torch.int64)).item())
 
 
-def _make(path: Path, num_bytes: int) -> None:
-    """Make the file with room for all of it, or leave none behind."""
+def _opened(place: _Place, group: Group) -> _Memory | None:
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return
-    try:
-        os.posix_fallocate(file, 0, num_bytes)
-    except OSError:
-        path.unlink(missing_ok=True)
-    finally:
-        os.close(file)
-
-
-def _opened(path: Path, group: Group) -> _Memory | None:
-    try:
-        return _Memory(path, group.rank, group.size)
+        return _Memory(place, group.rank, group.size)
     except (OSError, KernelUnavailableError):
         return None

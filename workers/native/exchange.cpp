@@ -14,7 +14,7 @@
 
 extern "C" {
 
-enum Outcome : int64_t { kDone = 0, kTimedOut = 1, kLeft = 2, kDied = 3, kImpossible = 4 };
+enum Outcome : int64_t { kDone = 0, kTimedOut = 1, kLeft = 2, kDied = 3, kImpossible = 4, kUneven = 5 };
 
 struct Exchange {
     char* memory;
@@ -39,6 +39,7 @@ constexpr long kSleepNs = 50'000;
 
 struct Line {
     int64_t count, has_left;
+    int64_t bytes[2];  // of what lies in each place
 };
 
 inline Line* line_of(const Exchange& call, int64_t rank) {
@@ -112,9 +113,11 @@ Outcome exchange(const Exchange& call) {
     for (int64_t r = 0; r < call.size; ++r)
         if (const Outcome found = wait_for(call, r, call.number - 1)) return found;
     std::memcpy(place_of(call, call.rank), call.given, static_cast<size_t>(call.bytes));
+    line_of(call, call.rank)->bytes[call.number % 2] = call.bytes;
     __atomic_store_n(&line_of(call, call.rank)->count, call.number, __ATOMIC_RELEASE);
     for (int64_t r = call.first; r < call.last; ++r) {
         if (const Outcome found = wait_for(call, r, call.number)) return found;
+        if (line_of(call, r)->bytes[call.number % 2] != call.bytes) return kUneven;
         std::memcpy(call.taken + (r - call.first) * call.bytes, place_of(call, r), static_cast<size_t>(call.bytes));
     }
     return kDone;
