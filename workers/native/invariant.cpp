@@ -112,7 +112,7 @@ inline void tile(const float* const* x, const W* const* w, const Shards& shards,
             for (int m = 0; m < Rows; ++m) value[m] = load(x[m] + at + k);
             for (int n = 0; n < kColumns; ++n) {
                 const Lanes weight = load(w[n] + from + k);
-                for (int m = 0; m < Rows; ++m) total[m][n] = fma(value[m], weight, total[m][n]);
+                for (int m = 0; m < Rows; ++m) total[m][n] = fma_of_registers(value[m], weight, total[m][n]);
             }
         }
         if (k < size)
