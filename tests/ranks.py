@@ -1,13 +1,15 @@
 """Ranks of a group as threads of one process."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, BrokenBarrierError
 from typing import TypeVar
 
+import pytest
 import torch
 
-from workers.groups import Group, connect_store, form, open_store
+from workers.groups import Group, GroupError, connect_store, form, open_store
 
 Result = TypeVar("Result")
 
@@ -28,6 +30,24 @@ def on_ranks(size: int, work: Callable[[Group], Result], *, timeout_s: float = 6
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank_of, range(size)))
+
+
+def told_of_a_silent_peer(
+    run: Callable[..., list[str]], wait: Callable[[Group], object], timeout_s: float
+) -> str:
+    """Let rank 0 *wait* for a rank 1 that does nothing, both run by *run*; return what the error says."""
+    done = threading.Event()
+
+    def work(group: Group) -> str:
+        if group.rank == 1:
+            done.wait(20)
+            return ""
+        with pytest.raises(GroupError) as caught:
+            wait(group)
+        done.set()
+        return str(caught.value)
+
+    return run(2, work, timeout_s=timeout_s)[0]
 
 
 class Board:

@@ -1,6 +1,5 @@
 """Groups made from a store: what their operations return, and how they fail."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from protos.gang import StoreAddress
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, told_of_a_silent_peer
 from workers.groups import Group, GroupError, Solo, address_towards, connect_store, form, open_store
 
 
@@ -66,18 +65,7 @@ def test_one_group_lives_on_when_another_dies() -> None:
 
 
 def test_a_silent_peer_is_an_error_after_the_timeout() -> None:
-    done = threading.Event()
-
-    def work(group: Group) -> str:
-        if group.rank == 1:
-            done.wait(20)
-            return ""
-        with pytest.raises(GroupError) as caught:
-            group.recv(torch.zeros(1), 1)
-        done.set()
-        return str(caught.value)
-
-    message = on_ranks(2, work, timeout_s=0.5)[0]
+    message = told_of_a_silent_peer(on_ranks, lambda group: group.recv(torch.zeros(1), 1), 0.5)
     assert message.startswith("group tp: recv from rank 1 on rank 0 failed: ")
     assert "500ms" in message
 

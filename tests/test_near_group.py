@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from protos.gang import StoreAddress
-from tests.ranks import Result, on_ranks
+from tests.ranks import Result, on_ranks, told_of_a_silent_peer
 from workers import near_group
 from workers.groups import Group, GroupError, TorchGroup, connect_store, form, open_store
 from workers.near_group import PLACE_BYTES, NearGroup, near
@@ -115,18 +115,8 @@ def test_ranks_that_give_tensors_of_different_sizes_are_told() -> None:
 
 
 def test_a_silent_peer_is_an_error_after_the_timeout() -> None:
-    done = threading.Event()
-
-    def work(group: Group) -> str:
-        if group.rank == 1:
-            done.wait(20)
-            return ""
-        with pytest.raises(GroupError) as caught:
-            group.all_reduce(torch.zeros(1))
-        done.set()
-        return str(caught.value)
-
-    assert nearby(2, work, timeout_s=0.2)[0] == "group tp: all_reduce on rank 0 failed: timed out"
+    message = told_of_a_silent_peer(nearby, lambda group: group.all_reduce(torch.zeros(1)), 0.2)
+    assert message == "group tp: all_reduce on rank 0 failed: timed out"
 
 
 def test_a_peer_that_leaves_is_an_error_at_once() -> None:

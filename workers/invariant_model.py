@@ -92,9 +92,10 @@ class SummedExperts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
-        self.products += func.overloadpacket.__name__ in ops.GROUPED
-        is_last = self.products == PRODUCTS and func.overloadpacket.__name__ in ops.GROUPED
-        return self._summed(*args, **(kwargs or {})) if is_last else func(*args, **(kwargs or {}))
+        is_product = func.overloadpacket.__name__ in ops.GROUPED
+        self.products += is_product
+        run = self._summed if is_product and self.products == PRODUCTS else func
+        return run(*args, **(kwargs or {}))
 
     def _summed(self, x_MK: torch.Tensor, weight_EKN: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         part = ops.grouped(x_MK, weight_EKN, offs, ops.SHARDS // self._group.size, True)
