@@ -12,8 +12,9 @@
 namespace {
 
 constexpr int64_t kMost = 16;             // shards at most
-constexpr int64_t kRows = 3;              // rows computed together
 constexpr int64_t kColumns = 4;           // columns computed together: `sums` adds up four at once
+constexpr int64_t kRows = (kRegisters - 1) / (kColumns + 1);  // rows computed together, with a weight, in registers
+constexpr int64_t kPanel = 16;            // columns that stay near while all rows pass by
 constexpr int64_t kChunkBytes = 1 << 18;  // of widened rows that are kept near while all columns pass by
 constexpr int64_t kSmall = 1 << 14;       // numbers for which waking other threads is not worth it
 
@@ -83,9 +84,11 @@ template <typename T>
 void widen_row(const T* from, float* to, const Shards& shards) {
     for (int64_t s = 0; s < shards.count; ++s) {
         float* part = to + shards.at[s];
-        const int64_t size = shards.size(s), width = shards.at[s + 1] - shards.at[s];
-        for (int64_t k = 0; k < size; ++k) part[k] = widen(from[shards.begin[s] + k]);
-        std::fill(part + size, part + width, 0.0f);
+        const T* given = from + shards.begin[s];
+        const int64_t size = shards.size(s);
+        int64_t k = 0;
+        for (; k + kLanes <= size; k += kLanes) store(load(given + k), part + k);
+        if (k < size) store(load_some(given + k, size - k), part + k);
     }
 }
 
@@ -96,16 +99,16 @@ inline Four tree(const Four* sums, int64_t count) {
     return tree(sums, half) + tree(sums + half, count - half);
 }
 
-// Four columns of Rows rows. Weights lie as given (Padded: as x does, widened and padded).
-template <int Rows, bool Padded, typename W>
-inline void tile(const float* const* x, const W* const* w, const Shards& shards, Four* result) {
+// Four columns of Rows rows: x widened and padded, weights as given. Never a part of its callers: there, compilers keep
+// other things in registers than these sums.
+template <int Rows, typename T>
+__attribute__((noinline)) void tile(const float* const* x, const T* const* w, const Shards& shards, Four* result) {
     Four parts[Rows][kMost];
     for (int64_t s = 0; s < shards.count; ++s) {
         Lanes total[Rows][kColumns];
         for (int m = 0; m < Rows; ++m)
             for (int n = 0; n < kColumns; ++n) total[m][n] = zeros();
-        const int64_t at = shards.at[s], size = Padded ? shards.at[s + 1] - at : shards.size(s);
-        const int64_t from = Padded ? at : shards.begin[s];
+        const int64_t at = shards.at[s], from = shards.begin[s], size = shards.size(s);
         int64_t k = 0;
         for (; k + kLanes <= size; k += kLanes) {
             Lanes value[Rows];
@@ -125,14 +128,11 @@ inline void tile(const float* const* x, const W* const* w, const Shards& shards,
     for (int m = 0; m < Rows; ++m) result[m] = tree(parts[m], shards.count);
 }
 
-template <bool Padded, typename W>
-void some_rows(int64_t rows, const float* const* x, const W* const* w, const Shards& shards, Four* result) {
-    if (rows == 3)
-        tile<3, Padded>(x, w, shards, result);
-    else if (rows == 2)
-        tile<2, Padded>(x, w, shards, result);
-    else
-        tile<1, Padded>(x, w, shards, result);
+template <int Rows = kRows, typename T>
+void some_rows(int64_t rows, const float* const* x, const T* const* w, const Shards& shards, Four* result) {
+    if constexpr (Rows > 1)
+        if (rows < Rows) return some_rows<Rows - 1>(rows, x, w, shards, result);
+    tile<Rows>(x, w, shards, result);
 }
 
 template <typename T>
@@ -144,12 +144,11 @@ struct Product {
     explicit Product(const Linear& call) : call(call), shards(call.shards, call.size) {}
 
     void run() {
+        const int64_t fit = kChunkBytes / static_cast<int64_t>(sizeof(float)) / std::max<int64_t>(1, shards.width());
+        const int64_t chunk = std::max<int64_t>(1, fit / kRows) * kRows;
         int64_t first = 0;
         for (int64_t e = 0; e < call.experts; ++e) {
             const int64_t last = call.ends ? call.ends[e] : call.rows;
-            const int64_t chunk =
-                std::max(kRows, kChunkBytes / static_cast<int64_t>(sizeof(float)) / std::max<int64_t>(1, shards.width()) /
-                                    kRows * kRows);
             for (int64_t m = first; m < last; m += chunk) some(e, m, std::min(chunk, last - m));
             first = last;
         }
@@ -160,41 +159,27 @@ struct Product {
         wide.resize(static_cast<size_t>(count * width));
         for (int64_t m = 0; m < count; ++m)
             widen_row(static_cast<const T*>(call.x) + (first + m) * call.x_stride, &wide[m * width], shards);
-        const T* weights = static_cast<const T*>(call.w) + expert * call.w_expert;
-        const int64_t tiles = (call.columns + kColumns - 1) / kColumns;
-        const int64_t threads = count * call.columns * call.size < 8 * kSmall ? 1 : std::min(call.threads, tiles);
+        const int64_t panels = (call.columns + kPanel - 1) / kPanel;
+        const int64_t threads = count * call.columns * call.size < 8 * kSmall ? 1 : std::min(call.threads, panels);
 #pragma omp parallel for num_threads(static_cast<int>(threads)) schedule(static)
-        for (int64_t t = 0; t < tiles; ++t) columns(weights, t * kColumns, expert, first, count);
+        for (int64_t p = 0; p < panels; ++p) panel(p * kPanel, expert, first, count);
     }
 
-    void columns(const T* weights, int64_t n, int64_t expert, int64_t first, int64_t count) const {
-        const T* w[kColumns];
-        for (int64_t i = 0; i < kColumns; ++i) w[i] = weights + std::min(n + i, call.columns - 1) * call.w_stride;
-        // Weights that many rows read are widened once.
-        if (count > kRows && !std::is_same<T, float>::value) {
-            thread_local std::vector<float> scratch;
-            const int64_t width = shards.width();
-            scratch.resize(static_cast<size_t>(kColumns * width));
-            const float* near[kColumns];
-            for (int64_t i = 0; i < kColumns; ++i) {
-                widen_row(w[i], &scratch[i * width], shards);
-                near[i] = &scratch[i * width];
-            }
-            rows<true>(near, n, expert, first, count);
-        } else {
-            rows<false>(w, n, expert, first, count);
-        }
-    }
-
-    template <bool Padded, typename W>
-    void rows(const W* const* w, int64_t n, int64_t expert, int64_t first, int64_t count) const {
-        for (int64_t m = 0; m < count; m += kRows) {
-            const int64_t some = std::min(kRows, count - m);
+    void panel(int64_t n, int64_t expert, int64_t first, int64_t count) const {
+        const T* weights = static_cast<const T*>(call.w) + expert * call.w_expert;
+        const int64_t last = call.columns - 1, behind = std::min(n + kPanel, call.columns);
+        const int64_t tiles = (count + kRows - 1) / kRows;
+        for (int64_t t = 0; t < tiles; ++t) {
+            const int64_t m = begin_of(t, tiles, count), some = begin_of(t + 1, tiles, count) - m;
             const float* x[kRows];
-            Four result[kRows];
             for (int64_t i = 0; i < some; ++i) x[i] = &wide[(m + i) * shards.width()];
-            some_rows<Padded>(some, x, w, shards, result);
-            for (int64_t i = 0; i < some; ++i) put(result[i], first + m + i, n, expert);
+            for (int64_t c = n; c < behind; c += kColumns) {
+                const T* w[kColumns];
+                for (int64_t i = 0; i < kColumns; ++i) w[i] = weights + std::min(c + i, last) * call.w_stride;
+                Four result[kRows];
+                some_rows(some, x, w, shards, result);
+                for (int64_t i = 0; i < some; ++i) put(result[i], first + m + i, c, expert);
+            }
         }
     }
 

@@ -17,6 +17,7 @@
 namespace {
 
 constexpr int64_t kTile = 32;
+constexpr int64_t kLine = 64;        // bytes that are fetched at once
 constexpr int64_t kQueryHeads = 32;  // query tokens x heads handled by one task, at most (one token at least)
 
 inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
@@ -114,6 +115,9 @@ struct Task {
         const int64_t at = table.place(place) * layer.kv_heads + group;
         keys[j] = static_cast<const T*>(layer.keys) + at * D;
         values[j] = static_cast<const T*>(layer.values) + at * E;
+        // Blocks lie anywhere, so that only this knows what is read next.
+        for (int64_t d = 0; d < D; d += kLine / sizeof(T)) __builtin_prefetch(keys[j] + d);
+        for (int64_t e = 0; e < E; e += kLine / sizeof(T)) __builtin_prefetch(values[j] + e);
     }
 
     // Scores queries m .. m + count against the keys from .. to of the tile.
@@ -132,14 +136,17 @@ struct Task {
         Lanes total[Queries][4];
         for (int q = 0; q < Queries; ++q)
             for (int i = 0; i < 4; ++i) total[q][i] = zeros();
-        for (int64_t d = 0; d < D; d += kLanes) {
+        const auto add = [&](int64_t d, auto&& read) {
             Lanes key[4];
-            for (int i = 0; i < 4; ++i) key[i] = d + kLanes <= D ? load(some[i] + d) : load_some(some[i] + d, D - d);
+            for (int i = 0; i < 4; ++i) key[i] = read(some[i] + d);
             for (int q = 0; q < Queries; ++q) {
                 const Lanes query = load(&s.query[(m + q) * DP + d]);
                 for (int i = 0; i < 4; ++i) total[q][i] = fma(query, key[i], total[q][i]);
             }
-        }
+        };
+        int64_t d = 0;
+        for (; d + kLanes <= D; d += kLanes) add(d, [](const T* at) { return load(at); });
+        if (d < D) add(d, [&](const T* at) { return load_some(at, D - d); });
         for (int q = 0; q < Queries; ++q) {
             const Four found = sums(total[q][0], total[q][1], total[q][2], total[q][3]);
             std::copy(found.at, found.at + std::min<int64_t>(4, to - j), &s.scores[(m + q) * kTile + j]);
@@ -177,26 +184,24 @@ struct Task {
     }
 
     void add(int64_t m, int64_t from, int64_t to, float shrink) {
+        const auto whole = [](const T* at) { return load(at); };
         int64_t e = 0;
-        for (; e + 8 * kLanes <= E; e += 8 * kLanes) add_some<8>(m, e, from, to, shrink);
-        for (; e + 4 * kLanes <= E; e += 4 * kLanes) add_some<4>(m, e, from, to, shrink);
-        for (; e < E; e += kLanes) add_some<1>(m, e, from, to, shrink);
+        for (; e + 8 * kLanes <= E; e += 8 * kLanes) add_some<8>(m, e, from, to, shrink, whole);
+        for (; e + 4 * kLanes <= E; e += 4 * kLanes) add_some<4>(m, e, from, to, shrink, whole);
+        for (; e + kLanes <= E; e += kLanes) add_some<1>(m, e, from, to, shrink, whole);
+        if (e < E) add_some<1>(m, e, from, to, shrink, [&](const T* at) { return load_some(at, E - e); });
     }
 
     // Adds the weighted values, Parts vectors of them, key after key.
-    template <int Parts>
-    void add_some(int64_t m, int64_t e, int64_t from, int64_t to, float shrink) {
+    template <int Parts, typename Read>
+    void add_some(int64_t m, int64_t e, int64_t from, int64_t to, float shrink, Read&& read) {
         float* output = &s.output[m * EP + e];
         const float* weight = &s.scores[m * kTile];
         Lanes total[Parts];
         for (int i = 0; i < Parts; ++i) total[i] = load(output + i * kLanes) * all(shrink);
         for (int64_t j = from; j < to; ++j) {
             const Lanes factor = all(weight[j]);
-            for (int i = 0; i < Parts; ++i) {
-                const T* at = values[j] + e + i * kLanes;
-                const int64_t left = E - e - i * kLanes;
-                total[i] = fma(factor, left >= kLanes ? load(at) : load_some(at, left), total[i]);
-            }
+            for (int i = 0; i < Parts; ++i) total[i] = fma(factor, read(values[j] + e + i * kLanes), total[i]);
         }
         for (int i = 0; i < Parts; ++i) store(total[i], output + i * kLanes);
     }

@@ -25,6 +25,7 @@ inline Four operator+(const Four& a, const Four& b) {
 #if defined(__AVX512F__)
 
 constexpr int64_t kLanes = 16;
+constexpr int64_t kRegisters = 32;
 struct Lanes {
     __m512 v;
 };
@@ -40,6 +41,11 @@ inline Lanes load(const Fp16* from) {
 }
 inline void store(Lanes a, float* to) { _mm512_storeu_ps(to, a.v); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+#define SLIPSTREAM_FMA_OF_REGISTERS
+inline Lanes fma_of_registers(Lanes a, Lanes b, Lanes c) {
+    asm("vfmadd231ps %2, %1, %0" : "+v"(c.v) : "v"(a.v), "v"(b.v));
+    return c;
+}
 inline Lanes operator+(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes operator*(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline __m256 halves(Lanes a) {
@@ -51,6 +57,7 @@ inline __m256 halves(Lanes a) {
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 constexpr int64_t kLanes = 8;
+constexpr int64_t kRegisters = 16;
 struct Lanes {
     __m256 v;
 };
@@ -79,6 +86,7 @@ inline __m256 halves(Lanes a) { return a.v; }
 #else
 
 constexpr int64_t kLanes = 8;
+constexpr int64_t kRegisters = 16;
 struct Lanes {
     float at[kLanes];
 };
