@@ -17,7 +17,6 @@
 namespace {
 
 constexpr int64_t kTile = 32;
-constexpr int64_t kLine = 64;        // bytes that are fetched at once
 constexpr int64_t kQueryHeads = 32;  // query tokens x heads handled by one task, at most (one token at least)
 
 inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
@@ -82,7 +81,7 @@ struct Task {
         const int64_t behind = std::min(common, *most + 1);
         for (int64_t base = lowest(*least) / kTile * kTile; base < behind; base += kTile) {
             const int64_t n = std::min(kTile, behind - base), skipped = std::max<int64_t>(0, view.lowest - base);
-            for (int64_t j = skipped; j < n; ++j) find(j, base + j);
+            table.walk(base + skipped, base + n, [&](int64_t j, int64_t place) { find(skipped + j, place); });
             score(0, M, skipped, n);
             for (int64_t m = 0; m < M; ++m)
                 take(m, std::max<int64_t>(0, lowest(s.positions[m]) - base), std::min(n, s.positions[m] + 1 - base));
@@ -105,19 +104,18 @@ struct Task {
             const int64_t n = std::min(kTile, all - base);
             int64_t from = 0;
             while (from < n && view.position(s.places[base + from]) < least) ++from;
-            for (int64_t j = from; j < n; ++j) find(j, s.places[base + j]);
+            for (int64_t j = from; j < n; ++j) find(j, table.place(s.places[base + j]));
             score(i * share, share, from, n);
             for (int64_t m = i * share; m < (i + 1) * share; ++m) take(m, from, n);
         }
     }
 
     void find(int64_t j, int64_t place) {
-        const int64_t at = table.place(place) * layer.kv_heads + group;
+        const int64_t at = place * layer.kv_heads + group;
         keys[j] = static_cast<const T*>(layer.keys) + at * D;
         values[j] = static_cast<const T*>(layer.values) + at * E;
-        // Blocks lie anywhere, so that only this knows what is read next.
-        for (int64_t d = 0; d < D; d += kLine / sizeof(T)) __builtin_prefetch(keys[j] + d);
-        for (int64_t e = 0; e < E; e += kLine / sizeof(T)) __builtin_prefetch(values[j] + e);
+        prefetch(keys[j], D);
+        prefetch(values[j], E);
     }
 
     // Scores queries m .. m + count against the keys from .. to of the tile.

@@ -137,12 +137,6 @@ struct Task {
     }
     const T* key(int64_t place) const { return static_cast<const T*>(layer.keys) + (place * layer.kv_heads + group) * D; }
 
-    // Rows lie all over the cache: without being told, the processor would wait for each.
-    static void prefetch(const T* from, int64_t size) {
-        for (int64_t byte = 0; byte < size * static_cast<int64_t>(sizeof(T)); byte += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(from) + byte);
-    }
-
     // Scores every query against every key of the tile, also those it does not see.
     void score() {
         if constexpr (Size > 0) {
