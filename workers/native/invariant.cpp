@@ -16,6 +16,7 @@ constexpr int64_t kColumns = 4;           // columns computed together: `sums` a
 constexpr int64_t kRows = (kRegisters - 1) / (kColumns + 1);  // rows computed together, with a weight, in registers
 constexpr int64_t kPanel = 16;            // columns that stay near while all rows pass by
 constexpr int64_t kChunkBytes = 1 << 18;  // of widened rows that are kept near while all columns pass by
+constexpr int64_t kAhead = 1 << 13;       // bytes: weights are asked for so far ahead; a processor alone looks less far
 constexpr int64_t kSmall = 1 << 14;       // numbers for which waking other threads is not worth it
 
 enum Kind : int64_t { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
@@ -115,6 +116,7 @@ __attribute__((noinline)) void tile(const float* const* x, const T* const* w, co
             for (int m = 0; m < Rows; ++m) value[m] = load(x[m] + at + k);
             for (int n = 0; n < kColumns; ++n) {
                 const Lanes weight = load(w[n] + from + k);
+                __builtin_prefetch(reinterpret_cast<const char*>(w[n] + from + k) + kAhead);
                 for (int m = 0; m < Rows; ++m) total[m][n] = fma_of_registers(value[m], weight, total[m][n]);
             }
         }
