@@ -22,6 +22,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: objec
     return time.monotonic() - started
 
 
-def wait_gone(pids: list[int], seconds: float = 5.0) -> None:
+def wait_gone(pids: list[int], seconds: float = 20.0) -> None:
     """Return when none of *pids* runs."""
     wait_until(lambda: not any(map(is_running, pids)), seconds, [pid for pid in pids if is_running(pid)])

@@ -199,7 +199,7 @@ def test_a_full_queue_refuses_at_once_and_recovers() -> None:
 @pytest.mark.usefixtures("slow")
 def test_the_real_client_tries_again_after_429() -> None:
     with guarded(LONG, max_waiting_requests=1) as served:
-        client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=8)
+        client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=30)
         with ThreadPoolExecutor(12) as pool:
             asked = [pool.submit(client.completions.create, model="fake", prompt=f"c{i}", max_tokens=60)
                      for i in range(12)]  # fmt: skip
