@@ -1,6 +1,7 @@
 """What `slipstream doctor` checks: devices, real process groups, and a pair that is formed again after a SIGKILL.
 
-It works with plain child processes of this machine, over the groups that engines use: gloo on CPUs, NCCL on GPUs.
+It works with plain child processes of this machine, over the groups that engines use: shared memory and gloo on CPUs,
+NCCL on GPUs.
 """
 
 import os
@@ -142,7 +143,7 @@ class Examination:
         self._settle(seen)
         versions = f"torch {seen.torch}"
         if self._backend == "gloo":
-            return f"{versions}, on the CPU: {self._world} target ranks and a draft over gloo"
+            return f"{versions}, on the CPU: {self._world} target rank(s) and a draft"
         count = len(seen.devices)
         kinds = ", ".join(f"{seen.devices.count(name)} x {name}" for name in sorted(set(seen.devices)))
         text = f"{kinds}; {versions}, CUDA {seen.cuda}, NCCL {seen.nccl}; target ranks on {self._world} of {count}"
@@ -166,14 +167,13 @@ class Examination:
     def _tp(self) -> str:
         targets = self._targets
         self._seen |= self._ward.admit(targets[1:])
-        seconds = self._form(TP, targets)
-        return f"{self._world} rank(s) over {self._backend}, formed in {seconds:.2f} s; {self._figures(TP, targets)}"
+        return f"{self._world} rank(s) over {self._form(TP, targets)}; {self._figures(TP, targets)}"
 
     def _pair(self) -> str:
         self._seen |= self._ward.admit([DRAFT])
-        seconds = self._form("pair/1", [TARGET, DRAFT])
+        formed = self._form("pair/1", [TARGET, DRAFT])
         figures = self._figures("pair/1", [TARGET, DRAFT], "ping")
-        return f"target rank 0 and the draft over {self._backend}, formed in {seconds:.2f} s; {figures}"
+        return f"target rank 0 and the draft over {formed}; {figures}"
 
     def _pair_again(self) -> str:
         noticed = self._kill_draft()
@@ -197,15 +197,16 @@ class Examination:
         self._ward.wait([DRAFT], Died, ANSWER_S, "the system does not tell that child processes ended: is it stuck?")
         return time.monotonic() - started
 
-    def _form(self, group: str, workers: list[WorkerId]) -> float:
-        """Form *group* of *workers*, in the order of its ranks; return how long the slowest took."""
+    def _form(self, group: str, workers: list[WorkerId]) -> str:
+        """Form *group* of *workers*, in the order of its ranks; say over what, and how long the slowest took."""
         store, size = self._seen[TARGET].store, len(workers)
         orders = {
-            worker: Join(group, store, rank, size, self._backend, self._device_of(worker))
+            worker: Join(group, store, rank, size, self._backend, self._device_of(worker), is_near=group == TP)
             for rank, worker in enumerate(workers)
         }
         answers = self._ward.ask(orders, Joined, REMEDIES[self._backend])
-        return max(answer.seconds for answer in answers.values())
+        slowest = max(answers.values(), key=lambda joined: joined.seconds)
+        return f"{slowest.over}, formed in {slowest.seconds:.2f} s"
 
     def _device_of(self, worker: WorkerId) -> str:
         return self._devices[self._world if worker.role == "draft" else worker.rank]

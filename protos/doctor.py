@@ -8,7 +8,11 @@ from protos.gang import Died, Stop, StoreAddress
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Form *group* with the other ranks, who meet at *store*; answered by `Joined`."""
+    """Form *group* with the other ranks, who meet at *store*; answered by `Joined`.
+
+    Attributes:
+        is_near: whether its ranks share memory where they can, as target ranks do.
+    """
 
     group: str
     store: StoreAddress
@@ -16,6 +20,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     size: int
     backend: str
     device: str
+    is_near: bool
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
@@ -54,9 +59,10 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """The group is formed; it took *seconds*."""
+    """The group is formed, *over* what; it took *seconds*."""
 
     seconds: float
+    over: str
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):

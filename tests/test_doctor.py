@@ -36,9 +36,10 @@ def test_a_sound_machine(wards: list[Ward]) -> None:
     examination = Examination(Wanted(device="cpu"), place)
     found = {name: check() for name, check in examination.checks()}
     assert list(found) == ["devices", "tp group", "pair group", "pair after a kill"]
-    assert found["devices"] == f"torch {torch.__version__}, on the CPU: 2 target ranks and a draft over gloo"
-    assert found["tp group"].startswith("2 rank(s) over gloo, formed in ")
+    assert found["devices"] == f"torch {torch.__version__}, on the CPU: 2 target rank(s) and a draft"
+    assert found["tp group"].startswith("2 rank(s) over shared memory (above 1 MiB gloo), formed in ")
     assert "broadcast of 1 KiB" in found["tp group"]
+    assert found["pair group"].startswith("target rank 0 and the draft over gloo, formed in ")
     assert "one way of 1 KiB" in found["pair group"]
     assert "the death was noticed after" in found["pair after a kill"]
     workers = [TARGET, WorkerId("target", 1), WorkerId("draft", incarnation=1)]

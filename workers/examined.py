@@ -9,10 +9,12 @@ import torch
 from protos.doctor import FromExamined, Join, Joined, Measure, Measured, Part, Seen, ToExamined, Trouble
 from protos.gang import Stop, StoreAddress
 from workers.groups import Group, GroupError, connect_store, form, open_store
+from workers.near_group import PLACE_BYTES, NearGroup, form_near
 
 GROUP_S = 20.0
 """Forming a group, and each operation, takes at most this long where nothing is wrong."""
 PATTERN = 151
+SHARED = f"shared memory (above {PLACE_BYTES >> 20} MiB gloo)"
 
 
 class Port(Protocol):
@@ -82,9 +84,10 @@ class Examined:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         store = connect_store(order.store, GROUP_S)
-        group = form(order.group, store, order.rank, order.size, order.backend, device=device, timeout_s=GROUP_S)
+        join = form_near if order.is_near else form
+        group = join(order.group, store, order.rank, order.size, order.backend, device=device, timeout_s=GROUP_S)
         self._groups[order.group] = group, device
-        return Joined(time.perf_counter() - started)
+        return Joined(time.perf_counter() - started, SHARED if isinstance(group, NearGroup) else order.backend)
 
     def close(self) -> None:
         """Leave all groups."""

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
-from workers.groups import Group, GroupError
+from workers.groups import LOOPBACK, Group, GroupError, form
 from workers.native_library import KernelUnavailableError, load_function
 
 NAME_BITS = 62
@@ -136,6 +137,15 @@ class NearGroup:
 def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
     """Return `[ranks, ...]` joined along *dim* of what a rank gave: along the first, it lies so already."""
     return torch.cat(parts.unbind(0), dim) if dim else parts.flatten(0, 1)
+
+
+def form_near(
+    name: str, store: Store, rank: int, size: int, backend: str = "gloo", *, device: torch.device | None = None,
+    host: str = LOOPBACK, timeout_s: float = 60.0,
+) -> Group:  # fmt: skip
+    """Form a group as `form` does, and exchange through shared memory where tensors are on CPUs and all ranks can."""
+    group = form(name, store, rank, size, backend, device=device, host=host, timeout_s=timeout_s)
+    return near(group, name, timeout_s) if backend == "gloo" and size > 1 else group
 
 
 def near(group: Group, name: str, timeout_s: float) -> Group:

@@ -36,12 +36,12 @@ from workers.build import MEASURED_TOKENS, cache_memory, taps_for
 from workers.draft_rank import DraftRank
 from workers.draft_side import DraftSide, LoadedDraft, feature_spec, load_draft, wants_costs
 from workers.grammar_words import with_grammars
-from workers.groups import LOOPBACK, Group, Solo, address_towards, connect_store, form, open_store
+from workers.groups import LOOPBACK, Group, Solo, address_towards, connect_store, open_store
 from workers.judges import judge_for
 from workers.kv import bytes_per_block
 from workers.laws import LAW_SIZE
 from workers.loader import LoadedModel, load
-from workers.near_group import near
+from workers.near_group import form_near
 from workers.pair import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.patience import FLOOR_S
 from workers.runner import ModelRunner, weight_bytes
@@ -270,9 +270,8 @@ class _Loading:
             return Solo()
         self._say(f"meeting {setup.world - 1} other target rank{'s' if setup.world > 2 else ''}")
         store, host = connect_store(setup.store), address_towards(setup.store.host)
-        group = form("tp", store, setup.worker.rank, setup.world, setup.backend, device=self._device, host=host,
-                     timeout_s=TP_TIMEOUT_S)
-        return near(group, "tp", TP_TIMEOUT_S) if setup.backend == "gloo" else group
+        return form_near("tp", store, setup.worker.rank, setup.world, setup.backend, device=self._device, host=host,
+                         timeout_s=TP_TIMEOUT_S)
 
     def _drafts_here(self, tp: Group) -> bool:
         """Whether a draft lives in this process."""
