@@ -13,7 +13,7 @@ from protos.config import ModelConfig
 from protos.errors import ModelError
 from protos.learned import LayerShape
 from tests.tiny_models import build
-from workers import loader
+from workers import fetching, loader
 from workers.families import REFUSED, TESTED
 from workers.loader import load
 
@@ -204,8 +204,8 @@ def test_hub_ids_go_through_the_hub_client(llama: Path, monkeypatch: pytest.Monk
         assert not any("bin" in pattern or "py" in pattern for pattern in patterns["allow_patterns"])
         return str(llama)
 
-    monkeypatch.setattr(loader, "hf_hub_download", download)
-    monkeypatch.setattr(loader, "snapshot_download", snapshot)
+    monkeypatch.setattr(fetching, "hf_hub_download", download)
+    monkeypatch.setattr(fetching, "snapshot_download", snapshot)
     load(ModelConfig(model="someone/llama", revision="abc", download_dir="/cache"))
     assert asked == [("someone/llama", "abc", "/cache")] * 2
 
@@ -214,7 +214,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("long story")
 
-    monkeypatch.setattr(loader, "hf_hub_download", unreachable)
+    monkeypatch.setattr(fetching, "hf_hub_download", unreachable)
     assert "someone/llama at revision abc: not in the cache" in refusal("someone/llama", revision="abc")
 
 

@@ -4,7 +4,6 @@ Only what is asked for is read, so that a rank never holds more than its share. 
 than models do: with or without the base model's prefix, and experts one by one where the model has one tensor for all.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protos.errors import ModelError
+from workers.fetching import shards_by_tensor
 from workers.parallel_cuts import Cut
 
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -156,11 +156,9 @@ def opened(folder: Path, kind: str, prefix: str) -> Iterator[Checkpoint]:
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return [folder / "model.safetensors"]
-    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / shard for shard in sorted(set(shards))]
+    """Return the files that are there: whoever needs only some of a checkpoint has fetched only some shards of it."""
+    shards = sorted(set(shards_by_tensor(folder, folder.name).values()))
+    return [folder / shard for shard in shards if (folder / shard).is_file()] or [folder / "model.safetensors"]
 
 
 def read_cut(stored: Stored, cut: Cut | None, dtype: torch.dtype) -> torch.Tensor:

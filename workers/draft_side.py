@@ -25,9 +25,10 @@ from workers.building import BUILDING
 from workers.draft import DraftWorker, Proposes
 from workers.drawing import drawing_for
 from workers.features import Features
+from workers.fetching import HEADS, describe, fetch, fetch_ends, fetch_tokenizer
 from workers.kv import bytes_per_block
 from workers.laws import BySlot
-from workers.loader import HEADS, LoadedModel, describe, fetch, load, pick_device, pick_dtype
+from workers.loader import LoadedModel, load, pick_device, pick_dtype
 from workers.module_runner import DraftForward, LoadedModule, ModelForward, ModuleRunner
 from workers.parts import DraftParts, Lender, ResidentLender, StoredLender
 from workers.runner import ModelRunner, weight_bytes
@@ -260,9 +261,7 @@ def load_draft(config: EngineConfig, beside: LoadedModel | None, say: Say) -> Lo
 
 def _dictionary(config: EngineConfig, draft: LoadedModel, say: Say) -> Dictionary:
     model = config.model
-    tokenizer = fetch(model) if model.tokenizer is None else fetch(replace(model, model=model.tokenizer,
-                                                                          revision=model.tokenizer_revision))
-    found = Dictionary.between(tokenizer, draft.folder, int(describe(model)["vocab_size"]))
+    found = Dictionary.between(fetch_tokenizer(model), draft.folder, int(describe(model)["vocab_size"]))
     say(f"{len(found.ours_S)} of the draft's {draft.vocab_size} tokens stand for text that a token of the target is")
     return found
 
@@ -279,7 +278,7 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
 
 def _load_module(config: EngineConfig, speculative: SpeculativeConfig, learned: type[LearnedProposer],
                  beside: LoadedModel | None) -> ModuleDraft:
-    target, source = describe(config.model), fetch(config.model)
+    target, source = describe(config.model), fetch_ends(config.model)
     device = pick_device(config.model.device)
     dtype, _ = pick_dtype(config.model.dtype if speculative.dtype == "auto" else speculative.dtype, target, source,
                           device)

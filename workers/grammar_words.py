@@ -1,22 +1,20 @@
 """The vocabulary that grammars are followed in: read from the model's tokenizer when the first grammar comes."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protos.config import ModelConfig
 from protos.errors import ModelError
 from protos.guidance import GrammarError, vocabulary
+from workers.fetching import fetch_tokenizer
 from workers.grammar_sampler import GrammarSampler
 from workers.grammar_slots import Grammars
-from workers.loader import LoadedModel, fetch
+from workers.loader import LoadedModel
 from workers.sampler import Sampler
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
-
-TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +32,8 @@ def _tokenizer_json(config: ModelConfig) -> str:
     """Return the model's tokenizer in its one-file form. Raises `GrammarError`."""
     if config.skip_tokenizer_init:
         raise GrammarError("structured output is text, but skip_tokenizer_init is set")
-    named = config if config.tokenizer is None else replace(config, model=config.tokenizer,
-                                                            revision=config.tokenizer_revision)
     try:
-        text: str = _load(fetch(named, TOKENIZER_FILES)).backend_tokenizer.to_str()
+        text: str = _load(fetch_tokenizer(config)).backend_tokenizer.to_str()
     except (ModelError, OSError, ValueError, AttributeError):
         logger.exception("grammars cannot be followed: the tokenizer could not be loaded")
         raise GrammarError("the target could not load the model's tokenizer") from None

@@ -1,17 +1,13 @@
 """Load a checkpoint: a Hub id or a folder, safetensors only, nothing executed from it."""
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -23,6 +19,7 @@ from workers import families
 from workers.attention import NAME
 from workers.building import BUILDING
 from workers.compiling import cpu_computes
+from workers.fetching import INDEX, describe, fetch, read_json, shards_by_tensor
 from workers.groups import Group
 from workers.invariant import active
 from workers.invariant_model import check_possible, lay_out
@@ -31,10 +28,6 @@ from workers.probe import probe
 
 logger = logging.getLogger(__name__)
 
-WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-HEADS = [*WANTED_FILES, "*.bin", "*.pt"]
-"""What checkpoints of heads may consist of; read by `workers.parts`."""
-UNWANTED_FILES = ["original/*", "consolidated*", "onnx/*"]
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32,
@@ -163,82 +156,15 @@ def _stored_dtype(folder: Path) -> str:
     return next((kind for kind in kinds if kind in DTYPES), "F32")
 
 
-def describe(config: ModelConfig) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint, without its weights. Raises `ModelError`."""
-    return _read_json(_config_file(config), config.model)
-
-
-def _config_file(config: ModelConfig) -> Path:
-    path = Path(config.model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{config.model}: the folder has no config.json")
-        return path / "config.json"
-    if path.exists() or config.model.startswith(("/", "./", "../", "~")):
-        raise ModelError(f"{config.model}: there is no such folder")
-    name, revision, cache = config.model, config.revision, config.download_dir
-    return Path(_from_hub(config, lambda: hf_hub_download(name, "config.json", revision=revision, cache_dir=cache)))
-
-
-def fetch(config: ModelConfig, patterns: Seq[str] = WANTED_FILES) -> Path:
-    """Return the folder of a checkpoint; files that match *patterns* come from the Hub. Raises `ModelError`."""
-    path = Path(config.model).expanduser()
-    if path.is_dir():
-        return path
-    logger.info("fetching %s", config.model)
-    return Path(
-        _from_hub(
-            config,
-            lambda: snapshot_download(
-                config.model,
-                revision=config.revision,
-                cache_dir=config.download_dir,
-                allow_patterns=list(patterns),
-                ignore_patterns=UNWANTED_FILES,
-            ),
-        )
-    )
-
-
-def _from_hub(config: ModelConfig, fetch: Callable[[], str]) -> str:
-    where = config.model if config.revision is None else f"{config.model} at revision {config.revision}"
-    try:
-        return fetch()
-    except LocalEntryNotFoundError as error:
-        raise ModelError(f"{where}: not in the cache, and the Hub cannot be reached (or offline mode is on)") from error
-    except HFValidationError as error:
-        raise ModelError(f"{where}: neither a folder nor a valid Hub id") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"{where}: the Hub answered: {str(error).strip().splitlines()[0]}") from error
-
-
-def _read_json(path: Path, name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: {path.name} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{name}: {path.name} holds no JSON object")
-    return content
-
-
 def _check_weights(folder: Path, name: str) -> None:
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"{name}: there are no *.safetensors files; other formats can run code when loaded and are not read. "
             "Convert the checkpoint with save_pretrained"
         )
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    shards = _read_json(index, name).get("weight_map")
-    if not isinstance(shards, dict):
-        raise ModelError(f"{name}: {index.name} has no weight_map")
-    for shard in sorted({str(value) for value in shards.values()}):
-        if "/" in shard or "\\" in shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{name}: {index.name} names the shard {shard!r}; shards must be *.safetensors beside it")
+    for shard in sorted(set(shards_by_tensor(folder, name).values())):
         if not (folder / shard).is_file():
-            raise ModelError(f"{name}: the shard {shard} named in {index.name} is missing")
+            raise ModelError(f"{name}: the shard {shard} named in {INDEX} is missing")
 
 
 def _context_length(described: Mapping[str, Any], config: ModelConfig) -> int:
@@ -254,7 +180,7 @@ def _eos_ids(folder: Path, described: Mapping[str, Any]) -> tuple[int, ...]:
     sources = [described.get("eos_token_id")]
     generation = folder / "generation_config.json"
     if generation.is_file():
-        sources.append(_read_json(generation, folder.name).get("eos_token_id"))
+        sources.append(read_json(generation, folder.name).get("eos_token_id"))
     found: set[int] = set()
     for ids in sources:
         found.update([ids] if isinstance(ids, int) else ids or ())
