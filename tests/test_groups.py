@@ -1,14 +1,20 @@
 """Groups made from a store: what their operations return, and how they fail."""
 
+import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from protos.gang import StoreAddress
-from tests.ranks import on_ranks, told_of_a_silent_peer
-from workers.groups import Group, GroupError, Solo, address_towards, connect_store, form, open_store
+from tests.ranks import Board, ThreadGroup, on_ranks, told_of_a_silent_peer
+from workers import groups
+from workers.groups import Group, GroupError, Solo, address_towards, connect_store, form, let_go, open_store
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -114,3 +120,42 @@ def test_solo() -> None:
     with pytest.raises(GroupError, match="no rank 1 to receive from"):
         solo.recv(mine, 1)
     solo.close()
+
+
+class Nccl:
+    """What `ProcessGroupNCCL` is made with: what it reads of the environment, and how long operations may take."""
+
+    Options = SimpleNamespace
+    seen: ClassVar[list[tuple[str | None, ...]]] = []
+
+    def __init__(self, _store: Any, _rank: int, _size: int, options: Any) -> None:
+        names = (groups.WHEN_NCCL_FAILS, *groups.NCCL_LEAVES_IT_TO_US)
+        self.seen.append((*map(os.environ.get, names), str(options._timeout)))
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device == torch.device("cuda", 1)
+
+
+def test_over_nccl_a_failure_ends_the_process_or_the_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (groups.WHEN_NCCL_FAILS, *groups.NCCL_LEAVES_IT_TO_US):
+        monkeypatch.setenv(name, "1")  # as some clusters have it
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(Nccl, "seen", [])
+    store, _ = open_store()
+    form("tp", store, 0, 2, "nccl", device=torch.device("cuda", 1), timeout_s=9)
+    form("pair/1", store, 0, 2, "nccl", device=torch.device("cuda", 1), timeout_s=5, is_vital=False)
+    assert Nccl.seen == [("3", "0", "0", "0", "0:00:09"), ("2", "0", "0", "0", "0:00:05")]
+
+
+def test_only_what_waits_on_a_device_is_broken_off_by_others() -> None:
+    closed = threading.Event()
+
+    class Told(ThreadGroup):
+        def close(self) -> None:
+            closed.set()
+
+    let_go(Told(Board(2), 0, 2), torch.device("cpu"))
+    assert not closed.wait(0.1)
+    let_go(Told(Board(2), 0, 2), torch.device("cuda"))
+    assert closed.wait(10)

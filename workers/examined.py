@@ -2,6 +2,7 @@
 
 import socket
 import time
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -84,7 +85,7 @@ class Examined:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         store = connect_store(order.store, GROUP_S)
-        join = form_near if order.is_near else form
+        join = form_near if order.is_near else partial(form, is_vital=False)
         group = join(order.group, store, order.rank, order.size, order.backend, device=device, timeout_s=GROUP_S)
         self._groups[order.group] = group, device
         return Joined(time.perf_counter() - started, SHARED if isinstance(group, NearGroup) else order.backend)

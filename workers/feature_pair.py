@@ -16,8 +16,8 @@ import torch
 from protos.gang import FromWorker, PairFailed
 from workers.announce import Announcer, Listener
 from workers.features import COUNT, Features
-from workers.groups import Group
-from workers.streams import finish, mark, side_stream
+from workers.groups import Group, let_go
+from workers.streams import adopt, finish, mark, side_stream
 
 TARGET, DRAFT = 0, 1
 """Ranks within a pair."""
@@ -79,6 +79,7 @@ class FeatureSender:
         self._is_open = False
         self._queue.put(None)
         self._announcer.close()
+        let_go(self._group, self._device)
 
     def _serve(self) -> None:
         try:
@@ -123,6 +124,8 @@ class FeatureReceiver:
         with self._changed:
             self._changed.wait_for(lambda: self._reached >= round_number or not self._is_open, patience_s)
             arrived, self._arrived = self._arrived, []
+        for features in arrived:
+            adopt(features.states_NF)
         return arrived
 
     def close(self) -> None:
@@ -130,6 +133,7 @@ class FeatureReceiver:
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
+        let_go(self._group, self._device)
 
     def _serve(self) -> None:
         try:

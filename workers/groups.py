@@ -4,7 +4,9 @@ So several independent groups (`tp`, `pair`) can live and die in one process, an
 is used by one thread at a time. An operation that fails or times out leaves its group unusable: close it, form another.
 """
 
+import os
 import socket
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,6 +25,16 @@ from protos.errors import SlipstreamError
 from protos.gang import StoreAddress
 
 LOOPBACK = "127.0.0.1"
+
+NCCL_LEAVES_IT_TO_US = {
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Who hangs is for the controller to judge: torch would end every process on a store of which one group failed."""
+WHEN_NCCL_FAILS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+ENDS_PROCESS, ENDS_GROUP = "3", "2"
+_environment = threading.Lock()
 
 
 class GroupError(SlipstreamError, RuntimeError):
@@ -158,7 +170,7 @@ class TorchGroup:
         return tensor
 
     def close(self) -> None:
-        """See `Group`. A thread that waits on the group is not woken: it waits for its timeout."""
+        """See `Group`. A thread that waits on the group is woken over NCCL; over gloo it waits for its timeout."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort()
@@ -170,6 +182,16 @@ class TorchGroup:
             start(self._backend).wait()
         except RuntimeError as error:
             raise GroupError(f"group {self.name}: {what} on rank {self.rank} failed: {_first_line(error)}") from error
+
+
+def let_go(group: Group, device: torch.device) -> None:
+    """Close *group*, of which another thread may be waiting, without waiting for anything.
+
+    Over gloo that thread is left to close it itself, when it notices or its operation times out. What waits over NCCL
+    is a kernel on the device, which nothing but this ends.
+    """
+    if device.type == "cuda":
+        threading.Thread(target=group.close, name="leaving a group", daemon=True).start()
 
 
 def open_store(host: str = LOOPBACK) -> tuple[TCPStore, StoreAddress]:
@@ -203,7 +225,7 @@ def connect_store(address: StoreAddress, timeout_s: float = 60.0) -> TCPStore:
 
 def form(
     name: str, store: Store, rank: int, size: int, backend: str = "gloo", *, device: torch.device | None = None,
-    host: str = LOOPBACK, timeout_s: float = 60.0,
+    host: str = LOOPBACK, timeout_s: float = 60.0, is_vital: bool = True,
 ) -> Group:  # fmt: skip
     """Form a group; returns when all *size* ranks came.
 
@@ -216,6 +238,8 @@ def form(
         device: the CUDA device of this rank, for "nccl".
         host: an address of this machine that the other ranks reach; see `address_towards`.
         timeout_s: how long forming may take, and then each operation.
+        is_vital: whether a failure on a device must end this process, before anybody reads what an operation that was
+            broken off has left there. Else it ends the group alone.
 
     Raises:
         GroupError: a rank did not come in time, or a connection failed.
@@ -226,7 +250,8 @@ def form(
     prefixed.set_timeout(timedelta(seconds=timeout_s))
     try:
         if backend == "nccl":
-            return TorchGroup(name, _nccl(prefixed, rank, size, device, timeout_s), rank, size)
+            return TorchGroup(name, _nccl(prefixed, rank, size, device, timeout_s, is_vital=is_vital), rank,
+                              size)
         return TorchGroup(name, _gloo(prefixed, rank, size, host, timeout_s), rank, size)
     except RuntimeError as error:
         raise GroupError(f"group {name}: rank {rank} of {size} could not join: {_first_line(error)}") from error
@@ -240,13 +265,15 @@ def _gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> An
     return gloo(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, device: torch.device | None, timeout_s: float) -> Any:
+def _nccl(store: Store, rank: int, size: int, device: torch.device | None, timeout_s: float, *, is_vital: bool) -> Any:
     nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL")  # noqa: B009 - not in builds of torch without CUDA
     place = torch.device("cuda", torch.cuda.current_device()) if device is None else device
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
     with torch.cuda.device(place):
-        backend = nccl(store, rank, size, options)
+        with _environment:  # of which a group takes its share as it is made
+            os.environ |= {**NCCL_LEAVES_IT_TO_US, WHEN_NCCL_FAILS: ENDS_PROCESS if is_vital else ENDS_GROUP}
+            backend = nccl(store, rank, size, options)
         backend.eager_connect_single_device(place)
     return backend
 

@@ -9,7 +9,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from protos.gang import Drafted, FormPair, FromWorker, PairFailed, PairReady, Ta
 from workers.announce import Announcer, Listener
 from workers.draft_table import Ids
 from workers.feature_pair import DRAFT, TARGET, FeatureReceiver, FeatureSender, Shipped
-from workers.groups import Group, address_towards, connect_store, form
+from workers.groups import Group, address_towards, connect_store, form, let_go
 from workers.patience import FLOOR_S, Patience
 from workers.streams import set_device, side_stream
 
@@ -98,6 +100,7 @@ class DraftReceiver:
     def close(self) -> None:
         """See `End`."""
         self._shut()
+        let_go(self._group, self._device)
         if self.features is not None:
             self.features.close()
 
@@ -125,9 +128,10 @@ class DraftReceiver:
         ids = torch.empty(drafted.rows, drafted.width, dtype=torch.int32, device=self._device)
         table = self._group.recv(ids, DRAFT).cpu().numpy()
         with self._changed:
-            self._patience.arrived(drafted)
-            self._arrived[drafted.round] = table
-            self._changed.notify_all()
+            if self._is_open:  # else the receive was broken off
+                self._patience.arrived(drafted)
+                self._arrived[drafted.round] = table
+                self._changed.notify_all()
 
     def _break(self, error: Exception) -> None:
         if self._is_open:
@@ -174,6 +178,7 @@ class DraftSender:
         self._is_open = False
         self._queue.put(None)
         self._announcer.close()
+        let_go(self._group, self._device)
         if self.features is not None:
             self.features.close()
 
@@ -209,7 +214,12 @@ class Pairing(Generic[AnyEnd]):
         self._is_open = True
 
     def form(self, order: FormPair) -> None:
-        """Begin to form a pair; the controller hears how it went."""
+        """Leave the pair there is, and begin to form another; the controller hears how it went."""
+        with self._lock:
+            self._close_retired()
+            if self._end is not None and self._end.epoch < order.epoch:
+                self._end.close()
+                self._end = None
         threading.Thread(target=self._form, args=(order,), name=f"pair-{order.epoch}-form", daemon=True).start()
 
     def end(self, epoch: int) -> AnyEnd | None:
@@ -257,17 +267,20 @@ def join_as_target(order: FormPair, send: Send, backend: str, device: torch.devi
     """Form target 0's end. Raises `GroupError` where the draft does not come."""
     set_device(device)
     store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
-    listener: Listener[FromDraft] = Listener(store, str(order.epoch), host, FromDraft)
-    try:
-        group = form(f"pair/{order.epoch}", store, TARGET, 2, backend, device=device, host=host, timeout_s=FORM_S)
+    two = partial(form, store=store, rank=TARGET, size=2, backend=backend, device=device, host=host, timeout_s=FORM_S,
+                  is_vital=False)
+    with ExitStack() as undo:
+        listener: Listener[FromDraft] = Listener(store, str(order.epoch), host, FromDraft)
+        undo.callback(listener.close)
+        group = two(f"pair/{order.epoch}")
+        undo.callback(group.close)
         features = None
         if has_features:
-            back = form(_features(order), store, TARGET, 2, backend, device=device, host=host, timeout_s=FORM_S)
+            back = two(_features(order))
+            undo.callback(back.close)
             announcer: Announcer[Shipped] = Announcer(store, _features(order))
             features = FeatureSender(order.epoch, back, announcer, send, device=device)
-    except Exception:
-        listener.close()
-        raise
+        undo.pop_all()
     patience = Patience(time.monotonic, floor_s)
     return DraftReceiver(order.epoch, group, listener, send, device=device, patience=patience, features=features)
 
@@ -277,17 +290,19 @@ def join_as_draft(order: FormPair, send: Send, backend: str, device: torch.devic
     """Form the draft's end. Raises `GroupError` where target 0 does not come."""
     set_device(device)
     store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
-    group = form(f"pair/{order.epoch}", store, DRAFT, 2, backend, device=device, host=host, timeout_s=FORM_S)
-    features = None
-    if has_features:
-        listener: Listener[Shipped] = Listener(store, _features(order), host, Shipped)
-        try:
-            back = form(_features(order), store, DRAFT, 2, backend, device=device, host=host, timeout_s=FORM_S)
-        except Exception:
-            listener.close()
-            raise
-        features = FeatureReceiver(order.epoch, back, listener, send, device=device)
-    announcer: Announcer[FromDraft] = Announcer(store, str(order.epoch))
+    two = partial(form, store=store, rank=DRAFT, size=2, backend=backend, device=device, host=host, timeout_s=FORM_S,
+                  is_vital=False)
+    with ExitStack() as undo:
+        group = two(f"pair/{order.epoch}")
+        undo.callback(group.close)
+        features = None
+        if has_features:
+            listener: Listener[Shipped] = Listener(store, _features(order), host, Shipped)
+            undo.callback(listener.close)
+            back = two(_features(order))
+            features = FeatureReceiver(order.epoch, back, listener, send, device=device)
+        announcer: Announcer[FromDraft] = Announcer(store, str(order.epoch))
+        undo.pop_all()
     return DraftSender(order.epoch, group, announcer, send, device=device, features=features)
 
 

@@ -36,3 +36,9 @@ def finish(device: torch.device) -> None:
     """Wait for this thread's stream: only then may a tensor be given up, or read on another one."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def adopt(tensor: torch.Tensor) -> None:
+    """Keep the memory of *tensor*, which another stream has allocated, until this thread's stream is done with it."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
