@@ -81,7 +81,10 @@ class DraftCache:
         """
         if not self.meet(slot) and self.needs != "all":
             self._keep_accepted(slot, *fed)
-        self.held[slot] = max(0, min(int(self.held[slot]), int(self.slots.known_len[slot]) - self.lag - 1))
+        most = max(0, int(self.slots.known_len[slot]) - self.lag - 1)
+        if self.needs == "all":  # of what was fed, or lost, there are no features any more
+            most = max(most, self.waiting.base(slot))
+        self.held[slot] = min(int(self.held[slot]), most)
         return int(self.held[slot])
 
     def meet(self, slot: int) -> bool:

@@ -89,17 +89,17 @@ class Waiting:
 
     def between(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> torch.Tensor:
         """Return the features of positions `first .. end` of each slot, one slot after another, `[T, X]`."""
-        return torch.cat([self._chunk(slot)[first - self._base(slot) : end - self._base(slot)] for slot, first, end in
+        return torch.cat([self._chunk(slot)[first - self.base(slot) : end - self.base(slot)] for slot, first, end in
                           zip(slots_R.tolist(), first_R.tolist(), end_R.tolist(), strict=True)])
 
     def drop(self, slots_R: Ints, end_R: Ints) -> None:
         """Forget the features before position `end` of each slot: they were fed."""
         for slot, end in zip(slots_R.tolist(), end_R.tolist(), strict=True):
-            rest_NX = self._chunk(slot)[end - self._base(slot) :]
+            rest_NX = self._chunk(slot)[end - self.base(slot) :]
             self._chunks[slot] = [rest_NX] if len(rest_NX) else []
 
-    def _base(self, slot: int) -> int:
-        """Return the position of the first features that wait."""
+    def base(self, slot: int) -> int:
+        """Return the position of the first features that wait; of the next to come where none do."""
         return int(self.end_S[slot]) - sum(len(chunk) for chunk in self._chunks[slot])
 
     def _chunk(self, slot: int) -> torch.Tensor:
