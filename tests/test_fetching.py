@@ -17,7 +17,7 @@ from protos.errors import ModelError
 from tests import tiny_models
 from tests.test_parts import CPU, FAMILIES, assert_lends
 from workers import fetching
-from workers.fetching import fetch, fetch_ends, fetch_tokenizer, shards_by_tensor
+from workers.fetching import describe, fetch, fetch_ends, fetch_tokenizer, shards_by_tensor
 from workers.parts import StoredLender, read_tensors
 
 NAME = "someone/model"
@@ -54,6 +54,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
+def ends(model: str) -> Path:
+    config = ModelConfig(model=model)
+    return fetch_ends(config, describe(config))
+
+
 def in_shards(folder: Path) -> None:
     """Save the model in *folder* again, a tensor or few in each shard."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -64,7 +69,7 @@ def in_shards(folder: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_elsewhere_fetches_the_ends_alone(family: str, hub: Hub) -> None:
     in_shards(tiny_models.build(family, hub.source))
-    folder = fetch_ends(ModelConfig(model=NAME))
+    folder = ends(NAME)
     assert_lends(StoredLender(folder, family, torch.float32, CPU), hub.source)
     layers = {".layers.0.", ".layers.1.", "h.0.", "h.1."}
     for shard in hub.fetched:
@@ -84,17 +89,17 @@ def test_heads_inside_the_target_are_fetched(hub: Hub) -> None:
         save_file({name: torch.ones(2)}, hub.source / shard)
     (hub.source / fetching.INDEX).write_text(json.dumps({"weight_map": shards}))
     (hub.source / "config.json").write_text('{"num_hidden_layers": 2}')
-    assert {name for name, _ in read_tensors(fetch_ends(ModelConfig(model=NAME)))} == {*wanted}
+    assert {name for name, _ in read_tensors(ends(NAME))} == {*wanted}
 
 
 def test_one_file_is_fetched_whole(hub: Hub) -> None:
     tiny_models.build("llama", hub.source)
-    assert (fetch_ends(ModelConfig(model=NAME)) / "model.safetensors").is_file()
+    assert (ends(NAME) / "model.safetensors").is_file()
 
 
 def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     folder = tiny_models.build("llama", tmp_path / "llama")
-    assert fetch_ends(ModelConfig(model=str(folder))) == folder
+    assert ends(str(folder)) == folder
 
 
 def test_a_tokenizer_comes_without_weights(hub: Hub) -> None:

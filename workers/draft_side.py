@@ -278,7 +278,8 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
 
 def _load_module(config: EngineConfig, speculative: SpeculativeConfig, learned: type[LearnedProposer],
                  beside: LoadedModel | None) -> ModuleDraft:
-    target, source = describe(config.model), fetch_ends(config.model)
+    target = describe(config.model)
+    source = fetch_ends(config.model, target)
     device = pick_device(config.model.device)
     dtype, _ = pick_dtype(config.model.dtype if speculative.dtype == "auto" else speculative.dtype, target, source,
                           device)

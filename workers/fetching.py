@@ -71,13 +71,13 @@ def fetch_tokenizer(config: ModelConfig) -> Path:
     return fetch(config, TEXTS)
 
 
-def fetch_ends(config: ModelConfig) -> Path:
+def fetch_ends(config: ModelConfig, described: Mapping[str, Any]) -> Path:
     """As `fetch`, without the shards that hold nothing but the decoder's layers: a draft elsewhere needs none of them.
 
     Heads that were trained into the target (MTP) lie behind its layers or under names of their own, and are fetched.
+    *described* is the target's `config.json`.
     """
     shards = shards_by_tensor(fetch(config, TEXTS), config.model)
-    described = describe(config)
     num_layers = int(described.get("num_hidden_layers") or described.get("n_layer") or 0)
     ends = {shard for name, shard in shards.items() if not _is_of_a_layer(name, num_layers)}
     return fetch(config, (*TEXTS, *sorted(ends)) if ends else WANTED_FILES)
