@@ -46,11 +46,11 @@ class Pair:
             self.mail.append((known - 1 if len(self.plans) > 1 else 0, known - 1 + count))
         self.plans.append(known + count)
 
-    def draft(self, behind: int, reads: int) -> None:
-        """Take the plans but for the newest *behind* ones, then some mail, and guess."""
+    def draft(self, behind: int, reads: int) -> bool:
+        """Take the plans but for the newest *behind* ones, then some mail, and guess; whether that can be done."""
         taken = len(self.plans) - behind
         if taken <= self.num_taken:
-            return
+            return False
         before, known = self.plans[max(0, self.num_taken - 1)], self.plans[taken - 1]
         self.num_taken = taken
         row = Row(SLOT, known - 1, 1, known, K, new_token_ids=TEXT[before:known])
@@ -61,6 +61,7 @@ class Pair:
         self.worker.propose_at_once(asks, [SLOT], ROWS)
         if asks.found is not None:
             torch.testing.assert_close(asks.found, self.by_whole_text(known), atol=1e-4, rtol=1e-4)
+        return asks.found is not None
 
     def idle(self, reads: int) -> None:
         """Read some mail, and catch up a little."""
@@ -106,12 +107,12 @@ def test_features_ahead_of_the_plan_behind_a_gap() -> None:
     pair = Pair()
     with torch.inference_mode():
         pair.score(1, arrives=True)
-        pair.draft(0, 1)
+        assert pair.draft(0, 1)
         pair.score(2, arrives=False)
         pair.score(1, arrives=True)
-        pair.draft(1, 1)
-        pair.draft(0, 0)
+        assert not pair.draft(1, 1)
+        assert pair.draft(0, 0)
         for _ in range(2):
             pair.score(1, arrives=True)
-            pair.draft(0, 1)
+            assert pair.draft(0, 1)
     assert pair.worker.slots.known_len[SLOT] == pair.plans[-1]

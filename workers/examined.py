@@ -11,6 +11,7 @@ from protos.doctor import FromExamined, Join, Joined, Measure, Measured, Part, S
 from protos.gang import Stop, StoreAddress
 from workers.groups import Group, GroupError, connect_store, form, open_store
 from workers.near_group import PLACE_BYTES, NearGroup, form_near
+from workers.streams import set_device
 
 GROUP_S = 20.0
 """Forming a group, and each operation, takes at most this long where nothing is wrong."""
@@ -82,8 +83,7 @@ class Examined:
 
     def _join(self, order: Join) -> Joined:
         started, device = time.perf_counter(), torch.device(order.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        set_device(device)
         store = connect_store(order.store, GROUP_S)
         join = form_near if order.is_near else partial(form, is_vital=False)
         group = join(order.group, store, order.rank, order.size, order.backend, device=device, timeout_s=GROUP_S)

@@ -250,8 +250,8 @@ def form(
     prefixed.set_timeout(timedelta(seconds=timeout_s))
     try:
         if backend == "nccl":
-            return TorchGroup(name, _nccl(prefixed, rank, size, device, timeout_s, is_vital=is_vital), rank,
-                              size)
+            made = _nccl(prefixed, rank, size, device, timeout_s, is_vital=is_vital)
+            return TorchGroup(name, made, rank, size)
         return TorchGroup(name, _gloo(prefixed, rank, size, host, timeout_s), rank, size)
     except RuntimeError as error:
         raise GroupError(f"group {name}: rank {rank} of {size} could not join: {_first_line(error)}") from error

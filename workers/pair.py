@@ -295,13 +295,13 @@ def join_as_draft(order: FormPair, send: Send, backend: str, device: torch.devic
     with ExitStack() as undo:
         group = two(f"pair/{order.epoch}")
         undo.callback(group.close)
+        announcer: Announcer[FromDraft] = Announcer(store, str(order.epoch))
+        undo.callback(announcer.close)
         features = None
         if has_features:
             listener: Listener[Shipped] = Listener(store, _features(order), host, Shipped)
             undo.callback(listener.close)
-            back = two(_features(order))
-            features = FeatureReceiver(order.epoch, back, listener, send, device=device)
-        announcer: Announcer[FromDraft] = Announcer(store, str(order.epoch))
+            features = FeatureReceiver(order.epoch, two(_features(order)), listener, send, device=device)
         undo.pop_all()
     return DraftSender(order.epoch, group, announcer, send, device=device, features=features)
 
