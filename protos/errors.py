@@ -1,5 +1,8 @@
 """Typed errors. Each message says what was wrong, the numbers, and the way out."""
 
+BLAMED = ("structured_outputs",)
+"""Parameters that a worker may find impossible; its reason then begins with the name and a colon."""
+
 
 class SlipstreamError(Exception):
     """Base of every error Slipstream raises on purpose."""
@@ -61,3 +64,15 @@ class DeadlineExceededError(SlipstreamError, RuntimeError):
 
 class SlowReaderError(DeadlineExceededError):
     """A request was given up because nobody read its answer."""
+
+
+class RequestFailedError(SlipstreamError, RuntimeError):
+    """One request could not go on, by no fault of its own."""
+
+
+def failure(reason: str) -> SlipstreamError:
+    """Return what is said to the client of a request that failed in a worker for *reason*."""
+    for param in BLAMED:
+        if reason.startswith(f"{param}: "):
+            return InvalidRequestError(reason, param)
+    return RequestFailedError(f"the request failed: {reason}")

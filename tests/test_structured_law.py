@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protos.errors import InvalidRequestError, failure
 from protos.guidance import GrammarError, matcher
 from protos.messages import Draft, NewSequence, Sampling
 from protos.structured import Grammar
@@ -277,9 +278,46 @@ def test_what_cannot_be_followed_fails_alone() -> None:
     assert sampler.why_none(0, logits_NV[:1]) == "structured_outputs: nobody can read this"
 
 
+def test_a_vocabulary_is_read_ahead_and_again_where_that_failed() -> None:
+    tries: list[int] = []
+
+    def at_second_try() -> Any:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OSError("not there")
+        return words()
+
+    slots = SlotTable(1, 64, 4)
+    grammars = Grammars(slots, VOCAB, (EOS,), at_second_try)
+    grammars.load()
+    grammars._compilers.submit(int).result(20)
+    assert len(tries) == 1
+    slots._join(NewSequence(0, [1, 7], 2, replaced(Sampling(0, 0.0), "choice")))
+    sampler = GrammarSampler(Sampler(slots, VOCAB), grammars)
+    assert is_allowed("choice", [], [said(sampler, 0, logits_of)])
+    grammars.load()
+    grammars._compilers.shutdown()
+    assert len(tries) == 2
+
+
+def test_clients_are_not_blamed_for_a_vocabulary_that_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    def unreadable() -> Any:
+        raise OSError("/secret/path")
+
+    slots = SlotTable(1, 64, 4)
+    slots._join(NewSequence(0, [1, 7], 2, replaced(Sampling(0, 0.0), "choice")))
+    sampler = GrammarSampler(Sampler(slots, VOCAB), Grammars(slots, VOCAB, (EOS,), unreadable))
+    assert said(sampler, 0, logits_of) == -1
+    reason = sampler.why_none(0, torch.zeros(1, VOCAB))
+    assert not isinstance(failure(reason), InvalidRequestError)
+    assert "secret" not in reason
+    assert "/secret/path" in caplog.text
+
+
 def test_nothing_left_is_said_to_be_so() -> None:
     sampler = engine_of([("choice", [], Sampling(0, 0.0, allowed_ids=(EOS,)))])
     logits_NV = torch.randn(1, VOCAB)
     assert sampler.sample(logits_NV, np.array([0]), np.array([2])).tolist() == [-1]
     assert "no token is left" in sampler.why_none(0, logits_NV)
+    assert isinstance(failure(sampler.why_none(0, logits_NV)), InvalidRequestError)
     assert "NaN" in sampler.why_none(0, logits_NV * torch.nan)

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
+from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -32,7 +33,8 @@ STEP_S = 3.0
 COMPILE_S = 4.0
 """And so long for grammars to be compiled: what took longer elsewhere was not admitted."""
 REMEMBERED = 32
-TOO_SLOW = "the grammar is too complex to follow here: one step took more than {:g} s"
+FAILED = "the grammar could not be followed; the target's log says more"
+TOO_SLOW = "structured_outputs: the grammar is too complex to follow here: one step took more than {:g} s"
 
 Words = Callable[[], "LLTokenizer"]
 T = TypeVar("T")
@@ -55,12 +57,14 @@ class Grammars:
         slots: owned by the worker; read only.
         vocab_size: ids that may be chosen.
         eos_ids: ids that end any answer.
-        words: returns the vocabulary; called once, in a thread, when the first grammar comes. May raise `GrammarError`.
+        words: returns the vocabulary; called in a thread until it has, by `load` or when the first grammar comes. May
+            raise anything; `GrammarError` where requests are to blame.
     """
 
     def __init__(self, slots: SlotTable, vocab_size: int, eos_ids: Seq[int], words: Words) -> None:
         self._slots, self._vocab_size, self._eos_ids = slots, vocab_size, tuple(eos_ids)
-        self._load_words = words
+        self._read_words, self._reading = words, Lock()
+        self._words: LLTokenizer | None = None
         self._followed: dict[int, _Followed] = {}
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
 
@@ -71,6 +75,10 @@ class Grammars:
     @cached_property
     def _compilers(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(NUM_THREADS, "grammar-compiler")
+
+    def load(self) -> None:
+        """Begin to read the vocabulary; where that fails, the first grammar tries again, and says why."""
+        self._compilers.submit(self._vocabulary)
 
     def expect(self, new: Seq[NewSequence]) -> None:
         """Begin to compile the grammars of new sequences, which stand in the slots already."""
@@ -152,11 +160,11 @@ class Grammars:
         if error is not None and not isinstance(error, GrammarError):
             logger.error("a grammar failed", exc_info=error)
         if error is not None:
-            self._fail(slot, str(error) if isinstance(error, GrammarError) else "the grammar failed")
+            self._fail(slot, f"structured_outputs: {error}" if isinstance(error, GrammarError) else FAILED)
         return error is None
 
     def _fail(self, slot: int, reason: str) -> None:
-        self._of(slot).reason = f"structured_outputs: {reason}"
+        self._of(slot).reason = reason
 
     def _settle(self, slot: int, follower: Follower) -> None:
         """What is committed, and followed, is there to stay."""
@@ -194,11 +202,13 @@ class Grammars:
         return found
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":
-        return matcher(grammar, self._words)
+        return matcher(grammar, self._vocabulary())
 
-    @cached_property
-    def _words(self) -> "LLTokenizer":
-        return self._load_words()
+    def _vocabulary(self) -> "LLTokenizer":
+        with self._reading:
+            if self._words is None:
+                self._words = self._read_words()
+            return self._words
 
 
 def _mask(follower: Follower, start: int, tokens: Seq[int], lengths: Seq[int]) -> list[Bits]:

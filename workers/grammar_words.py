@@ -1,11 +1,12 @@
-"""The vocabulary that grammars are followed in: read from the model's tokenizer when the first grammar comes."""
+"""The vocabulary that grammars are followed in: read from the model's tokenizer, in a thread while the target warms up.
 
-import logging
+Read when the first grammar comes, a large one would take longer than a round may, and a Hub be asked while serving.
+"""
+
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protos.config import ModelConfig
-from protos.errors import ModelError
 from protos.guidance import GrammarError, vocabulary
 from workers.fetching import fetch_tokenizer
 from workers.grammar_sampler import GrammarSampler
@@ -16,27 +17,24 @@ from workers.sampler import Sampler
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-logger = logging.getLogger(__name__)
-
 
 def with_grammars(sampler: Sampler, config: ModelConfig, target: LoadedModel) -> GrammarSampler:
-    """Return the sampler of a target that *config* describes. Nothing of grammars is loaded until one comes."""
+    """Return the sampler of a target that *config* describes. The vocabulary is read beside whatever comes next."""
 
     def words() -> "LLTokenizer":
         return vocabulary(_tokenizer_json(config), target.vocab_size, target.eos_ids)
 
-    return GrammarSampler(sampler, Grammars(sampler.slots, sampler.vocab_size, target.eos_ids, words))
+    grammars = Grammars(sampler.slots, sampler.vocab_size, target.eos_ids, words)
+    if not config.skip_tokenizer_init and target.eos_ids:
+        grammars.load()
+    return GrammarSampler(sampler, grammars)
 
 
 def _tokenizer_json(config: ModelConfig) -> str:
-    """Return the model's tokenizer in its one-file form. Raises `GrammarError`."""
+    """Return the model's tokenizer in its one-file form."""
     if config.skip_tokenizer_init:
         raise GrammarError("structured output is text, but skip_tokenizer_init is set")
-    try:
-        text: str = _load(fetch_tokenizer(config)).backend_tokenizer.to_str()
-    except (ModelError, OSError, ValueError, AttributeError):
-        logger.exception("grammars cannot be followed: the tokenizer could not be loaded")
-        raise GrammarError("the target could not load the model's tokenizer") from None
+    text: str = _load(fetch_tokenizer(config)).backend_tokenizer.to_str()
     return text
 
 

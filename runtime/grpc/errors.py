@@ -8,6 +8,7 @@ from protos.errors import (
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
+    RequestFailedError,
     SlipstreamError,
 )
 
@@ -22,6 +23,7 @@ KNOWN: dict[type[SlipstreamError], str] = {
     DrainingError: "UNAVAILABLE",
     OverloadedError: "RESOURCE_EXHAUSTED",
     DeadlineExceededError: "DEADLINE_EXCEEDED",
+    RequestFailedError: "INTERNAL",
 }
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from protos import slipstream_v1_pb2 as pb
+from protos.errors import failure
 from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput
 from protos.outputs import SpeculativeDecodingMetrics
-from runtime.grpc.errors import StatusError
 from runtime.http.render import TokenTexts
 from runtime.http.schemas import SpecMetrics
 from runtime.pacing import Pacing
@@ -76,9 +76,9 @@ class SampleWriter:
         self._end: TokenOutput | None = None
 
     def take(self, output: TokenOutput) -> None:
-        """Add what a step added. Raises `StatusError` where the request failed."""
+        """Add what a step added. Raises `SlipstreamError` where the request failed."""
         if output.error is not None:
-            raise StatusError("INTERNAL", f"the request failed: {output.error}")
+            raise failure(output.error)
         self._num_cached = max(self._num_cached, output.num_cached_tokens)
         if output.step is not None and output.step.proposed:
             self._steps.append(output.step)

@@ -14,6 +14,7 @@ from protos.errors import (
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
+    RequestFailedError,
     SlipstreamError,
     SlowReaderError,
 )
@@ -94,6 +95,8 @@ def _told(error: SlipstreamError) -> ApiError:
         return ApiError(408, str(error), code=code, headers=NO_RETRY)
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine has stopped and cannot answer; its log says why", code="engine_dead")
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error))
     return _unknown(error)
 
 

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
+from protos.errors import failure
 from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput
 from runtime.admission import num_prompt_tokens
 from runtime.delivery import Delta
@@ -47,9 +48,9 @@ class Choice(ABC):
         self.stop_reason: int | str | None = None
 
     def add(self, output: TokenOutput) -> None:
-        """Take what a step added. Raises `ApiError` where the request failed."""
+        """Take what a step added. Raises `SlipstreamError` where the request failed."""
         if output.error is not None:
-            raise ApiError(500, f"the request failed: {output.error}")
+            raise failure(output.error)
         self.text += output.text
         self.num_tokens += len(output.token_ids)
         self.logprobs += output.logprobs or ()
