@@ -70,8 +70,8 @@ class ProcessGang:
         """See `Gang`."""
         return self._hub.receive(timeout_s)
 
-    def kill(self, workers: Seq[WorkerId]) -> None:
-        """See `Gang`."""
+    def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
+        """See `Gang`. It always waits: on this machine that takes no time."""
         for worker in workers:
             self._hub.forget(worker)
             if worker in self._processes:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.hub import Hub
 from cluster.process_gang import BODY
@@ -53,7 +54,7 @@ class Hired:
         """Return when its process is gone; to be called after `end`."""
         place = self.place
         if place is None or place.machine != here().machine:
-            with contextlib.suppress(RayActorError, RayTaskError, FutureTimeout):
+            with contextlib.suppress(RayError, FutureTimeout):
                 self.ended.result(GONE_S)
         elif not gone_within(place.pid, RAY_KILL_S):
             with contextlib.suppress(ProcessLookupError):
@@ -134,7 +135,7 @@ class RayGang:
                 self._hired[worker].place = Whereabouts(message.node, message.pid)
         return mail
 
-    def kill(self, workers: Seq[WorkerId]) -> None:
+    def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
         """See `Gang`."""
         ending = [hired for worker in workers if (hired := self._hired.pop(worker, None)) is not None]
         for worker in workers:
@@ -142,7 +143,10 @@ class RayGang:
         for hired in ending:
             hired.end()
         for hired in ending:
-            hired.wait_gone()
+            if waits:
+                hired.wait_gone()
+            else:
+                threading.Thread(target=hired.wait_gone, name="slipstream-ending", daemon=True).start()
 
     def stack_dump(self, worker: WorkerId, timeout_s: float = 5.0) -> str:
         """Return the stacks of all threads of *worker*, which may be stuck.

@@ -239,8 +239,11 @@ class Gang(Protocol):
         """Return what came in, as soon as there is something, or nothing after *timeout_s*."""
         ...
 
-    def kill(self, workers: Seq[WorkerId]) -> None:
-        """End these at once (SIGKILL); returns when they are gone. Their mail no longer comes out of `receive`."""
+    def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
+        """End these at once (SIGKILL). Their mail no longer comes out of `receive`.
+
+        Returns when they are gone; without *waits* perhaps before, which matters where their node is cut off.
+        """
         ...
 
     def close(self) -> None:

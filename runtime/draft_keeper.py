@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 MAX_RETRY_S = 60.0
+MANY = 16
+"""Failures that are told apart: more than it takes to get to `MAX_RETRY_S`."""
 STEADY_S = 15.0
 """A draft that served for so long is replaced at once; one that did not, ever more slowly."""
 FORM_S = 60.0
@@ -127,7 +129,8 @@ class DraftKeeper:
             self.num_drafted += 1
             self._drafted = message
         elif isinstance(message, Heartbeat):
-            self._moved(message.round)
+            if worker == self.worker:
+                self._moved(message.round)
         elif self._squad is not None:
             self._start_on(self._squad, worker, message)
 
@@ -166,14 +169,13 @@ class DraftKeeper:
 
     def lost(self, reason: str) -> None:
         """The draft is dead or hangs: end what is left of it, and start the next one."""
-        was_sound = self._serving > 0 and self._watch.now - self._served_since >= STEADY_S
-        self._num_failures = 0 if was_sound else self._num_failures + 1
         self._is_ready = False
         self._squad = None
         self._leave_service("lost", f"{self.worker} {reason}; decoding goes on without guesses")
         self._watch.remove(self.worker)
-        self._gang.kill([self.worker])
-        delay = min(MAX_RETRY_S, RETRY_S * (2 ** max(0, self._num_failures - 1) - 1))
+        self._gang.kill([self.worker], waits=False)
+        delay = min(MAX_RETRY_S, RETRY_S * (2**self._num_failures - 1))
+        self._num_failures = min(self._num_failures + 1, MANY)
         logger.warning("%s %s; starting another in %.0f s", self.worker, reason, delay)
         self._retry_at = self._watch.now + delay
         self.worker = WorkerId("draft", 0, self.worker.incarnation + 1)
@@ -238,6 +240,8 @@ class DraftKeeper:
         self._form_by = None
         self._asked = None
         if self._serving:
+            if self._watch.now - self._served_since >= STEADY_S:
+                self._num_failures = 0
             self._serving = 0
             self._is_late = False
             self._change(why, text)

@@ -27,6 +27,7 @@ from protos.gang import (
     WorkerReady,
 )
 from protos.messages import RoundPlan, Row, Verdict, WorkerInfo
+from runtime.draft_keeper import MAX_RETRY_S
 from runtime.gang import GangExecutor
 from runtime.squad import Devices
 from runtime.watch import Pace, Watch
@@ -210,7 +211,7 @@ class ScriptedGang:
         beats = [(worker, Heartbeat("serving")) for worker in alive if worker not in self.mute] if timeout_s else []
         return [(worker, message) for worker, message in [*mail, *beats] if worker in alive]
 
-    def kill(self, workers: Sequence[WorkerId]) -> None:
+    def kill(self, workers: Sequence[WorkerId], *, waits: bool = True) -> None:
         self.killed += workers
 
     def close(self) -> None:
@@ -322,7 +323,7 @@ def test_a_draft_that_beats_but_gets_nothing_done_is_replaced() -> None:
     run.start()
     for number in range(100):
         gang.say(DRAFT, Heartbeat("serving", min(number - 1, 49)))  # always a round behind, then stuck
-        gang.say(ONE, Heartbeat("serving"))
+        gang.say(ONE, Heartbeat("serving", number - 1))
         clock.now += 0.5
         run.run(a_plan(number, run.drafting.epoch))
         if gang.killed:
@@ -374,6 +375,36 @@ def test_a_draft_that_dies_as_soon_as_it_serves_is_replaced_ever_more_slowly() -
     assert 5 <= len(gang.started) - 2 <= 10
     wait(run, gang, clock, 70)
     assert run.drafting.is_up
+
+
+def test_a_draft_that_served_long_is_replaced_at_once_even_if_its_pair_broke_first() -> None:
+    clock = Clock()
+    gang = ScriptedGang(clock)
+    run = executor(gang, clock)
+    run.start()
+    for number in range(1, 9):
+        wait(run, gang, clock, 20)
+        assert run.drafting.is_up
+        gang.say(ONE, PairFailed(run.drafting.epoch, "connection reset"))
+        run.attend()
+        gang.say(gang.started[-1], Died("signal SIGKILL"))
+        run.attend()
+        wait(run, gang, clock, 2)
+        assert run.drafting.is_up
+        assert len(gang.started) == 2 + number
+
+
+def test_a_draft_that_never_serves_is_tried_for_ever() -> None:
+    clock = Clock()
+    gang = ScriptedGang(clock)
+    run = executor(gang, clock)
+    run.start()
+    keeper = run._keeper
+    assert keeper is not None
+    for _ in range(1100):  # 2.0**1024 is no number
+        keeper.lost("died: signal SIGSEGV")
+    assert keeper._retry_at is not None
+    assert keeper._retry_at - keeper._watch.now == pytest.approx(MAX_RETRY_S)
 
 
 def test_being_late_is_said_and_counted_once_an_outage() -> None:

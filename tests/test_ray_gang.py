@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from cluster import ray_doctor
 from cluster.ray_cluster import available_resources, cluster_resources
-from cluster.ray_gang import RayGang
+from cluster.ray_gang import Hired, RayGang
 from cluster.ray_placement import Layout, Patience, Placement, check_nodes, cpus_needed, fits, layout, place
 from cluster.settings import engine_config
 from protos.errors import PlacementError
@@ -104,6 +105,24 @@ def test_a_frozen_worker_is_killed_and_replaced_in_its_bundle(make: Make) -> Non
     assert {worker for worker, _ in mail} == {RANKS[0], replacement}
     assert not any(isinstance(message, Died) for _, message in mail)
     assert is_running(pids[RANKS[0]])
+
+
+def test_a_frozen_worker_can_be_left_to_its_end(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, ends = threading.Event(), Hired.wait_gone
+
+    def held(hired: Hired) -> None:
+        assert released.wait(60)
+        ends(hired)
+
+    monkeypatch.setattr(Hired, "wait_gone", held)
+    gang = make("beat")
+    gang.start([DRAFT])
+    pid = pids_of(until(gang, Placed))[DRAFT]
+    os.kill(pid, signal.SIGSTOP)
+    gang.kill([DRAFT], waits=False)
+    assert is_running(pid), "nobody waited for its end"
+    released.set()
+    wait_gone([pid], 4)
 
 
 def test_a_worker_that_is_stuck_can_be_asked_for_its_stacks(make: Make) -> None:

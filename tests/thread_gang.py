@@ -98,7 +98,7 @@ class ThreadGang:
                 found.append(self._mail.get())
         return [(worker, message) for worker, message in found if worker in self._alive]
 
-    def kill(self, workers: Sequence[WorkerId]) -> None:
+    def kill(self, workers: Sequence[WorkerId], *, waits: bool = True) -> None:
         for worker in workers:
             self._alive.discard(worker)
             if worker in self.ports:
