@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ArgsKwargs, SchemaValidator
 
 from protos.errors import ConfigError, InvalidRequestError
 
@@ -97,16 +98,17 @@ def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        validate: Any = cls.__init__
+        validator: SchemaValidator = vars(cls)["__pydantic_validator__"]
 
-        @functools.wraps(validate)
-        def init(self: object, *args: Any, **kwargs: Any) -> None:
+        # Not through pydantic's own constructor: there a user's field could bear the name of one of its arguments.
+        @functools.wraps(cls.__init__)
+        def init(self: object, /, *args: Any, **kwargs: Any) -> None:
             try:
-                validate(self, *args, **foreign(kwargs))
+                validator.validate_python(ArgsKwargs(args, foreign(kwargs)), self_instance=self)
             except ValidationError as error:
                 raise make(*one_line(error, getattr(cls, "__dataclass_fields__", ()))) from None
 
-        cls.__init__ = init  # type: ignore[method-assign]
+        cls.__init__ = init  # type: ignore[method-assign,assignment]
         return cls
 
     return decorate

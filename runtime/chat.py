@@ -1,6 +1,6 @@
 """Chat messages -> the text that a model's chat template makes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ from protos.validation import shown
 from runtime.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
+Hide = Callable[[Any], Any]
 
 
 def render_chat(
@@ -20,9 +21,12 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Tools | None = None,
+    hide: Hide = lambda told: told,
     **options: Any,
 ) -> str:
     """Return the text of *messages* by the tokenizer's chat template, or by *chat_template*.
+
+    *hide* is applied to what the template gets of the messages and *tools*, once they are read.
 
     Raises:
         InvalidRequestError: there is no template, it takes no *tools*, the messages are not messages, or the template
@@ -41,14 +45,16 @@ def render_chat(
     known = _messages(messages, knows_developer="developer" in template)
     try:
         rendered = tokenizer.apply_chat_template(
-            known,
+            hide(known),
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
-            tools=list(tools) if tools else None,
+            tools=hide(list(tools)) if tools else None,
             tokenize=False,
             **options,
         )
+    except RecursionError:
+        raise InvalidRequestError("the messages or tools are nested too deeply to be written out", "messages") from None
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise InvalidRequestError(f"the chat template refuses these messages: {reason}", "messages") from None

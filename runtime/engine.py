@@ -165,7 +165,7 @@ class AsyncEngine:
         """See `EngineClient`."""
         make = self.preprocessor.requests
         self.check_open()
-        if params.structured_outputs is not None or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT):
+        if params.structured_outputs is not None or _is_long(prompt) or _is_long(params.prediction):
             requests = await self._tokenising.run(make, prompt, params, request_id)
         else:
             requests = make(prompt, params, request_id)
@@ -181,7 +181,7 @@ class AsyncEngine:
         """See `EngineClient`."""
         if not text:
             return ()
-        return await asyncio.to_thread(self.preprocessor.tokenize, text, add_special_tokens=add_special_tokens)
+        return await self._tokenising.run(self.preprocessor.tokenize, text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """See `EngineClient`."""
@@ -322,3 +322,8 @@ class AsyncEngine:
             self._failure = EngineDeadError("the engine was shut down")
         self._wake_all()
         await self._channel.close()
+
+
+def _is_long(text: object) -> bool:
+    """Whether *text* takes long enough to tokenise that others would notice."""
+    return isinstance(text, str) and len(text) > LONG_PROMPT

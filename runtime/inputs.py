@@ -18,7 +18,7 @@ from protos.seeds import mix_seed
 from protos.validation import did_you_mean, shown
 from runtime.chat import render_chat
 from runtime.grammar import GrammarChecker
-from runtime.plain import PlainSpecials
+from runtime.plain import Hidden, PlainSpecials
 from runtime.tokenizer import Tokenizer, check_text, load_tokenizer
 
 INTEGERS = frozenset({int, np.int32, np.int64})
@@ -138,7 +138,10 @@ class Preprocessor:
         if token_ids is None and not isinstance(text, str):
             raise InvalidRequestError('prompt must have "prompt" (text) or "prompt_token_ids"', "prompt")
         made = self.encode(text if token_ids is None else list(token_ids), params)
-        return Prompt(text if isinstance(text, str) else None, made.token_ids, str(given.get("cache_salt", "")))
+        salt = str(given.get("cache_salt", ""))
+        if salt:
+            check_text(salt, "cache_salt")
+        return Prompt(text if isinstance(text, str) else None, made.token_ids, salt)
 
     def tokenize(self, text: str, *, is_truncated: bool = False, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the ids of *text*, checked; raises `InvalidRequestError`."""
@@ -295,8 +298,8 @@ class Preprocessor:
         """Render *messages* by the chat template and tokenise the result; options as for `render_chat`."""
         if self.tokenizer is None:
             raise InvalidRequestError("messages are text, but skip_tokenizer_init is set: pass token ids", "messages")
-        shown_messages, hidden = self._plain.hide(messages)
-        marked = render_chat(self.tokenizer, shown_messages, **options)
+        hidden = Hidden()
+        marked = render_chat(self.tokenizer, messages, hide=lambda told: self._plain.hide(told, hidden), **options)
         text = hidden.restored(marked)
         params = params or SamplingParams()
         self._check_length(text, is_truncated=params.truncate_prompt_tokens is not None)

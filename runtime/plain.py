@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 from tokenizers import Tokenizer as BareTokenizer
 
@@ -37,28 +38,13 @@ class PlainSpecials:
         blind.encode_special_tokens = True
         return blind
 
-    def hide(self, messages: object) -> tuple[object, "Hidden"]:
-        """Return *messages* with a mark in place of each special token in a content, and what the marks stand for."""
-        hidden = Hidden()
-        if self._pattern is None or not isinstance(messages, list | tuple):
-            return messages, hidden
-        return [self._message(message, hidden) for message in messages], hidden
-
-    def _message(self, message: object, hidden: "Hidden") -> object:
-        if not isinstance(message, Mapping) or "content" not in message:
-            return message
-        content = message["content"]
-        if isinstance(content, list | tuple):
-            return {**message, "content": [self._part(part, hidden) for part in content]}
-        return {**message, "content": self._text(content, hidden)}
-
-    def _part(self, part: object, hidden: "Hidden") -> object:
-        if not isinstance(part, Mapping) or "text" not in part:
-            return part
-        return {**part, "text": self._text(part["text"], hidden)}
-
-    def _text(self, text: object, hidden: "Hidden") -> object:
-        return self._pattern.sub(hidden.mark, text) if self._pattern is not None and isinstance(text, str) else text
+    def hide(self, told: Any, hidden: "Hidden") -> Any:
+        """Return *told*, as read from JSON, with a mark of *hidden* in place of each special token in its texts."""
+        if isinstance(told, str):
+            return told if self._pattern is None else self._pattern.sub(hidden.mark, told)
+        if isinstance(told, Mapping):
+            return {self.hide(key, hidden): self.hide(value, hidden) for key, value in told.items()}
+        return [self.hide(part, hidden) for part in told] if isinstance(told, list | tuple) else told
 
     def encode(self, rendered: str, hidden: "Hidden") -> list[int]:
         """Return the ids of *rendered*, which the template wrote around the marks."""

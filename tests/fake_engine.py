@@ -43,6 +43,8 @@ STEP_S = 0.0005
 """A real step computes outside the interpreter; one that never let go of it would starve the front end's thread."""
 
 POISON = "crash now"
+FAILURES = {"no way on": "structured_outputs: no token is left to choose", "not a number": "the logits are NaN"}
+"""Words that fail the request that has them, and it alone."""
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "naïve café, déjà vu", "def f(x): return x + 1"]
 
 
@@ -119,6 +121,10 @@ class HashExecutor(InOneProcess):
 
     def _verdict(self, row: Row) -> Verdict:
         known = self.token_ids[row.slot]
+        text = bare_tokenizer().decode(known[: self.prompt_len[row.slot]])
+        for words, reason in FAILURES.items():
+            if words in text:
+                return Verdict(row.slot, failed=reason)
         known[row.known_len - len(row.new_token_ids) :] = row.new_token_ids
         del known[row.known_len :]
         end = min(row.start + row.length, self.prompt_len[row.slot] - 1)

@@ -1,14 +1,17 @@
 """Text as it streams, against what the tokenizers library says of the whole."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from protos.sampling import SamplingParams
 from runtime.detokenizer import Detokenizer, DetokenizerFactory
+from runtime.http.render import TokenTexts
 from tests.fake_worker import make_request
 
 CORPUS = [
@@ -55,6 +58,17 @@ def make(tokenizer: Tokenizer, prompt: Sequence[int] = (0,), **params: object) -
     made = DetokenizerFactory(tokenizer)(make_request("r", prompt, params=SamplingParams(**params)))
     assert made is not None
     return made
+
+
+def test_texts_of_single_tokens_keep_their_space() -> None:
+    made: Any = PreTrainedTokenizerFast(tokenizer_object=METASPACE, bos_token="<s>", eos_token="</s>")
+    texts = TokenTexts(made)
+    spelt = ["▁Hello", "▁world", "He", "llo", "▁", "!", "▁a", "b", "<s>", "<0xC3>", "<0x0A>"]
+    told = [" Hello", " world", "He", "llo", " ", "!", " a", "b", "<s>", "\ufffd", "\n"]
+    assert [texts[METASPACE.token_to_id(token)] for token in spelt] == told
+    byte_level = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=BYTE_LEVEL))
+    ids = [token for token in BYTE_LEVEL.encode("the quick  brown").ids if token > 1]
+    assert "".join(byte_level[token] for token in ids) == "the quick  brown"
 
 
 def stream(text: Detokenizer, ids: Sequence[int]) -> tuple[list[str], str | None]:

@@ -179,7 +179,7 @@ VALUES: dict[str, Any] = {
     "n": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "temperature": 0.7,
     "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 2**64 - 1, "stop": ["a", "b"], "stop_token_ids": [1, 2],
     "bad_words": ["c"], "include_stop_str_in_output": True, "ignore_eos": True, "max_tokens": 9, "min_tokens": 3,
-    "logprobs": -1, "prompt_logprobs": 0, "detokenize": True, "skip_special_tokens": False,
+    "logprobs": 20, "prompt_logprobs": 0, "detokenize": True, "skip_special_tokens": False,
     "spaces_between_special_tokens": False, "truncate_prompt_tokens": -1, "allowed_token_ids": [3, 4], **ELSEWHERE,
 }  # fmt: skip
 

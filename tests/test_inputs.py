@@ -142,6 +142,7 @@ BAD = [
     ([5, VOCAB], {}, "token id 340; ids are from 0 to 339", "prompt"),
     ([2**70], {}, f"token id {2**70}; ids are from 0 to 339", "prompt"),
     ("a\ud800b", {}, "lone surrogate (U+D800) at character 1", "prompt"),
+    ({"prompt": "x", "cache_salt": "\ud800"}, {}, "cache_salt has a lone surrogate", "cache_salt"),
     ([5] * 64, {}, "prompt has 64 tokens, but the context of 64", "prompt"),
     ([5] * 60, {"max_tokens": 5}, "max_tokens must be at most 4 with this prompt, got 5", "max_tokens"),
     ([5], {"max_tokens": 10**9}, "max_tokens must be at most 63", "max_tokens"),

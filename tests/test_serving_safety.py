@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -352,6 +353,25 @@ def test_tokenising_is_bounded_in_time_and_number() -> None:
         assert await tokenising.run(max, 3, 4) == 4
 
     asyncio.run(check())
+
+
+def test_long_texts_are_tokenised_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    def encode(self: Any, *args: Any, **options: Any) -> list[int]:
+        threads.add(threading.current_thread().name)
+        return [5]
+
+    with guarded() as served:
+        kind = type(fake_engine.tokenizer())
+        monkeypatch.setattr(kind, "encode", encode)
+        long = "ab " * LONG
+        bodies = [{"prompt": [5], "prediction": {"type": "content", "content": long}}, {"prompt": [5]}]
+        for body in bodies:
+            assert served.post(max_tokens=2, **body).status_code == 200
+        assert threads == {"slipstream-tokenise"}
+        assert served.post("/tokenize", prompt="x").status_code == 200
+        assert threads == {"slipstream-tokenise"}
 
 
 # Connections

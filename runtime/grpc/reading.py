@@ -6,7 +6,7 @@ from typing import Any
 
 from protos import slipstream_v1_pb2 as pb
 from protos.errors import InvalidRequestError
-from protos.sampling import SamplingParams
+from protos.sampling import MAX_LOGPROBS, SamplingParams
 from protos.validation import shown
 from runtime.http.app import REQUEST_ID
 from runtime.speculating import Wish
@@ -53,7 +53,11 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
     Raises:
         InvalidRequestError: names the field, the value and the limit.
     """
-    return SamplingParams(**{**defaults, **_fields(message)})
+    asked = {**defaults, **_fields(message)}
+    for name in ("logprobs", "prompt_logprobs"):
+        if message.HasField(name) and asked[name] < 0:  # the whole vocabulary, at every position, is no answer to send
+            raise InvalidRequestError(f"{name} must be 0 to {MAX_LOGPROBS}, got {asked[name]}", name)
+    return SamplingParams(**asked)
 
 
 def _fields(message: Any) -> dict[str, Any]:

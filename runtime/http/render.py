@@ -51,7 +51,11 @@ class TokenTexts(dict[int, str]):
         self._tokenizer = tokenizer
 
     def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        # Decoders of the sentencepiece kind drop the space that a text begins with; behind another token it shows.
+        if self._tokenizer.decode([token_id, token_id], skip_special_tokens=True) == f"{text} {text}":
+            text = f" {text}"
+        self[token_id] = text
         return text
 
     def decode(self, token_ids: Sequence[int], params: SamplingParams) -> str:

@@ -43,8 +43,10 @@ class Tool(BaseModel):
 
     def told(self) -> dict[str, Any]:
         """Return what the chat template gets."""
-        function = self.function.model_dump(exclude={"strict"}, exclude_none=True)
-        return {"type": self.type, "function": {**function, "parameters": self.function.parameters or NO_PARAMETERS}}
+        function = self.function
+        described = {} if function.description is None else {"description": function.description}
+        parameters = function.parameters or NO_PARAMETERS
+        return {"type": self.type, "function": {"name": function.name, **described, "parameters": parameters}}
 
 
 class Named(BaseModel):
