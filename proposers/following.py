@@ -102,7 +102,7 @@ class Following(Follower):
         for grown in self._grown:
             if grown.num_new <= GROWTH:
                 budget -= grown.places.add(grown.tokens, budget)
-            if not (grown.is_indexed or grown.is_waiting):
+            if not (grown.is_indexed or grown.is_waiting or grown.is_over):
                 self._wait(grown)
         return budget
 
@@ -116,7 +116,7 @@ class Following(Follower):
         self._grown = []
         while budget > 0 and self._unprepared:
             first = self._unprepared[0]
-            taken = 0 if first.is_over else first.prepare(budget)
+            taken = first.prepare(budget)
             if taken < budget:
                 self._unprepared.popleft().is_waiting = False
             budget -= taken
@@ -134,3 +134,6 @@ class Following(Follower):
         followed = self._followed.pop(key, None)
         if followed is not None:
             followed.is_over = True
+            if followed.is_waiting:  # nobody comes to the line while speculation is off
+                followed.is_waiting = False
+                self._unprepared.remove(followed)

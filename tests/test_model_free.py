@@ -265,6 +265,18 @@ def test_nothing_is_kept_of_sequences_that_ended() -> None:
     assert not proposer._finished
 
 
+def test_nothing_is_kept_of_sequences_that_ended_while_speculation_was_off() -> None:
+    for proposer in (suffix(suffix_decoding_max_cached_requests=0), NgramProposer(2, 3)):
+        for key in range(50):
+            proposer.begin(key, request([1, 2, 3, 1]))
+        for key in range(1, 50):
+            proposer.end(key, [1, 2, 3, 1, 2])
+        assert [waiting.tokens for waiting in proposer._unprepared] == [(1, 2, 3, 1)]
+        assert [*proposer._followed] == [0]
+        proposer.prepare()
+        assert [draft.tokens[:1] for draft in proposer.propose([DraftRow(0, 4, [1, 2, 3, 1, 2], 0)])] == [(3,)]
+
+
 def test_in_a_cascade_suffix_guesses_only_where_it_is_confident() -> None:
     first, alone = suffix(method=("suffix", "draft_model")), suffix()
     weak = DraftRow(0, 4, [1, 2, 3, 1, 2, 4, 1, 2, 5, 6, 1, 2])
