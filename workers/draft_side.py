@@ -261,7 +261,8 @@ def load_draft(config: EngineConfig, beside: LoadedModel | None, say: Say) -> Lo
 
 def _dictionary(config: EngineConfig, draft: LoadedModel, say: Say) -> Dictionary:
     model = config.model
-    found = Dictionary.between(fetch_tokenizer(model), draft.folder, int(describe(model)["vocab_size"]))
+    vocab_size = int(describe(model)["vocab_size"])
+    found = Dictionary.between(fetch_tokenizer(model), draft.folder, vocab_size, draft.vocab_size)
     say(f"{len(found.ours_S)} of the draft's {draft.vocab_size} tokens stand for text that a token of the target is")
     return found
 

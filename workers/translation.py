@@ -48,17 +48,20 @@ class Dictionary:
         return len(self.to_draft_V)
 
     @classmethod
-    def between(cls, target: Path, draft: Path, vocab_size: int) -> "Dictionary":
-        """Return the dictionary of the tokenizers in two folders, for a target of *vocab_size* ids.
+    def between(cls, target: Path, draft: Path, vocab_size: int, draft_size: int) -> "Dictionary":
+        """Return the dictionary of the tokenizers in two folders, for models of *vocab_size* and *draft_size* ids.
+
+        Tokenizers may know ids that their models have no row for; those are nobody's.
 
         Raises:
             ModelError: one has no tokenizer.json, or no text is in both.
         """
         (ours, _), (theirs, unknown) = _read(target), _read(draft)
-        shared = sorted((ours[text], theirs[text]) for text in ours.keys() & theirs.keys() if ours[text] < vocab_size)
+        both = ((ours[text], theirs[text]) for text in ours.keys() & theirs.keys())
+        shared = sorted((our, their) for our, their in both if our < vocab_size and their < draft_size)
         if not shared:
             raise ModelError(f"the tokenizers in {target} and {draft} share no token: take another draft")
-        to_draft_V = np.full(vocab_size, unknown, np.int64)
+        to_draft_V = np.full(vocab_size, unknown if unknown < draft_size else 0, np.int64)
         to_draft_V[[our for our, _ in shared]] = [their for _, their in shared]
         ours_S, theirs_S = torch.tensor(shared).T
         return cls(to_draft_V, ours_S, theirs_S)
