@@ -67,10 +67,14 @@ def test_kernel_equals_torch(
 
 
 @pytest.mark.parametrize("size", [24, 64])
-def test_a_query_never_touches_what_comes_after_it(size: int) -> None:
-    rows = rows_of([(30, 6), (0, 3)])
+@pytest.mark.parametrize("backend", [NativeAttention, TorchAttention])
+@pytest.mark.parametrize("starts", [(30, 0), (200, 120), (0, 70)])
+def test_a_query_never_touches_what_comes_after_it(
+    backend: type[NativeAttention | TorchAttention], size: int, starts: tuple[int, int]
+) -> None:
+    rows = rows_of([(starts[0], 6), (starts[1], 3)])
     query, key, value = (normal(4, 9, size, torch.float32, seed) for seed in range(3))
-    attention = NativeAttention(cache(LayerShape(4, size, size), rows.blocks_SB.size, torch.float32))
+    attention = backend(cache(LayerShape(4, size, size), rows.blocks_SB.size, torch.float32))
     attention.plan(rows)
     expected = attention.attend(0, query, key, value, Options(0.1)).clone()
     for broken in (key, value):

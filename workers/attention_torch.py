@@ -27,6 +27,8 @@ class Group:
         length: L, whole blocks for several rows, the exact context for one.
         stale_N: gathered places behind a row's context, or below what it has. They are zeroed: whatever another
             sequence left there must not reach this one, not even a NaN behind a mask.
+        num_settled: places that every query of the group sees the same of. Behind them, keys and values of a guess
+            that are not numbers must not reach the queries before it.
         sight: what each query sees; None where that is all up to its own position.
     """
 
@@ -37,6 +39,7 @@ class Group:
     positions_RQ: torch.Tensor
     length: int
     stale_N: torch.Tensor | None
+    num_settled: int
     sight: "Sight | None" = None
     masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
@@ -147,8 +150,9 @@ class TorchAttention:
         query_RGMD = query_RGSQD.flatten(2, 3)
         mask_R1ML = None if mask_RQL is None else _repeat(mask_RQL, share)
         broken_RGM1 = None
-        if group.sight is not None and mask_R1ML is not None:
-            broken_RGM1 = without_broken_(key_RGLD, value_RGLE, mask_R1ML)
+        if mask_R1ML is not None and group.num_settled < group.length:
+            new = slice(group.num_settled, None)
+            broken_RGM1 = without_broken_(key_RGLD[:, :, new], value_RGLE[:, :, new], mask_R1ML[..., new])
         if options.softcap or options.sinks_H is not None:
             output_RGME = explicit_attention(query_RGMD, key_RGLD, value_RGLE, mask_R1ML, options)
         else:
@@ -190,6 +194,7 @@ class TorchAttention:
             positions_RQ=self._tensor(rows.positions(members, queries_Q + starts_R[:, None])),
             length=length,
             stale_N=None if stale_N is None else self._tensor(stale_N),
+            num_settled=0 if is_special else length if queries_Q.shape[1] == 1 else int(starts_R.min()) + 1,
             sight=self._sight(rows, members, queries_Q, length) if is_special else None,
         )
 
