@@ -208,6 +208,25 @@ def test_requests_without_a_form_never_come_near(
     assert not grammars._followed
 
 
+def test_guesses_before_a_dead_end_count(folders: Folders, running: list[Engine]) -> None:
+    text = "yes it is"
+    ids = tokenizer().encode(text, add_special_tokens=False)
+    asked = {"structured_outputs": {"choice": [text]}, "prediction": text, "allowed_token_ids": ids}
+    ends = {"dead end": {}, "stopped": {"stop": ["it is"]}, "long enough": {"max_tokens": len(ids)}}
+    answers = []
+    for method in (None, "ngram", "ngram tree"):
+        engine = started(folders, method and speculation(folders, method))
+        running.append(engine)
+        engine.put(*requests(engine, [wish(i, None, **asked, **options) for i, options in enumerate(ends.values())]))
+        answers.append((finish(engine), dict(engine.reasons)))
+        assert (engine.accepted > 0) == (method is not None)
+    assert answers[0] == answers[1] == answers[2]
+    told, reasons = answers[0]
+    assert all(tokens == ids for tokens in told.values())
+    assert "no token is left" in str(reasons["0"])
+    assert (reasons["1"], reasons["2"]) == ("stop", "length")
+
+
 GENERATIONS = 500
 
 

@@ -1,6 +1,7 @@
 """What a grammar allows does not depend on how one came there: by drafts, along trees, or token by token."""
 
 import random
+import threading
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from protos.errors import InvalidRequestError, failure
 from protos.guidance import GrammarError, matcher
-from protos.messages import Draft, NewSequence, Sampling
+from protos.messages import Draft, NewSequence, Row, Sampling
 from protos.structured import Grammar
 from tests.structured import EOS, FORMS, tokenizer, vocab_size, words
 from tests.tree_proposer import random_tree
@@ -246,8 +247,6 @@ class Slow:
 
 
 def test_who_is_too_slow_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     done = threading.Event()
     monkeypatch.setattr(grammar_slots, "STEP_S", 0.3)
     monkeypatch.setattr(grammar_slots, "NUM_THREADS", 1)
@@ -263,6 +262,54 @@ def test_who_is_too_slow_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_allowed("choice", [], [chosen[1]])
     assert chosen[2] == int(logits_NV[2].argmax())
     assert sampler.sample(logits_NV, np.arange(3), np.full(3, 2)).tolist() == chosen
+
+
+class Brittle:
+    """Follows a sequence, but not behind what a guess says: there it fails, or does not come back."""
+
+    def __init__(self, name: str, done: "threading.Event | None" = None) -> None:
+        self._follower, self._done = fresh(name), done
+
+    @property
+    def num_fed(self) -> int:
+        return self._follower.num_fed
+
+    def allowed(self, start: int, tokens: Seq[int]) -> Bits:
+        return self._follower.allowed(start, tokens) if not tokens else self._break()
+
+    def prune(self, start: int, tokens: Seq[int], draft: Draft) -> Draft:
+        return self._break()
+
+    def _break(self) -> Any:
+        if self._done is None:
+            raise GrammarError("over a limit")
+        self._done.wait(20)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("prunes", [False, True])
+def test_what_a_guess_leads_to_fails_nobody(is_slow: bool, prunes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_slots, "STEP_S", 0.5)
+    monkeypatch.setattr(grammar_slots, "PRUNE_S", 0.3)
+    sequences = [("choice", [], Sampling(0, 0.0)), ("regex", [], Sampling(1, 0.0))]
+    sampler, plain = engine_of(sequences), engine_of(sequences)
+    grammars, done, guess = sampler._grammars, threading.Event(), Draft((5, 6))
+    logits_NV = torch.randn(4, VOCAB)
+    with ThreadPoolExecutor(1) as pool:
+        grammars._of(0).compiled = pool.submit(Brittle, "choice", done if is_slow else None)  # type: ignore[arg-type]
+        rows = [Row(0, 1, 1, 2, k=2), Row(1, 1, 1, 2)]
+        if prunes:
+            assert [*sampler.prune(rows, [guess, Draft(())])] == [Draft(()), Draft(())]
+        sampler.slots.write_draft(0, guess.tokens)
+        chosen = sampler.sample(logits_NV, np.array([0, 0, 0, 1]), np.array([2, 3, 4, 2])).tolist()
+        done.set()
+    roots = plain.sample(logits_NV[[0, 3]], np.arange(2), np.full(2, 2)).tolist()
+    assert [chosen[0], chosen[3]] == roots
+    assert -1 not in roots
+    assert chosen[1] == -1 or prunes
+    assert grammars.reason(0) is None
+    assert [*sampler.prune(rows, [guess, Draft(())])] == [Draft(()), Draft(())], "it is asked about no more guesses"
+    assert sampler.sample(logits_NV[:1], np.array([0]), np.array([2])).tolist() == roots[:1]
 
 
 def test_what_cannot_be_followed_fails_alone() -> None:

@@ -12,10 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from threading import Lock
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from protos.drafts import NO_DRAFT
 from protos.guidance import GrammarError, matcher
 from protos.messages import Draft, NewSequence, Row
 from protos.structured import Grammar
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 4
 STEP_S = 3.0
 """A round waits so long for masks. Longer, and the round itself would count as one that hangs."""
+PRUNE_S = 1.5
+"""And so long for guesses to be looked at, once for each sequence at most: one that was too slow takes no more."""
 COMPILE_S = 4.0
 """And so long for grammars to be compiled: what took longer elsewhere was not admitted."""
 REMEMBERED = 32
@@ -37,17 +40,27 @@ FAILED = "the grammar could not be followed; the target's log says more"
 TOO_SLOW = "structured_outputs: the grammar is too complex to follow here: one step took more than {:g} s"
 
 Words = Callable[[], "LLTokenizer"]
+GiveUp = Callable[[int, str], None]
 T = TypeVar("T")
 
 
 @dataclass
 class _Followed:
-    """A sequence with a grammar. `reason` says why it cannot go on, `settled` how much of its output stays as it is."""
+    """A sequence with a grammar.
+
+    Attributes:
+        joined: when it came to its slot.
+        compiled: follows it.
+        settled: how much of its output stays as it is.
+        reason: why it cannot go on.
+        takes_guesses: whether the grammar is asked about guesses; not after one that it could not cope with.
+    """
 
     joined: int
     compiled: "Future[Follower]"
     settled: int = 0
     reason: str | None = None
+    takes_guesses: bool = True
 
 
 class Grammars:
@@ -95,24 +108,34 @@ class Grammars:
         asked: dict[int, list[int]] = {}
         for slot, index in zip(slots_N, index_N, strict=True):
             asked.setdefault(slot, []).append(index)
-        jobs = {slot: self._masking(slot, wanted) for slot, wanted in asked.items()}
-        found = {slot: dict(zip(asked[slot], bits, strict=True)) for slot, bits in self._run(jobs).items()}
+        made: dict[int, dict[int, Bits]] = {slot: {} for slot in asked}
+
+        def give_up(slot: int, reason: str) -> None:
+            known = int(self._slots.known_len[slot])
+            if known in asked[slot] and known not in made[slot]:
+                self._fail(slot, reason)
+            else:  # what is said behind committed text does not depend on what a guess led to
+                self._take_no_guesses(slot)
+
+        self._run({slot: self._masking(slot, wanted, made[slot]) for slot, wanted in asked.items()}, STEP_S, give_up)
         nothing = np.zeros(-(-self._vocab_size // 8), np.uint8)
-        return [found[slot][index] if slot in found else nothing for slot, index in zip(slots_N, index_N, strict=True)]
+        return [made[slot].get(index, nothing) for slot, index in zip(slots_N, index_N, strict=True)]
 
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> list[Draft]:
-        """Return the drafts of *rows* without what a grammar forbids."""
-        jobs = {row.slot: self._pruning(row.slot, draft) for row, draft in zip(rows, drafts, strict=True)
-                if draft.tokens and self._slots.constrained[row.slot]}
-        found = self._run(jobs)
-        return [found.get(row.slot, draft) for row, draft in zip(rows, drafts, strict=True)]
+        """Return the drafts of *rows* without what a grammar forbids; none where it cannot say."""
+        asked = {row.slot: draft for row, draft in zip(rows, drafts, strict=True)
+                 if draft.tokens and self._slots.constrained[row.slot]}
+        jobs = {slot: self._pruning(slot, draft) for slot, draft in asked.items() if self._of(slot).takes_guesses}
+        found = self._run(jobs, PRUNE_S, lambda slot, _: self._take_no_guesses(slot))
+        return [found.get(row.slot, NO_DRAFT) if row.slot in asked else draft
+                for row, draft in zip(rows, drafts, strict=True)]
 
     # What is done in threads.
 
-    def _masking(self, slot: int, wanted: Seq[int]) -> Callable[[Follower], list[Bits]]:
+    def _masking(self, slot: int, wanted: Seq[int], made: dict[int, Bits]) -> Callable[[Follower], None]:
         first, tokens = self._tail(slot, max(wanted))
         start = first - int(self._slots.prompt_len[slot])
-        return partial(_mask, start=start, tokens=tokens, lengths=[index - first for index in wanted])
+        return partial(_mask, start=start, texts={index: tokens[: index - first] for index in wanted}, made=made)
 
     def _pruning(self, slot: int, draft: Draft) -> Callable[[Follower], Draft]:
         first, tokens = self._tail(slot, int(self._slots.known_len[slot]))
@@ -124,26 +147,28 @@ class Grammars:
         tokens: list[int] = self._slots.tokens[slot, first:end].tolist()
         return first, tokens
 
-    def _run(self, jobs: Mapping[int, Callable[[Follower], T]]) -> dict[int, T]:
-        """Return what came of each slot's job; nothing of those that failed, and why is remembered."""
+    def _run(self, jobs: Mapping[int, Callable[[Follower], T]], within_s: float, give_up: GiveUp) -> dict[int, T]:
+        """Return what came of each slot's job; of those that failed or took too long, *give_up* is told why."""
         ready = self._ready(jobs)
         futures = {self._following.submit(jobs[slot], follower): slot for slot, follower in ready.items()}
-        done, late = wait(futures, STEP_S)
-        found = {futures[future]: future.result() for future in done if self._went_well(futures[future], future)}
+        done, late = wait(futures, within_s)
+        found = {slot: future.result() for future in done
+                 if _went_well(slot := futures[future], future, give_up)}
         for slot in found:
             self._settle(slot, ready[slot])
-        return found if not late else found | self._without_late(jobs, {futures[future]: future for future in late})
+        if not late:
+            return found
+        waited = self._without_late({futures[future]: future for future in late}, within_s, give_up)
+        return found | self._run({slot: jobs[slot] for slot in waited}, within_s, give_up)
 
-    def _without_late(self, jobs: Mapping[int, Callable[[Follower], T]], late: "Mapping[int, Future[T]]") -> (
-        dict[int, T]
-    ):  # fmt: skip
-        """Give up the jobs that run, with the threads they run in; do in others what waited behind them."""
+    def _without_late(self, late: "Mapping[int, Future[T]]", within_s: float, give_up: GiveUp) -> set[int]:
+        """Give up the jobs that run, with the threads they run in; return the slots of those behind them."""
         waited = {slot for slot, future in late.items() if future.cancel()}
         self._following.shutdown(wait=False)
         del self._following
         for slot in late.keys() - waited:
-            self._fail(slot, TOO_SLOW.format(STEP_S))
-        return self._run({slot: jobs[slot] for slot in waited})
+            give_up(slot, TOO_SLOW.format(within_s))
+        return waited
 
     def _ready(self, slots: Mapping[int, object]) -> dict[int, Follower]:
         """Return what follows each slot's sequence, once its grammar is compiled; leave out those that failed."""
@@ -153,18 +178,15 @@ class Grammars:
             if future in late:
                 self._fail(slot, TOO_SLOW.format(COMPILE_S))
         return {slot: future.result() for slot, future in compiling.items()
-                if future not in late and self._went_well(slot, future)}
-
-    def _went_well(self, slot: int, future: "Future[T]") -> bool:
-        error = future.exception()
-        if error is not None and not isinstance(error, GrammarError):
-            logger.error("a grammar failed", exc_info=error)
-        if error is not None:
-            self._fail(slot, f"structured_outputs: {error}" if isinstance(error, GrammarError) else FAILED)
-        return error is None
+                if future not in late and _went_well(slot, future, self._fail)}
 
     def _fail(self, slot: int, reason: str) -> None:
         self._of(slot).reason = reason
+
+    def _take_no_guesses(self, slot: int) -> None:
+        """Follow the sequence anew, and by itself: what has failed, or is lost with its thread, is of no use."""
+        followed = self._of(slot)
+        followed.compiled, followed.settled, followed.takes_guesses = self._begin(slot), 0, False
 
     def _settle(self, slot: int, follower: Follower) -> None:
         """What is committed, and followed, is there to stay."""
@@ -211,8 +233,20 @@ class Grammars:
             return self._words
 
 
-def _mask(follower: Follower, start: int, tokens: Seq[int], lengths: Seq[int]) -> list[Bits]:
-    return [follower.allowed(start, tokens[:length]) for length in lengths]
+def _went_well(slot: int, future: "Future[Any]", give_up: GiveUp) -> bool:
+    """Whether a job was done; if not, *give_up* is told why."""
+    error = future.exception()
+    if error is not None and not isinstance(error, GrammarError):
+        logger.error("a grammar failed", exc_info=error)
+    if error is not None:
+        give_up(slot, f"structured_outputs: {error}" if isinstance(error, GrammarError) else FAILED)
+    return error is None
+
+
+def _mask(follower: Follower, start: int, texts: Mapping[int, Seq[int]], made: dict[int, Bits]) -> None:
+    """Make masks one by one: what is made stays made, whatever comes of the next."""
+    for index, tokens in texts.items():
+        made[index] = follower.allowed(start, tokens)
 
 
 def _prune(follower: Follower, start: int, tokens: Seq[int], draft: Draft) -> Draft:

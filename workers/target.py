@@ -149,11 +149,15 @@ class TargetWorker:
                 verdicts.append(None)
                 continue
             release = next(left)
-            if -1 in release.emitted:
+            path, emitted = release.path, release.emitted
+            if emitted[0] == -1:
                 why = self.sampler.why_none(row.slot, logits_NV[at : at + count])
                 verdicts.append(Verdict(row.slot, failed=why))
             else:
-                path, emitted = release.path, release.emitted
+                if emitted[-1] == -1:
+                    # As without a draft: the last guess that was right is the row's own token, and ends it perhaps.
+                    # If not, the next round finds no way on behind it.
+                    path, emitted = path[:-1], emitted[:-1]
                 logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
                 verdict = Verdict(row.slot, emitted, len(draft), path, logprobs)
                 verdicts.append(_with_tree(verdict, draft, release.probed))
