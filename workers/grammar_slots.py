@@ -215,7 +215,7 @@ class Grammars:
     def _compiling(self, grammar: Grammar) -> "Future[LLMatcher]":
         """Return the matcher of *grammar*, which nobody moves: sequences with the same one copy it."""
         found = self._compiled.get(grammar)
-        if found is None:
+        if found is None or (found.done() and found.exception() is not None):
             found = self._compiled[grammar] = self._compilers.submit(self._compile, grammar)
             if len(self._compiled) > REMEMBERED:
                 self._compiled.popitem(last=False)
