@@ -17,24 +17,23 @@ def run(wanted: Wanted, *, with_ray: bool) -> bool:
     if wanted.device not in DEVICES:
         raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {wanted.device!r}")
     show_warnings()
-    num_wrong = _machine(wanted) + (_ray(wanted) if with_ray else 0)
+    ward = Ward.open()
+    examination = Examination(wanted, ward)
+    try:
+        num_wrong = _machine(examination)
+    finally:
+        ward.gang.close()
+    num_wrong += _ray(wanted, has_draft=examination.has_draft or bool(num_wrong)) if with_ray else 0
     OUT.print("everything works" if not num_wrong else f"{num_wrong} check(s) failed", style="bold")
     return not num_wrong
 
 
-def _machine(wanted: Wanted) -> int:
+def _machine(examination: Examination) -> int:
     """Return how many checks failed: at most one, for the others need it."""
-    ward = Ward.open()
-    try:
-        for name, check in Examination(wanted, ward).checks():
-            if not passed(name, check):
-                return 1
-    finally:
-        ward.gang.close()
-    return 0
+    return int(not all(passed(name, check) for name, check in examination.checks()))
 
 
-def _ray(wanted: Wanted) -> int:
+def _ray(wanted: Wanted, *, has_draft: bool) -> int:
     if find_spec("ray") is None:
         _show("ok", "Ray", "not installed; engines on one device work without it")
         return 0
@@ -42,7 +41,8 @@ def _ray(wanted: Wanted) -> int:
 
     def check() -> str:
         try:
-            return examine(wanted.world or 1, has_draft=True, device=wanted.device)
+            device = "cpu" if wanted.may_share else wanted.device  # who shares devices asks Ray for parts, or none
+            return examine(wanted.world or 1, has_draft=has_draft, device=device)
         except PlacementError as error:
             raise AilmentError(str(error), RAY) from None
 

@@ -1,7 +1,6 @@
 """`slipstream serve`: from the command line to the server."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from cluster.cli_faces import NO_GRPC
@@ -9,6 +8,7 @@ from cluster.cli_version import version
 from cluster.serve_grpc import GrpcOptions
 from cluster.serve_http import HttpOptions
 from cluster.service import ServiceOptions, serve
+from cluster.settings import chat_template_text
 from cluster.tls import tls_files
 from protos.config import EngineConfig
 from protos.errors import ConfigError
@@ -37,7 +37,7 @@ def run(
         )
     http, grpc = _faces(faces)
     serve(config, ServiceOptions(
-        version(), http, grpc, grace_s, _template(chat_template), level, tools, SafetyOptions.of(safety)
+        version(), http, grpc, grace_s, chat_template_text(chat_template), level, tools, SafetyOptions.of(safety)
     ))  # fmt: skip
 
 
@@ -51,11 +51,3 @@ def _faces(given: Mapping[str, Any]) -> tuple[HttpOptions, GrpcOptions | None]:
     return http, None if given["grpc_port"] == NO_GRPC else GrpcOptions(host, given["grpc_port"], tls)
 
 
-def _template(given: str | None) -> str | None:
-    """Return the template: *given* itself, if it looks like one, else what the file of that name holds."""
-    if given is None or "{" in given or "\n" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"chat_template: cannot read {given}: {type(error).__name__}") from None

@@ -46,7 +46,9 @@ def planned(config: EngineConfig) -> tuple[Layout, EngineConfig]:
                           "so that there is nobody to ask for GPUs")
     resources = {"cuda": {"GPU": 1.0}, "cpu": {}}.get(config.model.device)
     plan = layout(config, ray_cluster.cluster_resources() if resources is None else resources)
-    return plan, replace(config, parallel=replace(config.parallel, worker_resources=plan.worker))
+    device = config.model.device if "GPU" in plan.worker else "cpu"
+    return plan, replace(config, parallel=replace(config.parallel, worker_resources=plan.worker),
+                         model=replace(config.model, device=device))
 
 
 def bundles(plan: Layout, config: EngineConfig) -> list[dict[str, float]]:

@@ -55,7 +55,7 @@ def layout(config: EngineConfig, cluster: Resources) -> Layout:
     """Return what *config* needs; each worker asks for a GPU where *cluster*, by its totals, has any and may be used.
 
     Raises:
-        PlacementError: CUDA is asked for, and there is no GPU.
+        PlacementError: CUDA is asked for, and there is no GPU; or workers would take GPUs that they did not ask for.
     """
     parallel, has_gpus = config.parallel, cluster.get("GPU", 0.0) > 0
     if config.model.device == "cuda" and not has_gpus:
@@ -63,6 +63,9 @@ def layout(config: EngineConfig, cluster: Resources) -> Layout:
                              "GPUs through RAY_ADDRESS")
     if parallel.worker_resources is not None:
         worker = dict(parallel.worker_resources)
+        if has_gpus and config.model.device != "cpu" and "GPU" not in worker:
+            raise PlacementError(f"worker_resources {worker} has no GPU: workers would take GPUs that Ray may give to "
+                                 "others; add \"GPU\": 1, or use device='cpu'")
     else:
         worker = {**BARE, "GPU": 1.0} if has_gpus and config.model.device != "cpu" else dict(BARE)
     return Layout(parallel.tensor_parallel_size, has_draft_worker(config), worker, parallel.placement_strategy)

@@ -1,6 +1,7 @@
 """Chooses the replica of a request: the one that knows its beginning, unless that has much more to do than another."""
 
 import random
+from collections import deque
 from typing import Any
 
 from ray.serve._private import constants
@@ -20,6 +21,10 @@ SLACK = 8
 """A replica that knows the beginning may have so many requests more than the idlest one."""
 
 
+ENDED = 256
+"""Requests that are remembered as over before they were said to be routed; some never are, such as those refused."""
+
+
 class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """Ray Serve makes one for each proxy; each knows only what it has sent itself.
 
@@ -33,6 +38,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         super().initialize_state(**kwargs)  # type: ignore[no-untyped-call]
         self._beginnings = Owners()
         self._running: dict[str, set[str]] = {}  # by replica, the requests it has
+        self._ended: deque[str] = deque(maxlen=ENDED)  # requests that were over before they were said to be routed
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -56,12 +62,20 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         """Remember who computes what."""
         super().on_request_routed(pending_request, replica_id, result)
         self._beginnings.learn(keys_in(pending_request.metadata.session_id), replica_id.unique_id)
-        self._running.setdefault(replica_id.unique_id, set()).add(pending_request.metadata.internal_request_id)
+        request_id = pending_request.metadata.internal_request_id
+        if request_id in self._ended:
+            self._ended.remove(request_id)
+        else:
+            self._running.setdefault(replica_id.unique_id, set()).add(request_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count it off."""
+        """Count it off. In a proxy that lags, a short request may be over before `on_request_routed` hears of it."""
         super().on_request_completed(replica_id, internal_request_id)
-        self._running.get(replica_id.unique_id, set()).discard(internal_request_id)
+        running = self._running.get(replica_id.unique_id, set())
+        if internal_request_id in running:
+            running.remove(internal_request_id)
+        else:
+            self._ended.append(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Forget the replicas that are gone."""

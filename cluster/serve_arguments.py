@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from cluster.cli_options import API_KEY_VARIABLE
-from cluster.settings import engine_config
+from cluster.settings import chat_template_text, engine_config
 from protos import arguments
 from protos.config import EngineConfig
 from protos.validation import did_you_mean
@@ -30,7 +30,8 @@ class ServerArguments(SafetyOptions):
     """What the server is told beside its engine.
 
     Attributes:
-        chat_template: the text of a template, in place of the model's.
+        chat_template: the text of a template, in place of the model's, or the name of its file where the application is
+            built.
         heartbeat_timeout_s: a replica whose controller has been silent for longer is replaced.
         drain_timeout_s: how long a replica that is told to stop may finish its answers; by default a little longer than
             requests may take.
@@ -44,6 +45,11 @@ class ServerArguments(SafetyOptions):
     per_request_spec_decode_metrics: SpecMetrics = "none"
     heartbeat_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     drain_timeout_s: float | None = Field(default=None, gt=0)
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read(cls, given: str | None) -> str | None:
+        return chat_template_text(given)
 
     def model_post_init(self, context: Any, /) -> None:
         """See that what is made of them later can be made. Raises `ConfigError`."""

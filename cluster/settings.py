@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import demo
@@ -9,6 +10,7 @@ from proposers import registry
 from proposers.formats import detect
 from protos import arguments, speculation, speculation_aliases
 from protos.config import EngineConfig
+from protos.errors import ConfigError
 
 DEMO_NAME = "demo"
 TOKENS, DEMO_GUESSES = "num_speculative_tokens", 3  # of 3 and 4 the faster in a short run on two CPU cores
@@ -41,3 +43,17 @@ def _with_demo(wanted: dict[str, Any]) -> dict[str, Any]:
         guesses = {} if TOKENS in named else {TOKENS: DEMO_GUESSES}
         filled[arguments.SPECULATIVE] = {**guesses, **keys, "model": str(draft)}
     return filled
+
+
+def chat_template_text(given: str | None) -> str | None:
+    """Return a chat template: *given* itself, if it looks like one, else what the file of that name holds.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if given is None or "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"chat_template: cannot read {given}: {type(error).__name__}") from None

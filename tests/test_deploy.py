@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import venv
@@ -91,6 +92,20 @@ def test_nodes_ask_for_the_token_and_keep_the_dashboard_to_themselves(path: Path
     assert "~/.ray/auth_token" in config["file_mounts"]
     assert all(f"--metrics-export-port={PORTS['metrics']}" in line for line in (head, workers))
     assert f"--port={PORTS['gcs-server']}" in head
+
+
+@pytest.mark.parametrize("path", NODE_CONFIGS, ids=lambda path: path.name)
+def test_the_container_that_ray_starts_finds_token_and_devices(path: Path) -> None:
+    from ray.autoscaler._private.docker import docker_start_cmds
+
+    docker = load(path)["docker"]
+    (home,) = re.findall(r"^ENV HOME=(.+)$", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
+    mounts = {"~/.ray/auth_token": "~/.ray/auth_token"}
+    words = shlex.split(docker_start_cmds("ubuntu", docker["image"], mounts, docker["container_name"],
+                                          docker["run_options"], "slipstream", home, "docker"))  # fmt: skip
+    assert [word for word in words if word.startswith("--net")] == ["--net=host"], "Docker takes no network twice"
+    assert "--env=NVIDIA_VISIBLE_DEVICES=all" in words
+    assert any(word.endswith(":/home/slipstream/.ray/auth_token") for word in words)
 
 
 @pytest.mark.parametrize("path", NODE_CONFIGS[1:], ids=lambda path: path.name)

@@ -229,6 +229,11 @@ def test_bundles_follow_from_the_configuration() -> None:
     assert len(layout(together, gpus).bundles) == 3
     half = config_of(tensor_parallel_size=2, worker_resources={"GPU": 0.5}, device="cpu")
     assert layout(half, gpus).bundles == [{"CPU": 1.0}, {"GPU": 0.5}, {"GPU": 0.5}]
+    wide = {"worker_resources": {"CPU": 4}}
+    assert layout(config_of(**wide), cpus).worker == layout(config_of(device="cpu", **wide), gpus).worker == {"CPU": 4}
+    for device in ("cuda", "auto"):
+        with pytest.raises(PlacementError, match=r'has no GPU: .* add "GPU": 1'):
+            layout(config_of(device=device, **wide), gpus)
     with pytest.raises(PlacementError, match="device is cuda, and the Ray cluster has no GPU"):
         layout(config_of(tensor_parallel_size=2, device="cuda"), cpus)
 

@@ -3,7 +3,10 @@
 import asyncio
 import contextvars
 import json
+from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from pydantic import ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.affinity import BLOCK_CHARS, MAX_BLOCKS, MAX_BODY_BYTES, Owners, PrefixHeader, keys_in, keys_of, session_of
-from cluster.serve_arguments import ELSEWHERE, SERVER, ServeArguments
+from cluster.serve_arguments import ELSEWHERE, SERVER, ServeArguments, ServerArguments
 from protos import arguments
 from protos.errors import ConfigError, EngineDeadError, PlacementError
 from runtime.grpc.errors import StatusError
@@ -54,6 +57,39 @@ def test_arguments_nobody_knows_are_refused(given: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_a_chat_template_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }}")
+    for given in (str(file), file.read_text()):
+        server = ServeArguments.model_validate({"chat_template": given}).server
+        assert server.chat_template == file.read_text()
+        assert ServerArguments.model_validate_json(server.model_dump_json()).chat_template == file.read_text()
+    with pytest.raises(ValidationError, match=r"chat_template: cannot read .*: FileNotFoundError"):
+        ServeArguments.model_validate({"chat_template": str(tmp_path / "none")})
+
+
+def test_requests_are_counted_off_whichever_news_comes_first() -> None:
+    from cluster.ray_router import ENDED, PrefixRouter
+
+    def asked(name: str) -> Any:
+        return SimpleNamespace(metadata=SimpleNamespace(internal_request_id=name, session_id=""))
+
+    router = PrefixRouter.__new__(PrefixRouter)
+    router._beginnings, router._running, router._ended = Owners(), {}, deque(maxlen=ENDED)
+    where: Any = SimpleNamespace(unique_id="replica")
+    for name in ("a", "b", "c"):
+        router.on_request_routed(asked(name), where, None)
+    assert router._load("replica") == 3
+    router.on_request_completed(where, "b")
+    router.on_request_completed(where, "d")
+    router.on_request_routed(asked("d"), where, None)
+    assert router._load("replica") == 2
+    assert not router._ended
+    for number in range(1000):
+        router.on_request_completed(where, f"refused {number}")
+    assert len(router._ended) == ENDED
+
+
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from cluster.ray_replica import with_keys
 
@@ -85,6 +121,10 @@ def test_the_device_must_be_said_where_there_is_no_cluster_to_ask(monkeypatch: p
     assert planned(ServeArguments.model_validate({"device": "cuda"}).config)[0].worker == {"CPU": 1.0, "GPU": 1.0}
     plan, config = planned(ServeArguments.model_validate({"device": "cpu"}).config)
     assert plan.worker == config.parallel.worker_resources == {"CPU": 1.0}
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    _, config = planned(ServeArguments.model_validate({}).config)
+    assert config.model.device == "cpu", "whatever joins the cluster later"
 
 
 def test_serve_takes_what_the_command_takes() -> None:
