@@ -7,7 +7,7 @@ really guessed, accepted and rejected, or nothing of this means anything.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ import msgspec
 from cluster import checking_identity, checking_law
 from cluster.checking_answers import Answer, Place
 from cluster.checking_identity import ALLOWANCES, NONE_ALLOWED, Allowance, Asked, IdentityVerdict, Part
-from cluster.checking_law import LawVerdict
+from cluster.checking_law import LEAST_DRAWS, LawVerdict
 from cluster.checking_side import Counts, Ids, Job, Say, Side, Tick
 from protos.config import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
@@ -28,6 +28,7 @@ from protos.seeds import mix_seed
 LAW_PROMPTS = 4
 LEAST_LAW_TOKENS, MOST_LAW_TOKENS, BEYOND = 8, 16, 4  # sampled behind a prompt: K + 4, within these
 COUPLED = "coupled"
+LOOKAHEAD = "lookahead"  # learns from what the target would say at positions ahead
 
 Bars = Callable[[str, int], AbstractContextManager[Tick]]
 """Makes a progress bar of a text and a number of ticks."""
@@ -135,7 +136,10 @@ def speculating(config: EngineConfig, speculative: SpeculativeConfig) -> EngineC
 
 @dataclass(frozen=True)
 class _Material:
-    """What the engine with speculation said: *answers* to *asked*, and *sampled* ones with their prompts' numbers."""
+    """What the engine with speculation said: *answers* to *asked*, and *sampled* ones with their prompts' numbers.
+
+    *by_place* says whether the ways in which positions of these were reached may be told apart.
+    """
 
     dtype: str
     asked: Seq[Asked]
@@ -143,6 +147,15 @@ class _Material:
     encoded: Seq[Ids]
     sampled: Seq[tuple[int, Answer]]
     counts: Counts
+    by_place: bool
+
+    @property
+    def parts(self) -> dict[str, list[Answer]]:
+        """All answers, by what they are for."""
+        found: dict[str, list[Answer]] = {}
+        for each, answer in zip(self.asked, self.answers, strict=True):
+            found.setdefault(each.part, []).append(answer)
+        return {**found, "sampled": [answer for _, answer in self.sampled]}
 
 
 def examine(config: EngineConfig, wanted: Wanted, say: Say, bars: Bars) -> Report:
@@ -156,17 +169,33 @@ def examine(config: EngineConfig, wanted: Wanted, say: Say, bars: Bars) -> Repor
     law_tokens = min(MOST_LAW_TOKENS, max(LEAST_LAW_TOKENS, speculative.num_speculative_tokens + BEYOND))
     say("check: the engine with speculation")
     with Side(speculating(config, speculative), say) as side:
-        material = _material(side, wanted, rule, law_tokens, bars)
+        material = _material(side, wanted, speculative, law_tokens, bars)
     say("check: the engine without speculation")
     with Side(replace(config, speculative=None), say) as side:
         allowance = NONE_ALLOWED if invariant else ALLOWANCES.get(side.dtype, ALLOWANCES["float32"])
         identity = _identity(side, wanted, material, allowance, bars)
         law = _law(side, wanted, material, allowance, bars)
         without = side.counts
+    seeded = identity.get("seeded")
+    lacks = missing(material.counts, without)
+    lacks = lacks or (*unshown(material.parts), *untested(law, has_seeded=seeded is not None))
     return Report(
-        material.dtype, rule, invariant, allowance, wanted.setting(law_tokens), material.counts, without,
-        missing(material.counts, without), identity["greedy"], identity.get("seeded"), law,
+        material.dtype, rule, invariant, allowance, wanted.setting(law_tokens), material.counts, without, lacks,
+        identity["greedy"], seeded, law,
     )  # fmt: skip
+
+
+def untested(law: LawVerdict, *, has_seeded: bool) -> tuple[str, ...]:
+    """Return what is missing where the law alone can tell of sampled tokens: a test of some that were guessed at."""
+    if has_seeded or any(test.freedom and test.drafted >= LEAST_DRAWS for test in law.tests):
+        return ()
+    return ("no prefix has enough tokens that were guessed at: take more --samples",)
+
+
+def unshown(parts: Mapping[str, Seq[Answer]]) -> tuple[str, ...]:
+    """Return which *parts* have no accepted guess among their answers, so that they prove nothing of speculation."""
+    return tuple(f"no guess was accepted in the {name} answers: was speculation off there, by a batch size say?"
+                 for name, answers in parts.items() if not any("guess" in answer.origins for answer in answers))
 
 
 def missing(with_speculation: Counts, without: Counts) -> tuple[str, ...]:
@@ -185,15 +214,18 @@ def missing(with_speculation: Counts, without: Counts) -> tuple[str, ...]:
 # With speculation.
 
 
-def _material(side: Side, wanted: Wanted, rule: str, law_tokens: int, bars: Bars) -> _Material:
+def _material(
+    side: Side, wanted: Wanted, speculative: SpeculativeConfig, law_tokens: int, bars: Bars
+) -> _Material:
     encoded = side.encode(wanted.prompts, SamplingParams(max_tokens=wanted.max_tokens))
-    asked = _asked(encoded, wanted, rule)
+    asked = _asked(encoded, wanted, str(speculative.rejection_sample_method))
     answers = _answers(side, asked, wanted.max_tokens, bars, "with speculation")
     samples = [_sample(encoded, wanted, prompt, number)
                for prompt in range(wanted.law_prompts) for number in range(wanted.samples)]  # fmt: skip
     sampled = _answers(side, samples, law_tokens, bars, "sampling with speculation")
     pairs = [(each.prompt, answer) for each, answer in zip(samples, sampled, strict=True)]
-    return _Material(side.dtype, asked, answers, encoded, pairs, side.counts)
+    by_place = LOOKAHEAD not in speculative.methods
+    return _Material(side.dtype, asked, answers, encoded, pairs, side.counts, by_place)
 
 
 def _asked(encoded: Seq[Ids], wanted: Wanted, rule: str) -> list[Asked]:
@@ -240,7 +272,7 @@ def _identity(
 
 
 def _law(side: Side, wanted: Wanted, material: _Material, allowance: Allowance, bars: Bars) -> LawVerdict:
-    groups = checking_law.grouped(material.sampled)
+    groups = checking_law.grouped(material.sampled, by_place=material.by_place)
     tokens: Counter[Place] = Counter()
     for group in groups:
         tokens[group.place] += group.draws

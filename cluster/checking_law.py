@@ -2,8 +2,9 @@
 
 Answers to one prompt are a tree of counts. Behind a prefix of the answer the next tokens are independent draws of one
 law, the target's, and that stays so for those of them that came there in one way, since how a position was reached is
-settled before its token is drawn. (Not where the shape of a tree of guesses depends on noise of positions ahead; there
-the ways are not told apart.) So each such group of draws is a test, and so are all groups of one way together.
+settled before its token is drawn. (Not where a tree's shape, or what lookahead has learnt, depends on noise of
+positions ahead; there the ways are not told apart.) So each such group of draws is a test, and so are all groups of one
+way together.
 
 Every verdict keeps to a false-alarm rate divided by `MAX_TESTS`, more than are ever made of one report (Bonferroni).
 """
@@ -28,12 +29,16 @@ ANY_PLACE: Place = "any"
 
 @dataclass(frozen=True)
 class Group:
-    """Draws of one law: what came behind *prefix* (output tokens) of prompt number *prompt*, reached by *place*."""
+    """Draws of one law: what came behind *prefix* (output tokens) of prompt number *prompt*, reached by *place*.
+
+    *drafted* of them were said in rounds with guesses.
+    """
 
     prompt: int
     prefix: tuple[int, ...]
     place: Place
     counts: Mapping[int, int]
+    drafted: int = 0
 
     @property
     def draws(self) -> int:
@@ -44,17 +49,18 @@ class Group:
 class LawTest(msgspec.Struct, frozen=True):
     """What one group of draws says of its law.
 
-    `cells` counts ids with at least `LEAST_EXPECTED` expected draws, and the rest as one. `p_value` is that of
-    chi-square; `rest_p_value` bounds the chance of so many draws in a rest too small to be a cell. `tv` is the
-    distance of frequencies from the law over the cells, `tv_bound` what it may be; `least_tv` is the smallest error of
-    the law, in total variation over the cells, that this chi-square test finds with 97 %. `token` is the id that is
-    farthest off (-1: the rest), with how often it came and should have come.
+    `drafted` of its draws were said in rounds with guesses. `cells` counts ids with at least `LEAST_EXPECTED` expected
+    draws, and the rest as one. `p_value` is that of chi-square; `rest_p_value` bounds the chance of so many draws in a
+    rest too small to be a cell. `tv` is the distance of frequencies from the law over the cells, `tv_bound` what it may
+    be; `least_tv` is the smallest error of the law, in total variation over the cells, that this chi-square test finds
+    with 97 %. `token` is the id that is farthest off (-1: the rest), with how often it came and should have come.
     """
 
     prompt: int
     prefix: tuple[int, ...]
     place: Place
     draws: int
+    drafted: int
     cells: int
     chi_square: float
     freedom: int
@@ -99,16 +105,21 @@ class LawVerdict(msgspec.Struct, frozen=True):
 # Grouping.
 
 
-def grouped(answers: Iterable[tuple[int, Answer]]) -> list[Group]:
-    """Return the groups of *answers*, each with the number of its prompt, the shallowest and then the largest first."""
+def grouped(answers: Iterable[tuple[int, Answer]], *, by_place: bool = True) -> list[Group]:
+    """Return the groups of *answers*, each with the number of its prompt, the shallowest and then the largest first.
+
+    Without *by_place*, and where a draft was a tree, the ways in which a position was reached are not told apart.
+    """
     known = list(answers)
-    branches = any(answer.branched for _, answer in known)
+    by_place = by_place and not any(answer.branched for _, answer in known)
+    drafted: Counter[tuple[int, tuple[int, ...], Place]] = Counter()
     counts: defaultdict[tuple[int, tuple[int, ...], Place], Counter[int]] = defaultdict(Counter)
     for prompt, answer in known:
         for at, place in enumerate(places_of(answer.origins)):
-            key = (prompt, answer.token_ids[:at], ANY_PLACE if branches else place)
+            key = (prompt, answer.token_ids[:at], place if by_place else ANY_PLACE)
             counts[key][answer.token_ids[at]] += 1
-    groups = [Group(*key, counter) for key, counter in counts.items()]
+            drafted[key] += answer.origins[at] != "plain"
+    groups = [Group(*key, counter, drafted[key]) for key, counter in counts.items()]
     return sorted(groups, key=lambda group: (len(group.prefix), -group.draws, group.prompt, group.prefix))
 
 
@@ -156,8 +167,8 @@ def judged(group: Group, law_V: Floats, limit: float, tolerance: float = 0.0) ->
     bound = tv_bound(len(expected_C), group.draws, limit)
     token, seen, expected = cells.farthest
     test = LawTest(
-        group.prompt, group.prefix, group.place, group.draws, len(expected_C), pearson, freedom, p_value, rest_p, tv,
-        bound, least_tv(freedom, group.draws, limit), token, seen, expected,
+        group.prompt, group.prefix, group.place, group.draws, group.drafted, len(expected_C), pearson, freedom, p_value,
+        rest_p, tv, bound, least_tv(freedom, group.draws, limit, tolerance), token, seen, expected,
         passed=p_value >= limit and rest_p >= limit and tv <= bound,
     )  # fmt: skip
     return test, likelihood

@@ -64,11 +64,12 @@ def tv_bound(cells: int, draws: int, limit: float) -> float:
     return math.sqrt(cells / (2 * math.pi * draws)) + math.sqrt(math.log(1 / limit) / (2 * draws))
 
 
-def least_tv(freedom: int, draws: int, limit: float) -> float:
+def least_tv(freedom: int, draws: int, limit: float, tolerance: float = 0.0) -> float:
     """Return the total variation of a wrong law that a chi-square test at *limit* finds with 97 %; 1 at most.
 
     A law that is off by D has a chi-square distance of at least 4 D^2, so that the statistic is noncentral by at least
-    4 D^2 * draws. Its distribution is taken as normal: mean f + x, variance 2 (f + 2 x).
+    4 D^2 * draws. Its distribution is taken as normal: mean f + x, variance 2 (f + 2 x). Where expectations may be off
+    by a *tolerance*, at least 2 D - tolerance of the L1 distance is left of D, against (1 + tolerance) draws at most.
     """
     if not freedom:
         return 1.0
@@ -76,4 +77,4 @@ def least_tv(freedom: int, draws: int, limit: float) -> float:
     z = POWER_Z
     root = math.sqrt(z * z + beyond + freedom / 2)  # solves x - z sqrt(2 f + 4 x) = beyond for sqrt(f / 2 + x)
     noncentral = max(0.0, (z + root) ** 2 - freedom / 2)
-    return min(1.0, math.sqrt(noncentral / (4 * draws)))
+    return min(1.0, math.sqrt(noncentral * (1 + tolerance) / (4 * draws)) + tolerance / 2)

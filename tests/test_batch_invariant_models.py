@@ -1,5 +1,6 @@
 """Logits under `batch_invariant`: for every family the same bits, however a position was computed."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,14 @@ def test_logits_are_the_same_bits_however_they_are_computed(family: str, tmp_pat
     check(found, found["prefill"])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_is_still_the_model(family: str, tmp_path: Path) -> None:
+    """The same bits in every way could be the same mistake."""
+    model = Model(folder := build(family, tmp_path, vocab_size=VOCAB), "float32")
+    exact = reference_logits(folder, [model.texts[0]], "eager")[0]
+    assert (model.feed([(0, 0, LENGTH)])[0] - exact).abs().max() <= 2e-5 * exact.abs().max()
+
+
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_in_other_dtypes(family: str, dtype: str, tmp_path: Path) -> None:
@@ -238,6 +247,29 @@ def test_a_rank_that_cannot_list_takes_part_in_the_others_trials(
     check({"prefill": found[0][1]}, expected)
 
 
+def test_a_list_that_is_wrong_on_a_rank_without_logits_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build("llama", tmp_path, vocab_size=VOCAB, num_hidden_layers=1)
+    expected = Model(folder).feed([(0, 0, LENGTH)])[0]
+    traces, here = invariant.make_fx, threading.local()
+
+    def confuse(forward: Callable[..., object], **options: object) -> Callable[..., object]:
+        trace = traces(forward, **options)
+        return lambda tokens, positions, wanted: trace(tokens, tokens if here.rank else positions, wanted)
+
+    monkeypatch.setattr(invariant, "make_fx", confuse)
+
+    def work(group: Group) -> tuple[str, torch.Tensor]:
+        here.rank = group.rank
+        model = Model(folder, group=group)
+        return model.runner.warm_up(), model.feed([(0, 0, LENGTH)])[0]
+
+    found = in_memory(2, work)
+    assert {note for note, _ in found} == {"batch-invariant, every operator looked at: traced logits differ"}
+    check({"prefill": found[0][1]}, expected)
+
+
 def test_without_it_bits_differ(tmp_path: Path) -> None:
     """Else nothing here would prove anything."""
     model = Model(build("llama", tmp_path, vocab_size=VOCAB))
@@ -287,6 +319,7 @@ def test_operators_that_are_not_known_are_refused_by_name(tmp_path: Path, monkey
 @pytest.mark.parametrize("work", [
     lambda x: torch.add(x, x, alpha=0.3),
     lambda x: x.index_put_((torch.zeros(3, dtype=torch.int64),), x, accumulate=True),
+    lambda x: x.scatter(0, torch.zeros(x.shape, dtype=torch.int64), x, reduce="add"),
     lambda x: x.cumsum(0),
     lambda x: x.sum(),
     lambda x: x.pow(0.3),

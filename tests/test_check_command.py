@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster import checking, cli, cli_check
+from cluster.checking_answers import Answer
 from protos.errors import ConfigError
 from tests import check_bugs, tiny_models, tiny_pairs
 
@@ -151,6 +152,30 @@ def test_what_must_have_happened() -> None:
     ):  # fmt: skip
         (text,) = checking.missing(with_speculation, without)
         assert says in text
+
+
+def test_each_part_must_have_been_guessed_at() -> None:
+    guessed = Answer((1, 2), ("guess", "correction"), "length")
+    plain = Answer((1, 2), ("plain", "correction"), "length")
+    assert checking.unshown({"greedy": [plain, guessed], "sampled": [guessed]}) == ()
+    (text,) = checking.unshown({"greedy": [plain, guessed], "sampled": [plain]})
+    assert "no guess was accepted in the sampled answers" in text
+
+
+def test_samples_that_nobody_guessed_at_show_nothing(
+    pair: tuple[Path, Path], prompts: Path, tmp_path: Path
+) -> None:
+    """Guesses for the eight prompts' first tokens, and then the batch is too large for any."""
+    seldom = {**drafted(pair, rejection_sample_method="standard"), "disable_by_batch_size": 2}
+    status, report = run([*options(pair, prompts, seldom), "--samples", "100"], tmp_path / "report.json")
+    assert status == 1
+    assert report["verdict"].startswith("NOT SHOWN: no guess was accepted in the sampled answers")
+    few = drafted(pair, rejection_sample_method="standard")
+    hidden = [*options(pair, prompts, few), "--samples", "100", "--temperature", "50"]
+    status, report = run(hidden, tmp_path / "report.json")
+    assert (status, report["greedy"]["passed"], report["with_speculation"]["accepted"] > 0) == (1, True, True)
+    assert not any(test["freedom"] for test in report["law"]["tests"])
+    assert report["verdict"].startswith("NOT SHOWN: no prefix has enough tokens that were guessed at")
 
 
 # What is asked for.

@@ -168,7 +168,24 @@ def test_half_precision_is_given_its_tolerance_and_no_more() -> None:
     assert not law.judged(drawn(off_by(8, 0.05)[1], 400_000, 3), even, LIMIT, tolerance=0.05)[0].passed
 
 
+def test_what_half_precision_hides_is_not_claimed_to_be_found() -> None:
+    """Of 20 samples that are off by what is claimed, 97 % are found: fewer than 17 of 20 have a chance of 0.4 %."""
+    for tolerance in (0.05, 0.3):
+        distance = statistics.least_tv(7, 20_000, LIMIT, tolerance)
+        assert distance > statistics.least_tv(7, 20_000, LIMIT) + tolerance / 2
+        even, off = off_by(8, distance)
+        judged = [law.judged(drawn(off, 20_000, seed), even, LIMIT, tolerance)[0] for seed in range(20)]
+        assert all(test.least_tv == distance for test in judged)
+        assert sum(not test.passed for test in judged) >= 17
+
+
 # Groups.
+
+
+def test_lookahead_learns_from_noise_ahead_so_ways_are_not_told_apart() -> None:
+    answers = [(0, Answer((5, 6), ("guess", "bonus"), "length")), (0, Answer((5, 7), ("plain", "plain"), "length"))]
+    groups = {(g.prefix, g.place): (g.draws, g.drafted) for g in law.grouped(answers, by_place=False)}
+    assert groups == {((), "any"): (2, 1), ((5,), "any"): (2, 1)}
 
 
 def test_draws_are_grouped_by_prompt_prefix_and_place() -> None:

@@ -88,6 +88,12 @@ class Group(Protocol):
         ...
 
 
+def all_agree(group: Group, is_so: bool, device: torch.device) -> bool:
+    """Whether something *is_so* on all ranks of *group*, which must all ask. Raises `GroupError`."""
+    denials = group.all_reduce(torch.tensor([float(not is_so)], device=device))
+    return not denials.item()
+
+
 class Solo:
     """The group of one rank."""
 

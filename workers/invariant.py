@@ -47,7 +47,8 @@ EXACT = frozenset({
 })  # fmt: skip
 WHOLE_NUMBERS_ONLY = frozenset({"cumsum", "floor_divide", "remainder"})
 """They round, or add up, unless they are given whole numbers."""
-PLAIN_ONLY: Mapping[str, int] = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "rsub": 2, "index_put_": 3, "scatter_": 4}
+PLAIN_ONLY: Mapping[str, int] = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "rsub": 2, "index_put_": 3, "scatter": 4,
+                                 "scatter_": 4}
 """With so many arguments, and without a factor or an accumulation: else they have sums of their own to round."""
 OURS = frozenset({"slipstream", "slipstream_invariant", "c10d", "prim"})
 """Namespaces of our own operators, of exchanges between ranks, and of questions about tensors."""
@@ -55,6 +56,7 @@ OURS = frozenset({"slipstream", "slipstream_invariant", "c10d", "prim"})
 UNLISTED = "batch-invariant, every operator looked at: "
 
 Rule = Callable[..., Any]
+Agree = Callable[[bool], bool]
 
 
 class Invariant(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own lacks annotations
@@ -95,7 +97,8 @@ def _of_whole_numbers(func: Any, *args: Any, **named: Any) -> Any:
 
 
 def _plainly(func: Any, *args: Any, **named: Any) -> Any:
-    does_more = any(named.get(key, value) != value for key, value in (("alpha", 1), ("accumulate", False)))
+    plain = {"alpha": 1, "accumulate": False, "reduce": None}
+    does_more = any(named.get(key, value) != value for key, value in plain.items())
     return NotImplemented if does_more or len(args) > PLAIN_ONLY[func.overloadpacket.__name__] else func(*args, **named)
 
 
@@ -233,9 +236,8 @@ def invariant(forward: Forward) -> Forward:
     return run
 
 
-def traced(forward: Forward, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], trial: Trial) -> (
-    tuple[Forward, str]
-):  # fmt: skip
+def traced(forward: Forward, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], trial: Trial,
+           agree: Agree) -> tuple[Forward, str]:  # fmt: skip
     """List the operators of an `invariant` *forward* once, for all sizes: they then run without being looked at again.
 
     Args:
@@ -243,6 +245,8 @@ def traced(forward: Forward, inputs: tuple[torch.Tensor, torch.Tensor, torch.Ten
         inputs: tokens `[1, T]`, positions `[1, T]` and wanted `[N]` to trace it with; T and N differ, neither is one.
         trial: runs a forward on T made-up tokens with N wanted ones, and returns the logits, the wanted ranks' alone.
             Ranks try together: each makes the same trials, whatever came of tracing.
+        agree: says whether something is so on all ranks. Only rank 0 sees logits, and they may be wrong for what
+            another rank has listed.
 
     Returns:
         What runs the list and a line for the user; *forward* itself where no list gives the same bits.
@@ -254,7 +258,7 @@ def traced(forward: Forward, inputs: tuple[torch.Tensor, torch.Tensor, torch.Ten
         found = [trial(graph or forward, *sizes) for sizes in SIZES]
     except Exception as error:  # a list that does for the sizes it was made with alone
         return forward, UNLISTED + _failure(error)
-    if graph is None or not all(map(torch.equal, found, expected)):
+    if not agree(all(map(torch.equal, found, expected))) or graph is None:
         return forward, UNLISTED + (problem or "traced logits differ")
     return graph, f"batch-invariant, {len(graph.graph.nodes)} operators listed in {time.monotonic() - started:.0f} s"
 

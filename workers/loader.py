@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from workers.attention import NAME
 from workers.building import BUILDING
 from workers.compiling import cpu_computes
 from workers.fetching import INDEX, describe, fetch, read_json, shards_by_tensor
-from workers.groups import Group
+from workers.groups import Group, Solo
 from workers.invariant import active
 from workers.invariant_model import check_possible, lay_out
 from workers.parallel import build_share, sum_as_ranks_would
@@ -46,7 +46,7 @@ class LoadedModel:
         eos_ids: end-of-sequence ids of generation_config and config, ascending.
         layers: K and V shape of every layer.
         notes: what the user should be told.
-        ranks: how many share it. With several, `model` and `layers` are one rank's, and rank 0 alone gets logits.
+        group: the ranks that share it. With several, `model` and `layers` are one rank's, and rank 0 alone gets logits.
         batch_invariant: its operators must be those of `workers.invariant`.
     """
 
@@ -60,8 +60,13 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     notes: tuple[str, ...] = ()
-    ranks: int = 1
+    group: Group = field(default_factory=Solo)
     batch_invariant: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share it."""
+        return self.group.size
 
 
 def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
@@ -106,7 +111,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         dtype=dtype,
         device=device,
         notes=notes,
-        ranks=ranks,
+        group=Solo() if group is None else group,
         batch_invariant=config.batch_invariant,
     )
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from workers.attention_torch import TorchAttention
 from workers.batch import Batch, Ints
 from workers.capture import Taps
 from workers.compiling import Forward, Outputs, Weights, compile_forward
+from workers.groups import all_agree
 from workers.invariant import invariant, traced
 from workers.invariant_native import InvariantAttention
 from workers.invariant_split import SplitAttention
@@ -73,7 +75,8 @@ class ModelRunner:
         # is found out then.
         made_up = (torch.arange(9, 2, -1).remainder(self.loaded.vocab_size).unsqueeze(0),
                    torch.arange(11, 18).unsqueeze(0), torch.tensor([4, 1, 6]))
-        self._run, note = traced(self._run, made_up, self._try)
+        agree = partial(all_agree, self.loaded.group, device=self.device)
+        self._run, note = traced(self._run, made_up, self._try, agree)
         logger.info("%s", note)
         return note
 
