@@ -8,6 +8,9 @@ from protos.errors import ConfigError, EngineDeadError
 from protos.gang import Allocate, Loaded, WorkerId
 from protos.messages import WorkerInfo
 
+ENOUGH = 0.97
+"""A worker that replaces another may find a little less free memory: the part that is kept free makes up for it."""
+
 
 class Sizing:
     """The blocks that everybody holds: the minimum over the workers of the first start; later ones get as many."""
@@ -34,7 +37,7 @@ class Sizing:
         if self._allocate is None:
             raise EngineDeadError("a worker was replaced before the first one was ready")
         for worker, said in loaded.items():
-            if said.info.num_blocks < self._allocate.num_blocks:
+            if said.info.num_blocks < ENOUGH * self._allocate.num_blocks:
                 raise EngineDeadError(f"{worker} has memory for {said.info.num_blocks} KV blocks, and "
                                       f"{self._allocate.num_blocks} are in use: other processes took the rest")
         return self._allocate

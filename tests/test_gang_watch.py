@@ -29,6 +29,7 @@ from protos.gang import (
 from protos.messages import RoundPlan, Row, Verdict, WorkerInfo
 from runtime.draft_keeper import MAX_RETRY_S
 from runtime.gang import GangExecutor
+from runtime.sizing import Sizing
 from runtime.squad import Devices
 from runtime.watch import Pace, Watch
 from workers.patience import Patience
@@ -405,6 +406,17 @@ def test_a_draft_that_never_serves_is_tried_for_ever() -> None:
         keeper.lost("died: signal SIGSEGV")
     assert keeper._retry_at is not None
     assert keeper._retry_at - keeper._watch.now == pytest.approx(MAX_RETRY_S)
+
+
+def test_a_replacement_may_find_a_little_less_memory() -> None:
+    def found(num_blocks: int) -> dict[WorkerId, Loaded]:
+        return {ONE: Loaded(WorkerInfo(num_blocks, 4, 1000, 97), 1)}
+
+    sizing = Sizing()
+    settled = sizing.settle(found(1000))
+    assert sizing.as_before(found(970)) == sizing.as_before(found(2000)) == settled
+    with pytest.raises(EngineDeadError, match="target rank 0 has memory for 969 KV blocks, and 1000 are in use"):
+        sizing.as_before(found(969))
 
 
 def test_being_late_is_said_and_counted_once_an_outage() -> None:

@@ -89,6 +89,9 @@ class TorchAttention:
         self.device = cache.keys[0].device
         self._places_T = torch.empty(0, dtype=torch.int64)
         self._groups: list[Group] = []
+        if self.device.type == "cuda":
+            # cuDNN plans anew for every size, on the host and for good; with contexts that grow, that is every step.
+            torch.backends.cuda.enable_cudnn_sdp(False)
 
     def plan(self, rows: Rows) -> None:
         """Group the rows, and make the index tensors that all layers share."""

@@ -58,11 +58,27 @@ def choose(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tor
         keys_N: int64, from `workers.noise.row_keys`.
         limits: of each row.
     """
-    ordered = (logits_NV / _column(limits.temperature, logits_NV)).sort(dim=1, descending=True, stable=True)
-    score_NV, ids_NV = _scores(ordered.values, ordered.indices, keys_N, limits), ordered.indices
-    winner_NV = score_NV == score_NV.amax(1, keepdim=True)
-    chosen_N = torch.where(winner_NV, ids_NV, logits_NV.shape[1]).amin(1)
+    scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
+    chosen_N = _winners(*_free_scores(scaled_NV, keys_N))
+    rows = np.flatnonzero(~limits.are_off)
+    if len(rows):
+        at_M = torch.from_numpy(rows).to(logits_NV.device)
+        ordered = scaled_NV[at_M].sort(dim=1, descending=True, stable=True)
+        score_MV = _scores(ordered.values, ordered.indices, keys_N[at_M], limits.at(rows))
+        chosen_N[at_M] = _winners(score_MV, ordered.indices)
     return torch.where(logits_NV.amax(1).isfinite(), chosen_N, FAILED)
+
+
+def _free_scores(scaled_NV: torch.Tensor, keys_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of rows without limits, and whose they are; nothing need be sorted for them."""
+    ids_NV = torch.arange(scaled_NV.shape[1], device=scaled_NV.device).expand_as(scaled_NV)
+    return scaled_NV + gumbel(keys_N[:, None], ids_NV), ids_NV
+
+
+def _winners(score_NV: torch.Tensor, ids_NV: torch.Tensor) -> torch.Tensor:
+    """Return the lowest id among those of the highest score, int64 `[N]`."""
+    winner_NV = score_NV == score_NV.amax(1, keepdim=True)
+    return torch.where(winner_NV, ids_NV, ids_NV.shape[1]).amin(1)
 
 
 def best(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: int) -> (
@@ -78,8 +94,7 @@ def best(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: i
     """
     scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
     if limits.are_off.all():
-        ids_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device).expand_as(logits_NV)
-        score_NV = scaled_NV + gumbel(keys_N[:, None], ids_NV)
+        score_NV, ids_NV = _free_scores(scaled_NV, keys_N)
     else:
         likely = scaled_NV.topk(min(max(LIKELY, width), logits_NV.shape[1]), 1)
         score_NV, ids_NV = _scores(likely.values, likely.indices, keys_N, limits), likely.indices
