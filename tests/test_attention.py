@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.learned import LayerShape
+from workers import attention_torch
 from workers.attention import Options, Rows
 from workers.attention_native import NativeAttention
 from workers.attention_torch import CHUNK, TorchAttention
@@ -64,6 +65,28 @@ def test_kernel_equals_torch(
         attention.plan(rows)
         found.append(attention.attend(0, query, key, value, options).float())
     assert (found[0] - found[1]).abs().max() <= TOLERANCE[dtype] * max(1.0, found[1].abs().max().item())
+
+
+@pytest.mark.parametrize("asked", [(0, 0.0, False), (20, 0.0, False), (0, 5.0, True)])
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_long_rows_are_attended_in_parts(
+    asked: tuple[int, float, bool], is_broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window, softcap, has_sinks = asked
+    rows = rows_of([(30, 40), (5, 3), (0, 1), (64, 33)])
+    query, key, value = (normal(4, 77, 24, torch.float32, seed) for seed in range(3))
+    if is_broken:
+        key[:, :, 20], value[:, :, 70] = torch.nan, torch.inf
+    options = Options(0.2, window, softcap, torch.linspace(-1, 1, 4) if has_sinks else None)
+    found = []
+    for part in (attention_torch.PART, 300):
+        monkeypatch.setattr(attention_torch, "PART", part)
+        attention = TorchAttention(cache(LayerShape(4, 24, 24), rows.blocks_SB.size, torch.float32))
+        attention.plan(rows)
+        found.append(attention.attend(0, query, key, value, options))
+    assert max(len(group.parts) for group in attention._groups) == 11
+    assert found[0].isnan().any() == is_broken
+    assert torch.allclose(found[0], found[1], atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [24, 64])

@@ -12,6 +12,8 @@ from workers.kv import KVCache
 
 CHUNK = 16
 """Rows that feed more tokens than this are attended one by one."""
+PART = 1 << 21
+"""Queries x keys of such a row that are attended at a time: scores and masks take memory for each, and each head."""
 
 
 @dataclass
@@ -41,26 +43,35 @@ class Group:
     stale_N: torch.Tensor | None
     num_settled: int
     sight: "Sight | None" = None
-    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def mask_RQL(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the additive mask for *window*, made once a forward; None where every key is seen."""
-        if window not in self.masks:
-            self.masks[window] = self._make_mask(window, dtype)
-        return self.masks[window]
+    @property
+    def parts(self) -> list[slice]:
+        """The queries that are attended at a time; all of several rows'."""
+        rows, queries = self.positions_RQ.shape
+        step = queries if rows > 1 else max(1, PART // self.length)
+        return [slice(first, min(first + step, queries)) for first in range(0, queries, step)]
 
-    def _make_mask(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask_RQL(self, window: int, dtype: torch.dtype, part: slice) -> torch.Tensor | None:
+        """Return the additive mask of some queries for *window*, made once a forward; None where every key is seen."""
+        key = (window, part.start)
+        if key not in self.masks:
+            self.masks[key] = self._make_mask(window, dtype, part)
+        return self.masks[key]
+
+    def _make_mask(self, window: int, dtype: torch.dtype, part: slice) -> torch.Tensor | None:
         one_query_sees_all = self.positions_RQ.numel() == 1 and self.stale_N is None and self.sight is None
         if one_query_sees_all and not 0 < window < self.length:
             return None
-        hidden_RQL = self._hidden(window)
+        hidden_RQL = self._hidden(window, part)
         return torch.zeros(hidden_RQL.shape, dtype=dtype, device=hidden_RQL.device).masked_fill_(hidden_RQL, -torch.inf)
 
-    def _hidden(self, window: int) -> torch.Tensor:
+    def _hidden(self, window: int, part: slice) -> torch.Tensor:
+        positions_RQ = self.positions_RQ[:, part]
         if self.sight is not None:
-            return self.sight.hidden(self.positions_RQ, window)
+            return self.sight.hidden(positions_RQ, window, part)
         keys_L = torch.arange(self.length, device=self.positions_RQ.device)
-        distance_RQL = self.positions_RQ.unsqueeze(-1) - keys_L
+        distance_RQL = positions_RQ.unsqueeze(-1) - keys_L
         hidden_RQL = distance_RQL < 0
         if window:
             hidden_RQL |= distance_RQL >= window
@@ -74,11 +85,12 @@ class Sight:
     seen_RQL: torch.Tensor
     keys_RL: torch.Tensor
 
-    def hidden(self, positions_RQ: torch.Tensor, window: int) -> torch.Tensor:
-        """Return what queries at these positions do not see, `[R, Q, L]`."""
+    def hidden(self, positions_RQ: torch.Tensor, window: int, part: slice) -> torch.Tensor:
+        """Return what the queries of a part, at these positions, do not see, `[R, Q, L]`."""
+        unseen_RQL = ~self.seen_RQL[:, part]
         if not window:
-            return ~self.seen_RQL
-        return ~self.seen_RQL | (positions_RQ.unsqueeze(-1) - self.keys_RL.unsqueeze(1) >= window)
+            return unseen_RQL
+        return unseen_RQL | (positions_RQ.unsqueeze(-1) - self.keys_RL.unsqueeze(1) >= window)
 
 
 class TorchAttention:
@@ -146,26 +158,16 @@ class TorchAttention:
         rows, queries = group.positions_RQ.shape
         key_RGLD = self._gather(self.cache.keys[layer], group)
         value_RGLE = self._gather(self.cache.values[layer], group)
-        mask_RQL = group.mask_RQL(options.window, query_NHD.dtype)
-        query_RGSQD = query_NHD.reshape(rows, queries, shape.kv_heads, -1, shape.key_size).permute(0, 2, 3, 1, 4)
-        share = query_RGSQD.shape[2]
-        # The query heads that share a K/V head become queries of that head.
-        query_RGMD = query_RGSQD.flatten(2, 3)
-        mask_R1ML = None if mask_RQL is None else _repeat(mask_RQL, share)
-        broken_RGM1 = None
-        if mask_R1ML is not None and group.num_settled < group.length:
+        broken_RGL = None
+        if group.num_settled < group.length:
             new = slice(group.num_settled, None)
-            broken_RGM1 = without_broken_(key_RGLD[:, :, new], value_RGLE[:, :, new], mask_R1ML[..., new])
-        if options.softcap or options.sinks_H is not None:
-            output_RGME = explicit_attention(query_RGMD, key_RGLD, value_RGLE, mask_R1ML, options)
-        else:
-            output_RGME = F.scaled_dot_product_attention(
-                query_RGMD, key_RGLD, value_RGLE, attn_mask=mask_R1ML, scale=options.scaling
-            )
-        if broken_RGM1 is not None:
-            output_RGME = output_RGME.masked_fill(broken_RGM1, torch.nan)
-        output_RGSQE = output_RGME.view(rows, shape.kv_heads, share, queries, shape.value_size)
-        return output_RGSQE.permute(0, 3, 1, 2, 4).reshape(rows * queries, -1, shape.value_size)
+            broken_RGL = without_broken_(key_RGLD[:, :, new], value_RGLE[:, :, new])
+        query_RQGSD = query_NHD.reshape(rows, queries, shape.kv_heads, -1, shape.key_size)
+        found = []
+        for part in group.parts:
+            found.append(_attend_part(query_RQGSD[:, part], key_RGLD, value_RGLE, options, broken_RGN=broken_RGL,
+                                      mask_RQL=group.mask_RQL(options.window, query_NHD.dtype, part)))  # fmt: skip
+        return torch.cat(found, 1).reshape(rows * queries, -1, shape.value_size)
 
     def _gather(self, pages: torch.Tensor, group: Group) -> torch.Tensor:
         """Return the group's keys or values, `[R, kv_heads, L, size]`."""
@@ -244,16 +246,37 @@ def _stale(rows: Rows, members: Ints, length: int) -> Ints:
     return np.flatnonzero(stale_RL)
 
 
-def without_broken_(key_RGLD: torch.Tensor, value_RGLE: torch.Tensor, mask_R1ML: torch.Tensor) -> torch.Tensor:
-    """Zero keys and values that are not numbers, in place; return which queries see one, `[R, G, M, 1]`.
+def without_broken_(key_RGLD: torch.Tensor, value_RGLE: torch.Tensor) -> torch.Tensor:
+    """Zero keys and values that are not numbers, in place; return which these were, `[R, G, L]`.
 
     A mask is added to scores and multiplies values, so it would let a NaN through to those that must not see it.
     """
-    finite_RGL = key_RGLD.isfinite().all(-1) & value_RGLE.isfinite().all(-1)
-    broken_RGL = ~finite_RGL
+    broken_RGL = ~(key_RGLD.isfinite().all(-1) & value_RGLE.isfinite().all(-1))
     key_RGLD.masked_fill_(broken_RGL.unsqueeze(-1), 0)
     value_RGLE.masked_fill_(broken_RGL.unsqueeze(-1), 0)
-    return (broken_RGL.unsqueeze(2) & (mask_R1ML == 0)).any(-1, keepdim=True)
+    return broken_RGL
+
+
+def _attend_part(
+    query_RQGSD: torch.Tensor, key_RGLD: torch.Tensor, value_RGLE: torch.Tensor, options: Options, *,
+    mask_RQL: torch.Tensor | None, broken_RGN: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend for some queries; returns `[R, Q, G, S, value_size]`. Of the last N keys, some were *broken_RGN*."""
+    rows, queries, groups, share, _ = query_RQGSD.shape
+    # The query heads that share a K/V head become queries of that head.
+    query_RGMD = query_RQGSD.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask_R1ML = None if mask_RQL is None else _repeat(mask_RQL, share)
+    if options.softcap or options.sinks_H is not None:
+        output_RGME = explicit_attention(query_RGMD, key_RGLD, value_RGLE, mask_R1ML, options)
+    else:
+        output_RGME = F.scaled_dot_product_attention(
+            query_RGMD, key_RGLD, value_RGLE, attn_mask=mask_R1ML, scale=options.scaling
+        )
+    if broken_RGN is not None and mask_R1ML is not None:
+        is_seen_R1MN = mask_R1ML[..., -broken_RGN.shape[-1] :] == 0
+        sees_broken_RGM1 = (broken_RGN.unsqueeze(2) & is_seen_R1MN).any(-1, keepdim=True)
+        output_RGME = output_RGME.masked_fill(sees_broken_RGM1, torch.nan)
+    return output_RGME.view(rows, groups, share, queries, -1).permute(0, 3, 1, 2, 4)
 
 
 def _repeat(mask_RQL: torch.Tensor, share: int) -> torch.Tensor:
