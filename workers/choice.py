@@ -59,13 +59,13 @@ def choose(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tor
         limits: of each row.
     """
     scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
-    chosen_N = _winners(*_free_scores(scaled_NV, keys_N))
-    rows = np.flatnonzero(~limits.are_off)
-    if len(rows):
-        at_M = torch.from_numpy(rows).to(logits_NV.device)
-        ordered = scaled_NV[at_M].sort(dim=1, descending=True, stable=True)
-        score_MV = _scores(ordered.values, ordered.indices, keys_N[at_M], limits.at(rows))
-        chosen_N[at_M] = _winners(score_MV, ordered.indices)
+    if limits.are_off.all():
+        score_NV, ids_NV = _free_scores(scaled_NV, keys_N)
+    else:
+        ordered = scaled_NV.sort(dim=1, descending=True, stable=True)
+        score_NV, ids_NV = _scores(ordered.values, ordered.indices, keys_N, limits), ordered.indices
+    winner_NV = score_NV == score_NV.amax(1, keepdim=True)
+    chosen_N = torch.where(winner_NV, ids_NV, logits_NV.shape[1]).amin(1)
     return torch.where(logits_NV.amax(1).isfinite(), chosen_N, FAILED)
 
 
@@ -73,12 +73,6 @@ def _free_scores(scaled_NV: torch.Tensor, keys_N: torch.Tensor) -> tuple[torch.T
     """Return the scores of rows without limits, and whose they are; nothing need be sorted for them."""
     ids_NV = torch.arange(scaled_NV.shape[1], device=scaled_NV.device).expand_as(scaled_NV)
     return scaled_NV + gumbel(keys_N[:, None], ids_NV), ids_NV
-
-
-def _winners(score_NV: torch.Tensor, ids_NV: torch.Tensor) -> torch.Tensor:
-    """Return the lowest id among those of the highest score, int64 `[N]`."""
-    winner_NV = score_NV == score_NV.amax(1, keepdim=True)
-    return torch.where(winner_NV, ids_NV, ids_NV.shape[1]).amin(1)
 
 
 def best(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: int) -> (

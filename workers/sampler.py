@@ -170,6 +170,11 @@ class Sampler:
         return by_part(drawn_N, self._draw, _greedy, (logits_NV, slots_N, index_N))
 
     def _draw(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        """Draw for rows without limits apart: only the others need their vocabulary sorted."""
+        free_N = self._limits_S.at(slots_N).are_off
+        return by_part(free_N, self._draw_alike, self._draw_alike, (logits_NV, slots_N, index_N))
+
+    def _draw_alike(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         keys_N = self._keys(slots_N, index_N).to(logits_NV.device)
         return choose(logits_NV, keys_N, self._limits_S.at(slots_N))
 
