@@ -49,6 +49,7 @@ protos: $(READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 bench: $(READY)

@@ -72,10 +72,16 @@ class Line:
             return measure.mean(columns[one] - columns[other])
 
         means = Sample(**{name: float(values.mean()) for name, values in columns.items()})
-        return cls(temperature, means, measure.mean(columns["coupled"] / means.formula - columns["formula"]
-                                                    / means.formula + 1), less("coupled", "greedy"),
-                   means.coupled / means.standard, means.coupled / means.optimal,
-                   less("block_chain", "standard_chain"), less("two_coupled", "standard"))
+        return cls(
+            temperature,
+            means,
+            measure.mean(columns["coupled"] / means.formula - columns["formula"] / means.formula + 1),
+            less("coupled", "greedy"),
+            means.coupled / means.standard,
+            means.coupled / means.optimal,
+            less("block_chain", "standard_chain"),
+            less("two_coupled", "standard"),
+        )
 
     def failures(self) -> list[str]:
         """Return the claims that do not hold."""
@@ -101,9 +107,12 @@ class Line:
         return f"| {' | '.join(map(str, cells))} |"
 
 
-TITLE = ("| T | coupled | formula | coupled / formula | greedy draft | standard | sum min(p, q) | coupled / standard | "
-         "coupled / sum min(p, q) | two coupled | two - standard | standard, K | block, K | block - standard |\n"
-         + "|---" * 14 + "|")
+TITLE = (
+    "| T | coupled | formula | coupled / formula | greedy draft | standard | sum min(p, q) | coupled / standard | "
+    "coupled / sum min(p, q) | two coupled | two - standard | standard, K | block, K | block - standard |\n"
+    + "|---" * 14
+    + "|"
+)
 
 
 def measured(models: Models, text: Text, draws: Draws, k: int, number: int) -> Sample:
@@ -113,13 +122,19 @@ def measured(models: Models, text: Text, draws: Draws, k: int, number: int) -> S
     first = 1 + number * TOKENS
     coupled_T, two_T = draws.coupled(text, first)
     chains = list(models.chains(text, temperature, k, number * TOKENS))
-    kept = {rule: float(np.mean([judged(chain, rule, number * TOKENS + i) for i, chain in enumerate(chains)]))
-            for rule in ("standard", "block")}
+    kept = {
+        rule: float(np.mean([judged(chain, rule, number * TOKENS + i) for i, chain in enumerate(chains)]))
+        for rule in ("standard", "block")
+    }
     return Sample(
-        formula=float(match_probability(p_TV, q_TV).mean()), coupled=float(coupled_T.mean()),
-        two_coupled=float(two_T.mean()), greedy=float(p_TV[np.arange(len(p_TV)), q_TV.argmax(1)].mean()),
-        standard=float(draws.standard(text, first).mean()), optimal=float(np.minimum(p_TV, q_TV).sum(1).mean()),
-        standard_chain=kept["standard"], block_chain=kept["block"],
+        formula=float(match_probability(p_TV, q_TV).mean()),
+        coupled=float(coupled_T.mean()),
+        two_coupled=float(two_T.mean()),
+        greedy=float(p_TV[np.arange(len(p_TV)), q_TV.argmax(1)].mean()),
+        standard=float(draws.standard(text, first).mean()),
+        optimal=float(np.minimum(p_TV, q_TV).sum(1).mean()),
+        standard_chain=kept["standard"],
+        block_chain=kept["block"],
     )
 
 
@@ -136,8 +151,9 @@ def lines(target: Path, draft: Path, args: argparse.Namespace) -> list[Line]:
         said = continuations(target, items, temperature, TOKENS, args.threads)
         texts = [models.record(item.prompt, tokens) for item, tokens in zip(items, said, strict=True)]
         draws = Draws(texts[0].target_TV.shape[1], temperature)
-        samples = [measured(models, text, draws, args.num_speculative_tokens, number)
-                   for number, text in enumerate(texts)]
+        samples = [
+            measured(models, text, draws, args.num_speculative_tokens, number) for number, text in enumerate(texts)
+        ]
         found.append(Line.of(temperature, samples))
         print(found[-1], flush=True)
     return found
@@ -150,11 +166,17 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     found = lines(args.model or pair()[0], args.draft or pair()[1], args)
     failures = [failure for line in found for failure in line.failures()]
-    measure.write(args.output, {
-        "environment": measure.environment(args.threads), "texts": args.limit, "tokens": TOKENS,
-        "num_speculative_tokens": args.num_speculative_tokens, "lines": [asdict(line) for line in found],
-        "failures": failures,
-    })
+    measure.write(
+        args.output,
+        {
+            "environment": measure.environment(args.threads),
+            "texts": args.limit,
+            "tokens": TOKENS,
+            "num_speculative_tokens": args.num_speculative_tokens,
+            "lines": [asdict(line) for line in found],
+            "failures": failures,
+        },
+    )
     if failures:
         raise SystemExit("\n".join(["claims that do not hold:", *failures]))
 

@@ -40,8 +40,13 @@ class Goal:
 
 
 SINGLE_GOALS = (Goal(ON, OFF, 1.5), Goal(OFF, GENERATE, 1.1), Goal(ON, ASSISTED, 2.0), Goal(ON, ASSISTED_K, 2.0))
-CONCURRENT_GOALS = (Goal(OFF, PADDED, 1.5), Goal(OFF, CONTINUOUS, 4.0), Goal(ON, PADDED, 1.5),
-                    Goal(ON, CONTINUOUS, 4.0), Goal(ON, OFF, 1.0))
+CONCURRENT_GOALS = (
+    Goal(OFF, PADDED, 1.5),
+    Goal(OFF, CONTINUOUS, 4.0),
+    Goal(ON, PADDED, 1.5),
+    Goal(ON, CONTINUOUS, 4.0),
+    Goal(ON, OFF, 1.0),
+)
 OUTSIDE_AT_MOST = 0.15
 
 
@@ -54,8 +59,9 @@ class Bench:
         self.work: Workload = workload.load(target, args.limit)
         self.target: Path = target
         self.off = Engine(target, None, threads=args.threads)
-        self.on = Engine(target, {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens},
-                         threads=args.threads)
+        self.on = Engine(
+            target, {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}, threads=args.threads
+        )
         self.generate = Generate(target)
         self.assisted = Assisted(target, draft, None)
         self.assisted_k = Assisted(target, draft, args.num_speculative_tokens)
@@ -63,7 +69,11 @@ class Bench:
     def single(self, name: str, sampling: Sampling) -> dict[str, Any]:
         """Batch 1, one prompt after the other."""
         sides: dict[str, Engine | Generate] = {
-            ON: self.on, OFF: self.off, GENERATE: self.generate, ASSISTED: self.assisted, ASSISTED_K: self.assisted_k,
+            ON: self.on,
+            OFF: self.off,
+            GENERATE: self.generate,
+            ASSISTED: self.assisted,
+            ASSISTED_K: self.assisted_k,
         }
         runs: dict[str, Run] = {side: partial(peer.one, sampling=sampling) for side, peer in sides.items()}
         for run in runs.values():
@@ -80,8 +90,12 @@ class Bench:
         items = self.work.concurrent
         dtype, _ = pick_dtype("auto", {}, self.target, torch.device("cpu"))
         continuous = GenerateBatch(self.target, items, dtype)
-        runs = {ON: self.on.all, OFF: self.off.all, PADDED: Generate(self.target, dtype).padded,
-                CONTINUOUS: continuous.all}
+        runs = {
+            ON: self.on.all,
+            OFF: self.off.all,
+            PADDED: Generate(self.target, dtype).padded,
+            CONTINUOUS: continuous.all,
+        }
         timed = partial(measure.alternate, runs, around={CONTINUOUS: continuous.running})
         timed([items])  # warm
         timings = timed([items] * self.rounds)
@@ -113,9 +127,13 @@ def report(title: str, timings: measure.Timings, goals: Sequence[Goal]) -> dict[
         ratio = timings.speedup(goal.side, goal.over)
         print(f"  {goal.side + ' / ' + goal.over:<52} {ratio!s:<24} wanted >= {goal.at_least}")
         ratios.append({**asdict(goal), **asdict(ratio)})
-    return {"title": title, "tokens_per_second": speeds, "ratios": ratios,
-            "seconds": {side: values.tolist() for side, values in timings.seconds.items()},
-            "tokens": timings.tokens_B.tolist()}
+    return {
+        "title": title,
+        "tokens_per_second": speeds,
+        "ratios": ratios,
+        "seconds": {side: values.tolist() for side, values in timings.seconds.items()},
+        "tokens": timings.tokens_B.tolist(),
+    }
 
 
 def print_outside(shares: dict[str, float]) -> None:
@@ -142,7 +160,8 @@ def main() -> None:
         "outside_forward": bench.outside,
     }
     figures: dict[str, Any] = {
-        "environment": measure.environment(args.threads), "num_speculative_tokens": args.num_speculative_tokens,
+        "environment": measure.environment(args.threads),
+        "num_speculative_tokens": args.num_speculative_tokens,
     }
     for name, part in parts.items():
         if args.only in (None, name):

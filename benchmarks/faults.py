@@ -49,9 +49,12 @@ class Kind:
 
 
 KINDS = (
-    Kind("draft", signal.SIGKILL), Kind("draft", signal.SIGSTOP), Kind("draft", signal.SIGSTOP, FROZEN_S),
-    Kind("target", signal.SIGKILL), Kind("target", signal.SIGSTOP),
-)  # fmt: skip
+    Kind("draft", signal.SIGKILL),
+    Kind("draft", signal.SIGSTOP),
+    Kind("draft", signal.SIGSTOP, FROZEN_S),
+    Kind("target", signal.SIGKILL),
+    Kind("target", signal.SIGSTOP),
+)
 
 
 class Actors:
@@ -170,8 +173,10 @@ class Memory:
 
         The first seconds of each life are left out.
         """
-        return {name: _growth([self._settled(who) for who in self.series if role(who) == name])
-                for name in sorted({role(who) for who in self.series})}  # fmt: skip
+        return {
+            name: _growth([self._settled(who) for who in self.series if role(who) == name])
+            for name in sorted({role(who) for who in self.series})
+        }
 
     def _settled(self, who: str) -> list[tuple[float, float]]:
         samples = self.series[who]
@@ -184,10 +189,13 @@ def _growth(lives: list[list[tuple[float, float]]]) -> dict[str, Any]:
     held = [mib for _, mib in everything]
     longest: list[tuple[float, float]] = max(lives, key=len, default=[])
     return {
-        "lives": len(lives), "samples": len(held), "least_mib": min(held, default=None),
-        "most_mib": max(held, default=None), "mib_a_minute": _slope(everything),
+        "lives": len(lives),
+        "samples": len(held),
+        "least_mib": min(held, default=None),
+        "most_mib": max(held, default=None),
+        "mib_a_minute": _slope(everything),
         "mib_a_minute_in_the_longest_life": _slope(longest),
-    }  # fmt: skip
+    }
 
 
 def _slope(samples: list[tuple[float, float]]) -> float | None:

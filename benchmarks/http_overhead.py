@@ -132,9 +132,17 @@ class Served:
 def bodies(streams: int, max_tokens: int | None) -> list[dict[str, Any]]:
     """Return the first requests of the workload as bodies of `/v1/completions`."""
     rows = json.loads(workload.PATH.read_text(encoding="utf-8"))["concurrent"][:streams]
-    return [{"prompt": row["prompt"], "max_tokens": min(row["output_tokens"], max_tokens or row["output_tokens"]),
-             "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-            for row in rows]
+    return [
+        {
+            "prompt": row["prompt"],
+            "max_tokens": min(row["output_tokens"], max_tokens or row["output_tokens"]),
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for row in rows
+    ]
 
 
 def main() -> None:
@@ -143,9 +151,16 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, help="cut the workload's answers to this many tokens")
     args: argparse.Namespace = parser.parse_args()
-    config = engine_config({"num_threads": args.threads, "enable_prefix_caching": False, "max_num_seqs": args.streams,
-                            "max_model_len": 1024, "num_speculative_tokens": args.num_speculative_tokens,
-                            **({} if args.model is None else {"model": str(args.model)})})
+    config = engine_config(
+        {
+            "num_threads": args.threads,
+            "enable_prefix_caching": False,
+            "max_num_seqs": args.streams,
+            "max_model_len": 1024,
+            "num_speculative_tokens": args.num_speculative_tokens,
+            **({} if args.model is None else {"model": str(args.model)}),
+        }
+    )
     served = Served(config)
     asked = bodies(args.streams, args.max_tokens)
     with served.running():
@@ -153,19 +168,30 @@ def main() -> None:
         for side in sides.values():
             side(asked)  # warm
         served.cpu_s.clear()
-        timings = measure.alternate({name: partial(served.clocked, name, side) for name, side in sides.items()},
-                                    [asked] * args.blocks)
+        timings = measure.alternate(
+            {name: partial(served.clocked, name, side) for name, side in sides.items()}, [asked] * args.blocks
+        )
     ratio = timings.slowdown(HTTP, ALONE)
     tokens = float(timings.tokens_B.sum())
     cpu_us = {name: 1e6 * served.cpu_s[name] / tokens for name in sides}
     for name in sides:
-        print(f"{name:<16} {timings.tokens_per_second(name):9.1f} tokens/s (median of {args.blocks} blocks), "
-              f"{cpu_us[name]:.0f} us of this process's time a token")
+        print(
+            f"{name:<16} {timings.tokens_per_second(name):9.1f} tokens/s (median of {args.blocks} blocks), "
+            f"{cpu_us[name]:.0f} us of this process's time a token"
+        )
     print(f"{HTTP} / {ALONE}, {args.streams} streams: {ratio}   wanted <= {AT_MOST}")
-    measure.write(args.output, {**measure.environment(args.threads), "streams": args.streams, "blocks": args.blocks,
-                                "tokens_a_block": float(timings.tokens_B[0]), "cpu_us_a_token": cpu_us,
-                                "ratio": asdict(ratio),
-                                "seconds": {name: values.tolist() for name, values in timings.seconds.items()}})
+    measure.write(
+        args.output,
+        {
+            **measure.environment(args.threads),
+            "streams": args.streams,
+            "blocks": args.blocks,
+            "tokens_a_block": float(timings.tokens_B[0]),
+            "cpu_us_a_token": cpu_us,
+            "ratio": asdict(ratio),
+            "seconds": {name: values.tolist() for name, values in timings.seconds.items()},
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,15 @@ async def stream(host: str, port: int, body: dict[str, Any]) -> int:
     """Ask for one streamed completion, and return how many tokens it has."""
     content = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
-    head = ("POST /v1/completions HTTP/1.1", "host: bench", "connection: close", "content-type: application/json",
-            f"content-length: {len(content)}", "", "")
+    head = (
+        "POST /v1/completions HTTP/1.1",
+        "host: bench",
+        "connection: close",
+        "content-type: application/json",
+        f"content-length: {len(content)}",
+        "",
+        "",
+    )
     writer.write("\r\n".join(head).encode() + content)
     last = b""
     async for line in reader:

@@ -34,8 +34,10 @@ TEMPERATURES = {GREEDY: 0.0, SEEDED: 1.0}
 REFERENCE = "off"
 UNI, RAY = "uni", "ray, T = 2"
 CACHE_BYTES = 1 << 30
-BARCELONA = ("I am at KDD conference in Barcelona. After the conference tutorial today I will be presenting a paper on "
-             "the topic of “The role of the brain in the development")  # fmt: skip
+BARCELONA = (
+    "I am at KDD conference in Barcelona. After the conference tutorial today I will be presenting a paper on "
+    "the topic of “The role of the brain in the development"
+)
 
 
 def proposers(draft: Path) -> dict[str, Config | None]:
@@ -46,12 +48,22 @@ def proposers(draft: Path) -> dict[str, Config | None]:
     always: Config = {"enforce_eager": True, "disable_by_batch_size": 64}
     return {
         REFERENCE: None,
-        "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5,
-                  **always},
+        "ngram": {
+            "method": "ngram",
+            "num_speculative_tokens": 8,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 5,
+            **always,
+        },
         "draft_model": {"model": str(draft), "num_speculative_tokens": 3, **always},
-        "eagle3 tree": {"method": "eagle3", "model": str(head("eagle3")), "num_speculative_tokens": 12,
-                        "draft_shape": "tree", **always},
-    }  # fmt: skip
+        "eagle3 tree": {
+            "method": "eagle3",
+            "model": str(head("eagle3")),
+            "num_speculative_tokens": 12,
+            "draft_shape": "tree",
+            **always,
+        },
+    }
 
 
 def prompts(target: Path, count: int) -> list[Ids]:
@@ -72,21 +84,39 @@ def prompts(target: Path, count: int) -> list[Ids]:
 class Engine:
     """An `LLM` on token ids."""
 
-    def __init__(self, target: Path, speculative_config: Config | None = None, *, topology: str = UNI, threads: int = 2,
-                 **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        target: Path,
+        speculative_config: Config | None = None,
+        *,
+        topology: str = UNI,
+        threads: int = 2,
+        **options: Any,
+    ) -> None:
         if topology == RAY:
             options |= {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
-        self.llm = LLM(model=str(target), speculative_config=speculative_config, kv_cache_memory_bytes=CACHE_BYTES,
-                       num_threads=1 if topology == RAY else threads, skip_tokenizer_init=True, disable_log_stats=True,
-                       device="cpu", **options)  # fmt: skip
+        self.llm = LLM(
+            model=str(target),
+            speculative_config=speculative_config,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            num_threads=1 if topology == RAY else threads,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            device="cpu",
+            **options,
+        )
 
     def say(self, asked: Sequence[Ids], seeds: Sequence[int], tokens: int, sampling: str, batch: int) -> list[Ids]:
         """Return the continuations of *asked*, *batch* at a time."""
         said: list[Ids] = []
         for at in range(0, len(asked), batch):
             some = [{"prompt_token_ids": ids} for ids in asked[at : at + batch]]
-            params = [SamplingParams(temperature=TEMPERATURES[sampling], seed=seed, max_tokens=tokens, ignore_eos=True,
-                                     detokenize=False) for seed in seeds[at : at + batch]]  # fmt: skip
+            params = [
+                SamplingParams(
+                    temperature=TEMPERATURES[sampling], seed=seed, max_tokens=tokens, ignore_eos=True, detokenize=False
+                )
+                for seed in seeds[at : at + batch]
+            ]
             said += [list(result.outputs[0].token_ids) for result in self.llm.generate(some, params, use_tqdm=False)]
         return said
 
@@ -109,9 +139,11 @@ class Cell:
 
     def __str__(self) -> str:
         mode = "batch_invariant" if self.batch_invariant else "default"
-        return (f"  {mode:<16} {self.sampling:<7} {self.proposer:<12} {self.topology:<11} batch {self.batch:<3} "
-                f"{self.differing:4} of {self.sequences} sequences from prompt {self.first} differ; {self.accepted} of "
-                f"{self.proposed} guesses accepted")  # fmt: skip
+        return (
+            f"  {mode:<16} {self.sampling:<7} {self.proposer:<12} {self.topology:<11} batch {self.batch:<3} "
+            f"{self.differing:4} of {self.sequences} sequences from prompt {self.first} differ; {self.accepted} of "
+            f"{self.proposed} guesses accepted"
+        )
 
 
 class Identity:
@@ -137,11 +169,14 @@ class Identity:
     def _reference(self) -> dict[str, list[Ids]]:
         engine = Engine(self.target, threads=self.args.threads, enable_prefix_caching=False, **self.options)
         with engine.llm:
-            return {kind: engine.say(self.asked, range(len(self.asked)), self.args.tokens, kind, max(self.args.batches))
-                    for kind in TEMPERATURES}  # fmt: skip
+            return {
+                kind: engine.say(self.asked, range(len(self.asked)), self.args.tokens, kind, max(self.args.batches))
+                for kind in TEMPERATURES
+            }
 
-    def _compared(self, engine: Engine, name: str, topology: str, expected: dict[str, list[Ids]],
-                  shares: Iterator[int]) -> Iterator[Cell]:  # fmt: skip
+    def _compared(
+        self, engine: Engine, name: str, topology: str, expected: dict[str, list[Ids]], shares: Iterator[int]
+    ) -> Iterator[Cell]:
         for batch in self.args.batches:
             first = self.share * next(shares) % len(self.asked)
             some = [at % len(self.asked) for at in range(first, first + self.share)]
@@ -149,9 +184,18 @@ class Identity:
                 before, wanted = engine.llm.stats(), [all_wanted[at] for at in some]
                 said = engine.say([self.asked[at] for at in some], some, self.args.tokens, kind, batch)
                 after = engine.llm.stats()
-                cell = Cell(self.is_on, name, topology, batch, kind, first, len(said),
-                            sum(a != b for a, b in zip(said, wanted, strict=True)),
-                            after.proposed - before.proposed, after.accepted - before.accepted)  # fmt: skip
+                cell = Cell(
+                    self.is_on,
+                    name,
+                    topology,
+                    batch,
+                    kind,
+                    first,
+                    len(said),
+                    sum(a != b for a, b in zip(said, wanted, strict=True)),
+                    after.proposed - before.proposed,
+                    after.accepted - before.accepted,
+                )
                 print(cell, flush=True)
                 yield cell
 
@@ -161,8 +205,16 @@ def slowdowns(args: argparse.Namespace) -> list[dict[str, Any]]:
     target = args.model or pair()[0]
     found = []
     for dtype in args.timed_dtypes:
-        sides = {name: Engine(target, threads=args.threads, dtype=dtype, batch_invariant=name == "batch_invariant",
-                              enable_prefix_caching=False) for name in ("default", "batch_invariant")}  # fmt: skip
+        sides = {
+            name: Engine(
+                target,
+                threads=args.threads,
+                dtype=dtype,
+                batch_invariant=name == "batch_invariant",
+                enable_prefix_caching=False,
+            )
+            for name in ("default", "batch_invariant")
+        }
         asked = prompts(target, 32 * args.blocks)
         for batch in (1, 32):
             blocks = [asked[at : at + batch] for at in range(0, batch * args.blocks, batch)]
@@ -194,8 +246,14 @@ def given_or_generated(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for dtype in ("float32", "float16", "bfloat16"):
         for is_on in (False, True):
-            engine = Engine(target, threads=args.threads, dtype=dtype, batch_invariant=is_on, enforce_eager=True,
-                            enable_prefix_caching=False)  # fmt: skip
+            engine = Engine(
+                target,
+                threads=args.threads,
+                dtype=dtype,
+                batch_invariant=is_on,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+            )
             with engine.llm:
                 said = engine.say(asked, range(len(asked)), args.pair_tokens, GREEDY, 8)
                 texts = [ids + more[:at] for ids, more in zip(asked, said, strict=True) for at in range(1, len(more))]

@@ -65,10 +65,17 @@ class Streams:
         from cluster.settings import engine_config  # noqa: PLC0415
         from runtime.engine import AsyncEngine  # noqa: PLC0415
 
-        config = engine_config({
-            "model": str(model), "speculative_config": speculation, "distributed_executor_backend": "ray",
-            "skip_tokenizer_init": True, "max_num_seqs": STREAMS, "enable_prefix_caching": False, "num_threads": 1,
-        })  # fmt: skip
+        config = engine_config(
+            {
+                "model": str(model),
+                "speculative_config": speculation,
+                "distributed_executor_backend": "ray",
+                "skip_tokenizer_init": True,
+                "max_num_seqs": STREAMS,
+                "enable_prefix_caching": False,
+                "num_threads": 1,
+            }
+        )
 
         async def make_preprocessor(info: Any) -> Any:
             return assemble.preprocessor(config, info, None)
@@ -107,8 +114,12 @@ def main() -> None:
     target, draft = args.model or pair()[0], args.draft or pair()[1]
     items = workload.load(target, args.limit or STREAMS).single[:STREAMS]
     loop = asyncio.new_event_loop()
-    speculation = {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens,
-                   "placement": "dedicated", "disable_by_batch_size": STREAMS}
+    speculation = {
+        "model": str(draft),
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "placement": "dedicated",
+        "disable_by_batch_size": STREAMS,
+    }
     with cluster():
         engines = {LATE: Streams(loop, target, speculation), PLAIN: Streams(loop, target, None)}
         try:
@@ -123,10 +134,18 @@ def main() -> None:
     ratio = timings.slowdown(LATE, PLAIN)
     print(f"{LATE} by {PLAIN}: {ratio} of the time   wanted <= {AT_MOST}")
     print(f"of {stats.steps} rounds, guesses were scored: {stats.proposed}; draft: {stats.draft_changes}")
-    measure.write(args.output, {
-        "environment": measure.environment(args.threads), "delay_ms": args.delay_ms, "streams": STREAMS,
-        "slowdown": asdict(ratio), "steps": stats.steps, "proposed": stats.proposed, "changes": stats.draft_changes,
-    })
+    measure.write(
+        args.output,
+        {
+            "environment": measure.environment(args.threads),
+            "delay_ms": args.delay_ms,
+            "streams": STREAMS,
+            "slowdown": asdict(ratio),
+            "steps": stats.steps,
+            "proposed": stats.proposed,
+            "changes": stats.draft_changes,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Cutter:
             name = self.rng.choice(names)
             starts = line_starts(self.texts[name])
             if starts:
-                yield name, self.texts[name][self.rng.choice(starts):]
+                yield name, self.texts[name][self.rng.choice(starts) :]
 
     def whole_lines(self, shortest: int, longest: int) -> tuple[str, str]:
         """Return (name, prompt): as many whole lines as fit a drawn number of tokens."""
@@ -98,8 +98,11 @@ def functions(texts: dict[str, str]) -> list[tuple[str, str, str]]:
 def edits(cutter: Cutter, rng: random.Random) -> list[dict[str, Any]]:
     """Return requests to write a function again that stands just above: its body is asked for behind its first line."""
     shortest, longest = FUNCTION_TOKENS
-    fitting = [(name, head, body) for name, head, body in functions(cutter.texts)
-               if shortest <= cutter.count(head + body) <= longest]
+    fitting = [
+        (name, head, body)
+        for name, head, body in functions(cutter.texts)
+        if shortest <= cutter.count(head + body) <= longest
+    ]
     return [
         {"file": name, "prompt_tokens": cutter.count(prompt), "output_tokens": cutter.count(body), "prompt": prompt}
         for name, head, body in rng.sample(fitting, NUM_EDITS)
@@ -116,7 +119,7 @@ def build(texts: dict[str, str], tokenizer: Tokenizer) -> dict[str, Any]:
     concurrent = [(*cutter.exactly(prompt), output) for prompt, output in lengths]
     return {
         "about": "Excerpts of the Python standard library (PSF-2.0) that the demo models were not trained on; "
-                 f"made by benchmarks/make_workload.py with seed {SEED}. Lengths are in tokens of demo/target.",
+        f"made by benchmarks/make_workload.py with seed {SEED}. Lengths are in tokens of demo/target.",
         "ignore_eos": True,
         "sampling": {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7, "top_p": 0.9}},
         "single": [

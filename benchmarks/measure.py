@@ -44,8 +44,9 @@ class Timings:
 
     def speedup(self, side: str, over: str) -> Ratio:
         """Return how many times faster *side* did all blocks together than *over*."""
-        return _bootstrap(lambda picked: self.seconds[over][picked].sum() / self.seconds[side][picked].sum(),
-                          len(self.tokens_B))
+        return _bootstrap(
+            lambda picked: self.seconds[over][picked].sum() / self.seconds[side][picked].sum(), len(self.tokens_B)
+        )
 
     def slowdown(self, side: str, over: str) -> Ratio:
         """Return the median over blocks of the time of *side* by the time of *over* in the same block."""
@@ -77,8 +78,11 @@ def share(part_A: Floats, whole_B: Floats) -> Ratio:
     return Ratio(float(np.median(part_A) / np.median(whole_B)), float(low), float(high))
 
 
-def alternate(sides: Mapping[str, Callable[[Block], int]], blocks: Sequence[Block],
-              around: Mapping[str, Callable[[], AbstractContextManager[None]]] | None = None) -> Timings:
+def alternate(
+    sides: Mapping[str, Callable[[Block], int]],
+    blocks: Sequence[Block],
+    around: Mapping[str, Callable[[], AbstractContextManager[None]]] | None = None,
+) -> Timings:
     """Run every side on every block, another side first each time; a side returns the tokens it made.
 
     Args:
@@ -94,7 +98,7 @@ def alternate(sides: Mapping[str, Callable[[Block], int]], blocks: Sequence[Bloc
     tokens: list[int] = []
     for index, block in enumerate(blocks):
         made = {}
-        for name in names[index % len(names):] + names[: index % len(names)]:
+        for name in names[index % len(names) :] + names[: index % len(names)]:
             with (around or {}).get(name, nullcontext)():
                 began = time.perf_counter()
                 made[name] = sides[name](block)

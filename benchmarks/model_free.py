@@ -59,8 +59,10 @@ class Cost:
     accepted: float
 
     def __str__(self) -> str:
-        return (f"| {self.method} | {self.propose_ms:.2f} ({self.propose_p99_ms:.2f}) | {self.update_ms:.2f} "
-                f"({self.update_p99_ms:.2f}) | {self.guessed:.1f} | {self.accepted:.2f} |")
+        return (
+            f"| {self.method} | {self.propose_ms:.2f} ({self.propose_p99_ms:.2f}) | {self.update_ms:.2f} "
+            f"({self.update_p99_ms:.2f}) | {self.guessed:.1f} | {self.accepted:.2f} |"
+        )
 
 
 def library_tokens() -> Iterator[list[int]]:
@@ -86,8 +88,11 @@ def num_accepted(draft: Draft, truth: Sequence[int]) -> int:
     """Return how many nodes of *draft* the text *truth* walks through."""
     parents = draft.parents or range(-1, len(draft) - 1)
     probes = draft.probes or [False] * len(draft)
-    children = {(parent, token): node for node, (parent, token, probe) in
-                enumerate(zip(parents, draft.tokens, probes, strict=True)) if not probe}
+    children = {
+        (parent, token): node
+        for node, (parent, token, probe) in enumerate(zip(parents, draft.tokens, probes, strict=True))
+        if not probe
+    }
     node, accepted = -1, 0
     while accepted < len(truth) and (node, truth[accepted]) in children:
         node = children[node, truth[accepted]]
@@ -154,8 +159,9 @@ def run(name: str, proposer: Proposer, rows: Rows, rounds: int) -> Cost:
         update(proposer, gains)
         update_s.append(time.perf_counter() - began)
     each = rounds * len(rows.texts)
-    (propose, propose_p99), (update_, update_p99) = (1e3 * np.quantile(times, (0.5, 0.99)) for times in
-                                                     (propose_s, update_s))
+    (propose, propose_p99), (update_, update_p99) = (
+        1e3 * np.quantile(times, (0.5, 0.99)) for times in (propose_s, update_s)
+    )
     return Cost(name, propose, propose_p99, update_, update_p99, rows.guessed / each, rows.accepted / each)
 
 
@@ -211,8 +217,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="for the memory of suffix decoding")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     args = parser.parse_args()
-    print(f"{args.rows} rows of {args.tokens} tokens, milliseconds a round: median (99th percentile); wanted: propose "
-          f"<= {PROPOSE_AT_MOST}, update <= {UPDATE_AT_MOST}")
+    print(
+        f"{args.rows} rows of {args.tokens} tokens, milliseconds a round: median (99th percentile); wanted: propose "
+        f"<= {PROPOSE_AT_MOST}, update <= {UPDATE_AT_MOST}"
+    )
     print("| method | propose | update | guesses a row | accepted a row |\n|---|---|---|---|---|")
     costs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -220,10 +228,14 @@ def main() -> None:
             costs.append(timed(name, config, args))
             print(costs[-1])
     held = memory(args.requests)
-    print(f"suffix decoding after {args.requests} requests of {REMEMBERED} tokens: {held['held']:.0f} MiB held, "
-          f"{held['peak']:.0f} at most; wanted: <= {MEMORY_AT_MOST}")
-    measure.write(args.output, {"costs": [asdict(cost) for cost in costs], "memory_mib": held, "rows": args.rows,
-                                "tokens": args.tokens})
+    print(
+        f"suffix decoding after {args.requests} requests of {REMEMBERED} tokens: {held['held']:.0f} MiB held, "
+        f"{held['peak']:.0f} at most; wanted: <= {MEMORY_AT_MOST}"
+    )
+    measure.write(
+        args.output,
+        {"costs": [asdict(cost) for cost in costs], "memory_mib": held, "rows": args.rows, "tokens": args.tokens},
+    )
 
 
 if __name__ == "__main__":

@@ -27,8 +27,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     target, draft = args.model or pair()[0], args.draft or pair()[1]
-    speculative = {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens,
-                   "num_speculative_tokens_per_batch_size": [[1, ALL_BATCH_SIZES, 0]]}
+    speculative = {
+        "model": str(draft),
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "num_speculative_tokens_per_batch_size": [[1, ALL_BATCH_SIZES, 0]],
+    }
     configured, plain = (Engine(target, config, threads=args.threads) for config in (speculative, None))
     items = [(Item(item.prompt, TOKENS),) for item in workload.load(target, args.limit).single]
     runs = {CONFIGURED: configured.all, PLAIN: plain.all}
@@ -36,12 +39,20 @@ def main() -> None:
         run(items[0])  # warm
     timings = measure.alternate(runs, [items[block % len(items)] for block in range(args.blocks)])
     ratio = timings.slowdown(CONFIGURED, PLAIN)
-    print(f"{CONFIGURED} / {PLAIN}, time over {args.blocks} blocks of {TOKENS} tokens: {ratio}"
-          f"   wanted <= {POINT_AT_MOST}, upper bound <= {UPPER_AT_MOST}")
-    measure.write(args.output, {
-        "environment": measure.environment(args.threads), "blocks": args.blocks, "tokens": TOKENS,
-        "ratio": asdict(ratio), "seconds": {side: values.tolist() for side, values in timings.seconds.items()},
-    })
+    print(
+        f"{CONFIGURED} / {PLAIN}, time over {args.blocks} blocks of {TOKENS} tokens: {ratio}"
+        f"   wanted <= {POINT_AT_MOST}, upper bound <= {UPPER_AT_MOST}"
+    )
+    measure.write(
+        args.output,
+        {
+            "environment": measure.environment(args.threads),
+            "blocks": args.blocks,
+            "tokens": TOKENS,
+            "ratio": asdict(ratio),
+            "seconds": {side: values.tolist() for side, values in timings.seconds.items()},
+        },
+    )
 
 
 if __name__ == "__main__":

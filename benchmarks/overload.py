@@ -67,10 +67,12 @@ class Phase:
 
     def line(self) -> str:
         """Say it."""
-        return (f"{self.name:>10}: {self.goodput:8.1f} tokens/s, {self.rate:6.2f} answers/s, {len(self.refused_ms):6d} "
-                f"refused in {self.refusal_ms(50):5.1f} ms (median), {self.refusal_ms(99):5.1f} ms (99 %), "
-                f"{max(self.refused_ms, default=0):5.1f} ms (most), {self.other} other, "
-                f"{self.server_mib:.0f} + {self.controller_mib:.0f} MiB of server and controller")
+        return (
+            f"{self.name:>10}: {self.goodput:8.1f} tokens/s, {self.rate:6.2f} answers/s, {len(self.refused_ms):6d} "
+            f"refused in {self.refusal_ms(50):5.1f} ms (median), {self.refusal_ms(99):5.1f} ms (99 %), "
+            f"{max(self.refused_ms, default=0):5.1f} ms (most), {self.other} other, "
+            f"{self.server_mib:.0f} + {self.controller_mib:.0f} MiB of server and controller"
+        )
 
     def figures(self) -> dict[str, Any]:
         """Return it for a file."""
@@ -93,10 +95,16 @@ class Clients:
         """Ask once; count the answer in *phase* if it comes in its time."""
         prompt = self._prompts[self._asked % len(self._prompts)]
         self._asked += 1
-        length, max_tokens = (int(self._lengths.integers(most // 4, most, endpoint=True))
-                              for most in (len(prompt), self._max_tokens))
-        body = {"prompt": prompt[: length + 1], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0,
-                "cache_salt": str(self._asked)}  # fmt: skip
+        length, max_tokens = (
+            int(self._lengths.integers(most // 4, most, endpoint=True)) for most in (len(prompt), self._max_tokens)
+        )
+        body = {
+            "prompt": prompt[: length + 1],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "cache_salt": str(self._asked),
+        }
         began = time.perf_counter()
         try:
             async with self._session.post("/v1/completions", json=body) as answer:
@@ -171,10 +179,18 @@ def _memory_mib(pid: int) -> float:
 @contextlib.contextmanager
 def served(args: argparse.Namespace) -> Iterator[Server]:
     """Start the server; stop it in the end."""
-    options = [f"--num-threads={args.threads}", f"--max-num-seqs={args.slots}", "--disable-log-stats", "--port=0",
-               f"--max-waiting-requests={args.waiting}", "--grpc-port=-1", "--host=127.0.0.1",
-               f"--max-model-len={CONTEXT}", f"--num-gpu-blocks-override={args.slots * CONTEXT // BLOCK}",
-               f"--block-size={BLOCK}"]  # fmt: skip
+    options = [
+        f"--num-threads={args.threads}",
+        f"--max-num-seqs={args.slots}",
+        "--disable-log-stats",
+        "--port=0",
+        f"--max-waiting-requests={args.waiting}",
+        "--grpc-port=-1",
+        "--host=127.0.0.1",
+        f"--max-model-len={CONTEXT}",
+        f"--num-gpu-blocks-override={args.slots * CONTEXT // BLOCK}",
+        f"--block-size={BLOCK}",
+    ]
     if args.model is not None:
         options.append(f"--model={args.model}")
     command = [sys.executable, "-m", "cluster.cli", "serve", *options]
@@ -233,11 +249,17 @@ def judged(found: Sequence[Phase]) -> tuple[dict[str, Any], bool]:
     floods = range(1, len(found), 2)
     ratios = {found[i].name: found[i].goodput / np.mean([found[i - 1].goodput, found[i + 1].goodput]) for i in floods}
     refused = {found[i].name: found[i].refusal_ms(99) for i in floods}
-    memory = {"server": found[-1].server_mib / found[0].server_mib,
-              "controller": found[-1].controller_mib / max(found[0].controller_mib, 1e-9)}  # fmt: skip
-    kept = (min(ratios.values()) >= GOODPUT_AT_LEAST and max(refused.values()) <= REFUSED_WITHIN_MS
-            and max(memory.values()) <= MEMORY_AT_MOST and not any(phase.other for phase in found)
-            and all(found[i].refused_ms for i in floods))  # fmt: skip
+    memory = {
+        "server": found[-1].server_mib / found[0].server_mib,
+        "controller": found[-1].controller_mib / max(found[0].controller_mib, 1e-9),
+    }
+    kept = (
+        min(ratios.values()) >= GOODPUT_AT_LEAST
+        and max(refused.values()) <= REFUSED_WITHIN_MS
+        and max(memory.values()) <= MEMORY_AT_MOST
+        and not any(phase.other for phase in found)
+        and all(found[i].refused_ms for i in floods)
+    )
     return {"goodput_of_best": ratios, "refused_ms_99": refused, "memory_after_by_before": memory}, bool(kept)
 
 
@@ -253,12 +275,21 @@ def main() -> None:
     found = asyncio.run(run(args))
     figures, kept = judged(found)
     for name, ratio in figures["goodput_of_best"].items():
-        print(f"{name}: {ratio:.3f} of the best (at least {GOODPUT_AT_LEAST}), 99 % of refusals within "
-              f"{figures['refused_ms_99'][name]:.1f} ms (at most {REFUSED_WITHIN_MS:g})")
+        print(
+            f"{name}: {ratio:.3f} of the best (at least {GOODPUT_AT_LEAST}), 99 % of refusals within "
+            f"{figures['refused_ms_99'][name]:.1f} ms (at most {REFUSED_WITHIN_MS:g})"
+        )
     for name, grown in figures["memory_after_by_before"].items():
         print(f"memory of the {name} after all, by that after the best: {grown:.3f} (at most {MEMORY_AT_MOST})")
-    measure.write(args.output, {"environment": measure.environment(args.threads), **figures, "kept": kept,
-                                "phases": [phase.figures() for phase in found]})
+    measure.write(
+        args.output,
+        {
+            "environment": measure.environment(args.threads),
+            **figures,
+            "kept": kept,
+            "phases": [phase.figures() for phase in found],
+        },
+    )
     sys.exit(not kept)
 
 

@@ -29,8 +29,15 @@ def _load(folder: Path, dtype: Dtype = "auto") -> PreTrainedModel:
 def _config(sampling: Sampling, max_tokens: int, eos: int | None = None) -> GenerationConfig:
     if sampling.temperature == 0:
         return GenerationConfig(do_sample=False, max_new_tokens=max_tokens, eos_token_id=eos, pad_token_id=PAD)
-    return GenerationConfig(do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0,
-                            max_new_tokens=max_tokens, eos_token_id=eos, pad_token_id=PAD)
+    return GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=0,
+        max_new_tokens=max_tokens,
+        eos_token_id=eos,
+        pad_token_id=PAD,
+    )
 
 
 class Generate:
@@ -49,13 +56,13 @@ class Generate:
         self._run(items, _config(GREEDY, longest))
         return sum(item.max_tokens for item in items)
 
-    def _run(self, items: Sequence[Item], config: GenerationConfig,
-             assistant: PreTrainedModel | None = None) -> int:
+    def _run(self, items: Sequence[Item], config: GenerationConfig, assistant: PreTrainedModel | None = None) -> int:
         width = max(len(item.prompt) for item in items)
         ids_BL = torch.tensor([[PAD] * (width - len(item.prompt)) + list(item.prompt) for item in items])
         mask_BL = torch.tensor([[0] * (width - len(item.prompt)) + [1] * len(item.prompt) for item in items])
-        out_BL = self.model.generate(ids_BL, attention_mask=mask_BL, generation_config=config,
-                                     assistant_model=assistant)
+        out_BL = self.model.generate(
+            ids_BL, attention_mask=mask_BL, generation_config=config, assistant_model=assistant
+        )
         return (int(out_BL.shape[1]) - width) * len(items)
 
 
@@ -102,9 +109,14 @@ class GenerateBatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Have the manager there until the block ends."""
-        with torch.no_grad(), self.model.continuous_batching_context_manager(
-            generation_config=self.config, continuous_batching_config=self.batching, timeout=5,
-        ) as self._manager:
+        with (
+            torch.no_grad(),
+            self.model.continuous_batching_context_manager(
+                generation_config=self.config,
+                continuous_batching_config=self.batching,
+                timeout=5,
+            ) as self._manager,
+        ):
             yield
 
     def all(self, items: Sequence[Item]) -> int:

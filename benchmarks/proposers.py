@@ -44,12 +44,16 @@ class Line:
     accepted_share: float
 
     def __str__(self) -> str:
-        return (f"| {self.proposer} | {self.task} | {self.sampling} | {self.tokens_a_step:.2f} | "
-                f"{self.acceptance_length:.2f} | {self.accepted_share:.0%} | {self.speedup} |")
+        return (
+            f"| {self.proposer} | {self.task} | {self.sampling} | {self.tokens_a_step:.2f} | "
+            f"{self.acceptance_length:.2f} | {self.accepted_share:.0%} | {self.speedup} |"
+        )
 
 
-TITLE = ("| proposer | task | sampling | tokens a step | acceptance length | guesses accepted | speed-up |\n"
-         "|---|---|---|---|---|---|---|")
+TITLE = (
+    "| proposer | task | sampling | tokens a step | acceptance length | guesses accepted | speed-up |\n"
+    "|---|---|---|---|---|---|---|"
+)
 
 
 CHAINS = {"medusa": 4, "hydra": 1, "mlp_speculator": 4, "recurrent": 4, "eagle": 3, "eagle3": 3}
@@ -83,8 +87,11 @@ def build_store(target: Path, path: Path) -> None:
     """Write the datastore of `rest`: all of the standard library that was not held out, in the target's tokens."""
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     texts = list(corpus.read(corpus.split(corpus.stdlib_root())[0]))
-    datastore.write(path, [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)],
-                    datastore.fingerprint(tokenizer.get_vocab()))
+    datastore.write(
+        path,
+        [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)],
+        datastore.fingerprint(tokenizer.get_vocab()),
+    )
 
 
 def ways(name: str, sampling: Mapping[str, Sampling]) -> list[Mapping[str, Sampling]]:
@@ -103,20 +110,38 @@ def lines(name: str, on: Engine, off: Engine, work: workload.Workload, kinds: Ma
             yield _line(name, task, kind, on, off, items, sampling)
 
 
-def _line(name: str, task: str, kind: str, on: Engine, off: Engine, items: Sequence[Item],  # noqa: PLR0917
-          sampling: Sampling) -> Line:
+def _line(  # noqa: PLR0917
+    name: str,
+    task: str,
+    kind: str,
+    on: Engine,
+    off: Engine,
+    items: Sequence[Item],
+    sampling: Sampling,
+) -> Line:
     sides = {ON: partial(on.one, sampling=sampling), OFF: partial(off.one, sampling=sampling)}
     before = on.llm.stats()
     timings = measure.alternate(sides, items)
     steps, rounds, proposed, accepted = _grown(before, on.llm.stats())
-    return Line(name, task, kind, timings.speedup(ON, OFF), float(timings.tokens_B.sum()) / steps,
-                1 + accepted / max(1, rounds), accepted / max(1, proposed))
+    return Line(
+        name,
+        task,
+        kind,
+        timings.speedup(ON, OFF),
+        float(timings.tokens_B.sum()) / steps,
+        1 + accepted / max(1, rounds),
+        accepted / max(1, proposed),
+    )
 
 
 def _grown(before: EngineStats, after: EngineStats) -> tuple[int, int, int, int]:
     """Return steps (those of prompts, too), rounds with guesses, guesses, and accepted ones since *before*."""
-    return (after.steps - before.steps, after.drafting_rounds - before.drafting_rounds,
-            after.proposed - before.proposed, after.accepted - before.accepted)
+    return (
+        after.steps - before.steps,
+        after.drafting_rounds - before.drafting_rounds,
+        after.proposed - before.proposed,
+        after.accepted - before.accepted,
+    )
 
 
 def main() -> None:
@@ -133,9 +158,14 @@ def main() -> None:
         if "rest" in chosen:
             build_store(target, Path(folder) / "store")
         found = list(measured(target, chosen, args))
-    measure.write(args.output, {
-        "environment": measure.environment(args.threads), "configs": chosen, "lines": [asdict(line) for line in found],
-    })
+    measure.write(
+        args.output,
+        {
+            "environment": measure.environment(args.threads),
+            "configs": chosen,
+            "lines": [asdict(line) for line in found],
+        },
+    )
 
 
 def measured(target: Path, chosen: Mapping[str, Config], args: argparse.Namespace) -> Iterator[Line]:

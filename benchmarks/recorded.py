@@ -39,13 +39,22 @@ class Text:
     draft_TV: torch.Tensor
 
 
-def continuations(target: Path, items: Sequence[Item], temperature: float, tokens: int,
-                  threads: int) -> list[list[int]]:
+def continuations(
+    target: Path, items: Sequence[Item], temperature: float, tokens: int, threads: int
+) -> list[list[int]]:
     """Return what the target says behind each prompt."""
-    with LLM(model=str(target), speculative_config=None, num_threads=threads, skip_tokenizer_init=True,
-             disable_log_stats=True, enforce_eager=True) as llm:
-        params = [SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True, detokenize=False)
-                  for i in range(len(items))]
+    with LLM(
+        model=str(target),
+        speculative_config=None,
+        num_threads=threads,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        enforce_eager=True,
+    ) as llm:
+        params = [
+            SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            for i in range(len(items))
+        ]
         results = llm.generate([{"prompt_token_ids": list(item.prompt)} for item in items], params, use_tqdm=False)
     return [list(result.outputs[0].token_ids) for result in results]
 
@@ -54,16 +63,18 @@ class Models:
     """Both models, in float32."""
 
     def __init__(self, target: Path, draft: Path) -> None:
-        self.target, self.draft = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-                                   for folder in (target, draft))
+        self.target, self.draft = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (target, draft)
+        )
 
     @torch.inference_mode()
     def record(self, prompt: Sequence[int], said: Sequence[int]) -> Text:
         """Return what both say along a text."""
         ids = torch.tensor([*prompt, *said])
         wanted = slice(len(prompt) - 1, len(ids) - 1)
-        target_TV, draft_TV = (model(ids[None], use_cache=False).logits[0, wanted] for model in
-                               (self.target, self.draft))
+        target_TV, draft_TV = (
+            model(ids[None], use_cache=False).logits[0, wanted] for model in (self.target, self.draft)
+        )
         return Text(ids, len(prompt), target_TV, draft_TV)
 
     @torch.inference_mode()
@@ -73,8 +84,13 @@ class Models:
         for end in range(text.prompt_len, len(text.ids) - k, STRIDE):
             before = [_branches(cache, end - 1) for cache in caches]
             seeds_R = np.arange(BRANCHES) + seed
-            yield self._grow(text.ids[end - 1].expand(BRANCHES), before, _warm(BRANCHES, temperature), k,
-                             stream_seeds(seeds_R, DRAFT, np.full(BRANCHES, end)))
+            yield self._grow(
+                text.ids[end - 1].expand(BRANCHES),
+                before,
+                _warm(BRANCHES, temperature),
+                k,
+                stream_seeds(seeds_R, DRAFT, np.full(BRANCHES, end)),
+            )
 
     def _grow(self, last_R: torch.Tensor, before: list[Any], limits: Limits, k: int, seeds_R: Ints) -> rules.Chains:
         fed, laws, places = [last_R], [], []
@@ -88,8 +104,12 @@ class Models:
             places.append((ids_RL == drawn_R1).int().argmax(1))
         p_RKV = _laws(self.target(torch.stack(fed[:-1], 1), past_key_values=before[0], use_cache=True).logits, limits)
         ids_RKL, q_RKL = (torch.stack([law[part] for law in laws], 1) for part in (0, 1))
-        return rules.Chains(np.full(len(seeds_R), k), p_RKV.gather(2, ids_RKL).numpy(), q_RKL.double().numpy(),
-                            torch.stack(places, 1).numpy())
+        return rules.Chains(
+            np.full(len(seeds_R), k),
+            p_RKV.gather(2, ids_RKL).numpy(),
+            q_RKL.double().numpy(),
+            torch.stack(places, 1).numpy(),
+        )
 
 
 def _branches(cache: Any, length: int) -> Any:
@@ -140,8 +160,10 @@ class Draws:
             text: recorded.
             first: the index of its first token, different for every text, so that no noise is used twice.
         """
-        found = [self._match(p_V, q_V, first + t) for t, (p_V, q_V) in
-                 enumerate(zip(text.target_TV, text.draft_TV, strict=True))]
+        found = [
+            self._match(p_V, q_V, first + t)
+            for t, (p_V, q_V) in enumerate(zip(text.target_TV, text.draft_TV, strict=True))
+        ]
         one_T, two_T = np.array(found).T
         return one_T, two_T
 
@@ -154,8 +176,12 @@ class Draws:
 
     def standard(self, text: Text, first: int) -> Floats:
         """Return how often `standard` keeps a guess that is drawn from the draft's law, `[T]`. As `coupled`."""
-        return np.array([self._kept(p_V, q_V, first + t) for t, (p_V, q_V) in
-                         enumerate(zip(text.target_TV, text.draft_TV, strict=True))])
+        return np.array(
+            [
+                self._kept(p_V, q_V, first + t)
+                for t, (p_V, q_V) in enumerate(zip(text.target_TV, text.draft_TV, strict=True))
+            ]
+        )
 
     def _kept(self, target_V: torch.Tensor, draft_V: torch.Tensor, index: int) -> float:
         ids_NL, q_NL = short_law(draft_V.expand(SEEDS, -1), self._limits, LAW_SIZE)
@@ -163,8 +189,9 @@ class Draws:
         keys = torch.from_numpy(row_keys(stream_seeds(self._slots_N, DRAFT, known_N), known_N))
         place_N1 = (ids_NL == without_replacement(ids_NL, q_NL, keys, 1)).int().argmax(1, keepdim=True)
         p_NL = _laws(target_V, self._limits)[ids_NL]
-        chains = rules.Chains(np.ones(SEEDS, np.int64), p_NL[:, None].numpy(), q_NL.double()[:, None].numpy(),
-                              place_N1.numpy())
+        chains = rules.Chains(
+            np.ones(SEEDS, np.int64), p_NL[:, None].numpy(), q_NL.double()[:, None].numpy(), place_N1.numpy()
+        )
         u_N1 = uniform(stream_seeds(self._slots_N, ACCEPT, known_N), known_N)[:, None]
         return float(rules.standard(chains, u_N1).counts_R.mean())
 

@@ -240,8 +240,9 @@ def measured(ray: Any, num_targets: int, blocks: int, guesses: int) -> tuple[mea
 def demo_steps(args: Any) -> measure.Floats:
     """Return the seconds of a step of the demo pair, one request at a time, averaged over each request."""
     target, draft = args.model or pair()[0], args.draft or pair()[1]
-    engine = Engine(target, {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens},
-                    threads=args.threads)
+    engine = Engine(
+        target, {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}, threads=args.threads
+    )
     items = workload.load(target, args.limit or 16).single
     engine.all(items[:1])  # warm
     found = []
@@ -284,10 +285,16 @@ def main() -> None:
             timings, waits = measured(ray, num_targets, args.blocks, args.num_speculative_tokens)
             print(name)
             shapes[name] = report(timings, waits, steps)
-    measure.write(args.output, {
-        "environment": measure.environment(args.threads), "blocks": args.blocks, "rounds_per_block": ROUNDS,
-        "demo_step_s": steps.tolist(), "shapes": shapes,
-    })
+    measure.write(
+        args.output,
+        {
+            "environment": measure.environment(args.threads),
+            "blocks": args.blocks,
+            "rounds_per_block": ROUNDS,
+            "demo_step_s": steps.tolist(),
+            "shapes": shapes,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,13 @@ class Engine:
 
     def __init__(self, model: Path, speculative_config: dict[str, Any] | None, *, threads: int) -> None:
         self.llm = LLM(
-            model=str(model), speculative_config=speculative_config, enable_prefix_caching=False,
-            kv_cache_memory_bytes=CACHE_BYTES, num_threads=threads, skip_tokenizer_init=True, disable_log_stats=True,
+            model=str(model),
+            speculative_config=speculative_config,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            num_threads=threads,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
         )
 
     def one(self, item: Item, sampling: Sampling) -> int:
@@ -34,8 +39,14 @@ class Engine:
 
     def _run(self, items: Sequence[Item], sampling: Sampling) -> int:
         params = [
-            SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, seed=index, ignore_eos=True,
-                           max_tokens=item.max_tokens, detokenize=False)
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=index,
+                ignore_eos=True,
+                max_tokens=item.max_tokens,
+                detokenize=False,
+            )
             for index, item in enumerate(items)
         ]
         prompts = [{"prompt_token_ids": list(item.prompt)} for item in items]
@@ -51,6 +62,7 @@ class ForwardClock:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Count every forward until the block ends."""
+
         def timed(backend: AttentionBackend, forward: Callable[[], Result], num_tokens: int) -> Result:
             began = time.perf_counter()
             try:

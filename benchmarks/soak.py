@@ -122,12 +122,19 @@ class Load:
 def requests(items: Sequence[Item]) -> list[Asked]:
     """Return the workload, greedy and seeded by turns."""
     return [
-        Asked(item.prompt, SamplingParams(
-            temperature=0.8 * (index % 2), top_p=0.95 if index % 4 == 1 else 1.0, seed=index, ignore_eos=True,
-            max_tokens=min(MOST_TOKENS, max(8, item.max_tokens)), detokenize=False,
-        ))
+        Asked(
+            item.prompt,
+            SamplingParams(
+                temperature=0.8 * (index % 2),
+                top_p=0.95 if index % 4 == 1 else 1.0,
+                seed=index,
+                ignore_eos=True,
+                max_tokens=min(MOST_TOKENS, max(8, item.max_tokens)),
+                detokenize=False,
+            ),
+        )
         for index, item in enumerate(items)
-    ]  # fmt: skip
+    ]
 
 
 def undisturbed(asked: Sequence[Asked], base: dict[str, Any]) -> list[Asked]:
@@ -135,8 +142,10 @@ def undisturbed(asked: Sequence[Asked], base: dict[str, Any]) -> list[Asked]:
     with LLM(**base, speculative_config=None, distributed_executor_backend="uni") as llm:
         prompts = [{"prompt_token_ids": list(one.prompt)} for one in asked]
         results = llm.generate(prompts, [one.params for one in asked], use_tqdm=False)
-    return [Asked(one.prompt, one.params, tuple(result.outputs[0].token_ids))
-            for one, result in zip(asked, results, strict=True)]  # fmt: skip
+    return [
+        Asked(one.prompt, one.params, tuple(result.outputs[0].token_ids))
+        for one, result in zip(asked, results, strict=True)
+    ]
 
 
 async def soak(config: EngineConfig, asked: Sequence[Asked], args: argparse.Namespace) -> dict[str, Any]:
@@ -170,12 +179,22 @@ async def _disturb(engine: AsyncEngine, load: Load, actors: Actors, args: argpar
         await _end(task)
     stats = engine.stats()
     return {
-        "seconds": took, "requests": dict(load.score.counts), "tokens": load.score.tokens, "notes": load.score.notes,
-        "faults": dict(faults.done), "log": faults.log, "is_alive": engine.is_alive,
-        "draft_changes": stats.draft_changes, "target_losses": stats.target_losses, "steps": stats.steps,
-        "proposed": stats.proposed, "accepted": stats.accepted, "preemptions": stats.preemptions,
-        "memory": memory.report(), "memory_series": memory.series,
-    }  # fmt: skip
+        "seconds": took,
+        "requests": dict(load.score.counts),
+        "tokens": load.score.tokens,
+        "notes": load.score.notes,
+        "faults": dict(faults.done),
+        "log": faults.log,
+        "is_alive": engine.is_alive,
+        "draft_changes": stats.draft_changes,
+        "target_losses": stats.target_losses,
+        "steps": stats.steps,
+        "proposed": stats.proposed,
+        "accepted": stats.accepted,
+        "preemptions": stats.preemptions,
+        "memory": memory.report(),
+        "memory_series": memory.series,
+    }
 
 
 async def _end(task: asyncio.Task[None]) -> None:
@@ -220,19 +239,42 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     target, draft = args.model or pair()[0], args.draft or pair()[1]
-    base = {"model": str(target), "dtype": "float32", "skip_tokenizer_init": True, "num_threads": args.threads,
-            "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28, "device": "cpu"}  # fmt: skip
+    base = {
+        "model": str(target),
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "num_threads": args.threads,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 28,
+        "device": "cpu",
+    }
     items = workload.load(target, args.limit or 32)
     asked = undisturbed(requests([*items.single, *items.concurrent]), base)
-    config = engine_config({
-        **base, "tensor_parallel_size": args.tensor_parallel_size, "distributed_executor_backend": "ray",
-        "speculative_config": {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens,
-                               "draft_tensor_parallel_size": 1, "placement": "dedicated"},
-    })  # fmt: skip
+    config = engine_config(
+        {
+            **base,
+            "tensor_parallel_size": args.tensor_parallel_size,
+            "distributed_executor_backend": "ray",
+            "speculative_config": {
+                "model": str(draft),
+                "num_speculative_tokens": args.num_speculative_tokens,
+                "draft_tensor_parallel_size": 1,
+                "placement": "dedicated",
+            },
+        }
+    )
     found = asyncio.run(soak(config, asked, args))
     is_well = shown(found)
-    measure.write(args.output, {"environment": measure.environment(args.threads), "seed": args.seed,
-                                "minutes": args.minutes, "every_s": args.every, **found})
+    measure.write(
+        args.output,
+        {
+            "environment": measure.environment(args.threads),
+            "seed": args.seed,
+            "minutes": args.minutes,
+            "every_s": args.every,
+            **found,
+        },
+    )
     sys.exit(not is_well)
 
 

@@ -80,7 +80,9 @@ def build(
     executor = (make_executor or _uni)(config, say)
     info = _with_speculation(executor.start(), config.speculative)
     scheduler = Scheduler(
-        config.scheduler, config.cache, info,
+        config.scheduler,
+        config.cache,
+        info,
         proposers=proposers,
         has_worker=config.speculative is not None and registry.worker_method(config.speculative) is not None,
         detokenizers=DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
@@ -94,9 +96,7 @@ def _with_speculation(info: WorkerInfo, speculative: SpeculativeConfig | None) -
     """Tell front ends what requests may choose from."""
     if speculative is None:
         return info
-    return structs.replace(
-        info, methods=speculative.methods, num_speculative_tokens=speculative.num_speculative_tokens
-    )
+    return structs.replace(info, methods=speculative.methods, num_speculative_tokens=speculative.num_speculative_tokens)
 
 
 def _policy(config: EngineConfig, info: WorkerInfo, say: Say) -> Policy:
@@ -123,8 +123,10 @@ def ray_channel(config: EngineConfig) -> "RayChannel":
     try:
         from cluster.ray_channel import RayChannel  # noqa: PLC0415 - engines in one process work without Ray
     except ImportError as error:
-        raise ConfigError(f"several workers need Ray, which cannot be loaded ({error}): pip install 'ray[serve]>=2.56'"
-                          ", or use tensor_parallel_size 1 and placement colocated") from None
+        raise ConfigError(
+            f"several workers need Ray, which cannot be loaded ({error}): pip install 'ray[serve]>=2.56'"
+            ", or use tensor_parallel_size 1 and placement colocated"
+        ) from None
     return RayChannel(config)
 
 
@@ -136,8 +138,12 @@ def beside_controller(speculative: SpeculativeConfig | None) -> list[Proposer]:
 def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Preprocessor:
     """Return what makes requests for a model as described by *info*; *tokenizer* as `load_tokenizer` gave it."""
     return Preprocessor(
-        tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len,
-        capacity=info.num_blocks * info.block_size, eos_ids=info.eos_ids, seed=config.seed,
+        tokenizer,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        capacity=info.num_blocks * info.block_size,
+        eos_ids=info.eos_ids,
+        seed=config.seed,
         usual_tokens=usual_tokens(config.model),
     )
 
@@ -147,8 +153,11 @@ WAY_OUT = ", or set use_heterogeneous_vocab in speculative_config for method 'dr
 
 def must_share_tokenizer(speculative: SpeculativeConfig) -> bool:
     """Whether the draft is a model whose vocabulary could be another than the target's, and nobody said that it is."""
-    return (speculative.model is not None and not WHOLE_MODELS.isdisjoint(speculative.methods)
-            and not speculative.use_heterogeneous_vocab)
+    return (
+        speculative.model is not None
+        and not WHOLE_MODELS.isdisjoint(speculative.methods)
+        and not speculative.use_heterogeneous_vocab
+    )
 
 
 def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, tokenizer: Any) -> None:
@@ -159,17 +168,28 @@ def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, 
     Raises:
         ModelError: names the first token that differs.
     """
-    draft = load_tokenizer(replace(config.model, model=speculative.model or "", tokenizer=None,
-                                   revision=speculative.revision, tokenizer_revision=None))
+    draft = load_tokenizer(
+        replace(
+            config.model,
+            model=speculative.model or "",
+            tokenizer=None,
+            revision=speculative.revision,
+            tokenizer_revision=None,
+        )
+    )
     theirs, ours = draft.get_vocab() if draft else {}, tokenizer.get_vocab()
     for token, index in sorted(theirs.items(), key=lambda item: item[1]):
         if ours.get(token, index) != index:
-            raise ModelError(f"the draft {speculative.model} maps {token!r} to id {index}, the target "
-                             f"{config.model.model} to id {ours[token]}: they must share a tokenizer{WAY_OUT}")
+            raise ModelError(
+                f"the draft {speculative.model} maps {token!r} to id {index}, the target "
+                f"{config.model.model} to id {ours[token]}: they must share a tokenizer{WAY_OUT}"
+            )
     shared = len(theirs.keys() & ours.keys())
     if shared < min(len(theirs), len(ours)) // 2:
-        raise ModelError(f"the draft {speculative.model} shares {shared} of {len(theirs)} tokens with the target "
-                         f"{config.model.model}: they must share a tokenizer{WAY_OUT}")
+        raise ModelError(
+            f"the draft {speculative.model} shares {shared} of {len(theirs)} tokens with the target "
+            f"{config.model.model}: they must share a tokenizer{WAY_OUT}"
+        )
 
 
 def check_datastore(path: str, tokenizer: Any) -> None:
@@ -179,5 +199,7 @@ def check_datastore(path: str, tokenizer: Any) -> None:
         ConfigError: it was, or it cannot be read.
     """
     if Datastore(Path(path)).fingerprint != fingerprint(tokenizer.get_vocab()):
-        raise ConfigError(f"the datastore {path} was built with another tokenizer than the target's; build it again: "
-                          "slipstream build-datastore --model ...")
+        raise ConfigError(
+            f"the datastore {path} was built with another tokenizer than the target's; build it again: "
+            "slipstream build-datastore --model ..."
+        )

@@ -32,8 +32,13 @@ class Target:
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
         """Return the request for *prompt*."""
-        body = {"model": self.model, "max_tokens": prompt.max_tokens, "stream": True,
-                "stream_options": {"include_usage": True}, **self.extra}
+        body = {
+            "model": self.model,
+            "max_tokens": prompt.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra,
+        }
         content = prompt.content
         if self.endpoint.endswith(CHAT):
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
@@ -91,8 +96,9 @@ async def ask(session: aiohttp.ClientSession, target: Target, prompt: Prompt) ->
     """Ask for an answer and read it to its end; whatever goes wrong is in what is returned."""
     measured = Measured(time.perf_counter())
     try:
-        async with session.post(target.base_url + target.endpoint, json=target.body(prompt),
-                                headers=target.headers) as response:
+        async with session.post(
+            target.base_url + target.endpoint, json=target.body(prompt), headers=target.headers
+        ) as response:
             if response.status != 200:
                 measured.error = f"{response.status}: {await _reason(response)}"
             else:

@@ -53,8 +53,9 @@ def resolve(dataset: str, path: Path | None) -> tuple[str, Path | None]:
     if dataset not in NAMES:
         kind, path = SUFFIXES.get(Path(dataset).suffix, ""), Path(dataset)
     if not kind:
-        raise ConfigError(f"dataset must be one of {', '.join(NAMES)}, or a .json (ShareGPT) or .jsonl file, got "
-                          f"{shown(dataset)}")
+        raise ConfigError(
+            f"dataset must be one of {', '.join(NAMES)}, or a .json (ShareGPT) or .jsonl file, got {shown(dataset)}"
+        )
     if kind in (SHAREGPT, CUSTOM) and (path is None or not path.is_file()):
         raise ConfigError(f"dataset {kind} needs a file: --dataset-path, got {path or 'none'}")
     return kind, path
@@ -117,5 +118,8 @@ def _workload(wanted: Wanted) -> list[Prompt]:
     if not path.is_file():
         raise ConfigError("dataset workload is not installed: install slipstream from a checkout, or choose another")
     stored = json.loads(path.read_text(encoding="utf-8"))
-    return [Prompt(row["prompt"], wanted.output_len or row["output_tokens"])
-            for kind in ("single", "concurrent", "editing") for row in stored[kind]]
+    return [
+        Prompt(row["prompt"], wanted.output_len or row["output_tokens"])
+        for kind in ("single", "concurrent", "editing")
+        for row in stored[kind]
+    ]

@@ -58,10 +58,15 @@ class Acceptance:
 
     def since(self, before: "Acceptance") -> "Acceptance":
         """Return what was counted after *before*."""
-        per_position = {position: count - before.per_position.get(position, 0.0)
-                        for position, count in self.per_position.items()}
-        return Acceptance(self.drafts - before.drafts, self.draft_tokens - before.draft_tokens,
-                          self.accepted_tokens - before.accepted_tokens, per_position)
+        per_position = {
+            position: count - before.per_position.get(position, 0.0) for position, count in self.per_position.items()
+        }
+        return Acceptance(
+            self.drafts - before.drafts,
+            self.draft_tokens - before.draft_tokens,
+            self.accepted_tokens - before.accepted_tokens,
+            per_position,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,13 @@ async def put(target: Target, prompts: Sequence[Prompt], load: Load, tell: Calla
     return Run(requests, seconds, None if before is None or after is None else after.since(before))
 
 
-async def _all(session: aiohttp.ClientSession, target: Target, prompts: Sequence[Prompt], load: Load,
-               tell: Callable[[Measured], None]) -> list[Measured]:
+async def _all(
+    session: aiohttp.ClientSession,
+    target: Target,
+    prompts: Sequence[Prompt],
+    load: Load,
+    tell: Callable[[Measured], None],
+) -> list[Measured]:
     gate: AbstractAsyncContextManager[None] = nullcontext()
     if load.max_concurrency is not None:
         gate = asyncio.Semaphore(load.max_concurrency)
@@ -144,5 +154,6 @@ def read_acceptance(text: str) -> Acceptance | None:
             totals[name] = totals.get(name, 0.0) + float(value)
     if "drafts" not in totals:
         return None
-    return Acceptance(totals["drafts"], totals.get("draft_tokens", 0.0), totals.get("accepted_tokens", 0.0),
-                      per_position)
+    return Acceptance(
+        totals["drafts"], totals.get("draft_tokens", 0.0), totals.get("accepted_tokens", 0.0), per_position
+    )

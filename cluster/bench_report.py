@@ -9,8 +9,12 @@ from rich.table import Table
 from cluster.bench_load import Acceptance, Run
 
 PERCENTILES = (50, 90, 95, 99)
-LATENCIES = {"ttft": "Time to first token", "tpot": "Time per output token (first excluded)",
-             "itl": "Inter-token latency (between pieces)", "e2el": "End-to-end latency"}  # fmt: skip
+LATENCIES = {
+    "ttft": "Time to first token",
+    "tpot": "Time per output token (first excluded)",
+    "itl": "Inter-token latency (between pieces)",
+    "e2el": "End-to-end latency",
+}
 
 
 def figures(run: Run) -> dict[str, Any]:
@@ -64,19 +68,25 @@ def _accepted(counted: Acceptance) -> dict[str, Any]:
         "spec_decode_acceptance_length": 1 + counted.accepted_tokens / drafts if drafts else None,
         "spec_decode_per_position_acceptance_rates": [
             counted.per_position[position] / drafts for position in sorted(counted.per_position)
-        ] if drafts else [],
-    }  # fmt: skip
+        ]
+        if drafts
+        else [],
+    }
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
     """Return what to print of *found*."""
     counts = Table("", "", title="Serving benchmark", show_header=False)
     for label, key, form in (
-        ("Answered", "completed", "d"), ("Failed", "failed", "d"), ("Seconds", "duration", ".2f"),
-        ("Prompt tokens", "total_input_tokens", ",d"), ("Output tokens", "total_output_tokens", ",d"),
-        ("Requests/s", "request_throughput", ".2f"), ("Output tokens/s", "output_throughput", ".1f"),
+        ("Answered", "completed", "d"),
+        ("Failed", "failed", "d"),
+        ("Seconds", "duration", ".2f"),
+        ("Prompt tokens", "total_input_tokens", ",d"),
+        ("Output tokens", "total_output_tokens", ",d"),
+        ("Requests/s", "request_throughput", ".2f"),
+        ("Output tokens/s", "output_throughput", ".1f"),
         ("All tokens/s", "total_token_throughput", ".1f"),
-    ):  # fmt: skip
+    ):
         counts.add_row(label, format(found[key], form))
     _add_acceptance(counts, found)
     spread = Table("ms", "mean", *(f"p{percent}" for percent in PERCENTILES))

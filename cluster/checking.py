@@ -61,8 +61,9 @@ class Wanted:
 
     def setting(self, law_tokens: int) -> "Setting":
         """Return this as it is reported."""
-        return Setting(len(self.prompts), self.max_tokens, self.law_prompts, self.samples, law_tokens,
-                       self.temperature, self.seed)  # fmt: skip
+        return Setting(
+            len(self.prompts), self.max_tokens, self.law_prompts, self.samples, law_tokens, self.temperature, self.seed
+        )
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -118,12 +119,16 @@ def rule_of(config: EngineConfig) -> str:
         ConfigError: nothing speculates, or the rule changes answers on purpose.
     """
     if config.speculative is None:
-        raise ConfigError("there is nothing to check: speculative_config asks for no speculation; give one, such as "
-                          '\'{"method": "ngram", "num_speculative_tokens": 5}\'')
+        raise ConfigError(
+            "there is nothing to check: speculative_config asks for no speculation; give one, such as "
+            '\'{"method": "ngram", "num_speculative_tokens": 5}\''
+        )
     rule = str(config.speculative.rejection_sample_method)
     if rule == "synthetic":
-        raise ConfigError("rejection_sample_method 'synthetic' changes answers on purpose, for load tests: there is "
-                          "nothing to check; use coupled, standard or block")
+        raise ConfigError(
+            "rejection_sample_method 'synthetic' changes answers on purpose, for load tests: there is "
+            "nothing to check; use coupled, standard or block"
+        )
     return rule
 
 
@@ -180,9 +185,18 @@ def examine(config: EngineConfig, wanted: Wanted, say: Say, bars: Bars) -> Repor
     lacks = missing(material.counts, without)
     lacks = lacks or (*unshown(material.parts), *untested(law, has_seeded=seeded is not None))
     return Report(
-        material.dtype, rule, invariant, allowance, wanted.setting(law_tokens), material.counts, without, lacks,
-        identity["greedy"], seeded, law,
-    )  # fmt: skip
+        material.dtype,
+        rule,
+        invariant,
+        allowance,
+        wanted.setting(law_tokens),
+        material.counts,
+        without,
+        lacks,
+        identity["greedy"],
+        seeded,
+        law,
+    )
 
 
 def untested(law: LawVerdict, *, has_seeded: bool) -> tuple[str, ...]:
@@ -194,34 +208,42 @@ def untested(law: LawVerdict, *, has_seeded: bool) -> tuple[str, ...]:
 
 def unshown(parts: Mapping[str, Seq[Answer]]) -> tuple[str, ...]:
     """Return which *parts* have no accepted guess among their answers, so that they prove nothing of speculation."""
-    return tuple(f"no guess was accepted in the {name} answers: was speculation off there, by a batch size say?"
-                 for name, answers in parts.items() if not any("guess" in answer.origins for answer in answers))
+    return tuple(
+        f"no guess was accepted in the {name} answers: was speculation off there, by a batch size say?"
+        for name, answers in parts.items()
+        if not any("guess" in answer.origins for answer in answers)
+    )
 
 
 def missing(with_speculation: Counts, without: Counts) -> tuple[str, ...]:
     """Return what did not happen, so that identical answers prove little."""
     lacks = (
         (with_speculation.proposed == 0, "nothing was guessed: is speculation on, and does the draft work?"),
-        (with_speculation.proposed > 0 and with_speculation.accepted == 0,
-         "no guess was accepted: the draft knows nothing of the target's text, or prompts are too few"),
-        (with_speculation.proposed > 0 and with_speculation.rejected == 0,
-         "no guess was rejected: a draft that is always right shows little; give more prompts, or a lesser draft"),
+        (
+            with_speculation.proposed > 0 and with_speculation.accepted == 0,
+            "no guess was accepted: the draft knows nothing of the target's text, or prompts are too few",
+        ),
+        (
+            with_speculation.proposed > 0 and with_speculation.rejected == 0,
+            "no guess was rejected: a draft that is always right shows little; give more prompts, or a lesser draft",
+        ),
         (without.proposed > 0, f"the engine without speculation scored {without.proposed} guesses"),
-    )  # fmt: skip
+    )
     return tuple(text for is_so, text in lacks if is_so)
 
 
 # With speculation.
 
 
-def _material(
-    side: Side, wanted: Wanted, speculative: SpeculativeConfig, law_tokens: int, bars: Bars
-) -> _Material:
+def _material(side: Side, wanted: Wanted, speculative: SpeculativeConfig, law_tokens: int, bars: Bars) -> _Material:
     encoded = side.encode(wanted.prompts, SamplingParams(max_tokens=wanted.max_tokens))
     asked = _asked(encoded, wanted, str(speculative.rejection_sample_method))
     answers = _answers(side, asked, wanted.max_tokens, bars, "with speculation")
-    samples = [_sample(encoded, wanted, prompt, number)
-               for prompt in range(wanted.law_prompts) for number in range(wanted.samples)]  # fmt: skip
+    samples = [
+        _sample(encoded, wanted, prompt, number)
+        for prompt in range(wanted.law_prompts)
+        for number in range(wanted.samples)
+    ]
     sampled = _answers(side, samples, law_tokens, bars, "sampling with speculation")
     pairs = [(each.prompt, answer) for each, answer in zip(samples, sampled, strict=True)]
     by_place = LOOKAHEAD not in speculative.methods
@@ -244,8 +266,15 @@ def _sample(encoded: Seq[Ids], wanted: Wanted, prompt: int, number: int) -> Aske
 
 
 def _answers(side: Side, asked: Seq[Asked], max_tokens: int, bars: Bars, text: str) -> list[Answer]:
-    jobs = [Job(each.token_ids, SamplingParams(temperature=each.temperature, seed=each.seed, max_tokens=max_tokens,
-                                               ignore_eos=True, detokenize=False)) for each in asked]  # fmt: skip
+    jobs = [
+        Job(
+            each.token_ids,
+            SamplingParams(
+                temperature=each.temperature, seed=each.seed, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            ),
+        )
+        for each in asked
+    ]
     with bars(text, len(jobs)) as tick:
         return side.answers(jobs, tick)
 
@@ -262,8 +291,7 @@ def _identity(
     apart = checking_identity.differences(asked, ours, theirs)
     with bars("explaining differences", len(apart)) as tick:
         laws = side.laws([each.context for each in apart], tick)
-        findings = [checking_identity.explain(each, law_V, allowance)
-                    for each, law_V in zip(apart, laws, strict=True)]  # fmt: skip
+        findings = [checking_identity.explain(each, law_V, allowance) for each, law_V in zip(apart, laws, strict=True)]
     verdicts: dict[Part, IdentityVerdict] = {}
     for part in dict.fromkeys(each.part for each in asked):
         answers = [answer for each, answer in zip(asked, ours, strict=True) if each.part == part]

@@ -153,9 +153,13 @@ def _first(asked: Asked, with_: Answer, without: Answer) -> Difference | None:
     shorter = min(len(ours), len(theirs))
     at = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
     return Difference(
-        asked, at, ours[at] if at < len(ours) else -1, theirs[at] if at < len(theirs) else -1,
-        with_.origins[at] if at < len(ours) else None, (*asked.token_ids, *theirs[:at]),
-    )  # fmt: skip
+        asked,
+        at,
+        ours[at] if at < len(ours) else -1,
+        theirs[at] if at < len(theirs) else -1,
+        with_.origins[at] if at < len(ours) else None,
+        (*asked.token_ids, *theirs[:at]),
+    )
 
 
 def scores(logprobs_V: Floats, asked: Asked, index: int) -> Floats:
@@ -184,14 +188,19 @@ def explain(difference: Difference, logprobs_V: Floats, allowance: Allowance) ->
     behind = best - float(min(score_V[ours], score_V[theirs])) if both_there else float("inf")
     law_V = np.exp(logprobs_V / (asked.temperature if asked.temperature >= COLDEST else 1.0))
     return Finding(
-        asked.part, asked.prompt, difference.position, ours, theirs,
+        asked.part,
+        asked.prompt,
+        difference.position,
+        ours,
+        theirs,
         "the answer ended early" if difference.origin is None else ORIGINS[difference.origin],
-        best - second, behind,
+        best - second,
+        behind,
         probability=float(law_V[ours] / law_V.sum()) if ours >= 0 else 0.0,
         rank=1 + int((logprobs_V > logprobs_V[ours]).sum()) if ours >= 0 else 0,
         chosen_with=_chosen_with(ours, logprobs_V, asked, index),
         is_tie=both_there and behind < allowance.gap_at(asked.temperature),
-    )  # fmt: skip
+    )
 
 
 def _chosen_with(token: int, logprobs_V: Floats, asked: Asked, index: int) -> tuple[str, ...]:
@@ -202,15 +211,20 @@ def _chosen_with(token: int, logprobs_V: Floats, asked: Asked, index: int) -> tu
     return tuple(name for name, score_V in ways.items() if int(score_V.argmax()) == token)
 
 
-def judge(
-    part: Part, with_: Seq[Answer], findings: Seq[Finding], allowance: Allowance
-) -> IdentityVerdict:
+def judge(part: Part, with_: Seq[Answer], findings: Seq[Finding], allowance: Allowance) -> IdentityVerdict:
     """Return the verdict over one part: *with_* are all answers with speculation, *findings* those that differ."""
     wrong = [finding for finding in findings if not finding.is_tie]
     return IdentityVerdict(
-        part, len(with_), sum(len(answer.token_ids) for answer in with_), len(with_) - len(findings),
-        len(findings) - len(wrong), len(wrong), allowance.most_ties(len(with_)), tuple(findings), _why(wrong),
-    )  # fmt: skip
+        part,
+        len(with_),
+        sum(len(answer.token_ids) for answer in with_),
+        len(with_) - len(findings),
+        len(findings) - len(wrong),
+        len(wrong),
+        allowance.most_ties(len(with_)),
+        tuple(findings),
+        _why(wrong),
+    )
 
 
 def _why(wrong: Seq[Finding]) -> str:

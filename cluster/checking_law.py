@@ -167,10 +167,24 @@ def judged(group: Group, law_V: Floats, limit: float, tolerance: float = 0.0) ->
     bound = tv_bound(len(expected_C), group.draws, limit)
     token, seen, expected = cells.farthest
     test = LawTest(
-        group.prompt, group.prefix, group.place, group.draws, group.drafted, len(expected_C), pearson, freedom, p_value,
-        rest_p, tv, bound, least_tv(freedom, group.draws, limit, tolerance), token, seen, expected,
+        group.prompt,
+        group.prefix,
+        group.place,
+        group.draws,
+        group.drafted,
+        len(expected_C),
+        pearson,
+        freedom,
+        p_value,
+        rest_p,
+        tv,
+        bound,
+        least_tv(freedom, group.draws, limit, tolerance),
+        token,
+        seen,
+        expected,
         passed=p_value >= limit and rest_p >= limit and tv <= bound,
-    )  # fmt: skip
+    )
     return test, likelihood
 
 
@@ -209,7 +223,10 @@ def _cells(group: Group, law_V: Floats) -> _Cells:
 
 
 def judge(
-    groups: Seq[Group], laws: Iterable[Floats], false_alarm: float, tolerance: float = 0.0,
+    groups: Seq[Group],
+    laws: Iterable[Floats],
+    false_alarm: float,
+    tolerance: float = 0.0,
     tokens: Mapping[Place, int] | None = None,
 ) -> LawVerdict:
     """Test *groups*, each against its law, and all of one place together.

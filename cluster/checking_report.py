@@ -28,11 +28,15 @@ def verdict_line(report: Report) -> str:
     """Return the last line: passed, or what is wrong."""
     if report.passed:
         return "passed: speculation changes nothing"
-    wrong = [name for name, is_wrong in (
-        ("greedy identity", not report.greedy.passed),
-        ("seeded identity", report.seeded is not None and not report.seeded.passed),
-        ("the sampled law", not report.law.passed),
-    ) if is_wrong]  # fmt: skip
+    wrong = [
+        name
+        for name, is_wrong in (
+            ("greedy identity", not report.greedy.passed),
+            ("seeded identity", report.seeded is not None and not report.seeded.passed),
+            ("the sampled law", not report.law.passed),
+        )
+        if is_wrong
+    ]
     if wrong:
         return f"VIOLATED: {', '.join(wrong)}"
     return f"NOT SHOWN: {'; '.join(report.missing)}"
@@ -77,8 +81,12 @@ def _summary(report: Report) -> Table:
     table.add_row("speculation ran", NOT_SHOWN if report.missing else PASSED, "; ".join((ran, *report.missing)))
     table.add_row("greedy identity", _result(report.greedy.passed), _identity(report.greedy, report))
     if report.seeded is None:
-        table.add_row("seeded identity", SKIPPED, f"rule {report.rule} promises the law of sampled tokens, not that "
-                      "they are the same with speculation and without")
+        table.add_row(
+            "seeded identity",
+            SKIPPED,
+            f"rule {report.rule} promises the law of sampled tokens, not that "
+            "they are the same with speculation and without",
+        )
     else:
         table.add_row("seeded identity", _result(report.seeded.passed), _identity(report.seeded, report))
     table.add_row("sampled law", _result(report.law.passed), _law(report))
@@ -115,9 +123,11 @@ def _identity(verdict: IdentityVerdict, report: Report) -> str:
 
 def _law(report: Report) -> str:
     law, setting = report.law, report.setting
-    text = (f"{setting.law_prompts} prompts x {setting.samples:,} seeds x {setting.law_tokens} tokens at temperature "
-            f"{setting.temperature:g}; {len(law.tests)} prefixes tested by chi-square and total variation, false-alarm "
-            f"rate {law.false_alarm:g} in all ({law.limit:.2g} for each of up to {MAX_TESTS} tests)")  # fmt: skip
+    text = (
+        f"{setting.law_prompts} prompts x {setting.samples:,} seeds x {setting.law_tokens} tokens at temperature "
+        f"{setting.temperature:g}; {len(law.tests)} prefixes tested by chi-square and total variation, false-alarm "
+        f"rate {law.false_alarm:g} in all ({law.limit:.2g} for each of up to {MAX_TESTS} tests)"
+    )
     wrong = [test for test in law.tests if not test.passed]
     places = [PLACES[place.place] for place in law.places if not place.passed]
     if wrong:

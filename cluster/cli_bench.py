@@ -20,8 +20,11 @@ from protos.errors import ConfigError
 ENGINE = "engine"
 
 
-app = typer.Typer(help="Measure a server under load (serve), or the engine against others (engine).",
-                  rich_markup_mode=None, add_completion=False)  # fmt: skip
+app = typer.Typer(
+    help="Measure a server under load (serve), or the engine against others (engine).",
+    rich_markup_mode=None,
+    add_completion=False,
+)
 
 
 def run(args: list[str]) -> None:
@@ -30,8 +33,9 @@ def run(args: list[str]) -> None:
     app(args if names in (["serve"], [ENGINE], ["--help"]) else [ENGINE, *args], prog_name="slipstream bench")
 
 
-@app.command(ENGINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": True,
-                                       "help_option_names": []})
+@app.command(
+    ENGINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
 def engine(context: typer.Context) -> None:
     """Run the measured comparisons; arguments go to `python -m benchmarks`."""
     if find_spec("benchmarks") is None or find_spec("benchmarks.__main__") is None:
@@ -79,8 +83,14 @@ def serve(
         OUT.print(table)
     if output is not None:
         request_rate_said = "inf" if request_rate == float("inf") else request_rate  # which JSON cannot say
-        told = {"dataset": dataset, "num_prompts": num_prompts, "request_rate": request_rate_said,
-                "max_concurrency": max_concurrency, "seed": seed, **found}
+        told = {
+            "dataset": dataset,
+            "num_prompts": num_prompts,
+            "request_rate": request_rate_said,
+            "max_concurrency": max_concurrency,
+            "seed": seed,
+            **found,
+        }
         output.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     if found["failed"]:
         raise ConfigError(f"{found['failed']} of {num_prompts} requests failed: {'; '.join(found['errors'][:3])}")
@@ -112,10 +122,13 @@ async def _measure(target: Target, prompts: list[bench_datasets.Prompt], load: L
 
 async def _first_model(target: Target) -> str:
     try:
-        async with aiohttp.ClientSession() as session, session.get(
-            f"{target.base_url}/v1/models", headers=target.headers
-        ) as response:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{target.base_url}/v1/models", headers=target.headers) as response,
+        ):
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{target.base_url}/v1/models does not tell a model ({type(error).__name__}: {error}); "
-                          "is the server up? --model names one") from None
+        raise ConfigError(
+            f"{target.base_url}/v1/models does not tell a model ({type(error).__name__}: {error}); "
+            "is the server up? --model names one"
+        ) from None

@@ -8,8 +8,10 @@ from cluster.doctor import AilmentError, Examination, Wanted, Ward
 from protos.errors import ConfigError, PlacementError
 
 DEVICES = ("auto", "cpu", "cuda")
-RAY = ("is RAY_ADDRESS right, do Ray and Python have the same versions everywhere, and has the cluster that many "
-       "devices? `ray status` shows what it has; worker_resources says what a worker may ask for")
+RAY = (
+    "is RAY_ADDRESS right, do Ray and Python have the same versions everywhere, and has the cluster that many "
+    "devices? `ray status` shows what it has; worker_resources says what a worker may ask for"
+)
 
 
 def run(wanted: Wanted, *, with_ray: bool) -> bool:

@@ -18,8 +18,15 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_h
             "numpy", "fastapi", "uvicorn", "ray", "flashinfer-python", "triton")  # fmt: skip
 CPU_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
              "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")  # fmt: skip
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM",
-             "PYTHONPATH", "LD_PRELOAD")  # fmt: skip
+VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "TOKENIZERS_PARALLELISM",
+    "PYTHONPATH",
+    "LD_PRELOAD",
+)
 GIB = 1 << 30
 
 

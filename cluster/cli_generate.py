@@ -107,9 +107,13 @@ def _line(result: RequestOutput) -> dict[str, Any]:
     return {
         "prompt": result.prompt,
         "outputs": [
-            {"text": sample.text, "token_ids": sample.token_ids, "finish_reason": sample.finish_reason,
-             "stop_reason": sample.stop_reason}
+            {
+                "text": sample.text,
+                "token_ids": sample.token_ids,
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+            }
             for sample in result.outputs
         ],
         "speculative_decoding": asdict(result.speculation) if result.speculation else None,
-    }  # fmt: skip
+    }

@@ -28,8 +28,14 @@ API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 """Keys in the environment, with spaces between them, do not show in the list of processes."""
 SPECULATIVE_HELP = 'JSON, such as \'{"method": "ngram", "num_speculative_tokens": 5}\'; null turns speculation off'
 # Short forms that other tools have taught people; -tp is one option, not -t and -p.
-SHORT = {"tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",), "pipeline_parallel_size": ("-pp",),
-         "data_parallel_size": ("-dp",), "spec_draft_tp": ("-spec-draft-tp",), "model_draft": ("-md",)}  # fmt: skip
+SHORT = {
+    "tensor_parallel_size": ("-tp",),
+    "speculative_config": ("-sc",),
+    "pipeline_parallel_size": ("-pp",),
+    "data_parallel_size": ("-dp",),
+    "spec_draft_tp": ("-spec-draft-tp",),
+    "model_draft": ("-md",),
+}
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTEGERS = ("max_tokens", "min_tokens", "top_k")
 TEXTS = ("stop", "bad_words")
@@ -51,8 +57,9 @@ def _engine_parameter(name: str, shown: str | None) -> inspect.Parameter:
     if name in arguments.FLAGS:
         flags[0] += "/--no-" + name.replace("_", "-")
     kind = bool | None if name in arguments.FLAGS else str | None
-    option = typer.Option(None, *flags, help=shown, hidden=shown is None, show_default=False,
-                          rich_help_panel=ENGINE_PANEL)  # fmt: skip
+    option = typer.Option(
+        None, *flags, help=shown, hidden=shown is None, show_default=False, rich_help_panel=ENGINE_PANEL
+    )
     return _parameter(name, kind, option)
 
 
@@ -75,9 +82,11 @@ def sampling_options(**defaults: Any) -> list[inspect.Parameter]:
         return _parameter(name, kind, typer.Option(value, flag, rich_help_panel=SAMPLING_PANEL))
 
     return (
-        [one(name, float) for name in FLOATS] + [one(name, int) for name in INTEGERS]
-        + [one(name, list[str] | None) for name in TEXTS] + [one(name, bool) for name in SWITCHES]
-    )  # fmt: skip
+        [one(name, float) for name in FLOATS]
+        + [one(name, int) for name in INTEGERS]
+        + [one(name, list[str] | None) for name in TEXTS]
+        + [one(name, bool) for name in SWITCHES]
+    )
 
 
 def safety_options() -> list[inspect.Parameter]:

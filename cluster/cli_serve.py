@@ -36,9 +36,12 @@ def run(
             f"per_request_spec_decode_metrics must be one of {', '.join(levels)}, got {shown(spec_metrics)}"
         )
     http, grpc = _faces(faces)
-    serve(config, ServiceOptions(
-        version(), http, grpc, grace_s, chat_template_text(chat_template), level, tools, SafetyOptions.of(safety)
-    ))  # fmt: skip
+    serve(
+        config,
+        ServiceOptions(
+            version(), http, grpc, grace_s, chat_template_text(chat_template), level, tools, SafetyOptions.of(safety)
+        ),
+    )
 
 
 def _faces(given: Mapping[str, Any]) -> tuple[HttpOptions, GrpcOptions | None]:
@@ -49,5 +52,3 @@ def _faces(given: Mapping[str, Any]) -> tuple[HttpOptions, GrpcOptions | None]:
     names = ("grpc_tls_cert", "grpc_tls_key")
     tls = tls_files(names, given.get(names[0]), given.get(names[1]), given.get("grpc_tls_client_ca"))
     return http, None if given["grpc_port"] == NO_GRPC else GrpcOptions(host, given["grpc_port"], tls)
-
-

@@ -29,12 +29,16 @@ CPU_WORLD = 2
 """Ranks to check with where there are no devices to count."""
 
 START = "run `python -c 'import torch'` with the same Python; what it says is what is wrong"
-NO_CUDA = ("see whether `nvidia-smi` lists the devices, CUDA_VISIBLE_DEVICES hides none, and torch is a CUDA build "
-           "(`slipstream env` shows it); or use --device cpu")
+NO_CUDA = (
+    "see whether `nvidia-smi` lists the devices, CUDA_VISIBLE_DEVICES hides none, and torch is a CUDA build "
+    "(`slipstream env` shows it); or use --device cpu"
+)
 TOO_FEW = "lower --tensor-parallel-size; a draft can live beside the target (placement: colocated)"
 GLOO = "a firewall or a sandbox may keep processes of this machine from connecting to each other on 127.0.0.1: allow it"
-NCCL = ("run again with NCCL_DEBUG=INFO to see where it stops; in a container give it room in /dev/shm (--ipc=host or "
-        "--shm-size=1g); if NCCL_P2P_DISABLE=1 helps, the devices cannot reach each other's memory (IOMMU or ACS)")
+NCCL = (
+    "run again with NCCL_DEBUG=INFO to see where it stops; in a container give it room in /dev/shm (--ipc=host or "
+    "--shm-size=1g); if NCCL_P2P_DISABLE=1 helps, the devices cannot reach each other's memory (IOMMU or ACS)"
+)
 REMEDIES = {"gloo": GLOO, "nccl": NCCL}
 
 Answer = TypeVar("Answer", Seen, Joined, Measured, Died)

@@ -115,9 +115,12 @@ class LLM:
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         params = self._for_each(sampling_params, len(conversations))
         options = {
-            "chat_template": chat_template, "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message, "tools": tools, **(chat_template_kwargs or {}),
-        }  # fmt: skip
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
         chat = self._preprocessor.chat
         encoded = [chat(one, some, **options) for one, some in zip(conversations, params, strict=True)]
         return self._complete(encoded, params, use_tqdm)

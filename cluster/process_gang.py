@@ -27,8 +27,9 @@ class ProcessGang:
         speaks, hears: names of the unions of messages that workers send and receive; the gang's own where empty.
     """
 
-    def __init__(self, body: str = BODY, environment: Mapping[str, str] | None = None, *, speaks: str = "",
-                 hears: str = "") -> None:
+    def __init__(
+        self, body: str = BODY, environment: Mapping[str, str] | None = None, *, speaks: str = "", hears: str = ""
+    ) -> None:
         self._hub = Hub(hears=find(speaks) if speaks else FromWorker)
         self._body, self._hears = body, hears
         self._environment = {**os.environ, **(environment or {})}

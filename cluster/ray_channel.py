@@ -93,10 +93,17 @@ class RayChannel:
         """Start the controller's actor; runs in a thread."""
         assert self._placement is not None
         assert self._bound is not None
-        actor = remote(ControllerActor).options(**self._placement.options(CONTROLLER, "controller")).remote(
-            CONFIG.dump_json(self._config).decode(), msgspec.msgpack.encode(self._bound.endpoint), self._placement,
-            passed_on(), self._body,
-        )  # fmt: skip
+        actor = (
+            remote(ControllerActor)
+            .options(**self._placement.options(CONTROLLER, "controller"))
+            .remote(
+                CONFIG.dump_json(self._config).decode(),
+                msgspec.msgpack.encode(self._bound.endpoint),
+                self._placement,
+                passed_on(),
+                self._body,
+            )
+        )
         return Hired.hire(actor)
 
     async def _watch(self, hired: Hired, ended: "asyncio.Future[None]", deliver: Callable[[Report], None]) -> None:

@@ -142,8 +142,10 @@ def _knock() -> None:
     """
     where = address()
     if where is not None and "://" in where:
-        raise PlacementError(f"RAY_ADDRESS is {where}: workers must reach this process, so run it on a node of the "
-                             "cluster, with RAY_ADDRESS=auto or the head's HOST:PORT")
+        raise PlacementError(
+            f"RAY_ADDRESS is {where}: workers must reach this process, so run it on a node of the "
+            "cluster, with RAY_ADDRESS=auto or the head's HOST:PORT"
+        )
     host, _, port = (where or "").rpartition(":")
     if not host or not port.isdigit():
         return  # "auto", or a name for Ray to judge
@@ -178,8 +180,13 @@ def _options(num_cpus: float) -> dict[str, Any]:
     if address() is not None:
         return {**common, "address": address()}
     counted = max(os.cpu_count() or 1, round(num_cpus))
-    return {**common, "address": "local", "num_cpus": counted, "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES}  # fmt: skip
+    return {
+        **common,
+        "address": "local",
+        "num_cpus": counted,
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
 
 
 def passed_on() -> dict[str, str]:

@@ -36,8 +36,9 @@ class ControllerActor(Parked):
         body: of the workers; see `RayGang`.
     """
 
-    def __init__(self, config: str, endpoint: bytes, placement: Placement, environment: dict[str, str],
-                 body: str = BODY) -> None:
+    def __init__(
+        self, config: str, endpoint: bytes, placement: Placement, environment: dict[str, str], body: str = BODY
+    ) -> None:
         adopt(environment)
         self._config = CONFIG.validate_json(config)
         log_to_stderr(self._config.log_format)

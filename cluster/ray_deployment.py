@@ -42,13 +42,18 @@ def planned(config: EngineConfig) -> tuple[Layout, EngineConfig]:
         ConfigError: nobody said on which device, and there is no cluster to ask yet.
     """
     if config.model.device == "auto" and not ray.is_initialized():
-        raise ConfigError("device must be cpu or cuda here: `serve run` builds the application before it joins Ray, "
-                          "so that there is nobody to ask for GPUs")
+        raise ConfigError(
+            "device must be cpu or cuda here: `serve run` builds the application before it joins Ray, "
+            "so that there is nobody to ask for GPUs"
+        )
     resources = {"cuda": {"GPU": 1.0}, "cpu": {}}.get(config.model.device)
     plan = layout(config, ray_cluster.cluster_resources() if resources is None else resources)
     device = config.model.device if "GPU" in plan.worker else "cpu"
-    return plan, replace(config, parallel=replace(config.parallel, worker_resources=plan.worker),
-                         model=replace(config.model, device=device))
+    return plan, replace(
+        config,
+        parallel=replace(config.parallel, worker_resources=plan.worker),
+        model=replace(config.model, device=device),
+    )
 
 
 def bundles(plan: Layout, config: EngineConfig) -> list[dict[str, float]]:

@@ -24,8 +24,10 @@ POLL_S = 1
 FIRST_WORD_S = 2.0
 SAY_EVERY_S = 30.0
 BARE = {"CPU": 1.0}
-WAYS_OUT = ("add devices or nodes, lower tensor_parallel_size, put the draft beside the target (placement: colocated), "
-            "or say with worker_resources what a worker may ask for")
+WAYS_OUT = (
+    "add devices or nodes, lower tensor_parallel_size, put the draft beside the target (placement: colocated), "
+    "or say with worker_resources what a worker may ask for"
+)
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,17 @@ def layout(config: EngineConfig, cluster: Resources) -> Layout:
     """
     parallel, has_gpus = config.parallel, cluster.get("GPU", 0.0) > 0
     if config.model.device == "cuda" and not has_gpus:
-        raise PlacementError("device is cuda, and the Ray cluster has no GPU; use device='cpu', or join a cluster with "
-                             "GPUs through RAY_ADDRESS")
+        raise PlacementError(
+            "device is cuda, and the Ray cluster has no GPU; use device='cpu', or join a cluster with "
+            "GPUs through RAY_ADDRESS"
+        )
     if parallel.worker_resources is not None:
         worker = dict(parallel.worker_resources)
         if has_gpus and config.model.device != "cpu" and "GPU" not in worker:
-            raise PlacementError(f"worker_resources {worker} has no GPU: workers would take GPUs that Ray may give to "
-                                 "others; add \"GPU\": 1, or use device='cpu'")
+            raise PlacementError(
+                f"worker_resources {worker} has no GPU: workers would take GPUs that Ray may give to "
+                "others; add \"GPU\": 1, or use device='cpu'"
+            )
     else:
         worker = {**BARE, "GPU": 1.0} if has_gpus and config.model.device != "cpu" else dict(BARE)
     return Layout(parallel.tensor_parallel_size, has_draft_worker(config), worker, parallel.placement_strategy)
@@ -208,11 +214,14 @@ def check_nodes(nodes: Seq[str], plan: Layout) -> None:
     """
     targets = set(nodes[1 : 1 + plan.num_targets])
     if plan.strategy == "PACK" and len(targets) > 1:
-        raise PlacementError(f"the {plan.num_targets} target ranks were placed on {len(targets)} nodes, and with "
-                             "placement_strategy PACK they must share one; free devices on one node, or use SPREAD")
+        raise PlacementError(
+            f"the {plan.num_targets} target ranks were placed on {len(targets)} nodes, and with "
+            "placement_strategy PACK they must share one; free devices on one node, or use SPREAD"
+        )
     if plan.strategy == "SPREAD" and len(set(nodes)) == 1 and len(nodes) > 1:
-        raise PlacementError("placement_strategy is SPREAD, and everything was placed on one node; add nodes, or use "
-                             "STRICT_PACK or PACK")
+        raise PlacementError(
+            "placement_strategy is SPREAD, and everything was placed on one node; add nodes, or use STRICT_PACK or PACK"
+        )
 
 
 def describe(nodes: Seq[str], plan: Layout) -> str:

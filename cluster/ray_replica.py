@@ -64,9 +64,13 @@ class Replica:
         self._tokenizer = _tokenizer(config, settings)
         self._metrics = Metrics(self._options.model_names[0], tell=log_ended if config.log_requests else None)
         self._engine = AsyncEngine(
-            _channel(config), self._make_preprocessor, self._metrics,
-            timeout_s=settings.request_timeout, reading=settings.reading, queue=settings.queue,
-        )  # fmt: skip
+            _channel(config),
+            self._make_preprocessor,
+            self._metrics,
+            timeout_s=settings.request_timeout,
+            reading=settings.reading,
+            queue=settings.queue,
+        )
         self._metrics.follow(self._engine.stats)
         self._beside: list[asyncio.Task[None]] = []
 
@@ -130,8 +134,10 @@ def check(engine: EngineClient, heartbeat_timeout_s: float) -> None:
     if not engine.is_alive:
         raise EngineDeadError("the controller has given up or is gone; its log says why")
     if engine.silence_s > heartbeat_timeout_s:
-        raise EngineDeadError(f"the controller has said nothing for {engine.silence_s:.0f} s; heartbeat_timeout_s is "
-                              f"{heartbeat_timeout_s:g}")
+        raise EngineDeadError(
+            f"the controller has said nothing for {engine.silence_s:.0f} s; heartbeat_timeout_s is "
+            f"{heartbeat_timeout_s:g}"
+        )
 
 
 def with_keys(settings: ServerArguments) -> ServerArguments:

@@ -75,8 +75,9 @@ class ReplicaSite:
         del is_wanted
         group = get_current_placement_group()
         if group is None:
-            raise PlacementError("this replica has no placement group: leave placement_group_bundles as build_app "
-                                 "makes them")
+            raise PlacementError(
+                "this replica has no placement group: leave placement_group_bundles as build_app makes them"
+            )
         plan = layout(config, ray_cluster.cluster_resources())
         check_room(group.bundle_specs, plan)
         placed = Placement(group, plan)
@@ -102,11 +103,15 @@ def check_room(bundles: Seq[Mapping[str, float]], plan: Layout) -> None:
         PlacementError: names the bundle and what it lacks.
     """
     if len(bundles) != len(plan.bundles):
-        raise PlacementError(f"the replica's placement group has {len(bundles)} bundles, the engine needs "
-                             f"{len(plan.bundles)}: one for the replica and its controller, and one a worker")
+        raise PlacementError(
+            f"the replica's placement group has {len(bundles)} bundles, the engine needs "
+            f"{len(plan.bundles)}: one for the replica and its controller, and one a worker"
+        )
     for index, (has, needs) in enumerate(zip(bundles, plan.bundles, strict=True)):
         for name, amount in needs.items():
             if has.get(name, 0.0) < amount:
                 what = "the controller" if index == CONTROLLER else "a worker"
-                raise PlacementError(f"bundle {index} of the replica's placement group has {has.get(name, 0.0):g} "
-                                     f"{name}, {what} needs {amount:g}")
+                raise PlacementError(
+                    f"bundle {index} of the replica's placement group has {has.get(name, 0.0):g} "
+                    f"{name}, {what} needs {amount:g}"
+                )

@@ -96,9 +96,7 @@ class Ingress:
         serves = self._replica.is_alive if message.service == ALIVE else self._replica.is_ready
         return health_pb2.HealthCheckResponse(status=SERVING if serves else NOT_SERVING)
 
-    async def _answered(
-        self, method: Callable[[Asked], Awaitable[Reply]], message: Asked, context: Context
-    ) -> Reply:
+    async def _answered(self, method: Callable[[Asked], Awaitable[Reply]], message: Asked, context: Context) -> Reply:
         try:
             admit(self._replica.guard, context)
             return await method(message)

@@ -74,20 +74,22 @@ class HttpFace:
     async def open(self, parts: Parts) -> None:
         """See `Face`."""
         tls = self._options.tls
-        self._server = _Server(uvicorn.Config(
-            create_app(parts.engine, parts.tokenizer, parts.metrics, parts.options),
-            http=guarded_protocol(self._limits),
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            timeout_graceful_shutdown=CLOSING_S,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            ssl_certfile=None if tls is None else tls.cert,
-            ssl_keyfile=None if tls is None else tls.key,
-        ))  # fmt: skip
+        self._server = _Server(
+            uvicorn.Config(
+                create_app(parts.engine, parts.tokenizer, parts.metrics, parts.options),
+                http=guarded_protocol(self._limits),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=CLOSING_S,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                ssl_certfile=None if tls is None else tls.cert,
+                ssl_keyfile=None if tls is None else tls.key,
+            )
+        )
         self._taken.listen(BACKLOG)  # whoever is told the address may connect at once
 
     async def serve(self) -> None:

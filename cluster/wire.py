@@ -79,9 +79,11 @@ class Bound:
         self._lock = None if host is None else Lock(context)
         self._folder = socket_folder() if host is None else None
         places = [self._bind(socket, name, host) for socket, name in ((up, "up"), (down, "down"))]
-        keys = () if self._lock is None else (
-            self._lock.public.decode(), self._lock.client_public.decode(), self._lock.client_secret.decode()
-        )  # fmt: skip
+        keys = (
+            ()
+            if self._lock is None
+            else (self._lock.public.decode(), self._lock.client_public.decode(), self._lock.client_secret.decode())
+        )
         self.endpoint = Endpoint(*places, *keys)
 
     def _bind(self, socket: Socket, name: str, host: str | None) -> str:

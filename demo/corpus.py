@@ -12,8 +12,18 @@ from pathlib import Path
 HELDOUT_LIST = Path(__file__).with_name("heldout.txt")
 
 # Tables of numbers and generated text: they would teach the model to count, not to write Python.
-_SKIPPED_FOLDERS = {"site-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "idlelib",
-                    "idle_test", "__pycache__", "turtledemo"}
+_SKIPPED_FOLDERS = {
+    "site-packages",
+    "test",
+    "tests",
+    "encodings",
+    "pydoc_data",
+    "lib2to3",
+    "idlelib",
+    "idle_test",
+    "__pycache__",
+    "turtledemo",
+}
 _HELDOUT_SHARE = 20  # one file in twenty
 
 

@@ -26,9 +26,14 @@ def dims_of(config: Any, *, reads: int, inner: float) -> Dims:
     """Return a layer like those of a Llama-like target; *reads* and *inner* are in its hidden sizes."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     return Dims(
-        hidden=hidden, reads=reads * hidden, inner=int(inner * hidden), heads=heads,
-        kv_heads=config.num_key_value_heads or heads, head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        theta=float(config.rope_parameters["rope_theta"]), eps=config.rms_norm_eps,
+        hidden=hidden,
+        reads=reads * hidden,
+        inner=int(inner * hidden),
+        heads=heads,
+        kv_heads=config.num_key_value_heads or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        theta=float(config.rope_parameters["rope_theta"]),
+        eps=config.rms_norm_eps,
     )
 
 
@@ -55,8 +60,14 @@ class Attention(nn.Module):
         keys = self._turned(self._split(self.k_proj(x_BTX), self.dims.kv_heads), positions_BT)
         return Entry(keys, self._split(self.v_proj(x_BTX), self.dims.kv_heads))
 
-    def forward(self, x_BMX: torch.Tensor, positions_BM: torch.Tensor, known: Entry, hidden_BML: torch.Tensor,
-                chain: list[Entry]) -> torch.Tensor:
+    def forward(
+        self,
+        x_BMX: torch.Tensor,
+        positions_BM: torch.Tensor,
+        known: Entry,
+        hidden_BML: torch.Tensor,
+        chain: list[Entry],
+    ) -> torch.Tensor:
         """Return `[B, M, H]`: *x* attends to *known* but for *hidden*, and to its anchor's entry in each of *chain*."""
         kv_heads, group = self.dims.kv_heads, self.dims.heads // self.dims.kv_heads
         queries = self._turned(self._split(self.q_proj(x_BMX), self.dims.heads), positions_BM)

@@ -16,8 +16,12 @@ def continuations(teacher: Teacher, ids_N: torch.Tensor) -> torch.Tensor:
     prompts_BL = torch.stack([ids_N[start : start + PROMPT_TOKENS].long() for start in starts])
     where = next(teacher.model.parameters()).device
     written: torch.Tensor = teacher.model.generate(
-        prompts_BL.to(where), attention_mask=torch.ones_like(prompts_BL).to(where), do_sample=False,
-        min_new_tokens=TOKENS - PROMPT_TOKENS, max_new_tokens=TOKENS - PROMPT_TOKENS)
+        prompts_BL.to(where),
+        attention_mask=torch.ones_like(prompts_BL).to(where),
+        do_sample=False,
+        min_new_tokens=TOKENS - PROMPT_TOKENS,
+        max_new_tokens=TOKENS - PROMPT_TOKENS,
+    )
     return written
 
 

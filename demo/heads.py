@@ -109,8 +109,10 @@ class Teacher:
         ids_BL = torch.arange(16, device=self.output_layer.weight.device)[None]  # type: ignore[arg-type]
         lesson = self.teach(ids_BL, ids_BL[:, :1])
         if not torch.allclose(self.output(lesson.states_BLH), lesson.logits_BLV, atol=1e-2, rtol=1e-2):
-            raise ValueError(f"heads cannot be trained for {self.config.model_type}: its logits are not a linear "
-                             "function of its last hidden state, scaled and capped")
+            raise ValueError(
+                f"heads cannot be trained for {self.config.model_type}: its logits are not a linear "
+                "function of its last hidden state, scaled and capped"
+            )
 
 
 class Head(nn.Module, ABC):
@@ -159,7 +161,8 @@ class Head(nn.Module, ABC):
 
         wanted_BMV = self.comparable(lesson.at(lesson.logits_BLV, 1 + guess))
         loss: torch.Tensor = _InSlices.apply(  # type: ignore[no-untyped-call]
-            score, states_BMX.flatten(0, 1), wanted_BMV.flatten(0, 1), *self.output_weights(guess))
+            score, states_BMX.flatten(0, 1), wanted_BMV.flatten(0, 1), *self.output_weights(guess)
+        )
         return loss
 
     def comparable(self, logits: torch.Tensor) -> torch.Tensor:
@@ -175,8 +178,13 @@ class _InSlices(torch.autograd.Function):
     """A mean over rows, and its gradient, a few rows at a time: logits of all rows are never in memory together."""
 
     @staticmethod
-    def forward(ctx: Any, score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], states_NX: torch.Tensor,
-                wanted_NV: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        states_NX: torch.Tensor,
+        wanted_NV: torch.Tensor,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
         """Return the mean of `score(states, wanted)`, which reads *weights* besides."""
         total, slopes, slopes_of = states_NX.new_zeros(()), [], [torch.zeros_like(weight) for weight in weights]
         pieces = torch.split(states_NX, ROWS_AT_ONCE), torch.split(wanted_NV, ROWS_AT_ONCE)

@@ -72,11 +72,23 @@ class Eagle(Head):
     def describe(self, target: Any) -> dict[str, Any]:
         """See `Head`."""
         dims = self.dims
-        return {"model_type": "llama", "hidden_size": dims.hidden, "intermediate_size": dims.inner,
-                "num_attention_heads": dims.heads, "num_key_value_heads": dims.kv_heads, "head_dim": dims.head_dim,
-                "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": dims.eps, "rope_theta": dims.theta,
-                "max_position_embeddings": target.max_position_embeddings, "vocab_size": target.vocab_size,
-                "tie_word_embeddings": False, "bos_token_id": target.bos_token_id, "eos_token_id": target.eos_token_id}
+        return {
+            "model_type": "llama",
+            "hidden_size": dims.hidden,
+            "intermediate_size": dims.inner,
+            "num_attention_heads": dims.heads,
+            "num_key_value_heads": dims.kv_heads,
+            "head_dim": dims.head_dim,
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "rms_norm_eps": dims.eps,
+            "rope_theta": dims.theta,
+            "max_position_embeddings": target.max_position_embeddings,
+            "vocab_size": target.vocab_size,
+            "tie_word_embeddings": False,
+            "bos_token_id": target.bos_token_id,
+            "eos_token_id": target.eos_token_id,
+        }
 
 
 class Eagle1(Eagle):
@@ -114,8 +126,10 @@ class Eagle1(Eagle):
     def loss(self, lesson: Lesson) -> torch.Tensor:
         """See `Head`; and how far its states are from the target's."""
         states = self.states(lesson, lesson.true_tokens)
-        apart = [F.smooth_l1_loss(state.float(), lesson.at(lesson.states_BLH, 1 + i).float())
-                 for i, state in enumerate(states)]
+        apart = [
+            F.smooth_l1_loss(state.float(), lesson.at(lesson.states_BLH, 1 + i).float())
+            for i, state in enumerate(states)
+        ]
         return self.guess_loss(lesson, states) + STATE_WEIGHT * torch.stack(apart).mean()
 
     def describe(self, target: Any) -> dict[str, Any]:
@@ -199,8 +213,10 @@ class Eagle3(Eagle):
         """See `Head`."""
         size = target.vocab_size if self.is_whole else len(self.d2t)
         return super().describe(target) | {
-            "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size,
-            "target_hidden_size": target.hidden_size, "norm_before_residual": False,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": size,
+            "target_hidden_size": target.hidden_size,
+            "norm_before_residual": False,
             "eagle_aux_hidden_state_layer_ids": list(self.inputs_of),
         }
 

@@ -52,8 +52,13 @@ class Medusa(nn.ModuleList, Head):
 
     def describe(self, target: Any) -> dict[str, Any]:
         """See `Head`."""
-        return {"base_model_name_or_path": _base(target), "medusa_num_heads": self.depth,
-                "medusa_num_layers": 1, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        return {
+            "base_model_name_or_path": _base(target),
+            "medusa_num_heads": self.depth,
+            "medusa_num_layers": 1,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+        }
 
 
 class Hydra(Head):
@@ -64,8 +69,7 @@ class Hydra(Head):
     def __init__(self, teacher: Teacher, depth: int = 1) -> None:
         super().__init__()
         width, self.depth = teacher.config.hidden_size, depth
-        self.hydra_mlp = nn.ModuleList(
-            nn.ModuleList([ResidualBlock((i + 2) * width, width)]) for i in range(depth))
+        self.hydra_mlp = nn.ModuleList(nn.ModuleList([ResidualBlock((i + 2) * width, width)]) for i in range(depth))
         self.hydra_lm_head = nn.ModuleList(_linear(teacher.output_VH, bias=True) for _ in range(depth))
 
     def states(self, lesson: Lesson, follow: Follow) -> list[torch.Tensor]:
@@ -87,9 +91,16 @@ class Hydra(Head):
 
     def describe(self, target: Any) -> dict[str, Any]:
         """See `Head`."""
-        return {"base_model_name_or_path": _base(target), "hydra_num_heads": self.depth, "hydra_num_layers": 1,
-                "hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0,
-                "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        return {
+            "base_model_name_or_path": _base(target),
+            "hydra_num_heads": self.depth,
+            "hydra_num_layers": 1,
+            "hydra_head_arch": "mlp",
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+        }
 
 
 class ScaledNorm(nn.Module):
@@ -156,10 +167,18 @@ class MlpSpeculator(Head):
 
     def describe(self, target: Any) -> dict[str, Any]:
         """See `Head`."""
-        return {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator",
-                "emb_dim": target.hidden_size, "inner_dim": self.inner, "n_predict": self.depth, "n_candidates": 1,
-                "top_k_tokens_per_head": [1] * self.depth, "vocab_size": target.vocab_size, "tie_weights": True,
-                "scale_input": True}
+        return {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "emb_dim": target.hidden_size,
+            "inner_dim": self.inner,
+            "n_predict": self.depth,
+            "n_candidates": 1,
+            "top_k_tokens_per_head": [1] * self.depth,
+            "vocab_size": target.vocab_size,
+            "tie_weights": True,
+            "scale_input": True,
+        }
 
 
 class Recurrent(Head):
@@ -197,9 +216,15 @@ class Recurrent(Head):
 
     def describe(self, target: Any) -> dict[str, Any]:
         """See `Head`."""
-        return {"model_type": "recurrent_drafting_drafter", "vocab_size": target.vocab_size,
-                "hidden_size": target.hidden_size, "exit_dim": self.exit, "num_draft_layers": 1,
-                "num_lookback_tokens": 0, "rnn": True}
+        return {
+            "model_type": "recurrent_drafting_drafter",
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "exit_dim": self.exit,
+            "num_draft_layers": 1,
+            "num_lookback_tokens": 0,
+            "rnn": True,
+        }
 
 
 def low_rank(weight_VH: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,12 +33,23 @@ def write(target: Path, corpus: torch.Tensor, count: int) -> torch.Tensor:
     """Return *count* texts of `TOKENS` tokens, beginnings included, one after another."""
     llm = LLM(model=str(target), max_num_seqs=64, seed=0)
     prompts = list(beginnings(corpus, count))
-    params = [SamplingParams(max_tokens=TOKENS - len(prompt), temperature=temperature, top_p=top_p, seed=i,
-                             ignore_eos=True, detokenize=False)
-              for i, (prompt, (temperature, top_p)) in enumerate(zip(prompts, cycle(STYLES), strict=False))]
+    params = [
+        SamplingParams(
+            max_tokens=TOKENS - len(prompt),
+            temperature=temperature,
+            top_p=top_p,
+            seed=i,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for i, (prompt, (temperature, top_p)) in enumerate(zip(prompts, cycle(STYLES), strict=False))
+    ]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    ids = [token for prompt, output in zip(prompts, outputs, strict=True)
-           for token in (*prompt, *output.outputs[0].token_ids)]
+    ids = [
+        token
+        for prompt, output in zip(prompts, outputs, strict=True)
+        for token in (*prompt, *output.outputs[0].token_ids)
+    ]
     return torch.tensor(ids, dtype=torch.int32)
 
 

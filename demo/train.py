@@ -44,13 +44,19 @@ def train_tokenizer(texts: Sequence[str], folder: Path) -> None:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
-        model_max_length=1024, clean_up_tokenization_spaces=False,
+        tokenizer_object=core,
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -59,19 +65,36 @@ def train_tokenizer(texts: Sequence[str], folder: Path) -> None:
 def target_config() -> LlamaConfig:
     """25.7 M parameters: eight layers of 512."""
     return LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=512, intermediate_size=1408, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
-        max_position_embeddings=1024, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
     )
 
 
 def draft_config(target: Any, hidden: int = 256, layers: int = 2) -> LlamaConfig:
     """Two layers: the fewest that can copy from context (induction), the draft's best trick."""
     return LlamaConfig(
-        vocab_size=target.vocab_size, hidden_size=hidden, intermediate_size=3 * hidden,
-        num_hidden_layers=layers, num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128,
-        head_dim=64, tie_word_embeddings=True, max_position_embeddings=target.max_position_embeddings,
-        bos_token_id=target.bos_token_id, eos_token_id=target.eos_token_id, pad_token_id=target.pad_token_id,
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=target.max_position_embeddings,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+        pad_token_id=target.pad_token_id,
     )
 
 
@@ -97,9 +120,7 @@ def train_target(work: Path, run: Run, out: Path) -> None:
     save(model, tokenizer, out)
 
 
-def train_draft(
-    target_folder: Path, text: Path, work: Path, run: Run, *, out: Path, start: Path | None = None
-) -> None:
+def train_draft(target_folder: Path, text: Path, work: Path, run: Run, *, out: Path, start: Path | None = None) -> None:
     """Distil a draft for the target in *target_folder* on the text below *text* and the target's own.
 
     It begins with the weights in *start*, or with random ones.
@@ -110,8 +131,9 @@ def train_draft(
     streams = [stream, own_text.load_or_write(target_folder, stream, work / "own_text.safetensors")]
     target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(device())
     torch.manual_seed(run.seed)
-    draft = _new_draft(target_folder) if start is None else AutoModelForCausalLM.from_pretrained(
-        start, dtype=torch.float32)
+    draft = (
+        _new_draft(target_folder) if start is None else AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    )
     draft.to(device())
     trainer = Trainer(draft, streams, run, work / "draft.pt")
     trainer.train(distillation_loss(draft, target), "draft")
@@ -126,8 +148,14 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, help="train only a draft or heads, for the model in this folder")
     parser.add_argument("--draft", type=Path, help="a draft to go on from (default: a new one)")
-    parser.add_argument("--heads", nargs="?", type=_methods, const=tuple(train_heads.MAKERS), metavar="METHODS",
-                        help=f"train heads instead: all, or some of {', '.join(train_heads.MAKERS)}")
+    parser.add_argument(
+        "--heads",
+        nargs="?",
+        type=_methods,
+        const=tuple(train_heads.MAKERS),
+        metavar="METHODS",
+        help=f"train heads instead: all, or some of {', '.join(train_heads.MAKERS)}",
+    )
     parser.add_argument("--text", type=Path, default=corpus.stdlib_root(), help="folder of text to distil on")
     parser.add_argument("--out", type=Path, help="where they go (default: TARGET-draft, TARGET-heads)")
     parser.add_argument("--work", type=Path, help="folder for checkpoints (default: one for each target in demo/.work)")

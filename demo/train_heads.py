@@ -38,8 +38,9 @@ class Material:
     own_texts: int
 
 
-def train_heads(target_folder: Path, methods: Sequence[str], material: Material, work: Path, run: Run, *,
-                out: Path) -> dict[str, list[float]]:
+def train_heads(
+    target_folder: Path, methods: Sequence[str], material: Material, work: Path, run: Run, *, out: Path
+) -> dict[str, list[float]]:
     """Train one head of each of *methods*, and write it into the folder *out* / method in its public format.
 
     Returns, for each, what `evaluate.agreement` says on texts that were held out.

@@ -63,8 +63,15 @@ def adamw(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimi
 class Trainer:
     """Trains one model for the time of its run, and can be stopped and started at any moment."""
 
-    def __init__(self, model: nn.Module, streams: Sequence[torch.Tensor], run: Run, state: Path, *,
-                 optimized_by: Callable[[nn.Module, float], list[torch.optim.Optimizer]] = optimizers) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        streams: Sequence[torch.Tensor],
+        run: Run,
+        state: Path,
+        *,
+        optimized_by: Callable[[nn.Module, float], list[torch.optim.Optimizer]] = optimizers,
+    ) -> None:
         self.model, self.streams, self.run, self.state = model, streams, run, state
         self.optimizers = optimized_by(model, run.learning_rate)
         self.step, self.seconds = 0, 0.0
@@ -80,8 +87,15 @@ class Trainer:
 
     def _save(self) -> None:
         partial = self.state.with_suffix(".partial")
-        torch.save({"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
-                    "step": self.step, "seconds": self.seconds}, partial)
+        torch.save(
+            {
+                "model": self.model.state_dict(),
+                "optimizers": [o.state_dict() for o in self.optimizers],
+                "step": self.step,
+                "seconds": self.seconds,
+            },
+            partial,
+        )
         partial.replace(self.state)
 
     def _batch(self) -> torch.Tensor:

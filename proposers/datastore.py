@@ -142,8 +142,10 @@ class Datastore:
         longest_R = length_RN.max(1)
         is_best_RN = (length_RN == longest_R[:, None]) & is_inside_RN
         places = iter(place_RN[is_best_RN].tolist())
-        return [Found(longest, list(islice(places, number)))
-                for longest, number in zip(longest_R.tolist(), is_best_RN.sum(1).tolist(), strict=True)]
+        return [
+            Found(longest, list(islice(places, number)))
+            for longest, number in zip(longest_R.tolist(), is_best_RN.sum(1).tolist(), strict=True)
+        ]
 
     def _reversed(self, contexts: Seq[Seq[int]]) -> Ids:
         """Return `[R, DEPTH]`: each context's last tokens, newest first; behind the oldest what equals nothing."""

@@ -34,14 +34,22 @@ class Layers:
         parts: says which attention they use.
     """
 
-    def __init__(self, dims: LayerDims, num_layers: int, rope: Mapping[str, Any], max_model_len: int,
-                 parts: Parts) -> None:
+    def __init__(
+        self, dims: LayerDims, num_layers: int, rope: Mapping[str, Any], max_model_len: int, parts: Parts
+    ) -> None:
         self.dims, self.num_layers = dims, num_layers
         # Its config has a field for everything; which of the layers are Llama's is decided below.
         self.config: Any = Qwen3Config(
-            hidden_size=dims.hidden, intermediate_size=dims.inner, num_hidden_layers=num_layers,
-            num_attention_heads=dims.heads, num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim,
-            hidden_act=dims.act, rms_norm_eps=dims.eps, attention_bias=dims.qkv_bias, rope_parameters=dict(rope),
+            hidden_size=dims.hidden,
+            intermediate_size=dims.inner,
+            num_hidden_layers=num_layers,
+            num_attention_heads=dims.heads,
+            num_key_value_heads=dims.kv_heads,
+            head_dim=dims.head_dim,
+            hidden_act=dims.act,
+            rms_norm_eps=dims.eps,
+            attention_bias=dims.qkv_bias,
+            rope_parameters=dict(rope),
             max_position_embeddings=max_model_len,
         )
         self.config.mlp_bias = dims.mlp_bias
@@ -95,8 +103,10 @@ def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], parts: Parts) -
         found = tuple(given[name].shape) if name in given else None
         if wanted != found:
             raise ModelError(f"the draft's tensor {name} should be {wanted}, but the checkpoint has {found}")
-    placed = {name: given[name].to(parts.device, torch.float32 if name.endswith(KEPT_IN_FP32) else parts.dtype)
-              for name in set(tied.values())}
+    placed = {
+        name: given[name].to(parts.device, torch.float32 if name.endswith(KEPT_IN_FP32) else parts.dtype)
+        for name in set(tied.values())
+    }
     module.load_state_dict({name: placed[twin] for name, twin in tied.items()}, assign=True)
     module.eval().requires_grad_(False)
 

@@ -128,8 +128,10 @@ class Tree:
         beams = self._begin(states_RX)
         fed_R = torch.zeros_like(self._row_R)
         for level in range(1, max(depth_R)):
-            limits = [self._shape.beams_of(row.k) if level < depth else 0
-                      for row, depth in zip(self._rows, depth_R, strict=True)]
+            limits = [
+                self._shape.beams_of(row.k) if level < depth else 0
+                for row, depth in zip(self._rows, depth_R, strict=True)
+            ]
             is_fed_RW = self._rank_W < torch.tensor(limits, device=fed_R.device)[:, None]
             is_fed_RW &= self._nodes.scores_RM.gather(1, beams.nodes_RW) > _DROPPED
             beams = self._go_on(beams, is_fed_RW, fed_R, level)
@@ -156,8 +158,13 @@ class Tree:
         fed = Level(row_N, tokens_N, beams.above_RW[is_fed_RW], features_NX)
         logits_NV, made_NX = self._behind(self._runner.grow(self._rows, fed), level)
         tokens_NW, scores_NW = self._runner.candidates(
-            self._rows, row_N, logits_NV, level, self._width,
-            paths=lambda: self._nodes.paths(row_N, beams.nodes_RW[is_fed_RW], level))
+            self._rows,
+            row_N,
+            logits_NV,
+            level,
+            self._width,
+            paths=lambda: self._nodes.paths(row_N, beams.nodes_RW[is_fed_RW], level),
+        )
         own_N = self._nodes.scores_RM.gather(1, beams.nodes_RW)[is_fed_RW]
         tokens_RWW = _spread(is_fed_RW, tokens_NW, 0)
         scores_RC = _spread(is_fed_RW, scores_NW + own_N[:, None], _DROPPED).flatten(1)

@@ -135,8 +135,13 @@ class HeadsProposer:
             tree = StaticTree.best(most, num_heads, cls.decay)
         asked = max(map(len, given)) if given else most
         if tree.is_chain and asked > num_heads:
-            logger.warning("the %s checkpoint has %d heads: drafts are %d tokens long, not %d", cls.method, num_heads,
-                           tree.depth, asked)
+            logger.warning(
+                "the %s checkpoint has %d heads: drafts are %d tokens long, not %d",
+                cls.method,
+                num_heads,
+                tree.depth,
+                asked,
+            )
         return tree
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
@@ -168,8 +173,10 @@ class HeadsProposer:
             for found_J, ids_M in zip(found_RJ, ids_RM.tolist(), strict=False):
                 for node, token in zip(level.nodes, ids_M, strict=True):
                     found_J[node] = token
-        drafts = {row.slot: tree.draft(found_J[: len(tree.choices)])
-                  for row, tree, found_J in zip(ranked, trees, found_RJ, strict=True)}
+        drafts = {
+            row.slot: tree.draft(found_J[: len(tree.choices)])
+            for row, tree, found_J in zip(ranked, trees, found_RJ, strict=True)
+        }
         return [drafts[row.slot] for row in rows]
 
     def _guesses(self, ranked: Seq[DraftRow], depths: Seq[int], levels: Seq[Level]) -> Iterator[torch.Tensor]:
@@ -181,8 +188,9 @@ class HeadsProposer:
             states_NS = self.module.step(states_RPS[:count].flatten(0, 1), ids_RP[:count].flatten(), depth)
             row_N = torch.arange(count, device=ids_RP.device).repeat_interleave(points)
             logits_NV = self.module.logits(states_NS, depth)
-            ids_NW, _ = self.runner.candidates(ranked[:count], row_N, logits_NV, depth, level.width,
-                                               paths=partial(paths_RPD[:count].flatten, 0, 1))
+            ids_NW, _ = self.runner.candidates(
+                ranked[:count], row_N, logits_NV, depth, level.width, paths=partial(paths_RPD[:count].flatten, 0, 1)
+            )
             ids_RM = ids_NW.view(count, points, -1)[:, level.froms_M, level.ranks_M]
             yield ids_RM
             states_RPS = states_NS.view(count, points, -1)[:, level.froms_M[level.points_P]]

@@ -37,12 +37,14 @@ class HydraNet(nn.Module):
         super().__init__()
         width = spec.width
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(Block((i + 2) * width if spec.grounded and not k else width, width)
-                            for k in range(spec.num_blocks)))
+            nn.Sequential(
+                *(Block((i + 2) * width if spec.grounded and not k else width, width) for k in range(spec.num_blocks))
+            )
             for i in range(spec.num_heads)
-        )  # fmt: skip
-        self.heads = nn.ModuleList(nn.Linear(width, spec.vocab_size, bias=spec.head_bias)
-                                   for _ in range(spec.num_heads))  # fmt: skip
+        )
+        self.heads = nn.ModuleList(
+            nn.Linear(width, spec.vocab_size, bias=spec.head_bias) for _ in range(spec.num_heads)
+        )
         if layers is not None:
             self.prefix = Prefix(layers)
 

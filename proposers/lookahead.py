@@ -179,8 +179,10 @@ class LookaheadProposer(Follower):
         levels, room = config.lookahead_ngram - 1, config.num_speculative_tokens
         columns = min(config.lookahead_window, room // levels - 1)
         if columns < 1:
-            raise ConfigError(f"method 'lookahead' with lookahead_ngram {config.lookahead_ngram} needs "
-                              f"num_speculative_tokens of at least {2 * levels}, got {room}")
+            raise ConfigError(
+                f"method 'lookahead' with lookahead_ngram {config.lookahead_ngram} needs "
+                f"num_speculative_tokens of at least {2 * levels}, got {room}"
+            )
         return cls(Shape(columns, levels, config.lookahead_guesses))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:

@@ -40,8 +40,9 @@ class MtpLayer(nn.Module):
             self.head = nn.Linear(hidden, spec.vocab_size, bias=False)
         self._spec = spec
 
-    def forward(self, embedded_1TH: torch.Tensor, states_1TH: torch.Tensor, blank_1T: torch.Tensor,
-                rope: Rope) -> torch.Tensor:
+    def forward(
+        self, embedded_1TH: torch.Tensor, states_1TH: torch.Tensor, blank_1T: torch.Tensor, rope: Rope
+    ) -> torch.Tensor:
         """Return states before the last norm, `[1, T, H]`; embeddings are zero where they are to be *blank*."""
         embedded_1TH = self.embed_norm(embedded_1TH.masked_fill(blank_1T.unsqueeze(-1), 0.0))
         both = (self.state_norm(states_1TH), embedded_1TH)
@@ -94,9 +95,9 @@ class MtpModule(nn.Module):
         """Return what comes behind the tokens in each layer, side by side, `[1, T, n * H]`."""
         rope: Rope = self.rope(features_1TH, positions_1T)
         blank_1T = (positions_1T == 0) & self._spec.blanks_first
-        return torch.cat([
-            layer(self._embed(layer, tokens_1T), features_1TH, blank_1T, rope) for layer in self.net.layers
-        ], -1)
+        return torch.cat(
+            [layer(self._embed(layer, tokens_1T), features_1TH, blank_1T, rope) for layer in self.net.layers], -1
+        )
 
     def behind(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `proposers.recycling.Recycling`."""
@@ -126,8 +127,11 @@ class MtpProposer(RecyclingProposer):
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> MtpModule:
         """See `protos.learned.LearnedProposer`. Of the checkpoint, only the heads are read."""
-        tensors = {prefix + name: tensor for prefix in format_of.prefixes(parts.config)
-                   for name, tensor in parts.tensors(prefix).items()}
+        tensors = {
+            prefix + name: tensor
+            for prefix in format_of.prefixes(parts.config)
+            for name, tensor in parts.tensors(prefix).items()
+        }
         spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
         return MtpModule(spec, format_of.load(spec, tensors), parts)
 

@@ -79,7 +79,11 @@ class ParallelProposer:
         if lead >= 0:
             tokens_N[offset_R] = newest_R
         behind_RX, block_NX = self.runner.block(
-            chains.rows, row_N, tokens_N, self.module.beside(len(row_N)), sees_all=self.module.sees_all,
+            chains.rows,
+            row_N,
+            tokens_N,
+            self.module.beside(len(row_N)),
+            sees_all=self.module.sees_all,
         )
         states_RPX = block_NX.new_zeros(len(counts), counts[0] + 1, block_NX.shape[1])
         states_RPX[:, 0] = behind_RX

@@ -47,7 +47,9 @@ class PardModule(nn.Module):
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TF: None = None) -> torch.Tensor:
         """Return the model's states behind the tokens, `[1, T, H]`."""
         states_1TH: torch.Tensor = self.model.base_model(
-            input_ids=tokens_1T, position_ids=positions_1T, use_cache=False,
+            input_ids=tokens_1T,
+            position_ids=positions_1T,
+            use_cache=False,
         ).last_hidden_state
         return states_1TH
 

@@ -199,8 +199,10 @@ def _longest(num_rows: int, row_P: Places, place_P: Places, length_P: Places) ->
     is_best_P = (length_P == longest_R[row_P]) & (length_P > 0)
     num_best_R = np.bincount(row_P[is_best_P], minlength=num_rows)
     places = iter(place_P[is_best_P].tolist())
-    return [Found(length, list(islice(places, number)))
-            for length, number in zip(longest_R.tolist(), num_best_R.tolist(), strict=True)]
+    return [
+        Found(length, list(islice(places, number)))
+        for length, number in zip(longest_R.tolist(), num_best_R.tolist(), strict=True)
+    ]
 
 
 def _newest_first(ids: Ids) -> Ids:

@@ -149,8 +149,13 @@ class Beams:
         row_N = torch.arange(count, device=states_NS.device).repeat_interleave(width)
         logits_NV = self.module.logits(states_NS, depth)
         tokens_NC, scores_NC = self.runner.candidates(
-            self.rows, row_N, logits_NV, depth, min(self.width, logits_NV.shape[1]),
-            paths=lambda: self.nodes.paths(row_N, self.places_RW.flatten(), depth))
+            self.rows,
+            row_N,
+            logits_NV,
+            depth,
+            min(self.width, logits_NV.shape[1]),
+            paths=lambda: self.nodes.paths(row_N, self.places_RW.flatten(), depth),
+        )
         scores_RWC = scores_NC.view(count, width, -1) + self.scores_RW[:, :, None]
         self.scores_RW, best_RW = scores_RWC.flatten(1).topk(min(self.width, scores_RWC[0].numel()), 1)
         froms_RW = best_RW // scores_RWC.shape[2]

@@ -54,8 +54,10 @@ def load(method: str) -> type[Proposer]:
         return _own(method)
     path = _PROPOSERS.get(method)
     if path is None:
-        raise ConfigError(f"speculative method {method!r} is not available; choose one of: {', '.join(names())}, or "
-                          "package.module:Class for one of your own")
+        raise ConfigError(
+            f"speculative method {method!r} is not available; choose one of: {', '.join(names())}, or "
+            "package.module:Class for one of your own"
+        )
     return cast(type[Proposer], _imported(path))
 
 
@@ -68,12 +70,16 @@ def _own(path: str) -> type[Proposer]:
     try:
         found = _imported(path)
     except Exception as error:  # its module may raise anything
-        raise ConfigError(f"speculative method {path!r} cannot be imported ({type(error).__name__}: {error}); it must "
-                          "be package.module:Class, installed or on PYTHONPATH wherever a worker runs") from error
+        raise ConfigError(
+            f"speculative method {path!r} cannot be imported ({type(error).__name__}: {error}); it must "
+            "be package.module:Class, installed or on PYTHONPATH wherever a worker runs"
+        ) from error
     lacking = list(_lacking(found))
     if lacking:
-        raise ConfigError(f"speculative method {path!r} is no proposer: it lacks {', '.join(lacking)}; see "
-                          "protos.interfaces.Proposer, and protos.learned.LearnedProposer for those with a module")
+        raise ConfigError(
+            f"speculative method {path!r} is no proposer: it lacks {', '.join(lacking)}; see "
+            "protos.interfaces.Proposer, and protos.learned.LearnedProposer for those with a module"
+        )
     return cast(type[Proposer], found)
 
 
@@ -117,9 +123,13 @@ def worker_method(config: SpeculativeConfig) -> str | None:
     cascade = config.methods
     learned = [method for method in cascade if load(method).on_worker]
     if len(learned) > 1:
-        raise ConfigError(f"of the methods {', '.join(cascade)}, {len(learned)} run on the draft worker "
-                          f"({', '.join(learned)}), where one can; name one of them")
+        raise ConfigError(
+            f"of the methods {', '.join(cascade)}, {len(learned)} run on the draft worker "
+            f"({', '.join(learned)}), where one can; name one of them"
+        )
     if learned and cascade[-1] != learned[0]:
-        raise ConfigError(f"of the methods {', '.join(cascade)}, those behind {learned[0]!r} would never be asked: "
-                          "it always has a guess; put it last")
+        raise ConfigError(
+            f"of the methods {', '.join(cascade)}, those behind {learned[0]!r} would never be asked: "
+            "it always has a guess; put it last"
+        )
     return learned[0] if learned else None

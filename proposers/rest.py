@@ -25,7 +25,6 @@ LEAST = 0.05
 """Nodes less likely than this are not worth scoring."""
 
 
-
 class RestProposer:
     """Looks the last tokens up in a datastore; keeps nothing of any sequence."""
 
@@ -48,8 +47,10 @@ class RestProposer:
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft a row, of at most `row.k` nodes; empty where its last two tokens never stand together."""
-        found = [one if one.length >= SHORTEST else one._replace(places=[])
-                 for one in self._store.longest([row.token_ids[-DEPTH:] for row in rows])]
+        found = [
+            one if one.length >= SHORTEST else one._replace(places=[])
+            for one in self._store.longest([row.token_ids[-DEPTH:] for row in rows])
+        ]
         texts = iter(self._store.after([place for one in found for place in one.places], LONGEST))
         return [self._draft(row, list(islice(texts, len(one.places)))) for row, one in zip(rows, found, strict=True)]
 

@@ -112,8 +112,10 @@ class StaticTree:
         return tuple(self._level(nodes, [0] * len(nodes), [0]) for nodes in self._by_depth())
 
     def _by_depth(self) -> list[list[int]]:
-        return [[node for node, choice in enumerate(self.choices) if len(choice) == depth]
-                for depth in range(1, self.depth + 1)]
+        return [
+            [node for node, choice in enumerate(self.choices) if len(choice) == depth]
+            for depth in range(1, self.depth + 1)
+        ]
 
     def _level(self, nodes: list[int], froms: list[int], points: list[int]) -> Level:
         ranks = [self.choices[node][-1] for node in nodes]

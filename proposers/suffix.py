@@ -32,7 +32,6 @@ SHORT = 512
 """While those of a round have fewer tokens than this, one more is taken in."""
 
 
-
 class SuffixProposer(Following):
     """Follows each request, and remembers the answers of those that ended.
 

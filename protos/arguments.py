@@ -77,8 +77,11 @@ KEPT = (
 )
 SPECULATIVE = speculation_arguments.KEY
 PARTS: dict[str, type] = {
-    "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig,
-}  # fmt: skip
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+}
 ALIASES = {
     "tp": "tensor_parallel_size",
     "tp_size": "tensor_parallel_size",
@@ -144,14 +147,23 @@ SINGLE = {
 DTYPES = {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"}
 _KEPT = {option.name: option for option in KEPT}
 NAMES = (
-    frozenset(_KEPT) | {SPECULATIVE} | IGNORED | IGNORED_FLAGS | frozenset(REFUSED) | frozenset(SINGLE)
-    | frozenset(ALIASES) | speculation_aliases.NAMES
-)  # fmt: skip
+    frozenset(_KEPT)
+    | {SPECULATIVE}
+    | IGNORED
+    | IGNORED_FLAGS
+    | frozenset(REFUSED)
+    | frozenset(SINGLE)
+    | frozenset(ALIASES)
+    | speculation_aliases.NAMES
+)
 _KEPT_FLAGS = frozenset(option.name for option in KEPT if option.is_flag)
 FLAGS = (
-    _KEPT_FLAGS | frozenset(alias for alias, name in ALIASES.items() if name in _KEPT_FLAGS)
-    | IGNORED_FLAGS | REFUSED_FLAGS | speculation_aliases.FLAGS
-)  # fmt: skip
+    _KEPT_FLAGS
+    | frozenset(alias for alias, name in ALIASES.items() if name in _KEPT_FLAGS)
+    | IGNORED_FLAGS
+    | REFUSED_FLAGS
+    | speculation_aliases.FLAGS
+)
 
 
 def parse(

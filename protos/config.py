@@ -142,15 +142,20 @@ class SpeculativeConfig:
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         most, num_given = self.num_speculative_tokens, (rates is not None) + (length is not None)
         if num_given != (self.rejection_sample_method == "synthetic"):
-            raise ValueError("rejection_sample_method 'synthetic' needs one of synthetic_acceptance_rates and "
-                             f"synthetic_acceptance_length, and no other rule takes any; got {num_given} of them with "
-                             f"{self.rejection_sample_method!r}")
+            raise ValueError(
+                "rejection_sample_method 'synthetic' needs one of synthetic_acceptance_rates and "
+                f"synthetic_acceptance_length, and no other rule takes any; got {num_given} of them with "
+                f"{self.rejection_sample_method!r}"
+            )
         if length is not None and length > most + 1:
-            raise ValueError(f"synthetic_acceptance_length must be at most num_speculative_tokens + 1 ({most + 1}), "
-                             f"got {length}")
+            raise ValueError(
+                f"synthetic_acceptance_length must be at most num_speculative_tokens + 1 ({most + 1}), got {length}"
+            )
         if rates is not None and (len(rates) != most or list(rates) != sorted(rates, reverse=True)):
-            raise ValueError("synthetic_acceptance_rates must be one rate for each of num_speculative_tokens "
-                             f"({most}), none above the one before, got {shown(rates)}")
+            raise ValueError(
+                "synthetic_acceptance_rates must be one rate for each of num_speculative_tokens "
+                f"({most}), none above the one before, got {shown(rates)}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -160,9 +165,11 @@ class SpeculativeConfig:
         for choice in sorted(choices):
             before = (*choice[:-1], choice[-1] - 1)
             if choice[-1] and before not in choices:
-                raise ValueError(f"speculative_token_tree has {list(choice)} but not {list(before)}: under "
-                                 f"rejection_sample_method {self.rejection_sample_method!r} the children of a node "
-                                 "must be its first ones")
+                raise ValueError(
+                    f"speculative_token_tree has {list(choice)} but not {list(before)}: under "
+                    f"rejection_sample_method {self.rejection_sample_method!r} the children of a node "
+                    "must be its first ones"
+                )
         return self
 
     @property

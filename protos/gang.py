@@ -204,7 +204,16 @@ class Died(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (
-    Placed | Loaded | WorkerReady | PairReady | PairFailed | Drafted | RoundDone | Heartbeat | Progress | WorkerFailed
+    Placed
+    | Loaded
+    | WorkerReady
+    | PairReady
+    | PairFailed
+    | Drafted
+    | RoundDone
+    | Heartbeat
+    | Progress
+    | WorkerFailed
     | Died
 )
 

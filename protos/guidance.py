@@ -85,8 +85,13 @@ def _limits() -> "LLParserLimits":
     from llguidance import LLParserLimits  # noqa: PLC0415
 
     return LLParserLimits(
-        max_items_in_row=2_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
-        max_lexer_states=50_000, max_grammar_size=500_000, verbose_errors=False,
+        max_items_in_row=2_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
     )
 
 

@@ -119,8 +119,9 @@ class Module(Protocol):
         """Return what is kept of the target's features until they are fed, `[T, F] -> [T, X]`: `fc` of EAGLE-3, say."""
         ...
 
-    def __call__(self, tokens_1T: "torch.Tensor", positions_1T: "torch.Tensor",
-                 features_1TF: "torch.Tensor | None") -> "torch.Tensor":
+    def __call__(
+        self, tokens_1T: "torch.Tensor", positions_1T: "torch.Tensor", features_1TF: "torch.Tensor | None"
+    ) -> "torch.Tensor":
         """Return what comes behind each entry, `[1, T, X]`: states, or logits.
 
         `features_1TF` are the target's (F as `FeatureSpec` gives them, after `take_in`) for known tokens, and whatever
@@ -170,8 +171,9 @@ class DraftRunner(Protocol):
         """Feed the module what it has not seen of each row's known tokens; return its output behind them, `[R, X]`."""
         ...
 
-    def extend(self, rows: Seq[DraftRow], token_ids: "torch.Tensor", step: int,
-               features: "torch.Tensor | None" = None) -> "torch.Tensor":
+    def extend(
+        self, rows: Seq[DraftRow], token_ids: "torch.Tensor", step: int, features: "torch.Tensor | None" = None
+    ) -> "torch.Tensor":
         """Feed drafted token number *step* of each row, ids `[R]`; return the module's output behind it, `[R, X]`."""
         ...
 
@@ -182,8 +184,15 @@ class DraftRunner(Protocol):
         """
         ...
 
-    def block(self, rows: Seq[DraftRow], row_N: "torch.Tensor", tokens_N: "torch.Tensor",
-              features_NX: "torch.Tensor | None" = None, *, sees_all: bool) -> "tuple[torch.Tensor, torch.Tensor]":
+    def block(
+        self,
+        rows: Seq[DraftRow],
+        row_N: "torch.Tensor",
+        tokens_N: "torch.Tensor",
+        features_NX: "torch.Tensor | None" = None,
+        *,
+        sees_all: bool,
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
         """Feed, in one forward, what `catch_up` would feed and N drafted tokens behind it, some of each row.
 
         Args:
@@ -206,8 +215,16 @@ class DraftRunner(Protocol):
         """
         ...
 
-    def candidates(self, rows: Seq[DraftRow], row_N: "torch.Tensor", logits_NV: "torch.Tensor", depth: int, width: int,
-                   *, paths: "Callable[[], torch.Tensor] | None" = None) -> "tuple[torch.Tensor, torch.Tensor]":
+    def candidates(
+        self,
+        rows: Seq[DraftRow],
+        row_N: "torch.Tensor",
+        logits_NV: "torch.Tensor",
+        depth: int,
+        width: int,
+        *,
+        paths: "Callable[[], torch.Tensor] | None" = None,
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return the *width* best ids behind each of N nodes `[N, W]`, best first, and their log-probabilities.
 
         *paths* returns the *depth* drafted tokens that lead to each node, int64 `[N, D]`. It is asked where

@@ -60,9 +60,7 @@ class SpeculativeDecodingMetrics:
     def counts(self) -> SpeculationStats:
         """Return what `of` was given."""
         at_least = tuple(sum(self.acceptance_histogram[j + 1 :]) for j in range(self.num_spec_tokens))
-        return SpeculationStats(
-            self.num_spec_steps, self.num_draft_tokens, self.num_accepted_draft_tokens, at_least
-        )
+        return SpeculationStats(self.num_spec_steps, self.num_draft_tokens, self.num_accepted_draft_tokens, at_least)
 
 
 def total(stats: Iterable[SpeculationStats | None]) -> SpeculationStats:

@@ -15,9 +15,16 @@ MAX_COUNT = 2**31 - 1
 GREEDY_BELOW = 1e-5
 
 # vLLM's arguments that change nothing here: what they steer does not exist, or is always so.
-HARMLESS = frozenset({
-    "output_kind", "skip_clone", "flat_logprobs", "early_stopping", "length_penalty", "skip_reading_prefix_cache",
-})  # fmt: skip
+HARMLESS = frozenset(
+    {
+        "output_kind",
+        "skip_clone",
+        "flat_logprobs",
+        "early_stopping",
+        "length_penalty",
+        "skip_reading_prefix_cache",
+    }
+)
 # vLLM's arguments that would change the tokens; refused unless they are left at "nothing asked".
 REFUSED = {
     "best_of": "use n",

@@ -165,8 +165,10 @@ def _check_available(method: Methods, methods: Collection[str] | None) -> None:
     names = names_of(method)
     for name in names:
         if methods is not None and name not in methods and not is_import_path(name):
-            raise ConfigError(f"speculative method {shown(name)} is not available; choose one of: "
-                              f"{', '.join(sorted(methods))}, or package.module:Class for one of your own")
+            raise ConfigError(
+                f"speculative method {shown(name)} is not available; choose one of: "
+                f"{', '.join(sorted(methods))}, or package.module:Class for one of your own"
+            )
 
 
 def _with_rule(keys: Keys) -> Keys:
@@ -176,19 +178,26 @@ def _with_rule(keys: Keys) -> Keys:
         if rule in LOSSY:
             raise ConfigError(f"speculative_config: {key} {rule!r} is lossy: it changes the answer; leave it out")
         if rule not in (*RULES, "rejection_sampler"):
-            raise ConfigError(f"speculative_config: {key} {shown(rule)} is not available; choose one of: "
-                              f"{', '.join(RULES)}")
+            raise ConfigError(
+                f"speculative_config: {key} {shown(rule)} is not available; choose one of: {', '.join(RULES)}"
+            )
     rules = {rule for rule in asked.values() if rule != "rejection_sampler"}
     if len(rules) > 1:
-        raise ConfigError(f"speculative_config: acceptance_method says {shown(asked['acceptance_method'])}, "
-                          f"rejection_sample_method {shown(asked['rejection_sample_method'])}; give one")
+        raise ConfigError(
+            f"speculative_config: acceptance_method says {shown(asked['acceptance_method'])}, "
+            f"rejection_sample_method {shown(asked['rejection_sample_method'])}; give one"
+        )
     rule = rules.pop() if rules else RULES[0]
     if rule == "synthetic":
-        warn_once("rejection_sample_method 'synthetic' CHANGES THE ANSWER: guesses are kept at a rate that was given, "
-                  "right or wrong; for load tests only")
+        warn_once(
+            "rejection_sample_method 'synthetic' CHANGES THE ANSWER: guesses are kept at a rate that was given, "
+            "right or wrong; for load tests only"
+        )
     if "draft_sample_method" in keys and rule not in BY_LAWS:
-        warn_once(f"speculative_config: draft_sample_method has no meaning under rejection_sample_method {rule!r} and "
-                  "is ignored")
+        warn_once(
+            f"speculative_config: draft_sample_method has no meaning under rejection_sample_method {rule!r} and "
+            "is ignored"
+        )
     return {key: value for key, value in keys.items() if key not in asked} | {"rejection_sample_method": rule}
 
 
@@ -232,11 +241,13 @@ def _model(method: Methods, keys: Keys, target: tuple[str, str | None] | None) -
     if model is None and needy:
         raise ConfigError(f"speculative_config: method {needy[0]!r} needs a model: a Hub id or a folder")
     if model is not None and MODEL_FREE.issuperset(names):
-        raise ConfigError(f"speculative_config: method {shown(method)} uses no draft model, got model "
-                          f"{shown(str(model))}")
+        raise ConfigError(
+            f"speculative_config: method {shown(method)} uses no draft model, got model {shown(str(model))}"
+        )
     if "rest" in names and not keys.get("datastore"):
-        raise ConfigError("speculative_config: method 'rest' needs a datastore: the file that "
-                          "`slipstream build-datastore` wrote")
+        raise ConfigError(
+            "speculative_config: method 'rest' needs a datastore: the file that `slipstream build-datastore` wrote"
+        )
     return None if model is None else str(model)
 
 

@@ -50,8 +50,14 @@ RENAMED = {
     "num_assistant_tokens": "num_speculative_tokens",
 }
 DRAFT_TOKENS = "speculative_num_draft_tokens"
-FLAGS = frozenset({"speculative_disable_mqa_scorer", "disable_logprobs_during_spec_decoding",
-                   "speculative_use_rejection_sampling", "speculative_use_block_verification"})  # fmt: skip
+FLAGS = frozenset(
+    {
+        "speculative_disable_mqa_scorer",
+        "disable_logprobs_during_spec_decoding",
+        "speculative_use_rejection_sampling",
+        "speculative_use_block_verification",
+    }
+)
 
 
 def _lossless(value: object) -> Keys:

@@ -148,8 +148,10 @@ def _settled(name: str, keys: Keys, found: Described) -> str:
     if parallel:
         name = PARALLEL.get(name, name)
         if name not in ALREADY_PARALLEL:
-            raise ConfigError(f"speculative_config: parallel_drafting is not possible with method {name!r}; it is with "
-                              f"{', '.join(sorted([*PARALLEL, *ALREADY_PARALLEL]))}")
+            raise ConfigError(
+                f"speculative_config: parallel_drafting is not possible with method {name!r}; it is with "
+                f"{', '.join(sorted([*PARALLEL, *ALREADY_PARALLEL]))}"
+            )
     elif parallel is False and name in PARALLEL.values():
         name = RUNS_AS[name]
     _check(name, keys, found)
@@ -163,7 +165,11 @@ def _check(name: str, keys: Keys, found: Described) -> None:
     if keys.get("parallel_drafting") and PARALLEL.get(str(found.method)) == name:
         return
     if keys.get("model") is None:
-        raise ConfigError("speculative_config: method 'mtp' without a model needs heads in the target's own checkpoint,"
-                          " whose config names none (num_nextn_predict_layers)")
-    raise ConfigError(f"speculative_config: method {name!r} contradicts the checkpoint {keys['model']}, which is for "
-                      f"{found.method!r}: write that, or leave method out")
+        raise ConfigError(
+            "speculative_config: method 'mtp' without a model needs heads in the target's own checkpoint,"
+            " whose config names none (num_nextn_predict_layers)"
+        )
+    raise ConfigError(
+        f"speculative_config: method {name!r} contradicts the checkpoint {keys['model']}, which is for "
+        f"{found.method!r}: write that, or leave method out"
+    )

@@ -41,8 +41,10 @@ def shaped(method: Methods, keys: Mapping[str, Any]) -> Keys:
     if width == 1:
         shape.setdefault(SHAPE, "chain")
     if width is not None and width > 1 and not may_branch:
-        raise ConfigError(f"speculative_config: {TOPK} must be 1 for method {shown(method)}, got {width}: "
-                          f"it grows no tree; {', '.join(sorted(BRANCHING))} do")
+        raise ConfigError(
+            f"speculative_config: {TOPK} must be 1 for method {shown(method)}, got {width}: "
+            f"it grows no tree; {', '.join(sorted(BRANCHING))} do"
+        )
     if width in (None, 1) and steps is not None and not may_branch:
         del shape[STEPS]
     if steps is not None or (width or 1) > 1:
@@ -61,15 +63,17 @@ def paths(value: object) -> tuple[Path, ...]:
     """
     nodes = _read(value)
     if not nodes or not all(isinstance(node, list | tuple) and node for node in nodes):
-        raise ConfigError(f"speculative_config: {TREE} must be a list of paths such as [[0], [0, 0], [1]], "
-                          f"got {shown(value)}")
+        raise ConfigError(
+            f"speculative_config: {TREE} must be a list of paths such as [[0], [0, 0], [1]], got {shown(value)}"
+        )
     found = {tuple(node) for node in nodes}
     for node in found:
         if not all(type(rank) is int and rank >= 0 for rank in node):
             raise ConfigError(f"speculative_config: {TREE}: ranks must be whole numbers from 0, got {shown(node)}")
         if node[:-1] and node[:-1] not in found:
-            raise ConfigError(f"speculative_config: {TREE} has {shown(node)}, but not {shown(node[:-1])}, on which "
-                              "it hangs")
+            raise ConfigError(
+                f"speculative_config: {TREE} has {shown(node)}, but not {shown(node[:-1])}, on which it hangs"
+            )
     return tuple(sorted(found, key=lambda node: (len(node), node)))
 
 
@@ -93,11 +97,15 @@ def _give_tree(shape: Keys, tree: tuple[Path, ...], names: Collection[str]) -> N
     elif GROWN.intersection(names):
         shape |= {TOPK: width, STEPS: depth}
         shape.setdefault(TOKENS, min(MAX_SPECULATIVE_TOKENS, len(tree)))
-        warn_once(f"speculative_config: {TREE}: these trees are grown where guesses are confident; the one given was "
-                  f"read as {TOPK} {width}, {STEPS} {depth}")
+        warn_once(
+            f"speculative_config: {TREE}: these trees are grown where guesses are confident; the one given was "
+            f"read as {TOPK} {width}, {STEPS} {depth}"
+        )
     else:
-        raise ConfigError(f"speculative_config: {TREE} has branches, but {', '.join(sorted(names))} cannot draft them; "
-                          f"{', '.join(sorted(STATIC | GROWN))} can")
+        raise ConfigError(
+            f"speculative_config: {TREE} has branches, but {', '.join(sorted(names))} cannot draft them; "
+            f"{', '.join(sorted(STATIC | GROWN))} can"
+        )
 
 
 def _number(shape: Mapping[str, Any], key: str) -> int | None:

@@ -144,9 +144,14 @@ def _schema(asked: StructuredOutputsParams) -> str:
     if asked.disable_additional_properties:
         _close_objects(schema)
     whitespace = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
-    schema["x-guidance"] = {"whitespace_flexible": False} if asked.disable_any_whitespace else {
-        "whitespace_flexible": True, "whitespace_pattern": whitespace,
-    }  # fmt: skip
+    schema["x-guidance"] = (
+        {"whitespace_flexible": False}
+        if asked.disable_any_whitespace
+        else {
+            "whitespace_flexible": True,
+            "whitespace_pattern": whitespace,
+        }
+    )
     return json.dumps(schema, ensure_ascii=False)
 
 

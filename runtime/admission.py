@@ -62,13 +62,18 @@ class Admission:
         """
         limits, waiting = self._limits, len(self._waiting)
         if num_requests > limits.max_waiting_requests:
-            raise InvalidRequestError(f"one call may ask for at most {limits.max_waiting_requests} answers, prompts "
-                                      f"times n, got {num_requests}", "n")
+            raise InvalidRequestError(
+                f"one call may ask for at most {limits.max_waiting_requests} answers, prompts "
+                f"times n, got {num_requests}",
+                "n",
+            )
         if waiting + num_requests > limits.max_waiting_requests:
             raise self._full(f"{waiting} requests wait already; at most {limits.max_waiting_requests} may")
         if waiting and self._num_tokens + num_tokens > limits.max_waiting_tokens:
-            raise self._full(f"prompts of {self._num_tokens} tokens wait already; at most {limits.max_waiting_tokens} "
-                             f"tokens may, and this would add {num_tokens}")
+            raise self._full(
+                f"prompts of {self._num_tokens} tokens wait already; at most {limits.max_waiting_tokens} "
+                f"tokens may, and this would add {num_tokens}"
+            )
 
     def _full(self, what: str) -> OverloadedError:
         return OverloadedError(f"the server is overloaded: {what}; try again later", self._retry_s())

@@ -40,7 +40,8 @@ def render_chat(
     if tools and "tools" not in template:
         raise InvalidRequestError(
             "this model's chat template takes no tools; start the server with --chat-template, or set tool_choice to "
-            "none", "tools",
+            "none",
+            "tools",
         )
     known = _messages(messages, knows_developer="developer" in template)
     try:

@@ -91,12 +91,20 @@ class Controller:
     def stats(self) -> EngineStats:
         """Return a picture of the engine's counters and gauges."""
         drafting = self.executor.drafting
-        return structs.replace(self.scheduler.stats(), draft_changes=drafting.changes,
-                               guess_changes=dict(self.policy.changes), target_losses=self._num_losses,
-                               target_is_lost=self._is_lost, draft_is_away=not drafting.is_up,
-                               num_speculative_tokens=self.policy.current, speculation=self._state(),
-                               phases=self._times(), steps_s=self._clock.steps_s,
-                               guessed_s=self._clock.guessed_s, plain_s=self._clock.plain_s)
+        return structs.replace(
+            self.scheduler.stats(),
+            draft_changes=drafting.changes,
+            guess_changes=dict(self.policy.changes),
+            target_losses=self._num_losses,
+            target_is_lost=self._is_lost,
+            draft_is_away=not drafting.is_up,
+            num_speculative_tokens=self.policy.current,
+            speculation=self._state(),
+            phases=self._times(),
+            steps_s=self._clock.steps_s,
+            guessed_s=self._clock.guessed_s,
+            plain_s=self._clock.plain_s,
+        )
 
     def _times(self) -> PhaseTimes:
         """What phases took, guesses made beside the controller included."""

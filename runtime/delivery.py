@@ -45,8 +45,10 @@ PATIENT = ReadingLimits()
 def joined(earlier: TokenOutput, later: TokenOutput) -> TokenOutput:
     """Return one output that says what *earlier* and then *later*, of the same request, say."""
     grown = {name: _added(getattr(earlier, name), getattr(later, name)) for name in ADDED_UP}
-    speculation, cached = later.speculation or earlier.speculation, max(earlier.num_cached_tokens,
-                                                                        later.num_cached_tokens)
+    speculation, cached = (
+        later.speculation or earlier.speculation,
+        max(earlier.num_cached_tokens, later.num_cached_tokens),
+    )
     return msgspec.structs.replace(later, **grown, speculation=speculation, num_cached_tokens=cached)
 
 
@@ -94,11 +96,15 @@ class Delivery:
         if not self._waiting:
             return
         if self._unread > self._limits.max_unread:
-            raise SlowReaderError(f"the answer was given up: {self._unread} tokens and candidates wait to be read; at "
-                                  f"most {self._limits.max_unread} may")
+            raise SlowReaderError(
+                f"the answer was given up: {self._unread} tokens and candidates wait to be read; at "
+                f"most {self._limits.max_unread} may"
+            )
         if now - self._read_at > self._limits.stall_s:
-            raise SlowReaderError("the answer was given up: nothing of it was read for "
-                                  f"{now - self._read_at:.0f} s; at most {self._limits.stall_s:g} s may pass")
+            raise SlowReaderError(
+                "the answer was given up: nothing of it was read for "
+                f"{now - self._read_at:.0f} s; at most {self._limits.stall_s:g} s may pass"
+            )
 
     def _add(self, delta: Delta) -> None:
         if len(self._waiting) >= KEPT_APART and delta.output.step is None:

@@ -56,9 +56,7 @@ class Drafting:
             Nobody chooses where there are none.
     """
 
-    def __init__(
-        self, proposers: Seq[Proposer], vocab_size: int, *, has_worker: bool, methods: Seq[str] = ()
-    ) -> None:
+    def __init__(self, proposers: Seq[Proposer], vocab_size: int, *, has_worker: bool, methods: Seq[str] = ()) -> None:
         self._proposers = tuple(proposers)
         self._methods = tuple(methods) or (None,) * len(proposers)
         self._worker_method = methods[-1] if methods and has_worker else None

@@ -41,8 +41,10 @@ LONG_PROMPT = 20_000
 """Prompts of more characters are tokenised in a thread, so that other requests are not held up."""
 
 START_ERRORS: dict[str, type[SlipstreamError]] = {
-    "ConfigError": ConfigError, "ModelError": ModelError, "PlacementError": PlacementError,
-}  # fmt: skip
+    "ConfigError": ConfigError,
+    "ModelError": ModelError,
+    "PlacementError": PlacementError,
+}
 
 DRAINING_RETRY_S = 5.0
 """Whoever is turned away by a server that stops is told to look for another one after this long."""
@@ -187,9 +189,7 @@ class AsyncEngine:
         """See `EngineClient`."""
         return await asyncio.to_thread(self.preprocessor.detokenize, token_ids) if token_ids else ""
 
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[Delta, None]:
+    async def generate(self, prompt: Prompt, params: SamplingParams, request_id: str) -> AsyncGenerator[Delta, None]:
         """Prepare and stream one prompt; `Delta.index` counts the samples of `params.n`."""
         stream = self.stream(await self.prepare(prompt, params, request_id))
         try:
@@ -198,9 +198,7 @@ class AsyncEngine:
         finally:
             await stream.aclose()
 
-    async def stream(
-        self, requests: Sequence[Request], timeout_s: float | None = None
-    ) -> AsyncGenerator[Delta, None]:
+    async def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
         """See `EngineClient`. Raises `EngineDeadError` if the controller ends first."""
         delivery = self._enter(_of_tenant(requests))
         alarm = self._set_alarm(delivery, self._timeout_s if timeout_s is None else timeout_s)

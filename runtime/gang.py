@@ -74,8 +74,16 @@ class GangExecutor:
         may_share_devices: whether one device may serve several workers where there are too few.
     """
 
-    def __init__(self, gang: Gang, config: EngineConfig, say: Say = logger.info, clock: Clock = time.monotonic, *,
-                 backend: str = "", may_share_devices: bool = False) -> None:
+    def __init__(
+        self,
+        gang: Gang,
+        config: EngineConfig,
+        say: Say = logger.info,
+        clock: Clock = time.monotonic,
+        *,
+        backend: str = "",
+        may_share_devices: bool = False,
+    ) -> None:
         self._gang, self._config, self._say, self._clock = gang, config, say, clock
         self._rebuild_timeout_s = config.parallel.rebuild_timeout_s
         self._world = config.parallel.tensor_parallel_size
@@ -352,8 +360,10 @@ class GangExecutor:
             if self._num_rounds >= STEADY_ROUNDS or served_s >= STEADY_S:
                 self._num_rebuilds = 0
             if self._num_rebuilds >= MAX_REBUILDS:
-                raise EngineDeadError(f"the target group was lost {MAX_REBUILDS + 1} times in a row, each time within "
-                                      f"{STEADY_ROUNDS} rounds; the last time: {self._loss}")
+                raise EngineDeadError(
+                    f"the target group was lost {MAX_REBUILDS + 1} times in a row, each time within "
+                    f"{STEADY_ROUNDS} rounds; the last time: {self._loss}"
+                )
         self._num_rebuilds += 1
 
     def _retry(self, failure: SlipstreamError) -> None:
@@ -366,5 +376,7 @@ class GangExecutor:
     def _check_placement(self, squad: Squad) -> None:
         waited = self._clock() - self._squad_since
         if waited > self._rebuild_timeout_s:
-            raise PlacementError(f"no place was found for {squad.waits_for.removesuffix(' to be placed')} within "
-                                 f"{self._rebuild_timeout_s:.0f} s (rebuild_timeout_s): is a node gone?")
+            raise PlacementError(
+                f"no place was found for {squad.waits_for.removesuffix(' to be placed')} within "
+                f"{self._rebuild_timeout_s:.0f} s (rebuild_timeout_s): is a node gone?"
+            )

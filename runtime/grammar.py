@@ -62,8 +62,9 @@ class GrammarChecker:
         limits: of each grammar.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int],
-                 limits: GrammarLimits | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int], limits: GrammarLimits | None = None
+    ) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, tuple(eos_ids)
         self.limits = limits or GrammarLimits()
         self._found: OrderedDict[bytes, str | None] = OrderedDict()
@@ -158,7 +159,9 @@ class _Process:
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
-            python_command("runtime.grammar_process"), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            python_command("runtime.grammar_process"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             start_new_session=True,
         )
         self.end = weakref.finalize(self, _end, self._popen)

@@ -215,9 +215,11 @@ class Preprocessor:
         """Return how many tokens to generate at most; refuse what can never fit."""
         # The last token is never fed, so it needs no place in the cache.
         limit = min(self.max_model_len, self._capacity + 1)
-        what = f"the context of {self.max_model_len}" if limit == self.max_model_len else (
-            f"the KV cache of {self._capacity}"
-        )  # fmt: skip
+        what = (
+            f"the context of {self.max_model_len}"
+            if limit == self.max_model_len
+            else (f"the KV cache of {self._capacity}")
+        )
         if prompt_len >= limit:
             raise InvalidRequestError(
                 f"prompt has {prompt_len} tokens, but {what} tokens must hold it and at least one of output; shorten "

@@ -74,6 +74,8 @@ def _digest(key: str) -> bytes:
 
 def _checked(key: str) -> str:
     if not key or not key.isascii() or not key.isprintable() or key != key.strip() or len(key) > LONGEST // 2:
-        raise ConfigError(f"api_key must be 1 to {LONGEST // 2} printable ASCII characters without spaces around them, "
-                          f"got {len(key)} character(s)")
+        raise ConfigError(
+            f"api_key must be 1 to {LONGEST // 2} printable ASCII characters without spaces around them, "
+            f"got {len(key)} character(s)"
+        )
     return key

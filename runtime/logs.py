@@ -64,12 +64,22 @@ class Ended:
 def log_ended(ended: Ended) -> None:
     """Log how a request went, and nothing of what it said."""
     stats = ended.speculation or SpeculationStats()
-    fields = {name: round(value, 6) if isinstance(value, float) else value
-              for name, value in asdict(ended).items() if name != "speculation" and value is not None}
+    fields = {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in asdict(ended).items()
+        if name != "speculation" and value is not None
+    }
     fields |= {"num_draft_tokens": stats.proposed, "num_accepted_draft_tokens": stats.accepted}
     first = "no token" if ended.first_token_s is None else f"first token after {ended.first_token_s:.3f} s"
     log.info(
         "request %s ended (%s): %d prompt + %d output tokens, %s, last after %.3f s, accepted %d of %d guesses",
-        ended.request_id, ended.finish_reason, ended.num_prompt_tokens, ended.num_output_tokens, first,
-        ended.last_token_s, stats.accepted, stats.proposed, extra={"fields": fields},
-    )  # fmt: skip
+        ended.request_id,
+        ended.finish_reason,
+        ended.num_prompt_tokens,
+        ended.num_output_tokens,
+        first,
+        ended.last_token_s,
+        stats.accepted,
+        stats.proposed,
+        extra={"fields": fields},
+    )

@@ -70,15 +70,22 @@ class SharedSnapshot(Collector):
         yield make.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries)
         yield make.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits)
         yield make.counter("num_preemptions", "Requests put back to be recomputed", stats.preemptions)
-        yield make.histogram("iteration_tokens_total", "Tokens a step feeds, drafts included", STEP_TOKENS,
-                             stats.step_tokens, stats.fed_tokens)
+        yield make.histogram(
+            "iteration_tokens_total",
+            "Tokens a step feeds, drafts included",
+            STEP_TOKENS,
+            stats.step_tokens,
+            stats.fed_tokens,
+        )
         yield make.counter("spec_decode_num_drafts", "Rows that were given a draft", stats.drafting_rounds)
         yield make.counter("spec_decode_num_draft_tokens", "Draft tokens scored", stats.proposed)
         yield make.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", stats.accepted)
         yield make.counters(
-            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft", ["position"],
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft",
+            ["position"],
             {(str(j),): count for j, count in enumerate(stats.accepted_per_pos)},
-        )  # fmt: skip
+        )
 
 
 class OwnSnapshot(Collector):
@@ -92,25 +99,47 @@ class OwnSnapshot(Collector):
         stats, make = self._stats(), self._make
         yield make.counter("steps", "Steps committed", stats.steps)
         yield make.counter("step_seconds", "Seconds of all steps, from planning to committing", stats.steps_s)
-        yield make.counters("phase_seconds", "Seconds of steps that each side spent on a phase; idle is the rest, the "
-                            "other side's work included", ["side", "phase"], phase_seconds(stats))
-        yield make.counter("spec_decode_late_drafts", "Rounds in which a draft was waited for in vain",
-                           stats.phases.late_drafts)
-        yield make.counter("spec_decode_draft_failures", "Times a proposer beside the controller failed",
-                           stats.draft_failures)
-        yield make.counters("draft_service_changes", "Times the draft worker came into service or went out of it, "
-                            "by reason", ["reason"], _keyed(stats.draft_changes))
-        yield make.counters("spec_decode_changes", "Times speculation changed with the batch size, by reason",
-                            ["reason"], _keyed(stats.guess_changes))
-        yield make.gauge("spec_decode_num_speculative_tokens", "Most draft tokens a row gets now",
-                         stats.num_speculative_tokens)
-        yield make.states("spec_decode_state", "What becomes of speculation now", get_args(SpeculationState),
-                          stats.speculation)
+        yield make.counters(
+            "phase_seconds",
+            "Seconds of steps that each side spent on a phase; idle is the rest, the other side's work included",
+            ["side", "phase"],
+            phase_seconds(stats),
+        )
+        yield make.counter(
+            "spec_decode_late_drafts", "Rounds in which a draft was waited for in vain", stats.phases.late_drafts
+        )
+        yield make.counter(
+            "spec_decode_draft_failures", "Times a proposer beside the controller failed", stats.draft_failures
+        )
+        yield make.counters(
+            "draft_service_changes",
+            "Times the draft worker came into service or went out of it, by reason",
+            ["reason"],
+            _keyed(stats.draft_changes),
+        )
+        yield make.counters(
+            "spec_decode_changes",
+            "Times speculation changed with the batch size, by reason",
+            ["reason"],
+            _keyed(stats.guess_changes),
+        )
+        yield make.gauge(
+            "spec_decode_num_speculative_tokens", "Most draft tokens a row gets now", stats.num_speculative_tokens
+        )
+        yield make.states(
+            "spec_decode_state", "What becomes of speculation now", get_args(SpeculationState), stats.speculation
+        )
         yield make.counter("target_losses", "Times the target group was lost and rebuilt", stats.target_losses)
-        yield make.counter("spec_decode_step_seconds", "Seconds of steps with guesses in which every row decoded, "
-                           "where step costs were measured", stats.guessed_s)
-        yield make.counter("spec_decode_plain_step_seconds", "What steps without guesses would have taken for the "
-                           "tokens of those, by measured step costs", stats.plain_s)
+        yield make.counter(
+            "spec_decode_step_seconds",
+            "Seconds of steps with guesses in which every row decoded, where step costs were measured",
+            stats.guessed_s,
+        )
+        yield make.counter(
+            "spec_decode_plain_step_seconds",
+            "What steps without guesses would have taken for the tokens of those, by measured step costs",
+            stats.plain_s,
+        )
 
 
 def _keyed(changes: Mapping[str, int]) -> dict[Sequence[str], float]:

@@ -28,9 +28,11 @@ SHARED = ("vllm:", *OWN)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 TURNED_AWAY_AS: dict[type[SlipstreamError], str] = {
-    DrainingError: "draining", OverloadedError: "overloaded", SlowReaderError: "slow_reader",
+    DrainingError: "draining",
+    OverloadedError: "overloaded",
+    SlowReaderError: "slow_reader",
     DeadlineExceededError: "deadline_exceeded",
-}  # fmt: skip
+}
 TURNED_AWAY = tuple(TURNED_AWAY_AS.values())
 METHODS = ("GET", "POST", "HEAD", "OPTIONS")
 OTHER = "other"
@@ -56,11 +58,16 @@ class _Clock:
     def ended(self, output: TokenOutput | None, reason: str) -> Ended:
         """Return how the request went; without an *output* nobody waited for the end."""
         return Ended(
-            self.request.request_id, self.http_request_id, reason, len(self.request.prompt_token_ids),
-            self.num_output_tokens, None if output is None else output.queued_s,
-            self.first - self.submitted if self.num_output_tokens else None, self.last - self.submitted,
+            self.request.request_id,
+            self.http_request_id,
+            reason,
+            len(self.request.prompt_token_ids),
+            self.num_output_tokens,
+            None if output is None else output.queued_s,
+            self.first - self.submitted if self.num_output_tokens else None,
+            self.last - self.submitted,
             None if output is None else output.speculation,
-        )  # fmt: skip
+        )
 
 
 class Metrics:
@@ -96,9 +103,9 @@ class Metrics:
     def _make_counters(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         names = list(labels)
         self._prompt_tokens = Counter("prompt_tokens", "Prompt tokens taken", names, registry=registry).labels(**labels)
-        self._generation_tokens = Counter(
-            "generation_tokens", "Tokens generated", names, registry=registry
-        ).labels(**labels)
+        self._generation_tokens = Counter("generation_tokens", "Tokens generated", names, registry=registry).labels(
+            **labels
+        )
         success = Counter(
             "request_success", "Requests ended, by reason", [*names, "finished_reason"], registry=registry
         )

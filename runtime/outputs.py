@@ -110,6 +110,12 @@ class OutputCollector:
         for output, pieces in zip(self._outputs, self._texts, strict=True):
             output.text = "".join(pieces)
         return RequestOutput(
-            self._request_id, self._prompt, self._prompt_token_ids, self._prompt_logprobs, self._outputs,
-            self.finished, self._metrics, self._num_cached,
-        )  # fmt: skip
+            self._request_id,
+            self._prompt,
+            self._prompt_token_ids,
+            self._prompt_logprobs,
+            self._outputs,
+            self.finished,
+            self._metrics,
+            self._num_cached,
+        )

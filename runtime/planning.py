@@ -184,8 +184,9 @@ class Planner:
         hit, chain = self._blocks.match(sequence.token_ids, request.cache_salt)
         if hit and self._draft_needs == "all" and self._can_draft and policy.guesses(request):
             # What a draft made of the last token of the hit depends on the token behind it, which may be another here.
-            return self._blocks.match(sequence.token_ids[: (len(hit) - 1) * self._blocks.block_size + 1],
-                                      request.cache_salt)
+            return self._blocks.match(
+                sequence.token_ids[: (len(hit) - 1) * self._blocks.block_size + 1], request.cache_salt
+            )
         return hit, chain
 
     def _reads_cache(self, request: Request) -> bool:

@@ -182,4 +182,5 @@ def settled(config: SpeculativeConfig, costs: StepCosts | None, max_rows: int) -
         return config, f"speculation: on at every batch size up to {max_rows}, by measured step costs"
     return replace(config, disable_by_batch_size=limit), (
         f"speculation: off above {limit} decoding rows, by measured step costs at an assumed acceptance of "
-        f"{ASSUMED_ACCEPTANCE:.0%}; disable_by_batch_size sets another threshold")
+        f"{ASSUMED_ACCEPTANCE:.0%}; disable_by_batch_size sets another threshold"
+    )

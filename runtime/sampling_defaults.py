@@ -50,8 +50,10 @@ def usual_tokens(config: ModelConfig) -> int | None:
     """
     longest = _stored(config).get(LONGEST)
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise ConfigError(f"{FILE} of the model: {LONGEST} must be an integer of at least 1, got {shown(longest)}; "
-                          "leave it out with generation_config 'vllm'")
+        raise ConfigError(
+            f"{FILE} of the model: {LONGEST} must be an integer of at least 1, got {shown(longest)}; "
+            "leave it out with generation_config 'vllm'"
+        )
     return longest
 
 
@@ -67,8 +69,9 @@ def _path(config: ModelConfig) -> Path | None:
     if config.generation_config != AUTO:
         path = Path(config.generation_config).expanduser() / FILE
         if not path.is_file():
-            raise ConfigError(f"generation_config must be auto, vllm or a folder with a {FILE}, got "
-                              f"{shown(config.generation_config)}")
+            raise ConfigError(
+                f"generation_config must be auto, vllm or a folder with a {FILE}, got {shown(config.generation_config)}"
+            )
         return path
     folder = Path(config.model).expanduser()
     if folder.is_dir():

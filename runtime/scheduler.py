@@ -59,7 +59,12 @@ class Scheduler:
         blocks = BlockManager(info.num_blocks, info.block_size)
         self._roster = Roster(config.max_num_seqs, blocks, self._drafting.end)
         self._planner = Planner(
-            config, self._roster, self._drafting, self._counters, cache, vocab_size=info.vocab_size,
+            config,
+            self._roster,
+            self._drafting,
+            self._counters,
+            cache,
+            vocab_size=info.vocab_size,
             draft_needs=info.draft_needs,
         )
         self._committer = Committer(self._roster, self._drafting, self._counters, cache)

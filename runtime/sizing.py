@@ -25,8 +25,10 @@ class Sizing:
         num_blocks = min(said.info.num_blocks for said in loaded.values())
         if num_blocks < 2:
             least = min(loaded, key=lambda worker: loaded[worker].info.num_blocks)
-            raise ConfigError(f"the KV cache of {least} holds {num_blocks} blocks of {info.block_size} tokens; it "
-                              "needs 2 at least: give it more memory")
+            raise ConfigError(
+                f"the KV cache of {least} holds {num_blocks} blocks of {info.block_size} tokens; it "
+                "needs 2 at least: give it more memory"
+            )
         max_model_len = min(info.max_model_len, num_blocks * info.block_size)
         self._info = msgspec.structs.replace(info, num_blocks=num_blocks, max_model_len=max_model_len)
         self._allocate = Allocate(num_blocks, max_model_len, info.vocab_size)
@@ -38,8 +40,10 @@ class Sizing:
             raise EngineDeadError("a worker was replaced before the first one was ready")
         for worker, said in loaded.items():
             if said.info.num_blocks < ENOUGH * self._allocate.num_blocks:
-                raise EngineDeadError(f"{worker} has memory for {said.info.num_blocks} KV blocks, and "
-                                      f"{self._allocate.num_blocks} are in use: other processes took the rest")
+                raise EngineDeadError(
+                    f"{worker} has memory for {said.info.num_blocks} KV blocks, and "
+                    f"{self._allocate.num_blocks} are in use: other processes took the rest"
+                )
         return self._allocate
 
     @property
@@ -54,5 +58,7 @@ class Sizing:
         """A line for the user."""
         info = self.info
         held = info.num_blocks * info.block_size
-        return (f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens on every worker, {held} tokens; "
-                f"{held / info.max_model_len:.1f} sequences of {info.max_model_len} tokens at once")
+        return (
+            f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens on every worker, {held} tokens; "
+            f"{held / info.max_model_len:.1f} sequences of {info.max_model_len} tokens at once"
+        )

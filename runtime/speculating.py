@@ -26,8 +26,9 @@ def speculating(requests: Sequence[Request], wish: Wish, info: WorkerInfo) -> li
         InvalidRequestError: more is wished than is loaded; names both.
     """
     if not info.methods and (wish.num_speculative_tokens is not None or wish.method is not None):
-        raise InvalidRequestError("speculative_config asks for guesses, but this server runs without speculation; "
-                                  "leave it out", PARAM)
+        raise InvalidRequestError(
+            "speculative_config asks for guesses, but this server runs without speculation; leave it out", PARAM
+        )
     _check_tokens(wish.num_speculative_tokens, info.num_speculative_tokens)
     _check_method(wish.method, info.methods)
     return [
@@ -44,12 +45,14 @@ def _check_tokens(wished: int | None, loaded: int) -> None:
     if wished < 1:
         raise InvalidRequestError(
             f"speculative_config: num_speculative_tokens must be at least 1, got {shown(wished)}; enabled: false turns "
-            "speculation off", PARAM,
+            "speculation off",
+            PARAM,
         )
     if wished > loaded:
         raise InvalidRequestError(
             f"speculative_config: num_speculative_tokens must be at most {loaded}, as the server is configured, got "
-            f"{shown(wished)}", PARAM,
+            f"{shown(wished)}",
+            PARAM,
         )
 
 

@@ -160,9 +160,10 @@ class Squad:
             self._ready[worker] = message
 
     def _set_up(self) -> None:
-        self.devices = {worker: self._devices.assign(worker, self._placed[worker]) for worker in sorted(
-            self.workers, key=lambda worker: (worker.role == "draft", worker.rank)
-        )}  # fmt: skip
+        self.devices = {
+            worker: self._devices.assign(worker, self._placed[worker])
+            for worker in sorted(self.workers, key=lambda worker: (worker.role == "draft", worker.rank))
+        }
         for worker in self.workers:
             self._gang.send(worker, self._setup_of(worker))
 

@@ -42,24 +42,33 @@ class Authority:
     def sign(self, name: str) -> Signed:
         """Return a certificate for *name* at the loopback, and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        here = x509.SubjectAlternativeName([
-            x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
-        ])  # fmt: skip
+        here = x509.SubjectAlternativeName(
+            [
+                x509.DNSName("localhost"),
+                x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+            ]
+        )
         made = self._builder(name, key.public_key()).add_extension(here, critical=False)
         signed = Signed(self._folder / f"{name}.pem", self._folder / f"{name}-key.pem")
         signed.cert.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-        signed.key.write_bytes(key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ))  # fmt: skip
+        signed.key.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
         return signed
 
     def _builder(self, name: str, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
-            .subject_name(_named(name)).issuer_name(_named(self._name)).public_key(key)
-            .serial_number(x509.random_serial_number()).not_valid_before(now - DAY).not_valid_after(now + DAY)
-        )  # fmt: skip
+            .subject_name(_named(name))
+            .issuer_name(_named(self._name))
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - DAY)
+            .not_valid_after(now + DAY)
+        )
 
 
 def _named(name: str) -> x509.Name:

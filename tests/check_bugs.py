@@ -74,8 +74,10 @@ class IndexOffByOne(SampleAndMatch):
 
 
 BUGS: dict[str, Callable[[GrammarSampler], Judge]] = {
-    "lenient": Lenient, "bonus by other noise": BonusByOtherNoise, "index off by one": IndexOffByOne,
-}  # fmt: skip
+    "lenient": Lenient,
+    "bonus by other noise": BonusByOtherNoise,
+    "index off by one": IndexOffByOne,
+}
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

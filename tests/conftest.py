@@ -18,9 +18,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 HERE = Path(__file__).parent
 RAY_VARIABLES = {
-    "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_memory_monitor_refresh_ms": "0",
-}  # fmt: skip
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,15 @@ def ray_cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:  # workers find the bodies that tests give them
         patch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{HERE.parent}")
         ray.init(
-            address="local", num_cpus=16, num_gpus=8, include_dashboard=False, object_store_memory=80 * 2**20,
-            log_to_driver=False, configure_logging=False, _temp_dir=str(folder),
-        )  # fmt: skip
+            address="local",
+            num_cpus=16,
+            num_gpus=8,
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=str(folder),
+        )
     yield ray
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

@@ -18,8 +18,13 @@ _SEEN: list[torch.Tensor] = []  # the mask [T, T] of the forward that runs
 
 
 def dense_attention(  # noqa: PLR0917 - the signature is transformers'
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None,
-    scaling: float, **_others: Any,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float,
+    **_others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: `[1, heads, T, size]` in, `[1, T, heads, size]` out."""
     share = query.shape[1] // key.shape[1]
@@ -97,8 +102,9 @@ class DenseRunner:
             self.texts[row.slot].drafted.clear()
         return torch.stack([self._run(self.texts[row.slot], 1, sees_all=False)[0] for row in rows])
 
-    def extend(self, rows: Seq[DraftRow], token_ids: torch.Tensor, step: int,
-               features: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(
+        self, rows: Seq[DraftRow], token_ids: torch.Tensor, step: int, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
         outputs = []
         for r, row in enumerate(rows):
             text = self.texts[row.slot]
@@ -122,14 +128,23 @@ class DenseRunner:
                 outputs.append(self._run(text, len(members), sees_all=False))
         return torch.cat(outputs)
 
-    def block(self, rows: Seq[DraftRow], row_N: torch.Tensor, tokens_N: torch.Tensor,
-              features_NX: torch.Tensor | None = None, *, sees_all: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def block(
+        self,
+        rows: Seq[DraftRow],
+        row_N: torch.Tensor,
+        tokens_N: torch.Tensor,
+        features_NX: torch.Tensor | None = None,
+        *,
+        sees_all: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         behind, outputs = [], []
         for r, row in enumerate(rows):
             text, members = self.texts[row.slot], (row_N == r).nonzero()[:, 0].tolist()
             assert len(members) <= row.k + self.module.shift
-            text.drafted = [(int(tokens_N[n]), i - 1, None if features_NX is None else features_NX[n])
-                            for i, n in enumerate(members)]
+            text.drafted = [
+                (int(tokens_N[n]), i - 1, None if features_NX is None else features_NX[n])
+                for i, n in enumerate(members)
+            ]
             states = self._run(text, len(members) + 1, sees_all=sees_all)
             text.drafted = []
             behind.append(states[0])
@@ -141,8 +156,16 @@ class DenseRunner:
         assert logits.dtype == torch.float32
         return (logits.log_softmax(-1) + noise_RV).argmax(-1)
 
-    def candidates(self, rows: Seq[DraftRow], row_N: torch.Tensor, logits_NV: torch.Tensor, depth: int, width: int,
-                   *, paths: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidates(
+        self,
+        rows: Seq[DraftRow],
+        row_N: torch.Tensor,
+        logits_NV: torch.Tensor,
+        depth: int,
+        width: int,
+        *,
+        paths: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         log_q_NV = logits_NV.log_softmax(-1)
         slots_N = torch.tensor([rows[r].slot for r in row_N.tolist()])
         ids_NW = (log_q_NV + self.noise_SKV[slots_N, depth]).topk(width).indices

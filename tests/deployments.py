@@ -32,9 +32,12 @@ def kustomized(overlay: str) -> list[dict[str, Any]]:
 @cache
 def _kustomize(overlay: str) -> str:
     ran = subprocess.run(
-        ["kubectl", "kustomize", str(CLUSTER / "kuberay" / overlay)], capture_output=True, text=True, check=False,
+        ["kubectl", "kustomize", str(CLUSTER / "kuberay" / overlay)],
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=60,
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

@@ -15,11 +15,27 @@ from tests.published import Drafted, Weights
 V, H, HEADS, KV_HEADS, INNER = 40, 16, 4, 2, 24
 THETA = 5000.0
 K = 5
-TARGET = {"model_type": "llama", "vocab_size": V, "hidden_size": H, "num_hidden_layers": 6, "num_attention_heads": 4,
-          "max_position_embeddings": 8192, "rope_theta": THETA}
-HEAD = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": V, "hidden_size": H,
-        "intermediate_size": INNER, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+TARGET = {
+    "model_type": "llama",
+    "vocab_size": V,
+    "hidden_size": H,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+    "rope_theta": THETA,
+}
+HEAD = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+}
 CONFIG = SpeculativeConfig(method="eagle", num_speculative_tokens=K)
 
 
@@ -39,9 +55,11 @@ def layer_shapes(prefix: str, reads: int = H, head_dim: int = H // HEADS) -> dic
         f"{prefix}.self_attn.k_proj.weight": (KV_HEADS * head_dim, reads),
         f"{prefix}.self_attn.v_proj.weight": (KV_HEADS * head_dim, reads),
         f"{prefix}.self_attn.o_proj.weight": (H, HEADS * head_dim),
-        f"{prefix}.mlp.gate_proj.weight": (INNER, H), f"{prefix}.mlp.up_proj.weight": (INNER, H),
-        f"{prefix}.mlp.down_proj.weight": (H, INNER), f"{prefix}.post_attention_layernorm.weight": (H,),
-    }  # fmt: skip
+        f"{prefix}.mlp.gate_proj.weight": (INNER, H),
+        f"{prefix}.mlp.up_proj.weight": (INNER, H),
+        f"{prefix}.mlp.down_proj.weight": (H, INNER),
+        f"{prefix}.post_attention_layernorm.weight": (H,),
+    }
 
 
 @dataclass
@@ -67,7 +85,9 @@ def world(width: int, seed: int = 3, heat: float = 1.0) -> World:
     texts = [torch.randint(V, (count,), generator=generator).tolist() for count in (2, 7, 12)]
     uniform = torch.rand(len(texts), K + 1, V, generator=generator)
     return World(
-        embedding=torch.randn(V, H, generator=generator), head=torch.randn(V, H, generator=generator), texts=texts,
+        embedding=torch.randn(V, H, generator=generator),
+        head=torch.randn(V, H, generator=generator),
+        texts=texts,
         features=[torch.randn(len(tokens) - 1, width, generator=generator) for tokens in texts],
         noise=-torch.log(-torch.log(uniform)) * heat,
     )
@@ -88,7 +108,12 @@ def assert_trees(proposer: Any, made: World, behind: Behind, width: int, depth: 
     rounds = [[DraftRow(0, 7), DraftRow(1, 14), DraftRow(2, 3)], [DraftRow(2, 1), DraftRow(0, 6)]]
     drafts = [draft for rows in rounds for draft in proposer.propose(rows)]
     for row, draft in zip([row for rows in rounds for row in rows], drafts, strict=True):
-        wanted = published.dynamic_tree(lambda drafted, slot=row.slot: behind(slot, drafted), made.noise[row.slot],
-                                        k=row.k, width=width, depth=depth)
+        wanted = published.dynamic_tree(
+            lambda drafted, slot=row.slot: behind(slot, drafted),
+            made.noise[row.slot],
+            k=row.k,
+            width=width,
+            depth=depth,
+        )
         assert len(draft.tokens) == row.k
         assert published.paths(draft.tokens, draft.parents) == wanted

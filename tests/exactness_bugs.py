@@ -40,8 +40,7 @@ def too_lenient(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 
     def lenient(chains: Chains) -> Floats:
         odds_RK = odds_of(chains)
-        return np.where(np.arange(odds_RK.shape[1]) < chains.counts_R[:, None],
-                        odds_RK + LENIENCE * (1 - odds_RK), 0.0)
+        return np.where(np.arange(odds_RK.shape[1]) < chains.counts_R[:, None], odds_RK + LENIENCE * (1 - odds_RK), 0.0)
 
     patch.setattr(rules, "standard_odds", lenient)
 
@@ -88,8 +87,9 @@ def _with_bonus(judge: Callable[..., list[Release]], draft_VV: torch.Tensor) -> 
         for row, draft, release in zip(scored.rows, scored.drafts, found, strict=True):
             if release.path and len(release.path) == len(draft):
                 index = np.array([row.known_len + len(release.path)])
-                release.emitted[-1] = int(sampler.sample(draft_VV[release.emitted[-2]][None], np.array([row.slot]),
-                                                         index))
+                release.emitted[-1] = int(
+                    sampler.sample(draft_VV[release.emitted[-2]][None], np.array([row.slot]), index)
+                )
         return found
 
     return wrong
@@ -131,8 +131,12 @@ def not_renormalised(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 
 
 BUGS = (
-    Bug("accepts 2 % too often, coupled", too_lenient_coupled, Cell("coupled", pair="one-hot draft", shape=Shape(1)),
-        12_000),
+    Bug(
+        "accepts 2 % too often, coupled",
+        too_lenient_coupled,
+        Cell("coupled", pair="one-hot draft", shape=Shape(1)),
+        12_000,
+    ),
     Bug("accepts 2 % too often", too_lenient, Cell("standard", pair="one-hot draft", shape=Shape(1)), 9_000),
     Bug("resamples from p", resampling_from_p, Cell("standard", pair="unrelated", shape=Shape(1)), 3_000),
     Bug("shares noise under p/q", shared_noise, Cell("standard", pair="unrelated", shape=Shape(1))),

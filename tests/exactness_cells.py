@@ -53,9 +53,21 @@ HISTORY = {
     "min_tokens": Sampling(seed=0, min_tokens=5, stop_ids=(2, 3)),
     "grammar": Sampling(seed=0, grammar=FORM),
     "penalties": Sampling(seed=0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
-    "everything": Sampling(seed=0, temperature=1.3, top_k=9, top_p=0.95, min_p=0.02, repetition_penalty=1.1,
-                           presence_penalty=0.4, frequency_penalty=0.2, logit_bias={1: 1.0, 7: -1.0}, min_tokens=6,
-                           stop_ids=(0,), bad_words=((2,), (3, 4)), allowed_ids=tuple(range(14))),
+    "everything": Sampling(
+        seed=0,
+        temperature=1.3,
+        top_k=9,
+        top_p=0.95,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        logit_bias={1: 1.0, 7: -1.0},
+        min_tokens=6,
+        stop_ids=(0,),
+        bad_words=((2,), (3, 4)),
+        allowed_ids=tuple(range(14)),
+    ),
 }
 """Options under which it depends on more of the output."""
 OPTIONS = LAST | HISTORY
@@ -129,8 +141,13 @@ class Cell:
         base = zlib.crc32(str(self).encode()) << 24
         samplings = [structs.replace(self.sampling, seed=base + first + i) for i in range(count)]
         has_history = self.option in HISTORY
-        return run_rows(world or self.world, samplings, PROMPT, DEPTH if has_history else LENGTH,
-                        output=OUTPUT if has_history else PROMPT[-1:])
+        return run_rows(
+            world or self.world,
+            samplings,
+            PROMPT,
+            DEPTH if has_history else LENGTH,
+            output=OUTPUT if has_history else PROMPT[-1:],
+        )
 
     def check(self, tokens: int, world: World | None = None) -> tuple[Finding, Emitted]:
         """Return what the witnesses say of *tokens* tokens at least, and how speculation went."""
@@ -141,8 +158,12 @@ class Cell:
         for first in range(0, rows, size):
             emitted = self.emit(first, size, world)
             judge.add(emitted.tokens_NL)
-            total = replace(emitted, proposed=total.proposed + emitted.proposed,
-                            accepted=total.accepted + emitted.accepted, rounds=total.rounds + emitted.rounds)
+            total = replace(
+                emitted,
+                proposed=total.proposed + emitted.proposed,
+                accepted=total.accepted + emitted.accepted,
+                rounds=total.rounds + emitted.rounds,
+            )
         return compare(judge.counts_CV, judge.laws_CV), total
 
 

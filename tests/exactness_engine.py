@@ -152,8 +152,9 @@ class Shape:
     def config(self, rule: str, **more: object) -> SpeculativeConfig:
         """Return the configuration that asks for it."""
         tree = {"eagle_topk": self.width, "num_steps": self.depth} if self.width > 1 else {}
-        return SpeculativeConfig(method="draft_model", model="-", num_speculative_tokens=self.k,
-                                 rejection_sample_method=rule, **tree, **more)
+        return SpeculativeConfig(
+            method="draft_model", model="-", num_speculative_tokens=self.k, rejection_sample_method=rule, **tree, **more
+        )
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,19 @@ class World:
         slots = SlotTable(num_slots, max_len, block_size, self.shape.k)
         sampler = Sampler(slots, self.target.vocab)
         config = self.shape.config(self.rule, **self.options)
-        drafter = DraftWorker(TableForward(self.draft, slots, num_blocks), slots, sampler, max_catch_up=1 << 20,
-                              drawing=drawing_for(config, sampler))
+        drafter = DraftWorker(
+            TableForward(self.draft, slots, num_blocks),
+            slots,
+            sampler,
+            max_catch_up=1 << 20,
+            drawing=drawing_for(config, sampler),
+        )
         proposer: Proposes = DraftModelProposer.create(config, drafter)
         grammars = Grammars(slots, self.target.vocab, (self.eos,), self.words or _no_words)
         masking = GrammarSampler(sampler, grammars)
-        target = TargetWorker(TableForward(self.target, slots, num_blocks), slots, masking,
-                              judge=judge_for(config, masking))
+        target = TargetWorker(
+            TableForward(self.target, slots, num_blocks), slots, masking, judge=judge_for(config, masking)
+        )
         info = WorkerInfo(num_blocks, block_size, max_len, self.target.vocab, (self.eos,), speculates=True)
         return UniExecutor(info, slots, target, DraftSide(drafter, proposer))
 
@@ -202,8 +209,15 @@ Guesses = Callable[[Ints, Ints, Ints], Ints]
 """From the number of the round, and tokens and accepted guesses so far of some rows, to how many guesses each gets."""
 
 
-def run_rows(world: World, samplings: Seq[Sampling], prompt: Seq[int], length: int, *, output: Seq[int] = (),
-             guesses: Guesses | None = None) -> Emitted:
+def run_rows(
+    world: World,
+    samplings: Seq[Sampling],
+    prompt: Seq[int],
+    length: int,
+    *,
+    output: Seq[int] = (),
+    guesses: Guesses | None = None,
+) -> Emitted:
     """Let one row a sampling emit *length* tokens behind *prompt* and *output*, all together, round after round.
 
     There is no scheduler: every row that is not done is in every round, with the guesses that *guesses* gives it.
@@ -220,12 +234,26 @@ def run_rows(world: World, samplings: Seq[Sampling], prompt: Seq[int], length: i
     moves: list[int] = []
     rows_R = np.arange(num)
     while len(rows_R):
-        k_R = np.full(len(rows_R), world.shape.k) if guesses is None else guesses(rows_R, done_N[rows_R],
-                                                                                 accepted_N[rows_R])
+        k_R = (
+            np.full(len(rows_R), world.shape.k)
+            if guesses is None
+            else guesses(rows_R, done_N[rows_R], accepted_N[rows_R])
+        )
         first = emitted.rounds == 0
-        rows = [Row(slot, 0 if first else known + done - 1, known if first else 1, known + done, k, True, fresh[slot],
-                    (slot,) if first else (), (1,) if first else ())
-                for slot, done, k in zip(rows_R.tolist(), done_N[rows_R].tolist(), k_R.tolist(), strict=True)]
+        rows = [
+            Row(
+                slot,
+                0 if first else known + done - 1,
+                known if first else 1,
+                known + done,
+                k,
+                True,
+                fresh[slot],
+                (slot,) if first else (),
+                (1,) if first else (),
+            )
+            for slot, done, k in zip(rows_R.tolist(), done_N[rows_R].tolist(), k_R.tolist(), strict=True)
+        ]
         plan = RoundPlan(emitted.rounds, rows, new if first else (), moves=moves, speculates=True)
         moves = []
         for verdict in executor.run(plan):

@@ -172,12 +172,15 @@ def live(world: World, samplings: Seq[Sampling], prompt: Seq[int], length: int, 
     num_blocks = NUM_SLOTS * -(-(len(prompt) + length) // BLOCK_SIZE) // 2  # too few for all
     executor = Faulty(world.executor(NUM_SLOTS, max_len, BLOCK_SIZE, num_blocks), dice)
     beside = Beside(world.target.vocab, dice)
-    scheduler = Scheduler(SchedulerConfig(NUM_SLOTS, BUDGET), CacheConfig(BLOCK_SIZE), _without_end(executor.info),
-                          proposers=[beside])
+    scheduler = Scheduler(
+        SchedulerConfig(NUM_SLOTS, BUDGET), CacheConfig(BLOCK_SIZE), _without_end(executor.info), proposers=[beside]
+    )
     policy, inbox = FromThePast(world.shape.k), LocalInbox()
     controller = Controller(scheduler, policy, executor, inbox)
-    inbox.put(Request(str(i), tuple(prompt), SamplingParams(), sampling, length, wants_steps=True)
-              for i, sampling in enumerate(samplings))
+    inbox.put(
+        Request(str(i), tuple(prompt), SamplingParams(), sampling, length, wants_steps=True)
+        for i, sampling in enumerate(samplings)
+    )
     texts: list[list[int]] = [[] for _ in samplings]
     forced, depths = 0, Counter[int]()
     while controller.scheduler.num_unfinished or not forced:
@@ -192,8 +195,18 @@ def live(world: World, samplings: Seq[Sampling], prompt: Seq[int], length: int, 
             scheduler._roster.preempt_youngest()
             forced += 1
     stats = controller.stats()
-    return Lives(np.array(texts), stats.proposed, stats.accepted, stats.preemptions, stats.prefix_hits,
-                 executor.epoch - 1, executor.proposer.failures, executor.losses, beside.drafts, depths)
+    return Lives(
+        np.array(texts),
+        stats.proposed,
+        stats.accepted,
+        stats.preemptions,
+        stats.prefix_hits,
+        executor.epoch - 1,
+        executor.proposer.failures,
+        executor.losses,
+        beside.drafts,
+        depths,
+    )
 
 
 def _without_end(info: WorkerInfo) -> WorkerInfo:

@@ -32,8 +32,7 @@ def law(sampling: Sampling, raw_V: Law, output: Seq[int], prompt: Seq[int]) -> L
 
 def masked(sampling: Sampling, scores: Law, output: Seq[int]) -> Law:
     """Return *scores* with -inf for what lists of words and the minimum length forbid."""
-    gone = [word[-1] for word in sampling.bad_words
-            if len(word) == 1 or tuple(output[-(len(word) - 1):]) == word[:-1]]
+    gone = [word[-1] for word in sampling.bad_words if len(word) == 1 or tuple(output[-(len(word) - 1) :]) == word[:-1]]
     gone += sampling.stop_ids if len(output) < sampling.min_tokens else ()
     if sampling.allowed_ids is not None:
         gone += set(range(len(scores))) - set(sampling.allowed_ids)

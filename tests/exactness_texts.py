@@ -20,8 +20,14 @@ CHAIN = Shape(3)
 
 SAMPLINGS = {
     "plain": Sampling(seed=0),
-    "penalties": Sampling(seed=0, temperature=0.9, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4,
-                          logit_bias={2: 0.3}),
+    "penalties": Sampling(
+        seed=0,
+        temperature=0.9,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+        logit_bias={2: 0.3},
+    ),
     "limits": Sampling(seed=0, temperature=1.2, top_k=3, top_p=0.9, bad_words=((1, 2),)),
 }
 Skill = Literal["good", "bad", "certain"]

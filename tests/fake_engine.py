@@ -172,7 +172,10 @@ class FakeHost:
 
 
 def build(
-    inbox: Inbox, say: Say, max_model_len: int = 512, speculative: SpeculativeConfig | None = None,
+    inbox: Inbox,
+    say: Say,
+    max_model_len: int = 512,
+    speculative: SpeculativeConfig | None = None,
     kind: type[HashExecutor] = HashExecutor,
 ) -> FakeHost:
     """Return an engine of 4 slots."""

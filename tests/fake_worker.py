@@ -96,8 +96,9 @@ class FakeWorker(InOneProcess):
     Where no draft comes with a row it drafts itself: chains, or trees if it *plants* them.
     """
 
-    def __init__(self, info: WorkerInfo, num_slots: int, seed: int = 0, skill: float = 0.7, *,
-                 plants: bool = False) -> None:
+    def __init__(
+        self, info: WorkerInfo, num_slots: int, seed: int = 0, skill: float = 0.7, *, plants: bool = False
+    ) -> None:
         self.info, self.plants = info, plants
         self.slots = SlotTable(num_slots, info.max_model_len, info.block_size)
         self.store: dict[tuple[int, int], tuple[int, int]] = {}

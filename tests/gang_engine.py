@@ -50,13 +50,28 @@ def assert_same(outputs: dict[str, list[int]], plain: dict[str, list[int]]) -> N
 
 
 def configure(models: Models, *, draft: bool = True, **arguments: Any) -> EngineConfig:
-    speculative = {"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": K,
-                   "placement": "dedicated"}
-    return parse({
-        "model": str(models[0]), "speculative_config": speculative if draft else None, "dtype": "float32",
-        "enforce_eager": True, "skip_tokenizer_init": True, "device": "cpu", "num_gpu_blocks_override": 64,
-        "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128, **arguments,
-    })  # fmt: skip
+    speculative = {
+        "method": "draft_model",
+        "model": str(models[1]),
+        "num_speculative_tokens": K,
+        "placement": "dedicated",
+    }
+    return parse(
+        {
+            "model": str(models[0]),
+            "speculative_config": speculative if draft else None,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "device": "cpu",
+            "num_gpu_blocks_override": 64,
+            "block_size": 4,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 24,
+            "max_model_len": 128,
+            **arguments,
+        }
+    )
 
 
 def requests(count: int = 6, max_tokens: int = 30) -> list[Request]:
@@ -64,8 +79,10 @@ def requests(count: int = 6, max_tokens: int = 30) -> list[Request]:
     shared = [11, 12, 13, 14, 15, 16, 17, 18, 19]
     return [
         Request(
-            request_id=str(i), prompt_token_ids=(*shared * (i % 2), *[5, 6, 7, 8 + i] * (2 + 3 * i)),
-            params=SamplingParams(), max_tokens=max_tokens + i,
+            request_id=str(i),
+            prompt_token_ids=(*shared * (i % 2), *[5, 6, 7, 8 + i] * (2 + 3 * i)),
+            params=SamplingParams(),
+            max_tokens=max_tokens + i,
             sampling=Sampling(seed=i, temperature=0.0 if i % 3 else 1.0),
         )
         for i in range(count)
@@ -140,20 +157,30 @@ class Engine:
     def missed(self) -> int:
         """Deadlines that target 0 let pass in vain."""
         assert self.gang is not None
-        return sum(message.draft_missed for port in self.gang.ports.values() for message in port.sent
-                   if isinstance(message, RoundDone))  # fmt: skip
+        return sum(
+            message.draft_missed
+            for port in self.gang.ports.values()
+            for message in port.sent
+            if isinstance(message, RoundDone)
+        )
 
     @property
     def drafted(self) -> set[int]:
         """Rounds that drafts were announced for."""
         assert self.gang is not None
-        return {message.round for port in self.gang.ports.values() for message in port.sent
-                if isinstance(message, Drafted)}  # fmt: skip
+        return {
+            message.round for port in self.gang.ports.values() for message in port.sent if isinstance(message, Drafted)
+        }
 
 
 def uni(models: Models, *, draft: bool) -> Engine:
-    config = configure(models, draft=draft, distributed_executor_backend="uni") if not draft else configure(
-        models, speculative_config={"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": K})
+    config = (
+        configure(models, draft=draft, distributed_executor_backend="uni")
+        if not draft
+        else configure(
+            models, speculative_config={"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": K}
+        )
+    )
     return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
 
 
@@ -176,8 +203,13 @@ def over(workers: Gang, config: EngineConfig) -> Engine:
     return Engine(assemble.build(config, LocalInbox(), print, make), threads)
 
 
-def threaded(config: EngineConfig, *, floor_s: float = PATIENT_S, body: Callable[[Port], None] | None = None,
-             on_start: Callable[[ThreadPort], None] = lambda port: None) -> Engine:
+def threaded(
+    config: EngineConfig,
+    *,
+    floor_s: float = PATIENT_S,
+    body: Callable[[Port], None] | None = None,
+    on_start: Callable[[ThreadPort], None] = lambda port: None,
+) -> Engine:
     """An engine over a gang of threads."""
     return over(ThreadGang(body or partial(rank.serve, floor_s=floor_s), on_start), config)
 

@@ -30,10 +30,16 @@ class Served:
     """Two servers around *engine*; they listen from `start` on, and answer from `load` on."""
 
     def __init__(
-        self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop, *, keys: tuple[str, ...] = (),
-        grpc_tls: TlsFiles | None = None, http_tls: TlsFiles | None = None, pacing: Pacing = UNPACED,
+        self,
+        engine: AsyncEngine,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        keys: tuple[str, ...] = (),
+        grpc_tls: TlsFiles | None = None,
+        http_tls: TlsFiles | None = None,
+        pacing: Pacing = UNPACED,
         stall_s: float = 60.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         guard = GuardOptions(Keys(keys))
         self.engine = engine
         self.options = ServerOptions(

@@ -74,8 +74,14 @@ def guarded_engine(safety: SafetyOptions, max_model_len: int = 512) -> AsyncEngi
     """Return the fake engine with the bounds of *safety*; it drafts."""
     metrics = Metrics("fake")
     channel = ThreadChannel(lambda inbox, say: build(inbox, say, max_model_len, DRAFTS))
-    engine = AsyncEngine(channel, make_preprocessor, metrics, timeout_s=safety.request_timeout, reading=safety.reading,
-                         queue=safety.queue)  # fmt: skip
+    engine = AsyncEngine(
+        channel,
+        make_preprocessor,
+        metrics,
+        timeout_s=safety.request_timeout,
+        reading=safety.reading,
+        queue=safety.queue,
+    )
     metrics.follow(engine.stats)
     return engine
 
@@ -88,8 +94,9 @@ def guarded(max_model_len: int = 512, **safety: Any) -> Iterator[Guarded]:
     assert engine.metrics is not None
     options = ServerOptions(("fake",), "1.2.3", guard=allowed.guard, pacing=allowed.pacing)
     app = create_app(engine, tokenizer(), engine.metrics, options)
-    config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1,
-                            http=guarded_protocol(allowed.connections))  # fmt: skip
+    config = uvicorn.Config(
+        app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, http=guarded_protocol(allowed.connections)
+    )
     with bound("127.0.0.1", 0) as listener:
         server = Listening(config)
         loops: list[asyncio.AbstractEventLoop] = []

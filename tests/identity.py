@@ -28,11 +28,19 @@ class Run:
 
 
 def generate(
-    model: Path, prompts: Seq[Seq[int]], params: SamplingParams | list[SamplingParams], **arguments: object,
+    model: Path,
+    prompts: Seq[Seq[int]],
+    params: SamplingParams | list[SamplingParams],
+    **arguments: object,
 ) -> Run:
     """Run *prompts* (token ids) through an engine of its own, all at once."""
-    arguments = {"dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True,
-                 "speculative_config": None, **arguments}
+    arguments = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "speculative_config": None,
+        **arguments,
+    }
     with LLM(model=str(model), **arguments) as llm:
         return collect(llm, prompts, params)
 
@@ -68,7 +76,9 @@ class Reference:
     def __init__(self, model: Path) -> None:
         # Eager: in transformers 5.17 gemma2 runs SDPA if nothing is said, which leaves out its soft cap.
         self.model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="eager",
+            model,
+            dtype=torch.float32,
+            attn_implementation="eager",
         ).eval()
 
     @torch.inference_mode()
@@ -76,8 +86,13 @@ class Reference:
         """Return *count* tokens of greedy `generate`, end tokens ignored."""
         ids = torch.tensor([list(prompt)])
         out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count,
-            eos_token_id=None, pad_token_id=0,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         return out[0, len(prompt) :].tolist()
 
@@ -89,7 +104,10 @@ class Reference:
 
 
 def assert_identical(
-    prompts: Seq[Seq[int]], ours: Seq[Seq[int]], theirs: Seq[Seq[int]], reference: Reference,
+    prompts: Seq[Seq[int]],
+    ours: Seq[Seq[int]],
+    theirs: Seq[Seq[int]],
+    reference: Reference,
 ) -> None:
     """Same ids, except after a shown tie, in at most 2 of 1,000 sequences (at least one may)."""
     ties = 0
@@ -101,5 +119,5 @@ def assert_identical(
         gap = reference.top2_gap([*prompt, *wanted[:at]])
         assert gap < TIE_GAP, f"outputs differ at token {at}: {got[at]} and {wanted[at]}, top-2 gap {gap:.2e}"
         ties += 1
-        print(f"tie at token {at}: gap {gap:.2e}")  # noqa: T201 - every tie is shown
+        print(f"tie at token {at}: gap {gap:.2e}")
     assert ties <= max(1, len(prompts) * MAX_TIES_PER_THOUSAND / 1000)

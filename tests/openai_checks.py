@@ -153,10 +153,19 @@ def the_same_seed(client: openai.OpenAI, model: str) -> None:
 
 
 def a_chat(client: openai.OpenAI, model: str) -> None:
-    answer = strict(client.chat.completions.create(
-        model=model, messages=[{"role": "developer", "content": "Be brief."}, *USER], max_completion_tokens=8,
-        temperature=0, logprobs=True, top_logprobs=3, user="someone", metadata={"a": "b"}, store=False,
-    ))  # fmt: skip
+    answer = strict(
+        client.chat.completions.create(
+            model=model,
+            messages=[{"role": "developer", "content": "Be brief."}, *USER],
+            max_completion_tokens=8,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=3,
+            user="someone",
+            metadata={"a": "b"},
+            store=False,
+        )
+    )
     choice = answer.choices[0]
     assert choice.message.role == "assistant"
     assert choice.message.tool_calls is None
@@ -238,9 +247,15 @@ def raw_responses(client: openai.OpenAI, model: str) -> None:
 def what_speculation_did(client: openai.OpenAI, model: str) -> None:
     asked: Any = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     plain = strict(client.completions.create(**asked))
-    told = strict(client.completions.create(**asked, extra_body={
-        "per_request_spec_decode_metrics": "detailed", "speculative_config": {"enabled": False},
-    }))  # fmt: skip
+    told = strict(
+        client.completions.create(
+            **asked,
+            extra_body={
+                "per_request_spec_decode_metrics": "detailed",
+                "speculative_config": {"enabled": False},
+            },
+        )
+    )
     assert told.choices[0].text == plain.choices[0].text
     assert (told.model_extra or {})["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
     assert "metrics" not in (plain.model_extra or {})
@@ -298,10 +313,17 @@ class Verdict(pydantic.BaseModel):
 WIDE: dict[str, Any] = {"type": "function", "function": {"name": "paint", "parameters": Verdict.model_json_schema()}}
 OTHER: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "wait", "description": "Do nothing.",
-                 "parameters": {"type": "object", "properties": {"long": {"enum": ["1", "2"]}}, "required": ["long"],
-                                "additionalProperties": False}},
-}  # fmt: skip
+    "function": {
+        "name": "wait",
+        "description": "Do nothing.",
+        "parameters": {
+            "type": "object",
+            "properties": {"long": {"enum": ["1", "2"]}},
+            "required": ["long"],
+            "additionalProperties": False,
+        },
+    },
+}
 ROOM = 700
 """Tokens that hold any such answer, white space of all its parts included."""
 
@@ -335,8 +357,14 @@ def any_object(client: openai.OpenAI, model: str) -> None:
 
 
 def a_call_by_name(client: openai.OpenAI, model: str) -> None:
-    asked: Any = {"model": model, "messages": USER, "max_tokens": ROOM, "tools": [OTHER, WIDE], "seed": 3,
-                  "tool_choice": {"type": "function", "function": {"name": "paint"}}}  # fmt: skip
+    asked: Any = {
+        "model": model,
+        "messages": USER,
+        "max_tokens": ROOM,
+        "tools": [OTHER, WIDE],
+        "seed": 3,
+        "tool_choice": {"type": "function", "function": {"name": "paint"}},
+    }
     (choice,) = strict(client.chat.completions.create(**asked)).choices
     assert (choice.finish_reason, choice.message.content) == ("stop", None)
     (call,) = choice.message.tool_calls or ()
@@ -352,8 +380,15 @@ def a_call_by_name(client: openai.OpenAI, model: str) -> None:
 
 
 def a_required_call(client: openai.OpenAI, model: str) -> None:
-    asked: Any = {"model": model, "messages": USER, "max_tokens": ROOM, "tools": [OTHER, WIDE], "seed": 4,
-                  "tool_choice": "required", "parallel_tool_calls": False}  # fmt: skip
+    asked: Any = {
+        "model": model,
+        "messages": USER,
+        "max_tokens": ROOM,
+        "tools": [OTHER, WIDE],
+        "seed": 4,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     (choice,) = strict(client.chat.completions.create(**asked)).choices
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls or ()
@@ -375,9 +410,13 @@ def a_call_that_cannot_be_described(client: openai.OpenAI, model: str) -> None:
 
 def a_parsed_call(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.parse(
-        model=model, messages=USER, max_tokens=ROOM, tools=[openai.pydantic_function_tool(Verdict)], temperature=0,
+        model=model,
+        messages=USER,
+        max_tokens=ROOM,
+        tools=[openai.pydantic_function_tool(Verdict)],
+        temperature=0,
         tool_choice={"type": "function", "function": {"name": "Verdict"}},
-    )  # fmt: skip
+    )
     (call,) = strict(answer).choices[0].message.tool_calls or ()
     assert isinstance(call.function.parsed_arguments, Verdict)
 
@@ -390,7 +429,13 @@ def a_form_and_tools_at_once(client: openai.OpenAI, model: str) -> None:
 
 
 STRUCTURED: tuple[Check, ...] = (
-    a_parsed_answer, an_async_parsed_answer, any_object, a_call_by_name, a_required_call, a_parsed_call,
-    a_call_that_cannot_be_described, a_form_and_tools_at_once,
-)  # fmt: skip
+    a_parsed_answer,
+    an_async_parsed_answer,
+    any_object,
+    a_call_by_name,
+    a_required_call,
+    a_parsed_call,
+    a_call_that_cannot_be_described,
+    a_form_and_tools_at_once,
+)
 """For real models whose chat template takes tools."""

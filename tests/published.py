@@ -29,7 +29,10 @@ def causal(count: int) -> torch.Tensor:
 
 
 def attend(
-    query_THD: torch.Tensor, key_LGD: torch.Tensor, value_LGE: torch.Tensor, sees_TL: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_LGD: torch.Tensor,
+    value_LGE: torch.Tensor,
+    sees_TL: torch.Tensor,
 ) -> torch.Tensor:
     """One head at a time; returns `[T, heads * E]`."""
     heads, groups = query_THD.shape[1], key_LGD.shape[1]
@@ -46,9 +49,18 @@ def mlp(weights: Weights, prefix: str, x: torch.Tensor) -> torch.Tensor:
     return linear(weights, f"{prefix}.down_proj", gate * torch.sigmoid(gate) * up)
 
 
-def attention(weights: Weights, prefix: str, x_TW: torch.Tensor, positions: list[int], sees_TL: torch.Tensor, *,
-              head_dim: int, theta: float) -> torch.Tensor:
+def attention(
+    weights: Weights,
+    prefix: str,
+    x_TW: torch.Tensor,
+    positions: list[int],
+    sees_TL: torch.Tensor,
+    *,
+    head_dim: int,
+    theta: float,
+) -> torch.Tensor:
     """Llama's, with norms of queries and keys where there are any (Qwen3)."""
+
     def project(name: str, norm: str = "") -> torch.Tensor:
         y = linear(weights, f"{prefix}.{name}", x_TW).view(len(x_TW), -1, head_dim)
         weight = weights.get(f"{prefix}.{norm}.weight")
@@ -70,8 +82,9 @@ def chain(logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tens
     return drafted
 
 
-def dynamic_tree(logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tensor, *, k: int, width: int,
-                 depth: int) -> set[tuple[int, ...]]:
+def dynamic_tree(
+    logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tensor, *, k: int, width: int, depth: int
+) -> set[tuple[int, ...]]:
     """EAGLE-2's tree, as the set of its paths; of a level no more nodes get children than k divided by the levels."""
     depth = min(depth, k)
     beams = min(width, k if depth == 1 else k // (depth - 1))

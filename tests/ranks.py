@@ -32,9 +32,7 @@ def on_ranks(size: int, work: Callable[[Group], Result], *, timeout_s: float = 6
         return list(pool.map(rank_of, range(size)))
 
 
-def told_of_a_silent_peer(
-    run: Callable[..., list[str]], wait: Callable[[Group], object], timeout_s: float
-) -> str:
+def told_of_a_silent_peer(run: Callable[..., list[str]], wait: Callable[[Group], object], timeout_s: float) -> str:
     """Let rank 0 *wait* for a rank 1 that does nothing, both run by *run*; return what the error says."""
     done = threading.Event()
 

@@ -20,13 +20,15 @@ from slipstream import LLM, SamplingParams
 from tests.conftest import RAY_VARIABLES
 
 PROMPTS = [[3 + i, 7, 9, 11 + i] * (1 + i) for i in range(6)]
-PARAMS = [
-    SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)
-]
+PARAMS = [SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)]
 SMALL: dict[str, Any] = {
-    "dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 64, "max_num_seqs": 8,
-    "max_num_batched_tokens": 64, "skip_tokenizer_init": True,
-}  # fmt: skip
+    "dtype": "float32",
+    "enforce_eager": True,
+    "num_gpu_blocks_override": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "skip_tokenizer_init": True,
+}
 REBUILD_S, PLACEMENT_S = 4.0, 60.0
 NOTICED_S = 30.0
 LONG = SamplingParams(temperature=0.8, seed=1, max_tokens=200, ignore_eos=True)
@@ -88,12 +90,18 @@ def engine(order: dict[str, Any], nodes: Nodes) -> Iterator[tuple[LLM, Told]]:
     os.environ["RAY_ADDRESS"] = nodes.address
     told = Told()
     speculative = {"model": order["draft"], "num_speculative_tokens": 3, "placement": "dedicated"}
-    config = engine_config({
-        "model": order["model"], "speculative_config": speculative, "tensor_parallel_size": order["ranks"],
-        "placement_strategy": order["strategy"], "rebuild_timeout_s": REBUILD_S,
-        "placement_timeout_s": PLACEMENT_S, "distributed_executor_backend": "ray",
-        **SMALL,
-    })  # fmt: skip
+    config = engine_config(
+        {
+            "model": order["model"],
+            "speculative_config": speculative,
+            "tensor_parallel_size": order["ranks"],
+            "placement_strategy": order["strategy"],
+            "rebuild_timeout_s": REBUILD_S,
+            "placement_timeout_s": PLACEMENT_S,
+            "distributed_executor_backend": "ray",
+            **SMALL,
+        }
+    )
     with LLM.from_config(config, told.lines.append) as llm:
         yield llm, told
 

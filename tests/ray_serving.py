@@ -23,10 +23,14 @@ PATIENCE_S = 600.0
 """Everything is waited for so long: the machine may have much else to do."""
 LOOPBACK = "127.0.0.1"
 OPTIONS = {
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def free_ports(count: int) -> list[int]:
@@ -82,24 +86,41 @@ class Cluster:
         """Run a `ray start` line as a node beside the others on this machine, which takes ports of its own."""
         log = self._folder / f"node{len(self._nodes)}.log"
         own = [
-            "--block", f"--num-cpus={num_cpus}", "--num-gpus=0", f"--object-store-memory={STORE_BYTES}",
-            f"--node-ip-address={LOOPBACK}", "--min-worker-port=0", "--max-worker-port=0",
-            f"--dashboard-agent-listen-port={next(self._ports)}", f"--metrics-export-port={next(self._ports)}",
-        ]  # fmt: skip
+            "--block",
+            f"--num-cpus={num_cpus}",
+            "--num-gpus=0",
+            f"--object-store-memory={STORE_BYTES}",
+            f"--node-ip-address={LOOPBACK}",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            f"--dashboard-agent-listen-port={next(self._ports)}",
+            f"--metrics-export-port={next(self._ports)}",
+        ]
         if "--head" in command:
             own += [f"--temp-dir={self._folder}", f"--ray-client-server-port={next(self._ports)}"]
         environment = {**self.environment, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         with log.open("wb") as out:
-            node = subprocess.Popen(["bash", "-c", f"exec env {command} {' '.join(own)}"], env=environment, stdout=out,
-                                    stderr=out, start_new_session=True)  # fmt: skip
+            node = subprocess.Popen(
+                ["bash", "-c", f"exec env {command} {' '.join(own)}"],
+                env=environment,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
         self._nodes.append(node)
         wait_until(lambda: b"Ray runtime started" in log.read_bytes() or node.poll() is not None, PATIENCE_S, command)
         assert node.poll() is None, log.read_text()[-3000:]
 
     def serve(self, *words: str, timeout_s: float = PATIENCE_S, **variables: str) -> "subprocess.CompletedProcess[str]":
         """Run Ray Serve's own command line."""
-        return subprocess.run([BIN / "serve", *words], env={**self.environment, **variables}, capture_output=True,
-                              text=True, timeout=timeout_s, check=False)  # fmt: skip
+        return subprocess.run(
+            [BIN / "serve", *words],
+            env={**self.environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
 
     def deploy(self, config: dict[str, Any]) -> None:
         """`serve deploy` *config*, and wait until everything of it runs."""
@@ -189,8 +210,10 @@ def cluster(folder: Path, **variables: str) -> Iterator[Cluster]:
 
 def head_line(made: Cluster) -> str:
     """Return the line that starts a plain head."""
-    return (f"ray start --head --port={made.port} --dashboard-host={LOOPBACK} --dashboard-port={made.dashboard} "
-            "--include-dashboard=true")  # fmt: skip
+    return (
+        f"ray start --head --port={made.port} --dashboard-host={LOOPBACK} --dashboard-port={made.dashboard} "
+        "--include-dashboard=true"
+    )
 
 
 def on_ports_of(made: Cluster, config: dict[str, Any]) -> dict[str, Any]:

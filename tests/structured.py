@@ -27,7 +27,7 @@ PERSON: dict[str, Any] = {
     "additionalProperties": False,
 }
 LINE = r"[a-z]{2,8} = (-?[0-9]{1,3}|'[^'\\\n]{0,6}')"
-WORDS = ("yes", "no", "no idea", "niño\n\"{}\" | a")
+WORDS = ("yes", "no", "no idea", 'niño\n"{}" | a')
 SUMS = 'start: term ("+" term){0,3}\nterm: /[0-9]{1,2}/ | "(" start_ ")"\nstart_: /[a-c]/ ("*" start_)? '
 
 
@@ -66,7 +66,11 @@ FORMS = {
 
 
 CORPUS = [json.dumps({"name": "Anna Bo", "age": n, "tags": ["a", "bb", "ccc"]}) for n in range(120)] + [
-    "name = 'value'", "yes no no idea", "12+(a*b)+3", "ni\u00f1o"]  # fmt: skip
+    "name = 'value'",
+    "yes no no idea",
+    "12+(a*b)+3",
+    "ni\u00f1o",
+]
 SPECIAL = ("<pad>", "<s>", "</s>")
 EOS = 2
 PADDED = 3
@@ -79,8 +83,12 @@ def tokenizer() -> Any:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=list(SPECIAL), show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=list(SPECIAL),
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     backend.train_from_iterator(CORPUS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 

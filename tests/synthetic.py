@@ -79,20 +79,31 @@ def config_of(target: Path) -> dict[str, Any]:
     return {"hidden_size": config.get("n_embd"), "num_hidden_layers": config.get("n_layer"), **config}
 
 
-def layer(noise: Noise, prefix: str, config: dict[str, Any], *, reads: int | None = None, qk_norm: bool = False,
-          bias: bool = False) -> Tensors:
+def layer(
+    noise: Noise,
+    prefix: str,
+    config: dict[str, Any],
+    *,
+    reads: int | None = None,
+    qk_norm: bool = False,
+    bias: bool = False,
+) -> Tensors:
     """A Llama layer of *config*, or one with normalised queries and keys, or biases on them."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     wide = reads or hidden
     tensors = {
-        "input_layernorm.weight": noise.norm(hidden), "post_attention_layernorm.weight": noise.norm(hidden),
-        "self_attn.q_proj.weight": noise.weight(queries, wide), "self_attn.k_proj.weight": noise.weight(keys, wide),
-        "self_attn.v_proj.weight": noise.weight(keys, wide), "self_attn.o_proj.weight": noise.weight(hidden, queries),
-        "mlp.gate_proj.weight": noise.weight(inner, hidden), "mlp.up_proj.weight": noise.weight(inner, hidden),
+        "input_layernorm.weight": noise.norm(hidden),
+        "post_attention_layernorm.weight": noise.norm(hidden),
+        "self_attn.q_proj.weight": noise.weight(queries, wide),
+        "self_attn.k_proj.weight": noise.weight(keys, wide),
+        "self_attn.v_proj.weight": noise.weight(keys, wide),
+        "self_attn.o_proj.weight": noise.weight(hidden, queries),
+        "mlp.gate_proj.weight": noise.weight(inner, hidden),
+        "mlp.up_proj.weight": noise.weight(inner, hidden),
         "mlp.down_proj.weight": noise.weight(hidden, inner),
-    }  # fmt: skip
+    }
     if qk_norm:
         tensors |= {f"self_attn.{part}_norm.weight": noise.norm(head) for part in "qk"}
     if bias:
@@ -104,11 +115,20 @@ def llama_config(target: Path, **options: Any) -> dict[str, Any]:
     """The config of a small Llama of the target's width and vocabulary."""
     theirs = config_of(target)
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": theirs["hidden_size"],
-        "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1,
-        "vocab_size": theirs["vocab_size"], "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "max_position_embeddings": 2048, "tie_word_embeddings": False, **options,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": theirs["hidden_size"],
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": theirs["vocab_size"],
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        **options,
+    }
 
 
 def medusa(target: Path, *, seed: int = 0, heads: int = 4, blocks: int = 1, own_heads: bool = True) -> Synthetic:
@@ -127,8 +147,9 @@ def medusa(target: Path, *, seed: int = 0, heads: int = 4, blocks: int = 1, own_
     return Synthetic(config, tensors, file, "medusa")
 
 
-def medusa_vllm(target: Path, *, seed: int = 0, heads: int = 3, blocks: int = 1, kept: int | None = None,
-                shared: bool = False) -> Synthetic:
+def medusa_vllm(
+    target: Path, *, seed: int = 0, heads: int = 3, blocks: int = 1, kept: int | None = None, shared: bool = False
+) -> Synthetic:
     """As vLLM's conversion script writes it; *kept* ids are left in the vocabulary; one head if *shared*."""
     theirs, noise = config_of(target), Noise(seed)
     hidden, vocab = theirs["hidden_size"], theirs["vocab_size"]
@@ -144,37 +165,54 @@ def medusa_vllm(target: Path, *, seed: int = 0, heads: int = 3, blocks: int = 1,
     if kept:
         tensors["medusa_heads.token_map"] = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:kept]
     config = {
-        "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": hidden, "vocab_size": vocab,
-        "num_heads": heads, "num_hidden_layers": blocks, "truncated_vocab_size": size, "original_lm_head": shared,
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "num_heads": heads,
+        "num_hidden_layers": blocks,
+        "truncated_vocab_size": size,
+        "original_lm_head": shared,
         "medusa_fc_bias": False,
-    }  # fmt: skip
+    }
     return Synthetic(config, tensors, method="medusa")
 
 
-def mlp_speculator(target: Path, *, seed: int = 0, heads: int = 3, inner: int = 24, tied: bool = False,
-                   scale: bool = False) -> Synthetic:
+def mlp_speculator(
+    target: Path, *, seed: int = 0, heads: int = 3, inner: int = 24, tied: bool = False, scale: bool = False
+) -> Synthetic:
     """As IBM writes it."""
     theirs, noise = config_of(target), Noise(seed)
     width, vocab = theirs["hidden_size"], theirs["vocab_size"]
     tensors: Tensors = {}
     for i in range(heads):
         if i == 0 or not tied:
-            tensors |= {f"speculator.emb.{i}.weight": noise.weight(vocab, inner, spread=1.0),
-                        f"speculator.head.{i}.weight": noise.weight(vocab, inner),
-                        f"speculator.ln.{i}.weight": noise.norm(inner),
-                        f"speculator.ln.{i}.bias": noise.weight(inner)}  # fmt: skip
+            tensors |= {
+                f"speculator.emb.{i}.weight": noise.weight(vocab, inner, spread=1.0),
+                f"speculator.head.{i}.weight": noise.weight(vocab, inner),
+                f"speculator.ln.{i}.weight": noise.norm(inner),
+                f"speculator.ln.{i}.bias": noise.weight(inner),
+            }
         if i < 2 or not tied:
             tensors[f"speculator.proj.{i}.weight"] = noise.weight(inner, inner if i else width)
     config = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": width,
-        "inner_dim": inner, "n_predict": heads, "n_candidates": 5, "top_k_tokens_per_head": [5, 4, 3][:heads],
-        "vocab_size": vocab, "tie_weights": tied, "scale_input": scale,
-    }  # fmt: skip
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "emb_dim": width,
+        "inner_dim": inner,
+        "n_predict": heads,
+        "n_candidates": 5,
+        "top_k_tokens_per_head": [5, 4, 3][:heads],
+        "vocab_size": vocab,
+        "tie_weights": tied,
+        "scale_input": scale,
+    }
     return Synthetic(config, tensors, method="mlp_speculator")
 
 
-def hydra(target: Path, *, seed: int = 0, heads: int = 3, blocks: int = 2, prefix: bool = False,
-          grounded: bool = True) -> Synthetic:
+def hydra(
+    target: Path, *, seed: int = 0, heads: int = 3, blocks: int = 2, prefix: bool = False, grounded: bool = True
+) -> Synthetic:
     """As the authors write it: blocks behind the first are one module, which a state dict holds several times."""
     theirs, noise = config_of(target), Noise(seed)
     hidden, vocab = theirs["hidden_size"], theirs["vocab_size"]
@@ -182,8 +220,12 @@ def hydra(target: Path, *, seed: int = 0, heads: int = 3, blocks: int = 2, prefi
     for i in range(heads):
         repeated = {"linear.weight": noise.weight(hidden, hidden), "linear.bias": noise.weight(hidden)}
         reads = (i + 2) * hidden
-        wide = {"linear.weight": noise.weight(hidden, reads), "linear.bias": noise.weight(hidden),
-                "res_connection.weight": noise.weight(hidden, reads), "res_connection.bias": noise.weight(hidden)}
+        wide = {
+            "linear.weight": noise.weight(hidden, reads),
+            "linear.bias": noise.weight(hidden),
+            "res_connection.weight": noise.weight(hidden, reads),
+            "res_connection.bias": noise.weight(hidden),
+        }
         for k in range(blocks):
             place = 2 * k + 1 if prefix else k
             parts = wide if grounded and k == 0 else repeated
@@ -192,17 +234,24 @@ def hydra(target: Path, *, seed: int = 0, heads: int = 3, blocks: int = 2, prefi
         tensors |= {f"{output}weight": noise.weight(vocab, hidden), f"{output}bias": noise.weight(vocab)}
     if prefix:
         tensors |= layer(noise, "prefix_embeding_layer.layers.0.", theirs)
-        tensors |= {"prefix_embeding_layer.norm.weight": noise.norm(hidden),
-                    "prefix_embeding_layer.embed_tokens.weight": noise.weight(vocab, hidden)}
+        tensors |= {
+            "prefix_embeding_layer.norm.weight": noise.norm(hidden),
+            "prefix_embeding_layer.embed_tokens.weight": noise.weight(vocab, hidden),
+        }
     config = {
-        "base_model_name_or_path": str(target), "hydra_num_heads": heads, "hydra_num_layers": blocks,
-        "hydra_head_arch": "prefix-mlp" if prefix else "mlp", "grounded_heads": grounded, "hidden_state_offset": 0,
-    }  # fmt: skip
+        "base_model_name_or_path": str(target),
+        "hydra_num_heads": heads,
+        "hydra_num_layers": blocks,
+        "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
+        "grounded_heads": grounded,
+        "hidden_state_offset": 0,
+    }
     return Synthetic(config, tensors, "hydra_lm_head.pt", "hydra")
 
 
-def recurrent(target: Path, *, seed: int = 0, blocks: int = 2, exit_dim: int | None = None,
-              rnn: bool = True) -> Synthetic:
+def recurrent(
+    target: Path, *, seed: int = 0, blocks: int = 2, exit_dim: int | None = None, rnn: bool = True
+) -> Synthetic:
     """As Apple writes it."""
     theirs, noise = config_of(target), Noise(seed)
     hidden, vocab = theirs["hidden_size"], theirs["vocab_size"]
@@ -211,14 +260,26 @@ def recurrent(target: Path, *, seed: int = 0, blocks: int = 2, exit_dim: int | N
     if width != 2 * hidden:
         tensors |= {"input_proj.weight": noise.weight(width, 2 * hidden), "input_proj.bias": noise.weight(width)}
     for j in range(blocks):
-        tensors |= {f"lm_head.{j}.linear.weight": noise.weight(width, width),
-                    f"lm_head.{j}.linear.bias": noise.weight(width)}
+        tensors |= {
+            f"lm_head.{j}.linear.weight": noise.weight(width, width),
+            f"lm_head.{j}.linear.bias": noise.weight(width),
+        }
     tensors[f"lm_head.{blocks}.weight"] = noise.weight(vocab, width)
     if rnn:
-        tensors |= {"rnn_u.weight": noise.weight(hidden, hidden), "rnn_u.bias": noise.weight(hidden),
-                    "rnn_w.weight": noise.weight(hidden, hidden)}  # fmt: skip
-    config = {"model_type": "recurrent_drafting_drafter", "vocab_size": vocab, "hidden_size": hidden,
-              "exit_dim": width, "num_draft_layers": blocks, "num_lookback_tokens": 8, "rnn": rnn}  # fmt: skip
+        tensors |= {
+            "rnn_u.weight": noise.weight(hidden, hidden),
+            "rnn_u.bias": noise.weight(hidden),
+            "rnn_w.weight": noise.weight(hidden, hidden),
+        }
+    config = {
+        "model_type": "recurrent_drafting_drafter",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "exit_dim": width,
+        "num_draft_layers": blocks,
+        "num_lookback_tokens": 8,
+        "rnn": rnn,
+    }
     return Synthetic(config, tensors, method="recurrent")
 
 

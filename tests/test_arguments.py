@@ -183,8 +183,10 @@ def test_a_draft_model_and_its_defaults() -> None:
     assert (config.draft_tensor_parallel_size, config.rejection_sample_method) == (1, "coupled")
 
 
-@pytest.mark.parametrize("keys", [{"model": "ngram"}, {"model": "[ngram]"}, {"method": "ngram"},
-                                  {"prompt_lookup_max": 5}, {"method": "ngram_gpu"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [{"model": "ngram"}, {"model": "[ngram]"}, {"method": "ngram"}, {"prompt_lookup_max": 5}, {"method": "ngram_gpu"}],
+)
 def test_ngram_is_recognised(keys: dict[str, Any]) -> None:
     config = speculative(**keys)
     assert (config.method, config.model) == ("ngram", None)
@@ -193,9 +195,12 @@ def test_ngram_is_recognised(keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "lengths"),
-    [({"prompt_lookup_max": 4}, (4, 4)), ({"prompt_lookup_min": 2}, (2, 2)),
-     ({"prompt_lookup_min": 2, "prompt-lookup-max": 3}, (2, 3))],
-)  # fmt: skip
+    [
+        ({"prompt_lookup_max": 4}, (4, 4)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt-lookup-max": 3}, (2, 3)),
+    ],
+)
 def test_one_end_of_the_lookup_range_mirrors_the_other(keys: dict[str, Any], lengths: tuple[int, int]) -> None:
     config = speculative(method="ngram", **keys)
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == lengths
@@ -248,8 +253,10 @@ SYNTHETIC = {"model": "d", "num_speculative_tokens": 3, "rejection_sample_method
         ({**SYNTHETIC, "synthetic_acceptance_length": 0.5}, "must be at least 1"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [0.9, 0.5]}, "one rate for each of num_speculative_tokens (3)"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "none above the one before"),
-        ({"method": "draft_model", "model": "d", "rejection_sample_method": "block", "draft_sample_method": "x"},
-         "draft_sample_method"),
+        (
+            {"method": "draft_model", "model": "d", "rejection_sample_method": "block", "draft_sample_method": "x"},
+            "draft_sample_method",
+        ),
         ({"model": "d", "rejection_sample_method": "fly"}, "lossy"),
         ({"model": "d", "acceptance_method": "typical_acceptance_sampler"}, "lossy"),
         ({"model": "d", "quantization": "fp8"}, "quantization is not supported"),
@@ -268,7 +275,7 @@ SYNTHETIC = {"model": "d", "num_speculative_tokens": 3, "rejection_sample_method
         ({"model": "d", "disable_by_batch_size": 0}, "disable_by_batch_size must be greater than 0"),
     ],
     ids=lambda x: str(x)[:40],
-)  # fmt: skip
+)
 def test_speculative_refusals(keys: dict[str, Any], says: str) -> None:
     assert says in refusal(speculative_config=keys)
 
@@ -287,9 +294,12 @@ def test_the_table_gives_k_where_none_is_told() -> None:
 def test_removed_names_are_aliases_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="slipstream"):
         old = parse(
-            speculative_model="d", num_speculative_tokens=4, speculative_draft_tensor_parallel_size=1,
-            speculative_disable_by_batch_size=8, spec_decoding_acceptance_method="rejection_sampler",
-        )  # fmt: skip
+            speculative_model="d",
+            num_speculative_tokens=4,
+            speculative_draft_tensor_parallel_size=1,
+            speculative_disable_by_batch_size=8,
+            spec_decoding_acceptance_method="rejection_sampler",
+        )
     new = parse(speculative_config={"model": "d", "num_speculative_tokens": 4, "disable_by_batch_size": 8})
     assert old == new
     assert "speculative_model is deprecated" in caplog.text

@@ -48,15 +48,20 @@ def normal(heads: int, tokens: int, size: int, dtype: torch.dtype, seed: int) ->
 )
 @settings(max_examples=60, deadline=None)
 def test_kernel_equals_torch(
-    dtype: torch.dtype, size: tuple[int, int], heads: tuple[int, int], lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+    size: tuple[int, int],
+    heads: tuple[int, int],
+    lengths: list[tuple[int, int]],
     asked: tuple[int, float, bool],
-) -> None:  # fmt: skip
+) -> None:
     window, softcap, has_sinks = asked
     rows = rows_of(lengths)
     shape = LayerShape(heads[1], *size)
     tokens = int(rows.lengths_R.sum())
-    query, key, value = (normal(count, tokens, width, dtype, seed) for seed, (count, width) in enumerate(
-        ((heads[0], size[0]), (heads[1], size[0]), (heads[1], size[1]))))
+    query, key, value = (
+        normal(count, tokens, width, dtype, seed)
+        for seed, (count, width) in enumerate(((heads[0], size[0]), (heads[1], size[0]), (heads[1], size[1])))
+    )
     options = Options(size[0] ** -0.5, window, softcap, torch.linspace(-1, 1, heads[0]) if has_sinks else None)
     found = []
     for backend in (NativeAttention, TorchAttention):

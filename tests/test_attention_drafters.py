@@ -49,8 +49,15 @@ def eagle_behind(made: World, weights: Weights, layers: int = 1) -> Behind:
             h = linear(weights, "fc", torch.cat([made.embedding[tokens[:count]], states], -1))
             for i in range(layers):
                 x = rms(h, weights[f"layers.{i}.input_layernorm.weight"]) if i else h
-                h = h + attention(weights, f"layers.{i}.self_attn", x, list(range(count)), causal(count),
-                                  head_dim=H // HEADS, theta=THETA)
+                h = h + attention(
+                    weights,
+                    f"layers.{i}.self_attn",
+                    x,
+                    list(range(count)),
+                    causal(count),
+                    head_dim=H // HEADS,
+                    theta=THETA,
+                )
                 normed = rms(h, weights[f"layers.{i}.post_attention_layernorm.weight"])
                 h = h + mlp(weights, f"layers.{i}.mlp", normed)
             if count == len(tokens):
@@ -94,15 +101,18 @@ class Variant:
 
     def tensors(self) -> Weights:
         shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (self.drafted, H),
+            "fc.weight": (H, 3 * H),
+            "norm.weight": (H,),
+            "lm_head.weight": (self.drafted, H),
             **dict.fromkeys(self.norms, (H,)),
-        }  # fmt: skip
+        }
         for i in range(self.layers):
             prefix = f"layers.{i}" if i else self.prefix
             shapes |= layer_shapes(prefix, H if i else 2 * H) | {f"{prefix}.input_layernorm.weight": (H,)}
             if self.qk_norm:
-                shapes |= dict.fromkeys((f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight"),
-                                        (H // HEADS,))
+                shapes |= dict.fromkeys(
+                    (f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight"), (H // HEADS,)
+                )
         shapes[f"{self.prefix}.hidden_norm.weight"] = (H,)
         if self.own_embedding:
             shapes["embed_tokens.weight"] = (V, H)
@@ -116,16 +126,23 @@ class Variant:
         return weights
 
     def full_config(self) -> dict[str, Any]:
-        return {**HEAD, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": self.drafted,
-                "num_hidden_layers": self.layers, **self.config}
+        return {
+            **HEAD,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": self.drafted,
+            "num_hidden_layers": self.layers,
+            **self.config,
+        }
 
 
 def eagle3_behind(made: World, weights: Weights, variant: Variant) -> Behind:
     """EAGLE-3 by the book; *norms* of `fc_norm` come in the order of the states."""
+
     def layer(i: int, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         prefix, count = f"layers.{i}" if i else variant.prefix, len(h)
-        h = h + attention(weights, f"{prefix}.self_attn", x, list(range(count)), causal(count), head_dim=H // HEADS,
-                          theta=THETA)
+        h = h + attention(
+            weights, f"{prefix}.self_attn", x, list(range(count)), causal(count), head_dim=H // HEADS, theta=THETA
+        )
         return h + mlp(weights, f"{prefix}.mlp", rms(h, weights[f"{prefix}.post_attention_layernorm.weight"]))
 
     def behind(slot: int, drafted: Drafted) -> torch.Tensor:
@@ -138,8 +155,10 @@ def eagle3_behind(made: World, weights: Weights, variant: Variant) -> Behind:
         tokens, states = made.texts[slot][1:] + drafted, linear(weights, "fc", features)
         while True:
             count = len(states)
-            e = rms(weights.get("embed_tokens.weight", made.embedding)[tokens[:count]],
-                    weights[f"{variant.prefix}.input_layernorm.weight"])
+            e = rms(
+                weights.get("embed_tokens.weight", made.embedding)[tokens[:count]],
+                weights[f"{variant.prefix}.input_layernorm.weight"],
+            )
             g = rms(states, weights[f"{variant.prefix}.hidden_norm.weight"])
             h = layer(0, torch.cat([e, g], -1), g if variant.has("norm_before_residual") else states)
             for i in range(1, variant.layers):
@@ -159,14 +178,16 @@ VARIANTS = {
     "as published": Variant(),
     "speculators": Variant({"norm_before_residual": True}, prefix="layers.0", own_embedding=True),
     "one norm before fc": Variant({"norm_before_fc": True}),
-    "norms of each state": Variant({"fc_norm": True},
-                                   norms=("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")),
-    "norms of old": Variant({"use_aux_norm": "True"},
-                            norms=("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")),
+    "norms of each state": Variant(
+        {"fc_norm": True}, norms=("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")
+    ),
+    "norms of old": Variant(
+        {"use_aux_norm": "True"}, norms=("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
+    ),
     "recycled behind the norm": Variant({"norm_output": True}),
     "all of the vocabulary": Variant(drafted=V),
     "several layers of Qwen3": Variant(layers=3, prefix="layers.0", qk_norm=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)

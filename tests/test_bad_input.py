@@ -135,8 +135,15 @@ NO_SUCH_TOKEN: list[tuple[str, dict[str, Any], str]] = [
 FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"chat_template": "{{ 7 * 7 }}"}, "--chat-template"),
     (CHAT, {"chat_template_kwargs": {"a": "{{ 1 }}"}}, "chat_template_kwargs"),
-    (CHAT, {"messages": [{"role": "user", "content": [
-        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/secret"}}]}]}, "'text'"),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/secret"}}]}
+            ]
+        },
+        "'text'",
+    ),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}]}, "'text'"),
     (CHAT, {"messages": [{"role": "user", "content": {"type": "text"}}]}, "text or a list"),
     (COMPLETIONS, {"prompt_embeds": "gANjdG9yY2g="}, "unknown field"),
@@ -158,9 +165,13 @@ GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
         "$ref": "http://127.0.0.1:1/schema.json"}}}}, "structured_outputs"),
 ]  # fmt: skip
-ROWS = [("too much", row) for row in TOO_MUCH] + [("nothing", row) for row in NOTHING] + [
-    ("no such token", row) for row in NO_SUCH_TOKEN] + [("foreign", row) for row in FOREIGN] + [
-    ("grammar", row) for row in GRAMMARS]  # fmt: skip
+ROWS = (
+    [("too much", row) for row in TOO_MUCH]
+    + [("nothing", row) for row in NOTHING]
+    + [("no such token", row) for row in NO_SUCH_TOKEN]
+    + [("foreign", row) for row in FOREIGN]
+    + [("grammar", row) for row in GRAMMARS]
+)
 
 
 @pytest.mark.parametrize("row", [row for _, row in ROWS], ids=[f"{kind}-{i}" for i, (kind, _) in enumerate(ROWS)])
@@ -213,8 +224,11 @@ def test_odd_text_is_served_or_refused(served: Guarded) -> None:
 
 
 def test_a_word_of_10_megabytes(served: Guarded) -> None:
-    for path, body in ((COMPLETIONS, {"prompt": "a" * 10_000_000}), ("/tokenize", {"prompt": "a" * 10_000_000}),
-                       (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000_000}]})):  # fmt: skip
+    for path, body in (
+        (COMPLETIONS, {"prompt": "a" * 10_000_000}),
+        ("/tokenize", {"prompt": "a" * 10_000_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000_000}]}),
+    ):
         assert "characters" in refused(served.post(path, **body))
 
 
@@ -289,7 +303,7 @@ MESSAGES: list[tuple[str, pb.GenerateRequest]] = [
     ("biases", sampling(logit_bias=dict.fromkeys(range(10_000), 1.0))),
     ("max_tokens", sampling(max_tokens=2**31 - 1)),
     ("allowed", sampling(allowed_token_ids=[300])),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("message", [message for _, message in MESSAGES], ids=[name for name, _ in MESSAGES])

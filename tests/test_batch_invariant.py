@@ -24,10 +24,16 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Largest error of a result, relative to the largest."""
 WIDTHS = (1, 7, 16, 24, 33, 64, 97, 176)
 EACH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "exp": torch.exp, "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "gelu_erf": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "cos": torch.cos, "sin": torch.sin,
+    "exp": torch.exp,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "gelu_erf": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "cos": torch.cos,
+    "sin": torch.sin,
     "rsqrt": lambda x: x.abs().rsqrt(),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +65,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(rows=st.integers(1, 70), columns=st.integers(1, 40), size=st.integers(1, 300), has_bias=st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_products_are_right_and_the_same_alone(dtype: torch.dtype, rows: int, columns: int, size: int,
-                                               has_bias: bool) -> None:  # fmt: skip
+def test_products_are_right_and_the_same_alone(
+    dtype: torch.dtype, rows: int, columns: int, size: int, has_bias: bool
+) -> None:
     x, weight = drawn(rows, size, dtype=dtype), drawn(columns, size, dtype=dtype, seed=1)
     bias = drawn(columns, dtype=dtype, seed=2) if has_bias else None
     found = native.linear(x, weight, bias, ops.SHARDS, False)
@@ -91,8 +98,12 @@ def test_ranks_add_up_the_sums_that_one_adds_up(ranks: int, size: int) -> None:
     x, weight = drawn(9, size, dtype=torch.bfloat16), drawn(10, size, dtype=torch.bfloat16, seed=1)
     whole = native.linear(x, weight, None, ops.SHARDS, True)
     share = size // ranks
-    parts = [native.linear(x[:, r * share : (r + 1) * share], weight[:, r * share : (r + 1) * share], None,
-                           ops.SHARDS // ranks, True) for r in range(ranks)]  # fmt: skip
+    parts = [
+        native.linear(
+            x[:, r * share : (r + 1) * share], weight[:, r * share : (r + 1) * share], None, ops.SHARDS // ranks, True
+        )
+        for r in range(ranks)
+    ]
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     assert same(parts[0], whole)
@@ -144,10 +155,12 @@ def test_rows_are_right_and_the_same_alone(size: int, dtype: torch.dtype) -> Non
     for work, exact in (
         (native.mean, wide.mean(-1, keepdim=True)),
         (native.softmax, wide.softmax(-1)),
-        (lambda x: native.layer_norm(x, weight, bias, 1e-3), F.layer_norm(wide, (size,), weight.double(), bias.double(),
-                                                                         1e-3)),
+        (
+            lambda x: native.layer_norm(x, weight, bias, 1e-3),
+            F.layer_norm(wide, (size,), weight.double(), bias.double(), 1e-3),
+        ),
         (lambda x: native.layer_norm(x, None, None, 1e-3), F.layer_norm(wide, (size,), eps=1e-3)),
-    ):  # fmt: skip
+    ):
         found = work(x)
         check_near(found, exact)
         assert all(same(work(x[at : at + 1]), found[at : at + 1]) for at in (0, 1, 150, 299))
@@ -180,9 +193,9 @@ CHAIN, BRANCHES = Draft((0,) * 6, (-1, 0, 1, 2, 3, 4)), Draft((0,) * 8, (-1, -1,
 """The second holds the branch 0, 2, 5, 6, which is as long as the chain's first four tokens."""
 
 
-def attended(rows: list[OneRow], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> (
-    torch.Tensor
-):  # fmt: skip
+def attended(
+    rows: list[OneRow], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+) -> torch.Tensor:
     laid_out = rows_of(rows)
     backend = InvariantAttention(filled(LayerShape(2, *SIZES), laid_out.blocks_SB.size, query.dtype))
     for pages in (*backend.cache.keys, *backend.cache.values):
@@ -199,8 +212,10 @@ SIZES = (24, 40)
 @pytest.mark.parametrize("window", [0, 20])
 def test_a_branch_is_attended_as_the_chain_it_is(known: int, window: int, dtype: torch.dtype) -> None:
     tokens = known + 8
-    query, key, value = (normal(heads, tokens, size, seed).to(dtype) for seed, (heads, size) in enumerate(
-        ((4, SIZES[0]), (2, SIZES[0]), (2, SIZES[1]))))
+    query, key, value = (
+        normal(heads, tokens, size, seed).to(dtype)
+        for seed, (heads, size) in enumerate(((4, SIZES[0]), (2, SIZES[0]), (2, SIZES[1])))
+    )
     options = Options(0.2, window, 3.0, torch.linspace(-1, 1, 4))
     chain = attended([OneRow(0, tokens)], query, key, value, options)
     branch = [0, 2, 5, 6]
@@ -220,8 +235,10 @@ def test_a_branch_is_attended_as_the_chain_it_is(known: int, window: int, dtype:
 
 @pytest.mark.parametrize("window", [0, 10])
 def test_a_query_is_attended_alone_as_among_others(window: int) -> None:
-    query, key, value = (normal(heads, 90, size, seed).to(torch.bfloat16) for seed, (heads, size) in enumerate(
-        ((4, SIZES[0]), (2, SIZES[0]), (2, SIZES[1]))))
+    query, key, value = (
+        normal(heads, 90, size, seed).to(torch.bfloat16)
+        for seed, (heads, size) in enumerate(((4, SIZES[0]), (2, SIZES[0]), (2, SIZES[1])))
+    )
     options = Options(0.2, window)
     whole = attended([OneRow(0, 90)], query, key, value, options)
     for threads, first in ((1, 89), (3, 40), (1, 64)):
@@ -245,8 +262,10 @@ def test_a_query_is_attended_alone_as_among_others(window: int) -> None:
 
 
 def test_a_split_that_a_query_does_not_see_changes_no_bit() -> None:
-    query, key, value = (normal(heads, 300, size, seed) for seed, (heads, size) in enumerate(
-        ((4, SIZES[0]), (2, SIZES[0]), (2, SIZES[1]))))
+    query, key, value = (
+        normal(heads, 300, size, seed)
+        for seed, (heads, size) in enumerate(((4, SIZES[0]), (2, SIZES[0]), (2, SIZES[1])))
+    )
     for options in (Options(0.2), Options(0.2, 9, 3.0, torch.linspace(-1, 1, 4))):
         laid_out = rows_of([OneRow(0, 300)])
         backend = SplitAttention(filled(LayerShape(2, *SIZES), laid_out.blocks_SB.size))

@@ -32,11 +32,15 @@ def requests() -> list[Request]:
     """Greedy and seeded rows by turns, with shared beginnings; some repeat themselves, for n-grams to find."""
     shared = [11, 12, 13, 14, 15, 16, 17, 18, 19]
     return [
-        Request(request_id=str(i), params=SamplingParams(), max_tokens=12 + i % 7,
-                prompt_token_ids=(*shared * (i % 2), *[5, 6, 7, 8 + i % 5] * (2 + i % 6)),
-                sampling=Sampling(seed=i, temperature=0.9 * (i % 2)))
+        Request(
+            request_id=str(i),
+            params=SamplingParams(),
+            max_tokens=12 + i % 7,
+            prompt_token_ids=(*shared * (i % 2), *[5, 6, 7, 8 + i % 5] * (2 + i % 6)),
+            sampling=Sampling(seed=i, temperature=0.9 * (i % 2)),
+        )
         for i in range(20)
-    ]  # fmt: skip
+    ]
 
 
 def run(target: Path, speculative: dict[str, Any] | None, **options: Any) -> tuple[Outputs, Engine]:

@@ -47,8 +47,10 @@ class Model:
         each = -(-(LENGTH + 16) // BLOCK)
         tables = rng.permutation(ROWS * each).reshape(ROWS, each)
         new = [NewSequence(i, text.tolist(), LENGTH, Sampling(seed=0)) for i, text in enumerate(self.texts)]
-        grown = [Row(i, 0, 1, LENGTH, new_block_ids=table.tolist(), new_block_versions=[0] * each)
-                 for i, table in enumerate(tables)]  # fmt: skip
+        grown = [
+            Row(i, 0, 1, LENGTH, new_block_ids=table.tolist(), new_block_versions=[0] * each)
+            for i, table in enumerate(tables)
+        ]
         self.slots.apply(RoundPlan(0, grown, new))
         self.runner = ModelRunner(loaded, self.slots, ROWS * each, BLOCK)
 
@@ -153,8 +155,9 @@ def test_in_other_dtypes(family: str, dtype: str, tmp_path: Path) -> None:
         assert error.mean() <= 0.01 * exact.abs().max()
 
 
-@pytest.mark.parametrize("family", [
-    pytest.param(family, marks=() if family in SPLIT_QUICKLY else pytest.mark.full) for family in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in SPLIT_QUICKLY else pytest.mark.full) for family in FAMILIES]
+)
 def test_two_ranks_say_the_same_bits(family: str, tmp_path: Path) -> None:
     on_two_ranks(build(family, tmp_path, vocab_size=VOCAB))
 
@@ -175,8 +178,9 @@ def on_two_ranks(folder: Path, *, is_listed: bool = False) -> None:
 
 
 def test_more_ranks_and_biases(tmp_path: Path) -> None:
-    for number, (family, changes) in enumerate((("llama", {"attention_bias": True, "mlp_bias": True}), ("opt", {}),
-                                                 ("gpt_oss", {}))):
+    for number, (family, changes) in enumerate(
+        (("llama", {"attention_bias": True, "mlp_bias": True}), ("opt", {}), ("gpt_oss", {}))
+    ):
         folder = build(family, tmp_path / str(number), vocab_size=VOCAB, **changes)
         expected = Model(folder).feed([(0, 0, LENGTH)])[0]
         found = in_memory(4, lambda group, folder=folder: Model(folder, group=group).feed([(0, 0, LENGTH)])[0])
@@ -196,8 +200,10 @@ def test_a_list_of_operators_says_the_same_bits(family: str, tmp_path: Path) -> 
     traced(build(family, tmp_path, vocab_size=VOCAB, num_hidden_layers=1))
 
 
-@pytest.mark.parametrize("family", [
-    pytest.param(family, marks=() if family in {"llama", "mixtral"} else pytest.mark.full) for family in FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family in {"llama", "mixtral"} else pytest.mark.full) for family in FAMILIES],
+)
 def test_so_do_lists_of_two_ranks(family: str, tmp_path: Path) -> None:
     on_two_ranks(build(family, tmp_path, vocab_size=VOCAB), is_listed=True)
 
@@ -316,17 +322,20 @@ def test_operators_that_are_not_known_are_refused_by_name(tmp_path: Path, monkey
     assert "(model_type 'llama'): batch_invariant: the model uses aten.mish, whose bits may depend on" in message
 
 
-@pytest.mark.parametrize("work", [
-    lambda x: torch.add(x, x, alpha=0.3),
-    lambda x: x.index_put_((torch.zeros(3, dtype=torch.int64),), x, accumulate=True),
-    lambda x: x.scatter(0, torch.zeros(x.shape, dtype=torch.int64), x, reduce="add"),
-    lambda x: x.cumsum(0),
-    lambda x: x.sum(),
-    lambda x: x.pow(0.3),
-    torch.linalg.vector_norm,
-    lambda x: x.double().exp(),
-    lambda x: x.unsqueeze(0) @ x.unsqueeze(0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: torch.add(x, x, alpha=0.3),
+        lambda x: x.index_put_((torch.zeros(3, dtype=torch.int64),), x, accumulate=True),
+        lambda x: x.scatter(0, torch.zeros(x.shape, dtype=torch.int64), x, reduce="add"),
+        lambda x: x.cumsum(0),
+        lambda x: x.sum(),
+        lambda x: x.pow(0.3),
+        torch.linalg.vector_norm,
+        lambda x: x.double().exp(),
+        lambda x: x.unsqueeze(0) @ x.unsqueeze(0),
+    ],
+)
 def test_what_could_sum_in_another_order_is_refused(work: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with torch.inference_mode(), invariant.active(), pytest.raises(ConfigError, match="batch_invariant: the model"):
         work(torch.ones(3, 3))

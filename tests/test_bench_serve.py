@@ -47,9 +47,14 @@ def test_the_shipped_workload_is_one_too() -> None:
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
-    [("none.txt", "", "one of random"), ("gone.json", None, "needs a file"), ("bad.json", "{", "cannot be read"),
-     ("odd.json", "3", "must hold a list"), ("empty.jsonl", "", "no request")],
-)  # fmt: skip
+    [
+        ("none.txt", "", "one of random"),
+        ("gone.json", None, "needs a file"),
+        ("bad.json", "{", "cannot be read"),
+        ("odd.json", "3", "must hold a list"),
+        ("empty.jsonl", "", "no request"),
+    ],
+)
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content: str | None, words: str) -> None:
     path = tmp_path / name
     if content is not None:
@@ -123,11 +128,38 @@ def bench(*args: str) -> None:
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "figures.json"
     with served() as url:
-        bench("--base-url", url + "/", "--num-prompts", "6", "--random-input-len", "5", "--output-len", "9",
-              "--max-concurrency", "3", "--request-rate", "500", "--seed", "3", "--ignore-eos", "--output", str(output))
+        bench(
+            "--base-url",
+            url + "/",
+            "--num-prompts",
+            "6",
+            "--random-input-len",
+            "5",
+            "--output-len",
+            "9",
+            "--max-concurrency",
+            "3",
+            "--request-rate",
+            "500",
+            "--seed",
+            "3",
+            "--ignore-eos",
+            "--output",
+            str(output),
+        )
         said = capsys.readouterr().out
-        bench("--base-url", url, "--endpoint", "/v1/chat/completions", "--num-prompts", "1", "--output-len", "5",
-              "--random-input-len", "3")
+        bench(
+            "--base-url",
+            url,
+            "--endpoint",
+            "/v1/chat/completions",
+            "--num-prompts",
+            "1",
+            "--output-len",
+            "5",
+            "--random-input-len",
+            "3",
+        )
         with pytest.raises(ConfigError, match="does not exist; served: fake"):
             bench("--base-url", url, "--model", "other", "--num-prompts", "1")
     found = json.loads(output.read_text(encoding="utf-8"))
@@ -156,8 +188,12 @@ async def asked_of(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter]
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
-        return await put(Target(address, "/v1/completions", "m"), [Prompt("hi", 1)] * count, Load(max_concurrency=3),
-                         lambda measured: None)
+        return await put(
+            Target(address, "/v1/completions", "m"),
+            [Prompt("hi", 1)] * count,
+            Load(max_concurrency=3),
+            lambda measured: None,
+        )
 
 
 def saying(choice: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:

@@ -46,8 +46,16 @@ def drafted(pair: tuple[Path, Path], **keys: Any) -> dict[str, Any]:
 
 
 def options(pair: tuple[Path, Path], prompts: Path, speculative: dict[str, Any] | None) -> list[str]:
-    return ["check", str(pair[0]), "--speculative-config", json.dumps(speculative), *SMALL, *SIZE,
-            "--prompts", str(prompts)]  # fmt: skip
+    return [
+        "check",
+        str(pair[0]),
+        "--speculative-config",
+        json.dumps(speculative),
+        *SMALL,
+        *SIZE,
+        "--prompts",
+        str(prompts),
+    ]
 
 
 def run(given: list[str], output: Path) -> tuple[int, dict[str, Any]]:
@@ -59,8 +67,9 @@ def run(given: list[str], output: Path) -> tuple[int, dict[str, Any]]:
 # Nothing wrong.
 
 
-def test_a_right_engine_passes(pair: tuple[Path, Path], prompts: Path, tmp_path: Path,
-                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_right_engine_passes(
+    pair: tuple[Path, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, report = run(options(pair, prompts, drafted(pair)), tmp_path / "report.json")
     assert (status, report["passed"], report["verdict"]) == (0, True, "passed: speculation changes nothing")
     assert (report["rule"], report["dtype"], report["missing"]) == ("coupled", "float32", [])
@@ -101,8 +110,14 @@ def test_rules_by_laws_are_not_held_to_seeded_identity(
     ],
 )
 def test_planted_bugs_are_found_and_explained(
-    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, bug: str,
-    origin: str, why: str,
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    bug: str,
+    origin: str,
+    why: str,
 ) -> None:
     check_bugs.plant(monkeypatch, bug)
     status, report = run([*given, "--num-prompts", "3"], tmp_path / "report.json")
@@ -120,7 +135,10 @@ def test_planted_bugs_are_found_and_explained(
 
 
 def test_a_wrong_law_is_found_where_identity_is_not_promised(
-    pair: tuple[Path, Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[Path, Path],
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     check_bugs.resample_from_p(monkeypatch)
@@ -147,9 +165,11 @@ def test_what_must_have_happened() -> None:
     some, none = checking.Counts(9, 4), checking.Counts(0, 0)
     assert checking.missing(some, none) == ()
     for with_speculation, without, says in (
-        (none, none, "nothing was guessed"), (checking.Counts(9, 0), none, "no guess was accepted"),
-        (checking.Counts(9, 9), none, "no guess was rejected"), (some, some, "without speculation scored 9 guesses"),
-    ):  # fmt: skip
+        (none, none, "nothing was guessed"),
+        (checking.Counts(9, 0), none, "no guess was accepted"),
+        (checking.Counts(9, 9), none, "no guess was rejected"),
+        (some, some, "without speculation scored 9 guesses"),
+    ):
         (text,) = checking.missing(with_speculation, without)
         assert says in text
 
@@ -162,9 +182,7 @@ def test_each_part_must_have_been_guessed_at() -> None:
     assert "no guess was accepted in the sampled answers" in text
 
 
-def test_samples_that_nobody_guessed_at_show_nothing(
-    pair: tuple[Path, Path], prompts: Path, tmp_path: Path
-) -> None:
+def test_samples_that_nobody_guessed_at_show_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     """Guesses for the eight prompts' first tokens, and then the batch is too large for any."""
     seldom = {**drafted(pair, rejection_sample_method="standard"), "disable_by_batch_size": 2}
     status, report = run([*options(pair, prompts, seldom), "--samples", "100"], tmp_path / "report.json")
@@ -185,15 +203,19 @@ def test_samples_that_nobody_guessed_at_show_nothing(
     ("speculative", "more", "says"),
     [
         (None, [], "asks for no speculation"),
-        ({**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.25]}, [],
-         "'synthetic' changes answers on purpose"),
+        (
+            {**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.25]},
+            [],
+            "'synthetic' changes answers on purpose",
+        ),
         (NGRAM, ["--prompts", "/nowhere"], "cannot read /nowhere"),
         (NGRAM, ["--json", "/nowhere/report.json"], "there is no folder /nowhere"),
         (NGRAM, ["--model", "other"], "given twice"),
     ],
 )
-def test_refusals(pair: tuple[Path, Path], prompts: Path, speculative: dict[str, Any] | None, more: list[str],
-                  says: str) -> None:
+def test_refusals(
+    pair: tuple[Path, Path], prompts: Path, speculative: dict[str, Any] | None, more: list[str], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         cli.app([*options(pair, prompts, speculative), *more], standalone_mode=False)
 
@@ -214,9 +236,14 @@ def slipstream(*given: str) -> subprocess.CompletedProcess[str]:
     """Run a command as users do."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "slipstream", *given], capture_output=True, text=True, timeout=3000, check=False,
-        cwd=ROOT, env=environment,
-    )  # fmt: skip
+        [sys.executable, "-m", "slipstream", *given],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
 
 
 def test_the_command_passes(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
@@ -234,6 +261,6 @@ def test_the_demo_pair_passes(tmp_path: Path, rule: str) -> None:
     output = tmp_path / "report.json"
     speculative = json.dumps({"rejection_sample_method": rule})
     done = slipstream("check", "--speculative-config", speculative, "--json", str(output))
-    print(done.stdout)  # noqa: T201 - the figures are the point
+    print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(output.read_text())["passed"]

@@ -175,8 +175,9 @@ def test_how_many_ties_may_be(allowance: Allowance, sequences: int, most: int | 
 # Verdicts.
 
 
-def finding(position: int = 0, *, origin: str = "an accepted guess", is_tie: bool = False,
-            chosen_with: tuple[str, ...] = ()) -> Finding:
+def finding(
+    position: int = 0, *, origin: str = "an accepted guess", is_tie: bool = False, chosen_with: tuple[str, ...] = ()
+) -> Finding:
     return Finding("seeded", 0, position, 1, 2, origin, 1e-5, 1e-5 if is_tie else 0.3, 0.1, 2, chosen_with, is_tie)
 
 
@@ -194,8 +195,9 @@ def test_violations_are_explained_by_what_they_share() -> None:
     answers = [said(1, 2)] * 10
     found = [finding(), finding(), finding(origin="a bonus token"), finding(is_tie=True)]
     why = identity.judge("seeded", answers, found, FP32).why
-    assert why == ("no tie: 2 of 3 first differences are an accepted guess: guesses were accepted that are not the "
-                   "target's choice")
+    assert why == (
+        "no tie: 2 of 3 first differences are an accepted guess: guesses were accepted that are not the target's choice"
+    )
     before = "with the noise of the position before"
     why = identity.judge("seeded", answers, [finding(chosen_with=(before,))] * 3 + [finding()], FP32).why
     assert why.endswith(f"; 3 of 4 are what the target chooses {before}: an index is off by one")

@@ -191,8 +191,10 @@ def test_lookahead_learns_from_noise_ahead_so_ways_are_not_told_apart() -> None:
 def test_draws_are_grouped_by_prompt_prefix_and_place() -> None:
     round_of_three = Answer((5, 6, 7, 8), ("guess", "guess", "bonus", "plain"), "length")
     corrected = Answer((5, 9, 7), ("guess", "correction", "correction"), "length")
-    groups = {(g.prompt, g.prefix, g.place): dict(g.counts)
-              for g in law.grouped([(0, round_of_three), (0, corrected), (1, corrected)])}  # fmt: skip
+    groups = {
+        (g.prompt, g.prefix, g.place): dict(g.counts)
+        for g in law.grouped([(0, round_of_three), (0, corrected), (1, corrected)])
+    }
     assert groups == {
         (0, (), "prompt"): {5: 2},
         (0, (5,), "guess"): {6: 1, 9: 1},
@@ -227,8 +229,9 @@ def test_places_without_a_test_are_told() -> None:
     even = np.full(4, 0.25)
     verdict = law.judge([drawn(even, 400, 0)], [even], 1e-6, tokens={"guess": 400, "bonus": 7})
     assert [(p.place, p.tokens, p.tested, p.groups, p.passed) for p in verdict.places] == [
-        ("guess", 400, 400, 1, True), ("bonus", 7, 0, 0, True)
-    ]  # fmt: skip
+        ("guess", 400, 400, 1, True),
+        ("bonus", 7, 0, 0, True),
+    ]
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])

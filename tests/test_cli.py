@@ -40,9 +40,14 @@ def slipstream(*given: str) -> subprocess.CompletedProcess[str]:
     """Run a command as users do."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return subprocess.run(
-        [sys.executable, "-m", "slipstream", *given], capture_output=True, text=True, timeout=120, check=False,
-        cwd=ROOT, env=environment,
-    )  # fmt: skip
+        [sys.executable, "-m", "slipstream", *given],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
 
 
 @pytest.fixture
@@ -82,9 +87,15 @@ def test_switches_have_two_sides(served: list[tuple[EngineConfig, Any]]) -> None
 
 
 def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any]]) -> None:
-    values = {"dtype": "half", "device": "cpu", "distributed_executor_backend": "mp", "gpu_memory_utilization": "0.5",
-              "placement_strategy": "PACK", "worker_resources": '{"CPU": 2}',
-              "log_format": "json"}
+    values = {
+        "dtype": "half",
+        "device": "cpu",
+        "distributed_executor_backend": "mp",
+        "gpu_memory_utilization": "0.5",
+        "placement_strategy": "PACK",
+        "worker_resources": '{"CPU": 2}',
+        "log_format": "json",
+    }
     given = ["serve"]
     for option in arguments.KEPT:
         flag = "--" + option.name.replace("_", "-")
@@ -95,9 +106,7 @@ def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any
     assert config == arguments.parse(python)
 
 
-def test_a_yaml_file_has_the_same_names_and_flags_win(
-    tmp_path: Path, served: list[tuple[EngineConfig, Any]]
-) -> None:
+def test_a_yaml_file_has_the_same_names_and_flags_win(tmp_path: Path, served: list[tuple[EngineConfig, Any]]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         "model: m\nmax-model-len: 64\nmax_num_seqs: 3\nport: 9\ntp: 1\nenable_prefix_caching: false\n"
@@ -114,9 +123,12 @@ def test_a_yaml_file_has_the_same_names_and_flags_win(
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("max_modl_len: 3", "unknown option 'max_modl_len', did you mean 'max_model_len'"), ("- a", "must hold options"),
-     ("a: [", "is not YAML")],
-)  # fmt: skip
+    [
+        ("max_modl_len: 3", "unknown option 'max_modl_len', did you mean 'max_model_len'"),
+        ("- a", "must hold options"),
+        ("a: [", "is not YAML"),
+    ],
+)
 def test_bad_yaml(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
@@ -198,9 +210,13 @@ def test_batches_go_from_file_to_file(
 
 @pytest.mark.parametrize(
     ("line", "says"),
-    [("{", ":1 is not JSON"), ("5", ":1 must be a string"), ('{"prompt": "x", "tempratur": 1}', ":1: unknown argument"),
-     ("", "has no prompts")],
-)  # fmt: skip
+    [
+        ("{", ":1 is not JSON"),
+        ("5", ":1 must be a string"),
+        ('{"prompt": "x", "tempratur": 1}', ":1: unknown argument"),
+        ("", "has no prompts"),
+    ],
+)
 def test_a_bad_line_is_named_before_anything_is_loaded(tmp_path: Path, line: str, says: str) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text(line)

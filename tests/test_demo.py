@@ -60,8 +60,9 @@ def test_a_draft_for_ones_own_target_learns_from_text_and_from_the_target(
     batch = ids[: 4 * 192].long().view(4, 192)
     with torch.no_grad():
         wanted = teacher(batch).logits
-        before, after = (losses.divergence(model(batch).logits.flatten(0, 1), wanted.flatten(0, 1))
-                         for model in (untrained, student))
+        before, after = (
+            losses.divergence(model(batch).logits.flatten(0, 1), wanted.flatten(0, 1)) for model in (untrained, student)
+        )
     assert after < 0.8 * before
     train.train_draft(target, text, tmp_path, trainer.Run(minutes=0.001, length=128), out=tmp_path / "on", start=out)
     assert (tmp_path / "on" / "model.safetensors").exists()

@@ -86,12 +86,20 @@ def test_a_loss_in_slices_is_the_loss_and_has_its_gradient(monkeypatch: pytest.M
     assert all(torch.allclose(mine, other, atol=1e-6) for mine, other in zip(slopes, plain, strict=True))
 
 
-def dense_layer(weights: dict[str, torch.Tensor], prefix: str, x_TW: torch.Tensor, residual_TH: torch.Tensor,
-                config: Any) -> torch.Tensor:
+def dense_layer(
+    weights: dict[str, torch.Tensor], prefix: str, x_TW: torch.Tensor, residual_TH: torch.Tensor, config: Any
+) -> torch.Tensor:
     """One layer over whole sequences, for the state behind the last entry."""
     sees = published.causal(len(x_TW))
-    attended = published.attention(weights, f"{prefix}.self_attn", x_TW, list(range(len(x_TW))), sees,
-                                   head_dim=config.head_dim, theta=config.rope_parameters["rope_theta"])
+    attended = published.attention(
+        weights,
+        f"{prefix}.self_attn",
+        x_TW,
+        list(range(len(x_TW))),
+        sees,
+        head_dim=config.head_dim,
+        theta=config.rope_parameters["rope_theta"],
+    )
     state = residual_TH + attended
     normed = published.rms(state, weights[f"{prefix}.post_attention_layernorm.weight"])
     return (state + published.mlp(weights, f"{prefix}.mlp", normed))[-1]
@@ -103,14 +111,20 @@ def eagle1_entry(weights: dict[str, torch.Tensor], embedded: torch.Tensor, state
 
 
 def eagle3_entry(weights: dict[str, torch.Tensor], embedded: torch.Tensor, state: torch.Tensor) -> Any:
-    normed = (published.rms(embedded, weights["midlayer.input_layernorm.weight"]),
-              published.rms(state, weights["midlayer.hidden_norm.weight"]))
+    normed = (
+        published.rms(embedded, weights["midlayer.input_layernorm.weight"]),
+        published.rms(state, weights["midlayer.hidden_norm.weight"]),
+    )
     return torch.cat(normed, -1), state
 
 
-@pytest.mark.parametrize(("make", "entry", "prefix"), [
-    (heads_eagle.Eagle1, eagle1_entry, "layers.0"), (heads_eagle.Eagle3, eagle3_entry, "midlayer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "entry", "prefix"),
+    [
+        (heads_eagle.Eagle1, eagle1_entry, "layers.0"),
+        (heads_eagle.Eagle3, eagle3_entry, "midlayer"),
+    ],
+)
 def test_chains_behind_anchors_are_what_a_draft_computes_one_step_after_another(
     make: Any, entry: Any, prefix: str, teacher: Teacher, lesson: Lesson
 ) -> None:
@@ -131,8 +145,14 @@ def test_chains_behind_anchors_are_what_a_draft_computes_one_step_after_another(
 
 def test_flat_heads_compute_what_was_published(teacher: Teacher, lesson: Lesson) -> None:
     """Hydra's second head, the MLP speculator's third guess, ReDrafter's second: by their formulas."""
-    hydra, mlp, recurrent = (shaken(make(teacher, depth=3)) for make in (  # type: ignore[arg-type]
-        train_heads.Hydra, train_heads.MlpSpeculator, train_heads.Recurrent))
+    hydra, mlp, recurrent = (
+        shaken(make(teacher, depth=3))
+        for make in (  # type: ignore[arg-type]
+            train_heads.Hydra,
+            train_heads.MlpSpeculator,
+            train_heads.Recurrent,
+        )
+    )
     state, one, two = (lesson.at_anchors_BMH, *(lesson.embedded(lesson.tokens(i)) for i in (1, 2)))
     weights = hydra.state_dict()
     read = torch.cat([state, one, two], -1)
@@ -205,6 +225,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_agreement_counts_drafts_that_are_right_from_their_start(teacher: Teacher) -> None:
     """By a head that is right but in its second guess, behind every anchor whose token there is odd."""
+
     class Knowing(heads_eagle.Eagle1):
         def best(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
             true = lesson.true_tokens(guess, states)
@@ -285,8 +306,10 @@ def test_shipped_eagle3_is_right_more_often_than_the_mlp_speculator_and_a_repeat
     ids_BL = heldout_ids(folder)
     lesson = teacher.teach(ids_BL, anchors(ids_BL, 100, 5))
     wanted = lesson.at(lesson.logits_BLV, 1).argmax(-1)
-    right = {method: (first_guess(method, teacher, lesson) == wanted).float().mean().item()
-             for method in ("eagle3", "mlp_speculator")}
+    right = {
+        method: (first_guess(method, teacher, lesson) == wanted).float().mean().item()
+        for method in ("eagle3", "mlp_speculator")
+    }
     assert right["eagle3"] > right["mlp_speculator"]
 
 
@@ -296,7 +319,10 @@ def first_guess(method: str, teacher: Teacher, lesson: Lesson) -> torch.Tensor:
 
 
 def heldout_ids(folder: Path) -> torch.Tensor:
-    text = next(corpus.stdlib_root() / name for name in corpus.HELDOUT_LIST.read_text().split()
-                if (corpus.stdlib_root() / name).exists() and (corpus.stdlib_root() / name).stat().st_size > 8000)
+    text = next(
+        corpus.stdlib_root() / name
+        for name in corpus.HELDOUT_LIST.read_text().split()
+        if (corpus.stdlib_root() / name).exists() and (corpus.stdlib_root() / name).stat().st_size > 8000
+    )
     ids = trainer.encode([text.read_text(encoding="utf-8")], AutoTokenizer.from_pretrained(folder))
     return ids[: 4 * 256].long().view(4, 256)

@@ -101,8 +101,18 @@ def test_the_container_that_ray_starts_finds_token_and_devices(path: Path) -> No
     docker = load(path)["docker"]
     (home,) = re.findall(r"^ENV HOME=(.+)$", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
     mounts = {"~/.ray/auth_token": "~/.ray/auth_token"}
-    words = shlex.split(docker_start_cmds("ubuntu", docker["image"], mounts, docker["container_name"],
-                                          docker["run_options"], "slipstream", home, "docker"))  # fmt: skip
+    words = shlex.split(
+        docker_start_cmds(
+            "ubuntu",
+            docker["image"],
+            mounts,
+            docker["container_name"],
+            docker["run_options"],
+            "slipstream",
+            home,
+            "docker",
+        )
+    )
     assert [word for word in words if word.startswith("--net")] == ["--net=host"], "Docker takes no network twice"
     assert "--env=NVIDIA_VISIBLE_DEVICES=all" in words
     assert any(word.endswith(":/home/slipstream/.ray/auth_token") for word in words)
@@ -156,8 +166,11 @@ def test_what_a_serve_config_names_is_there(path: Path) -> None:
     from cluster.ray_deployment import NAME
 
     config, application = load(path), load(path)["applications"][0]
-    named = [*config["grpc_options"]["grpc_servicer_functions"], application["import_path"].replace(":", "."),
-             *config["controller_options"]["runtime_env"]["env_vars"].values()]  # fmt: skip
+    named = [
+        *config["grpc_options"]["grpc_servicer_functions"],
+        application["import_path"].replace(":", "."),
+        *config["controller_options"]["runtime_env"]["env_vars"].values(),
+    ]
     for name in named:
         module, _, attribute = name.rpartition(".")
         assert callable(getattr(importlib.import_module(module), attribute)), name
@@ -309,10 +322,20 @@ def test_the_steps_of_the_image_install_what_it_starts(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}", **defaults, "EXTRAS": ""}
     for word, rest in docker_steps():
         if word == "RUN" and rest.startswith(("pip ", "slipstream ")):
-            subprocess.run(["bash", "-euc", rest.replace(' --index-url "$TORCH_INDEX"', "")], cwd=place,
-                           env=environment, check=True)  # fmt: skip
+            subprocess.run(
+                ["bash", "-euc", rest.replace(' --index-url "$TORCH_INDEX"', "")],
+                cwd=place,
+                env=environment,
+                check=True,
+            )
     command = json.loads(dict(docker_steps())["CMD"])
-    said = subprocess.run([home / "bin" / command[0], "--version"], cwd=tmp_path, env=environment, check=True,
-                          capture_output=True, text=True)  # fmt: skip
+    said = subprocess.run(
+        [home / "bin" / command[0], "--version"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert version() in said.stdout
     assert sys.version_info[:2] == (3, int(python_minor()[1:])), "run by another Python than the image has"

@@ -20,16 +20,22 @@ from tests.synthetic import Synthetic
 ROOT = Path(__file__).parent.parent
 Write = Callable[..., Synthetic]
 WRITERS: dict[str, Write] = {
-    "medusa": synthetic.medusa, "medusa v2": lambda target: synthetic.medusa(target, own_heads=False),
-    "medusa vllm": synthetic.medusa_vllm, "hydra": synthetic.hydra,
-    "hydra prefix": lambda target: synthetic.hydra(target, prefix=True), "mlp_speculator": synthetic.mlp_speculator,
-    "recurrent": synthetic.recurrent, "recurrent with input": lambda target: synthetic.recurrent(target, exit_dim=24),
-    "eagle": synthetic_layers.eagle, "eagle3": synthetic_layers.eagle3, "p_eagle": synthetic_layers.p_eagle,
+    "medusa": synthetic.medusa,
+    "medusa v2": lambda target: synthetic.medusa(target, own_heads=False),
+    "medusa vllm": synthetic.medusa_vllm,
+    "hydra": synthetic.hydra,
+    "hydra prefix": lambda target: synthetic.hydra(target, prefix=True),
+    "mlp_speculator": synthetic.mlp_speculator,
+    "recurrent": synthetic.recurrent,
+    "recurrent with input": lambda target: synthetic.recurrent(target, exit_dim=24),
+    "eagle": synthetic_layers.eagle,
+    "eagle3": synthetic_layers.eagle3,
+    "p_eagle": synthetic_layers.p_eagle,
     "dflash": synthetic_layers.dflash,
     "speculators eagle3": lambda target: synthetic_layers.speculators(synthetic_layers.eagle3(target), target),
     "speculators p_eagle": lambda target: synthetic_layers.speculators(synthetic_layers.p_eagle(target), target),
     "speculators dflash": lambda target: synthetic_layers.speculators(synthetic_layers.dflash(target), target),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parse(detected: Described | None = None, **given: Any) -> EngineConfig:
     """What users get; a `detected` checkpoint takes the place of looking for one."""
+
     def known(_model: str, _revision: str | None) -> Described:
         assert detected is not None
         return detected
@@ -143,8 +150,9 @@ assert detect.describe({str(target)!r}).method == "draft_model"
 assert detect.describe("no/such-model").method is None
 assert not {{"torch", "transformers"}} & set(sys.modules)
 """
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
-                         timeout=120)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
     assert ran.returncode == 0, ran.stderr
 
 
@@ -202,8 +210,12 @@ def test_heads_that_the_target_does_not_have(target: Path) -> None:
 
 
 def test_the_targets_own_heads_may_be_named_by_the_target() -> None:
-    config = parse(Described("mtp", 1), model="t", speculative_config={"method": "mtp", "model": "t"},
-                   distributed_executor_backend="ray").speculative  # fmt: skip
+    config = parse(
+        Described("mtp", 1),
+        model="t",
+        speculative_config={"method": "mtp", "model": "t"},
+        distributed_executor_backend="ray",
+    ).speculative
     assert config is not None
     assert (config.model, config.num_speculative_tokens, config.placement) == (None, 1, "dedicated")
 
@@ -284,7 +296,8 @@ def test_grown_trees(keys: dict[str, Any], shape: tuple[int, int | None, int]) -
     ],
 )
 def test_sglangs_names_shape_trees(flags: dict[str, int], shape: tuple[int, int | None, int]) -> None:
-    config = parse(Described("eagle3"), speculative_algorithm="EAGLE3", speculative_draft_model_path="d",
-                   **flags).speculative  # fmt: skip
+    config = parse(
+        Described("eagle3"), speculative_algorithm="EAGLE3", speculative_draft_model_path="d", **flags
+    ).speculative
     assert config is not None
     assert (config.eagle_topk, config.num_steps, config.num_speculative_tokens) == shape

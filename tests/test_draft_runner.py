@@ -36,8 +36,14 @@ class Small(torch.nn.Module):
         super().__init__()
         self.shift = shift
         config = AutoConfig.for_model(
-            "llama", vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2)
+            "llama",
+            vocab_size=V,
+            hidden_size=H,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
         self.model = AutoModel.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
@@ -47,12 +53,14 @@ class Small(torch.nn.Module):
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
         return features_TF
 
-    def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor,
-                features_1TX: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TX: torch.Tensor | None
+    ) -> torch.Tensor:
         embeds = self.model.embed_tokens(tokens_1T)
         embeds = embeds if features_1TX is None else embeds + features_1TX
-        states: torch.Tensor = self.model(inputs_embeds=embeds, position_ids=positions_1T,
-                                          use_cache=False).last_hidden_state
+        states: torch.Tensor = self.model(
+            inputs_embeds=embeds, position_ids=positions_1T, use_cache=False
+        ).last_hidden_state
         return states
 
 
@@ -62,11 +70,21 @@ def runners(request: pytest.FixtureRequest) -> tuple[DraftWorker, DenseRunner]:
     needs, shift = request.param
     features = [torch.randn(len(text) - 1, H, generator=torch.Generator().manual_seed(len(text))) for text in TEXTS]
     slots = SlotTable(len(TEXTS), 32, BLOCK, K)
-    worker = DraftWorker(ModuleRunner(LoadedModule(Small(PAGED, shift), torch.float32, torch.device("cpu")), slots, 40,
-                                      BLOCK), slots, Sampler(slots, V), 100, needs=needs, shift=shift)
+    worker = DraftWorker(
+        ModuleRunner(LoadedModule(Small(PAGED, shift), torch.float32, torch.device("cpu")), slots, 40, BLOCK),
+        slots,
+        Sampler(slots, V),
+        100,
+        needs=needs,
+        shift=shift,
+    )
     new = [NewSequence(slot, text, len(text), Sampling(0, 0.0), slot + 1) for slot, text in enumerate(TEXTS)]
-    rows = [Row(slot, 0, len(text), len(text), new_block_ids=list(range(5 * slot, 5 * slot + 5)),
-                new_block_versions=[1] * 5) for slot, text in enumerate(TEXTS)]
+    rows = [
+        Row(
+            slot, 0, len(text), len(text), new_block_ids=list(range(5 * slot, 5 * slot + 5)), new_block_versions=[1] * 5
+        )
+        for slot, text in enumerate(TEXTS)
+    ]
     slots.apply(RoundPlan(0, rows, new))
     if needs == "all":
         table = np.array([(slot, slot + 1, 0, len(text) - 1) for slot, text in enumerate(TEXTS)], np.int64)
@@ -115,8 +133,12 @@ def test_chains(runners: tuple[DraftWorker, DenseRunner]) -> None:
 
 def test_trees(runners: tuple[DraftWorker, DenseRunner]) -> None:
     def ask(runner: Any) -> list[torch.Tensor]:
-        first = Level(torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([1, 2, 3, 4, 5, 6]), torch.full((6,), -1),
-                      beside(runner, 6, 1))
+        first = Level(
+            torch.tensor([0, 0, 1, 2, 2, 2]),
+            torch.tensor([1, 2, 3, 4, 5, 6]),
+            torch.full((6,), -1),
+            beside(runner, 6, 1),
+        )
         second = Level(torch.tensor([0, 2, 2]), torch.tensor([7, 8, 9]), torch.tensor([1, 0, 0]), beside(runner, 3, 2))
         third = Level(torch.tensor([1, 2]), torch.tensor([10, 11]), torch.tensor([0, 4]), beside(runner, 2, 3))
         return [runner.catch_up(ROWS), *(runner.grow(ROWS, level) for level in (first, second, third))]
@@ -136,7 +158,9 @@ def test_blocks(runners: tuple[DraftWorker, DenseRunner], sees_all: bool) -> Non
 def test_what_has_no_room_is_refused(runners: tuple[DraftWorker, DenseRunner]) -> None:
     worker, _ = runners
     worker.slots.num_blocks[0] = 1
-    ask = Asks(worker, lambda runner: runner.block(ROWS, torch.zeros(5, dtype=torch.int64), torch.arange(5), None,
-                                                   sees_all=False))
+    ask = Asks(
+        worker,
+        lambda runner: runner.block(ROWS, torch.zeros(5, dtype=torch.int64), torch.arange(5), None, sees_all=False),
+    )
     with pytest.raises(ValueError, match="more than its k allows"):
         worker.propose(ask, ROWS)

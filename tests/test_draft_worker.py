@@ -54,8 +54,15 @@ def test_a_draft_that_is_the_target_is_never_wrong(table: list[list[int]] | None
     if table:
         speculative["num_speculative_tokens_per_batch_size"] = table
     run = generate(
-        model, prompts * 2, params * 2, max_num_batched_tokens=24, max_num_seqs=5, block_size=4,
-        num_gpu_blocks_override=44, max_model_len=160, speculative_config=speculative,
+        model,
+        prompts * 2,
+        params * 2,
+        max_num_batched_tokens=24,
+        max_num_seqs=5,
+        block_size=4,
+        num_gpu_blocks_override=44,
+        max_model_len=160,
+        speculative_config=speculative,
     )
     assert run.preemptions > 0
     assert run.accepted == run.proposed > 50
@@ -65,9 +72,7 @@ PROMPTS = [[7, 8, 9, 7, 8], [90, 60, 61, 95, 62, 63]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def test_a_draft_of_a_smaller_vocabulary_reads_ids_it_lacks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_draft_of_a_smaller_vocabulary_reads_ids_it_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = build("llama", tmp_path / "target")
     small = build("llama", tmp_path / "small", vocab_size=64)
     off = generate(target, PROMPTS, GREEDY, max_model_len=64)

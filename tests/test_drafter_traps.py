@@ -98,11 +98,14 @@ def test_heads_that_say_2048_go_as_far_as_the_target() -> None:
     assert eagle.max_model_len == eagle3.max_model_len == 8192
 
 
-@pytest.mark.parametrize(("config", "inputs_of"), [
-    ({}, (2, 16, 29)),
-    ({"eagle_aux_hidden_state_layer_ids": [3, 17, 30]}, (3, 17, 30)),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "inputs_of"),
+    [
+        ({}, (2, 16, 29)),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 17, 30]}, (3, 17, 30)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),
+    ],
+)
 def test_layers_are_named_in_three_ways(config: dict[str, Any], inputs_of: tuple[int, ...]) -> None:
     target = {"hidden_size": H, "num_hidden_layers": 32, "vocab_size": V}
     assert Eagle3Proposer.features_of(CONFIG, {**HEAD, **config}, target).inputs_of == inputs_of

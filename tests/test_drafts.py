@@ -25,8 +25,9 @@ def at_random(low: int, high: int) -> st.SearchStrategy[tuple[int, ...]]:
 anything = st.builds(Draft, at_random(-1, VOCAB), at_random(-2, 6), st.lists(st.booleans(), max_size=7).map(tuple))
 trees = st.builds(
     lambda size, seed: first_of(random_tree((1, 2, 3), size, VOCAB, random.Random(seed)), size),
-    st.integers(1, 9), st.integers(0, 10_000),
-)  # fmt: skip
+    st.integers(1, 9),
+    st.integers(0, 10_000),
+)
 chains = at_random(0, VOCAB - 1).map(Draft)
 
 

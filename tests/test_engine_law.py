@@ -32,7 +32,11 @@ FALSE_ALARM = 1e-6
 SETTINGS = {
     "top-p and repetition": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3},
     "top-k, min-p, presence, frequency": {
-        "temperature": 1.3, "top_k": 9, "min_p": 0.05, "presence_penalty": 0.4, "frequency_penalty": 0.3,
+        "temperature": 1.3,
+        "top_k": 9,
+        "min_p": 0.05,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
     },
     "bias and top-p": {"temperature": 1.0, "top_p": 0.7, "logit_bias": {5: 1.5, 7: -2.0}},
 }
@@ -63,8 +67,9 @@ def expected_law(model: torch.nn.Module, setting: dict[str, object], outputs: li
 def joint_law(model: torch.nn.Module, setting: dict[str, object]) -> np.ndarray:
     """Return the law of the first two tokens, `[V, V]`."""
     first = expected_law(model, setting, [])
-    return np.stack([first[a] * expected_law(model, setting, [a]) if first[a] else np.zeros(VOCAB)
-                     for a in range(VOCAB)])
+    return np.stack(
+        [first[a] * expected_law(model, setting, [a]) if first[a] else np.zeros(VOCAB) for a in range(VOCAB)]
+    )
 
 
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
@@ -91,8 +96,16 @@ def check_law(folder: Path, method: str, names: list[str], draws: int) -> None:
     model = build("llama", folder / "target", vocab_size=VOCAB, spread=SPREAD)
     draft = perturbed(model, folder / "draft", scale=0.2)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with LLM(model=str(model), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, seed=11,
-             max_num_seqs=256, block_size=4, speculative_config=speculation(method, draft)) as llm:
+    with LLM(
+        model=str(model),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        seed=11,
+        max_num_seqs=256,
+        block_size=4,
+        speculative_config=speculation(method, draft),
+    ) as llm:
         for name in names:
             setting = SETTINGS[name]
             params = SamplingParams(max_tokens=3, ignore_eos=True, **setting)

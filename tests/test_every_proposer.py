@@ -151,13 +151,19 @@ def requests() -> list[Request]:
     shared = [3 + 7 * i % 20 for i in range(9)]
     return [
         Request(
-            request_id=str(i), params=SamplingParams(), max_tokens=14 + i % 5,
+            request_id=str(i),
+            params=SamplingParams(),
+            max_tokens=14 + i % 5,
             prompt_token_ids=(*shared * (i % 2), *(3 + (i * j + j * j) % 20 for j in range(1 + 3 * i % 20))),
-            sampling=Sampling(seed=i, temperature=0.8 * (i % 2), presence_penalty=0.5 * (i % 3 == 0),
-                              top_p=0.95 if i % 5 == 0 else 1.0),
+            sampling=Sampling(
+                seed=i,
+                temperature=0.8 * (i % 2),
+                presence_penalty=0.5 * (i % 3 == 0),
+                top_p=0.95 if i % 5 == 0 else 1.0,
+            ),
         )
         for i in range(17)
-    ]  # fmt: skip
+    ]
 
 
 def started(target: Path, speculative: Options | None, **arguments: Any) -> Engine:
@@ -168,8 +174,9 @@ def started(target: Path, speculative: Options | None, **arguments: Any) -> Engi
 
 def branched(engine: Engine) -> bool:
     """Whether a node was accepted that a chain would not have had there."""
-    return any(list(verdict.path) != list(range(len(verdict.path)))
-               for _, verdicts in engine.rounds for verdict in verdicts)  # fmt: skip
+    return any(
+        list(verdict.path) != list(range(len(verdict.path))) for _, verdicts in engine.rounds for verdict in verdicts
+    )
 
 
 @pytest.mark.parametrize(("case", "shape"), SHAPED)
@@ -200,8 +207,12 @@ def test_on_a_gang_with_a_draft_of_its_own_that_dies_and_comes_back(
     shape = "tree" if "tree" in case.shapes else "chain"
     options = {**case.shapes[shape], "placement": "dedicated"}
     options["num_speculative_tokens_per_batch_size"] = [[1, 3, options["num_speculative_tokens"]], [4, 99, 0]]
-    config = configure((folders.of(case), folders.of(case)), tensor_parallel_size=2,
-                       speculative_config=folders.speculative(case, **options), **ROOM)
+    config = configure(
+        (folders.of(case), folders.of(case)),
+        tensor_parallel_size=2,
+        speculative_config=folders.speculative(case, **options),
+        **ROOM,
+    )
     engine = threaded(config, body=late_comer(may_come, floor_s=5.0))
     running.append(engine)
     assert engine.gang is not None
@@ -234,8 +245,12 @@ def test_on_a_gang_beside_the_first_rank(
 ) -> None:
     shape = "chain"
     options = {**case.shapes[shape], "placement": "colocated"}
-    config = configure((folders.of(case), folders.of(case)), tensor_parallel_size=2,
-                       speculative_config=folders.speculative(case, **options), **ROOM)
+    config = configure(
+        (folders.of(case), folders.of(case)),
+        tensor_parallel_size=2,
+        speculative_config=folders.speculative(case, **options),
+        **ROOM,
+    )
     engine = threaded(config)
     running.append(engine)
     engine.put(*requests()[:6])
@@ -252,12 +267,26 @@ def test_on_ray(case: Case, shape: str, folders: Folders, ray_cluster: Any) -> N
     """The whole engine: two ranks and a draft, each a process of its own."""
     rows = requests()
     params = [
-        SamplingParams(temperature=row.sampling.temperature, seed=row.sampling.seed, top_p=row.sampling.top_p,
-                       presence_penalty=row.sampling.presence_penalty, max_tokens=row.max_tokens, ignore_eos=True)
+        SamplingParams(
+            temperature=row.sampling.temperature,
+            seed=row.sampling.seed,
+            top_p=row.sampling.top_p,
+            presence_penalty=row.sampling.presence_penalty,
+            max_tokens=row.max_tokens,
+            ignore_eos=True,
+        )
         for row in rows
-    ]  # fmt: skip
-    run = generate(folders.of(case), [row.prompt_token_ids for row in rows], params, tensor_parallel_size=2, **ROOM,
-                   block_size=4, max_model_len=128, speculative_config=folders.speculative(case, **case.shapes[shape]))
+    ]
+    run = generate(
+        folders.of(case),
+        [row.prompt_token_ids for row in rows],
+        params,
+        tensor_parallel_size=2,
+        **ROOM,
+        block_size=4,
+        max_model_len=128,
+        speculative_config=folders.speculative(case, **case.shapes[shape]),
+    )
     plain = folders.plain(folders.of(case))
     assert run.outputs == [plain[row.request_id] for row in rows]
     run.assert_speculated()

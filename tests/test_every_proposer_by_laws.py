@@ -55,8 +55,12 @@ class Cell:
 
 
 EVERY = [Cell(case.name, shape, rule) for case in CASES for shape in case.shapes for rule in RULES]
-SOME = [Cell("hydra", "tree", "standard"), Cell("recurrent", "tree", "block"), Cell("p_eagle", "chain", "block"),
-        Cell("mtp_mimo", "chain", "standard")]
+SOME = [
+    Cell("hydra", "tree", "standard"),
+    Cell("recurrent", "tree", "block"),
+    Cell("p_eagle", "chain", "block"),
+    Cell("mtp_mimo", "chain", "standard"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +70,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def sampled(count: int) -> list[Request]:
     """The same prompt *count* times, with a seed each."""
-    return [Request(request_id=f"seed {i}", params=SamplingParams(), max_tokens=LENGTH, prompt_token_ids=PROMPT,
-                    sampling=Sampling(seed=i)) for i in range(count)]  # fmt: skip
+    return [
+        Request(
+            request_id=f"seed {i}",
+            params=SamplingParams(),
+            max_tokens=LENGTH,
+            prompt_token_ids=PROMPT,
+            sampling=Sampling(seed=i),
+        )
+        for i in range(count)
+    ]
 
 
 def laws_behind(folder: Path, family: str, texts: list[tuple[int, ...]]) -> Law:
@@ -105,7 +117,8 @@ def check(cell: Cell, folders: Folders, running: list[Engine], count: int) -> No
     engine.put(*greedy)
     outputs, plain = engine.finish(), folders.plain(folder)
     assert {row.request_id: outputs[row.request_id] for row in greedy} == {
-        row.request_id: plain[row.request_id] for row in greedy}  # fmt: skip
+        row.request_id: plain[row.request_id] for row in greedy
+    }
 
 
 @pytest.fixture(autouse=True)

@@ -36,8 +36,9 @@ def test_shared_noise_keeps_less_than_the_optimum_and_more_than_its_bound() -> N
 @pytest.mark.parametrize("rule", ["standard", "block"])
 def test_chains_are_judged_as_often_as_their_odds_say(rule: str) -> None:
     p_L, q_L = np.array([0.2, 0.5]), np.array([0.8, 0.2])
-    chains = rules.Chains(np.full(2000, 1), np.tile(p_L, (2000, 1, 1)), np.tile(q_L, (2000, 1, 1)),
-                          np.zeros((2000, 1), np.int64))
+    chains = rules.Chains(
+        np.full(2000, 1), np.tile(p_L, (2000, 1, 1)), np.tile(q_L, (2000, 1, 1)), np.zeros((2000, 1), np.int64)
+    )
     spread = 5 * np.sqrt(0.25 * 0.75 / (2000 * JUDGEMENTS))
     assert judged(chains, rule, 3) == pytest.approx(0.25, abs=spread)
 
@@ -53,11 +54,18 @@ def test_claims_that_hold_are_not_complained_of() -> None:
     assert line().failures() == []
 
 
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"coupled": 0.61}, "formula"), ({"coupled": 0.59}, "formula"), ({"greedy": 0.61}, "greedy"),
-    ({"standard": 0.72}, "less than standard"), ({"optimal": 0.72}, "sum min"), ({"block_chain": 1.4}, "block"),
-    ({"two_coupled": 0.61}, "two coupled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"coupled": 0.61}, "formula"),
+        ({"coupled": 0.59}, "formula"),
+        ({"greedy": 0.61}, "greedy"),
+        ({"standard": 0.72}, "less than standard"),
+        ({"optimal": 0.72}, "sum min"),
+        ({"block_chain": 1.4}, "block"),
+        ({"two_coupled": 0.61}, "two coupled"),
+    ],
+)
 def test_a_claim_that_fails_is_named(changed: dict[str, float], said: str) -> None:
     failures = line(**changed).failures()
     assert len(failures) == 1

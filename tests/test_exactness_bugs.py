@@ -44,7 +44,7 @@ def test_it_is_caught_by_a_cell_of_the_matrix(bug: Bug, monkeypatch: pytest.Monk
         cell = replace(cell, shape=CHAIN if cell.shape.width == 1 else TREE)
     bug.plant(monkeypatch, cell)
     finding, _ = cell.check(FULL if isinstance(cell, Cell) else FULL_TEXTS)
-    print(f"{bug.name} in {cell}: {finding}")  # noqa: T201 - what the power of mistakes without a formula is
+    print(f"{bug.name} in {cell}: {finding}")
     assert finding.is_wrong(NUM_TESTS)
 
 
@@ -57,8 +57,10 @@ def test_it_is_the_mistake_that_is_caught(bug: Bug) -> None:
 
 def pairs_of(name: str) -> list[tuple[Law, Law]]:
     """Return the laws of target and draft behind each token."""
-    return [(law(OPTIONS["plain"], target_V, (), (0,)), law(OPTIONS["plain"], draft_V, (), (0,)))
-            for target_V, draft_V in zip(*PAIRS[name], strict=True)]
+    return [
+        (law(OPTIONS["plain"], target_V, (), (0,)), law(OPTIONS["plain"], draft_V, (), (0,)))
+        for target_V, draft_V in zip(*PAIRS[name], strict=True)
+    ]
 
 
 def wrong_law(mistake: str, p_V: Law, q_V: Law) -> Law:
@@ -71,12 +73,19 @@ def wrong_law(mistake: str, p_V: Law, q_V: Law) -> Law:
     return q_V
 
 
-@pytest.mark.parametrize(("mistake", "pair", "samples"), [
-    ("accepts 2 % too often", "one-hot draft", 15_000), ("accepts 2 % too often", "opposite", 15_000),
-    ("accepts 2 % too often", "unrelated", 75_000), ("accepts 2 % too often", "near", 3_000_000),
-    ("resamples from p", "unrelated", 2_000), ("resamples from p", "near", 5_500), ("bonus from q", "unrelated", 300),
-    ("bonus from q", "near", 1_200),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mistake", "pair", "samples"),
+    [
+        ("accepts 2 % too often", "one-hot draft", 15_000),
+        ("accepts 2 % too often", "opposite", 15_000),
+        ("accepts 2 % too often", "unrelated", 75_000),
+        ("accepts 2 % too often", "near", 3_000_000),
+        ("resamples from p", "unrelated", 2_000),
+        ("resamples from p", "near", 5_500),
+        ("bonus from q", "unrelated", 300),
+        ("bonus from q", "near", 1_200),
+    ],
+)
 def test_the_power_of_the_suite(mistake: str, pair: str, samples: int) -> None:
     joint = np.concatenate([p_V for p_V, _ in pairs_of(pair)]) / VOCAB
     wrong = np.concatenate([wrong_law(mistake, p_V, q_V) for p_V, q_V in pairs_of(pair)]) / VOCAB

@@ -25,8 +25,11 @@ LIVES, MANY_LIVES = 700, 8_000
 EVERY = [Texts(*cell) for cell in product(RULES, (CHAIN, TREE, WIDE), SAMPLINGS, DRAFTS)]
 EVERY += [Texts(*cell) for cell in product(RULES, (Shape(1), Shape(2)), ("plain",), DRAFTS)]
 EVERY_LIFE = [Texts(*cell) for cell in product(RULES, (CHAIN, TREE), SAMPLINGS, ("good", "bad"))]
-SOME = [Texts("coupled", TREE, "penalties"), Texts("standard", CHAIN, "penalties"),
-        Texts("block", TREE, "limits", "bad")]
+SOME = [
+    Texts("coupled", TREE, "penalties"),
+    Texts("standard", CHAIN, "penalties"),
+    Texts("block", TREE, "limits", "bad"),
+]
 SOME_LIVES = [Texts("coupled", CHAIN, "limits"), Texts("standard", TREE, "penalties"), Texts("block", CHAIN, "plain")]
 
 

@@ -63,8 +63,9 @@ def test_the_power_is_what_it_is_said_to_be(share: float, samples: int) -> None:
     law = LAWS["even"]
     wrong = tilted(law, share)
     claimed = power(law, wrong, samples, NUM_TESTS)
-    caught = [compare(draw(wrong, samples, seed)[None], law[None]).p_value <= FALSE_ALARM / NUM_TESTS
-              for seed in range(200)]
+    caught = [
+        compare(draw(wrong, samples, seed)[None], law[None]).p_value <= FALSE_ALARM / NUM_TESTS for seed in range(200)
+    ]
     assert stats.binomtest(sum(caught), len(caught), min(claimed, 1 - 1e-12)).pvalue > 1e-6
 
 

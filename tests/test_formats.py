@@ -13,9 +13,15 @@ from tests import synthetic, synthetic_layers, tiny_models
 from tests.synthetic import Synthetic
 
 READERS: dict[str, Any] = {
-    "medusa": medusa, "mlp_speculator": mlp_speculator, "hydra": hydra, "recurrent": recurrent, "eagle": eagle,
-    "eagle3": eagle3, "p_eagle": p_eagle, "dflash": dflash,
-}  # fmt: skip
+    "medusa": medusa,
+    "mlp_speculator": mlp_speculator,
+    "hydra": hydra,
+    "recurrent": recurrent,
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "p_eagle": p_eagle,
+    "dflash": dflash,
+}
 WIDTH, VOCAB = 32, 96
 
 
@@ -249,18 +255,26 @@ def test_a_short_context_is_raised_to_the_targets(target: Path) -> None:
         ({}, {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
         ({"rope_theta": 7.0}, {"rope_type": "default", "rope_theta": 7.0}),
         ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 5e5}),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}},
-         {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, {"rope_type": "default", "rope_theta": 3.0}),
     ],
-)  # fmt: skip
+)
 def test_rope_is_inherited_where_it_is_missing(target: Path, own: dict[str, Any], rope: dict[str, Any]) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0}
     plain = {key: value for key, value in synthetic.config_of(target).items() if key != "rope_parameters"}
-    for theirs in ({"rope_theta": 5e5, "rope_scaling": scaling},
-                   {"rope_parameters": {**scaling, "rope_theta": 5e5, "partial_rotary_factor": 0.5}},
-                   {"rope_parameters": {"full_attention": {**scaling, "rope_theta": 5e5},
-                                        "sliding_attention": {"rope_theta": 1.0}}}):  # fmt: skip
+    for theirs in (
+        {"rope_theta": 5e5, "rope_scaling": scaling},
+        {"rope_parameters": {**scaling, "rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+        {
+            "rope_parameters": {
+                "full_attention": {**scaling, "rope_theta": 5e5},
+                "sliding_attention": {"rope_theta": 1.0},
+            }
+        },
+    ):
         made = synthetic_layers.eagle(target).having(**own)
         assert eagle.read(made.config, {**plain, **theirs}, made.shapes).rope == rope
 
@@ -338,14 +352,24 @@ def test_mtp_heads_are_found_in_the_targets_checkpoint(tmp_path: Path, family: s
 
 
 def test_mtp_heads_of_qwen3_next_share_what_leads_in_and_out() -> None:
-    config = {"model_type": "qwen3_next", **tiny_models.COMMON, **tiny_models.MOE, "head_dim": 16,
-              "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}  # fmt: skip
+    config = {
+        "model_type": "qwen3_next",
+        **tiny_models.COMMON,
+        **tiny_models.MOE,
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+    }
     from proposers.formats.causal import last_layer_shapes
 
     block = last_layer_shapes("mtp", config)
     assert "self_attn.q_norm.weight" in block
-    shapes = {"mtp.fc.weight": (WIDTH, 2 * WIDTH), "mtp.norm.weight": (WIDTH,),
-              "mtp.pre_fc_norm_embedding.weight": (WIDTH,), "mtp.pre_fc_norm_hidden.weight": (WIDTH,)}  # fmt: skip
+    shapes = {
+        "mtp.fc.weight": (WIDTH, 2 * WIDTH),
+        "mtp.norm.weight": (WIDTH,),
+        "mtp.pre_fc_norm_embedding.weight": (WIDTH,),
+        "mtp.pre_fc_norm_hidden.weight": (WIDTH,),
+    }
     for name, shape in block.items():
         parts = mtp._stored_as(f"mtp.layers.0.{name}", shape, {})
         shapes |= parts

@@ -53,5 +53,5 @@ def test_the_first_command_of_the_readme_serves_an_answer(tmp_path: Path) -> Non
         os.killpg(server.pid, signal.SIGINT)
         server.wait(30)
     assert text
-    print(f"first answer {seconds:.0f} s after cloning: {text!r}")  # noqa: T201 - the figure is what is wanted
+    print(f"first answer {seconds:.0f} s after cloning: {text!r}")
     assert seconds < PATIENCE_S

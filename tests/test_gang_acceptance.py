@@ -72,13 +72,21 @@ def requests(size: Size, family: str = "", shared: int = 0) -> list[Request]:
     """Sampled and greedy rows, each with a prompt of its own; its first *shared* tokens are alike in all families."""
     return [
         Request(
-            request_id=f"{family}{i}", params=SamplingParams(), sampling=Sampling(i, float(i % 2)),
+            request_id=f"{family}{i}",
+            params=SamplingParams(),
+            sampling=Sampling(i, float(i % 2)),
             max_tokens=size.tokens,
-            prompt_token_ids=(*[(i * 31 + j * (i + 7)) % 96 for j in range(shared)],
-                              *(ord(letter) % 96 for letter in family), i % 90, i // 90, 5, 6 + i % 11),
+            prompt_token_ids=(
+                *[(i * 31 + j * (i + 7)) % 96 for j in range(shared)],
+                *(ord(letter) % 96 for letter in family),
+                i % 90,
+                i // 90,
+                5,
+                6 + i % 11,
+            ),
         )
         for i in range(size.requests)
-    ]  # fmt: skip
+    ]
 
 
 def judged(engine: Engine, asked: Seq[Request]) -> list[Judged]:
@@ -91,8 +99,9 @@ def judged(engine: Engine, asked: Seq[Request]) -> list[Judged]:
         by_slot = {verdict.slot: verdict for verdict in verdicts}
         found += [
             Judged(owner[row.slot], row.known_len, by_slot[row.slot].proposed, by_slot[row.slot].accepted)
-            for row in plan.rows if row.k
-        ]  # fmt: skip
+            for row in plan.rows
+            if row.k
+        ]
     return found
 
 
@@ -106,7 +115,7 @@ def rate(rows: Seq[Judged], since: Mapping[str, int]) -> float:
 
 def assert_restored(rows: Seq[Judged], undisturbed: Seq[Judged], since: Mapping[str, int], band: float) -> None:
     mine, theirs = rate(rows, since), rate(undisturbed, since)
-    print(f"acceptance {mine:.3f}, undisturbed {theirs:.3f}")  # noqa: T201 - the figures of an acceptance test
+    print(f"acceptance {mine:.3f}, undisturbed {theirs:.3f}")
     assert 0.2 < theirs < 0.95
     assert abs(mine - theirs) <= band * theirs
     latest = [row for row in rows if row.request_id in since][-len(since) :]
@@ -121,8 +130,14 @@ def start(models: Models) -> Iterator[Start]:
     started: list[Engine] = []
 
     def start(may_come: threading.Event | None = None, num_blocks: int = ROOMY, **arguments: Any) -> Engine:
-        config = configure(models, num_gpu_blocks_override=num_blocks, block_size=BLOCK, max_num_batched_tokens=64,
-                           max_model_len=160, **arguments)
+        config = configure(
+            models,
+            num_gpu_blocks_override=num_blocks,
+            block_size=BLOCK,
+            max_num_batched_tokens=64,
+            max_model_len=160,
+            **arguments,
+        )
         body = None if may_come is None else late_comer(may_come, FLOOR_S)
         started.append(threaded(config, floor_s=FLOOR_S, body=body))
         return started[-1]
@@ -147,8 +162,10 @@ def lose_draft(engine: Engine) -> None:
 
 def known(engine: Engine, asked: Seq[Request]) -> dict[str, int]:
     """Return how many tokens of each request are known now, those of its prompt included."""
-    return {request.request_id: len(request.prompt_token_ids) + len(engine.outputs.get(request.request_id, ()))
-            for request in asked}  # fmt: skip
+    return {
+        request.request_id: len(request.prompt_token_ids) + len(engine.outputs.get(request.request_id, ()))
+        for request in asked
+    }
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -37,12 +37,14 @@ def requests(size: Size) -> list[Request]:
     """Greedy ones and seeded ones by turns, prompts of unlike lengths that repeat themselves, longer than a step."""
     return [
         Request(
-            request_id=str(i), params=SamplingParams(), max_tokens=size.tokens + i,
+            request_id=str(i),
+            params=SamplingParams(),
+            max_tokens=size.tokens + i,
             sampling=Sampling(seed=100 + i, temperature=0.0) if i % 2 else Sampling(100 + i, 0.9, top_p=0.95),
             prompt_token_ids=tuple([7, 11 + i, 30, 31 + i] * (2 + i) + [5] * (i % 3)),
         )
         for i in range(size.requests)
-    ]  # fmt: skip
+    ]
 
 
 def speculations(models: Models) -> dict[str, dict[str, Any] | None]:
@@ -98,8 +100,12 @@ class Wanted:
         """Same ids. Ties may only be shown where the reference can show them: in greedy rows."""
         greedy = [request for request in requests(self.size) if request.sampling.temperature == 0.0]
         prompts = [request.prompt_token_ids for request in greedy]
-        assert_identical(prompts, [outputs[request.request_id] for request in greedy],
-                         [self.outputs[request.request_id] for request in greedy], self.reference)
+        assert_identical(
+            prompts,
+            [outputs[request.request_id] for request in greedy],
+            [self.outputs[request.request_id] for request in greedy],
+            self.reference,
+        )
         for request in requests(self.size):
             if request.sampling.temperature:
                 assert outputs[request.request_id] == self.outputs[request.request_id], request.request_id
@@ -109,8 +115,11 @@ def wanted(models: Models, size: Size) -> Wanted:
     """Hold one process without guesses to `transformers`; return what it says."""
     reference = Reference(models[0])
     found = Wanted(size, reference, run(alone(models, None), size, "off"))
-    theirs = {request.request_id: reference.greedy(request.prompt_token_ids, request.max_tokens)
-              for request in requests(size) if request.sampling.temperature == 0.0}  # fmt: skip
+    theirs = {
+        request.request_id: reference.greedy(request.prompt_token_ids, request.max_tokens)
+        for request in requests(size)
+        if request.sampling.temperature == 0.0
+    }
     Wanted(size, reference, {**found.outputs, **theirs}).check(found.outputs)
     return found
 
@@ -133,4 +142,4 @@ def test_every_family_says_the_same_however_it_is_split_and_whoever_guesses(fami
             said.check(run(alone(models, speculative), FULL, name))
         for ranks in (1, 2, 4):
             said.check(run(together(models, speculative, ranks), FULL, name))
-            print(f"{family}, {ranks} rank(s), {name}: the same")  # noqa: T201 - the figures of an acceptance test
+            print(f"{family}, {ranks} rank(s), {name}: the same")

@@ -72,12 +72,22 @@ def test_two_ranks_say_what_one_process_says(
 def test_on_ray(method: str, models: Models, tmp_path: Path, ray_cluster: Any) -> None:
     """The whole engine, sixteen rows at once: two ranks, each a process of its own."""
     prompts = [list(request.prompt_token_ids) for request in requests(16)]
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24 + i % 5, ignore_eos=True,
-                             detokenize=False) for i in range(len(prompts))]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24 + i % 5, ignore_eos=True, detokenize=False)
+        for i in range(len(prompts))
+    ]
     off = identity.generate(models[0], prompts, params)
     assert off.proposed == 0
     speculative = keys(method, off.outputs, tmp_path)
-    on = identity.generate(models[0], prompts, params, speculative_config=speculative, tensor_parallel_size=WORLD,
-                           distributed_executor_backend="ray", num_gpu_blocks_override=1200, block_size=4)
+    on = identity.generate(
+        models[0],
+        prompts,
+        params,
+        speculative_config=speculative,
+        tensor_parallel_size=WORLD,
+        distributed_executor_backend="ray",
+        num_gpu_blocks_override=1200,
+        block_size=4,
+    )
     assert on.outputs == off.outputs
     on.assert_speculated()

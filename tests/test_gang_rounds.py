@@ -55,8 +55,13 @@ StartGang = Callable[..., Engine]
 def gang(models: Models) -> Iterator[StartGang]:
     started: list[Engine] = []
 
-    def start(*, floor_s: float = PATIENT_S, on_start: Callable[[ThreadPort], None] = lambda port: None,
-              body: Callable[[Port], None] | None = None, **arguments: Any) -> Engine:
+    def start(
+        *,
+        floor_s: float = PATIENT_S,
+        on_start: Callable[[ThreadPort], None] = lambda port: None,
+        body: Callable[[Port], None] | None = None,
+        **arguments: Any,
+    ) -> Engine:
         started.append(threaded(configure(models, **arguments), floor_s=floor_s, body=body, on_start=on_start))
         return started[-1]
 
@@ -158,8 +163,10 @@ def test_a_draft_delayed_every_round_is_not_waited_for_until_it_keeps_up(
     engine.gang.newest("draft").delay_s = 0.0
     prompt = requests()[5]
     for first in range(10, 1000, 10):  # the draft has work to catch up with, for as long as that takes here
-        again = [Request(str(i), prompt.prompt_token_ids, prompt.params, prompt.sampling, 60)
-                 for i in range(first, first + 10)]
+        again = [
+            Request(str(i), prompt.prompt_token_ids, prompt.params, prompt.sampling, 60)
+            for i in range(first, first + 10)
+        ]
         engine.put(*again)
         engine.finish()
         if engine.proposed(delayed):
@@ -272,10 +279,15 @@ def test_targets_without_a_place_are_an_error_in_time_and_aborts_are_heard_meanw
 def test_above_the_threshold_the_draft_gets_no_work(
     gang: StartGang, models: Models, plain: dict[str, list[int]]
 ) -> None:
-    engine = gang(speculative_config={
-        "method": "draft_model", "model": str(models[1]), "num_speculative_tokens": K, "placement": "dedicated",
-        "num_speculative_tokens_per_batch_size": [[1, 2, K], [3, 99, 0]],
-    })  # fmt: skip
+    engine = gang(
+        speculative_config={
+            "method": "draft_model",
+            "model": str(models[1]),
+            "num_speculative_tokens": K,
+            "placement": "dedicated",
+            "num_speculative_tokens_per_batch_size": [[1, 2, K], [3, 99, 0]],
+        }
+    )
     engine.put(*requests())
     assert engine.finish() == plain
     off = [verdicts for plan, verdicts in engine.rounds if not plan.epoch]
@@ -293,8 +305,9 @@ def test_a_draft_that_is_the_target_is_never_wrong_whoever_died(
     # hits on blocks made while it was away, after preemption, and after the targets' blocks were all given up.
     same = {"method": "draft_model", "model": str(models[0]), "num_speculative_tokens": K, "placement": "dedicated"}
     may_come = threading.Event()
-    engine = gang(tensor_parallel_size=world, speculative_config=same, num_gpu_blocks_override=40,
-                  body=late_comer(may_come))
+    engine = gang(
+        tensor_parallel_size=world, speculative_config=same, num_gpu_blocks_override=40, body=late_comer(may_come)
+    )
     assert engine.gang is not None
     engine.put(*requests(max_tokens=30 if world == 1 else 16))
     engine.until(lambda: engine.num_out >= 25)

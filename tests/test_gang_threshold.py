@@ -31,14 +31,23 @@ class Ramp:
         return self.edge * 4 // 5
 
     def arguments(self, models: Models, placement: str | None) -> dict[str, Any]:
-        speculative = {"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": K,
-                       "disable_by_batch_size": self.edge, **({"placement": placement} if placement else {})}
+        speculative = {
+            "method": "draft_model",
+            "model": str(models[1]),
+            "num_speculative_tokens": K,
+            "disable_by_batch_size": self.edge,
+            **({"placement": placement} if placement else {}),
+        }
         return {"speculative_config": speculative, **self.room}
 
     @property
     def room(self) -> dict[str, Any]:
-        return {"max_num_seqs": self.top, "max_num_batched_tokens": 64 + self.top * (K + 1), "max_model_len": 200,
-                "num_gpu_blocks_override": 60 * self.top}  # fmt: skip
+        return {
+            "max_num_seqs": self.top,
+            "max_num_batched_tokens": 64 + self.top * (K + 1),
+            "max_model_len": 200,
+            "num_gpu_blocks_override": 60 * self.top,
+        }
 
 
 RAMPS = [
@@ -63,7 +72,7 @@ def requests(ramp: Ramp) -> list[Request]:
     return [
         Request(str(i), (3, 4, 5 + i % 80, 6 + i % 7), SamplingParams(), Sampling(i, float(i % 2)), LONGEST)
         for i in range(ramp.top)
-    ]  # fmt: skip
+    ]
 
 
 @dataclass
@@ -163,9 +172,7 @@ def test_a_ramp_in_one_process(models: Models, ramp: Ramp) -> None:
 
 
 @pytest.mark.parametrize("ramp", RAMPS)
-def test_a_ramp_over_a_gang_leaves_the_draft_idle(
-    models: Models, ramp: Ramp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ramp_over_a_gang_leaves_the_draft_idle(models: Models, ramp: Ramp, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = threaded(configure(models, **ramp.arguments(models, "dedicated")), floor_s=60.0)
     worked: list[int] = []  # the round that ran at each forward of the draft
     forward = ModelRunner.forward

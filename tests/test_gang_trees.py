@@ -19,10 +19,15 @@ def requests(tokens: int = 18) -> list[Request]:
     shared = [11, 12, 13, 14, 15, 16, 17, 18, 19]
     samplings = [Sampling(0, 0.0), Sampling(1, 1.0), Sampling(2, 0.0, **PENALTIES), Sampling(3, 0.9, **PENALTIES)]
     return [
-        Request(request_id=str(i), prompt_token_ids=(*shared * (i % 2), *[5, 6, 7, 8 + i] * (2 + 3 * i)),
-                params=SamplingParams(), max_tokens=tokens + i, sampling=sampling)
+        Request(
+            request_id=str(i),
+            prompt_token_ids=(*shared * (i % 2), *[5, 6, 7, 8 + i] * (2 + 3 * i)),
+            params=SamplingParams(),
+            max_tokens=tokens + i,
+            sampling=sampling,
+        )
         for i, sampling in enumerate(samplings)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(autouse=True)

@@ -222,7 +222,9 @@ class ScriptedGang:
 def executor(gang: ScriptedGang, clock: Clock, world: int = 1, *, draft: bool = True) -> GangExecutor:
     speculative = SpeculativeConfig("draft_model", 3, model="d", placement="dedicated") if draft else None
     config = EngineConfig(
-        ModelConfig("m", enforce_eager=True), CacheConfig(block_size=4), speculative=speculative,
+        ModelConfig("m", enforce_eager=True),
+        CacheConfig(block_size=4),
+        speculative=speculative,
         parallel=ParallelConfig(tensor_parallel_size=world, executor="ray"),
     )
     return GangExecutor(gang, config, lambda line: None, clock)
@@ -425,8 +427,12 @@ def test_being_late_is_said_and_counted_once_an_outage() -> None:
     run = executor(gang, clock)
     run.start()
     gang.mute = {ONE}
-    results = [RoundDone(0, [], draft_missed=True), RoundDone(1, []), RoundDone(2, [Verdict(0, [1], proposed=2)]),
-               RoundDone(3, [], draft_missed=True)]
+    results = [
+        RoundDone(0, [], draft_missed=True),
+        RoundDone(1, []),
+        RoundDone(2, [Verdict(0, [1], proposed=2)]),
+        RoundDone(3, [], draft_missed=True),
+    ]
     for done in results:
         gang.say(ONE, done)
         run.run(a_plan(done.round, 1))

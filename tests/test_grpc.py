@@ -222,10 +222,11 @@ BAD = [
     (pb.GenerateRequest(chat=pb.Chat()), Code.INVALID_ARGUMENT, "at least one"),
     (
         request("x", speculative_config=pb.SpeculativeConfig(num_speculative_tokens=99)),
-        Code.INVALID_ARGUMENT, "speculative_config",
+        Code.INVALID_ARGUMENT,
+        "speculative_config",
     ),
     (request("x", model="gone"), Code.NOT_FOUND, "'gone' does not exist; served: fake, org"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("bad", "code", "words"), BAD, ids=[words[:16] for _, _, words in BAD])

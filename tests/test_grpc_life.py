@@ -279,8 +279,9 @@ def test_keys_open_everything_but_health() -> None:
         stub = stubs.GenerationServiceStub(channel)
         for given in ((), (("authorization", "Bearer wrong"),), (("authorization", "first-key"),)):
             failure(lambda given=given: list(stub.Generate(request("x"), metadata=given)), Code.UNAUTHENTICATED)
-            failure(lambda given=given: stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=given),
-                    Code.UNAUTHENTICATED)
+            failure(
+                lambda given=given: stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=given), Code.UNAUTHENTICATED
+            )
         failure(lambda: ProtoReflectionDescriptorDatabase(channel).get_services(), Code.UNAUTHENTICATED)
         failure(lambda: list(channel.unary_stream("/no.Such/Method")(b"")), Code.UNAUTHENTICATED)
         assert checked(channel, SERVICE) == SERVING
@@ -383,13 +384,14 @@ def test_certificates_are_checked_before_anything_is_loaded(authority: Authority
 
 @pytest.mark.full
 def test_clients_that_ping_through_a_long_silence_are_not_sent_away(served: Served) -> None:
-    pings = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5000),
-             ("grpc.http2.max_pings_without_data", 0))  # fmt: skip
+    pings = (
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5000),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
     with served.channel(*pings) as channel:
         told = watched(channel, SERVICE)
         assert told.get(timeout=20) == SERVING
         with pytest.raises(queue.Empty):
             told.get(timeout=65)
         assert checked(channel, SERVICE) == SERVING
-
-

@@ -57,8 +57,11 @@ def messages() -> list[Descriptor]:
 
 
 def test_every_knob_is_optional_and_every_enum_begins_with_unspecified() -> None:
-    knobs = [field for name in ("SamplingParams", "SpeculativeConfig", "StructuredOutputs")
-             for field in pb.DESCRIPTOR.message_types_by_name[name].fields]  # fmt: skip
+    knobs = [
+        field
+        for name in ("SamplingParams", "SpeculativeConfig", "StructuredOutputs")
+        for field in pb.DESCRIPTOR.message_types_by_name[name].fields
+    ]
     assert len(knobs) > 30
     assert not [field.full_name for field in knobs if not (field.has_presence or field.is_repeated)]
     for enum in pb.DESCRIPTOR.enum_types_by_name.values():

@@ -9,7 +9,7 @@ from tests.fake_engine import expected, local_engine
 from tests.grpc_serving import serving
 
 README = Path(__file__).parent.parent / "README.md"
-CLIENT = '''\
+CLIENT = """\
 import grpc
 from protos import slipstream_v1_pb2 as pb, slipstream_v1_pb2_grpc as stubs
 
@@ -20,7 +20,7 @@ with grpc.insecure_channel("localhost:9000") as channel:
         print(response.chunk.text, end="", flush=True)
     usage = response.complete.usage
     print(f"\\n{usage.spec_accepted_tokens} of {usage.spec_draft_tokens} guesses accepted")
-'''
+"""
 
 
 def test_the_client_runs_as_it_stands() -> None:

@@ -140,8 +140,11 @@ def test_where_grpc_listens(told: list[Any], tmp_path: Path) -> None:
     config.write_text("grpc-port: -1\n")
     serve(f"--config {config}")
     assert [options.grpc and (options.grpc.host, options.grpc.port) for options in told] == [
-        ("0.0.0.0", 9000), ("::1", 9100), None, None,
-    ]  # fmt: skip
+        ("0.0.0.0", 9000),
+        ("::1", 9100),
+        None,
+        None,
+    ]
     assert told[0].grace_s == 30
 
 

@@ -31,10 +31,18 @@ ASKED: list[dict[str, Any]] = [
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     target, draft = tiny_pairs.build(tmp_path_factory.mktemp("pair"))
     guesses = {"model": str(draft), "num_speculative_tokens": 3}
-    config = arguments.parse({
-        "model": str(target), "speculative_config": guesses, "device": "cpu", "dtype": "float32", "max_model_len": 128,
-        "max_num_seqs": 4, "num_gpu_blocks_override": 64, "enforce_eager": True,
-    })  # fmt: skip
+    config = arguments.parse(
+        {
+            "model": str(target),
+            "speculative_config": guesses,
+            "device": "cpu",
+            "dtype": "float32",
+            "max_model_len": 128,
+            "max_num_seqs": 4,
+            "num_gpu_blocks_override": 64,
+            "enforce_eager": True,
+        }
+    )
     tokenizer = load_tokenizer(config.model)
 
     async def make_preprocessor(info: WorkerInfo) -> Preprocessor:

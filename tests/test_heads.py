@@ -46,14 +46,16 @@ def named(shapes: dict[str, tuple[int, ...]]) -> Weights:
 class Scene:
     """A module built from a checkpoint, and rows of unlike lengths that want unlike numbers of tokens."""
 
-    def __init__(self, method: str, config: dict[str, Any], stored: Weights, *, warmth: float, k: int = 9,
-                 **speculative: Any) -> None:
+    def __init__(
+        self, method: str, config: dict[str, Any], stored: Weights, *, warmth: float, k: int = 9, **speculative: Any
+    ) -> None:
         self.embedding, self.head = some(V, H, seed=91), some(V, H, seed=92)
         self.config = SpeculativeConfig(method=method, num_speculative_tokens=k, model="here", **speculative)
         parts = FakeParts(stored, config, TARGET, self.embedding, self.head)
         self.proposer_class: Any = registry.load(method)
-        self.texts = [Text([(7 * i + 3 * s) % V for i in range(n)], some(n - 1, H, seed=50 + s))
-                      for s, n in enumerate(LENGTHS)]
+        self.texts = [
+            Text([(7 * i + 3 * s) % V for i in range(n)], some(n - 1, H, seed=50 + s)) for s, n in enumerate(LENGTHS)
+        ]
         self.noise_SKV = some(len(KS), 9, V, seed=93, spread=1.0) * warmth
         self.runner = DenseRunner(self.proposer_class.build(self.config, parts), self.texts, self.noise_SKV)
 
@@ -88,8 +90,7 @@ def path_of(choice: Path, behind: LogitsBehind, noise_KV: torch.Tensor) -> Path:
 def check(scene: Scene, behind: Callable[[int, Path], torch.Tensor], choices: tuple[Path, ...]) -> None:
     """Every row holds the paths of its first choices, and nothing else."""
     for slot, draft in enumerate(scene.propose()):
-        wanted = [path_of(choice, partial(behind, slot), scene.noise_SKV[slot])
-                  for choice in choices[: KS[slot]]]
+        wanted = [path_of(choice, partial(behind, slot), scene.noise_SKV[slot]) for choice in choices[: KS[slot]]]
         assert paths_of(draft) == wanted
         assert all(parent < node for node, parent in enumerate(draft.parents))
 
@@ -107,17 +108,29 @@ HEADS, INNER = 4, 10
 
 
 def mlp_checkpoint(*, tied: bool, scaled: bool) -> tuple[dict[str, Any], Weights]:
-    config = {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": H,
-              "inner_dim": INNER, "n_predict": HEADS, "vocab_size": V, "tie_weights": tied,
-              "scale_input": str(scaled)}  # fmt: skip
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "emb_dim": H,
+        "inner_dim": INNER,
+        "n_predict": HEADS,
+        "vocab_size": V,
+        "tie_weights": tied,
+        "scale_input": str(scaled),
+    }
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(HEADS):
-        shapes |= {f"speculator.emb.{i}.weight": (V, INNER), f"speculator.head.{i}.weight": (V, INNER),
-                   f"speculator.proj.{i}.weight": (INNER, INNER if i else H), f"speculator.ln.{i}.weight": (INNER,),
-                   f"speculator.ln.{i}.bias": (INNER,)}  # fmt: skip
+        shapes |= {
+            f"speculator.emb.{i}.weight": (V, INNER),
+            f"speculator.head.{i}.weight": (V, INNER),
+            f"speculator.proj.{i}.weight": (INNER, INNER if i else H),
+            f"speculator.ln.{i}.weight": (INNER,),
+            f"speculator.ln.{i}.bias": (INNER,),
+        }
     kept = ("emb.0", "head.0", "ln.0", "proj.0", "proj.1")
-    return config, named({name: shape for name, shape in shapes.items()
-                          if not tied or name.split(".", 1)[1].rsplit(".", 1)[0] in kept})  # fmt: skip
+    return config, named(
+        {name: shape for name, shape in shapes.items() if not tied or name.split(".", 1)[1].rsplit(".", 1)[0] in kept}
+    )
 
 
 def mlp_logits(stored: Weights, state: torch.Tensor, tokens: Path, *, tied: bool, scaled: bool) -> torch.Tensor:
@@ -183,8 +196,14 @@ def medusa_checkpoint(output: str) -> tuple[dict[str, Any], Weights]:
     stored = named(shapes)
     if output == "truncated":
         stored["token_map"] = torch.randperm(V, generator=torch.Generator().manual_seed(5))[:rows]
-        return {"num_heads": heads, "num_hidden_layers": 2, "truncated_vocab_size": rows, "vocab_size": V,
-                "hidden_size": H, "medusa_fc_bias": True}, stored  # fmt: skip
+        return {
+            "num_heads": heads,
+            "num_hidden_layers": 2,
+            "truncated_vocab_size": rows,
+            "vocab_size": V,
+            "hidden_size": H,
+            "medusa_fc_bias": True,
+        }, stored
     return {"medusa_num_heads": heads, "medusa_num_layers": 2, "base_model_name_or_path": "base"}, stored
 
 
@@ -240,8 +259,14 @@ def hydra_checkpoint(arch: str, *, grounded: bool, stored_once: bool) -> tuple[d
     for name in list(stored):
         if name.startswith("hydra_mlp."):
             repeat_of(stored, name, first=(3 if is_prefix else 1) if grounded else int(is_prefix), once=stored_once)
-    return {"hydra_num_heads": heads, "hydra_num_layers": blocks, "hydra_head_arch": arch, "grounded_heads": grounded,
-            "hidden_state_offset": 0, "base_model_name_or_path": "base"}, stored  # fmt: skip
+    return {
+        "hydra_num_heads": heads,
+        "hydra_num_layers": blocks,
+        "hydra_head_arch": arch,
+        "grounded_heads": grounded,
+        "hidden_state_offset": 0,
+        "base_model_name_or_path": "base",
+    }, stored
 
 
 def repeat_of(stored: Weights, name: str, *, first: int, once: bool) -> None:
@@ -274,9 +299,15 @@ def hydra_logits(stored: Weights, arch: str, read: torch.Tensor, head: int) -> t
 
 
 @warm
-@pytest.mark.parametrize(("arch", "grounded", "stored_once"), [
-    ("mlp", True, True), ("mlp", True, False), ("mlp", False, True), ("prefix-mlp", True, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arch", "grounded", "stored_once"),
+    [
+        ("mlp", True, True),
+        ("mlp", True, False),
+        ("mlp", False, True),
+        ("prefix-mlp", True, False),
+    ],
+)
 @pytest.mark.parametrize("tree", [None, chain(3), TREE], ids=["usual", "chain", "given"])
 def test_hydra(arch: str, grounded: bool, stored_once: bool, warmth: float, tree: tuple[Path, ...] | None) -> None:
     config, stored = hydra_checkpoint(arch, grounded=grounded, stored_once=stored_once)
@@ -302,8 +333,15 @@ EXIT = 18
 
 
 def redrafter_checkpoint(*, rnn: bool, exit_dim: int) -> tuple[dict[str, Any], Weights]:
-    config = {"model_type": "recurrent_drafting_drafter", "vocab_size": V, "hidden_size": H, "exit_dim": exit_dim,
-              "num_draft_layers": 2, "num_lookback_tokens": 4, "rnn": rnn}  # fmt: skip
+    config = {
+        "model_type": "recurrent_drafting_drafter",
+        "vocab_size": V,
+        "hidden_size": H,
+        "exit_dim": exit_dim,
+        "num_draft_layers": 2,
+        "num_lookback_tokens": 4,
+        "rnn": rnn,
+    }
     shapes: dict[str, tuple[int, ...]] = {"lm_head.2.weight": (V, exit_dim)}
     for j in range(2):
         shapes |= {f"lm_head.{j}.linear.weight": (exit_dim, exit_dim), f"lm_head.{j}.linear.bias": (exit_dim,)}

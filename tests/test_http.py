@@ -258,9 +258,12 @@ def rendered(content: str) -> str:
 
 def test_a_chat_completion(served: Served) -> None:
     answer = served.client.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=7, logprobs=True,
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        max_completion_tokens=7,
+        logprobs=True,
         top_logprobs=2,
-    )  # fmt: skip
+    )
     assert answer.object == "chat.completion"
     message = answer.choices[0].message
     assert (message.role, message.content) == ("assistant", expected(rendered("hi"), 7))
@@ -275,9 +278,13 @@ def test_a_chat_completion(served: Served) -> None:
 
 def test_a_streamed_chat_completion(served: Served) -> None:
     stream = served.client.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=9, stream=True, n=2,
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=9,
+        stream=True,
+        n=2,
         stream_options={"include_usage": True},
-    )  # fmt: skip
+    )
     *parts, last = list(stream)
     assert last.usage is not None
     assert last.usage.completion_tokens == 18

@@ -79,8 +79,13 @@ def test_threads_may_all_send(hub: Hub, port: HubPort) -> None:
 
 def test_what_cannot_be_read_is_dropped(hub: Hub, port: HubPort) -> None:
     stranger = raw(hub.endpoint)
-    for frames in ([b"nobody", b"x"], [name_of(TARGET)], [name_of(TARGET), b"\xc1"], [b""],
-                   [name_of(TARGET), msgspec.msgpack.encode({"type": "Plan"})]):
+    for frames in (
+        [b"nobody", b"x"],
+        [name_of(TARGET)],
+        [name_of(TARGET), b"\xc1"],
+        [b""],
+        [name_of(TARGET), msgspec.msgpack.encode({"type": "Plan"})],
+    ):
         stranger.send_multipart(frames)
     assert hub.receive(0.5) == []
     port.send(Progress("still here"))

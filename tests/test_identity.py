@@ -27,8 +27,14 @@ def mixed_prompts() -> list[list[int]]:
 
 def run(model: Path, speculative: dict[str, object] | None) -> Run:
     return generate(
-        model, mixed_prompts(), SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True),
-        max_num_batched_tokens=16, max_num_seqs=6, block_size=4, num_gpu_blocks_override=40, max_model_len=128,
+        model,
+        mixed_prompts(),
+        SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True),
+        max_num_batched_tokens=16,
+        max_num_seqs=6,
+        block_size=4,
+        num_gpu_blocks_override=40,
+        max_model_len=128,
         speculative_config=speculative,
     )
 

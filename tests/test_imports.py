@@ -99,8 +99,13 @@ def run_python(code: str, *, cwd: Path = ROOT, path: Path = ROOT) -> subprocess.
     """Run *code* in a fresh interpreter that finds Slipstream in *path* first."""
     environment = {**os.environ, "PYTHONPATH": str(path)}
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=cwd, env=environment, capture_output=True, text=True,
-        timeout=120, check=False,
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 

@@ -65,9 +65,17 @@ def test_prompts_tokenise_as_transformers_does(preprocessor: Preprocessor, folde
 
 @pytest.mark.parametrize(
     ("prompts", "count"),
-    [("x", 1), (["x", "y"], 2), ([5, 6], 1), ([[5, 6], [7]], 2), ({"prompt": "x"}, 1), (np.array([5, 6]), 1),
-     ([{"prompt_token_ids": [5]}, "x"], 2), ((5, 6), 1)],
-)  # fmt: skip
+    [
+        ("x", 1),
+        (["x", "y"], 2),
+        ([5, 6], 1),
+        ([[5, 6], [7]], 2),
+        ({"prompt": "x"}, 1),
+        (np.array([5, 6]), 1),
+        ([{"prompt_token_ids": [5]}, "x"], 2),
+        ((5, 6), 1),
+    ],
+)
 def test_every_form_of_prompt(preprocessor: Preprocessor, prompts: object, count: int) -> None:
     single = as_prompts(prompts)
     assert len(single) == count
@@ -94,9 +102,15 @@ def test_the_engine_seed_repeats_the_drawn_seeds(tokenizer: PreTrainedTokenizerF
 
 def test_parameters_are_resolved(preprocessor: Preprocessor, tokenizer: PreTrainedTokenizerFast) -> None:
     params = SamplingParams(
-        logprobs=-1, prompt_logprobs=5, top_k=10**6, min_tokens=2, stop_token_ids=[9], logit_bias={3: 1.0},
-        allowed_token_ids=[4, 5], max_tokens=None,
-    )  # fmt: skip
+        logprobs=-1,
+        prompt_logprobs=5,
+        top_k=10**6,
+        min_tokens=2,
+        stop_token_ids=[9],
+        logit_bias={3: 1.0},
+        allowed_token_ids=[4, 5],
+        max_tokens=None,
+    )
     (request,) = preprocessor.requests([5, 6], params, "r")
     sampling = request.sampling
     assert (sampling.logprobs, sampling.prompt_logprobs, sampling.top_k) == (VOCAB, 5, 0)
@@ -212,8 +226,13 @@ def test_chat_is_rendered_as_transformers_does(preprocessor: Preprocessor, folde
 
 def test_answers_that_nobody_limits_are_as_long_as_usual(tokenizer: PreTrainedTokenizerFast) -> None:
     sizes = {"vocab_size": VOCAB, "max_model_len": 64, "capacity": 1024}
-    for usual, options, wanted in ((20, {}, 20), (20, {"max_tokens": 30}, 30), (20, {"min_tokens": 25}, 25),
-                                   (90, {}, 60), (None, {}, 60)):  # fmt: skip
+    for usual, options, wanted in (
+        (20, {}, 20),
+        (20, {"max_tokens": 30}, 30),
+        (20, {"min_tokens": 25}, 25),
+        (90, {}, 60),
+        (None, {}, 60),
+    ):
         made = Preprocessor(tokenizer, usual_tokens=usual, **sizes)
         (request,) = made.requests([5] * 4, SamplingParams(**{"max_tokens": None, **options}), "r")
         assert request.max_tokens == wanted
@@ -285,7 +304,11 @@ assert ("torch" in sys.modules) == theirs
 def test_loading_a_tokenizer_does_not_load_torch(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, "-c", LOAD, str(folder)], env=environment, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", LOAD, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -305,10 +328,15 @@ def test_a_tokenizer_in_its_older_files_is_converted(tmp_path: Path) -> None:
     # facebook/opt-* on the Hub have no tokenizer.json.
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.train_from_iterator(["def f(x): return x"] * 9, trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    ))
+    core.train_from_iterator(
+        ["def f(x): return x"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["</s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     parts = json.loads(core.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(parts["vocab"]))
     (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in parts["merges"]))

@@ -50,9 +50,21 @@ OPTIONS = {
 COMBINED = {
     "usual": Sampling(seed=0, temperature=0.7, top_p=0.9),
     "penalties": Sampling(seed=0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
-    "everything": Sampling(seed=0, temperature=1.3, top_k=9, top_p=0.95, min_p=0.02, repetition_penalty=1.1,
-                           presence_penalty=0.4, frequency_penalty=0.2, logit_bias={1: 1.0, 7: -1.0}, min_tokens=6,
-                           stop_ids=(0,), bad_words=((2,), (3, 4)), allowed_ids=tuple(range(14))),
+    "everything": Sampling(
+        seed=0,
+        temperature=1.3,
+        top_k=9,
+        top_p=0.95,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        logit_bias={1: 1.0, 7: -1.0},
+        min_tokens=6,
+        stop_ids=(0,),
+        bad_words=((2,), (3, 4)),
+        allowed_ids=tuple(range(14)),
+    ),
 }
 EVERY = OPTIONS | COMBINED
 
@@ -96,8 +108,9 @@ def test_one_token(name: str, draws: int) -> None:
     raw_V = random_logits(vocab, seed=7)
     counts = np.zeros(vocab, np.int64)
     for slots in worlds(sampling, draws, OUTPUT):
-        chosen = Sampler(slots, vocab).sample(torch.from_numpy(raw_V).expand(SLOTS, vocab), np.arange(SLOTS),
-                                              slots.known_len)
+        chosen = Sampler(slots, vocab).sample(
+            torch.from_numpy(raw_V).expand(SLOTS, vocab), np.arange(SLOTS), slots.known_len
+        )
         counts += np.bincount(chosen.numpy(), minlength=vocab)
     assert_law(counts, law(sampling, raw_V.astype(np.float64), OUTPUT))
 
@@ -148,8 +161,12 @@ class Pair:
 def joint(sampling: Sampling, target_VV: npt.NDArray[np.float32], output: list[int]) -> Law:
     """The law of the next two tokens, `[V, V]`."""
     first = law(sampling, target_VV[output[-1]].astype(np.float64), output)
-    return np.stack([share * law(sampling, target_VV[token].astype(np.float64), [*output, token])
-                     for token, share in enumerate(first)])
+    return np.stack(
+        [
+            share * law(sampling, target_VV[token].astype(np.float64), [*output, token])
+            for token, share in enumerate(first)
+        ]
+    )
 
 
 def assert_joint(sampling: Sampling, pair: Pair, draws: int) -> None:

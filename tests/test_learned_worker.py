@@ -50,8 +50,11 @@ def _start() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain(models: Models) -> dict[str, list[int]]:
-    engine = Engine(assemble.build(configure(models, draft=False, distributed_executor_backend="uni"), LocalInbox(),
-                                   say=lambda line: None))
+    engine = Engine(
+        assemble.build(
+            configure(models, draft=False, distributed_executor_backend="uni"), LocalInbox(), say=lambda line: None
+        )
+    )
     engine.put(*requests())
     outputs = engine.finish()
     assert engine.proposed() == 0
@@ -97,8 +100,9 @@ BY_SIZE = {"num_speculative_tokens_per_batch_size": [[1, 2, K], [3, 99, 0]]}
 
 @pytest.mark.parametrize("method", HEADS)
 @pytest.mark.parametrize("keys", [{}, BY_SIZE], ids=["on", "off and on"])
-def test_preempted_and_resumed(models: Models, heads: Heads, plain: dict[str, list[int]], method: str,
-                               keys: dict[str, Any]) -> None:  # fmt: skip
+def test_preempted_and_resumed(
+    models: Models, heads: Heads, plain: dict[str, list[int]], method: str, keys: dict[str, Any]
+) -> None:
     engine = one_process(models, speculation(heads, method, **keys), **TIGHT)
     engine.put(*requests())
     assert engine.finish() == plain
@@ -110,10 +114,12 @@ def test_preempted_and_resumed(models: Models, heads: Heads, plain: dict[str, li
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_colocated_with_ranks_that_share_the_target(models: Models, heads: Heads, plain: dict[str, list[int]],
-                                                    method: str) -> None:  # fmt: skip
-    config = configure(models, speculative_config=speculation(heads, method, placement="colocated"),
-                       tensor_parallel_size=2)
+def test_colocated_with_ranks_that_share_the_target(
+    models: Models, heads: Heads, plain: dict[str, list[int]], method: str
+) -> None:
+    config = configure(
+        models, speculative_config=speculation(heads, method, placement="colocated"), tensor_parallel_size=2
+    )
     engine = threaded(config)
     try:
         engine.put(*requests(4, 20))
@@ -126,8 +132,9 @@ def test_colocated_with_ranks_that_share_the_target(models: Models, heads: Heads
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_on_a_worker_of_its_own_that_is_replaced(models: Models, heads: Heads, plain: dict[str, list[int]],
-                                                 method: str) -> None:  # fmt: skip
+def test_on_a_worker_of_its_own_that_is_replaced(
+    models: Models, heads: Heads, plain: dict[str, list[int]], method: str
+) -> None:
     may_come = threading.Event()
     config = configure(models, speculative_config=speculation(heads, method, placement="dedicated"))
     engine = threaded(config, body=late_comer(may_come))
@@ -154,8 +161,9 @@ def test_on_a_worker_of_its_own_that_is_replaced(models: Models, heads: Heads, p
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_a_rehearsal_leaves_nothing_behind(models: Models, heads: Heads, plain: dict[str, list[int]],
-                                           method: str) -> None:  # fmt: skip
+def test_a_rehearsal_leaves_nothing_behind(
+    models: Models, heads: Heads, plain: dict[str, list[int]], method: str
+) -> None:
     engine = one_process(models, speculation(heads, method))
     executor = engine.built.executor
     assert isinstance(executor, UniExecutor)
@@ -170,8 +178,12 @@ def test_a_rehearsal_leaves_nothing_behind(models: Models, heads: Heads, plain: 
 
 
 def test_rank_0_measures_the_draft_beside_it(models: Models, heads: Heads) -> None:
-    config = configure(models, speculative_config=speculation(heads, "test_last", placement="colocated"),
-                       tensor_parallel_size=2, enforce_eager=False)  # a share of a model is not compiled
+    config = configure(
+        models,
+        speculative_config=speculation(heads, "test_last", placement="colocated"),
+        tensor_parallel_size=2,
+        enforce_eager=False,
+    )  # a share of a model is not compiled
     engine = threaded(config)
     engine.built.shutdown()
     costs = engine.built.info.costs
@@ -188,8 +200,9 @@ def test_costs_are_measured_where_somebody_asks(models: Models, heads: Heads) ->
     assert not wants_costs(configure(models, draft=False, enforce_eager=False))
 
 
-def test_features_that_nobody_acknowledges_are_no_longer_sent(models: Models, heads: Heads, plain: dict[str, list[int]],
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_features_that_nobody_acknowledges_are_no_longer_sent(
+    models: Models, heads: Heads, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feature_pair, "CREDIT", 5)
     monkeypatch.setattr(pair.DraftSender, "acknowledge", lambda end, count: None)
     engine = threaded(configure(models, speculative_config=speculation(heads, "test_all", placement="dedicated")))

@@ -78,8 +78,10 @@ def test_parameters_that_nobody_gives_are_those_of_the_checkpoint(tmp_path: Path
     (folder / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 5, "eos_token_id": []}')
     with LLM(str(folder), **SMALL) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=None)
-        (given,), (taken,) = (llm.generate(PROMPTS[0], some, use_tqdm=False)[0].outputs
-                              for some in (llm.get_default_sampling_params(), None))
+        (given,), (taken,) = (
+            llm.generate(PROMPTS[0], some, use_tqdm=False)[0].outputs
+            for some in (llm.get_default_sampling_params(), None)
+        )
     assert given.token_ids == taken.token_ids
     assert len(taken.token_ids) <= 5
 

@@ -147,8 +147,13 @@ def test_refused_by_name_before_weights_are_read(llama: Path, changes: dict[str,
 
 
 def test_longrope_is_served_within_its_short_range(tmp_path: Path) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-            "original_max_position_embeddings": 64}  # fmt: skip
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
     folder = build("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=64)
     assert "at most 64" in refusal(folder)
     assert load(ModelConfig(model=str(folder), max_model_len=64)).max_model_len == 64

@@ -32,7 +32,7 @@ def test_lines_written_while_a_request_is_answered_name_it(caplog: pytest.LogCap
     log = logging.getLogger("slipstream")
     token = HTTP_REQUEST_ID.set("r-7")
     try:
-        log.warning("two\nlines, \"quoted\", %s", "naïve")
+        log.warning('two\nlines, "quoted", %s', "naïve")
         raise ValueError("no such thing")
     except ValueError:
         inside = formatted(caplog)

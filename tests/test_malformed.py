@@ -20,22 +20,29 @@ from workers.parts import DraftParts, ResidentLender
 
 WIDTH, VOCAB = 32, 96
 MADE: dict[str, Callable[[Path], Synthetic]] = {
-    "medusa": synthetic.medusa, "hydra": synthetic.hydra, "mlp_speculator": synthetic.mlp_speculator,
-    "recurrent": synthetic.recurrent, "eagle": synthetic_layers.eagle, "eagle3": synthetic_layers.eagle3,
-    "p_eagle": synthetic_layers.p_eagle, "dflash": synthetic_layers.dflash,
-}  # fmt: skip
+    "medusa": synthetic.medusa,
+    "hydra": synthetic.hydra,
+    "mlp_speculator": synthetic.mlp_speculator,
+    "recurrent": synthetic.recurrent,
+    "eagle": synthetic_layers.eagle,
+    "eagle3": synthetic_layers.eagle3,
+    "p_eagle": synthetic_layers.p_eagle,
+    "dflash": synthetic_layers.dflash,
+}
 CHECKPOINTS = (*MADE, "pard", "mtp")
 # One tensor of each format that is as wide as the target's states, by its stored name and its canonical one.
 VICTIMS = {
     "medusa": ("1.0.linear.weight", "blocks.1.0.weight"),
     "hydra": ("hydra_mlp.1.1.linear.weight", "blocks.1.1.weight"),
-    "mlp_speculator": ("speculator.proj.0.weight", "proj.0.weight"), "recurrent": ("rnn_u.weight", "rnn_u.weight"),
+    "mlp_speculator": ("speculator.proj.0.weight", "proj.0.weight"),
+    "recurrent": ("rnn_u.weight", "rnn_u.weight"),
     "eagle": ("layers.0.self_attn.q_proj.weight",) * 2,
     "eagle3": ("midlayer.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight"),
-    "p_eagle": ("fc.weight", "fc.weight"), "dflash": ("fc.weight", "fc.weight"),
+    "p_eagle": ("fc.weight", "fc.weight"),
+    "dflash": ("fc.weight", "fc.weight"),
     "pard": ("model.layers.1.mlp.up_proj.weight",) * 2,
     "mtp": ("model.layers.3.eh_proj.weight", "layers.0.proj.weight"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +69,16 @@ def build(made: Synthetic, folder: Path, base: Path) -> Any:
     made.write(folder)
     own = made.method != "mtp"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    parts = DraftParts(folder if own else None, folder, made.config, synthetic.config_of(base), ResidentLender(model),
-                       torch.float32, torch.device("cpu"), "eager")
+    parts = DraftParts(
+        folder if own else None,
+        folder,
+        made.config,
+        synthetic.config_of(base),
+        ResidentLender(model),
+        torch.float32,
+        torch.device("cpu"),
+        "eager",
+    )
     proposer: Any = registry.load(made.method)
     return proposer.build(SpeculativeConfig(made.method, 3, model=str(folder) if own else None), parts)
 
@@ -126,14 +141,20 @@ def test_a_wrong_vocabulary_in_the_config(sound: Synthetic, tmp_path: Path, base
 
 @pytest.mark.parametrize(
     ("method", "stored"),
-    [("medusa", "2.1.weight"), ("hydra", "hydra_lm_head.2.weight"), ("mlp_speculator", "speculator.emb.1.weight"),
-     ("recurrent", "lm_head.2.weight"), ("eagle", "embed_tokens.weight"), ("eagle3", "t2d"), ("p_eagle", "t2d"),
-     ("dflash", "embed_tokens.weight"), ("pard", "model.embed_tokens.weight"),
-     ("mtp", "model.layers.3.shared_head.head.weight")],
-)  # fmt: skip
-def test_a_wrong_vocabulary_in_the_tensors(
-    stored: str, sound: Synthetic, tmp_path: Path, base: Path
-) -> None:
+    [
+        ("medusa", "2.1.weight"),
+        ("hydra", "hydra_lm_head.2.weight"),
+        ("mlp_speculator", "speculator.emb.1.weight"),
+        ("recurrent", "lm_head.2.weight"),
+        ("eagle", "embed_tokens.weight"),
+        ("eagle3", "t2d"),
+        ("p_eagle", "t2d"),
+        ("dflash", "embed_tokens.weight"),
+        ("pard", "model.embed_tokens.weight"),
+        ("mtp", "model.layers.3.shared_head.head.weight"),
+    ],
+)
+def test_a_wrong_vocabulary_in_the_tensors(stored: str, sound: Synthetic, tmp_path: Path, base: Path) -> None:
     wide = sound.tensors.get(stored, torch.zeros(VOCAB, WIDTH))[:90]
     said = refusal(sound.holding({stored: wide}), tmp_path / "draft", base)
     assert f"{stored} should be [{VOCAB}" in said
@@ -152,8 +173,16 @@ def test_a_pickle_that_runs_code(method: str, sound: Synthetic, tmp_path: Path, 
     (folder / "empty.pt").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({stored: Trap()}, protocol=2))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    parts = DraftParts(folder, folder, sound.config, synthetic.config_of(base), ResidentLender(model), torch.float32,
-                       torch.device("cpu"), "eager")
+    parts = DraftParts(
+        folder,
+        folder,
+        sound.config,
+        synthetic.config_of(base),
+        ResidentLender(model),
+        torch.float32,
+        torch.device("cpu"),
+        "eager",
+    )
     proposer: Any = registry.load(method)
     with pytest.raises(ModelError, match=re.escape("would run code when loaded")):
         proposer.build(SpeculativeConfig(method, 3, model=str(folder)), parts)
@@ -167,8 +196,16 @@ def test_a_damaged_target_says_so(tmp_path: Path, target: Path) -> None:
     save_file({"0.0.linear.weight": torch.zeros(WIDTH, WIDTH)}, folder / "heads.safetensors")
     (folder / "heads.safetensors").write_bytes((folder / "heads.safetensors").read_bytes()[:100])
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    parts = DraftParts(folder, folder, made.config, synthetic.config_of(target), ResidentLender(model), torch.float32,
-                       torch.device("cpu"), "eager")
+    parts = DraftParts(
+        folder,
+        folder,
+        made.config,
+        synthetic.config_of(target),
+        ResidentLender(model),
+        torch.float32,
+        torch.device("cpu"),
+        "eager",
+    )
     medusa: Any = registry.load("medusa")
     with pytest.raises(ModelError, match="cannot be read"):
         medusa.build(SpeculativeConfig("medusa", 3, model=str(folder)), parts)

@@ -83,13 +83,24 @@ def test_the_controllers_figures_have_vllms_names() -> None:
 
 def test_figures_of_our_own_have_only_our_name() -> None:
     stats = EngineStats(
-        steps=5, steps_s=10.0, phases=PhaseTimes(2.0, 0.5, 4.0, 1.0, late_drafts=3), draft_failures=6,
-        draft_changes={"lost": 2}, guess_changes={"batch_size_rose": 3}, target_losses=1,
-        num_speculative_tokens=4, speculation="on", guessed_s=8.0, plain_s=12.0,
-    )  # fmt: skip
+        steps=5,
+        steps_s=10.0,
+        phases=PhaseTimes(2.0, 0.5, 4.0, 1.0, late_drafts=3),
+        draft_failures=6,
+        draft_changes={"lost": 2},
+        guess_changes={"batch_size_rose": 3},
+        target_losses=1,
+        num_speculative_tokens=4,
+        speculation="on",
+        guessed_s=8.0,
+        plain_s=12.0,
+    )
     text = Metrics("m", lambda: stats).render().decode()
-    found = {(sample.name.removeprefix("slipstream_"), *own_labels(sample.labels)): sample.value
-             for family in text_string_to_metric_families(text) for sample in family.samples}
+    found = {
+        (sample.name.removeprefix("slipstream_"), *own_labels(sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
     assert found["draft_service_changes_total", "lost"] == 2
     assert found["spec_decode_changes_total", "batch_size_rose"] == 3
     assert found["target_losses_total",] == 1
@@ -126,8 +137,18 @@ def test_the_summary_tells_what_happened_since_the_last_one() -> None:
     assert metrics.summary() is None
     metrics.submitted(request("a"))
     metrics.received(TokenOutput("a", [1, 2], finish_reason="stop"))
-    stats = EngineStats(drafting_rounds=2, proposed=10, accepted=6, prefix_queries=4, prefix_hits=1, steps_s=4.0,
-                        phases=PhaseTimes(0.44), guessed_s=2.0, plain_s=3.8, num_speculative_tokens=5)
+    stats = EngineStats(
+        drafting_rounds=2,
+        proposed=10,
+        accepted=6,
+        prefix_queries=4,
+        prefix_hits=1,
+        steps_s=4.0,
+        phases=PhaseTimes(0.44),
+        guessed_s=2.0,
+        plain_s=3.8,
+        num_speculative_tokens=5,
+    )
     line = metrics.summary()
     assert line is not None
     assert "1 finished" in line

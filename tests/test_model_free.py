@@ -46,8 +46,12 @@ def naive_longest(text: list[int], pattern: list[int], smallest: int, reach: int
     return 0, []
 
 
-@given(tokens=TOKENS, sizes=st.sampled_from([(6, 2), (3, 2, 1), (1,), (4,)]), reach=st.integers(6, 12),
-       step=st.integers(1, 7))
+@given(
+    tokens=TOKENS,
+    sizes=st.sampled_from([(6, 2), (3, 2, 1), (1,), (4,)]),
+    reach=st.integers(6, 12),
+    step=st.integers(1, 7),
+)
 def test_places_are_those_of_a_naive_search(tokens: list[int], sizes: tuple[int, ...], reach: int, step: int) -> None:
     places = Places(sizes, reach)
     while places.add(tokens, step):
@@ -107,8 +111,11 @@ SALTED = st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.lists(st.integer
 
 
 @settings(deadline=None)
-@given(answers=SALTED, rows=st.lists(st.tuples(st.sampled_from(["", "a", "c"]), TOKENS), min_size=1, max_size=4),
-       limit=st.integers(1, 12))
+@given(
+    answers=SALTED,
+    rows=st.lists(st.tuples(st.sampled_from(["", "a", "c"]), TOKENS), min_size=1, max_size=4),
+    limit=st.integers(1, 12),
+)
 def test_past_texts_are_found_as_by_a_naive_search(
     answers: list[tuple[str, list[int]]], rows: list[tuple[str, list[int]]], limit: int
 ) -> None:
@@ -120,8 +127,12 @@ def test_past_texts_are_found_as_by_a_naive_search(
         kept = [answer for owner, answer in answers[-limit:] if owner == salt]
         matches = [naive_longest(answer, tokens, 2, 24) for answer in kept]
         wanted_length = max((size for size, _ in matches), default=0)
-        wanted = [answer[end:] for answer, (size, ends) in reversed(list(zip(kept, matches, strict=True)))
-                  if size == wanted_length and size for end in ends]
+        wanted = [
+            answer[end:]
+            for answer, (size, ends) in reversed(list(zip(kept, matches, strict=True)))
+            if size == wanted_length and size
+            for end in ends
+        ]
         level = next((size for size in SIZES if size <= wanted_length), 2)
         if sum(len(places_of(answer, tokens, level)) for answer in kept) <= CHAIN:
             assert length == wanted_length
@@ -175,7 +186,7 @@ def naive_prediction(prediction: list[int], outputs: list[list[int]], k: int) ->
 @given(prediction=TOKENS, output=TOKENS, steps=st.lists(st.integers(0, 5), max_size=12), k=st.integers(1, 5))
 def test_a_prediction_is_followed(prediction: list[int], output: list[int], steps: list[int], k: int) -> None:
     # Few enough places that none is left out.
-    prediction, outputs = prediction[: MAX_PLACES], [output[: sum(steps[:i])] for i in range(len(steps) + 1)]
+    prediction, outputs = prediction[:MAX_PLACES], [output[: sum(steps[:i])] for i in range(len(steps) + 1)]
     mine = Prediction(prediction)
     mine.prepare(1000)
     assert [mine.follow(output, k) for output in outputs] == naive_prediction(prediction, outputs, k)
@@ -198,8 +209,13 @@ def test_ngram_looks_a_prediction_up_first_and_finds_back_behind_an_edit() -> No
 
 
 @settings(deadline=None, max_examples=60)
-@given(tokens=TOKENS, cut=st.integers(1, 60), answers=st.lists(TOKENS, max_size=4), k=st.integers(1, 8),
-       factor=st.sampled_from([0.5, 1.0, 2.0]))
+@given(
+    tokens=TOKENS,
+    cut=st.integers(1, 60),
+    answers=st.lists(TOKENS, max_size=4),
+    k=st.integers(1, 8),
+    factor=st.sampled_from([0.5, 1.0, 2.0]),
+)
 def test_suffix_equals_a_naive_computation(
     tokens: list[int], cut: int, answers: list[list[int]], k: int, factor: float
 ) -> None:
@@ -222,8 +238,10 @@ def test_suffix_equals_a_naive_computation(
     size = max((match[0] for match, _ in matches), default=0)
     past = guess(answers, [(a, end) for (n, ends), a in reversed(matches) if n == size for end in ends], size)
     level = next((one for one in SIZES if one <= size), 2)
-    crowded = any(len(places_of(tokens, tokens, n)) > MAX_PLACES for n in (2, 6)) or sum(
-        len(places_of(answer, tokens, level)) for answer in answers) > CHAIN
+    crowded = (
+        any(len(places_of(tokens, tokens, n)) > MAX_PLACES for n in (2, 6))
+        or sum(len(places_of(answer, tokens, level)) for answer in answers) > CHAIN
+    )
     if not crowded:
         assert draft.tokens == (own[0] if own[1] >= past[1] - 1e-9 else past[0])
 
@@ -308,8 +326,11 @@ def tokens_a_round(proposer: NgramProposer | SuffixProposer, prompt: list[int], 
     while said < len(answer):
         [draft] = proposer.propose([DraftRow(0, k, [*prompt, *answer[:said]], 1)])
         rest = answer[said:]
-        said += 1 + next((i for i, token in enumerate(draft.tokens) if token != rest[i]), len(draft)) if len(
-            rest) > len(draft) else len(rest)
+        said += (
+            1 + next((i for i, token in enumerate(draft.tokens) if token != rest[i]), len(draft))
+            if len(rest) > len(draft)
+            else len(rest)
+        )
         rounds += 1
     proposer.end(1, [*prompt, *answer])
     return len(answer) / rounds

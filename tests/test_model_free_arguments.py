@@ -24,8 +24,13 @@ def test_suffix_decoding_takes_the_four_keys_and_their_defaults() -> None:
     assert (config.num_speculative_tokens, config.suffix_decoding_max_tree_depth) == (24, 24)
     assert (config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_spec_factor) == (10_000, 1.0)
     assert config.suffix_decoding_min_token_prob == 0.1
-    config = parse(method="suffix", suffix_decoding_max_tree_depth=64, suffix_decoding_max_cached_requests=0,
-                   suffix_decoding_max_spec_factor=2, suffix_decoding_min_token_prob=0)
+    config = parse(
+        method="suffix",
+        suffix_decoding_max_tree_depth=64,
+        suffix_decoding_max_cached_requests=0,
+        suffix_decoding_max_spec_factor=2,
+        suffix_decoding_min_token_prob=0,
+    )
     assert (config.num_speculative_tokens, config.suffix_decoding_max_spec_factor) == (64, 2.0)
     assert parse(method="suffix", num_speculative_tokens=7).num_speculative_tokens == 7
 

@@ -50,9 +50,10 @@ def prompts(target: Path) -> list[list[int]]:
 def params(temperature: float) -> list[SamplingParams]:
     """Of different lengths, so that the batch shrinks."""
     penalties = {"repetition_penalty": 1.05, "top_p": 0.95} if temperature else {}
-    return [SamplingParams(temperature=temperature, seed=i, max_tokens=TOKENS - 2 * (i % 8), ignore_eos=True,
-                           **penalties)
-            for i in range(NUM_PROMPTS)]
+    return [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=TOKENS - 2 * (i % 8), ignore_eos=True, **penalties)
+        for i in range(NUM_PROMPTS)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +88,14 @@ def keys_of(name: str, pair: ModelPair, store: Path, **more: Any) -> dict[str, A
 
 
 def engine(pair: ModelPair, keys: dict[str, Any], **arguments: Any) -> LLM:
-    return LLM(model=str(pair.target), dtype="float32", skip_tokenizer_init=True, enforce_eager=True,
-               speculative_config=keys, **arguments)
+    return LLM(
+        model=str(pair.target),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        speculative_config=keys,
+        **arguments,
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)

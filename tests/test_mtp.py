@@ -46,20 +46,28 @@ class Written:
         folder.mkdir()
         config = {**self.config, "num_hidden_layers": self.first + heads, "layer_types": None}
         (folder / "config.json").write_text(json.dumps(config))
-        renamed = {name.replace("model.mtp_layers.0.", f"model.layers.{self.first}."): tensor
-                   for name, tensor in self.tensors.items()}
+        renamed = {
+            name.replace("model.mtp_layers.0.", f"model.layers.{self.first}."): tensor
+            for name, tensor in self.tensors.items()
+        }
         save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
         assert not report["missing_keys"]
         return model.eval()
 
     def glue(self, head: int) -> Weights:
         prefix = f"model.mtp_layers.{head}." if self.style == "mimo" else f"model.layers.{self.first + head}."
         embed, state, proj, norm = (self.tensors[f"{prefix}{name}.weight"] for name in GLUE[self.style])
-        return {"embed": embed, "state": state, "proj": proj, "norm": norm,
-                "tokens": self.tensors.get(f"{prefix}embed_tokens.weight", self.embedding),
-                "head": self.tensors.get(f"{prefix}shared_head.head.weight", self.head)}
+        return {
+            "embed": embed,
+            "state": state,
+            "proj": proj,
+            "norm": norm,
+            "tokens": self.tensors.get(f"{prefix}embed_tokens.weight", self.embedding),
+            "head": self.tensors.get(f"{prefix}shared_head.head.weight", self.head),
+        }
 
     def runner(self) -> DenseRunner:
         """Build the module from the target's checkpoint, and run it over the texts."""
@@ -90,8 +98,9 @@ class Written:
     @torch.inference_mode()
     def assert_chains(self, proposer: MtpProposer, rows: list[DraftRow], most: int = 64) -> None:
         for row, draft in zip(rows, proposer.propose(rows), strict=True):
-            wanted = published.chain(lambda drafted, slot=row.slot: self.behind(slot, drafted), self.noise[row.slot],
-                                     min(row.k, most))
+            wanted = published.chain(
+                lambda drafted, slot=row.slot: self.behind(slot, drafted), self.noise[row.slot], min(row.k, most)
+            )
             assert list(draft.tokens) == wanted
 
 
@@ -124,23 +133,37 @@ def test_qwen3_next_shares_what_leads_into_its_layers_and_adds_one_to_norms() ->
     with torch.no_grad():
         for weight in block.parameters():
             weight.normal_(0.0, 0.3, generator=generator)
-    glue = {"fc": torch.randn(16, 32, generator=generator), "norm": torch.randn(16, generator=generator) * 0.1,
-            "pre_fc_norm_embedding": torch.randn(16, generator=generator) * 0.1,
-            "pre_fc_norm_hidden": torch.randn(16, generator=generator) * 0.1}
+    glue = {
+        "fc": torch.randn(16, 32, generator=generator),
+        "norm": torch.randn(16, generator=generator) * 0.1,
+        "pre_fc_norm_embedding": torch.randn(16, generator=generator) * 0.1,
+        "pre_fc_norm_hidden": torch.randn(16, generator=generator) * 0.1,
+    }
     stored = {f"mtp.{name}.weight": weight for name, weight in glue.items()}
     stored |= {f"mtp.layers.0.{name}": weight.detach() for name, weight in block.state_dict().items()}
     embedding, head = torch.randn(40, 16, generator=generator), torch.randn(40, 16, generator=generator)
     config = {**QWEN, "model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
     text, features = [3, 9, 4, 30, 7], torch.randn(4, 16, generator=generator)
-    runner = DenseRunner(MtpProposer.build(CONFIG, FakeParts(stored, config, config, embedding, head)),
-                         [Text(text, features)], torch.zeros(1, 3, 40))
+    runner = DenseRunner(
+        MtpProposer.build(CONFIG, FakeParts(stored, config, config, embedding, head)),
+        [Text(text, features)],
+        torch.zeros(1, 3, 40),
+    )
 
     def behind(drafted: Drafted) -> torch.Tensor:
         tokens, states = text[1:] + drafted, features
         while True:
             count = len(states)
-            x = torch.cat([rms(embedding[tokens[:count]], 1 + glue["pre_fc_norm_embedding"]),
-                           rms(states, 1 + glue["pre_fc_norm_hidden"])], -1) @ glue["fc"].T
+            x = (
+                torch.cat(
+                    [
+                        rms(embedding[tokens[:count]], 1 + glue["pre_fc_norm_embedding"]),
+                        rms(states, 1 + glue["pre_fc_norm_hidden"]),
+                    ],
+                    -1,
+                )
+                @ glue["fc"].T
+            )
             mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
             out = block(x[None], attention_mask=mask, position_embeddings=rope(x[None], torch.arange(count)[None]))[0]
             normed = rms(out, 1 + glue["norm"])

@@ -45,8 +45,14 @@ def steps(group: Group) -> list[torch.Tensor | None]:
     for shape in ((1, 5), (3, 2, 4), (7,), (0, 3)):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             mine = torch.randint(-50, 50, shape, generator=dice).to(dtype)
-            found += [group.all_reduce(mine.clone()), group.all_gather(mine), group.all_gather(mine, 0),
-                      group.gather(mine), group.gather(mine, 1, 0), group.broadcast(mine.clone(), 1)]  # fmt: skip
+            found += [
+                group.all_reduce(mine.clone()),
+                group.all_gather(mine),
+                group.all_gather(mine, 0),
+                group.gather(mine),
+                group.gather(mine, 1, 0),
+                group.broadcast(mine.clone(), 1),
+            ]
     return [*found, group.all_gather(torch.full((2, 3), float(group.rank)).T)]
 
 

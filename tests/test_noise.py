@@ -19,8 +19,13 @@ def uniform(seeds: np.ndarray, index: np.ndarray, ids: np.ndarray) -> np.ndarray
 
 
 def test_mix_is_splitmix64() -> None:
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
-                 16408922859458223821]  # the first outputs for seed 1234567
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]  # the first outputs for seed 1234567
     assert [mix((1234567 + n * INCREMENT) & MASK) for n in range(1, 6)] == published
 
 
@@ -40,12 +45,15 @@ def test_noise_is_finite_at_the_ends_of_the_bits() -> None:
     assert -3.7 < noise.min() < noise.max() < 36.8
 
 
-@pytest.mark.parametrize(("seeds", "index", "ids"), [
-    (np.zeros(1), np.zeros(1), np.arange(200_000)),
-    (np.zeros(1), np.arange(200_000), np.zeros(1)),
-    (np.arange(200_000), np.zeros(1), np.zeros(1)),
-    (np.arange(200_000) << 43, np.full(1, 7), np.full(1, 4095)),
-])
+@pytest.mark.parametrize(
+    ("seeds", "index", "ids"),
+    [
+        (np.zeros(1), np.zeros(1), np.arange(200_000)),
+        (np.zeros(1), np.arange(200_000), np.zeros(1)),
+        (np.arange(200_000), np.zeros(1), np.zeros(1)),
+        (np.arange(200_000) << 43, np.full(1, 7), np.full(1, 4095)),
+    ],
+)
 def test_law_along_each_coordinate(seeds: np.ndarray, index: np.ndarray, ids: np.ndarray) -> None:
     seeds, index, ids = (part.astype(np.int64) for part in np.broadcast_arrays(seeds, index, ids))
     values = uniform(seeds, index, ids)
@@ -86,8 +94,10 @@ def streams() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "draft and target": (here, uniform(seeds, index, ids)),
         "draft and acceptance": (here, uniform(stream_seeds(seeds, ACCEPT, np.full_like(seeds, 3)), index, ids)),
         "draft in the next round": (here, uniform(stream_seeds(seeds, DRAFT, np.full_like(seeds, 4)), index, ids)),
-        "nodes of one depth": (uniform_of(path_keys(row_keys(drafts, index), ids[:, None]), np.full(1, 7)),
-                               uniform_of(path_keys(row_keys(drafts, index), ids[:, None] + 1), np.full(1, 7))),
+        "nodes of one depth": (
+            uniform_of(path_keys(row_keys(drafts, index), ids[:, None]), np.full(1, 7)),
+            uniform_of(path_keys(row_keys(drafts, index), ids[:, None] + 1), np.full(1, 7)),
+        ),
     }
 
 

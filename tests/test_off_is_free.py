@@ -67,19 +67,31 @@ def requests() -> list[Request]:
     """Rows of unlike lengths, greedy and sampled, more than fit at once; repetitive, so that n-grams would match."""
     return [
         Request(
-            request_id=str(i), prompt_token_ids=tuple([5, 6, 7, 8 + i] * (3 + 2 * i)), params=SamplingParams(),
-            sampling=Sampling(seed=i, temperature=float(i % 2), top_p=0.9 if i % 2 else 1.0), max_tokens=8 + 3 * i,
+            request_id=str(i),
+            prompt_token_ids=tuple([5, 6, 7, 8 + i] * (3 + 2 * i)),
+            params=SamplingParams(),
+            sampling=Sampling(seed=i, temperature=float(i % 2), top_p=0.9 if i % 2 else 1.0),
+            max_tokens=8 + 3 * i,
         )
         for i in range(5)
     ]
 
 
 def trace(target: Path, speculative: Mapping[str, Any] | None) -> Trace:
-    config = parse({
-        "model": str(target), "speculative_config": speculative, "dtype": "float32", "enforce_eager": True,
-        "skip_tokenizer_init": True, "device": "cpu", "num_gpu_blocks_override": 24, "block_size": 4,
-        "max_num_seqs": 3, "max_num_batched_tokens": 16,
-    })
+    config = parse(
+        {
+            "model": str(target),
+            "speculative_config": speculative,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "device": "cpu",
+            "num_gpu_blocks_override": 24,
+            "block_size": 4,
+            "max_num_seqs": 3,
+            "max_num_batched_tokens": 16,
+        }
+    )
     inbox = LocalInbox()
     inbox.put(requests())
     engine = assemble.build(config, inbox, say=lambda line: None)

@@ -64,16 +64,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 300 tokens with a chat template that takes tools."""
     folder = tmp_path_factory.mktemp("tiny")
     vocab_size = fake_engine.bare_tokenizer().get_vocab_size()
-    tiny_models.build("llama", folder, vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-                      max_position_embeddings=2048)  # fmt: skip
+    tiny_models.build(
+        "llama",
+        folder,
+        vocab_size=vocab_size,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        max_position_embeddings=2048,
+    )
     fake_engine.tokenizer().save_pretrained(folder)
     return folder
 
 
 TINY = {
-    "max_model_len": 1536, "num_gpu_blocks_override": 400, "device": "cpu", "max_num_seqs": 8,
+    "max_model_len": 1536,
+    "num_gpu_blocks_override": 400,
+    "device": "cpu",
+    "max_num_seqs": 8,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +99,13 @@ def test_answers_of_a_form(tiny: Served, check: Check) -> None:
 
 def test_what_is_predicted_comes_faster_and_is_the_same(tiny: Served) -> None:
     asked: dict[str, Any] = {
-        "prompt": "foxes", "max_tokens": 48, "temperature": 1, "seed": 3, "allowed_token_ids": fake_engine.letters(),
+        "prompt": "foxes",
+        "max_tokens": 48,
+        "temperature": 1,
+        "seed": 3,
+        "allowed_token_ids": fake_engine.letters(),
         "per_request_spec_decode_metrics": "summary",
-    }  # fmt: skip
+    }
     plain = tiny.post(**asked).json()
     text = plain["choices"][0]["text"]
     predicted = tiny.post(**asked, prediction={"type": "content", "content": text}).json()
@@ -152,8 +166,10 @@ def test_the_demo_pair_as_users_serve_it(standalone_demo: openai.OpenAI, check: 
 @pytest.mark.full
 def test_the_demo_pair_speculates(standalone_demo: openai.OpenAI) -> None:
     asked: Any = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 64, "temperature": 0}
-    bodies = [{"per_request_spec_decode_metrics": "detailed", "speculative_config": wish}
-              for wish in ({}, {"num_speculative_tokens": 1}, {"enabled": False})]  # fmt: skip
+    bodies = [
+        {"per_request_spec_decode_metrics": "detailed", "speculative_config": wish}
+        for wish in ({}, {"num_speculative_tokens": 1}, {"enabled": False})
+    ]
     answers = [strict(standalone_demo.completions.create(**asked, extra_body=body)) for body in bodies]
     assert len({answer.choices[0].text for answer in answers}) == 1
     figures = [(answer.model_extra or {})["metrics"]["speculative_decoding"] for answer in answers]

@@ -72,8 +72,9 @@ def test_streamed_calls_have_dense_indices(hermes: Served) -> None:
     assert [part.index for part in parts] == [0, 1]
     assert len({part.id for part in parts}) == 2
     assert [(part.function.name, part.function.arguments) for part in parts if part.function] == [
-        ("paint", PAINT), ("wait", '{"long": "1"}')
-    ]  # fmt: skip
+        ("paint", PAINT),
+        ("wait", '{"long": "1"}'),
+    ]
     assert "".join(delta.content or "" for delta in deltas) == "Hm."
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
@@ -137,9 +138,10 @@ def test_the_next_turn_holds_calls_and_their_results(hermes: Served) -> None:
     first = hermes.client.chat.completions.create(**asked(HERMES)).choices[0].message
     assert first.tool_calls
     messages = [
-        *asked(HERMES)["messages"], first,
+        *asked(HERMES)["messages"],
+        first,
         {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "say: It is red.<end>"},
-    ]  # fmt: skip
+    ]
     answer = hermes.client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, max_tokens=50)
     assert strict(answer).choices[0].message.content == "It is red."
     sent = [message if isinstance(message, dict) else message.model_dump(exclude_none=True) for message in messages]
@@ -165,13 +167,19 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"function_call": {"name": "f"}}, "function_call", "use tool_choice"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
     ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "--chat-template"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-     "messages", "JSON object"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x("}}]}]},
-     "messages", "JSON object"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+        "messages",
+        "JSON object",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x("}}]}]},
+        "messages",
+        "JSON object",
+    ),
     ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages", "function with a name"),
     ({"messages": [{"role": "user"}]}, "messages", "'user' must have content"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("body", "param", "words"), BAD, ids=[f"{p}-{w[:12]}" for _, p, w in BAD])

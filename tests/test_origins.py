@@ -62,8 +62,10 @@ async def ask(*bodies: dict[str, Any]) -> list[httpx.Response]:
     app = create_app(engine, tokenizer(), engine.metrics, ServerOptions(("fake",), "1"))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
-            return [await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 9, **body})
-                    for body in bodies]
+            return [
+                await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 9, **body})
+                for body in bodies
+            ]
     finally:
         await engine.close()
 
@@ -74,12 +76,20 @@ def told(chunks: list[Any]) -> list[Any]:
 
 def test_origins_are_told_where_asked_for_and_only_there() -> None:
     asked = {"token_origins": True}
-    whole, streamed, counted, silent, off = asyncio.run(ask(
-        asked, {**asked, "stream": True},
-        {**asked, "stream": True, "stream_options": {"include_usage": True},
-         "per_request_spec_decode_metrics": "summary"},
-        {"stream": True}, {**asked, "speculative_config": {"enabled": False}},
-    ))  # fmt: skip
+    whole, streamed, counted, silent, off = asyncio.run(
+        ask(
+            asked,
+            {**asked, "stream": True},
+            {
+                **asked,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "per_request_spec_decode_metrics": "summary",
+            },
+            {"stream": True},
+            {**asked, "speculative_config": {"enabled": False}},
+        )
+    )
 
     def chunks(response: httpx.Response) -> list[Any]:
         lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]

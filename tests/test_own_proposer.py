@@ -155,18 +155,21 @@ def test_workers_that_are_processes_import_it_too(
     assert len(set(own.glob("asked-*")) - set(here)) == 1
 
 
-@pytest.mark.parametrize(("path", "why"), [
-    ("my_nothing:Echo", "cannot be imported .ModuleNotFoundError: No module named 'my_nothing'"),
-    ("my_guesses:Ecko", "cannot be imported .AttributeError: .*Ecko"),
-    ("my_broken:Echo", "cannot be imported .RuntimeError: not today"),
-    ("my_guesses:", "cannot be imported"),
-    (":Echo", "cannot be imported"),
-    (".my_guesses:Echo", "cannot be imported"),
-    ("my_guesses:function", "is no proposer: it lacks being a class, on_worker, True or False, create, propose;"),
-    ("my_guesses:number", "is no proposer: it lacks being a class"),
-    ("my_guesses:Draft", "is no proposer: it lacks on_worker, True or False, create, propose;"),
-    ("my_guesses:Unbuilt", "is no proposer: it lacks features_of, build;"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("my_nothing:Echo", "cannot be imported .ModuleNotFoundError: No module named 'my_nothing'"),
+        ("my_guesses:Ecko", "cannot be imported .AttributeError: .*Ecko"),
+        ("my_broken:Echo", "cannot be imported .RuntimeError: not today"),
+        ("my_guesses:", "cannot be imported"),
+        (":Echo", "cannot be imported"),
+        (".my_guesses:Echo", "cannot be imported"),
+        ("my_guesses:function", "is no proposer: it lacks being a class, on_worker, True or False, create, propose;"),
+        ("my_guesses:number", "is no proposer: it lacks being a class"),
+        ("my_guesses:Draft", "is no proposer: it lacks on_worker, True or False, create, propose;"),
+        ("my_guesses:Unbuilt", "is no proposer: it lacks features_of, build;"),
+    ],
+)
 def test_what_is_no_proposer_is_refused_before_anything_loads(own: Path, target: Path, path: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         assemble.build(configure((target / "nowhere", target), speculative_config={**ECHO, "method": path}))
@@ -183,7 +186,11 @@ def test_paths_keep_their_spelling_and_take_every_key(heads: dict[str, Any]) -> 
     """What a checkpoint is for is the class's business, and so are width and shape of its trees."""
     config = speculative(method="My-Pkg.my_mod:Some_MTP", model=heads["model"], eagle_topk=4, num_steps=3)
     assert (config.method, config.model, config.eagle_topk, config.num_steps) == (
-        "My-Pkg.my_mod:Some_MTP", heads["model"], 4, 3)
+        "My-Pkg.my_mod:Some_MTP",
+        heads["model"],
+        4,
+        3,
+    )
     tree = ((0,), (1,), (0, 0))
     assert speculative(method="a:B", speculative_token_tree=tree).speculative_token_tree == tree
     assert speculative(method="a:B").num_speculative_tokens == 5

@@ -43,8 +43,14 @@ def assert_drafts(proposer: Any, made: World, logits_KV: Any, rows: list[DraftRo
 @pytest.mark.parametrize("tied", [False, True])
 def test_pard_guesses_at_masks_behind_the_text(family: str, tied: bool) -> None:
     made = world(H)
-    config = {**HEAD, "model_type": family, "num_hidden_layers": 2, "head_dim": D, "rope_theta": THETA,
-              "tie_word_embeddings": tied}
+    config = {
+        **HEAD,
+        "model_type": family,
+        "num_hidden_layers": 2,
+        "head_dim": D,
+        "rope_theta": THETA,
+        "tie_word_embeddings": tied,
+    }
     plain = AutoConfig.for_model(**{**config, "model_type": family})
     model = AutoModelForCausalLM.from_config(plain, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -68,9 +74,14 @@ def test_pard_guesses_at_masks_behind_the_text(family: str, tied: bool) -> None:
 def test_p_eagle_feeds_a_learned_state_beside_masks() -> None:
     made = world(3 * H)
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (V, H), "mask_hidden": (1, 1, 3 * H),
-        "layers.0.hidden_norm.weight": (H,), "layers.0.input_layernorm.weight": (H,), **layer_shapes("layers.0", 2 * H),
-    }  # fmt: skip
+        "fc.weight": (H, 3 * H),
+        "norm.weight": (H,),
+        "lm_head.weight": (V, H),
+        "mask_hidden": (1, 1, 3 * H),
+        "layers.0.hidden_norm.weight": (H,),
+        "layers.0.input_layernorm.weight": (H,),
+        **layer_shapes("layers.0", 2 * H),
+    }
     weights = random_tensors(shapes)
     config = {**HEAD, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": V, "ptd_token_id": MASK}
     module = ParallelEagleProposer.build(CONFIG, made.parts(weights, config))
@@ -81,8 +92,15 @@ def test_p_eagle_feeds_a_learned_state_beside_masks() -> None:
         states, count = linear(weights, "fc", torch.cat([made.features[slot], masks])), len(tokens)
         e = rms(made.embedding[tokens], weights["layers.0.input_layernorm.weight"])
         g = rms(states, weights["layers.0.hidden_norm.weight"])
-        h = states + attention(weights, "layers.0.self_attn", torch.cat([e, g], -1), list(range(count)), causal(count),
-                               head_dim=D, theta=THETA)
+        h = states + attention(
+            weights,
+            "layers.0.self_attn",
+            torch.cat([e, g], -1),
+            list(range(count)),
+            causal(count),
+            head_dim=D,
+            theta=THETA,
+        )
         h = h + mlp(weights, "layers.0.mlp", rms(h, weights["layers.0.post_attention_layernorm.weight"]))
         return linear(weights, "lm_head", rms(h, weights["norm.weight"]))[-k:]
 
@@ -100,7 +118,12 @@ def dflash_tensors(layers: int) -> Weights:
 
 
 def dflash_block(
-    made: World, weights: Weights, slot: int, block: list[int], *, sees_block: torch.Tensor,
+    made: World,
+    weights: Weights,
+    slot: int,
+    block: list[int],
+    *,
+    sees_block: torch.Tensor,
 ) -> torch.Tensor:
     """Return states behind the last norm of each place of the block: keys and values of context come first."""
     context = rms(linear(weights, "fc", made.features[slot]), weights["hidden_norm.weight"])
@@ -125,9 +148,20 @@ def dflash_block(
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dflash_denoises_a_block_over_the_targets_states(anchor: bool, is_causal: bool) -> None:
     made, weights = world(2 * H), dflash_tensors(2)
-    config = {**HEAD, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
-              "head_dim": D, "block_size": 16, "dflash_config": {
-                  "mask_token_id": MASK, "target_layer_ids": [1, 4], "sample_from_anchor": anchor, "causal": is_causal}}
+    config = {
+        **HEAD,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "head_dim": D,
+        "block_size": 16,
+        "dflash_config": {
+            "mask_token_id": MASK,
+            "target_layer_ids": [1, 4],
+            "sample_from_anchor": anchor,
+            "causal": is_causal,
+        },
+    }
     module = DFlashProposer.build(CONFIG, made.parts(weights, config))
 
     def logits_KV(slot: int, k: int) -> torch.Tensor:
@@ -142,8 +176,14 @@ def test_dflash_denoises_a_block_over_the_targets_states(anchor: bool, is_causal
 
 def test_dflash_guesses_no_more_than_its_block_holds() -> None:
     made, weights = world(2 * H), dflash_tensors(2)
-    config = {**HEAD, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": D, "block_size": 4,
-              "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 4]}}
+    config = {
+        **HEAD,
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "head_dim": D,
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 4]},
+    }
     proposer = DFlashProposer(made.runner(DFlashProposer.build(CONFIG, made.parts(weights, config))))
     assert [len(draft) for draft in proposer.propose([DraftRow(0, 2), DraftRow(1, K)])] == [2, 3]
 

@@ -71,8 +71,9 @@ def test_a_controller_tells_steps_where_asked_and_counts_where_not() -> None:
     outputs: list[TokenOutput] = []
     while sum(output.finish_reason is not None for output in outputs) < 3:
         outputs += controller.step()
-    steps = {name: [output.step for output in outputs if output.request_id == name]
-             for name in ("told", "untold", "plain")}
+    steps = {
+        name: [output.step for output in outputs if output.request_id == name] for name in ("told", "untold", "plain")
+    }
     # The fake accepts half of what it is given; the last step may only guess what still fits.
     assert steps["told"] == [Step(4, 2, 4), Step(2, 1, 2), Step()]
     assert set(steps["untold"]) == {None}

@@ -99,8 +99,10 @@ def test_a_streamed_coloured_answer_with_speculation_on_and_off(page: Any, tmp_p
         assert colours["accepted"] > 20
         assert colours["correction"] > 10
         assert off.locator(".token.plain").count() == 40 == off.locator(".token").count()
-        green, amber = (on.locator(f".token.{name}").first.evaluate("e => getComputedStyle(e).backgroundColor")
-                        for name in ("accepted", "correction"))
+        green, amber = (
+            on.locator(f".token.{name}").first.evaluate("e => getComputedStyle(e).backgroundColor")
+            for name in ("accepted", "correction")
+        )
         assert green != amber
         figures = page.locator(".answer").first.locator("[data-figure=rate]").inner_text()
         assert figures == "48 %"  # the last steps may only guess what still fits

@@ -66,7 +66,9 @@ def test_one_method_of_a_cascade_may_run_on_the_worker_and_it_comes_last() -> No
     assert registry.worker_method(cascade("suffix", "draft_model")) == "draft_model"
     assert registry.worker_method(cascade("suffix", "ngram")) is None
     assert [type(one).__name__ for one in registry.beside_controller(cascade("suffix", "ngram", "draft_model"))] == [
-        "SuffixProposer", "NgramProposer"]
+        "SuffixProposer",
+        "NgramProposer",
+    ]
     with pytest.raises(ConfigError, match=r"2 run on the draft worker \(medusa, draft_model\)"):
         registry.worker_method(cascade("medusa", "ngram", "draft_model"))
     with pytest.raises(ConfigError, match="behind 'draft_model' would never be asked"):

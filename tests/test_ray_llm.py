@@ -35,9 +35,12 @@ PARAMS = [
     SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=LENGTH, ignore_eos=True) for i in range(16)
 ]
 SMALL: dict[str, Any] = {
-    "dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 256, "max_num_seqs": 16,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "num_gpu_blocks_override": 256,
+    "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
-}  # fmt: skip
+}
 RECOVERY_S = 90.0
 Result = TypeVar("Result")
 Texts = list[list[int]]

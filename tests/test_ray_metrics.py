@@ -71,8 +71,11 @@ def test_ray_exports_them(ray_cluster: Any) -> None:
     lines: list[str] = []
     while not lines and time.monotonic() < until:
         time.sleep(1)
-        lines = [line for line in httpx.get(address).text.splitlines()
-                 if line.startswith("ray_slipstream_num_requests_running{") and 'model_name="mirrored"' in line]
+        lines = [
+            line
+            for line in httpx.get(address).text.splitlines()
+            if line.startswith("ray_slipstream_num_requests_running{") and 'model_name="mirrored"' in line
+        ]
     ray.kill(replica)
     assert lines
     assert lines[0].endswith(" 7.0")

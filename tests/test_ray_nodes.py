@@ -68,10 +68,13 @@ def left_behind(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("order", [
-    pytest.param({"strategy": "PACK", "ranks": 2, "cpus": [3, 1]}, id="two nodes"),
-    pytest.param(SPREAD_OUT, id="a node each"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param({"strategy": "PACK", "ranks": 2, "cpus": [3, 1]}, id="two nodes"),
+        pytest.param(SPREAD_OUT, id="a node each"),
+    ],
+)
 def test_a_draft_on_another_node_changes_no_token(
     models: dict[str, str], undisturbed: Said, order: dict[str, Any]
 ) -> None:

@@ -26,10 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on
 
 
 def test_arguments_are_those_of_the_engine_and_of_the_server() -> None:
-    given = ServeArguments.model_validate({
-        "tensor-parallel-size": 2, "device": "cpu", "request_timeout": 30, "tool_call_parser": "hermes",
-        "heartbeat_timeout_s": "5",
-    })  # fmt: skip
+    given = ServeArguments.model_validate(
+        {
+            "tensor-parallel-size": 2,
+            "device": "cpu",
+            "request_timeout": 30,
+            "tool_call_parser": "hermes",
+            "heartbeat_timeout_s": "5",
+        }
+    )
     assert given.config.parallel.tensor_parallel_size == 2
     assert given.server.heartbeat_timeout_s == 5.0
     assert given.server.drain_s == 40.0  # longer than a request may take
@@ -37,20 +42,23 @@ def test_arguments_are_those_of_the_engine_and_of_the_server() -> None:
     assert ServeArguments.model_validate({}).server.drain_s == 600.0
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"modle": "x"}, "unknown argument 'modle', did you mean 'model'?"),
-    ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
-    ({"reqest_timeout": 2}, "did you mean 'request_timeout'?"),
-    ({"max_connections": 2}, "max_connections is not taken here: the connections are those of Ray Serve's proxies"),
-    ({"api_key": ["a secret"]}, "api_key is not taken here: Ray logs arguments: put keys in SLIPSTREAM_API_KEY"),
-    ({"engine": {}}, "unknown argument 'engine'"),
-    ({"heartbeat_timeout_s": 0}, "greater than 0"),
-    ({"tensor_parallel_size": "two"}, "tensor_parallel_size must be an integer, got 'two'"),
-    ({"speculative_config": {"methd": "ngram"}}, "did you mean 'method'?"),
-    ({"skip_tokenizer_init": True}, "serving needs a tokenizer"),
-    ({"tool_call_parser": "nobody's"}, "tool_call_parser must be one of"),
-    ("model", "args must hold"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"modle": "x"}, "unknown argument 'modle', did you mean 'model'?"),
+        ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
+        ({"reqest_timeout": 2}, "did you mean 'request_timeout'?"),
+        ({"max_connections": 2}, "max_connections is not taken here: the connections are those of Ray Serve's proxies"),
+        ({"api_key": ["a secret"]}, "api_key is not taken here: Ray logs arguments: put keys in SLIPSTREAM_API_KEY"),
+        ({"engine": {}}, "unknown argument 'engine'"),
+        ({"heartbeat_timeout_s": 0}, "greater than 0"),
+        ({"tensor_parallel_size": "two"}, "tensor_parallel_size must be an integer, got 'two'"),
+        ({"speculative_config": {"methd": "ngram"}}, "did you mean 'method'?"),
+        ({"skip_tokenizer_init": True}, "serving needs a tokenizer"),
+        ({"tool_call_parser": "nobody's"}, "tool_call_parser must be one of"),
+        ("model", "args must hold"),
+    ],
+)
 def test_arguments_nobody_knows_are_refused(given: Any, said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         ServeArguments.model_validate(given)
@@ -135,8 +143,7 @@ def test_serve_takes_what_the_command_takes() -> None:
 
     command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     options = {parameter.name for parameter in command.params}
-    elsewhere = {"host", "port", "grpc_host", "grpc_port", "shutdown_timeout", "config", "positional_model",
-                 *ELSEWHERE}  # fmt: skip
+    elsewhere = {"host", "port", "grpc_host", "grpc_port", "shutdown_timeout", "config", "positional_model", *ELSEWHERE}
     taken = SERVER | arguments.NAMES
     missing = {name for name in options if name not in taken | elsewhere and "tls" not in name and "ssl" not in name}
     assert not missing
@@ -149,8 +156,10 @@ def test_a_replica_holds_the_gang() -> None:
     from cluster.ray_deployment import bundles
     from cluster.ray_placement import layout
 
-    settings: dict[str, Any] = {"tensor_parallel_size": 2, "speculative_config": {"method": "ngram",
-                                "num_speculative_tokens": 2}}  # fmt: skip
+    settings: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    }
     gang = ServeArguments.model_validate(settings).config
     assert bundles(layout(gang, {"GPU": 4.0}), gang) == [{"CPU": 2.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2]
     alone = ServeArguments.model_validate({"worker_resources": {"GPU": 0.5}}).config
@@ -284,9 +293,12 @@ def passed_on(
 ) -> tuple[Any, bytes]:
     """Send a request through the middleware; return the headers and the body that come out."""
     seen: dict[str, Any] = {}
-    messages: Iterator[Message] = iter([
-        {"type": "http.request", "body": part, "more_body": index < len(parts) - 1} for index, part in enumerate(parts)
-    ])
+    messages: Iterator[Message] = iter(
+        [
+            {"type": "http.request", "body": part, "more_body": index < len(parts) - 1}
+            for index, part in enumerate(parts)
+        ]
+    )
 
     async def receive() -> Message:
         return next(messages)

@@ -164,9 +164,7 @@ def test_a_client_that_cancels_frees_its_places(served: Cluster) -> None:
 def test_requests_that_begin_alike_go_to_the_replica_that_knows_the_beginning(served: Cluster) -> None:
     beginning = "# a module of small helpers that everybody has in front\n" * 12
     for name in ("one", "two"):  # different beginnings may have different replicas
-        counts = [
-            completed(served.url, f"# {name}\n{beginning}def f_{i}():", max_tokens=2)["usage"] for i in range(8)
-        ]
+        counts = [completed(served.url, f"# {name}\n{beginning}def f_{i}():", max_tokens=2)["usage"] for i in range(8)]
         cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in counts]
         assert cached[0] == 0
         assert all(cached[1:]), cached
@@ -299,7 +297,7 @@ def test_a_replica_that_is_killed_takes_only_its_own_streams_and_returns(
     assert all(status == (200, 200) for status in watch.since(killed_at + NOTICED_S)), watch.since(killed_at)
     seen = sorted({health for health, _ in watch.since(killed_at)})
     said = f"{len(whole)} of {len(PROMPTS)} streams went on; replaced after {returned_at - killed_at:.1f} s"
-    print(f"{said}; /health said {seen} meanwhile")  # noqa: T201 - the figures are what is wanted
+    print(f"{said}; /health said {seen} meanwhile")
 
 
 def test_a_controller_that_is_killed_is_an_error_in_words_and_its_replica_is_replaced(served: Cluster) -> None:
@@ -356,9 +354,13 @@ def gang_config(made: Cluster, pair: tuple[Path, Path]) -> dict[str, Any]:
     """Return a config of one replica: two target ranks and a draft, each in a bundle of its own."""
     draft = {"model": str(pair[1]), "num_speculative_tokens": 3, "placement": "dedicated"}
     return one_replica(
-        made, model=str(pair[0]), served_model_name="tiny", dtype="float32", tensor_parallel_size=2,
+        made,
+        model=str(pair[0]),
+        served_model_name="tiny",
+        dtype="float32",
+        tensor_parallel_size=2,
         speculative_config=draft,
-    )  # fmt: skip
+    )
 
 
 def worker_pids(made: Cluster, who: str) -> list[int]:
@@ -423,14 +425,29 @@ def one_replica(made: Cluster, **arguments: Any) -> dict[str, Any]:
 
 def test_answers_of_a_form_and_calls(served: Cluster, client: openai.OpenAI, tmp_path: Path) -> None:
     vocab_size = fake_engine.bare_tokenizer().get_vocab_size()
-    tiny_models.build("llama", tmp_path, vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-                      max_position_embeddings=2048)  # fmt: skip
+    tiny_models.build(
+        "llama",
+        tmp_path,
+        vocab_size=vocab_size,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        max_position_embeddings=2048,
+    )
     fake_engine.tokenizer().save_pretrained(tmp_path)
     guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
-    served.deploy(one_replica(
-        served, model=str(tmp_path), served_model_name="tiny", max_model_len=1536, max_num_seqs=8,
-        speculative_config=guesses, tool_call_parser="hermes", enable_auto_tool_choice=True,
-    ))  # fmt: skip
+    served.deploy(
+        one_replica(
+            served,
+            model=str(tmp_path),
+            served_model_name="tiny",
+            max_model_len=1536,
+            max_num_seqs=8,
+            speculative_config=guesses,
+            tool_call_parser="hermes",
+            enable_auto_tool_choice=True,
+        )
+    )
     for check in STRUCTURED:
         check(client, "tiny")
 
@@ -451,8 +468,12 @@ def test_keys_are_asked_for_and_too_much_is_refused_at_once(served: Cluster) -> 
         assert health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
 
     def answers(max_retries: int) -> list[object]:
-        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="one-key", max_retries=max_retries,
-                           timeout=PATIENCE_S) as made, ThreadPoolExecutor(8) as pool:  # fmt: skip
+        with (
+            openai.OpenAI(
+                base_url=f"{served.url}/v1", api_key="one-key", max_retries=max_retries, timeout=PATIENCE_S
+            ) as made,
+            ThreadPoolExecutor(8) as pool,
+        ):
             return list(pool.map(lambda number: outcome(made, f"x_{number} = "), range(8)))
 
     refused = [error for error in answers(0) if isinstance(error, openai.RateLimitError)]
@@ -522,8 +543,11 @@ def on_ports(commands: list[str], made: Cluster) -> str:
     """Return the `ray start` line of *commands* on this cluster's own ports; what would end other Rays is left out."""
     assert commands[0] == "ray stop"
     (line,) = commands[1:]
-    words = [word for word in shlex.split(line) if not word.startswith(("--autoscaling-config", "--metrics-export-port",
-                                                                        "--ray-client-server-port"))]  # fmt: skip
+    words = [
+        word
+        for word in shlex.split(line)
+        if not word.startswith(("--autoscaling-config", "--metrics-export-port", "--ray-client-server-port"))
+    ]
     text = " ".join(words)
     assert "6379" in text
     return text.replace("6379", str(made.port)).replace("8265", str(made.dashboard))

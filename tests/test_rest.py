@@ -27,8 +27,11 @@ def places_of(texts: list[list[int]], context: list[int], size: int) -> list[lis
 
 
 @settings(deadline=None)
-@given(texts=TEXTS, contexts=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=24), min_size=1, max_size=5),
-       shift=st.sampled_from([0, 65_530]))
+@given(
+    texts=TEXTS,
+    contexts=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=24), min_size=1, max_size=5),
+    shift=st.sampled_from([0, 65_530]),
+)
 def test_a_datastore_finds_what_a_naive_search_finds(
     tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]], contexts: list[list[int]], shift: int
 ) -> None:
@@ -108,7 +111,8 @@ def test_the_command_builds_one_and_a_foreign_tokenizer_is_noticed(tmp_path: Pat
     (folder / "noise.bin").write_bytes(b"\xff\xfe\x00\x80")
     store = tmp_path / "store"
     result = CliRunner().invoke(
-        cli.app, ["build-datastore", str(folder), "--model", str(target), "--output", str(store)])
+        cli.app, ["build-datastore", str(folder), "--model", str(target), "--output", str(store)]
+    )
     assert result.exit_code == 0, result.output
     assert "of 2 texts" in result.stderr
     assert "noise.bin is left out" in result.stderr

@@ -44,10 +44,12 @@ def smooth(size: int = 3) -> Callable[[np.random.Generator], Floats]:
 
 def within(ids: Seq[int], size: int = 3) -> Callable[[np.random.Generator], Floats]:
     """Laws that have some ids alone."""
+
     def make(rng: np.random.Generator) -> Floats:
         law_V = np.zeros(size)
         law_V[list(ids)] = rng.dirichlet(np.ones(len(ids)))
         return law_V
+
     return make
 
 
@@ -58,9 +60,11 @@ def one_hot(size: int = 3) -> Callable[[np.random.Generator], Floats]:
 
 def near(model: Model, size: int) -> Model:
     """A model that nearly agrees with another."""
+
     def law(text: Text) -> Floats:
         moved_V = model(text) + 1e-9 * np.arange(size)
         return moved_V / moved_V.sum()
+
     return law
 
 
@@ -126,16 +130,21 @@ def on_either_side(odds: Seq[float]) -> Iterator[tuple[float, Floats]]:
     for below in product((True, False), repeat=len(odds)):
         weight = float(np.prod([each if is_below else 1 - each for each, is_below in zip(odds, below, strict=True)]))
         if weight > 0:
-            yield weight, np.array([each / 2 if is_below else (1 + each) / 2
-                                    for each, is_below in zip(odds, below, strict=True)])
+            yield (
+                weight,
+                np.array(
+                    [each / 2 if is_below else (1 + each) / 2 for each, is_below in zip(odds, below, strict=True)]
+                ),
+            )
 
 
 def whole(p_V: Floats, scale: float, ids: Seq[int], left_L: Floats | None) -> Floats:
     """Return what is left as the workers make it."""
     at_M2 = torch.tensor([(0, i) for i in ids] if left_L is not None else [], dtype=torch.int64).reshape(-1, 2)
     left_M = torch.from_numpy(np.array([] if left_L is None else left_L, np.float64))
-    found: Floats = rules.left(torch.from_numpy(p_V)[None], torch.tensor([scale], dtype=torch.float64), at_M2,
-                               left_M)[0].numpy()
+    found: Floats = rules.left(torch.from_numpy(p_V)[None], torch.tensor([scale], dtype=torch.float64), at_M2, left_M)[
+        0
+    ].numpy()
     return found
 
 
@@ -179,8 +188,9 @@ def test_a_chain_keeps_the_targets_law(pair: Pair, rule: str, count: int) -> Non
             kept = judge(chains, u_K[None])
             i = int(kept.counts_R[0])
             left_L = kept.left_RL[0][: len(ids[i])] if i < count else None
-            left_V = whole(target(guesses[:i]), float(kept.scale_R[0]) if i < count else 1.0,
-                           ids[i] if i < count else [], left_L)
+            left_V = whole(
+                target(guesses[:i]), float(kept.scale_R[0]) if i < count else 1.0, ids[i] if i < count else [], left_L
+            )
             tally.add(drafted * weight, guesses[:i], left_V)
     tally.check()
 
@@ -194,8 +204,10 @@ def kept_on_average(rule: str, pair: Pair, count: int) -> float:
         drafted = probability(draft, guesses)
         if drafted:
             chains, _ = chain_of(target, draft, guesses, size)
-            total += sum(drafted * weight * int(judge(chains, u_K[None]).counts_R[0])
-                         for weight, u_K in on_either_side(odds_of(chains)[0].tolist()))
+            total += sum(
+                drafted * weight * int(judge(chains, u_K[None]).counts_R[0])
+                for weight, u_K in on_either_side(odds_of(chains)[0].tolist())
+            )
     return total
 
 
@@ -222,8 +234,9 @@ def test_chains_of_a_batch_do_not_know_of_each_other(rule: str) -> None:
     for r, chain in enumerate(alone):
         for whole_R, own_R in zip(filled, chain[1:], strict=True):
             whole_R[r, : len(guesses[r])] = own_R[0]
-    together = judge(rules.Chains(np.array([len(each) for each in guesses]), filled[0], filled[1],
-                                  filled[2].astype(np.int64)), u_RK)
+    together = judge(
+        rules.Chains(np.array([len(each) for each in guesses]), filled[0], filled[1], filled[2].astype(np.int64)), u_RK
+    )
     assert together.counts_R[2] == 0
     for r in (0, 1, 3):
         by_itself = judge(alone[r], u_RK[r : r + 1, : len(guesses[r])])
@@ -268,8 +281,9 @@ class Tree:
     """A shape whose tokens are drawn from a draft, node by node, parents before children."""
 
     def __init__(self, shape: Shape) -> None:
-        self.places = sorted(((*up, j) for up, width in shape.items() for j in range(width)),
-                             key=lambda path: (len(path), path))
+        self.places = sorted(
+            ((*up, j) for up, width in shape.items() for j in range(width)), key=lambda path: (len(path), path)
+        )
         self.number = {path: node for node, path in enumerate(self.places)} | {(): ROOT}
         self.shape = shape
         self.depth = max(map(len, self.places))
@@ -278,9 +292,9 @@ class Tree:
         """Yield the text behind each node, and how likely the draft says all of them together."""
         yield from self._fill([*self.shape], {ROOT: ()}, pair, is_drawn)
 
-    def _fill(self, inner: list[Text], texts: dict[int, Text], pair: Pair, is_drawn: bool) -> (
-        Iterator[tuple[float, dict[int, Text]]]
-    ):  # fmt: skip
+    def _fill(
+        self, inner: list[Text], texts: dict[int, Text], pair: Pair, is_drawn: bool
+    ) -> Iterator[tuple[float, dict[int, Text]]]:
         if not inner:
             yield 1.0, texts
             return
@@ -291,9 +305,9 @@ class Tree:
             for weight, whole_tree in self._fill(inner[1:], more, pair, is_drawn):
                 yield chance * weight, whole_tree
 
-    def given(self, pair: Pair, texts: dict[int, Text], is_drawn: bool) -> (
-        tuple[dict[int, Floats], dict[int, Children], dict[int, list[int]]]
-    ):  # fmt: skip
+    def given(
+        self, pair: Pair, texts: dict[int, Text], is_drawn: bool
+    ) -> tuple[dict[int, Floats], dict[int, Children], dict[int, list[int]]]:
         """Return p, the children and the ids of their laws, as the rules are given them."""
         p, children, ids = dict[int, Floats](), dict[int, Children](), dict[int, list[int]]()
         for up, width in self.shape.items():

@@ -45,8 +45,13 @@ class Models:
             "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
             "draft_model": {"method": "draft_model", "model": str(self.draft), "num_speculative_tokens": 3},
             "chain": {"method": "eagle3", "model": str(self.eagle3), "num_speculative_tokens": 3},
-            "lookahead": {"method": "lookahead", "num_speculative_tokens": 12, "lookahead_window": 3,
-                          "lookahead_ngram": 3, "lookahead_guesses": 3},
+            "lookahead": {
+                "method": "lookahead",
+                "num_speculative_tokens": 12,
+                "lookahead_window": 3,
+                "lookahead_ngram": 3,
+                "lookahead_guesses": 3,
+            },
             "tree": {"method": "eagle3", "model": str(self.eagle3), "num_speculative_tokens": 7, "draft_shape": "tree"},
         }
         return {**kinds[kind], **options}
@@ -56,13 +61,20 @@ def requests(count: int = 8) -> list[Request]:
     """Greedy and seeded rows by turns, some with options; one asks for log-probabilities."""
     return [
         Request(
-            request_id=str(i), params=SamplingParams(), max_tokens=16 + i % 3,
+            request_id=str(i),
+            params=SamplingParams(),
+            max_tokens=16 + i % 3,
             prompt_token_ids=tuple(3 + (i * j + j * j) % 20 for j in range(2 + 3 * i % 11)),
-            sampling=Sampling(seed=i, temperature=0.9 * (i % 2), presence_penalty=0.5 * (i % 3 == 0),
-                              top_p=0.9 if i % 5 == 0 else 1.0, logprobs=1 if i in {2, 3} else None),
+            sampling=Sampling(
+                seed=i,
+                temperature=0.9 * (i % 2),
+                presence_penalty=0.5 * (i % 3 == 0),
+                top_p=0.9 if i % 5 == 0 else 1.0,
+                logprobs=1 if i in {2, 3} else None,
+            ),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 GREEDY = [request.request_id for request in requests() if not request.sampling.temperature]
@@ -113,8 +125,9 @@ def test_in_one_process(rule: str, kind: str, models: Models, caplog: pytest.Log
 
 @pytest.mark.parametrize("rule", BY_LAWS)
 def test_without_a_draft_every_token_is_what_it_is_without_speculation(rule: str, models: Models) -> None:
-    off = models.speculative("draft_model", rejection_sample_method=rule,
-                             num_speculative_tokens_per_batch_size=[[1, 99, 0]])  # fmt: skip
+    off = models.speculative(
+        "draft_model", rejection_sample_method=rule, num_speculative_tokens_per_batch_size=[[1, 99, 0]]
+    )
     engine = started(models, off)
     assert run(engine) == models.plain
     assert engine.proposed() == 0
@@ -124,8 +137,9 @@ def test_a_greedy_draft_is_certain_of_its_guesses(models: Models, monkeypatch: p
     told: list[int] = []
     judge = ByLaws.judge
     monkeypatch.setattr(ByLaws, "judge", lambda self, scored: told.append(len(scored.laws)) or judge(self, scored))
-    engine = started(models, models.speculative("tree", rejection_sample_method="standard",
-                                                draft_sample_method="greedy"))  # fmt: skip
+    engine = started(
+        models, models.speculative("tree", rejection_sample_method="standard", draft_sample_method="greedy")
+    )
     assert_greedy_rows_are_plain(run(engine), models)
     assert engine.proposed() > engine.accepted > 0
     assert set(told) == {0}
@@ -141,12 +155,20 @@ def broken(laws: Laws) -> list[Laws]:
 
 
 @pytest.mark.parametrize("fault", [*range(5), None])
-def test_laws_that_are_missing_or_make_no_sense_cost_guesses_alone(fault: int | None, models: Models,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_laws_that_are_missing_or_make_no_sense_cost_guesses_alone(
+    fault: int | None, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then every row goes on as without a draft."""
-    monkeypatch.setattr("workers.draft_side.DraftSide.laws", lambda side, rows, drafts: {} if fault is None else {
-        slot: broken(laws)[fault]
-        for slot, laws in side.worker.laws([row.slot for row in rows], drafts).items()})  # fmt: skip
+    monkeypatch.setattr(
+        "workers.draft_side.DraftSide.laws",
+        lambda side, rows, drafts: (
+            {}
+            if fault is None
+            else {
+                slot: broken(laws)[fault] for slot, laws in side.worker.laws([row.slot for row in rows], drafts).items()
+            }
+        ),
+    )
     engine = started(models, models.speculative("tree", rejection_sample_method="standard"))
     assert run(engine) == models.plain
     assert engine.proposed() > engine.accepted > 0  # greedy rows need no laws
@@ -218,11 +240,13 @@ def kept_at_each_depth(engine: Engine) -> tuple[list[int], int]:
     return [sum(verdict.accepted > depth for verdict in whole) for depth in range(3)], len(whole)
 
 
-@pytest.mark.parametrize(("rates", "share"), [([1.0, 1.0, 1.0], [1, 1, 1]), ([0.0, 0.0, 0.0], [0, 0, 0]),
-                                              ([1.0, 1.0, 0.0], [1, 1, 0])])
+@pytest.mark.parametrize(
+    ("rates", "share"), [([1.0, 1.0, 1.0], [1, 1, 1]), ([0.0, 0.0, 0.0], [0, 0, 0]), ([1.0, 1.0, 0.0], [1, 1, 0])]
+)
 def test_synthetic_keeps_what_it_is_told_to(rates: list[float], share: list[int], models: Models) -> None:
-    engine = started(models, models.speculative("draft_model", rejection_sample_method="synthetic",
-                                                synthetic_acceptance_rates=rates))  # fmt: skip
+    engine = started(
+        models, models.speculative("draft_model", rejection_sample_method="synthetic", synthetic_acceptance_rates=rates)
+    )
     outputs = run(engine)
     kept, rounds = kept_at_each_depth(engine)
     assert rounds > 20
@@ -232,8 +256,9 @@ def test_synthetic_keeps_what_it_is_told_to(rates: list[float], share: list[int]
 
 def test_synthetic_rates_are_met_on_average(models: Models) -> None:
     """Of at least 60 rounds; five standard deviations, a false-alarm rate below 1e-6, with seeds that are settled."""
-    engine = started(models, models.speculative("draft_model", rejection_sample_method="synthetic",
-                                                synthetic_acceptance_length=1.5))  # fmt: skip
+    engine = started(
+        models, models.speculative("draft_model", rejection_sample_method="synthetic", synthetic_acceptance_length=1.5)
+    )
     run(engine)
     (first, *others), rounds = kept_at_each_depth(engine)
     assert rounds >= 60
@@ -247,8 +272,11 @@ def test_synthetic_rates_are_met_on_average(models: Models) -> None:
 def table_of(drafts: list[Draft]) -> tuple[SlotTable, list[Row]]:
     slots = SlotTable(len(drafts), 32, 4)
     rows = [Row(slot, 0, 3, 3, k=5) for slot in range(len(drafts))]
-    slots.apply(RoundPlan(0, rows, [NewSequence(slot, [1, 2, 3], 3, Sampling(seed=slot), slot + 1)
-                                    for slot in range(len(drafts))]))  # fmt: skip
+    slots.apply(
+        RoundPlan(
+            0, rows, [NewSequence(slot, [1, 2, 3], 3, Sampling(seed=slot), slot + 1) for slot in range(len(drafts))]
+        )
+    )
     return slots, rows
 
 

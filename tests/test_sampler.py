@@ -22,8 +22,12 @@ VOCAB = 61
 OFF = Limits(np.ones(1, np.float32), np.zeros(1, np.int64), np.ones(1), np.zeros(1))
 
 
-def table(*requests: Sampling, prompts: list[list[int]] | None = None, outputs: list[list[int]] | None = None,
-          length: int = 64) -> SlotTable:
+def table(
+    *requests: Sampling,
+    prompts: list[list[int]] | None = None,
+    outputs: list[list[int]] | None = None,
+    length: int = 64,
+) -> SlotTable:
     slots = SlotTable(len(requests), length, 16)
     for slot, sampling in enumerate(requests):
         prompt, output = (prompts or [[1, 2]] * len(requests))[slot], (outputs or [[]] * len(requests))[slot]
@@ -48,9 +52,21 @@ def draw(slots: SlotTable, values: torch.Tensor, extra: int = 0, **kwargs: Any) 
 
 @pytest.mark.parametrize("step", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("vocab", [3, 61, 1500])
-@pytest.mark.parametrize("bound", [{}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.3}, {"top_p": 0.95}, {"top_p": 0.9999},
-                                   {"min_p": 0.02}, {"min_p": 1e-7, "top_p": 0.9}, {"top_k": 400, "top_p": 0.99},
-                                   {"top_k": 40, "top_p": 0.8, "min_p": 0.01}])
+@pytest.mark.parametrize(
+    "bound",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 5},
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"top_p": 0.9999},
+        {"min_p": 0.02},
+        {"min_p": 1e-7, "top_p": 0.9},
+        {"top_k": 400, "top_p": 0.99},
+        {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    ],
+)
 def test_native_code_equals_the_definition(vocab: int, step: float, bound: dict[str, Any]) -> None:
     rows = 256
     values = logits(rows, vocab, step=step)
@@ -73,11 +89,19 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert draw(table(*[Sampling(seed=1, temperature=0.0)] * 20), values) == lowest
 
 
-MIXED = (Sampling(seed=1, temperature=0.0), Sampling(seed=2), Sampling(seed=3, temperature=0.7, top_p=0.9),
-         Sampling(seed=4, top_k=7), Sampling(seed=5, min_p=0.05), Sampling(seed=6, repetition_penalty=1.3, top_p=0.8),
-         Sampling(seed=7, temperature=0.0, logit_bias={3: 2.5}), Sampling(seed=8, bad_words=((5,), (6, 7))),
-         Sampling(seed=9, allowed_ids=(1, 2, 3, 4)), Sampling(seed=10, min_tokens=9, stop_ids=(0, 1)),
-         Sampling(seed=11, presence_penalty=1.0, frequency_penalty=0.5))
+MIXED = (
+    Sampling(seed=1, temperature=0.0),
+    Sampling(seed=2),
+    Sampling(seed=3, temperature=0.7, top_p=0.9),
+    Sampling(seed=4, top_k=7),
+    Sampling(seed=5, min_p=0.05),
+    Sampling(seed=6, repetition_penalty=1.3, top_p=0.8),
+    Sampling(seed=7, temperature=0.0, logit_bias={3: 2.5}),
+    Sampling(seed=8, bad_words=((5,), (6, 7))),
+    Sampling(seed=9, allowed_ids=(1, 2, 3, 4)),
+    Sampling(seed=10, min_tokens=9, stop_ids=(0, 1)),
+    Sampling(seed=11, presence_penalty=1.0, frequency_penalty=0.5),
+)
 
 
 @given(st.lists(st.integers(0, len(MIXED) - 1), min_size=1, max_size=24), st.integers(0, 2**31))
@@ -89,8 +113,10 @@ def test_a_row_alone_is_the_row_among_others(kinds: list[int], seed: int) -> Non
     values = logits(len(kinds), 131, seed)
     before = values.clone()
     together = Sampler(slots, 131).sample(values, rows, index).tolist()
-    alone = [Sampler(slots, 131).sample(values[i : i + 1], rows[i : i + 1], index[i : i + 1]).item()
-             for i in range(len(kinds))]
+    alone = [
+        Sampler(slots, 131).sample(values[i : i + 1], rows[i : i + 1], index[i : i + 1]).item()
+        for i in range(len(kinds))
+    ]
     assert together == alone
     assert torch.equal(values, before)
 
@@ -123,8 +149,15 @@ def test_columns_behind_the_vocabulary_are_never_chosen() -> None:
 
 
 def test_options_naming_ids_the_logits_lack() -> None:
-    sampling = Sampling(seed=1, logit_bias={70: 5.0}, bad_words=((71,), (1, 72)), allowed_ids=(3, 73), min_tokens=3,
-                        stop_ids=(74,), repetition_penalty=1.2)
+    sampling = Sampling(
+        seed=1,
+        logit_bias={70: 5.0},
+        bad_words=((71,), (1, 72)),
+        allowed_ids=(3, 73),
+        min_tokens=3,
+        stop_ids=(74,),
+        repetition_penalty=1.2,
+    )
     assert draw(table(sampling, prompts=[[80, 1]], outputs=[[90]]), logits(1)) == [3]
 
 
@@ -139,8 +172,9 @@ def test_penalties_as_transformers_and_the_formula() -> None:
 
 
 def test_bias_masks_and_minimum_length() -> None:
-    sampling = Sampling(seed=1, logit_bias={3: -2.0, 8: 1.5}, bad_words=((5,), (6, 7), (6, 6, 9)), min_tokens=3,
-                        stop_ids=(10, 11))
+    sampling = Sampling(
+        seed=1, logit_bias={3: -2.0, 8: 1.5}, bad_words=((5,), (6, 7), (6, 6, 9)), min_tokens=3, stop_ids=(10, 11)
+    )
     values = logits(1)
     expected = values.clone()
     expected[0, 3] -= 2.0
@@ -160,8 +194,9 @@ def test_allowed_ids() -> None:
 
 
 def test_drafted_tokens_count_like_committed_ones_and_are_forgotten_again() -> None:
-    sampling = Sampling(seed=1, presence_penalty=1.0, repetition_penalty=1.2, bad_words=((6, 7),), min_tokens=4,
-                        stop_ids=(1,))
+    sampling = Sampling(
+        seed=1, presence_penalty=1.0, repetition_penalty=1.2, bad_words=((6, 7),), min_tokens=4, stop_ids=(1,)
+    )
     slots = table(sampling, prompts=[[1, 2]], outputs=[[3]])
     edits = Sampler(slots, VOCAB)
     for draft in ([6, 5], [8, 6], [3, 3, 6]):
@@ -197,8 +232,11 @@ def edit_with(sampler: Sampler, values: torch.Tensor, slots: SlotTable, index: i
 
 
 def test_the_best_are_what_is_likely_with_this_noise() -> None:
-    requests = [Sampling(seed=7, temperature=0.0), Sampling(seed=8, temperature=0.7),
-                Sampling(seed=9, temperature=1.3, top_k=5)]  # fmt: skip
+    requests = [
+        Sampling(seed=7, temperature=0.0),
+        Sampling(seed=8, temperature=0.7),
+        Sampling(seed=9, temperature=1.3, top_k=5),
+    ]
     slots, values = table(*requests), logits(3)
     sampler, rows, index = Sampler(slots, VOCAB), np.arange(3), slots.known_len + 2
     ids, log_q = sampler.best(values, rows, index, 8)
@@ -218,8 +256,10 @@ def test_the_best_are_what_is_likely_with_this_noise() -> None:
 
 def test_the_best_of_a_large_vocabulary_begin_with_what_is_sampled() -> None:
     rows, vocab = 40, 5000
-    requests = [Sampling(seed=row, temperature=0.5 + row / 40, top_k=40 * (row % 2), top_p=0.9 if row % 3 else 1.0)
-                for row in range(rows)]  # fmt: skip
+    requests = [
+        Sampling(seed=row, temperature=0.5 + row / 40, top_k=40 * (row % 2), top_p=0.9 if row % 3 else 1.0)
+        for row in range(rows)
+    ]
     slots, values = table(*requests), logits(rows, vocab)
     sampler, index = Sampler(slots, vocab), slots.known_len + 2
     for some in (np.arange(rows), np.arange(0, rows, 6)):  # among the latter nobody has limits

@@ -13,9 +13,16 @@ from protos.sampling import SamplingParams
 from runtime.sampling_defaults import sampling_defaults, usual_tokens
 
 STORED = {
-    "eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": None,
-    "repetition_penalty": 1.05, "max_new_tokens": 99, "transformers_version": "5",
-}  # fmt: skip
+    "eos_token_id": 2,
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_k": 20,
+    "top_p": 0.8,
+    "min_p": None,
+    "repetition_penalty": 1.05,
+    "max_new_tokens": 99,
+    "transformers_version": "5",
+}
 TAKEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 
 

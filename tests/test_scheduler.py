@@ -22,14 +22,19 @@ OFF = NoSpeculation()
 
 
 def make(
-    info: WorkerInfo = INFO, proposers: Sequence[Proposer] = (), cache: CacheConfig | None = None,
-    *, has_worker: bool | None = None, **limits: object
+    info: WorkerInfo = INFO,
+    proposers: Sequence[Proposer] = (),
+    cache: CacheConfig | None = None,
+    *,
+    has_worker: bool | None = None,
+    **limits: object,
 ) -> Scheduler:
     config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})
     text = DetokenizerFactory(tiny_tokenizer())
     has_worker = not proposers if has_worker is None else has_worker
-    return Scheduler(config, cache or CacheConfig(), info, proposers=proposers, has_worker=has_worker,
-                     detokenizers=text)
+    return Scheduler(
+        config, cache or CacheConfig(), info, proposers=proposers, has_worker=has_worker, detokenizers=text
+    )
 
 
 def k_of(k: int, **options: object) -> Policy:
@@ -429,12 +434,17 @@ def test_a_follower_is_told_of_every_sequence_from_arrival_to_end() -> None:
     scheduler.commit(plan, verdicts)
     scheduler.admit([Abort(("b",))])
     assert follower.told == [
-        ("begin", 1, "a"), ("begin", 2, "b"),
-        ("grow", 1, (0,), ()), ("grow", 2, (4,), ()),
+        ("begin", 1, "a"),
+        ("begin", 2, "b"),
+        ("grow", 1, (0,), ()),
+        ("grow", 2, (4,), ()),
         # What lies behind the end of a sequence was never said.
-        ("grow", 1, (5,), (8,)), ("end", 1, (1, 2, 0, 5)), ("grow", 2, (5,), (8,)), ("prepare",),
+        ("grow", 1, (5,), (8,)),
+        ("end", 1, (1, 2, 0, 5)),
+        ("grow", 2, (5,), (8,)),
+        ("prepare",),
         ("end", 2, (3, 4, 5)),
-    ]  # fmt: skip
+    ]
 
 
 def test_in_a_cascade_the_first_with_a_guess_supplies_it_and_a_worker_the_rest() -> None:

@@ -38,7 +38,9 @@ for output in outputs:
     generated_text = output.outputs[0].text
     print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
 """
-DRAFT_MODEL = HEAD + """
+DRAFT_MODEL = (
+    HEAD
+    + """
 llm = LLM(
     model="facebook/opt-6.7b",
     tensor_parallel_size=1,
@@ -47,8 +49,12 @@ llm = LLM(
         "num_speculative_tokens": 5,
     },
 )
-""" + TAIL
-NGRAM = HEAD + """
+"""
+    + TAIL
+)
+NGRAM = (
+    HEAD
+    + """
 llm = LLM(
     model="facebook/opt-6.7b",
     tensor_parallel_size=1,
@@ -58,9 +64,13 @@ llm = LLM(
         "prompt_lookup_max": 4,
     },
 )
-""" + TAIL
+"""
+    + TAIL
+)
 NGRAM_ASCEND = NGRAM.replace("facebook/opt-6.7b", "meta-llama/Meta-Llama-3.1-8B-Instruct")
-MLP_SPECULATOR = HEAD + """
+MLP_SPECULATOR = (
+    HEAD
+    + """
 llm = LLM(
     model="meta-llama/Meta-Llama-3.1-70B-Instruct",
     tensor_parallel_size=4,
@@ -69,8 +79,12 @@ llm = LLM(
         "draft_tensor_parallel_size": 1,
     },
 )
-""" + TAIL
-EAGLE = HEAD + """
+"""
+    + TAIL
+)
+EAGLE = (
+    HEAD
+    + """
 llm = LLM(
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tensor_parallel_size=4,
@@ -79,8 +93,12 @@ llm = LLM(
         "draft_tensor_parallel_size": 1,
     },
 )
-""" + TAIL
-EAGLE_ASCEND = HEAD + """
+"""
+    + TAIL
+)
+EAGLE_ASCEND = (
+    HEAD
+    + """
 llm = LLM(
     model="meta-llama/Meta-Llama-3.1-8B-Instruct",
     tensor_parallel_size=4,
@@ -94,8 +112,12 @@ llm = LLM(
         "num_speculative_tokens": 2,
     },
 )
-""" + TAIL
-SUFFIX = HEAD + """
+"""
+    + TAIL
+)
+SUFFIX = (
+    HEAD
+    + """
 llm = LLM(
     model="meta-llama/Meta-Llama-3.1-8B-Instruct",
     tensor_parallel_size=1,
@@ -105,7 +127,9 @@ llm = LLM(
         "num_speculative_tokens": 15,
     },
 )
-""" + TAIL
+"""
+    + TAIL
+)
 TARGET_ALONE = """
 from vllm import LLM, SamplingParams
 
@@ -195,13 +219,23 @@ python -m vllm.entrypoints.openai.api_server --host 0.0.0.0 --port 8000 --model 
     --num_speculative_tokens 5 --gpu_memory_utilization 0.8
 """
 HEADS = {
-    "mlp_speculator": (MLP_SPECULATOR, ("mlp_speculator", 5)), "eagle": (EAGLE, ("eagle", 5)),
-    "eagle on ascend": (EAGLE_ASCEND, ("eagle", 2)), "suffix": (SUFFIX, ("suffix", 15)),
-}  # fmt: skip
-TARGETS = ("facebook/opt-6.7b", "meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct",
-           "meta-llama/Meta-Llama-3.1-70B-Instruct")
-DRAFTS = ("facebook/opt-125m", "ibm-ai-platform/llama3-70b-accelerator", "yuhuili/EAGLE-LLaMA3-Instruct-8B",
-          "yuhuili/EAGLE-LLaMA3.1-Instruct-8B")
+    "mlp_speculator": (MLP_SPECULATOR, ("mlp_speculator", 5)),
+    "eagle": (EAGLE, ("eagle", 5)),
+    "eagle on ascend": (EAGLE_ASCEND, ("eagle", 2)),
+    "suffix": (SUFFIX, ("suffix", 15)),
+}
+TARGETS = (
+    "facebook/opt-6.7b",
+    "meta-llama/Meta-Llama-3.1-8B-Instruct",
+    "meta-llama/Meta-Llama-3-8B-Instruct",
+    "meta-llama/Meta-Llama-3.1-70B-Instruct",
+)
+DRAFTS = (
+    "facebook/opt-125m",
+    "ibm-ai-platform/llama3-70b-accelerator",
+    "yuhuili/EAGLE-LLaMA3-Instruct-8B",
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B",
+)
 PROGRAM = re.compile(r"^(python -m vllm\.entrypoints\.openai\.api_server|vllm serve)", re.MULTILINE)
 
 
@@ -246,10 +280,13 @@ def config_of(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineConf
     return only
 
 
-@pytest.mark.parametrize(("snippet", "proposes"), [
-    pytest.param(DRAFT_MODEL, True, id="draft_model"),
-    pytest.param(NGRAM, False, id="ngram", marks=pytest.mark.full),  # each compiles a model; see the one on llama
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("snippet", "proposes"),
+    [
+        pytest.param(DRAFT_MODEL, True, id="draft_model"),
+        pytest.param(NGRAM, False, id="ngram", marks=pytest.mark.full),  # each compiles a model; see the one on llama
+    ],
+)
 def test_offline_snippets_run(
     snippet: str, proposes: bool, pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,12 +326,22 @@ def test_the_suffix_snippet_runs(llama_pair: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("snippet", "write"), [
-    (MLP_SPECULATOR, synthetic.mlp_speculator), (EAGLE, synthetic_layers.eagle),
-    (EAGLE_ASCEND, synthetic_layers.eagle),
-], ids=["mlp_speculator", "eagle", "eagle on ascend"])  # fmt: skip
-def test_snippets_with_heads_run(snippet: str, write: Callable[[Path], synthetic.Synthetic], ray_cluster: Any,
-                                 llama_pair: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("snippet", "write"),
+    [
+        (MLP_SPECULATOR, synthetic.mlp_speculator),
+        (EAGLE, synthetic_layers.eagle),
+        (EAGLE_ASCEND, synthetic_layers.eagle),
+    ],
+    ids=["mlp_speculator", "eagle", "eagle on ascend"],
+)
+def test_snippets_with_heads_run(
+    snippet: str,
+    write: Callable[[Path], synthetic.Synthetic],
+    ray_cluster: Any,
+    llama_pair: tuple[Path, Path],
+    tmp_path: Path,
+) -> None:
     """Four target ranks and a draft worker, as they ask for; the checkpoints are tiny ones in their public formats."""
     target, _ = llama_pair
     names = run(adapted(snippet, (target, write(target).write(tmp_path / "heads"))))
@@ -326,9 +373,7 @@ def test_the_server_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (options.http.host, options.http.port) == ("0.0.0.0", 8000)
     assert (config.model.model, config.seed, config.cache.memory_utilization) == ("facebook/opt-6.7b", 42, 0.8)
     assert config.parallel.executor == "uni"
-    assert config.speculative == SpeculativeConfig(
-        "draft_model", 5, model="facebook/opt-125m", placement="colocated"
-    )
+    assert config.speculative == SpeculativeConfig("draft_model", 5, model="facebook/opt-125m", placement="colocated")
 
 
 def test_the_removed_flags_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,16 +33,32 @@ RANKS = (1, 4, 8, 16)
 def llama(*sizes: int, **more: Any) -> dict[str, Any]:
     hidden, inner, layers, heads, kv_heads, vocab = sizes
     return {
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, **more,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        **more,
+    }
 
 
 def opt(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
-    return {"model_type": "opt", "hidden_size": hidden, "word_embed_proj_dim": hidden, "ffn_dim": inner,
-            "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": 50272,
-            "max_position_embeddings": 2048, "tie_word_embeddings": True}  # fmt: skip
+    return {
+        "model_type": "opt",
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    }
 
 
 BASES: dict[str, dict[str, Any]] = {
@@ -78,10 +94,16 @@ BASES: dict[str, dict[str, Any]] = {
 """Of DeepSeek-V3.2-Exp what it has in common with V3: its own type is refused (it selects keys sparsely)."""
 
 PUBLISHED = {
-    "facebook/opt-6.7b": 6_658_473_984, "llama-7b": 6_738_415_616, "llama-13b": 13_015_864_320,
-    "llama2-70b": 68_976_648_192, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
-    "mixtral-8x7b": 46_702_792_704, "qwen2-7b": 7_615_616_512, "qwen2-72b": 72_706_203_648,
-}  # fmt: skip
+    "facebook/opt-6.7b": 6_658_473_984,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2-72b": 72_706_203_648,
+}
 """Parameters, as the Hub counts them."""
 
 
@@ -95,10 +117,18 @@ class Draft(NamedTuple):
 
 def accelerator(base: str, inner: int, heads: int, *, tied: bool) -> Draft:
     theirs = BASES[base]
-    return Draft(base, {
-        "model_type": "mlp_speculator", "emb_dim": theirs.get("hidden_size") or theirs["n_embd"], "inner_dim": inner,
-        "n_predict": heads, "vocab_size": theirs["vocab_size"], "tie_weights": tied, "scale_input": tied,
-    })  # fmt: skip
+    return Draft(
+        base,
+        {
+            "model_type": "mlp_speculator",
+            "emb_dim": theirs.get("hidden_size") or theirs["n_embd"],
+            "inner_dim": inner,
+            "n_predict": heads,
+            "vocab_size": theirs["vocab_size"],
+            "tie_weights": tied,
+            "scale_input": tied,
+        },
+    )
 
 
 def eagle_head(base: str, billions: float, **more: Any) -> Draft:
@@ -118,9 +148,12 @@ ACCELERATORS = {
     "granite-20b-code-instruct-accelerator": accelerator("granite-20b-code", 4096, 4, tied=True),
 }
 EAGLES = {
-    "EAGLE-Vicuna-7B-v1.3": eagle_head("llama-7b", 0.24), "EAGLE-Vicuna-13B-v1.3": eagle_head("llama-13b", 0.37),
-    "EAGLE-Vicuna-33B-v1.3": eagle_head("vicuna-33b", 0.56), "EAGLE-llama2-chat-7B": eagle_head("llama-7b", 0.24),
-    "EAGLE-llama2-chat-13B": eagle_head("llama-13b", 0.37), "EAGLE-llama2-chat-70B": eagle_head("llama2-70b", 0.99),
+    "EAGLE-Vicuna-7B-v1.3": eagle_head("llama-7b", 0.24),
+    "EAGLE-Vicuna-13B-v1.3": eagle_head("llama-13b", 0.37),
+    "EAGLE-Vicuna-33B-v1.3": eagle_head("vicuna-33b", 0.56),
+    "EAGLE-llama2-chat-7B": eagle_head("llama-7b", 0.24),
+    "EAGLE-llama2-chat-13B": eagle_head("llama-13b", 0.37),
+    "EAGLE-llama2-chat-70B": eagle_head("llama2-70b", 0.99),
     "EAGLE-mixtral-instruct-8x7B": eagle_head("mixtral-8x7b", 0.28, num_key_value_heads=32),
     "EAGLE-LLaMA3-Instruct-8B": eagle_head("llama3-8b", 0.25, bias=False),
     "EAGLE-LLaMA3-Instruct-70B": eagle_head("llama3-70b", 0.99, bias=False),
@@ -244,7 +277,7 @@ def test_memory_a_gpu(base: str, capsys: pytest.CaptureFixture[str]) -> None:
         line.append(f"T={ranks} {each / GIB:.1f}" if divides(base, ranks) else f"T={ranks} refused")
         assert not divides(base, ranks) or whole / ranks <= each <= whole / ranks * 1.25, "ranks hold little twice"
     with capsys.disabled():
-        print(f"\n{base}: GiB of weights a GPU: {', '.join(line)}")  # noqa: T201 - to be read
+        print(f"\n{base}: GiB of weights a GPU: {', '.join(line)}")
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)
@@ -254,8 +287,12 @@ def test_every_accelerator(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     vocab, width, inner, heads = (config[key] for key in ("vocab_size", "emb_dim", "inner_dim", "n_predict"))
     shapes: dict[str, Shape] = {}
     for i in range(1 if config["tie_weights"] else heads):
-        shapes |= {f"speculator.emb.{i}.weight": (vocab, inner), f"speculator.head.{i}.weight": (vocab, inner),
-                   f"speculator.ln.{i}.weight": (inner,), f"speculator.ln.{i}.bias": (inner,)}
+        shapes |= {
+            f"speculator.emb.{i}.weight": (vocab, inner),
+            f"speculator.head.{i}.weight": (vocab, inner),
+            f"speculator.ln.{i}.weight": (inner,),
+            f"speculator.ln.{i}.bias": (inner,),
+        }
     for i in range(2 if config["tie_weights"] else heads):
         shapes[f"speculator.proj.{i}.weight"] = (inner, inner if i else width)
     spec = mlp_speculator.read(config, BASES[draft.base], shapes)
@@ -269,9 +306,16 @@ def test_every_eagle_head(name: str, capsys: pytest.CaptureFixture[str]) -> None
     config = draft.config
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    layer = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden),
-             "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden),
-             "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner), "post_attention_layernorm": (hidden,)}
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "post_attention_layernorm": (hidden,),
+    }
     shapes: dict[str, Shape] = {f"layers.0.{part}.weight": shape for part, shape in layer.items()}
     shapes["fc.weight"] = (hidden, 2 * hidden)
     if config.get("bias", True):
@@ -288,19 +332,30 @@ def test_the_heads_of_deepseek(capsys: pytest.CaptureFixture[str]) -> None:
     config = BASES["deepseek-v3.2"]
     hidden, inner, vocab = 7168, 2048, 129280
     block: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_a_proj.weight": (1536, hidden), "self_attn.q_a_layernorm.weight": (1536,),
-        "self_attn.q_b_proj.weight": (128 * 192, 1536), "self_attn.kv_a_proj_with_mqa.weight": (576, hidden),
-        "self_attn.kv_a_layernorm.weight": (512,), "self_attn.kv_b_proj.weight": (128 * 256, 512),
-        "self_attn.o_proj.weight": (hidden, 128 * 128), "mlp.gate.weight": (256, hidden),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_a_proj.weight": (1536, hidden),
+        "self_attn.q_a_layernorm.weight": (1536,),
+        "self_attn.q_b_proj.weight": (128 * 192, 1536),
+        "self_attn.kv_a_proj_with_mqa.weight": (576, hidden),
+        "self_attn.kv_a_layernorm.weight": (512,),
+        "self_attn.kv_b_proj.weight": (128 * 256, 512),
+        "self_attn.o_proj.weight": (hidden, 128 * 128),
+        "mlp.gate.weight": (256, hidden),
         "mlp.gate.e_score_correction_bias": (256,),
-        "enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden),
-        "shared_head.norm.weight": (hidden,), "shared_head.head.weight": (vocab, hidden),
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,),
+        "shared_head.head.weight": (vocab, hidden),
         "embed_tokens.weight": (vocab, hidden),
-    }  # fmt: skip
+    }
     for expert in (*(f"experts.{e}" for e in range(256)), "shared_experts"):
-        block |= {f"mlp.{expert}.gate_proj.weight": (inner, hidden), f"mlp.{expert}.up_proj.weight": (inner, hidden),
-                  f"mlp.{expert}.down_proj.weight": (hidden, inner)}
+        block |= {
+            f"mlp.{expert}.gate_proj.weight": (inner, hidden),
+            f"mlp.{expert}.up_proj.weight": (inner, hidden),
+            f"mlp.{expert}.down_proj.weight": (hidden, inner),
+        }
     shapes = {f"model.layers.61.{name}": shape for name, shape in block.items()}
     spec = mtp.read(config, config, {"model.norm.weight": (hidden,), **shapes})
     assert set(spec.stored.values()) == set(shapes)
@@ -319,13 +374,16 @@ def test_the_draft_model_of_the_first_snippet(capsys: pytest.CaptureFixture[str]
     tell("facebook/opt-125m", Draft("facebook/opt-6.7b", draft), shapes, capsys, borrowed=0)
 
 
-def tell(name: str, draft: Draft, shapes: Mapping[str, Shape], capsys: pytest.CaptureFixture[str], *,
-         borrowed: int) -> None:
+def tell(
+    name: str, draft: Draft, shapes: Mapping[str, Shape], capsys: pytest.CaptureFixture[str], *, borrowed: int
+) -> None:
     """Print what the draft's GPU holds: its own weights, and the target's ends where it borrows them."""
     own = sum(math.prod(shape) for shape in shapes.values())
     with capsys.disabled():
-        print(f"\n{name} for {draft.base}: {BF16 * own / GIB:.2f} GiB on the draft's GPU, and "  # noqa: T201
-              f"{BF16 * borrowed / GIB:.2f} GiB of the target's embedding and head")
+        print(
+            f"\n{name} for {draft.base}: {BF16 * own / GIB:.2f} GiB on the draft's GPU, and "
+            f"{BF16 * borrowed / GIB:.2f} GiB of the target's embedding and head"
+        )
 
 
 def test_every_architecture_has_a_twin_that_runs() -> None:

@@ -39,15 +39,32 @@ def prompts(count: int) -> list[str]:
 
 def params(size: Size) -> list[SamplingParams]:
     """Temperature 1, top-p 0.9, all penalties on, log-probabilities asked for; a seed each."""
-    return [SamplingParams(
-        temperature=1.0, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1,
-        max_tokens=size.tokens, ignore_eos=True, seed=1000 + i, logprobs=2, prompt_logprobs=1,
-    ) for i in range(size.prompts)]
+    return [
+        SamplingParams(
+            temperature=1.0,
+            top_p=0.9,
+            repetition_penalty=1.1,
+            presence_penalty=0.2,
+            frequency_penalty=0.1,
+            max_tokens=size.tokens,
+            ignore_eos=True,
+            seed=1000 + i,
+            logprobs=2,
+            prompt_logprobs=1,
+        )
+        for i in range(size.prompts)
+    ]
 
 
 def engine(pair: ModelPair, speculative: dict[str, Any] | None, **arguments: Any) -> LLM:
-    return LLM(model=str(pair.target), dtype="float32", enforce_eager=True, speculative_config=speculative,
-               enable_prefix_caching=False, **arguments)
+    return LLM(
+        model=str(pair.target),
+        dtype="float32",
+        enforce_eager=True,
+        speculative_config=speculative,
+        enable_prefix_caching=False,
+        **arguments,
+    )
 
 
 def drafted(pair: ModelPair, length: int) -> dict[str, Any]:
@@ -117,8 +134,10 @@ def compare(pair: ModelPair, size: Size) -> None:
             assert mine.outputs[0].token_ids == other.outputs[0].token_ids, name
             found.add(mine.outputs[0].logprobs, other.outputs[0].logprobs)
             found.add(mine.prompt_logprobs, other.prompt_logprobs)
-        print(f"{name}: {len(results)} sequences equal; of {len(found.ranks)} log-probabilities {found.num_far} are "  # noqa: T201
-              f"off by more than {NEAR}, the most {max(found.logprobs):.1e}; {sum(found.ranks)} ranks off by one")
+        print(
+            f"{name}: {len(results)} sequences equal; of {len(found.ranks)} log-probabilities {found.num_far} are "
+            f"off by more than {NEAR}, the most {max(found.logprobs):.1e}; {sum(found.ranks)} ranks off by one"
+        )
         found.assert_small(name)
         assert (stats.proposed > stats.accepted > 0) if speculative else stats.proposed == 0, name
         if "num_gpu_blocks_override" in arguments and size is FULL:

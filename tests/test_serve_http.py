@@ -113,8 +113,9 @@ def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
     with bound("127.0.0.1", 0) as listener:
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} .*choose another"), bound(
-            "127.0.0.1", port
+        with (
+            pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} .*choose another"),
+            bound("127.0.0.1", port),
         ):
             pass
 

@@ -62,8 +62,18 @@ def test_keys() -> None:
     keys = Keys([KEY, OTHER_KEY])
     for given in (f"Bearer {KEY}", f"bearer {OTHER_KEY}", f"BEARER  {KEY} "):
         assert keys.accepts(given)
-    for given in (None, "", KEY, "Bearer", "Bearer ", f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY.upper()}",
-                  "Bearer " + "x" * 100_000, "Bearer \ud800"):  # fmt: skip
+    for given in (
+        None,
+        "",
+        KEY,
+        "Bearer",
+        "Bearer ",
+        f"Basic {KEY}",
+        f"Bearer {KEY}x",
+        f"Bearer {KEY.upper()}",
+        "Bearer " + "x" * 100_000,
+        "Bearer \ud800",
+    ):
         assert not keys.accepts(given)
     assert KEY not in repr(keys)
     assert all(Keys().accepts(given) for given in (None, "", "Bearer anything"))
@@ -130,8 +140,11 @@ def test_keys_do_not_share_caches(locked: Guarded) -> None:
     prompt = "the quick brown fox jumps over the lazy dog " * 10
 
     def cached(key: str, **body: Any) -> int:
-        answer = locked.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, **body},
-                                    headers={"authorization": f"Bearer {key}"})  # fmt: skip
+        answer = locked.client.post(
+            "/v1/completions",
+            json={"prompt": prompt, "max_tokens": 1, **body},
+            headers={"authorization": f"Bearer {key}"},
+        )
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     assert cached(KEY) == 0
@@ -202,8 +215,9 @@ def test_the_real_client_tries_again_after_429() -> None:
     with guarded(LONG, max_waiting_requests=1) as served:
         client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=30)
         with ThreadPoolExecutor(12) as pool:
-            asked = [pool.submit(client.completions.create, model="fake", prompt=f"c{i}", max_tokens=60)
-                     for i in range(12)]  # fmt: skip
+            asked = [
+                pool.submit(client.completions.create, model="fake", prompt=f"c{i}", max_tokens=60) for i in range(12)
+            ]
             found = [each.result().choices[0].text for each in asked]
         assert found == [expected(f"c{i}", 60) for i in range(12)]
         client.close()
@@ -507,8 +521,10 @@ def test_paced_streams_tell_prompts_apart_no_better_than_chance() -> None:
         kept = accuracy(served)
     logging.getLogger("slipstream").info(
         "prompts told apart by packet sizes: %.1f %% without pacing, %.1f %% with; chance is %.1f %%",
-        100 * told, 100 * kept, 100 * chance,
-    )  # fmt: skip
+        100 * told,
+        100 * kept,
+        100 * chance,
+    )
     assert told > 3 * chance
     assert kept <= 3 * chance
 
@@ -547,12 +563,19 @@ def given_to_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environme
 def test_flags_yaml_and_the_environment_say_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flags = ("--api-key", KEY, "--api-key", OTHER_KEY, "--max-waiting-requests", "5", "--stream-pacing", "aggregate",
              "--no-cache-salt-by-key", "--request-timeout", "1.5")  # fmt: skip
-    wanted = SafetyOptions(api_key=(KEY, OTHER_KEY), max_waiting_requests=5, stream_pacing="aggregate",
-                           cache_salt_by_key=False, request_timeout=1.5)  # fmt: skip
+    wanted = SafetyOptions(
+        api_key=(KEY, OTHER_KEY),
+        max_waiting_requests=5,
+        stream_pacing="aggregate",
+        cache_salt_by_key=False,
+        request_timeout=1.5,
+    )
     assert given_to_serve(monkeypatch, *flags) == wanted
     path = tmp_path / "serve.yaml"
-    path.write_text(f"api_key: [{KEY}, {OTHER_KEY}]\nmax-waiting-requests: 5\nstream_pacing: aggregate\n"
-                    "cache_salt_by_key: false\nrequest_timeout: 1.5\n")  # fmt: skip
+    path.write_text(
+        f"api_key: [{KEY}, {OTHER_KEY}]\nmax-waiting-requests: 5\nstream_pacing: aggregate\n"
+        "cache_salt_by_key: false\nrequest_timeout: 1.5\n"
+    )
     assert given_to_serve(monkeypatch, "--config", str(path)) == wanted
     told = given_to_serve(monkeypatch, SLIPSTREAM_API_KEY=f"{KEY} {OTHER_KEY}")
     assert told == SafetyOptions(api_key=(KEY, OTHER_KEY))
@@ -561,8 +584,14 @@ def test_flags_yaml_and_the_environment_say_the_same(monkeypatch: pytest.MonkeyP
 
 
 def test_bad_options_are_refused_without_telling_keys() -> None:
-    for given in ({"max_waiting_requests": 0}, {"request_timeout": -1}, {"stream_pacing": "some"}, {"api_keys": KEY},
-                  {"header_timeout": float("nan")}, {"max_connections": "many"}):  # fmt: skip
+    for given in (
+        {"max_waiting_requests": 0},
+        {"request_timeout": -1},
+        {"stream_pacing": "some"},
+        {"api_keys": KEY},
+        {"header_timeout": float("nan")},
+        {"max_connections": "many"},
+    ):
         with pytest.raises(ConfigError, match=next(iter(given))):
             SafetyOptions.of(given)
     with pytest.raises(ConfigError, match="list of texts") as refused:

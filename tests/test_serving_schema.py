@@ -22,9 +22,16 @@ from tests.guarded_server import Guarded, guarded
 QUICK, FULL = 8, 400
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 OPERATIONS = [
-    ("GET", "/health"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/v1/models/{name}"),
-    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-]  # fmt: skip
+    ("GET", "/health"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +64,14 @@ def drive(served: Guarded, document: dict[str, Any], method: str, path: str, num
     """Ask what the document allows, and for bodies what it does not; then the engine lives and holds nothing."""
     operation = schemathesis.openapi.from_dict(document)[path][method]
     modes = [GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if method == "POST" else [])]
-    quietly = settings(max_examples=num_examples, deadline=None, database=None, derandomize=True,
-                       suppress_health_check=list(HealthCheck), phases=[Phase.generate])  # fmt: skip
+    quietly = settings(
+        max_examples=num_examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
     for mode in modes:
 
         @quietly

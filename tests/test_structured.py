@@ -57,7 +57,7 @@ UNASKABLE: dict[str, tuple[dict[str, Any], str]] = {
     "two whitespaces": ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "contradict"),
     "a structural tag": ({"structural_tag": "{}"}, "structural_tag is not supported"),
     "lone surrogates": ({"regex": "\ud800"}, "lone surrogates"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", UNASKABLE)
@@ -83,7 +83,7 @@ MEANINGLESS: dict[str, tuple[dict[str, Any], str]] = {
     "no start": ({"grammar": 'begin: "a"'}, "start"),
     "an unknown rule": ({"grammar": "start: rest"}, 'unknown name: "rest"'),
     "a pattern of whitespace": ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +185,11 @@ def test_schemas_are_told_as_text_dictionaries_or_classes() -> None:
 
 def test_objects_are_closed_where_it_is_asked_and_values_are_left_alone() -> None:
     is_open = {"properties": {}, "additionalProperties": True}
-    schema = {"properties": {"properties": {"type": "string"}, "open": is_open}, "$defs": {"a": {"properties": {}}},
-              "default": {"properties": 1}}  # fmt: skip
+    schema = {
+        "properties": {"properties": {"type": "string"}, "open": is_open},
+        "$defs": {"a": {"properties": {}}},
+        "default": {"properties": 1},
+    }
     found = json.loads(grammar_of(StructuredOutputsParams(json=schema, disable_additional_properties=True)).text)
     assert found["additionalProperties"] is found["$defs"]["a"]["additionalProperties"] is False
     assert found["properties"].keys() == {"properties", "open"}
@@ -224,13 +227,20 @@ def test_every_way_to_ask(way: str) -> None:
     assert chat.chat_sampling({}).structured_outputs == wanted
 
 
-@pytest.mark.parametrize(("fields", "param", "said"), [
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "one of them"),
-    ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs", "one of them"),
-    ({"guided_regex": "a", "guided_json": "{}"}, "structured_outputs", "got json and regex"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
-    ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, "response_format", "takes no json_schema"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "one of them"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs", "one of them"),
+        ({"guided_regex": "a", "guided_json": "{}"}, "structured_outputs", "got json and regex"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+            "response_format",
+            "takes no json_schema",
+        ),
+    ],
+)
 def test_ways_that_contradict_each_other(fields: dict[str, Any], param: str, said: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         CompletionRequest.model_validate({"prompt": "a", **fields}).completion_sampling({})
@@ -253,8 +263,14 @@ def test_requests_carry_grammars_across_processes() -> None:
 def sentencepiece_like() -> Tokenizer:
     """Pieces with a mark for spaces, and single bytes for what they do not spell."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab"]
-    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("▁", "a"), ("a", "b")],
-                                   unk_token="<unk>", byte_fallback=True))  # fmt: skip
+    backend = Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            [("▁", "a"), ("a", "b")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
@@ -272,8 +288,10 @@ def spelt(backend: Tokenizer, grammar: Grammar) -> bytes:
         bits = follower.allowed(0, tokens)
         tokens.append(int(np.flatnonzero(np.unpackbits(bits, count=size + 5, bitorder="little"))[0]))
     pieces = [backend.id_to_token(token) for token in tokens[:-1]]
-    return b"".join(bytes([int(piece[3:5], 16)]) if piece.startswith("<0x") else piece.replace("▁", " ").encode()
-                    for piece in pieces)  # fmt: skip
+    return b"".join(
+        bytes([int(piece[3:5], 16)]) if piece.startswith("<0x") else piece.replace("▁", " ").encode()
+        for piece in pieces
+    )
 
 
 def test_tokenizers_that_spell_spaces_and_bytes() -> None:

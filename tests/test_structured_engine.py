@@ -21,8 +21,13 @@ REPOSITORY = Path(__file__).parents[1]
 Folders = dict[str, Path]
 Options = dict[str, Any]
 Answers = dict[str, list[int]]
-ROOM: Options = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 300, "max_model_len": 200,
-                 "skip_tokenizer_init": False}  # fmt: skip
+ROOM: Options = {
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 96,
+    "num_gpu_blocks_override": 300,
+    "max_model_len": 200,
+    "skip_tokenizer_init": False,
+}
 PROMPTS = ("name: ", "12 + a = ", "yes or no? name: ", "name: yes or no? ")
 PENALISED: Options = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "top_p": 0.95, "logit_bias": {40: 1.0}}
 PATIENCE_S = 600.0
@@ -122,13 +127,14 @@ def test_preempted(method: str, folders: Folders, plain: Answers, running: list[
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model tree"])
-def test_in_a_gang_that_loses_its_target(
-    method: str, folders: Folders, plain: Answers, running: list[Engine]
-) -> None:
+def test_in_a_gang_that_loses_its_target(method: str, folders: Folders, plain: Answers, running: list[Engine]) -> None:
     dedicated = {"placement": "dedicated"} if method != "ngram" else {}
     speculative = {**speculation(folders, method), **dedicated}
-    engine = threaded(configure((folders["target"], folders["target"]), speculative_config=speculative,
-                                tensor_parallel_size=2, **ROOM))  # fmt: skip
+    engine = threaded(
+        configure(
+            (folders["target"], folders["target"]), speculative_config=speculative, tensor_parallel_size=2, **ROOM
+        )
+    )
     running.append(engine)
     assert engine.gang is not None
     engine.put(*requests(engine, wishes()))
@@ -173,8 +179,15 @@ def test_several_samples_with_log_probabilities_and_a_cached_prompt(folders: Fol
     results = []
     for method in (None, "draft_model"):
         speculative = None if method is None else speculation(folders, method)
-        with LLM(model=str(folders["target"]), dtype="float32", enforce_eager=True, block_size=4,
-                 speculative_config=speculative, max_num_seqs=8, num_gpu_blocks_override=200) as llm:  # fmt: skip
+        with LLM(
+            model=str(folders["target"]),
+            dtype="float32",
+            enforce_eager=True,
+            block_size=4,
+            speculative_config=speculative,
+            max_num_seqs=8,
+            num_gpu_blocks_override=200,
+        ) as llm:
             first, again = (llm.generate("name: yes or no? name: ", asked, use_tqdm=False)[0] for _ in range(2))
         assert [each.token_ids for each in again.outputs] == [each.token_ids for each in first.outputs]
         assert again.num_cached_tokens > 0
@@ -251,15 +264,22 @@ def test_all_are_valid_and_the_same_in_full(form: str, demo_pair: ModelPair) -> 
     prompts = [texts[i % len(texts)] for i in range(GENERATIONS)]
     wanted: list[list[int]] = []
     for name, speculative in in_full(demo_pair).items():
-        with LLM(model=str(demo_pair.target), dtype="float32", enforce_eager=True, speculative_config=speculative,
-                 max_num_seqs=32) as llm:  # fmt: skip
+        with LLM(
+            model=str(demo_pair.target),
+            dtype="float32",
+            enforce_eager=True,
+            speculative_config=speculative,
+            max_num_seqs=32,
+        ) as llm:
             found = [result.outputs[0] for result in llm.generate(prompts, asked, use_tqdm=False)]
             stats = llm.stats()
         valid = sum(each.finish_reason == "stop" and FORMS[form].is_met(each.text) for each in found)
         ids = [list(each.token_ids) for each in found]
         wanted = wanted or ids
         same = sum(ours == theirs for ours, theirs in zip(ids, wanted, strict=True))
-        print(f"{form}, {name}: {valid} of {len(found)} valid, {same} as without speculation, "  # noqa: T201
-              f"{stats.accepted} of {stats.proposed} guesses accepted")
+        print(
+            f"{form}, {name}: {valid} of {len(found)} valid, {same} as without speculation, "
+            f"{stats.accepted} of {stats.proposed} guesses accepted"
+        )
         assert valid == same == GENERATIONS
         assert (stats.proposed > stats.accepted > 0) if speculative else stats.proposed == 0

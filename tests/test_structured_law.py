@@ -59,8 +59,13 @@ def test_what_is_allowed_depends_on_the_text_alone(name: str, seed: int) -> None
         output = text[: dice.randint(0, len(text))]
         if dice.random() < 0.5:
             output = [*output, *(dice.randrange(VOCAB) for _ in range(dice.randint(1, 3)))]
-        start = dice.randint(0, next((i for i, (a, b) in enumerate(zip(follower._fed, output, strict=False)) if a != b),
-                                     min(len(follower._fed), len(output))))  # fmt: skip
+        start = dice.randint(
+            0,
+            next(
+                (i for i, (a, b) in enumerate(zip(follower._fed, output, strict=False)) if a != b),
+                min(len(follower._fed), len(output)),
+            ),
+        )
         assert ids_of(follower.allowed(start, output[start:])) == ids_of(fresh(name).allowed(0, output)), output
 
 
@@ -99,8 +104,10 @@ def test_pruning_leaves_what_is_allowed_and_nothing_else(name: str, seed: int) -
     text = walk(name, 12, dice)
     known = dice.randint(0, len(text))
     true, output = [*text[known:], EOS], text[:known]
-    drafts = [Draft((*true[: dice.randint(0, 4)], dice.randrange(VOCAB), *true[5:7])),
-              random_tree(true, 12, VOCAB, dice)]  # fmt: skip
+    drafts = [
+        Draft((*true[: dice.randint(0, 4)], dice.randrange(VOCAB), *true[5:7])),
+        random_tree(true, 12, VOCAB, dice),
+    ]
     for draft in drafts:
         kept = fresh(name).prune(0, output, draft)
         if draft.probes:
@@ -128,8 +135,10 @@ def engine_of(sequences: Seq[tuple[str | None, list[int], Sampling]], **options:
     """A target's sampler whose slots hold a prompt of two tokens and some output each."""
     slots = SlotTable(len(sequences), 64, 4)
     grammars = Grammars(slots, VOCAB, (EOS,), words)
-    new = [NewSequence(slot, [1, 7, *output], 2, replaced(sampling, name)) for slot, (name, output, sampling) in
-           enumerate(sequences)]  # fmt: skip
+    new = [
+        NewSequence(slot, [1, 7, *output], 2, replaced(sampling, name))
+        for slot, (name, output, sampling) in enumerate(sequences)
+    ]
     for each in new:
         slots._join(each)
     sampler = GrammarSampler(Sampler(slots, VOCAB), grammars)
@@ -156,9 +165,12 @@ def logits_of(history: tuple[int, ...]) -> torch.Tensor:
 
 
 OPTIONS = (
-    Sampling(3, 0.0), Sampling(4, 1.0), Sampling(5, 0.8, repetition_penalty=1.3, frequency_penalty=0.2),
-    Sampling(6, 1.0, top_k=20, top_p=0.9), Sampling(7, 1.0, stop_ids=(EOS,), min_tokens=1),
-)  # fmt: skip
+    Sampling(3, 0.0),
+    Sampling(4, 1.0),
+    Sampling(5, 0.8, repetition_penalty=1.3, frequency_penalty=0.2),
+    Sampling(6, 1.0, top_k=20, top_p=0.9),
+    Sampling(7, 1.0, stop_ids=(EOS,), min_tokens=1),
+)
 
 
 @settings(max_examples=15, deadline=None)
@@ -201,8 +213,10 @@ def judged(sampler: GrammarSampler, drafts: Seq[Draft]) -> list[list[int]]:
         logits = torch.stack([logits_of((*known, *path)) for path in [(), *paths(draft)]])
         index = np.array([len(known) + len(path) for path in [(), *paths(draft)]])
         layouts.append((logits, np.full(len(index), slot), index))
-    logits_NV, slots_N, index_N = (torch.cat([each[0] for each in layouts]),
-                                   *(np.concatenate([each[i] for each in layouts]) for i in (1, 2)))
+    logits_NV, slots_N, index_N = (
+        torch.cat([each[0] for each in layouts]),
+        *(np.concatenate([each[i] for each in layouts]) for i in (1, 2)),
+    )
     counts = np.array([len(each[1]) for each in layouts])
     if all(draft.is_chain for draft in drafts):
         chosen = sampler.sample(logits_NV, slots_N, index_N).tolist()

@@ -121,8 +121,9 @@ def test_checkpoints_that_name_weights_as_the_model_does(family: str, tmp_path: 
     """Newer ones may hold experts as one tensor, and the head under its newer name."""
     folder = build(family, tmp_path, vocab_size=VOCAB)
     weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors",
-              {"format": "pt"})
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
     check(folder, 2)
 
 
@@ -139,8 +140,10 @@ def test_weights_have_the_dtypes_that_one_rank_gives_them(family: str, dtype: st
     folder = build(family, tmp_path)
     whole = load(ModelConfig(model=str(folder), dtype=dtype)).model  # type: ignore[arg-type]
     for split in in_memory(2, lambda group: share(folder, group, dtype=dtype)):
-        renamed = {name.replace("embed_tokens.rows.", "embed_tokens."): tensor
-                   for name, tensor in (*split.model.named_parameters(), *split.model.named_buffers())}
+        renamed = {
+            name.replace("embed_tokens.rows.", "embed_tokens."): tensor
+            for name, tensor in (*split.model.named_parameters(), *split.model.named_buffers())
+        }
         expected = dict((*whole.named_parameters(), *whole.named_buffers()))
         assert {name: tensor.dtype for name, tensor in renamed.items()} == {
             name: tensor.dtype for name, tensor in expected.items()

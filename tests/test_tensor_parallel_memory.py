@@ -53,8 +53,12 @@ def peaks(folder: Path, ranks: int) -> list[tuple[int, int]]:
     _store, address = open_store()
     command = [sys.executable, "-c", MEASURE, str(folder), str(address.port)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    running = [subprocess.Popen([*command, str(rank), str(ranks)], cwd=ROOT, env=environment, text=True,
-                                stdout=subprocess.PIPE) for rank in range(ranks)]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
+        )
+        for rank in range(ranks)
+    ]
     outputs = [process.communicate(timeout=300)[0].split() for process in running]
     assert [process.returncode for process in running] == [0] * ranks
     return [(int(peak), int(held)) for peak, held in outputs]

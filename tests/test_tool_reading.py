@@ -69,7 +69,7 @@ CASES: list[tuple[str, Reader, str, str, Calls]] = [
     ("list", ArrayReader, f"[ {call('f', ODD, 'parameters')} ,\n{call('g', '{}')} ]\n", "", [("f", ODD), ("g", "{}")]),
     ("cut off", ArrayReader, f"[{call('f', '{}')}, " + '{"na', '{"na', [("f", "{}")]),
     ("named", lambda: NamedReader("f"), ODD, "", [("f", ODD)]),
-]  # fmt: skip
+]
 IDS = [f"{make.__name__}-{name}" for name, make, *_ in CASES]
 
 
@@ -97,8 +97,9 @@ def test_no_text_is_lost_or_ends_the_reading(text: str) -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8,
-)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
 
 
 @given(st.dictionaries(st.text(), json_values, max_size=4), st.booleans(), st.text(alphabet='}"] {x', max_size=5))

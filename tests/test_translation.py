@@ -34,8 +34,9 @@ def shuffled(source: Path, folder: Path, dropped: int = 0) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
-        for weight in {id(w): w for w in (model.get_input_embeddings().weight,
-                                          model.get_output_embeddings().weight)}.values():
+        for weight in {
+            id(w): w for w in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        }.values():
             weight.copy_(weight[order].clone())
     model.save_pretrained(folder)
     return folder
@@ -47,8 +48,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def run(target: Path, draft: Path | None, **options: Any) -> Any:
-    speculative = None if draft is None else {"method": "draft_model", "model": str(draft),
-                                              "num_speculative_tokens": 3, **options}
+    speculative = (
+        None
+        if draft is None
+        else {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3, **options}
+    )
     with LLM(model=str(target), dtype="float32", enforce_eager=True, speculative_config=speculative) as llm:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
         return collect(llm, [tokenizer.encode(prompt) for prompt in PROMPTS], PARAMS)
@@ -75,8 +79,10 @@ def test_another_tokenizer_is_refused_where_nobody_speaks_of_it(pair: tuple[Path
     target, draft = pair
     with pytest.raises(ModelError, match="use_heterogeneous_vocab"):
         run(target, shuffled(draft, tmp_path / "shuffled"))
-    with pytest.raises(ConfigError, match="draft_model"), LLM(
-        model=str(target), speculative_config={"method": "ngram", "use_heterogeneous_vocab": True}):
+    with (
+        pytest.raises(ConfigError, match="draft_model"),
+        LLM(model=str(target), speculative_config={"method": "ngram", "use_heterogeneous_vocab": True}),
+    ):
         pass
 
 

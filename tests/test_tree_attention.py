@@ -53,16 +53,25 @@ class OneRow:
 
 def rows_of(rows: list[OneRow]) -> Rows:
     """The rows, their blocks scattered over the cache."""
-    starts_R, lengths_R, lowest_R = (np.array(part, np.int64) for part in zip(
-        *((row.start, row.length, row.lowest) for row in rows), strict=True))
+    starts_R, lengths_R, lowest_R = (
+        np.array(part, np.int64) for part in zip(*((row.start, row.length, row.lowest) for row in rows), strict=True)
+    )
     width = int((starts_R + lengths_R).max()) // BLOCK + 1
     blocks_SB = np.random.default_rng(0).permutation(len(rows) * width).astype(np.int32).reshape(-1, width)
     areas = None
     if any(row.area for row in rows):
         areas = Areas.of([row.area for row in rows], starts_R + lengths_R, lengths_R)
     offsets_R = np.cumsum(lengths_R) - lengths_R
-    return Rows(starts_R, lengths_R, offsets_R, np.arange(len(rows)), blocks_SB, BLOCK, areas,
-                lowest_R if lowest_R.any() else None)
+    return Rows(
+        starts_R,
+        lengths_R,
+        offsets_R,
+        np.arange(len(rows)),
+        blocks_SB,
+        BLOCK,
+        areas,
+        lowest_R if lowest_R.any() else None,
+    )
 
 
 @st.composite
@@ -130,19 +139,25 @@ def _one(cache: KVCache, at_L: torch.Tensor, query_HD: torch.Tensor, options: Op
 
 
 @given(
-    plain=st.lists(rows(), min_size=1, max_size=5), shape=st.sampled_from(SHAPES),
+    plain=st.lists(rows(), min_size=1, max_size=5),
+    shape=st.sampled_from(SHAPES),
     asked=st.tuples(st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 5.0]), st.booleans()),
 )
 @settings(max_examples=30, deadline=None)
 def test_kernel_torch_and_masks_spelt_out_agree(
-    plain: list[OneRow], shape: tuple[tuple[int, int], tuple[int, int]], asked: tuple[int, float, bool],
-) -> None:  # fmt: skip
+    plain: list[OneRow],
+    shape: tuple[tuple[int, int], tuple[int, int]],
+    asked: tuple[int, float, bool],
+) -> None:
     (heads, kv_heads), sizes = shape
     window, softcap, has_sinks = asked
     laid_out = rows_of(plain)
     tokens = int(laid_out.lengths_R.sum())
-    query, key, value = normal(heads, tokens, sizes[0], 0), normal(kv_heads, tokens, sizes[0], 1), normal(
-        kv_heads, tokens, sizes[1], 2)
+    query, key, value = (
+        normal(heads, tokens, sizes[0], 0),
+        normal(kv_heads, tokens, sizes[0], 1),
+        normal(kv_heads, tokens, sizes[1], 2),
+    )
     options = Options(sizes[0] ** -0.5, window, softcap, torch.linspace(-1, 1, heads) if has_sinks else None)
     for make in BACKENDS:
         cache = filled(LayerShape(kv_heads, *sizes), laid_out.blocks_SB.size)

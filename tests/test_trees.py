@@ -55,11 +55,14 @@ def samplings() -> list[Sampling]:
 def requests(tokens: int) -> list[Request]:
     return [
         Request(
-            request_id=str(i), prompt_token_ids=prompt(i), sampling=sampling, max_tokens=tokens + 3 * i,
+            request_id=str(i),
+            prompt_token_ids=prompt(i),
+            sampling=sampling,
+            max_tokens=tokens + 3 * i,
             params=SamplingParams(stop_token_ids=sampling.stop_ids),
         )
         for i, sampling in enumerate(samplings())
-    ]  # fmt: skip
+    ]
 
 
 class Told:
@@ -142,9 +145,12 @@ def test_trees_say_what_is_said_without_them(family: str, tmp_path: Path) -> Non
     assert on.stats.preemptions > 0
     assert_walked(on)
     greedy = [request for request in asked if request.sampling == Sampling(request.sampling.seed, 0.0)]
-    assert_identical([request.prompt_token_ids for request in greedy],
-                     [on.outputs[request.request_id] for request in greedy],
-                     [off.outputs[request.request_id] for request in greedy], Reference(model))
+    assert_identical(
+        [request.prompt_token_ids for request in greedy],
+        [on.outputs[request.request_id] for request in greedy],
+        [off.outputs[request.request_id] for request in greedy],
+        Reference(model),
+    )
     assert on.outputs == off.outputs
     assert_same_logprobs(on, off)
 
@@ -232,13 +238,16 @@ def test_stop_strings_end_texts_at_the_same_character(tmp_path: Path) -> None:
         stops = [result.outputs[0].text[20 + i : 22 + i] for i, result in enumerate(longest)]
         asked = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop=stop) for stop in stops]
         off = [result.outputs[0] for result in llm.generate(prompts, asked)]
-    texts = [[*given["prompt_token_ids"], *result.outputs[0].token_ids]
-             for given, result in zip(prompts, longest, strict=True)]
+    texts = [
+        [*given["prompt_token_ids"], *result.outputs[0].token_ids]
+        for given, result in zip(prompts, longest, strict=True)
+    ]
     with planted(TreeProposer(texts, 259)), LLM(**arguments, speculative_config=NGRAM) as llm:
         on = [result.outputs[0] for result in llm.generate(prompts, asked)]
         stats = llm.stats()
     assert [(ours.text, ours.finish_reason, ours.token_ids) for ours in on] == [
-        (theirs.text, theirs.finish_reason, theirs.token_ids) for theirs in off]
+        (theirs.text, theirs.finish_reason, theirs.token_ids) for theirs in off
+    ]
     assert {output.finish_reason for output in off} == {"stop"}
     assert stats.proposed > stats.accepted > 0
 

@@ -59,8 +59,11 @@ def test_trees(case: tuple[Draft, list[int]]) -> None:
         assert draft.tokens[node] == token  # every accepted token is the target's choice there
         assert not probes[node]
     last = path[-1] if path else -1
-    assert not [node for node in range(len(draft)) if draft.parents[node] == last and not probes[node]
-                and draft.tokens[node] == emitted[-1]]  # nothing more could have been accepted
+    assert not [
+        node
+        for node in range(len(draft))
+        if draft.parents[node] == last and not probes[node] and draft.tokens[node] == emitted[-1]
+    ]  # nothing more could have been accepted
 
 
 def test_probes_are_never_accepted_nor_anything_behind_them() -> None:

@@ -22,8 +22,9 @@ LABELS = re.compile(r"\b(slipstream_\w+)\{([^}]*)\}")
 
 def published() -> tuple[set[str], dict[str, set[str]]]:
     """Return the names of all samples a server gives, and the labels of each."""
-    stats = EngineStats(accepted_per_pos=(1,), draft_changes={"lost": 1}, guess_changes={"batch_size_rose": 1},
-                        phases=PhaseTimes(1.0))
+    stats = EngineStats(
+        accepted_per_pos=(1,), draft_changes={"lost": 1}, guess_changes={"batch_size_rose": 1}, phases=PhaseTimes(1.0)
+    )
     metrics = Metrics("m", lambda: stats)
     metrics.answered("GET", "/", 200)
     labels: dict[str, set[str]] = {}
@@ -41,8 +42,12 @@ def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def expressions() -> list[str]:
-    found = [target["expr"] for path in DASHBOARDS for panel in panels(json.loads(path.read_text(encoding="utf-8")))
-             for target in panel.get("targets", ())]
+    found = [
+        target["expr"]
+        for path in DASHBOARDS
+        for panel in panels(json.loads(path.read_text(encoding="utf-8")))
+        for target in panel.get("targets", ())
+    ]
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
     recorded = [rule for group in rules["groups"] for rule in group["rules"]]
     found += [rule["expr"] for rule in recorded]
@@ -80,8 +85,12 @@ def test_a_dashboard_can_be_moved(path: Path) -> None:
     for place, one in enumerate(drawn):
         assert one["x"] + one["w"] <= 24
         for other in drawn[place + 1 :]:
-            apart = (one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-                     or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"])
+            apart = (
+                one["x"] + one["w"] <= other["x"]
+                or other["x"] + other["w"] <= one["x"]
+                or one["y"] + one["h"] <= other["y"]
+                or other["y"] + other["h"] <= one["y"]
+            )
             assert apart, (one, other)
 
 

@@ -80,8 +80,11 @@ class All(nn.Module):
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         config = parts.config
-        self.model = AutoModelForCausalLM.from_pretrained(
-            parts.folder, dtype=parts.dtype, attn_implementation=parts.attention).model.eval().requires_grad_(False)
+        self.model = (
+            AutoModelForCausalLM.from_pretrained(parts.folder, dtype=parts.dtype, attn_implementation=parts.attention)
+            .model.eval()
+            .requires_grad_(False)
+        )
         self.embed, self.head = parts.embedding(), parts.head()
         size = config["hidden_size"] // config["num_attention_heads"]
         self.layers = (LayerShape(config["num_key_value_heads"], size, size),) * config["num_hidden_layers"]
@@ -92,8 +95,9 @@ class All(nn.Module):
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TX: torch.Tensor) -> torch.Tensor:
         embeds = self.embed(tokens_1T) + features_1TX
-        states: torch.Tensor = self.model(inputs_embeds=embeds, position_ids=positions_1T,
-                                          use_cache=False).last_hidden_state
+        states: torch.Tensor = self.model(
+            inputs_embeds=embeds, position_ids=positions_1T, use_cache=False
+        ).last_hidden_state
         return states
 
 
@@ -138,13 +142,18 @@ class LastProposer:
         drafts = [Draft(tuple(column[r] for column in columns[: row.k])) for r, row in enumerate(rows)]
         for row, draft in zip(rows, drafts, strict=True):
             tokens = worker.slots.tokens[row.slot, : worker.slots.known_len[row.slot]].tolist()
-            NOTES.append(Note(tuple(tokens), int(worker._cache._from[row.slot]),
-                              worker.slots.sampling[row.slot].temperature, draft.tokens))
+            NOTES.append(
+                Note(
+                    tuple(tokens),
+                    int(worker._cache._from[row.slot]),
+                    worker.slots.sampling[row.slot].temperature,
+                    draft.tokens,
+                )
+            )
         return drafts
 
 
 class AllProposer(LastProposer):
-
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
         return FeatureSpec("all", TAPPED)
@@ -207,10 +216,17 @@ class Twin:
     def _states(self, note: Note) -> Any:
         """Return the target's states of all tokens but the newest, which it has not computed yet."""
         captured: dict[int, torch.Tensor] = {}
-        hooks = [self.target.model.layers[i].register_forward_pre_hook(
-            lambda _m, inputs, i=i: captured.__setitem__(i, inputs[0])) for i in range(len(self.target.model.layers))]
-        hooks.append(self.target.model.layers[-1].register_forward_hook(
-            lambda _m, _i, out: captured.__setitem__(len(self.target.model.layers), out)))
+        hooks = [
+            self.target.model.layers[i].register_forward_pre_hook(
+                lambda _m, inputs, i=i: captured.__setitem__(i, inputs[0])
+            )
+            for i in range(len(self.target.model.layers))
+        ]
+        hooks.append(
+            self.target.model.layers[-1].register_forward_hook(
+                lambda _m, _i, out: captured.__setitem__(len(self.target.model.layers), out)
+            )
+        )
         final = self.target.model(torch.tensor([note.tokens[:-1]]), use_cache=False).last_hidden_state
         for hook in hooks:
             hook.remove()

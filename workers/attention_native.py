@@ -30,9 +30,7 @@ class _Layer(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "value", "output")]
-    _fields_ += [
-        (f"{name}_{axis}", ctypes.c_int64) for name in ("query", "key", "value") for axis in ("head", "token")
-    ]
+    _fields_ += [(f"{name}_{axis}", ctypes.c_int64) for name in ("query", "key", "value") for axis in ("head", "token")]
     _fields_ += [("sinks", ctypes.c_void_p), ("scaling", ctypes.c_float), ("softcap", ctypes.c_float)]
     _fields_ += [("window", ctypes.c_int64)]
 

@@ -165,8 +165,16 @@ class TorchAttention:
         query_RQGSD = query_NHD.reshape(rows, queries, shape.kv_heads, -1, shape.key_size)
         found = []
         for part in group.parts:
-            found.append(_attend_part(query_RQGSD[:, part], key_RGLD, value_RGLE, options, broken_RGN=broken_RGL,
-                                      mask_RQL=group.mask_RQL(options.window, query_NHD.dtype, part)))  # fmt: skip
+            found.append(
+                _attend_part(
+                    query_RQGSD[:, part],
+                    key_RGLD,
+                    value_RGLE,
+                    options,
+                    broken_RGN=broken_RGL,
+                    mask_RQL=group.mask_RQL(options.window, query_NHD.dtype, part),
+                )
+            )
         return torch.cat(found, 1).reshape(rows * queries, -1, shape.value_size)
 
     def _gather(self, pages: torch.Tensor, group: Group) -> torch.Tensor:
@@ -258,9 +266,14 @@ def without_broken_(key_RGLD: torch.Tensor, value_RGLE: torch.Tensor) -> torch.T
 
 
 def _attend_part(
-    query_RQGSD: torch.Tensor, key_RGLD: torch.Tensor, value_RGLE: torch.Tensor, options: Options, *,
-    mask_RQL: torch.Tensor | None, broken_RGN: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    query_RQGSD: torch.Tensor,
+    key_RGLD: torch.Tensor,
+    value_RGLE: torch.Tensor,
+    options: Options,
+    *,
+    mask_RQL: torch.Tensor | None,
+    broken_RGN: torch.Tensor | None,
+) -> torch.Tensor:
     """Attend for some queries; returns `[R, Q, G, S, value_size]`. Of the last N keys, some were *broken_RGN*."""
     rows, queries, groups, share, _ = query_RQGSD.shape
     # The query heads that share a K/V head become queries of that head.

@@ -125,8 +125,16 @@ class Batch:
         return len(self.tokens_T) == len(self.slots_R)
 
     @classmethod
-    def from_history(cls, tokens_SL: Ints, slots_R: Ints, starts_R: Ints, lengths_R: Ints, *,
-                     areas: Areas | None = None, lowest_R: Ints | None = None) -> "Batch":
+    def from_history(
+        cls,
+        tokens_SL: Ints,
+        slots_R: Ints,
+        starts_R: Ints,
+        lengths_R: Ints,
+        *,
+        areas: Areas | None = None,
+        lowest_R: Ints | None = None,
+    ) -> "Batch":
         """Build the batch whose tokens stand, by place, in the table `tokens_SL`."""
         rows = cls(slots_R, starts_R, lengths_R, np.empty(int(lengths_R.sum()), np.int64), areas, lowest_R)
         np.copyto(rows.tokens_T, tokens_SL[rows.slots_T, rows.places_T])

@@ -55,8 +55,7 @@ def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
     if not config.model.enforce_eager:
         say("warming up the target")
         say(f"target: {runner.warm_up()}")
-    side = None if draft is None else DraftSide.of(draft, config, slots, sampler, num_blocks=info.num_blocks,
-                                                    say=say)
+    side = None if draft is None else DraftSide.of(draft, config, slots, sampler, num_blocks=info.num_blocks, say=say)
     costs = measure(config, runner, side)
     slots.clear()
     grammars = with_grammars(sampler, config.model, target)
@@ -90,18 +89,27 @@ def _size(config: EngineConfig, target: LoadedModel, draft: LoadedDraft | None) 
     enough = config.scheduler.max_num_seqs * -(-target.max_model_len // size)
     num_blocks = config.cache.num_blocks or min(enough, cache_memory(config.cache, target.device) // each)
     if num_blocks < 2:
-        raise ConfigError(f"the KV cache holds {num_blocks} blocks of {size} tokens ({each} bytes each); "
-                          "it needs 2 at least: give it more memory")
+        raise ConfigError(
+            f"the KV cache holds {num_blocks} blocks of {size} tokens ({each} bytes each); "
+            "it needs 2 at least: give it more memory"
+        )
     held = num_blocks * size
     max_model_len = min(target.max_model_len, held)
-    notes = [f"KV cache: {num_blocks} blocks of {size} tokens, {held} tokens, {num_blocks * each / 2**20:.0f} MiB; "
-             f"{held / max_model_len:.1f} sequences of {max_model_len} tokens at once"]
+    notes = [
+        f"KV cache: {num_blocks} blocks of {size} tokens, {held} tokens, {num_blocks * each / 2**20:.0f} MiB; "
+        f"{held / max_model_len:.1f} sequences of {max_model_len} tokens at once"
+    ]
     if max_model_len < target.max_model_len:
         notes.append(f"max_model_len is cut from {target.max_model_len} to {max_model_len}, what the KV cache holds")
     info = WorkerInfo(
-        num_blocks=num_blocks, block_size=size, max_model_len=max_model_len, vocab_size=target.vocab_size,
-        eos_ids=target.eos_ids, speculates=config.speculative is not None,
-        draft_needs="none" if draft is None else draft.spec.needs, dtype=str(target.dtype).removeprefix("torch."),
+        num_blocks=num_blocks,
+        block_size=size,
+        max_model_len=max_model_len,
+        vocab_size=target.vocab_size,
+        eos_ids=target.eos_ids,
+        speculates=config.speculative is not None,
+        draft_needs="none" if draft is None else draft.spec.needs,
+        dtype=str(target.dtype).removeprefix("torch."),
     )
     return info, tuple(notes)
 

@@ -75,9 +75,9 @@ def _free_scores(scaled_NV: torch.Tensor, keys_N: torch.Tensor) -> tuple[torch.T
     return scaled_NV + gumbel(keys_N[:, None], ids_NV), ids_NV
 
 
-def best(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: int) -> (
-    tuple[torch.Tensor, torch.Tensor]
-):  # fmt: skip
+def best(
+    logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the *width* ids of highest score, best first, int64 `[N, W]`: `choose` names the first. As `choose`.
 
     With them come log-probabilities, float32 `[N, W]`: how likely each is what somebody chooses who has the same noise

@@ -15,8 +15,9 @@ Ints = npt.NDArray[np.int64]
 class _Choice(ctypes.Structure):
     _fields_ = [("logits", ctypes.c_void_p)]
     _fields_ += [(name, ctypes.c_int64) for name in ("stride", "rows", "vocab", "threads")]
-    _fields_ += [(name, ctypes.c_void_p)
-                 for name in ("slots", "index", "seeds", "temperature", "top_k", "top_p", "min_p")]
+    _fields_ += [
+        (name, ctypes.c_void_p) for name in ("slots", "index", "seeds", "temperature", "top_k", "top_p", "min_p")
+    ]
     _fields_ += [("coldest", ctypes.c_float), ("chosen", ctypes.c_void_p)]
 
 
@@ -35,8 +36,12 @@ class NativeChooser:
         self._function = load_function("choice", "slipstream_choose")
         self._kept = (seeds_S, limits_S)
         self._choice = _Choice(
-            seeds=seeds_S.ctypes.data, temperature=limits_S.temperature.ctypes.data, top_k=limits_S.top_k.ctypes.data,
-            top_p=limits_S.top_p.ctypes.data, min_p=limits_S.min_p.ctypes.data, coldest=COLDEST,
+            seeds=seeds_S.ctypes.data,
+            temperature=limits_S.temperature.ctypes.data,
+            top_k=limits_S.top_k.ctypes.data,
+            top_p=limits_S.top_p.ctypes.data,
+            min_p=limits_S.min_p.ctypes.data,
+            coldest=COLDEST,
         )
         self._choice_ref = ctypes.byref(self._choice)
 

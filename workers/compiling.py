@@ -103,15 +103,20 @@ def compile_forward(forward: Forward, trial: Trial, weights: Weights) -> tuple[F
     expected = [trial(forward, *sizes) for sizes in TRIALS]
     try:
         compiled = _compile(forward)
-        found = _quietly(lambda: [_first_call(compiled, trial, sizes, options)
-                                  for sizes, options in zip(TRIALS, weights.options, strict=True)])
+        found = _quietly(
+            lambda: [
+                _first_call(compiled, trial, sizes, options)
+                for sizes, options in zip(TRIALS, weights.options, strict=True)
+            ]
+        )
     except Exception as error:  # whatever the compiler trips over, eager works
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         return forward, f"running eager: torch.compile failed: {type(error).__name__}: {reason}"
     off = max(_difference(a, b) for a, b in zip(expected, found, strict=True))
     if not off <= TOLERANCE[weights.dtype]:
-        return forward, (f"running eager: compiled logits differ from eager by {off:.1e}, "
-                         f"allowed {TOLERANCE[weights.dtype]:.0e}")
+        return forward, (
+            f"running eager: compiled logits differ from eager by {off:.1e}, allowed {TOLERANCE[weights.dtype]:.0e}"
+        )
     return in_few_sizes(compiled), f"compiled in {time.monotonic() - started:.0f} s"
 
 

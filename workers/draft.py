@@ -54,8 +54,17 @@ class DraftWorker:
         drawing: how guesses are chosen; by the target's noise where nothing is said.
     """
 
-    def __init__(self, forward: DraftForward, slots: SlotTable, sampler: Sampler, max_catch_up: int, *,
-                 needs: Needs = "none", shift: int = 0, drawing: Drawing | None = None) -> None:
+    def __init__(
+        self,
+        forward: DraftForward,
+        slots: SlotTable,
+        sampler: Sampler,
+        max_catch_up: int,
+        *,
+        needs: Needs = "none",
+        shift: int = 0,
+        drawing: Drawing | None = None,
+    ) -> None:
         self.forward, self.slots, self.sampler = forward, slots, sampler
         self.max_catch_up = max_catch_up
         self.needs = needs
@@ -161,12 +170,18 @@ class DraftWorker:
             self._fed[slot] = (int(self.slots.known_len[slot]), [])
         return output_RX
 
-    def extend(self, rows: Seq[DraftRow], token_ids: torch.Tensor, step: int,
-               features: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(
+        self, rows: Seq[DraftRow], token_ids: torch.Tensor, step: int, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `DraftRunner`."""
         slots_R = _slots(rows)
-        batch = Batch(slots_R, self._cache.ends(slots_R) + step, np.ones_like(slots_R),
-                      self._cache.known_to_draft(token_ids.cpu().numpy()), lowest_R=self._cache.lowest(slots_R))
+        batch = Batch(
+            slots_R,
+            self._cache.ends(slots_R) + step,
+            np.ones_like(slots_R),
+            self._cache.known_to_draft(token_ids.cpu().numpy()),
+            lowest_R=self._cache.lowest(slots_R),
+        )
         output_RX = self.forward.feed(Entries(batch, np.arange(len(slots_R)), features))
         for slot, token in zip(slots_R.tolist(), token_ids.tolist(), strict=True):
             self._fed[slot][1].append(token)  # only now: after a failure it must not count as held
@@ -175,30 +190,48 @@ class DraftWorker:
     def grow(self, rows: Seq[DraftRow], level: Level) -> torch.Tensor:
         """See `DraftRunner`. Raises `ValueError` for more nodes than a row has room for."""
         slots_R, row_N = _slots(rows), level.row_N.cpu().numpy()
-        before = plant([self._trees.setdefault(slot, Grown()) for slot in slots_R.tolist()], row_N.tolist(),
-                       level.parents_N.tolist())
+        before = plant(
+            [self._trees.setdefault(slot, Grown()) for slot in slots_R.tolist()],
+            row_N.tolist(),
+            level.parents_N.tolist(),
+        )
         here = np.unique(row_N)
         slots_M, before_M, lengths_M = slots_R[here], np.array(before)[here], np.bincount(row_N)[here]
         first_M = self._cache.ends(slots_M)
         starts_M, ends_M = first_M + before_M, first_M + before_M + lengths_M
         self._cache.check_room(slots_M, ends_M)
-        areas = Areas.of([self._trees[slot].area(first, count) for slot, first, count in
-                          zip(slots_M.tolist(), first_M.tolist(), before_M.tolist(), strict=True)], ends_M, lengths_M)
+        areas = Areas.of(
+            [
+                self._trees[slot].area(first, count)
+                for slot, first, count in zip(slots_M.tolist(), first_M.tolist(), before_M.tolist(), strict=True)
+            ],
+            ends_M,
+            lengths_M,
+        )
         tokens_N = self._cache.known_to_draft(level.tokens_N.cpu().numpy().copy())
         batch = Batch(slots_M, starts_M, lengths_M, tokens_N, areas, self._cache.lowest(slots_M))
         return self.forward.feed(Entries(batch, np.arange(len(row_N)), level.features_NX))
 
-    def block(self, rows: Seq[DraftRow], row_N: torch.Tensor, tokens_N: torch.Tensor,
-              features_NX: torch.Tensor | None = None, *, sees_all: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def block(
+        self,
+        rows: Seq[DraftRow],
+        row_N: torch.Tensor,
+        tokens_N: torch.Tensor,
+        features_NX: torch.Tensor | None = None,
+        *,
+        sees_all: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftRunner`. Raises `ValueError` for more tokens than a row has room for."""
         slots_R = _slots(rows)
         counts_R = np.bincount(row_N.cpu().numpy(), minlength=len(rows))
         areas = None
         if sees_all:
             first_R = self._cache.ends(slots_R)
-            areas = Areas.of([whole_block(first, size) for first, size in
-                              zip(first_R.tolist(), counts_R.tolist(), strict=True)], first_R + counts_R,
-                             first_R - self._cache.held[slots_R] + counts_R)
+            areas = Areas.of(
+                [whole_block(first, size) for first, size in zip(first_R.tolist(), counts_R.tolist(), strict=True)],
+                first_R + counts_R,
+                first_R - self._cache.held[slots_R] + counts_R,
+            )
         return self._cache.feed_with(slots_R, counts_R, tokens_N.cpu().numpy(), features_NX, areas)
 
     def sample(self, rows: Seq[DraftRow], logits: torch.Tensor, step: int) -> torch.Tensor:
@@ -214,8 +247,16 @@ class DraftWorker:
         self.slots.tokens[slots_R, index_R] = ids_R.cpu().numpy()
         return ids_R
 
-    def candidates(self, rows: Seq[DraftRow], row_N: torch.Tensor, logits_NV: torch.Tensor, depth: int, width: int, *,
-                   paths: Callable[[], torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidates(
+        self,
+        rows: Seq[DraftRow],
+        row_N: torch.Tensor,
+        logits_NV: torch.Tensor,
+        depth: int,
+        width: int,
+        *,
+        paths: Callable[[], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftRunner`."""
         slots_N = _slots(rows)[row_N.cpu().numpy()]
         index_N = self.slots.known_len[slots_N] + depth

@@ -119,8 +119,9 @@ class DraftCache:
         self._note(slots_R, first_R, end_R)
         return output_RX
 
-    def feed_with(self, slots_R: Ints, counts_R: Ints, tokens_N: Ints, features_NX: torch.Tensor | None,
-                  areas: Areas | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def feed_with(
+        self, slots_R: Ints, counts_R: Ints, tokens_N: Ints, features_NX: torch.Tensor | None, areas: Areas | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed all that is known, and `counts_R` drafted tokens behind it, which are forgotten.
 
         Returns:
@@ -129,8 +130,9 @@ class DraftCache:
         first_R, end_R = self.held[slots_R], self.ends(slots_R)
         lengths_R = end_R - first_R + counts_R
         self.check_room(slots_R, end_R + counts_R)
-        batch = Batch.from_history(self.slots.tokens, slots_R, first_R, lengths_R, areas=areas,
-                                   lowest_R=self.lowest(slots_R))
+        batch = Batch.from_history(
+            self.slots.tokens, slots_R, first_R, lengths_R, areas=areas, lowest_R=self.lowest(slots_R)
+        )
         is_known_T = batch.places_T < np.repeat(end_R, lengths_R)
         slots_K, places_K = batch.slots_T[is_known_T], batch.places_T[is_known_T]
         batch.tokens_T[is_known_T] = self.slots.tokens[slots_K, places_K + self.shift]
@@ -147,15 +149,18 @@ class DraftCache:
         room_R = self.slots.num_blocks[slots_R] * self.slots.block_size
         if (end_R > room_R).any():
             r = int(np.argmax(end_R - room_R))
-            raise ValueError(f"a proposer feeds entries up to {end_R[r]} of a row that has blocks for {room_R[r]}: "
-                             "more than its k allows")
+            raise ValueError(
+                f"a proposer feeds entries up to {end_R[r]} of a row that has blocks for {room_R[r]}: "
+                "more than its k allows"
+            )
 
     def known_to_draft(self, tokens_T: Ints) -> Ints:
         """Replace, in place, ids that the draft's smaller vocabulary lacks: a poorer guess, and no error."""
         return np.minimum(tokens_T, self.forward.loaded.vocab_size - 1, out=tokens_T)
 
-    def _beside(self, slots_R: Ints, first_R: Ints, end_R: Ints, is_known_T: Flags,
-                features_NX: torch.Tensor | None) -> torch.Tensor | None:
+    def _beside(
+        self, slots_R: Ints, first_R: Ints, end_R: Ints, is_known_T: Flags, features_NX: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Return the features of known and drafted entries in the order of the batch; zeros where there are none."""
         known_KX = self.waiting.between(slots_R, first_R, end_R) if self.needs == "all" else None
         given = known_KX if known_KX is not None else features_NX

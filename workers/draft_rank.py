@@ -32,8 +32,9 @@ class DraftRank:
         pairing: the draft's end of the pair with target 0.
     """
 
-    def __init__(self, send: Callable[[FromWorker], None], worker: DraftWorker, proposer: Proposes,
-                 pairing: Pairing[DraftSender]) -> None:
+    def __init__(
+        self, send: Callable[[FromWorker], None], worker: DraftWorker, proposer: Proposes, pairing: Pairing[DraftSender]
+    ) -> None:
         self._send, self._worker, self._proposer, self._pairing = send, worker, proposer, pairing
         self._num_failures = 0
         self._is_behind = False

@@ -143,13 +143,20 @@ class DraftSide:
     width: int = 0
 
     @classmethod
-    def of(cls, draft: LoadedDraft, config: EngineConfig, slots: SlotTable, sampler: Sampler, *,
-           num_blocks: int, say: Say) -> "DraftSide":
+    def of(
+        cls, draft: LoadedDraft, config: EngineConfig, slots: SlotTable, sampler: Sampler, *, num_blocks: int, say: Say
+    ) -> "DraftSide":
         """Give a loaded draft its cache, and make its proposer."""
         speculative = speculation_of(config)
-        worker = DraftWorker(draft.forward(slots, num_blocks, say), slots, sampler,
-                             config.scheduler.max_num_batched_tokens, needs=draft.spec.needs, shift=draft.shift,
-                             drawing=drawing_for(speculative, sampler))
+        worker = DraftWorker(
+            draft.forward(slots, num_blocks, say),
+            slots,
+            sampler,
+            config.scheduler.max_num_batched_tokens,
+            needs=draft.spec.needs,
+            shift=draft.shift,
+            drawing=drawing_for(speculative, sampler),
+        )
         return cls(worker, registry.create(speculative, worker), draft.width)
 
     def ask(self, rows: Seq[Row]) -> list[Draft]:
@@ -213,8 +220,12 @@ class DraftSide:
 def wants_costs(config: EngineConfig) -> bool:
     """Whether somebody asks what steps cost: nobody does where nothing speculates, or the user said when to stop."""
     speculative = config.speculative
-    return (speculative is not None and not config.model.enforce_eager and speculative.disable_by_batch_size is None
-            and speculative.num_speculative_tokens_per_batch_size is None)
+    return (
+        speculative is not None
+        and not config.model.enforce_eager
+        and speculative.disable_by_batch_size is None
+        and speculative.num_speculative_tokens_per_batch_size is None
+    )
 
 
 def speculation_of(config: EngineConfig) -> SpeculativeConfig:
@@ -273,17 +284,25 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
         raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
     dtype = config.model.dtype if speculative.dtype == "auto" else speculative.dtype
     # What a draft computes decides nothing: it need not be the same bits.
-    return replace(config.model, model=speculative.model, revision=speculative.revision, dtype=dtype,
-                   max_model_len=speculative.max_model_len, batch_invariant=False)
+    return replace(
+        config.model,
+        model=speculative.model,
+        revision=speculative.revision,
+        dtype=dtype,
+        max_model_len=speculative.max_model_len,
+        batch_invariant=False,
+    )
 
 
-def _load_module(config: EngineConfig, speculative: SpeculativeConfig, learned: type[LearnedProposer],
-                 beside: LoadedModel | None) -> ModuleDraft:
+def _load_module(
+    config: EngineConfig, speculative: SpeculativeConfig, learned: type[LearnedProposer], beside: LoadedModel | None
+) -> ModuleDraft:
     target = describe(config.model)
     source = fetch_ends(config.model, target)
     device = pick_device(config.model.device)
-    dtype, _ = pick_dtype(config.model.dtype if speculative.dtype == "auto" else speculative.dtype, target, source,
-                          device)
+    dtype, _ = pick_dtype(
+        config.model.dtype if speculative.dtype == "auto" else speculative.dtype, target, source, device
+    )
     lender: Lender = StoredLender(source, config.model.model, dtype, device)
     if beside is not None and beside.ranks == 1 and beside.dtype == dtype:
         lender = ResidentLender(beside.model)

@@ -79,8 +79,11 @@ def laws_in(rows: Seq[Row], drafts: Seq[Draft], table: Ids) -> BySlot:
     first = STAMP + (2 - shares % 2) * width
     ids_RKL = table[:, first : first + width * size].reshape(len(rows), width, size).astype(np.int64)
     bits_RKL = np.ascontiguousarray(table[:, first + width * size :]).reshape(len(rows), width, size)
-    return {row.slot: Laws(ids_RKL[r, :count], bits_RKL[r, :count].view(np.float32))
-            for r, (row, draft) in enumerate(zip(rows, drafts, strict=True)) if (count := len(families(draft)))}
+    return {
+        row.slot: Laws(ids_RKL[r, :count], bits_RKL[r, :count].view(np.float32))
+        for r, (row, draft) in enumerate(zip(rows, drafts, strict=True))
+        if (count := len(families(draft)))
+    }
 
 
 def _shares(rows: Seq[Row], table: Ids, law_size: int) -> tuple[int, int]:
@@ -113,8 +116,9 @@ def agree(group: Group, rows: Seq[Row], drafts: Seq[Draft], device: torch.device
         return [Draft(tuple(ids[:count])) for count, *ids in told]
     links = torch.tensor([_padded(_links(draft), width) for draft in drafts], dtype=torch.int32, device=device)
     linked = group.broadcast(links).tolist()
-    return [_draft(ids, line if count < 0 else (), abs(count))
-            for (count, *ids), line in zip(told, linked, strict=True)]
+    return [
+        _draft(ids, line if count < 0 else (), abs(count)) for (count, *ids), line in zip(told, linked, strict=True)
+    ]
 
 
 def _links(draft: Draft) -> list[int]:

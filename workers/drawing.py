@@ -140,10 +140,13 @@ class OwnNoise:
         found = [place for place in places if place is not None]
         if not places or len(found) < len(places):
             return None
-        self._read += [Laws(ids_NL.cpu().numpy(), q_NL.cpu().numpy()) for ids_NL, q_NL in
-                       self._batches[len(self._read) :]]
-        return Laws(np.stack([self._read[batch].ids_ML[n] for batch, n in found]),
-                    np.stack([self._read[batch].q_ML[n] for batch, n in found]))
+        self._read += [
+            Laws(ids_NL.cpu().numpy(), q_NL.cpu().numpy()) for ids_NL, q_NL in self._batches[len(self._read) :]
+        ]
+        return Laws(
+            np.stack([self._read[batch].ids_ML[n] for batch, n in found]),
+            np.stack([self._read[batch].q_ML[n] for batch, n in found]),
+        )
 
     def _draw(self, logits_NV: torch.Tensor, points: Points, width: int) -> torch.Tensor:
         slots_N, index_N, paths_ND = points
@@ -151,8 +154,10 @@ class OwnNoise:
         keys_N = row_keys(seeds_N, index_N)
         ids_NL, q_NL = short_law(logits_NV, self._sampler.limits(slots_N), LAW_SIZE)
         if paths_ND is None:
-            warn_once("a proposer does not say behind which tokens it makes candidates (paths of "
-                      "DraftRunner.candidates); under this rule of acceptance its trees are drafted in vain")
+            warn_once(
+                "a proposer does not say behind which tokens it makes candidates (paths of "
+                "DraftRunner.candidates); under this rule of acceptance its trees are drafted in vain"
+            )
         else:
             keys_N = path_keys(keys_N, paths_ND)
             for n, (slot, path) in enumerate(zip(slots_N.tolist(), paths_ND.tolist(), strict=True)):

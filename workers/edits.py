@@ -29,8 +29,12 @@ def penalises(sampling: Sampling) -> bool:
 
 
 def _adds(sampling: Sampling) -> bool:
-    return bool(sampling.allowed_ids is not None or sampling.bad_words or sampling.logit_bias
-                or (sampling.min_tokens and sampling.stop_ids))
+    return bool(
+        sampling.allowed_ids is not None
+        or sampling.bad_words
+        or sampling.logit_bias
+        or (sampling.min_tokens and sampling.stop_ids)
+    )
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,14 @@ class _Additions:
         bias = {i: value for i, value in (sampling.logit_bias or {}).items() if i < vocab}
         banned = [word[0] for word in sampling.bad_words if len(word) == 1 and word[0] < vocab]
         values = [*bias.values(), *(-np.inf for _ in banned)]
-        return cls(np.array([*bias, *banned], np.int64), np.array(values, np.float32),
-                   np.array([i for i in sampling.stop_ids if i < vocab], np.int64), sampling.min_tokens,
-                   tuple(word for word in sampling.bad_words if len(word) > 1 and word[-1] < vocab),
-                   _mask(sampling.allowed_ids, vocab, device))
+        return cls(
+            np.array([*bias, *banned], np.int64),
+            np.array(values, np.float32),
+            np.array([i for i in sampling.stop_ids if i < vocab], np.int64),
+            sampling.min_tokens,
+            tuple(word for word in sampling.bad_words if len(word) > 1 and word[-1] < vocab),
+            _mask(sampling.allowed_ids, vocab, device),
+        )
 
     def masked_now(self, output: Ints) -> Ints:
         """Return the ids masked because of the *output* so far: its length, and words of which only the end lacks."""
@@ -136,8 +144,10 @@ class LogitEdits:
         if counts:
             penalties_M3 = np.repeat(np.array(penalties, np.float32), seen.lengths, axis=0)
             where = seen.on(self._device)
-            logits_NV[where] = _penalised(logits_NV[where], *(torch.from_numpy(part).to(self._device) for part in
-                                                              (np.concatenate(counts), penalties_M3)))
+            logits_NV[where] = _penalised(
+                logits_NV[where],
+                *(torch.from_numpy(part).to(self._device) for part in (np.concatenate(counts), penalties_M3)),
+            )
 
 
 def _penalised(logits_M: torch.Tensor, counts_M: torch.Tensor, penalties_M3: torch.Tensor) -> torch.Tensor:

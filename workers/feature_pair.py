@@ -49,8 +49,9 @@ class FeatureSender:
         device: where the group's tensors lie.
     """
 
-    def __init__(self, epoch: int, group: Group, announcer: Announcer[Shipped], send: Send, *,
-                 device: torch.device) -> None:
+    def __init__(
+        self, epoch: int, group: Group, announcer: Announcer[Shipped], send: Send, *, device: torch.device
+    ) -> None:
         self._epoch, self._group, self._announcer, self._send = epoch, group, announcer, send
         self._device = device
         self._queue: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event | None] | None] = queue.SimpleQueue()
@@ -67,8 +68,9 @@ class FeatureSender:
             return
         states_NF = features.states_NF
         self._queue.put((states_NF, mark(self._device)))
-        self._announcer.send(Shipped(round_number, features.table_M4.flatten().tolist(), states_NF.shape[1],
-                                     str(states_NF.dtype)))
+        self._announcer.send(
+            Shipped(round_number, features.table_M4.flatten().tolist(), states_NF.shape[1], str(states_NF.dtype))
+        )
 
     def acknowledged(self, count: int) -> None:
         """The draft took the features of *count* rounds."""
@@ -109,8 +111,9 @@ class FeatureReceiver:
         device: where the group's tensors lie.
     """
 
-    def __init__(self, epoch: int, group: Group, listener: Listener[Shipped], send: Send, *,
-                 device: torch.device) -> None:
+    def __init__(
+        self, epoch: int, group: Group, listener: Listener[Shipped], send: Send, *, device: torch.device
+    ) -> None:
         self._epoch, self._group, self._listener, self._send = epoch, group, listener, send
         self._device = device
         self._changed = threading.Condition()
@@ -159,8 +162,9 @@ class FeatureReceiver:
 
     def _fetch(self, shipped: Shipped) -> Features:
         table_M4 = np.array(shipped.table, np.int64).reshape(-1, 4)
-        states_NF = torch.empty(int(table_M4[:, COUNT].sum()), shipped.width, dtype=_DTYPES[shipped.dtype],
-                                device=self._device)
+        states_NF = torch.empty(
+            int(table_M4[:, COUNT].sum()), shipped.width, dtype=_DTYPES[shipped.dtype], device=self._device
+        )
         self._group.recv(states_NF, TARGET)
         finish(self._device)
         return Features(table_M4, states_NF)

@@ -89,8 +89,12 @@ class Waiting:
 
     def between(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> torch.Tensor:
         """Return the features of positions `first .. end` of each slot, one slot after another, `[T, X]`."""
-        return torch.cat([self._chunk(slot)[first - self.base(slot) : end - self.base(slot)] for slot, first, end in
-                          zip(slots_R.tolist(), first_R.tolist(), end_R.tolist(), strict=True)])
+        return torch.cat(
+            [
+                self._chunk(slot)[first - self.base(slot) : end - self.base(slot)]
+                for slot, first, end in zip(slots_R.tolist(), first_R.tolist(), end_R.tolist(), strict=True)
+            ]
+        )
 
     def drop(self, slots_R: Ints, end_R: Ints) -> None:
         """Forget the features before position `end` of each slot: they were fed."""

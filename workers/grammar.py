@@ -67,8 +67,10 @@ class Follower:
     def _move(self, start: int, tokens: Seq[int]) -> int:
         """Go behind `tokens`, or as far as the grammar allows; return how far."""
         behind = self._fed[start:]
-        common = next((i for i, pair in enumerate(zip(behind, tokens, strict=False)) if pair[0] != pair[1]),
-                      min(len(behind), len(tokens)))
+        common = next(
+            (i for i, pair in enumerate(zip(behind, tokens, strict=False)) if pair[0] != pair[1]),
+            min(len(behind), len(tokens)),
+        )
         if common < len(behind):
             self._check(self._matcher.rollback(len(behind) - common))
             del self._fed[start + common :]

@@ -123,12 +123,17 @@ class Grammars:
 
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> list[Draft]:
         """Return the drafts of *rows* without what a grammar forbids; none where it cannot say."""
-        asked = {row.slot: draft for row, draft in zip(rows, drafts, strict=True)
-                 if draft.tokens and self._slots.constrained[row.slot]}
+        asked = {
+            row.slot: draft
+            for row, draft in zip(rows, drafts, strict=True)
+            if draft.tokens and self._slots.constrained[row.slot]
+        }
         jobs = {slot: self._pruning(slot, draft) for slot, draft in asked.items() if self._of(slot).takes_guesses}
         found = self._run(jobs, PRUNE_S, lambda slot, _: self._take_no_guesses(slot))
-        return [found.get(row.slot, NO_DRAFT) if row.slot in asked else draft
-                for row, draft in zip(rows, drafts, strict=True)]
+        return [
+            found.get(row.slot, NO_DRAFT) if row.slot in asked else draft
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
 
     # What is done in threads.
 
@@ -152,8 +157,7 @@ class Grammars:
         ready = self._ready(jobs)
         futures = {self._following.submit(jobs[slot], follower): slot for slot, follower in ready.items()}
         done, late = wait(futures, within_s)
-        found = {slot: future.result() for future in done
-                 if _went_well(slot := futures[future], future, give_up)}
+        found = {slot: future.result() for future in done if _went_well(slot := futures[future], future, give_up)}
         for slot in found:
             self._settle(slot, ready[slot])
         if not late:
@@ -177,8 +181,11 @@ class Grammars:
         for slot, future in compiling.items():
             if future in late:
                 self._fail(slot, TOO_SLOW.format(COMPILE_S))
-        return {slot: future.result() for slot, future in compiling.items()
-                if future not in late and _went_well(slot, future, self._fail)}
+        return {
+            slot: future.result()
+            for slot, future in compiling.items()
+            if future not in late and _went_well(slot, future, self._fail)
+        }
 
     def _fail(self, slot: int, reason: str) -> None:
         self._of(slot).reason = reason

@@ -230,9 +230,17 @@ def connect_store(address: StoreAddress, timeout_s: float = 60.0) -> TCPStore:
 
 
 def form(
-    name: str, store: Store, rank: int, size: int, backend: str = "gloo", *, device: torch.device | None = None,
-    host: str = LOOPBACK, timeout_s: float = 60.0, is_vital: bool = True,
-) -> Group:  # fmt: skip
+    name: str,
+    store: Store,
+    rank: int,
+    size: int,
+    backend: str = "gloo",
+    *,
+    device: torch.device | None = None,
+    host: str = LOOPBACK,
+    timeout_s: float = 60.0,
+    is_vital: bool = True,
+) -> Group:
     """Form a group; returns when all *size* ranks came.
 
     Args:

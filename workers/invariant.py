@@ -47,8 +47,16 @@ EXACT = frozenset({
 })  # fmt: skip
 WHOLE_NUMBERS_ONLY = frozenset({"cumsum", "floor_divide", "remainder"})
 """They round, or add up, unless they are given whole numbers."""
-PLAIN_ONLY: Mapping[str, int] = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "rsub": 2, "index_put_": 3, "scatter": 4,
-                                 "scatter_": 4}
+PLAIN_ONLY: Mapping[str, int] = {
+    "add": 2,
+    "add_": 2,
+    "sub": 2,
+    "sub_": 2,
+    "rsub": 2,
+    "index_put_": 3,
+    "scatter": 4,
+    "scatter_": 4,
+}
 """With so many arguments, and without a factor or an accumulation: else they have sums of their own to round."""
 OURS = frozenset({"slipstream", "slipstream_invariant", "c10d", "prim"})
 """Namespaces of our own operators, of exchanges between ranks, and of questions about tensors."""
@@ -62,8 +70,9 @@ Agree = Callable[[bool], bool]
 class Invariant(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own lacks annotations
     """While it is active in a thread, every operator there gives a row the same bits, whatever rows come with it."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         found = _rule_of(func)(*args, **(kwargs or {}))
         if found is not NotImplemented:
             return found
@@ -116,9 +125,9 @@ def _mm(x_MK: torch.Tensor, y_KN: torch.Tensor) -> torch.Tensor:
     return _linear(x_MK, y_KN.t())
 
 
-def _addmm(bias_N: torch.Tensor, x_MK: torch.Tensor, y_KN: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> (
-    torch.Tensor
-):  # fmt: skip
+def _addmm(
+    bias_N: torch.Tensor, x_MK: torch.Tensor, y_KN: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
     if (beta, alpha) != (1, 1) or bias_N.ndim != 1:
         raise ConfigError(f"batch_invariant: the model scales a matrix product by {alpha} and what it adds by {beta}")
     return _linear(x_MK, y_KN.t(), bias_N)
@@ -140,16 +149,18 @@ def _grouped(x_MK: torch.Tensor, weight_EKN: torch.Tensor, offs: torch.Tensor, *
     return found
 
 
-def _mean(x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, *,
-          dtype: torch.dtype | None = None) -> torch.Tensor:
+def _mean(
+    x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     if dim is None or [axis % x.ndim for axis in dim] != [x.ndim - 1]:
         raise ConfigError(f"batch_invariant: the model takes means over the dimensions {dim} of {x.ndim}")
     found: torch.Tensor = ops.mean(x if dtype is None else x.to(dtype))
     return found if keepdim else found.squeeze(-1)
 
 
-def _sum(x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, *,
-         dtype: torch.dtype | None = None) -> torch.Tensor:
+def _sum(
+    x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     if dim is None or len(dim) != 1:
         raise ConfigError(f"batch_invariant: the model adds up the dimensions {dim} of {x.ndim}")
     terms = (x if dtype is None else x.to(dtype)).unbind(dim[0])
@@ -166,16 +177,23 @@ def _softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | bool | None = None)
     return found
 
 
-def _layer_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None,
-                bias: torch.Tensor | None = None, eps: float = 1e-5, *_: Any) -> torch.Tensor:
+def _layer_norm(
+    x: torch.Tensor,
+    shape: list[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> torch.Tensor:
     if len(shape) != 1:
         raise ConfigError(f"batch_invariant: the model normalises {len(shape)} dimensions together")
     found: torch.Tensor = ops.layer_norm(x, weight, bias, eps)
     return found
 
 
-def _rms_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None,
-              eps: float | None = None) -> torch.Tensor:
+def _rms_norm(
+    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
     if len(shape) != 1:
         raise ConfigError(f"batch_invariant: the model normalises {len(shape)} dimensions together")
     wide = x.float()
@@ -236,8 +254,9 @@ def invariant(forward: Forward) -> Forward:
     return run
 
 
-def traced(forward: Forward, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], trial: Trial,
-           agree: Agree) -> tuple[Forward, str]:  # fmt: skip
+def traced(
+    forward: Forward, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], trial: Trial, agree: Agree
+) -> tuple[Forward, str]:
     """List the operators of an `invariant` *forward* once, for all sizes: they then run without being looked at again.
 
     Args:

@@ -26,15 +26,19 @@ def check_possible(name: str, device: torch.device, ranks: int) -> None:
         ConfigError: there is no compiler for the operators of CPUs, or the ranks do not divide the parts of sums.
     """
     if ops.SHARDS % ranks:
-        raise ConfigError(f"batch_invariant adds up sums in {ops.SHARDS} parts, which {ranks} ranks cannot share: "
-                          f"tensor_parallel_size must be 1, 2, 4 or {ops.SHARDS}")
+        raise ConfigError(
+            f"batch_invariant adds up sums in {ops.SHARDS} parts, which {ranks} ranks cannot share: "
+            f"tensor_parallel_size must be 1, 2, 4 or {ops.SHARDS}"
+        )
     if device.type != "cpu":
         return
     try:
         invariant_native.check_available()
     except KernelUnavailableError as error:
-        raise ConfigError(f"{name}: batch_invariant needs operators of its own on a CPU, and {error}; install a C++ "
-                          "compiler or leave batch_invariant out") from error
+        raise ConfigError(
+            f"{name}: batch_invariant needs operators of its own on a CPU, and {error}; install a C++ "
+            "compiler or leave batch_invariant out"
+        ) from error
 
 
 def lay_out(model: nn.Module) -> None:
@@ -90,8 +94,9 @@ class SummedExperts(TorchDispatchMode):
         self._group = group
         self.products = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         is_product = func.overloadpacket.__name__ in ops.GROUPED
         self.products += is_product
         run = self._summed if is_product and self.products == PRODUCTS else func
@@ -132,8 +137,10 @@ def sum_in_order(model: nn.Module, name: str, group: Exchanges) -> nn.Module:
         _sum_experts(module, group)
         return module
     if not isinstance(module, (nn.Linear, Conv1D)):
-        raise ConfigError(f"batch_invariant cannot split {name} ({type(module).__name__}) over ranks: the order of its "
-                          "sums is not known; use tensor_parallel_size=1")
+        raise ConfigError(
+            f"batch_invariant cannot split {name} ({type(module).__name__}) over ranks: the order of its "
+            "sums is not known; use tensor_parallel_size=1"
+        )
     owner, _, key = name.rpartition(".")
     summed = SummedLinear(module, group)
     setattr(model.get_submodule(owner), key, summed)
@@ -152,6 +159,8 @@ def _sum_last(group: Exchanges, forward: Callable[..., torch.Tensor], *args: Any
     with mode:
         found = forward(*args, **named)
     if mode.products != PRODUCTS:
-        raise ConfigError(f"batch_invariant: the model's experts are {mode.products} products, not {PRODUCTS}: which "
-                          "one ranks share is not known; use tensor_parallel_size=1")
+        raise ConfigError(
+            f"batch_invariant: the model's experts are {mode.products} products, not {PRODUCTS}: which "
+            "one ranks share is not known; use tensor_parallel_size=1"
+        )
     return found

@@ -17,9 +17,22 @@ _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 
 class _Linear(ctypes.Structure):
     _fields_ = [(name, _POINTER) for name in ("x", "w", "bias", "y", "ends")]
-    _fields_ += [(name, _INTEGER) for name in (
-        "rows", "columns", "size", "x_stride", "w_stride", "w_expert", "experts", "shards", "kind", "is_partial",
-        "threads")]
+    _fields_ += [
+        (name, _INTEGER)
+        for name in (
+            "rows",
+            "columns",
+            "size",
+            "x_stride",
+            "w_stride",
+            "w_expert",
+            "experts",
+            "shards",
+            "kind",
+            "is_partial",
+            "threads",
+        )
+    ]
 
 
 class _Each(ctypes.Structure):
@@ -52,32 +65,63 @@ def check_available() -> None:
     load_function(*InvariantAttention.KERNEL)
 
 
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, shards: int,
-           is_partial: bool) -> torch.Tensor:  # fmt: skip
+def linear(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, shards: int, is_partial: bool
+) -> torch.Tensor:
     """See `workers.invariant_ops`."""
     x, weight_NK = _rows(x), _rows(weight_NK)
     columns, size = weight_NK.shape
     y = x.new_empty(*x.shape[:-1], columns, dtype=torch.float32 if is_partial else x.dtype)
     bias = None if bias_N is None else bias_N.contiguous()
-    call = _Linear(x.data_ptr(), weight_NK.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), None,
-                   y.numel() // max(1, columns), columns, size, x.stride(-2) if x.ndim > 1 else size,
-                   weight_NK.stride(0), 0, 1, shards, _kind(x), is_partial,
-                   torch.get_num_threads())
+    call = _Linear(
+        x.data_ptr(),
+        weight_NK.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        None,
+        y.numel() // max(1, columns),
+        columns,
+        size,
+        x.stride(-2) if x.ndim > 1 else size,
+        weight_NK.stride(0),
+        0,
+        1,
+        shards,
+        _kind(x),
+        is_partial,
+        torch.get_num_threads(),
+    )
     _function("linear")(ctypes.byref(call))
     return y
 
 
-def grouped(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, shards: int,
-            is_partial: bool) -> torch.Tensor:  # fmt: skip
+def grouped(
+    x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, shards: int, is_partial: bool
+) -> torch.Tensor:
     """See `workers.invariant_ops`."""
     x_MK, weight_ENK, ends_E = x_MK.contiguous(), weight_EKN.mT, ends_E.to(torch.int32).contiguous()
     if weight_ENK.stride(2) != 1:
         weight_ENK = weight_ENK.contiguous()
     experts, columns, size = weight_ENK.shape
     y_MN = x_MK.new_empty(x_MK.shape[0], columns, dtype=torch.float32 if is_partial else x_MK.dtype)
-    call = _Linear(x_MK.data_ptr(), weight_ENK.data_ptr(), None, y_MN.data_ptr(), ends_E.data_ptr(), x_MK.shape[0],
-                   columns, size, size, weight_ENK.stride(1), weight_ENK.stride(0), experts, shards, _kind(x_MK),
-                   is_partial, torch.get_num_threads())
+    call = _Linear(
+        x_MK.data_ptr(),
+        weight_ENK.data_ptr(),
+        None,
+        y_MN.data_ptr(),
+        ends_E.data_ptr(),
+        x_MK.shape[0],
+        columns,
+        size,
+        size,
+        weight_ENK.stride(1),
+        weight_ENK.stride(0),
+        experts,
+        shards,
+        _kind(x_MK),
+        is_partial,
+        torch.get_num_threads(),
+    )
     _function("linear")(ctypes.byref(call))
     return y_MN
 
@@ -134,8 +178,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _rowwise(x: torch.Tensor, y: torch.Tensor) -> _Rowwise:
     size = x.shape[-1]
-    return _Rowwise(x.data_ptr(), None, None, y.data_ptr(), x.numel() // max(1, size), size, _kind(x),
-                    torch.get_num_threads())
+    return _Rowwise(
+        x.data_ptr(), None, None, y.data_ptr(), x.numel() // max(1, size), size, _kind(x), torch.get_num_threads()
+    )
 
 
 def _run(name: str, call: _Rowwise) -> None:

@@ -24,18 +24,30 @@ def _define() -> torch.library.Library:
     library = torch.library.Library("slipstream_invariant", "DEF")  # type: ignore[no-untyped-call]
     for schema, on_cpu, on_gpu, shape in (
         # x [..., K] times weight [N, K], plus bias [N]: [..., N]. Partial: fp32, without rounding.
-        ("linear(Tensor x, Tensor weight, Tensor? bias, int shards, bool is_partial) -> Tensor",
-         native.linear, tiled.linear, _linear_shape),
+        (
+            "linear(Tensor x, Tensor weight, Tensor? bias, int shards, bool is_partial) -> Tensor",
+            native.linear,
+            tiled.linear,
+            _linear_shape,
+        ),
         # x [M, K], of which rows ends[e - 1] .. ends[e] are multiplied by weight[e] of [E, K, N]: [M, N], or partial.
-        ("grouped(Tensor x, Tensor weight, Tensor ends, int shards, bool is_partial) -> Tensor",
-         native.grouped, tiled.grouped, _grouped_shape),
+        (
+            "grouped(Tensor x, Tensor weight, Tensor ends, int shards, bool is_partial) -> Tensor",
+            native.grouped,
+            tiled.grouped,
+            _grouped_shape,
+        ),
         ("each(Tensor x, int what) -> Tensor", native.each, tiled.each, _same_shape),
         # Over the last dimension, which stays as one.
         ("mean(Tensor x) -> Tensor", native.mean, tiled.mean, _mean_shape),
         ("softmax(Tensor x) -> Tensor", native.softmax, tiled.softmax, _same_shape),
-        ("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float epsilon) -> Tensor",
-         native.layer_norm, tiled.layer_norm, _same_shape),
-    ):  # fmt: skip
+        (
+            "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float epsilon) -> Tensor",
+            native.layer_norm,
+            tiled.layer_norm,
+            _same_shape,
+        ),
+    ):
         name = schema.partition("(")[0]
         library.define(schema)  # type: ignore[no-untyped-call]
         library.impl(name, on_cpu, "CPU")  # type: ignore[no-untyped-call]
@@ -44,13 +56,15 @@ def _define() -> torch.library.Library:
     return library
 
 
-def _linear_shape(x: torch.Tensor, weight_NK: torch.Tensor, _bias: torch.Tensor | None, _shards: int,
-                  is_partial: bool) -> torch.Tensor:  # fmt: skip
+def _linear_shape(
+    x: torch.Tensor, weight_NK: torch.Tensor, _bias: torch.Tensor | None, _shards: int, is_partial: bool
+) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight_NK.shape[0], dtype=torch.float32 if is_partial else x.dtype)
 
 
-def _grouped_shape(x_MK: torch.Tensor, weight_EKN: torch.Tensor, _ends: torch.Tensor, _shards: int,
-                   is_partial: bool) -> torch.Tensor:  # fmt: skip
+def _grouped_shape(
+    x_MK: torch.Tensor, weight_EKN: torch.Tensor, _ends: torch.Tensor, _shards: int, is_partial: bool
+) -> torch.Tensor:
     return x_MK.new_empty(x_MK.shape[0], weight_EKN.shape[2], dtype=torch.float32 if is_partial else x_MK.dtype)
 
 

@@ -23,8 +23,9 @@ def in_tiles(work: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> t
     return found[: rows_MK.shape[0]].reshape(*x.shape[:-1], found.shape[-1])
 
 
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, shards: int,
-           is_partial: bool) -> torch.Tensor:  # fmt: skip
+def linear(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, shards: int, is_partial: bool
+) -> torch.Tensor:
     """See `workers.invariant_ops`."""
     sums = in_tiles(lambda tile_MK: _tree(_parts(tile_MK, weight_NK, shards)), x)
     if is_partial:
@@ -45,12 +46,15 @@ def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if not half else _tree(parts[:half]) + _tree(parts[half:])
 
 
-def grouped(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, shards: int,
-            is_partial: bool) -> torch.Tensor:  # fmt: skip
+def grouped(
+    x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, shards: int, is_partial: bool
+) -> torch.Tensor:
     """See `workers.invariant_ops`. Waits for the device, to learn where experts begin."""
     ends = [0, *ends_E.tolist()]
-    parts = [linear(x_MK[a:b], weight_KN.t(), None, shards, is_partial)
-             for weight_KN, (a, b) in zip(weight_EKN, pairwise(ends), strict=True)]
+    parts = [
+        linear(x_MK[a:b], weight_KN.t(), None, shards, is_partial)
+        for weight_KN, (a, b) in zip(weight_EKN, pairwise(ends), strict=True)
+    ]
     return torch.cat(parts)
 
 
@@ -65,8 +69,16 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 _EACH: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
-    torch.exp, F.silu, torch.sigmoid, torch.tanh, F.gelu, _gelu_tanh, torch.cos, torch.sin, torch.rsqrt,
-)  # fmt: skip
+    torch.exp,
+    F.silu,
+    torch.sigmoid,
+    torch.tanh,
+    F.gelu,
+    _gelu_tanh,
+    torch.cos,
+    torch.sin,
+    torch.rsqrt,
+)
 
 
 def mean(x: torch.Tensor) -> torch.Tensor:

@@ -130,10 +130,13 @@ class Synthetic:
         for draft, path, slot in zip(drafts, paths, slots_R.tolist(), strict=True):
             self._sampler.slots.write_draft(slot, [draft.tokens[node] for node in path])
         ends_R = first_R + np.array([path[-1] + 1 if path else 0 for path in paths], np.int64)
-        own_R = self._sampler.sample(scored.logits_NV[torch.from_numpy(ends_R)], slots_R,
-                                     known_R + np.array([len(path) for path in paths])).tolist()
-        return [Release(path, [*(draft.tokens[node] for node in path), own], [-1] * sum(draft.probes))
-                for draft, path, own in zip(drafts, paths, own_R, strict=True)]
+        own_R = self._sampler.sample(
+            scored.logits_NV[torch.from_numpy(ends_R)], slots_R, known_R + np.array([len(path) for path in paths])
+        ).tolist()
+        return [
+            Release(path, [*(draft.tokens[node] for node in path), own], [-1] * sum(draft.probes))
+            for draft, path, own in zip(drafts, paths, own_R, strict=True)
+        ]
 
 
 def _first_path(draft: Draft, count: int) -> list[int]:

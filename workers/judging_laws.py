@@ -93,12 +93,18 @@ class ByLaws:
             if some:
                 judge(scored, some, self._thresholds(some))
         own = self._own_tokens(scored, cases)
-        return [Release(case.path, [*(case.draft.tokens[node] for node in case.path), y], self._probed(scored, case))
-                for case, y in zip(cases, own, strict=True)]
+        return [
+            Release(case.path, [*(case.draft.tokens[node] for node in case.path), y], self._probed(scored, case))
+            for case, y in zip(cases, own, strict=True)
+        ]
 
     def _thresholds(self, cases: Seq[_Case]) -> Floats:
-        return thresholds(self._sampler, np.array([case.slot for case in cases]),
-                          np.array([case.known for case in cases]), max(len(case.draft) for case in cases))
+        return thresholds(
+            self._sampler,
+            np.array([case.slot for case in cases]),
+            np.array([case.known for case in cases]),
+            max(len(case.draft) for case in cases),
+        )
 
     def _is_drawn(self, row: Row) -> bool:
         return self._draws and row.draft is None and self._sampler.slots.sampling[row.slot].temperature >= COLDEST
@@ -113,8 +119,11 @@ class ByLaws:
                 found.append(_Case(first, row.slot, int(scored.index_N[first]), judged, laws))
                 first += count
         told = [(case, case.laws) for case in found if case.laws is not None]
-        for (case, _), is_sound in zip(told, sound([case.draft for case, _ in told], [laws for _, laws in told],
-                                                   self._sampler.vocab_size), strict=True):
+        for (case, _), is_sound in zip(
+            told,
+            sound([case.draft for case, _ in told], [laws for _, laws in told], self._sampler.vocab_size),
+            strict=True,
+        ):
             case.draft = case.draft if is_sound else NO_DRAFT
         return found
 
@@ -199,8 +208,12 @@ class ByLaws:
 
     def _laws_at(self, scored: Scored, at_M: Ints, ids_ML: Ints) -> Floats:
         """Return p at some ids behind some of the scored positions, `[M, L]`."""
-        p_ML = torch.cat([self._law(scored, at_M[block]).gather(1, _on(ids_ML[block], scored))
-                          for block in self._blocks(scored, len(at_M))])
+        p_ML = torch.cat(
+            [
+                self._law(scored, at_M[block]).gather(1, _on(ids_ML[block], scored))
+                for block in self._blocks(scored, len(at_M))
+            ]
+        )
         found_ML: Floats = p_ML.cpu().numpy()
         return found_ML
 
@@ -238,8 +251,9 @@ class ByLaws:
         ids = [case.ids_L for case in cases if case.ids_L is not None]
         at_M2 = np.stack((np.repeat(np.arange(len(ids)), [len(own) for own in ids]), np.concatenate(ids)), 1)
         left_M = np.concatenate([case.left_L for case in cases if case.left_L is not None])
-        left_RV = rules.left(p_RV, _on(np.array([case.scale for case in cases]), scored),
-                             _on(at_M2, scored), _on(left_M, scored))
+        left_RV = rules.left(
+            p_RV, _on(np.array([case.scale for case in cases]), scored), _on(at_M2, scored), _on(left_M, scored)
+        )
         keys_R = row_keys(self._sampler.seeds(scored.slots_N[at_R]), scored.index_N[at_R])
         noise_RV = gumbel(_on(keys_R, scored)[:, None], torch.arange(p_RV.shape[1], device=p_RV.device))
         return rules.drawn(left_RV, noise_RV)

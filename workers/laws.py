@@ -71,8 +71,13 @@ def sound(drafts: Seq[Draft], laws: Seq[Laws], vocab_size: int) -> list[bool]:
         part = [i for i, own in enumerate(sizes) if own == size]
         sorted_ML = np.sort(np.concatenate([laws[i].ids_ML for i in part]), 1)
         q_ML = np.concatenate([laws[i].q_ML for i in part])
-        is_sound_M = ((sorted_ML[:, 0] >= 0) & (sorted_ML[:, -1] < vocab_size) & (q_ML >= 0).all(1)
-                      & (sorted_ML[:, 1:] > sorted_ML[:, :-1]).all(1) & (q_ML < np.inf).all(1))
+        is_sound_M = (
+            (sorted_ML[:, 0] >= 0)
+            & (sorted_ML[:, -1] < vocab_size)
+            & (q_ML >= 0).all(1)
+            & (sorted_ML[:, 1:] > sorted_ML[:, :-1]).all(1)
+            & (q_ML < np.inf).all(1)
+        )
         counts = [len(laws[i].ids_ML) for i in part]
         for i, is_sound in zip(part, np.logical_and.reduceat(is_sound_M, np.cumsum([0, *counts[:-1]])), strict=True):
             found[i] = bool(is_sound)
@@ -89,8 +94,10 @@ def drawn_from(draft: Draft, laws: Laws) -> dict[int, Drawn]:
 
     A child that its law lacks came when there was nothing left to draw; neither it nor what came later is ever kept.
     """
-    return {node: _drawn(nodes, [draft.tokens[child] for child in nodes], ids_L, q_L.astype(np.float64))
-            for (node, nodes), ids_L, q_L in zip(families(draft).items(), laws.ids_ML, laws.q_ML, strict=True)}
+    return {
+        node: _drawn(nodes, [draft.tokens[child] for child in nodes], ids_L, q_L.astype(np.float64))
+        for (node, nodes), ids_L, q_L in zip(families(draft).items(), laws.ids_ML, laws.q_ML, strict=True)
+    }
 
 
 def chosen(draft: Draft) -> dict[int, Drawn]:

@@ -29,9 +29,14 @@ from workers.probe import probe
 logger = logging.getLogger(__name__)
 
 DTYPES = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32,
-}  # fmt: skip
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -230,15 +235,17 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
     return model.eval().requires_grad_(False).to(device)
 
 
-def _instantiate_share(folder: Path, wanted: ModelConfig, dtype: torch.dtype, device: torch.device,
-                       group: Group) -> Any:
+def _instantiate_share(
+    folder: Path, wanted: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group
+) -> Any:
     """Return one rank's share of the model, checked to be complete."""
     name = wanted.model
     try:
         with _quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            return build_share(folder, name, config, dtype=dtype, device=device, group=group,
-                               batch_invariant=wanted.batch_invariant)
+            return build_share(
+                folder, name, config, dtype=dtype, device=device, group=group, batch_invariant=wanted.batch_invariant
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         if isinstance(error, ModelError | ConfigError):
             raise

@@ -147,8 +147,16 @@ class ModuleRunner:
         return {}
 
     def _rows(self, batch: Batch) -> Rows:
-        return Rows(batch.starts_R, batch.lengths_R, batch.offsets_R, batch.slots_R, self.slots.blocks,
-                    self.block_size, batch.areas, batch.lowest_R)
+        return Rows(
+            batch.starts_R,
+            batch.lengths_R,
+            batch.offsets_R,
+            batch.slots_R,
+            self.slots.blocks,
+            self.block_size,
+            batch.areas,
+            batch.lowest_R,
+        )
 
     def _tensor(self, array_T: Ints) -> torch.Tensor:
         return self._index(array_T).unsqueeze(0)

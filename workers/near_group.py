@@ -27,8 +27,14 @@ MOST_RANKS = HEADER_BYTES // 64
 PLACE_BYTES = 1 << 20
 """Larger tensors go through gloo: they take longer than waking up does."""
 
-FAILURES = ("", "timed out", "a rank has left", "a rank has died", "the memory cannot be locked",
-            "ranks gave tensors of different sizes")
+FAILURES = (
+    "",
+    "timed out",
+    "a rank has left",
+    "a rank has died",
+    "the memory cannot be locked",
+    "ranks gave tensors of different sizes",
+)
 
 
 class _Exchange(ctypes.Structure):
@@ -140,9 +146,16 @@ def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def form_near(
-    name: str, store: Store, rank: int, size: int, backend: str = "gloo", *, device: torch.device | None = None,
-    host: str = LOOPBACK, timeout_s: float = 60.0,
-) -> Group:  # fmt: skip
+    name: str,
+    store: Store,
+    rank: int,
+    size: int,
+    backend: str = "gloo",
+    *,
+    device: torch.device | None = None,
+    host: str = LOOPBACK,
+    timeout_s: float = 60.0,
+) -> Group:
     """Form a group as `form` does, and exchange through shared memory where tensors are on CPUs and all ranks can."""
     group = form(name, store, rank, size, backend, device=device, host=host, timeout_s=timeout_s)
     return near(group, name, timeout_s) if backend == "gloo" and size > 1 else group

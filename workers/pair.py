@@ -68,8 +68,17 @@ class DraftReceiver:
         features: the way back, for a draft that is fed them.
     """
 
-    def __init__(self, epoch: int, group: Group, listener: Listener[FromDraft], send: Send, *, device: torch.device,
-                 patience: Patience, features: FeatureSender | None = None) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        group: Group,
+        listener: Listener[FromDraft],
+        send: Send,
+        *,
+        device: torch.device,
+        patience: Patience,
+        features: FeatureSender | None = None,
+    ) -> None:
         self.epoch = epoch
         self.features = features
         self._group, self._listener, self._send, self._device = group, listener, send, device
@@ -151,8 +160,16 @@ class DraftSender:
         features: the way back, for a draft that is fed them.
     """
 
-    def __init__(self, epoch: int, group: Group, announcer: Announcer[FromDraft], send: Send, *,
-                 device: torch.device, features: FeatureReceiver | None = None) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        group: Group,
+        announcer: Announcer[FromDraft],
+        send: Send,
+        *,
+        device: torch.device,
+        features: FeatureReceiver | None = None,
+    ) -> None:
         self.epoch = epoch
         self.features = features
         self._group, self._announcer, self._send, self._device = group, announcer, send, device
@@ -262,13 +279,29 @@ class Pairing(Generic[AnyEnd]):
         return is_newest
 
 
-def join_as_target(order: FormPair, send: Send, backend: str, device: torch.device, floor_s: float = FLOOR_S, *,
-                   has_features: bool = False) -> DraftReceiver:
+def join_as_target(
+    order: FormPair,
+    send: Send,
+    backend: str,
+    device: torch.device,
+    floor_s: float = FLOOR_S,
+    *,
+    has_features: bool = False,
+) -> DraftReceiver:
     """Form target 0's end. Raises `GroupError` where the draft does not come."""
     set_device(device)
     store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
-    two = partial(form, store=store, rank=TARGET, size=2, backend=backend, device=device, host=host, timeout_s=FORM_S,
-                  is_vital=False)
+    two = partial(
+        form,
+        store=store,
+        rank=TARGET,
+        size=2,
+        backend=backend,
+        device=device,
+        host=host,
+        timeout_s=FORM_S,
+        is_vital=False,
+    )
     with ExitStack() as undo:
         listener: Listener[FromDraft] = Listener(store, str(order.epoch), host, FromDraft)
         undo.callback(listener.close)
@@ -285,13 +318,23 @@ def join_as_target(order: FormPair, send: Send, backend: str, device: torch.devi
     return DraftReceiver(order.epoch, group, listener, send, device=device, patience=patience, features=features)
 
 
-def join_as_draft(order: FormPair, send: Send, backend: str, device: torch.device, *,
-                  has_features: bool = False) -> DraftSender:
+def join_as_draft(
+    order: FormPair, send: Send, backend: str, device: torch.device, *, has_features: bool = False
+) -> DraftSender:
     """Form the draft's end. Raises `GroupError` where target 0 does not come."""
     set_device(device)
     store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
-    two = partial(form, store=store, rank=DRAFT, size=2, backend=backend, device=device, host=host, timeout_s=FORM_S,
-                  is_vital=False)
+    two = partial(
+        form,
+        store=store,
+        rank=DRAFT,
+        size=2,
+        backend=backend,
+        device=device,
+        host=host,
+        timeout_s=FORM_S,
+        is_vital=False,
+    )
     with ExitStack() as undo:
         group = two(f"pair/{order.epoch}")
         undo.callback(group.close)

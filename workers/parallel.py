@@ -29,8 +29,16 @@ from workers.parallel_plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
 SUMMED = frozenset({Style.ROWS, Style.SPLIT_INPUT, Style.EXPERTS, Style.EXPERTS_PAIRED})
 
 
-def build_share(folder: Path, name: str, config: Any, *, dtype: torch.dtype, device: torch.device, group: Group,
-                batch_invariant: bool = False) -> Any:  # fmt: skip
+def build_share(
+    folder: Path,
+    name: str,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    batch_invariant: bool = False,
+) -> Any:
     """Return this rank's share of a causal LM, read as slices; no more than that is ever held.
 
     Args:
@@ -86,9 +94,12 @@ def _cuts(model: Any, plan: Plan, shares: Shares) -> Cuts:
 
 def _vocabulary_cuts(model: Any, shares: Shares) -> Cuts:
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    return {f"{name}.{key}": shares.vocabulary(weight.shape[0])
-            for name, module in model.named_modules() if id(module) in ends
-            for key, weight in module.named_parameters(recurse=False)}
+    return {
+        f"{name}.{key}": shares.vocabulary(weight.shape[0])
+        for name, module in model.named_modules()
+        if id(module) in ends
+        for key, weight in module.named_parameters(recurse=False)
+    }
 
 
 def _count_locally(model: Any, kind: str, shares: Shares) -> None:

@@ -119,11 +119,17 @@ class Shares:
             raise ModelError(f"{self.name}: {name} holds gates and ups of {gate_up}, but downs {width} wide")
         inner = Part(width, width, f"inner columns in {name}")
         if not paired:
-            return {"gate_up_proj": Cut.of(1, self._pieces([inner, inner])),
-                    "down_proj": Cut.of(2, self._pieces([inner]))}
+            return {
+                "gate_up_proj": Cut.of(1, self._pieces([inner, inner])),
+                "down_proj": Cut.of(2, self._pieces([inner])),
+            }
         pairs = self._pieces([Part(2 * width, width, inner.what)])
-        return {"gate_up_proj": Cut.of(2, pairs), "gate_up_proj_bias": Cut.of(1, pairs),
-                "down_proj": Cut.of(1, self._pieces([inner])), **self._bias_once("down_proj_bias")}
+        return {
+            "gate_up_proj": Cut.of(2, pairs),
+            "gate_up_proj_bias": Cut.of(1, pairs),
+            "down_proj": Cut.of(1, self._pieces([inner])),
+            **self._bias_once("down_proj_bias"),
+        }
 
     def _bias_once(self, key: str) -> Mapping[str, Cut | None]:
         # Outputs are summed over ranks, so one rank alone may add the bias.
@@ -165,8 +171,10 @@ class Shares:
             first = self.rank * part.units // self.ranks
             return first, first + 1
         verb = "can neither share nor copy" if part.copied else "cannot share"
-        raise ModelError(f"{self.name}: {self.ranks} ranks {verb} {part.units} {part.what} evenly; "
-                         "choose another tensor_parallel_size")
+        raise ModelError(
+            f"{self.name}: {self.ranks} ranks {verb} {part.units} {part.what} evenly; "
+            "choose another tensor_parallel_size"
+        )
 
 
 def shares_of(config: Any, name: str, rank: int, ranks: int) -> Shares:

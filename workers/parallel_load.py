@@ -43,15 +43,17 @@ class Filler:
                 ready[id(tensor)] = self._as(tensor, self._read(full, tensor, stored, dtype))
         missing = sorted(full for full, tensor in tensors.items() if id(tensor) not in ready)
         if missing:
-            raise ModelError(f"{self.name}: {len(missing)} weights are missing from the checkpoint, "
-                             f"the first is {missing[0]}")
+            raise ModelError(
+                f"{self.name}: {len(missing)} weights are missing from the checkpoint, the first is {missing[0]}"
+            )
         for full, tensor in tensors.items():
             _set(model, full, ready[id(tensor)])
 
     def _read(self, full: str, tensor: torch.Tensor, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         if tuple(tensor.shape) != stored.shape:
-            raise ModelError(f"{self.name}: {full} should be {list(tensor.shape)}, "
-                             f"but the checkpoint has {list(stored.shape)}")
+            raise ModelError(
+                f"{self.name}: {full} should be {list(tensor.shape)}, but the checkpoint has {list(stored.shape)}"
+            )
         if full in self.cuts and self.cuts[full] is None:
             return torch.zeros(stored.shape, dtype=dtype, device=self.device)
         return read_cut(stored, self.cuts.get(full), dtype).to(self.device)

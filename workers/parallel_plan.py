@@ -132,11 +132,15 @@ def _own_plan(config: Any, kind: str, name: str) -> dict[str, Style]:
         elif style in THEIRS:
             plan[pattern] = THEIRS[style]
         elif pattern != "embed_tokens":  # which is split by its rows for every model
-            raise ModelError(f"{name}: model_type {kind!r} asks for the unknown tensor-parallel style {style!r} at "
-                             f"{pattern}; use tensor_parallel_size=1")
+            raise ModelError(
+                f"{name}: model_type {kind!r} asks for the unknown tensor-parallel style {style!r} at "
+                f"{pattern}; use tensor_parallel_size=1"
+            )
     if Style.EXPERTS in plan.values() and kind not in TESTED:
-        raise ModelError(f"{name}: how model_type {kind!r} lays out its experts is not known, so they cannot be split; "
-                         "use tensor_parallel_size=1")
+        raise ModelError(
+            f"{name}: how model_type {kind!r} lays out its experts is not known, so they cannot be split; "
+            "use tensor_parallel_size=1"
+        )
     return plan
 
 

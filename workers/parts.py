@@ -157,8 +157,9 @@ def read_tensors(folder: Path, prefix: str = "") -> Iterator[tuple[str, torch.Te
         ModelError: there are no weights, files are damaged, or hold something else than tensors.
     """
     safe = sorted(folder.glob("*.safetensors"))
-    saved = [path for path in sorted((*folder.glob("*.bin"), *folder.glob("*.pt")))
-             if not path.name.startswith(NOT_WEIGHTS)]
+    saved = [
+        path for path in sorted((*folder.glob("*.bin"), *folder.glob("*.pt"))) if not path.name.startswith(NOT_WEIGHTS)
+    ]
     if not safe and not saved:
         raise ModelError(f"{folder}: there are no weights (*.safetensors, *.bin, *.pt)")
     for path in safe or saved:
@@ -194,7 +195,9 @@ def _load(path: Path) -> Any:
         except RuntimeError:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ModelError(f"{path} holds more than tensors, and would run code when loaded: it is not read "
-                         f"({str(error).strip().splitlines()[0][:200]})") from error
+        raise ModelError(
+            f"{path} holds more than tensors, and would run code when loaded: it is not read "
+            f"({str(error).strip().splitlines()[0][:200]})"
+        ) from error
     except (OSError, RuntimeError, EOFError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error

@@ -40,8 +40,10 @@ def probe(model: Any, name: str, ranks: int = 1) -> tuple[LayerShape, ...]:
     except RuntimeError as error:
         if ranks == 1 or isinstance(error, GroupError):
             raise
-        raise ModelError(f"{name}: its code does not run on a share of its heads, with {ranks} ranks ({error}); "
-                         "use tensor_parallel_size=1") from error
+        raise ModelError(
+            f"{name}: its code does not run on a share of its heads, with {ranks} ranks ({error}); "
+            "use tensor_parallel_size=1"
+        ) from error
     expected = set(range(int(model.config.num_hidden_layers)))
     if set(found.shapes) != expected:
         lacking = sorted(expected - set(found.shapes))

@@ -81,8 +81,9 @@ class Heart:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stop.set()
         self._thread.join()
 
@@ -218,21 +219,26 @@ class _Loading:
         if not config.model.enforce_eager:
             self._warm_up()
             self._say(runner.warm_up())
-        local = None if draft is None else DraftSide.of(draft, config, slots, sampler,
-                                                     num_blocks=allocate.num_blocks, say=self._say)
+        local = (
+            None
+            if draft is None
+            else DraftSide.of(draft, config, slots, sampler, num_blocks=allocate.num_blocks, say=self._say)
+        )
         step_s = runner.measure(self._measured(config.scheduler.max_num_seqs * (self._max_draft + 1)))
         draft_s = {} if local is None else self._draft_costs(local)
         self._ready(slots, WorkerReady(step_s, draft_s))
 
         def join(order: FormPair) -> DraftReceiver:
-            return join_as_target(order, self._port.send, self._pair_backend, self._device, floor_s,
-                                  has_features=spec.needs != "none")
+            return join_as_target(
+                order, self._port.send, self._pair_backend, self._device, floor_s, has_features=spec.needs != "none"
+            )
 
         grammars = with_grammars(sampler, config.model, model)
         worker = TargetWorker(runner, slots, grammars, spec.needs, judge_for(config.speculative, grammars))
         draws = config.speculative is not None and config.speculative.draws_guesses
-        return TargetRank(self._port.send, tp, worker, Pairing(self._port.send, join), local,
-                          law_size=LAW_SIZE if draws else 0)
+        return TargetRank(
+            self._port.send, tp, worker, Pairing(self._port.send, join), local, law_size=LAW_SIZE if draws else 0
+        )
 
     def draft(self) -> DraftRank:
         """Load the draft; return it ready for plans."""
@@ -244,14 +250,14 @@ class _Loading:
         info = WorkerInfo(self._room(draft.bytes_per_block(self._block_size)), self._block_size, 0, 0)
         slots, sampler, allocate = self._settle(info, None, draft)
         self._warm_up()
-        side = DraftSide.of(draft, config, slots, sampler,
-                                                     num_blocks=allocate.num_blocks, say=self._say)
+        side = DraftSide.of(draft, config, slots, sampler, num_blocks=allocate.num_blocks, say=self._say)
         step_s = self._draft_costs(side)
         self._ready(slots, WorkerReady(step_s))
 
         def join(order: FormPair) -> DraftSender:
-            return join_as_draft(order, self._port.send, self._pair_backend, self._device,
-                                 has_features=draft.spec.needs != "none")
+            return join_as_draft(
+                order, self._port.send, self._pair_backend, self._device, has_features=draft.spec.needs != "none"
+            )
 
         return DraftRank(self._port.send, side.worker, side.proposer, Pairing(self._port.send, join))
 
@@ -270,23 +276,32 @@ class _Loading:
             return Solo()
         self._say(f"meeting {setup.world - 1} other target rank{'s' if setup.world > 2 else ''}")
         store, host = connect_store(setup.store), address_towards(setup.store.host)
-        return form_near("tp", store, setup.worker.rank, setup.world, setup.backend, device=self._device, host=host,
-                         timeout_s=TP_TIMEOUT_S)
+        return form_near(
+            "tp",
+            store,
+            setup.worker.rank,
+            setup.world,
+            setup.backend,
+            device=self._device,
+            host=host,
+            timeout_s=TP_TIMEOUT_S,
+        )
 
     def _drafts_here(self, tp: Group) -> bool:
         """Whether a draft lives in this process."""
         speculative = self._config.speculative
         return speculative is not None and speculative.placement == "colocated" and not tp.rank
 
-    def _settle(self, info: WorkerInfo, model: LoadedModel | None, draft: LoadedDraft | None) -> (
-        tuple[SlotTable, Sampler, Allocate]
-    ):  # fmt: skip
+    def _settle(
+        self, info: WorkerInfo, model: LoadedModel | None, draft: LoadedDraft | None
+    ) -> tuple[SlotTable, Sampler, Allocate]:
         """Say what was loaded, and make the tables as large as all agree."""
         num_bytes = (0 if model is None else weight_bytes(model.model)) + (0 if draft is None else draft.num_bytes)
         self._port.send(Loaded(info, num_bytes))
         allocate = _wait_for(self._port, Allocate)
-        slots = SlotTable(self._config.scheduler.max_num_seqs, allocate.max_model_len, self._block_size,
-                          self._max_draft)
+        slots = SlotTable(
+            self._config.scheduler.max_num_seqs, allocate.max_model_len, self._block_size, self._max_draft
+        )
         return slots, Sampler(slots, allocate.vocab_size, self._device), allocate
 
     def _target_info(self, model: LoadedModel, beside: LoadedDraft | None, spec: FeatureSpec) -> WorkerInfo:
@@ -295,9 +310,16 @@ class _Loading:
         if self._config.cache.num_blocks is None:
             enough = self._config.scheduler.max_num_seqs * -(-model.max_model_len // self._block_size)
             room = min(room, enough)
-        return WorkerInfo(num_blocks=room, block_size=self._block_size, max_model_len=model.max_model_len,
-                          vocab_size=model.vocab_size, eos_ids=model.eos_ids, notes=model.notes,
-                          draft_needs=spec.needs, dtype=str(model.dtype).removeprefix("torch."))
+        return WorkerInfo(
+            num_blocks=room,
+            block_size=self._block_size,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_ids=model.eos_ids,
+            notes=model.notes,
+            draft_needs=spec.needs,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
 
     def _room(self, bytes_each: int) -> int:
         """Return how many blocks of this size fit; a draft without layers has room for any number."""

@@ -87,8 +87,9 @@ def block_odds(chains: Chains) -> Floats:
 
 def _ratios(chains: Chains) -> Floats:
     """Return p/q of each guess, `[R, K]`; 0 where its law cannot have drawn it, and behind a row's last."""
-    p_RK, q_RK = (np.take_along_axis(law_RKL, chains.guess_RK[:, :, None], 2)[:, :, 0]
-                  for law_RKL in (chains.p_RKL, chains.q_RKL))
+    p_RK, q_RK = (
+        np.take_along_axis(law_RKL, chains.guess_RK[:, :, None], 2)[:, :, 0] for law_RKL in (chains.p_RKL, chains.q_RKL)
+    )
     ratio_RK = np.divide(p_RK, q_RK, out=np.zeros_like(p_RK), where=q_RK > 0)
     return np.where(np.arange(ratio_RK.shape[1]) < chains.counts_R[:, None], ratio_RK, 0.0)
 
@@ -156,6 +157,7 @@ def drawn(weights_RV: torch.Tensor, noise_RV: torch.Tensor) -> torch.Tensor:
     """
     score_RV = weights_RV.log() + noise_RV
     best_R1 = score_RV.amax(1, keepdim=True)
-    ids_R = torch.where(score_RV == best_R1, torch.arange(score_RV.shape[1], device=score_RV.device),
-                        score_RV.shape[1]).amin(1)
+    ids_R = torch.where(
+        score_RV == best_R1, torch.arange(score_RV.shape[1], device=score_RV.device), score_RV.shape[1]
+    ).amin(1)
     return torch.where(best_R1[:, 0].isfinite(), ids_R, NONE_LEFT)

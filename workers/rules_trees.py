@@ -20,7 +20,6 @@ from workers.rules import Floats, Ints, end_odds, mass_beyond, normalised, posit
 ROOT = -1
 
 
-
 class Children(NamedTuple):
     """The children of one node, in the order in which they were drawn, each from what its elders left of the law.
 

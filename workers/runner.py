@@ -37,8 +37,9 @@ class ModelRunner:
     With *taps*, every forward brings features, too.
     """
 
-    def __init__(self, loaded: LoadedModel, slots: SlotTable, num_blocks: int, block_size: int,
-                 taps: Taps | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, slots: SlotTable, num_blocks: int, block_size: int, taps: Taps | None = None
+    ) -> None:
         self.loaded = loaded
         self.slots = slots
         self.device = loaded.device
@@ -73,8 +74,11 @@ class ModelRunner:
         """List the operators of the model once, instead of looking at each in every forward."""
         # Three tensors, none of which is like what is tried afterwards: an input taken for another, or for a constant,
         # is found out then.
-        made_up = (torch.arange(9, 2, -1).remainder(self.loaded.vocab_size).unsqueeze(0),
-                   torch.arange(11, 18).unsqueeze(0), torch.tensor([4, 1, 6]))
+        made_up = (
+            torch.arange(9, 2, -1).remainder(self.loaded.vocab_size).unsqueeze(0),
+            torch.arange(11, 18).unsqueeze(0),
+            torch.tensor([4, 1, 6]),
+        )
         agree = partial(all_agree, self.loaded.group, device=self.device)
         self._run, note = traced(self._run, made_up, self._try, agree)
         logger.info("%s", note)
@@ -119,8 +123,18 @@ class ModelRunner:
         return logits_MV[: len(wanted_N)], features_TF
 
     def _call(self, forward: Forward, batch: Batch, blocks_SB: npt.NDArray[np.int32], wanted_N: Ints) -> Outputs:
-        self.attention.plan(Rows(batch.starts_R, batch.lengths_R, batch.offsets_R, batch.slots_R, blocks_SB,
-                                 self.block_size, batch.areas, batch.lowest_R))
+        self.attention.plan(
+            Rows(
+                batch.starts_R,
+                batch.lengths_R,
+                batch.offsets_R,
+                batch.slots_R,
+                blocks_SB,
+                self.block_size,
+                batch.areas,
+                batch.lowest_R,
+            )
+        )
         # Tensors made inside and outside inference mode are of different kinds to a compiled graph: always inside.
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)

@@ -45,8 +45,9 @@ class Sampler:
         num_slots = len(slots.joined)
         self._joined_S: Ints = np.full(num_slots, -1, np.int64)
         self._seed_S: Ints = np.zeros(num_slots, np.int64)
-        self._limits_S = Limits(np.ones(num_slots, np.float32), np.zeros(num_slots, np.int64), np.ones(num_slots),
-                                np.zeros(num_slots))
+        self._limits_S = Limits(
+            np.ones(num_slots, np.float32), np.zeros(num_slots, np.int64), np.ones(num_slots), np.zeros(num_slots)
+        )
         self._edited_S = np.zeros(num_slots, np.bool_)
         self._choose: Chooser = self._native() or self._choose_in_torch
 
@@ -107,9 +108,9 @@ class Sampler:
         self._refresh(slots_N)
         return self._limits_S.at(slots_N)
 
-    def best(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints, width: int) -> (
-        tuple[torch.Tensor, torch.Tensor]
-    ):  # fmt: skip
+    def best(
+        self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the *width* likeliest choices, best first, int64 `[N, W]`, and their log-probabilities.
 
         Edits are left out. Otherwise as `sample`, which would choose the first; where fewer than *width* ids can be
@@ -148,8 +149,12 @@ class Sampler:
 
     def _edit_and_choose(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         size = max(1, EDIT_ELEMENTS // self.vocab_size) if self._on_host else len(slots_N)
-        return torch.cat([self._edit_block(logits_NV[at], slots_N[at], index_N[at])
-                          for at in (slice(first, first + size) for first in range(0, len(slots_N), size))])
+        return torch.cat(
+            [
+                self._edit_block(logits_NV[at], slots_N[at], index_N[at])
+                for at in (slice(first, first + size) for first in range(0, len(slots_N), size))
+            ]
+        )
 
     def _edit_block(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         edited_NV = logits_NV.clone()

@@ -41,8 +41,16 @@ class SlotTable:
 
     def clear(self) -> None:
         """Forget all sequences."""
-        for array in (self.tokens, self.known_len, self.prompt_len, self.blocks, self.versions, self.num_blocks,
-                      self.joined, self.constrained):
+        for array in (
+            self.tokens,
+            self.known_len,
+            self.prompt_len,
+            self.blocks,
+            self.versions,
+            self.num_blocks,
+            self.joined,
+            self.constrained,
+        ):
             array[:] = 0
         self.sampling[:] = [Sampling(seed=0)] * len(self.sampling)
 

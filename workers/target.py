@@ -47,8 +47,13 @@ class Scoring:
     @classmethod
     def of(cls, rows: Seq[Row], drafts: Seq[Draft], tokens_SL: Ints) -> "Scoring":
         """Lay out *rows* with their *drafts*, whose ids already stand in `tokens_SL`."""
-        table = np.array([(row.slot, row.start, row.length, len(draft), row.samples)
-                          for row, draft in zip(rows, drafts, strict=True)], np.int64)
+        table = np.array(
+            [
+                (row.slot, row.start, row.length, len(draft), row.samples)
+                for row, draft in zip(rows, drafts, strict=True)
+            ],
+            np.int64,
+        )
         slots_R, starts_R, known_R, drafted_R, samples_R = np.ascontiguousarray(table.T)
         lengths_R = known_R + drafted_R
         areas = _areas(rows, drafts, starts_R + lengths_R, lengths_R)
@@ -79,8 +84,14 @@ class TargetWorker:
     `forward_s` is how long the last forward took; on a GPU, how long it took to ask for it.
     """
 
-    def __init__(self, runner: ModelRunner, slots: SlotTable, sampler: GrammarSampler, needs: Needs = "none",
-                 judge: Judge | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        runner: ModelRunner,
+        slots: SlotTable,
+        sampler: GrammarSampler,
+        needs: Needs = "none",
+        judge: Judge | None = None,
+    ) -> None:
         self.runner, self.slots, self.sampler, self.needs = runner, slots, sampler, needs
         self._judge: Judge = judge or SampleAndMatch(sampler)
         self.forward_s = 0.0
@@ -125,8 +136,18 @@ class TargetWorker:
         if states_TF is not None:
             self._offsets_R, self._states_TF = scoring.batch.offsets_R, states_TF
         logits_NV = logits_XV[: len(scoring.wanted_N)]
-        releases = self._judge.judge(Scored(rows, drafts, scoring.counts_R, logits_NV, scoring.slots_N,
-                                            scoring.index_N, scoring.batch.areas is not None, laws))
+        releases = self._judge.judge(
+            Scored(
+                rows,
+                drafts,
+                scoring.counts_R,
+                logits_NV,
+                scoring.slots_N,
+                scoring.index_N,
+                scoring.batch.areas is not None,
+                laws,
+            )
+        )
         verdicts = self._verdicts(rows, drafts, scoring, releases, logits_NV)
         if len(prompt_P):
             self._add_prompt_logprobs(verdicts, rows, scoring.batch, prompt_P, logits_XV[len(scoring.wanted_N) :])
@@ -139,8 +160,9 @@ class TargetWorker:
             at_N = torch.from_numpy(fed_N).to(self._states_TF.device)
             return Features(table_M4, self._states_TF.index_select(0, at_N))
 
-    def _verdicts(self, rows: Seq[Row], drafts: Seq[Draft], scoring: Scoring, releases: Seq[Release],
-                  logits_NV: torch.Tensor) -> list[Verdict | None]:
+    def _verdicts(
+        self, rows: Seq[Row], drafts: Seq[Draft], scoring: Scoring, releases: Seq[Release], logits_NV: torch.Tensor
+    ) -> list[Verdict | None]:
         """Say what the round yields for each row; None for rows that do not sample."""
         verdicts: list[Verdict | None] = []
         at, left = 0, iter(releases)
@@ -164,8 +186,9 @@ class TargetWorker:
             at += count
         return verdicts
 
-    def _logprobs(self, slot: int, logits_NV: torch.Tensor, at: int, path: Seq[int],
-                  emitted: list[int]) -> list[TokenLogprobs] | None:
+    def _logprobs(
+        self, slot: int, logits_NV: torch.Tensor, at: int, path: Seq[int], emitted: list[int]
+    ) -> list[TokenLogprobs] | None:
         top = self.slots.sampling[slot].logprobs
         if top is None:
             return None
@@ -175,16 +198,20 @@ class TargetWorker:
     def _prompt_positions(self, rows: Seq[Row], batch: Batch) -> Ints:
         """Return the flat indices of fed prompt tokens whose successor is a prompt token somebody asks about."""
         sampling, prompt_len = self.slots.sampling, self.slots.prompt_len
-        asking = [r for r, row in enumerate(rows) if sampling[row.slot].prompt_logprobs is not None
-                  and row.start + 1 < prompt_len[row.slot]]
+        asking = [
+            r
+            for r, row in enumerate(rows)
+            if sampling[row.slot].prompt_logprobs is not None and row.start + 1 < prompt_len[row.slot]
+        ]
         if not asking:
             return np.empty(0, np.int64)
         rows_T = np.repeat(np.arange(len(rows)), batch.lengths_R)
         inside_T = batch.positions_T + 1 < prompt_len[batch.slots_T]
         return np.flatnonzero(np.isin(rows_T, asking) & inside_T)
 
-    def _add_prompt_logprobs(self, verdicts: list[Verdict | None], rows: Seq[Row], batch: Batch, prompt_P: Ints,
-                             logits_PV: torch.Tensor) -> None:
+    def _add_prompt_logprobs(
+        self, verdicts: list[Verdict | None], rows: Seq[Row], batch: Batch, prompt_P: Ints, logits_PV: torch.Tensor
+    ) -> None:
         """Give each asking row's verdict the log-probabilities of the prompt tokens that follow those fed."""
         slots_P, following_P = batch.slots_T[prompt_P], batch.positions_T[prompt_P] + 1
         for r, row in enumerate(rows):

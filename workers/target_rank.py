@@ -37,8 +37,16 @@ class TargetRank:
         law_size: ids of a law at most that the draft elsewhere tells; 0 where it tells none.
     """
 
-    def __init__(self, send: Callable[[FromWorker], None], tp: Group, worker: TargetWorker,
-                 pairing: Pairing[DraftReceiver], local: DraftSide | None = None, *, law_size: int = 0) -> None:
+    def __init__(
+        self,
+        send: Callable[[FromWorker], None],
+        tp: Group,
+        worker: TargetWorker,
+        pairing: Pairing[DraftReceiver],
+        local: DraftSide | None = None,
+        *,
+        law_size: int = 0,
+    ) -> None:
         self._send, self._tp, self._worker = send, tp, worker
         self._slots: SlotTable = worker.slots
         self._pairing, self._local, self._law_size = pairing, local, law_size
@@ -63,8 +71,9 @@ class TargetRank:
         if self._tp.rank == 0:
             self._worker.expect(plan.new)
         self._worker.move(plan.moves)
-        unsettled = [r for r, row in enumerate(plan.rows)
-                     if row.k and (row.draft is None or self._slots.constrained[row.slot])]
+        unsettled = [
+            r for r, row in enumerate(plan.rows) if row.k and (row.draft is None or self._slots.constrained[row.slot])
+        ]
         drafts = [row.draft or NO_DRAFT for row in plan.rows]
         waited, found = 0.0, Found(())
         if unsettled:

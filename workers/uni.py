@@ -15,8 +15,9 @@ from workers.target import TargetWorker
 class UniExecutor(InOneProcess):
     """Runs rounds in this process. Built by `workers.build`."""
 
-    def __init__(self, info: WorkerInfo, slots: SlotTable, target: TargetWorker,
-                 draft: DraftSide | None = None) -> None:
+    def __init__(
+        self, info: WorkerInfo, slots: SlotTable, target: TargetWorker, draft: DraftSide | None = None
+    ) -> None:
         self.info, self.slots, self.target, self.draft = info, slots, target, draft
         self._propose_s = self._score_s = self._verify_s = 0.0
 

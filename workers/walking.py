@@ -44,14 +44,21 @@ class TreeSampler:
             counts_R: int64; how many of the positions are each row's: the root and its draft's nodes, or none.
         """
         first_R = (np.cumsum(counts_R) - counts_R).tolist()
-        trees = [(first, draft) for first, draft, count in zip(first_R, drafts, counts_R.tolist(), strict=True)
-                 if count and not draft.is_chain]
+        trees = [
+            (first, draft)
+            for first, draft, count in zip(first_R, drafts, counts_R.tolist(), strict=True)
+            if count and not draft.is_chain
+        ]
         is_chain_N = np.repeat(np.array([draft.is_chain for draft in drafts]), counts_R)
         roots_W = np.array([first for first, _ in trees], np.int64)
         self._choose(np.concatenate((np.flatnonzero(is_chain_N), roots_W)))
         self._walk([(first, Walk(draft)) for first, draft in trees])
-        self._choose(np.array([first + 1 + node for first, draft in trees
-                               for node, is_probe in enumerate(draft.probes) if is_probe], np.int64))
+        self._choose(
+            np.array(
+                [first + 1 + node for first, draft in trees for node, is_probe in enumerate(draft.probes) if is_probe],
+                np.int64,
+            )
+        )
         chosen: list[int] = self._chosen_N.tolist()
         return chosen
 

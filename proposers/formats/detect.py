@@ -80,8 +80,9 @@ def _by_tensors(peek: Peek) -> str | None:
     if is_told and not peek.is_local:
         return WHOLE
     names = {name.removeprefix("model.") for name in peek.names}
-    return next((method for method, there, absent in HELD if _matches(names, there) and not _matches(names, absent)),
-                None)
+    return next(
+        (method for method, there, absent in HELD if _matches(names, there) and not _matches(names, absent)), None
+    )
 
 
 HELD: tuple[tuple[str, str, str], ...] = (
@@ -104,8 +105,16 @@ def _matches(names: Collection[str], pattern: str) -> bool:
     return any(matching.match(name) for name in names)
 
 
-MARKS = {"eagle3": "eagle3", "eagle-3": "eagle3", "eagle": "eagle", "medusa": "medusa", "hydra": "hydra",
-         "dflash": "dflash", "redrafter": "recurrent", "pard-": "pard"}  # fmt: skip
+MARKS = {
+    "eagle3": "eagle3",
+    "eagle-3": "eagle3",
+    "eagle": "eagle",
+    "medusa": "medusa",
+    "hydra": "hydra",
+    "dflash": "dflash",
+    "redrafter": "recurrent",
+    "pard-": "pard",
+}
 ACCELERATORS = re.compile(r"(ibm-ai-platform|ibm-fms|ibm-granite)/.*-accelerator$")
 
 

@@ -104,16 +104,25 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
         refuse(FORMAT, "its attention has sinks (attention_sink_bias), which are not supported for this format")
     vocab_size = integer(FORMAT, plain, "vocab_size", default=target.vocab_size)
     check_vocabulary(FORMAT, vocab_size, target)
-    check_width(FORMAT, "target_hidden_size",
-                integer(FORMAT, plain, "target_hidden_size", default=target.hidden), target)
+    check_width(
+        FORMAT, "target_hidden_size", integer(FORMAT, plain, "target_hidden_size", default=target.hidden), target
+    )
     spec = Spec(
-        stored={}, dims=layer_dims(FORMAT, plain, names), num_layers=integer(FORMAT, plain, "num_hidden_layers"),
-        windows=_windows(plain, nested), inputs_of=features_of(config, target_config), target_hidden=target.hidden,
-        vocab_size=vocab_size, draft_size=integer(FORMAT, plain, "draft_vocab_size", default=vocab_size),
-        block_size=block_size_of(config), causal=flag(FORMAT, nested, "causal", default=False),
+        stored={},
+        dims=layer_dims(FORMAT, plain, names),
+        num_layers=integer(FORMAT, plain, "num_hidden_layers"),
+        windows=_windows(plain, nested),
+        inputs_of=features_of(config, target_config),
+        target_hidden=target.hidden,
+        vocab_size=vocab_size,
+        draft_size=integer(FORMAT, plain, "draft_vocab_size", default=vocab_size),
+        block_size=block_size_of(config),
+        causal=flag(FORMAT, nested, "causal", default=False),
         samples_anchor=flag(FORMAT, {**plain, **nested}, "sample_from_anchor", default=False),
-        mask_token_id=mask_token(FORMAT, plain, vocab_size), has_embedding="embed_tokens.weight" in names,
-        has_head="lm_head.weight" in names, rope=rope_of(plain, target_config),
+        mask_token_id=mask_token(FORMAT, plain, vocab_size),
+        has_embedding="embed_tokens.weight" in names,
+        has_head="lm_head.weight" in names,
+        rope=rope_of(plain, target_config),
         max_model_len=context_of(FORMAT, plain, target),
     )
     stored = _layout(spec).fit(shapes, RULES)
@@ -153,12 +162,16 @@ def _layout(spec: Spec) -> Layout:
     hidden = spec.dims.hidden
     features = spec.target_hidden * len(spec.inputs_of)
     required: dict[str, Shape] = {
-        "fc.weight": (hidden, features), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)
-    }  # fmt: skip
+        "fc.weight": (hidden, features),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
     for i in range(spec.num_layers):
         required |= spec.dims.tensors(f"layers.{i}.")
-    ends: dict[str, Shape] = {"embed_tokens.weight": (spec.vocab_size, hidden),
-                              "lm_head.weight": (spec.draft_size, hidden)}
+    ends: dict[str, Shape] = {
+        "embed_tokens.weight": (spec.vocab_size, hidden),
+        "lm_head.weight": (spec.draft_size, hidden),
+    }
     if hidden != spec.target_hidden:
         required |= ends
     elif spec.draft_size != spec.vocab_size:

@@ -58,9 +58,14 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     required = _required(dims, num_layers, fc_bias)
     optional = {"embed_tokens.weight": (vocab_size, dims.hidden)}
     return Spec(
-        stored=Layout(FORMAT, required, optional).fit(shapes, RULES), dims=dims, num_layers=num_layers,
-        fc_bias=fc_bias, has_embedding="embed_tokens.weight" in names, vocab_size=vocab_size,
-        rope=rope_of(config, target_config), max_model_len=context_of(FORMAT, config, target),
+        stored=Layout(FORMAT, required, optional).fit(shapes, RULES),
+        dims=dims,
+        num_layers=num_layers,
+        fc_bias=fc_bias,
+        has_embedding="embed_tokens.weight" in names,
+        vocab_size=vocab_size,
+        rope=rope_of(config, target_config),
+        max_model_len=context_of(FORMAT, config, target),
     )
 
 

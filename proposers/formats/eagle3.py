@@ -106,15 +106,21 @@ def read_as(title: str, config: Config, target_config: Config, shapes: Shapes) -
     inputs_of = features_of(config, target_config)
     nested = section(plain, "eagle_config")
     spec = Spec(
-        stored={}, dims=dims, num_layers=integer(title, plain, "num_hidden_layers", default=1), inputs_of=inputs_of,
-        target_hidden=target.hidden, vocab_size=vocab_size,
+        stored={},
+        dims=dims,
+        num_layers=integer(title, plain, "num_hidden_layers", default=1),
+        inputs_of=inputs_of,
+        target_hidden=target.hidden,
+        vocab_size=vocab_size,
         draft_size=integer(title, plain, "draft_vocab_size", default=vocab_size),
         norm_before_residual=flag(title, plain, "norm_before_residual", default=False),
         norm_before_fc=flag(title, {**nested, **plain}, "norm_before_fc", default="input_norm.weight" in names),
         fc_norm=flag(title, {**nested, **plain}, "fc_norm", "use_aux_norm", default="fc_norm.0.weight" in names),
         norm_output=flag(title, plain, "norm_output", default=False),
-        has_fc=bool(inputs_of) or "fc.weight" in names, has_embedding="embed_tokens.weight" in names,
-        has_head="lm_head.weight" in names, rope=rope_of(plain, target_config),
+        has_fc=bool(inputs_of) or "fc.weight" in names,
+        has_embedding="embed_tokens.weight" in names,
+        has_head="lm_head.weight" in names,
+        rope=rope_of(plain, target_config),
         max_model_len=context_of(title, plain, target),
     )
     _check(title, plain, spec, target)
@@ -155,8 +161,10 @@ def _layout(title: str, spec: Spec, mask: Shape | None) -> Layout:
         required["input_norm.weight"] = (spec.features,)
     if spec.fc_norm:
         required |= {f"fc_norm.{i}.weight": (spec.target_hidden,) for i in range(len(spec.inputs_of))}
-    ends: dict[str, Shape] = {"embed_tokens.weight": (spec.vocab_size, hidden),
-                              "lm_head.weight": (spec.draft_size, hidden)}
+    ends: dict[str, Shape] = {
+        "embed_tokens.weight": (spec.vocab_size, hidden),
+        "lm_head.weight": (spec.draft_size, hidden),
+    }
     borrowed = hidden == spec.target_hidden
     if not borrowed:
         required |= ends

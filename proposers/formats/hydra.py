@@ -90,8 +90,13 @@ def _arch(config: Config) -> str:
 
 
 def _rules(arch: str, num_blocks: int) -> Rules:
-    blocks = [(rf"^hydra_mlp\.(\d+)\.{2 * k + 1 if arch == PREFIX else k}\.(linear\.|(?=res_connection\.))",
-               rf"blocks.\1.{k}.") for k in range(num_blocks)]  # fmt: skip
+    blocks = [
+        (
+            rf"^hydra_mlp\.(\d+)\.{2 * k + 1 if arch == PREFIX else k}\.(linear\.|(?=res_connection\.))",
+            rf"blocks.\1.{k}.",
+        )
+        for k in range(num_blocks)
+    ]
     return (
         (r"^(model\.)?(hydra_heads?\.)?(?=hydra_|prefix_)", ""),
         *blocks,
@@ -103,9 +108,15 @@ def _rules(arch: str, num_blocks: int) -> Rules:
 
 def _spec(config: Config, target_config: Config, target: Target, num_blocks: int, names: Mapping[str, str]) -> Spec:
     return Spec(
-        stored={}, width=target.hidden, num_heads=integer(FORMAT, config, "hydra_num_heads"), num_blocks=num_blocks,
-        grounded=flag(FORMAT, config, "grounded_heads", default=True), head_bias="heads.0.bias" in names,
-        vocab_size=target.vocab_size, prefix=None, rope=rope_of(target_config, target_config),
+        stored={},
+        width=target.hidden,
+        num_heads=integer(FORMAT, config, "hydra_num_heads"),
+        num_blocks=num_blocks,
+        grounded=flag(FORMAT, config, "grounded_heads", default=True),
+        head_bias="heads.0.bias" in names,
+        vocab_size=target.vocab_size,
+        prefix=None,
+        rope=rope_of(target_config, target_config),
         max_model_len=context_of(FORMAT, {}, target),
     )
 

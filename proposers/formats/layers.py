@@ -40,14 +40,25 @@ class LayerDims:
         """Return name -> shape of a layer whose queries, keys and values read *reads* inputs (default: `hidden`)."""
         wide, queries, keys = reads or self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         wanted: dict[str, Shape] = {
-            "input_layernorm.weight": (self.hidden,), "post_attention_layernorm.weight": (self.hidden,),
-            "self_attn.q_proj.weight": (queries, wide), "self_attn.k_proj.weight": (keys, wide),
-            "self_attn.v_proj.weight": (keys, wide), "self_attn.o_proj.weight": (self.hidden, queries),
-            "mlp.gate_proj.weight": (self.inner, self.hidden), "mlp.up_proj.weight": (self.inner, self.hidden),
+            "input_layernorm.weight": (self.hidden,),
+            "post_attention_layernorm.weight": (self.hidden,),
+            "self_attn.q_proj.weight": (queries, wide),
+            "self_attn.k_proj.weight": (keys, wide),
+            "self_attn.v_proj.weight": (keys, wide),
+            "self_attn.o_proj.weight": (self.hidden, queries),
+            "mlp.gate_proj.weight": (self.inner, self.hidden),
+            "mlp.up_proj.weight": (self.inner, self.hidden),
             "mlp.down_proj.weight": (self.hidden, self.inner),
-        }  # fmt: skip
-        biased = {"q_proj": self.qkv_bias, "k_proj": self.qkv_bias, "v_proj": self.qkv_bias, "o_proj": self.o_bias,
-                  "gate_proj": self.mlp_bias, "up_proj": self.mlp_bias, "down_proj": self.mlp_bias}
+        }
+        biased = {
+            "q_proj": self.qkv_bias,
+            "k_proj": self.qkv_bias,
+            "v_proj": self.qkv_bias,
+            "o_proj": self.o_bias,
+            "gate_proj": self.mlp_bias,
+            "up_proj": self.mlp_bias,
+            "down_proj": self.mlp_bias,
+        }
         for name, shape in list(wanted.items()):
             *path, _ = name.split(".")
             if biased.get(path[-1]):
@@ -74,14 +85,17 @@ def layer_dims(title: str, config: Config, names: Collection[str]) -> LayerDims:
     hidden = integer(title, config, "hidden_size")
     qkv_bias = flag(title, config, "attention_bias", "qkv_bias", default=False)
     return LayerDims(
-        hidden=hidden, inner=integer(title, config, "intermediate_size"), heads=heads,
+        hidden=hidden,
+        inner=integer(title, config, "intermediate_size"),
+        heads=heads,
         kv_heads=integer(title, config, "num_key_value_heads", default=heads),
         head_dim=integer(title, config, "head_dim", default=hidden // heads),
         qkv_bias=qkv_bias or any(name.endswith(".self_attn.q_proj.bias") for name in names),
         o_bias=any(name.endswith(".self_attn.o_proj.bias") for name in names),
         mlp_bias=any(name.endswith(".mlp.down_proj.bias") for name in names),
         qk_norm=any(name.endswith(".self_attn.q_norm.weight") for name in names),
-        eps=number(title, config, "rms_norm_eps", 1e-6), act=str(config.get("hidden_act") or "silu"),
+        eps=number(title, config, "rms_norm_eps", 1e-6),
+        act=str(config.get("hidden_act") or "silu"),
     )
 
 

@@ -16,8 +16,10 @@ Shapes = Mapping[str, Shape]
 Rules = Seq[tuple[str, str]]
 """Patterns of stored names and what canonical ones have instead, applied one after another."""
 
-QUANTISED = re.compile(r"\.(weight_packed|weight_scale|weight_scale_inv|weight_zero_point|weight_shape|qweight|qzeros|"
-                       r"scales|g_idx|input_scale|absmax|quant_map)$")  # fmt: skip
+QUANTISED = re.compile(
+    r"\.(weight_packed|weight_scale|weight_scale_inv|weight_zero_point|weight_shape|qweight|qzeros|"
+    r"scales|g_idx|input_scale|absmax|quant_map)$"
+)
 COMPUTED = r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
 """Buffers that old checkpoints store although they follow from the configuration."""
 

@@ -69,13 +69,19 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     check_width(FORMAT, "hidden_size", integer(FORMAT, config, "hidden_size", default=target.hidden), target)
     names = renamed(FORMAT, shapes, RULES)
     num_blocks = integer(FORMAT, config, "medusa_num_layers", "num_hidden_layers", default=1)
-    num_heads = max(integer(FORMAT, config, "medusa_num_heads", "num_heads", default=1),
-                    numbered(names, r"blocks\.(\d+)\."))
+    num_heads = max(
+        integer(FORMAT, config, "medusa_num_heads", "num_heads", default=1), numbered(names, r"blocks\.(\d+)\.")
+    )
     head_size = integer(FORMAT, config, "truncated_vocab_size", default=target.vocab_size)
     spec = Spec(
-        stored={}, width=target.hidden, num_heads=num_heads, num_blocks=num_blocks,
+        stored={},
+        width=target.hidden,
+        num_heads=num_heads,
+        num_blocks=num_blocks,
         has_bias=any(name.startswith("blocks.") and name.endswith(".bias") for name in names),
-        output=_output(names), vocab_size=target.vocab_size, head_size=head_size,
+        output=_output(names),
+        vocab_size=target.vocab_size,
+        head_size=head_size,
     )
     unused = TARGETS_OWN if _is_whole_model(names) else ()
     return replace(spec, stored=_layout(spec, unused).fit(shapes, RULES))

@@ -56,7 +56,12 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     required = {name: shape for name, shape in wanted.items() if not tied or name == shared(name)}
     stored = Layout(FORMAT, required, wanted).fit(shapes, RULES)
     return Spec(
-        stored=stored, width=width, inner=inner, num_heads=num_heads, vocab_size=vocab_size, tied=tied,
+        stored=stored,
+        width=width,
+        inner=inner,
+        num_heads=num_heads,
+        vocab_size=vocab_size,
+        tied=tied,
         scale_input=flag(FORMAT, config, "scale_input", default=False),
     )
 

@@ -25,21 +25,29 @@ Style = Literal["behind", "mimo", "qwen"]
 PREFIXES: Mapping[Style, str] = {"mimo": "model.mtp_layers.", "qwen": "mtp."}
 RULES: Mapping[Style, Rules] = {
     "behind": (
-        (r"^(\d+)\.enorm\.", r"layers.\1.embed_norm."), (r"^(\d+)\.hnorm\.", r"layers.\1.state_norm."),
-        (r"^(\d+)\.eh_proj\.", r"layers.\1.proj."), (r"^(\d+)\.shared_head\.norm\.", r"layers.\1.norm."),
-        (r"^(\d+)\.shared_head\.head\.", r"layers.\1.head."), (r"^(\d+)\.embed_tokens\.", r"layers.\1.embed_tokens."),
+        (r"^(\d+)\.enorm\.", r"layers.\1.embed_norm."),
+        (r"^(\d+)\.hnorm\.", r"layers.\1.state_norm."),
+        (r"^(\d+)\.eh_proj\.", r"layers.\1.proj."),
+        (r"^(\d+)\.shared_head\.norm\.", r"layers.\1.norm."),
+        (r"^(\d+)\.shared_head\.head\.", r"layers.\1.head."),
+        (r"^(\d+)\.embed_tokens\.", r"layers.\1.embed_tokens."),
         (r"^(\d+)\.", r"layers.\1.block."),
     ),
     "mimo": (
         (r"^(\d+)\.token_layernorm\.", r"layers.\1.embed_norm."),
-        (r"^(\d+)\.hidden_layernorm\.", r"layers.\1.state_norm."), (r"^(\d+)\.input_proj\.", r"layers.\1.proj."),
-        (r"^(\d+)\.final_layernorm\.", r"layers.\1.norm."), (r"^(\d+)\.", r"layers.\1.block."),
+        (r"^(\d+)\.hidden_layernorm\.", r"layers.\1.state_norm."),
+        (r"^(\d+)\.input_proj\.", r"layers.\1.proj."),
+        (r"^(\d+)\.final_layernorm\.", r"layers.\1.norm."),
+        (r"^(\d+)\.", r"layers.\1.block."),
     ),
     "qwen": (
-        (r"^pre_fc_norm_embedding\.", "shared.embed_norm."), (r"^pre_fc_norm_hidden\.", "shared.state_norm."),
-        (r"^fc\.", "shared.proj."), (r"^norm\.", "shared.norm."), (r"^layers\.(\d+)\.", r"layers.\1.block."),
+        (r"^pre_fc_norm_embedding\.", "shared.embed_norm."),
+        (r"^pre_fc_norm_hidden\.", "shared.state_norm."),
+        (r"^fc\.", "shared.proj."),
+        (r"^norm\.", "shared.norm."),
+        (r"^layers\.(\d+)\.", r"layers.\1.block."),
     ),
-}  # fmt: skip
+}
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 
@@ -148,12 +156,20 @@ def _spec(config: Config, target: Target, style: Style, names: Mapping[str, str]
 
     stored = numbered(names, r"layers\.(\d+)\.")
     return Spec(
-        stored={}, hidden=target.hidden, num_layers=num_heads(config) or stored, first_layer=target.layers,
-        vocab_size=target.vocab_size, state_first=style == "mimo",
+        stored={},
+        hidden=target.hidden,
+        num_layers=num_heads(config) or stored,
+        first_layer=target.layers,
+        vocab_size=target.vocab_size,
+        state_first=style == "mimo",
         recycles_normed=style == "qwen" or str(config.get("model_type")).startswith("deepseek"),
-        one_step=style == "mimo", blanks_first=style != "qwen", one_plus=style == "qwen",
-        own_embedding="layers.0.embed_tokens.weight" in names, own_head="layers.0.head.weight" in names,
-        eps=number(FORMAT, config, "rms_norm_eps", 1e-6), block=last_layer_shapes(FORMAT, config),
+        one_step=style == "mimo",
+        blanks_first=style != "qwen",
+        one_plus=style == "qwen",
+        own_embedding="layers.0.embed_tokens.weight" in names,
+        own_head="layers.0.head.weight" in names,
+        eps=number(FORMAT, config, "rms_norm_eps", 1e-6),
+        block=last_layer_shapes(FORMAT, config),
     )
 
 

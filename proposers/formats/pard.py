@@ -42,7 +42,9 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     mask = mask_token(FORMAT, config, vocab_size)
     stored, tied = model_shapes(FORMAT, config)
     return Spec(
-        stored=Layout(FORMAT, stored, tied).fit(shapes), vocab_size=vocab_size, mask_token_id=mask,
+        stored=Layout(FORMAT, stored, tied).fit(shapes),
+        vocab_size=vocab_size,
+        mask_token_id=mask,
         max_model_len=integer(FORMAT, config, "max_position_embeddings"),
     )
 

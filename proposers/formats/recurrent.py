@@ -49,8 +49,13 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     check_width(FORMAT, "hidden_size", width, target)
     exit_width = integer(FORMAT, config, "exit_dim", default=2 * width)
     spec = Spec(
-        stored={}, width=width, exit=exit_width, num_blocks=integer(FORMAT, config, "num_draft_layers"),
-        is_rnn=flag(FORMAT, config, "rnn", default=False), has_input=exit_width != 2 * width, vocab_size=vocab_size,
+        stored={},
+        width=width,
+        exit=exit_width,
+        num_blocks=integer(FORMAT, config, "num_draft_layers"),
+        is_rnn=flag(FORMAT, config, "rnn", default=False),
+        has_input=exit_width != 2 * width,
+        vocab_size=vocab_size,
     )
     return replace(spec, stored=_layout(spec).fit(shapes, _rules(spec.num_blocks)))
 

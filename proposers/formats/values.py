@@ -99,15 +99,21 @@ def section(config: Config, key: str) -> Config:
 def check_vocabulary(title: str, size: int, target: Target) -> None:
     """Refuse a draft whose ids are not the target's; raises `ModelError` with both sizes."""
     if size != target.vocab_size:
-        refuse(title, f"it was made for a vocabulary of {size}, but the target has {target.vocab_size}: "
-                      "use the one that was trained for this target")
+        refuse(
+            title,
+            f"it was made for a vocabulary of {size}, but the target has {target.vocab_size}: "
+            "use the one that was trained for this target",
+        )
 
 
 def check_width(title: str, key: str, size: int, target: Target) -> None:
     """Refuse a draft that reads states of another width than the target's; raises `ModelError` with both."""
     if size != target.hidden:
-        refuse(title, f"{key} is {size}, but the target's states are {target.hidden} wide: "
-                      "use the one that was trained for this target")
+        refuse(
+            title,
+            f"{key} is {size}, but the target's states are {target.hidden} wide: "
+            "use the one that was trained for this target",
+        )
 
 
 def check_unquantised(title: str, config: Config) -> None:

@@ -30,13 +30,17 @@ from runtime.speculating import speculating
 SERVICE = "slipstream.v1.GenerationService"
 LONGEST_NAME = 200
 STATES = {
-    "starting": pb.SERVER_STATE_STARTING, "live": pb.SERVER_STATE_LIVE, "degraded": pb.SERVER_STATE_DEGRADED,
-    "draining": pb.SERVER_STATE_DRAINING, "dead": pb.SERVER_STATE_DEAD,
-}  # fmt: skip
+    "starting": pb.SERVER_STATE_STARTING,
+    "live": pb.SERVER_STATE_LIVE,
+    "degraded": pb.SERVER_STATE_DEGRADED,
+    "draining": pb.SERVER_STATE_DRAINING,
+    "dead": pb.SERVER_STATE_DEAD,
+}
 LEVELS: dict[int, SpecMetrics] = {
-    pb.SPEC_DECODE_METRICS_NONE: "none", pb.SPEC_DECODE_METRICS_SUMMARY: "summary",
+    pb.SPEC_DECODE_METRICS_NONE: "none",
+    pb.SPEC_DECODE_METRICS_SUMMARY: "summary",
     pb.SPEC_DECODE_METRICS_DETAILED: "detailed",
-}  # fmt: skip
+}
 
 Message = TypeVar("Message")
 Reply = TypeVar("Reply")
@@ -111,9 +115,10 @@ class Answering:
             raise as_status(error) from None
 
     async def _responses(self, job: _Job) -> AsyncGenerator[pb.GenerateResponse, None]:
-        async with aclosing(self._engine.stream(job.requests, job.timeout_s)) as deltas, aclosing(
-            job.pacing.batches(deltas)
-        ) as batches:
+        async with (
+            aclosing(self._engine.stream(job.requests, job.timeout_s)) as deltas,
+            aclosing(job.pacing.batches(deltas)) as batches,
+        ):
             async for batch in batches:
                 for response in job.written(batch):
                     yield response

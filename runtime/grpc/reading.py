@@ -81,8 +81,11 @@ def _choices(message: pb.Choices) -> tuple[str, ...]:
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "logit_bias": dict, "prediction": _prediction, "structured_outputs": _fields, "choice": _choices,
-}  # fmt: skip
+    "logit_bias": dict,
+    "prediction": _prediction,
+    "structured_outputs": _fields,
+    "choice": _choices,
+}
 """Fields that are neither plain values nor lists of them."""
 
 

@@ -127,9 +127,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[misc]
         # A handler of streams suits every kind of method: it need not wait for a message to refuse.
         self._refusing = grpc.stream_stream_rpc_method_handler(_refuse)
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
-    ) -> Any:
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Return the handler of a call, or the one that refuses it."""
         method = handler_call_details.method
         given = _told(handler_call_details.invocation_metadata, "authorization")

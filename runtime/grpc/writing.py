@@ -12,8 +12,10 @@ from runtime.http.schemas import SpecMetrics
 from runtime.pacing import Pacing
 
 FINISH_REASONS = {
-    "stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "abort": pb.FINISH_REASON_ABORT,
-}  # fmt: skip
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+}
 
 PADDING_HEAD = 3
 """Bytes of the padding's field number and length, from `SHORTEST_PADDING` on."""
@@ -61,9 +63,7 @@ class SampleWriter:
         level: what the end tells of speculation.
     """
 
-    def __init__(
-        self, index: int, request: Request, texts: TokenTexts, *, streams: bool, level: SpecMetrics
-    ) -> None:
+    def __init__(self, index: int, request: Request, texts: TokenTexts, *, streams: bool, level: SpecMetrics) -> None:
         self._index = index
         self._request = request
         self._texts = texts

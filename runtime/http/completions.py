@@ -46,9 +46,7 @@ class CompletionWriter(Choice):
         echoed: the prompt's text where it is to be echoed, else nothing.
     """
 
-    def __init__(
-        self, index: int, request: Request, body: CompletionRequest, texts: TokenTexts, echoed: str
-    ) -> None:
+    def __init__(self, index: int, request: Request, body: CompletionRequest, texts: TokenTexts, echoed: str) -> None:
         super().__init__(index)
         self._request = request
         self._body = body

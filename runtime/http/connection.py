@@ -10,8 +10,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from runtime.http.errors import ApiError, error_body
 from runtime.http.limits import ConnectionLimits
 
-REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large",
-           503: "Service Unavailable"}  # fmt: skip
+REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 class _HeadRefusedError(Exception):
@@ -45,8 +49,14 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._cut_when_stalled(transport)
         if len(self.connections) > self.limits.max_connections:
-            self._refuse(ApiError(503, f"the server has {self.limits.max_connections} connections and takes no more",
-                                  code="too_many_connections", headers={"retry-after": "1"}))
+            self._refuse(
+                ApiError(
+                    503,
+                    f"the server has {self.limits.max_connections} connections and takes no more",
+                    code="too_many_connections",
+                    headers={"retry-after": "1"},
+                )
+            )
         else:
             self._await_head()
 
@@ -64,8 +74,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
-        self._refuse(ApiError(408, f"the request's headers did not arrive within {self.limits.head_timeout_s:g} s",
-                              code="header_timeout"))
+        self._refuse(
+            ApiError(
+                408,
+                f"the request's headers did not arrive within {self.limits.head_timeout_s:g} s",
+                code="header_timeout",
+            )
+        )
 
     def _head_is_over(self) -> None:
         self._is_in_head = False
@@ -106,8 +121,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _too_large(self, got: str) -> ApiError:
-        return ApiError(431, f"a request may have at most {self.limits.max_headers} headers and "
-                             f"{self.limits.max_head_bytes} bytes of them, got {got}", code="headers_too_large")
+        return ApiError(
+            431,
+            f"a request may have at most {self.limits.max_headers} headers and "
+            f"{self.limits.max_head_bytes} bytes of them, got {got}",
+            code="headers_too_large",
+        )
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request, or not an acceptable one."""

@@ -58,8 +58,11 @@ class FormFields(BaseModel):
         Raises:
             InvalidRequestError: it was asked in two ways.
         """
-        guided = {name.removeprefix(GUIDED): value for name in FormFields.model_fields if name.startswith(GUIDED)
-                  and (value := getattr(self, name)) is not None}
+        guided = {
+            name.removeprefix(GUIDED): value
+            for name in FormFields.model_fields
+            if name.startswith(GUIDED) and (value := getattr(self, name)) is not None
+        }
         formatted = None if self.response_format is None else self.response_format.form()
         asked = [form for form in (formatted, self.structured_outputs, guided or None) if form is not None]
         if len(asked) > 1:

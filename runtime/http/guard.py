@@ -74,8 +74,12 @@ class Guard:
         is_page = path in pages.PATHS and scope["method"] == "GET"
         # Browsers send passwords along unasked, also for other people's pages: they open nothing but the page.
         if path not in OPEN_PATHS and not keys.accepts(given) and not (is_page and keys.accepts_password(given)):
-            raise ApiError(401, "a key that this server knows is needed: send the header Authorization: Bearer KEY",
-                           code="invalid_api_key", headers=ASK_PERSON if is_page else BEARER)
+            raise ApiError(
+                401,
+                "a key that this server knows is needed: send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers=ASK_PERSON if is_page else BEARER,
+            )
         if self._options.salts_by_key:
             TENANT.set(keys.tenant(given))
         if path in GENERATION_PATHS:
@@ -85,8 +89,13 @@ class Guard:
         """Count bytes of bodies; negative to give them back."""
         limit = self._options.max_body_bytes_in_flight
         if num_bytes > 0 and self._in_flight + num_bytes > limit:
-            raise ApiError(429, f"the server is overloaded: bodies of {self._in_flight} bytes are being read already, "
-                                f"at most {limit} may; try again later", code="overloaded", headers=BUSY_RETRY)
+            raise ApiError(
+                429,
+                f"the server is overloaded: bodies of {self._in_flight} bytes are being read already, "
+                f"at most {limit} may; try again later",
+                code="overloaded",
+                headers=BUSY_RETRY,
+            )
         self._in_flight += num_bytes
 
 
@@ -111,8 +120,12 @@ class _Body:
             async with asyncio.timeout_at(self._until):
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {self._timeout_s:g} s", code="body_timeout",
-                           headers={"connection": "close"}) from None
+            raise ApiError(
+                408,
+                f"the body did not arrive within {self._timeout_s:g} s",
+                code="body_timeout",
+                headers={"connection": "close"},
+            ) from None
         self._count(message)
         return message
 

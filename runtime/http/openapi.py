@@ -22,15 +22,23 @@ from runtime.http.responses import (
 COMPONENT = "#/components/schemas/{name}"
 EVENTS = "Server-sent events where `stream` is true: `data: ` and JSON of the form {name}, in the end `data: [DONE]`."
 ANSWERS: dict[str, type[msgspec.Struct]] = {
-    "/v1/completions": Completion, "/v1/chat/completions": ChatCompletion, "/v1/models": ModelList,
-    "/v1/models/{name}": ModelCard, "/tokenize": Tokenized, "/detokenize": Detokenized,
-}  # fmt: skip
+    "/v1/completions": Completion,
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/models": ModelList,
+    "/v1/models/{name}": ModelCard,
+    "/tokenize": Tokenized,
+    "/detokenize": Detokenized,
+}
 STREAMS: dict[str, type[msgspec.Struct]] = {"/v1/completions": Completion, "/v1/chat/completions": ChatCompletionChunk}
 PLAIN: dict[str, dict[str, Any]] = {
-    "/health": {}, "/metrics": {"text/plain": {"schema": {"type": "string"}}},
-    "/version": {"application/json": {"schema": {"type": "object", "properties": {"version": {"type": "string"}},
-                                                 "required": ["version"]}}},
-}  # fmt: skip
+    "/health": {},
+    "/metrics": {"text/plain": {"schema": {"type": "string"}}},
+    "/version": {
+        "application/json": {
+            "schema": {"type": "object", "properties": {"version": {"type": "string"}}, "required": ["version"]}
+        }
+    },
+}
 KEY = "key"
 
 

@@ -21,8 +21,10 @@ class Origins:
         if step is None or not output.token_ids:
             return
         number = self._num_steps[index] = self._num_steps.get(index, 0) + 1
-        tokens = [TokenOrigin(self._texts[token_id], origin)
-                  for token_id, origin in zip(output.token_ids, _origins(step, len(output.token_ids)), strict=True)]
+        tokens = [
+            TokenOrigin(self._texts[token_id], origin)
+            for token_id, origin in zip(output.token_ids, _origins(step, len(output.token_ids)), strict=True)
+        ]
         self._pending.append(StepOrigins(index, number, step.proposed, step.depth, step.accepted, tokens))
 
     def take(self) -> list[StepOrigins]:

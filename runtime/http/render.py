@@ -80,9 +80,7 @@ class LogprobsWriter:
         self._num_top = num_top
         self._offset = 0
 
-    def completion(
-        self, entries: Sequence[TokenLogprobs], first_id: int | None = None
-    ) -> CompletionLogprobs:
+    def completion(self, entries: Sequence[TokenLogprobs], first_id: int | None = None) -> CompletionLogprobs:
         """Return *entries*, behind a token *first_id* that nothing precedes."""
         head = [] if first_id is None else [self._texts[first_id]]
         tokens = head + [self._texts[entry.token_ids[0]] for entry in entries]
@@ -144,12 +142,14 @@ def speculation(
 ) -> RequestMetrics:
     """Return the statistics of all choices together; *steps* are those in which they had drafts."""
     figures = SpeculativeDecodingMetrics.of(total(stats))
-    return RequestMetrics(SpeculativeDecoding(
-        **asdict(figures),
-        acceptance_histogram_by_draft_length=_by_length(steps),
-        per_step_accepted=[step.accepted for step in steps] if is_detailed else UNSET,
-        per_step_drafted=[step.proposed for step in steps] if is_detailed else UNSET,
-    ))  # fmt: skip
+    return RequestMetrics(
+        SpeculativeDecoding(
+            **asdict(figures),
+            acceptance_histogram_by_draft_length=_by_length(steps),
+            per_step_accepted=[step.accepted for step in steps] if is_detailed else UNSET,
+            per_step_drafted=[step.proposed for step in steps] if is_detailed else UNSET,
+        )
+    )
 
 
 def _by_length(steps: Sequence[Step]) -> dict[str, list[int]]:

@@ -239,9 +239,10 @@ def _event(data: bytes) -> bytes:
 
 async def _chunks(engine: EngineClient, job: Job) -> AsyncGenerator[list[msgspec.Struct], None]:
     """Yield chunks as tokens come, grouped by packet; usage and statistics at the end, where they were asked for."""
-    async with aclosing(engine.stream(job.requests, job.timeout_s)) as deltas, aclosing(
-        job.pacing.batches(deltas)
-    ) as batches:
+    async with (
+        aclosing(engine.stream(job.requests, job.timeout_s)) as deltas,
+        aclosing(job.pacing.batches(deltas)) as batches,
+    ):
         async for batch in batches:
             yield _written(job, batch)
     if job.wants_usage:

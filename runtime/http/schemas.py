@@ -258,9 +258,7 @@ class ChatCompletionRequest(GenerationRequest, _Templated):
 
     def tool_use(self, options: ToolOptions) -> ToolUse:
         """Return what is to be made of the tools. Raises `InvalidRequestError`."""
-        return tool_use(
-            self.tools, self.tool_choice, options, is_parallel=self.parallel_tool_calls is not False
-        )
+        return tool_use(self.tools, self.tool_choice, options, is_parallel=self.parallel_tool_calls is not False)
 
     def chat_sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters; without a limit, tokens up to the end of the context."""

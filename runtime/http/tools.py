@@ -131,7 +131,8 @@ class ToolUse:
         if params.structured_outputs is not None:
             raise InvalidRequestError(
                 "response_format and structured_outputs do not go together with tools: an answer in that form cannot "
-                "be a call; leave one of them out, or set tool_choice to none", "tools",
+                "be a call; leave one of them out, or set tool_choice to none",
+                "tools",
             )
         if self.mode == "auto":
             # In some vocabularies the marks around a call are special tokens.
@@ -182,7 +183,8 @@ def tool_use(
     if not options.auto or options.parser is None:
         raise InvalidRequestError(
             "tools with tool_choice auto need a server started with --enable-auto-tool-choice and --tool-call-parser; "
-            "set tool_choice to required, a function or none", "tool_choice",
+            "set tool_choice to required, a function or none",
+            "tool_choice",
         )
     return ToolUse(known, "auto", parser=options.parser, is_parallel=is_parallel)
 
