@@ -17,22 +17,15 @@ RESULTS := benchmarks/results
 
 TWO_THREADS := OMP_NUM_THREADS=2
 
-# What the gang's acceptance runs, and the engine's does not.
-GANG_TESTS := $(filter-out $(wildcard tests/test_ray_serve_*.py tests/test_ray_metrics.py), $(sort $(wildcard tests/test_gang_*.py \
-	tests/test_process_gang.py tests/test_ray_*.py tests/test_tensor_parallel*.py tests/test_doctor.py)))
-# And what the proposers' acceptance runs.
-PROPOSER_TESTS := $(addprefix tests/test_,$(addsuffix .py,attention_drafters capture demo_heads detection \
-	drafter_traps draft_runner every_proposer formats heads learned_worker lookahead malformed model_free \
-	model_free_arguments model_free_engine mtp own_proposer parallel_drafters parts proposers rest seed_examples \
-	seed_pairs static_tree translation trees tree_attention))
-# And what the servers' acceptance runs.
-SERVING_TESTS := $(sort $(wildcard tests/test_serving_*.py tests/test_grpc*.py tests/test_structured*.py \
-	tests/test_openai*.py tests/test_deploy*.py tests/test_ray_serve*.py tests/test_playground*.py \
-	tests/test_bench_serve*.py tests/test_bad_input*.py $(addprefix tests/test_,$(addsuffix .py,http logs \
-	origins phases ray_metrics serve_http watching_files))))
-# And what the acceptance of exactness runs.
-EXACTNESS_TESTS := $(sort $(wildcard tests/test_exactness_*.py tests/test_check*.py tests/test_batch_invariant*.py \
-	tests/test_rules*.py tests/test_every_proposer_by_laws.py))
+# What each acceptance runs. The engine's runs what no other one does.
+GANG_TESTS := tests/distributed tests/ray tests/workers/distributed tests/cluster/test_process_workers.py \
+	tests/cluster/test_doctor.py
+PROPOSER_TESTS := tests/proposers tests/seeds tests/workers/draft tests/workers/attention tests/workers/model
+SERVING_TESTS := tests/http tests/grpc tests/docs tests/structured tests/ray_serve tests/cluster/test_bench_serve.py \
+	tests/cluster/test_deploy.py tests/runtime/test_logs.py tests/runtime/test_timing.py \
+	tests/runtime/test_monitoring_files.py
+EXACTNESS_TESTS := tests/exactness tests/invariant tests/workers/verification tests/cluster/test_check_command.py \
+	tests/cluster/test_check_identity.py tests/cluster/test_check_distribution.py
 
 .PHONY: install serve test protos check bench accept-engine accept-gang accept-proposers accept-serving accept-exactness \
 	accept-oldest clean

@@ -34,6 +34,6 @@ def __dir__() -> list[str]:
 
 
 if __name__ == "__main__":
-    from cluster.cli import main
+    from cluster.cli.main import main
 
     main()

@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks import measure, workload
-from benchmarks.measure import Floats, Ratio
-from benchmarks.recorded import Draws, Models, Text, continuations, judged, match_probability
+from benchmarks.shared import measure, workload
+from benchmarks.shared.measure import Floats, Ratio
+from benchmarks.shared.recorded import Draws, Models, Text, continuations, judged, match_probability
 from demo import pair
 
 TEMPERATURES = (0.3, 0.7, 1.0, 1.3)

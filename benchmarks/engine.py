@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import measure, workload
-from benchmarks.peers import Assisted, Generate, GenerateBatch
-from benchmarks.sides import Engine, share_outside
-from benchmarks.workload import Item, Sampling, Workload
+from benchmarks.shared import measure, workload
+from benchmarks.shared.peers import Assisted, Generate, GenerateBatch
+from benchmarks.shared.sides import Engine, share_outside
+from benchmarks.shared.workload import Item, Sampling, Workload
 from demo import pair
-from workers.loader import pick_dtype
+from workers.model.loader import pick_dtype
 
 ON, OFF = "speculation on", "speculation off"
 GENERATE, ASSISTED, ASSISTED_K = "generate", "generate(assistant_model)", "generate(assistant_model), same K"

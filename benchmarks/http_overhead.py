@@ -24,17 +24,18 @@ from typing import Any
 
 import uvicorn
 
-from benchmarks import measure, workload
+from benchmarks.shared import measure, workload
 from cluster import assemble
-from cluster.engine_process import CONFIG
 from cluster.settings import engine_config
-from protos.config import EngineConfig
+from cluster.transport.engine_process import CONFIG
+from protos.config.engine import EngineConfig
 from protos.sampling import SamplingParams
-from runtime.engine import AsyncEngine
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.process_channel import ProcessChannel
 from runtime.http.app import ServerOptions, create_app
-from runtime.inputs import load_tokenizer
-from runtime.metrics import Metrics
-from runtime.process import ProcessChannel, python_command
+from runtime.metrics.prometheus import Metrics
+from runtime.subprocess import python_command
+from runtime.text.preprocessor import load_tokenizer
 
 ALONE, HTTP = "engine alone", "over HTTP"
 AT_MOST = 1.15
@@ -59,7 +60,7 @@ class Served:
         self._thread.start()
         serving = self._serving()
         port = self._wait(anext(serving))
-        command = [sys.executable, "-m", "benchmarks.http_streams", HOST, str(port)]
+        command = [sys.executable, "-m", "benchmarks.shared.http_streams", HOST, str(port)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as self._reader:
             yield
             assert self._reader.stdin is not None
@@ -72,7 +73,7 @@ class Served:
         config = self._config
         tokenizer: Any = load_tokenizer(config.model)
         metrics = Metrics("bench")
-        channel = ProcessChannel(python_command("cluster.engine_process"), CONFIG.dump_json(config).decode())
+        channel = ProcessChannel(python_command("cluster.transport.engine_process"), CONFIG.dump_json(config).decode())
 
         async def preprocessor(info: Any) -> Any:
             return assemble.preprocessor(config, info, tokenizer)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks import measure
+from benchmarks.shared import measure
 from demo import corpus, head, pair
 from slipstream import LLM, SamplingParams
 

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure, workload
 from benchmarks.round_latency import cluster
-from benchmarks.workload import Item
+from benchmarks.shared import measure, workload
+from benchmarks.shared.workload import Item
 from demo import pair
-from protos.gang import FromWorker, Plan, Port, Setup, ToWorker
 from protos.sampling import SamplingParams
+from protos.worker_messages import FromWorker, Plan, Port, Setup, ToWorker
 
 LATE, PLAIN = "late draft", "no speculation"
 AT_MOST = 1.10
@@ -51,7 +51,7 @@ class LatePort:
 
 def late(port: Port, host: str, node: str) -> None:
     """Be a worker, whose draft is late."""
-    from workers.rank import serve  # noqa: PLC0415 - loaded in the worker's process alone
+    from workers.process.main import serve  # noqa: PLC0415 - loaded in the worker's process alone
 
     serve(LatePort(port, float(os.environ[DELAY]) / 1000), host, node)
 
@@ -61,9 +61,9 @@ class Streams:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, model: Path, speculation: dict[str, Any] | None) -> None:
         from cluster import assemble  # noqa: PLC0415 - Ray reads the environment when it is imported
-        from cluster.ray_channel import RayChannel  # noqa: PLC0415
+        from cluster.ray.channel import RayChannel  # noqa: PLC0415
         from cluster.settings import engine_config  # noqa: PLC0415
-        from runtime.engine import AsyncEngine  # noqa: PLC0415
+        from runtime.frontend.async_engine import AsyncEngine  # noqa: PLC0415
 
         config = engine_config(
             {

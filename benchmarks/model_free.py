@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks import measure
+from benchmarks.shared import measure
 from demo import pair
-from proposers import datastore, registry
-from protos.config import SpeculativeConfig
+from proposers import registry
+from proposers.shared import datastore
+from protos.config.engine import SpeculativeConfig
 from protos.interfaces import DraftRow, Follower, Proposer
 from protos.messages import Draft, Request, Sampling
 from protos.sampling import SamplingParams

@@ -10,9 +10,9 @@ from dataclasses import asdict
 
 import torch
 
-from benchmarks import measure, workload
-from benchmarks.sides import Engine
-from benchmarks.workload import Item
+from benchmarks.shared import measure, workload
+from benchmarks.shared.sides import Engine
+from benchmarks.shared.workload import Item
 from demo import pair
 
 CONFIGURED, PLAIN = "configured but off", "not configured"

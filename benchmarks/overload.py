@@ -25,7 +25,7 @@ import aiohttp
 import numpy as np
 
 import demo
-from benchmarks import measure, workload
+from benchmarks.shared import measure, workload
 
 GOODPUT_AT_LEAST, REFUSED_WITHIN_MS, MEMORY_AT_MOST = 0.95, 50.0, 1.05
 CONTEXT, BLOCK = 512, 16
@@ -193,7 +193,7 @@ def served(args: argparse.Namespace) -> Iterator[Server]:
     ]
     if args.model is not None:
         options.append(f"--model={args.model}")
-    command = [sys.executable, "-m", "cluster.cli", "serve", *options]
+    command = [sys.executable, "-m", "cluster.cli.main", "serve", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Server(process, _url(process))

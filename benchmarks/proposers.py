@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks import measure, workload
-from benchmarks.sides import Engine
-from benchmarks.workload import Item, Sampling
+from benchmarks.shared import measure, workload
+from benchmarks.shared.sides import Engine
+from benchmarks.shared.workload import Item, Sampling
 from demo import corpus, head, pair
-from proposers import datastore
-from runtime.stats import EngineStats
+from proposers.shared import datastore
+from runtime.core.stats import EngineStats
 
 ON, OFF = "on", "off"
 HELDOUT, EDITING = "held-out prompts", "functions written again"

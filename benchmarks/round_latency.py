@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks import measure, workload
-from benchmarks.sides import Engine
+from benchmarks.shared import measure, workload
+from benchmarks.shared.sides import Engine
 from demo import pair
-from protos.gang import (
+from protos.messages import RoundPlan
+from protos.worker_messages import (
     Died,
     FormPair,
     Gang,
@@ -36,10 +37,9 @@ from protos.gang import (
     StoreAddress,
     WorkerId,
 )
-from protos.messages import RoundPlan
-from workers.draft_table import STAMP
-from workers.groups import open_store
-from workers.pair import DraftReceiver, DraftSender, join_as_draft, join_as_target
+from workers.distributed.groups import open_store
+from workers.draft.channel import DraftReceiver, DraftSender, join_as_draft, join_as_target
+from workers.draft.wire import STAMP
 
 CHANNEL, WITH_PAIR, RAY, RAY_FIRST = "channel", "channel and pair", "ray actor calls", "ray, target 0 awaited alone"
 AT_LEAST = 4.0
@@ -204,7 +204,7 @@ def cluster() -> Iterator[Any]:
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     import ray  # noqa: PLC0415 - reads the environment when it is imported
 
-    from cluster.ray_cluster import Membership  # noqa: PLC0415
+    from cluster.ray.cluster import Membership  # noqa: PLC0415
 
     member = Membership(LOGICAL_CPUS)
     try:
@@ -215,8 +215,8 @@ def cluster() -> Iterator[Any]:
 
 def measured(ray: Any, num_targets: int, blocks: int, guesses: int) -> tuple[measure.Timings, list[float]]:
     """Return the times of all sides, and how long target 0 waited for ids."""
-    from cluster.ray_gang import RayGang  # noqa: PLC0415
-    from cluster.ray_placement import Layout, Patience, place  # noqa: PLC0415
+    from cluster.ray.placement import Layout, Patience, place  # noqa: PLC0415
+    from cluster.ray.workers import RayGang  # noqa: PLC0415
 
     placement = place(Layout(num_targets, True, {"CPU": 1.0}, "STRICT_PACK"), Patience(PATIENCE_S), print)
     gang = RayGang(placement, f"{HERE}:answer")

@@ -19,18 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import measure, workload
-from benchmarks.faults import Actors, Faults, Memory
-from benchmarks.workload import Item
+from benchmarks.shared import measure, workload
+from benchmarks.shared.faults import Actors, Faults, Memory
+from benchmarks.shared.workload import Item
 from cluster import assemble
-from cluster.ray_channel import RayChannel
+from cluster.ray.channel import RayChannel
 from cluster.settings import engine_config
 from demo import pair
-from protos.config import EngineConfig
+from protos.config.engine import EngineConfig
 from protos.errors import SlipstreamError
 from protos.messages import WorkerInfo
-from runtime.engine import AsyncEngine
-from runtime.inputs import Preprocessor
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.text.preprocessor import Preprocessor
 from slipstream import LLM, SamplingParams
 
 CLIENTS = 16

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from proposers import registry
-from proposers.datastore import Datastore, fingerprint
-from protos.config import EngineConfig, SpeculativeConfig
+from proposers.shared.datastore import Datastore, fingerprint
+from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, ModelError
 from protos.interfaces import Executor, Proposer
 from protos.messages import WorkerInfo
-from runtime.controller import Controller, Inbox, LocalInbox
-from runtime.detokenizer import DetokenizerFactory
-from runtime.inputs import Preprocessor, load_tokenizer
-from runtime.policy import Policy, make_policy, settled
-from runtime.sampling_defaults import usual_tokens
-from runtime.scheduler import Scheduler
+from runtime.core.controller import Controller, Inbox, LocalInbox
+from runtime.core.scheduler import Scheduler
+from runtime.core.speculation_policy import Policy, make_policy, settled
+from runtime.text.detokenizer import DetokenizerFactory
+from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.sampling_defaults import usual_tokens
 
 if TYPE_CHECKING:
-    from cluster.ray_channel import RayChannel
+    from cluster.ray.channel import RayChannel
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def ray_channel(config: EngineConfig) -> "RayChannel":
         ConfigError: Ray is not installed.
     """
     try:
-        from cluster.ray_channel import RayChannel  # noqa: PLC0415 - engines in one process work without Ray
+        from cluster.ray.channel import RayChannel  # noqa: PLC0415 - engines in one process work without Ray
     except ImportError as error:
         raise ConfigError(
             f"several workers need Ray, which cannot be loaded ({error}): pip install 'ray[serve]>=2.56'"

@@ -12,12 +12,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cluster.process_gang import ProcessGang
-from protos.doctor import FromExamined, Join, Joined, Measure, Measured, Part, Seen, Trouble
+from cluster.transport.process_workers import ProcessGang
+from protos.doctor_messages import FromExamined, Join, Joined, Measure, Measured, Part, Seen, Trouble
 from protos.errors import SlipstreamError
-from protos.gang import Died, WorkerId
+from protos.worker_messages import Died, WorkerId
 
-BODY = "workers.examined:serve"
+BODY = "workers.process.diagnostics:serve"
 START_S = 120.0
 """A process that imports torch is there after this long, even on a busy machine."""
 ANSWER_S = 60.0
@@ -73,7 +73,9 @@ class Ward:
     @classmethod
     def open(cls, body: str = BODY) -> "Ward":
         """Return a ward without anybody in it."""
-        return cls(ProcessGang(body, speaks="protos.doctor:FromExamined", hears="protos.doctor:ToExamined"))
+        return cls(
+            ProcessGang(body, speaks="protos.doctor_messages:FromExamined", hears="protos.doctor_messages:ToExamined")
+        )
 
     def admit(self, workers: Seq[WorkerId]) -> dict[WorkerId, Seen]:
         """Start *workers*; return what each says that it has."""

@@ -10,17 +10,17 @@ from typing import Any
 
 from cluster import shadowing
 from cluster.assemble import ray_channel
-from cluster.offline import ChannelEngine, Engine, LocalEngine
+from cluster.engine_driver import ChannelEngine, Engine, LocalEngine
 from cluster.settings import engine_config
-from protos.config import EngineConfig
+from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, InvalidRequestError
 from protos.messages import Request, TokenOutput
 from protos.outputs import RequestOutput
 from protos.sampling import SamplingParams
-from runtime.inputs import Prompt, as_prompts
-from runtime.outputs import Decode, OutputCollector, no_text
-from runtime.sampling_defaults import sampling_defaults, usual_tokens
-from runtime.stats import EngineStats
+from runtime.core.stats import EngineStats
+from runtime.frontend.outputs import Decode, OutputCollector, no_text
+from runtime.text.preprocessor import Prompt, as_prompts
+from runtime.text.sampling_defaults import sampling_defaults, usual_tokens
 
 logger = logging.getLogger("slipstream")
 

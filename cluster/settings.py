@@ -8,8 +8,8 @@ from typing import Any
 import demo
 from proposers import registry
 from proposers.formats import detect
-from protos import arguments, speculation, speculation_aliases
-from protos.config import EngineConfig
+from protos.config import aliases, arguments, speculation
+from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 
 DEMO_NAME = "demo"
@@ -37,7 +37,7 @@ def _with_demo(wanted: dict[str, Any]) -> dict[str, Any]:
     filled = {"served_model_name": DEMO_NAME, **wanted, "model": str(target)}
     asked = wanted.get(arguments.SPECULATIVE, {})
     keys = {str(key).replace("-", "_"): value for key, value in speculation.mapping(asked).items()}
-    named = keys.keys() | speculation_aliases.collect(wanted).keys()
+    named = keys.keys() | aliases.collect(wanted).keys()
     is_off = arguments.SPECULATIVE in wanted and not keys
     if not is_off and IMPLYING.isdisjoint(named):
         guesses = {} if TOKENS in named else {TOKENS: DEMO_GUESSES}

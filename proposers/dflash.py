@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import Layers, Rope, TargetVocabulary, fill, stored
 from proposers.formats import dflash as format_of
-from proposers.parallel import ParallelProposer
-from protos.config import SpeculativeConfig
-from protos.learned import FeatureSpec, Parts
+from proposers.shared.decoder import Layers, Rope, TargetVocabulary, fill, stored
+from proposers.shared.one_forward import ParallelProposer
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import FeatureSpec, Parts
 
 
 class DFlashNet(nn.Module):
@@ -33,7 +33,7 @@ class DFlashNet(nn.Module):
 
 
 class DFlashModule(nn.Module):
-    """See `protos.learned.Module` and `proposers.parallel.MaskedModule`; its output are states, `[1, T, H]`.
+    """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; its output are states, `[1, T, H]`.
 
     What is fed beside a token is `[H + 1]` wide: the context made of the target's states and a one for known tokens,
     zeros for places of a block.
@@ -97,5 +97,5 @@ class DFlashProposer(ParallelProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> DFlashModule:
-        """See `protos.learned.LearnedProposer`."""
+        """See `protos.draft_module.LearnedProposer`."""
         return DFlashModule(*stored(format_of, parts), parts)

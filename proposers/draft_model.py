@@ -8,11 +8,11 @@ from typing import ClassVar, Self
 
 import torch
 
-from proposers.chains import Chains
-from proposers.growing import CHAINS, Shape, Tree
-from protos.config import SpeculativeConfig
+from proposers.shared.chains import Chains
+from proposers.shared.dynamic_tree import CHAINS, Shape, Tree
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import DraftRunner, on_a_worker
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner, on_a_worker
 from protos.messages import Draft
 
 

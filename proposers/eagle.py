@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import Layers, fill, stored, through
 from proposers.formats import eagle as format_of
-from proposers.recycling import RecyclingProposer
-from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.learned import FeatureSpec, Parts
+from proposers.shared.autoregressive import RecyclingProposer
+from proposers.shared.decoder import Layers, fill, stored, through
+from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.draft_module import FeatureSpec, Parts
 
 
 class EagleNet(nn.Module):
@@ -32,7 +32,7 @@ class EagleNet(nn.Module):
 
 
 class EagleModule(nn.Module):
-    """See `protos.learned.Module`; its output are states, `[1, T, H]`."""
+    """See `protos.draft_module.Module`; its output are states, `[1, T, H]`."""
 
     shift = 1
     most = MAX_SPECULATIVE_TOKENS
@@ -58,7 +58,7 @@ class EagleModule(nn.Module):
         return through(self.net.layers, states_1TH, self.rope(states_1TH, positions_1T))
 
     def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `proposers.recycling.Recycling`: the target's head reads the states, which are fed back as they are."""
+        """See `proposers.shared.autoregressive.Recycling`: the target's head reads the states, which are fed back as they are."""
         return self.head(states_NH).float(), states_NH
 
 
@@ -74,5 +74,5 @@ class EagleProposer(RecyclingProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> EagleModule:
-        """See `protos.learned.LearnedProposer`."""
+        """See `protos.draft_module.LearnedProposer`."""
         return EagleModule(*stored(format_of, parts), parts)

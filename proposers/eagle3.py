@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import Layers, Rope, TargetVocabulary, fill, stored, through
 from proposers.formats import eagle3 as format_of
-from proposers.recycling import RecyclingProposer
-from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.learned import FeatureSpec, Parts
+from proposers.shared.autoregressive import RecyclingProposer
+from proposers.shared.decoder import Layers, Rope, TargetVocabulary, fill, stored, through
+from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.draft_module import FeatureSpec, Parts
 
 
 class WideLayer(nn.Module):
@@ -67,7 +67,7 @@ class Eagle3Net(nn.Module):
 
 
 class Eagle3Module(nn.Module):
-    """See `protos.learned.Module`; its output are states before the last norm, `[1, T, H]`.
+    """See `protos.draft_module.Module`; its output are states before the last norm, `[1, T, H]`.
 
     Args:
         spec: the checkpoint's.
@@ -109,7 +109,7 @@ class Eagle3Module(nn.Module):
         return through(self.net.layers[1:], states_1TH, rope)
 
     def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `proposers.recycling.Recycling`: states are fed back before the norm, after it only by `norm_output`."""
+        """See `proposers.shared.autoregressive.Recycling`: states are fed back before the norm, after it only by `norm_output`."""
         normed_NH = self.net.norm(states_NH)
         return self.to_target(self.head(normed_NH)), normed_NH if self._spec.norm_output else states_NH
 
@@ -126,5 +126,5 @@ class Eagle3Proposer(RecyclingProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> Eagle3Module:
-        """See `protos.learned.LearnedProposer`."""
+        """See `protos.draft_module.LearnedProposer`."""
         return Eagle3Module(*stored(format_of, parts), parts)

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import Layers, fill, stored, through
 from proposers.formats import hydra as checkpoint
-from proposers.heads import Block, HeadsModule, HeadsProposer
-from protos.config import SpeculativeConfig
+from proposers.shared.decoder import Layers, fill, stored, through
+from proposers.shared.heads import Block, HeadsModule, HeadsProposer
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import FeatureSpec, Parts
 from protos.interfaces import DraftRow
-from protos.learned import FeatureSpec, Parts
 
 
 class Prefix(nn.Module):
@@ -50,7 +50,7 @@ class HydraNet(nn.Module):
 
 
 class Hydra(HeadsModule):
-    """See `proposers.heads.Heads`. What is handed on is everything a head reads, wider from head to head.
+    """See `proposers.shared.heads.Heads`. What is handed on is everything a head reads, wider from head to head.
 
     With a prefix, the entry of position i is made of the target's state at i alone, once the token behind it is known.
     """
@@ -96,7 +96,7 @@ class HydraProposer(HeadsProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> Hydra:
-        """See `protos.learned.LearnedProposer`."""
+        """See `protos.draft_module.LearnedProposer`."""
         return Hydra(*stored(checkpoint, parts), parts)
 
     def begin(self, rows: Seq[DraftRow]) -> torch.Tensor:

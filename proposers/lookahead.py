@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, NamedTuple, Self
 
-from protos.config import SpeculativeConfig
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import DraftRunner
 from protos.errors import ConfigError
 from protos.interfaces import DraftRow, Follower
-from protos.learned import DraftRunner
 from protos.messages import Draft, Request
 
 MAX_KEYS = 1024

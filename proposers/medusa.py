@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from proposers.decoder import TargetVocabulary, fill, stored
 from proposers.formats import medusa as checkpoint
-from proposers.heads import Block, HeadsModule, HeadsProposer
-from protos.config import SpeculativeConfig
-from protos.learned import FeatureSpec, Parts
+from proposers.shared.decoder import TargetVocabulary, fill, stored
+from proposers.shared.heads import Block, HeadsModule, HeadsProposer
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import FeatureSpec, Parts
 
 Output = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,7 +40,7 @@ def _output(spec: checkpoint.Spec) -> nn.Linear:
 
 
 class Medusa(HeadsModule):
-    """See `proposers.heads.Heads`. What all heads read is the target's state."""
+    """See `proposers.shared.heads.Heads`. What all heads read is the target's state."""
 
     is_grounded = False
 
@@ -81,5 +81,5 @@ class MedusaProposer(HeadsProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> Medusa:
-        """See `protos.learned.LearnedProposer`."""
+        """See `protos.draft_module.LearnedProposer`."""
         return Medusa(*stored(checkpoint, parts), parts)

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from proposers.decoder import fill, stored
 from proposers.formats import mlp_speculator as checkpoint
-from proposers.heads import HeadsModule, HeadsProposer
-from protos.config import SpeculativeConfig
-from protos.learned import FeatureSpec, Parts
+from proposers.shared.decoder import fill, stored
+from proposers.shared.heads import HeadsModule, HeadsProposer
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import FeatureSpec, Parts
 
 EPSILON = 1e-6
 
@@ -35,7 +35,7 @@ class Norm(nn.Module):
 
 
 class MLPSpeculator(HeadsModule):
-    """See `proposers.heads.Heads`."""
+    """See `proposers.shared.heads.Heads`."""
 
     def __init__(self, spec: checkpoint.Spec, dtype: torch.dtype) -> None:
         super().__init__(spec.num_heads, spec.vocab_size, dtype)
@@ -85,7 +85,7 @@ class MLPSpeculatorProposer(HeadsProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> MLPSpeculator:
-        """See `protos.learned.LearnedProposer`."""
+        """See `protos.draft_module.LearnedProposer`."""
         spec, tensors = stored(checkpoint, parts)
         with torch.device("meta"):
             module = MLPSpeculator(spec, parts.dtype)

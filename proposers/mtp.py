@@ -13,13 +13,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from proposers.decoder import Rope, compute_buffers, fill, layer_shape, shapes_of
 from proposers.formats import mtp as format_of
 from proposers.formats import speculators
 from proposers.formats.causal import model_config
-from proposers.recycling import RecyclingProposer
-from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.learned import FeatureSpec, Parts
+from proposers.shared.autoregressive import RecyclingProposer
+from proposers.shared.decoder import Rope, compute_buffers, fill, layer_shape, shapes_of
+from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.draft_module import FeatureSpec, Parts
 
 ADDS_ONE = (".embed_norm.weight", ".state_norm.weight", ".norm.weight")
 
@@ -62,7 +62,7 @@ class MtpNet(nn.Module):
 
 
 class MtpModule(nn.Module):
-    """See `protos.learned.Module`; its output are the states of all its n layers, `[1, T, n * H]`.
+    """See `protos.draft_module.Module`; its output are the states of all its n layers, `[1, T, n * H]`.
 
     Every layer is fed every entry, so that each knows the whole text when its turn comes: guess k is that of layer k
     modulo n.
@@ -100,7 +100,7 @@ class MtpModule(nn.Module):
         )
 
     def behind(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `proposers.recycling.Recycling`."""
+        """See `proposers.shared.autoregressive.Recycling`."""
         index = step % self._spec.num_layers
         states_NH = states_NX.tensor_split(self._spec.num_layers, -1)[index]
         layer = self.net.layers[index]
@@ -126,7 +126,7 @@ class MtpProposer(RecyclingProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> MtpModule:
-        """See `protos.learned.LearnedProposer`. Of the checkpoint, only the heads are read."""
+        """See `protos.draft_module.LearnedProposer`. Of the checkpoint, only the heads are read."""
         tensors = {
             prefix + name: tensor
             for prefix in format_of.prefixes(parts.config)

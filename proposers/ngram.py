@@ -6,11 +6,11 @@ brings a prediction of its answer (OpenAI's `prediction`) is looked up in that f
 
 from typing import ClassVar, Self
 
-from proposers.following import Followed, Following
-from proposers.grams import Places
-from protos.config import SpeculativeConfig
+from proposers.shared.ngram_index import Places
+from proposers.shared.sequence_index import Followed, Following
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import DraftRunner
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner
 from protos.messages import Draft
 
 

@@ -8,16 +8,16 @@ from typing import ClassVar
 
 import torch
 
-from proposers.decoder import stored
 from proposers.eagle3 import Eagle3Module, Eagle3Proposer
 from proposers.formats import p_eagle as format_of
-from proposers.parallel import ParallelProposer
-from protos.config import SpeculativeConfig
-from protos.learned import Parts
+from proposers.shared.decoder import stored
+from proposers.shared.one_forward import ParallelProposer
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import Parts
 
 
 class ParallelEagleModule(Eagle3Module):
-    """See `protos.learned.Module` and `proposers.parallel.MaskedModule`; its output are states, `[1, T, H]`."""
+    """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; its output are states, `[1, T, H]`."""
 
     lead = -1
     sees_all = False
@@ -45,5 +45,5 @@ class ParallelEagleProposer(ParallelProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> ParallelEagleModule:
-        """See `protos.learned.LearnedProposer`."""
+        """See `protos.draft_module.LearnedProposer`."""
         return ParallelEagleModule(*stored(format_of, parts), parts)

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from proposers.decoder import compute_buffers, fill, layer_shape, stored
 from proposers.formats import pard as format_of
 from proposers.formats.causal import model_config
-from proposers.parallel import ParallelProposer
-from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.learned import FeatureSpec, Parts
+from proposers.shared.decoder import compute_buffers, fill, layer_shape, stored
+from proposers.shared.one_forward import ParallelProposer
+from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.draft_module import FeatureSpec, Parts
 
 
 class PardModule(nn.Module):
-    """See `protos.learned.Module` and `proposers.parallel.MaskedModule`; its output are states, `[1, T, H]`."""
+    """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; its output are states, `[1, T, H]`."""
 
     shift = 0
     lead = -1
@@ -71,5 +71,5 @@ class PardProposer(ParallelProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> PardModule:
-        """See `protos.learned.LearnedProposer`."""
+        """See `protos.draft_module.LearnedProposer`."""
         return PardModule(*stored(format_of, parts), parts)

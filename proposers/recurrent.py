@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from proposers.decoder import fill, stored
 from proposers.formats import recurrent as checkpoint
-from proposers.growing import Nodes
-from proposers.heads import Block, HeadsModule, HeadsProposer
-from proposers.static_tree import StaticTree
-from protos.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from proposers.shared.decoder import fill, stored
+from proposers.shared.dynamic_tree import Nodes
+from proposers.shared.heads import Block, HeadsModule, HeadsProposer
+from proposers.shared.static_tree import StaticTree
+from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.draft_module import DraftRunner, FeatureSpec, Parts
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner, FeatureSpec, Parts
 from protos.messages import Draft
 
 KEPT = 50
@@ -44,7 +44,7 @@ class RecurrentNet(nn.Module):
 
 
 class Recurrent(HeadsModule):
-    """See `proposers.heads.Heads`. What is handed on is the target's state and the recurrent one together, `[N, 2H]`.
+    """See `proposers.shared.heads.Heads`. What is handed on is the target's state and the recurrent one together, `[N, 2H]`.
 
     The one head serves any number of steps.
     """
@@ -92,7 +92,7 @@ class RecurrentProposer(HeadsProposer):
 
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
-        """See `protos.learned.LearnedProposer`: beams, unless a chain or a tree is asked for."""
+        """See `protos.draft_module.LearnedProposer`: beams, unless a chain or a tree is asked for."""
         proposer = super().create(config, runner)
         beams = config.draft_shape != "chain" and not config.speculative_token_tree
         width = config.eagle_topk if config.eagle_topk > 1 else WIDTH
@@ -105,7 +105,7 @@ class RecurrentProposer(HeadsProposer):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, parts: Parts) -> Recurrent:
-        """See `protos.learned.LearnedProposer`."""
+        """See `protos.draft_module.LearnedProposer`."""
         spec, tensors = stored(checkpoint, parts)
         with torch.device("meta"):
             net = RecurrentNet(spec)

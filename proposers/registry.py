@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, cast
 
-from protos.config import SpeculativeConfig
+from protos.config.engine import SpeculativeConfig
+from protos.config.method import is_import_path
+from protos.draft_module import DraftRunner, LearnedProposer
 from protos.errors import ConfigError
 from protos.interfaces import Proposer
-from protos.learned import DraftRunner, LearnedProposer
-from protos.speculation_method import is_import_path
 
 _PROPOSERS: dict[str, str] = {
     "dflash": "proposers.dflash:DFlashProposer",
@@ -78,7 +78,7 @@ def _own(path: str) -> type[Proposer]:
     if lacking:
         raise ConfigError(
             f"speculative method {path!r} is no proposer: it lacks {', '.join(lacking)}; see "
-            "protos.interfaces.Proposer, and protos.learned.LearnedProposer for those with a module"
+            "protos.interfaces.Proposer, and protos.draft_module.LearnedProposer for those with a module"
         )
     return cast(type[Proposer], found)
 

@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Self
 
-from proposers.datastore import DEPTH, Datastore
-from proposers.votes import NO_GUESS, Texts, Vote, chain, confidence_of, tree
-from protos.config import SpeculativeConfig
+from proposers.shared.continuations import NO_GUESS, Texts, Vote, chain, confidence_of, tree
+from proposers.shared.datastore import DEPTH, Datastore
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import DraftRunner
 from protos.errors import ConfigError
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner
 from protos.messages import Draft
 
 SHORTEST = 2

@@ -12,13 +12,13 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import ClassVar, Self
 
-from proposers.following import Followed, Following
-from proposers.grams import Places
-from proposers.past import PastTexts
-from proposers.votes import NO_GUESS, Guess, Vote, chain, confidence_of, tree
-from protos.config import SpeculativeConfig
+from proposers.shared.answer_index import PastTexts
+from proposers.shared.continuations import NO_GUESS, Guess, Vote, chain, confidence_of, tree
+from proposers.shared.ngram_index import Places
+from proposers.shared.sequence_index import Followed, Following
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import DraftRunner
 from protos.interfaces import DraftRow
-from protos.learned import DraftRunner
 from protos.messages import Draft
 
 OWN_SIZES = (6, 2)

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import msgspec
 
-from protos.config import SpeculativeConfig
+from protos.config.engine import SpeculativeConfig
 from protos.messages import Draft, Request, RoundPlan, Verdict, WorkerInfo
 
 if TYPE_CHECKING:
-    from protos.learned import DraftRunner
+    from protos.draft_module import DraftRunner
 
 Needs = Literal["none", "last", "all"]
 
@@ -31,7 +31,7 @@ class Proposer(Protocol):
     """Guesses what the target will say. Never decides anything: any draft is a valid draft.
 
     `on_worker` says whether it lives on the draft worker (handed a `DraftRunner`) or beside the controller. What it is
-    fed of the target's features there, `protos.learned.LearnedProposer.features_of` says.
+    fed of the target's features there, `protos.draft_module.LearnedProposer.features_of` says.
     """
 
     on_worker: ClassVar[bool]

@@ -85,7 +85,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     `parents[i]` is the index of node i's parent, -1 for the root (the last known token); an empty
     `parents` is a chain: each token follows the one before. `probes[i]` marks nodes whose outcome is
-    wanted but which are never accepted; empty means none. See `protos.drafts`.
+    wanted but which are never accepted; empty means none. See `protos.draft_tree`.
     """
 
     tokens: tuple[int, ...]

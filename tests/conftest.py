@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 RAY_VARIABLES = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -68,8 +68,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def running() -> Iterator[list[Any]]:
-    """Yield a list of `tests.gang_engine.Engine`, to be shut down when the test ends."""
-    from tests.gang_engine import quick_turns
+    """Yield a list of `tests.support.distributed.engine.Engine`, to be shut down when the test ends."""
+    from tests.support.distributed.engine import quick_turns
 
     engines: list[Any] = []
     with quick_turns():
@@ -86,7 +86,7 @@ def ray_cluster() -> Iterator[Any]:
 
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets lie deep in it, and their paths must be short
     with pytest.MonkeyPatch.context() as patch:  # workers find the bodies that tests give them
-        patch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{HERE.parent}")
+        patch.setenv("PYTHONPATH", str(ROOT))
         ray.init(
             address="local",
             num_cpus=16,

@@ -6,21 +6,21 @@ from collections.abc import Callable
 import torch
 from msgspec import structs
 
-from protos.config import CacheConfig, EngineConfig
+from protos.config.engine import CacheConfig, EngineConfig
+from protos.draft_module import FeatureSpec
 from protos.errors import ConfigError
-from protos.learned import FeatureSpec
 from protos.messages import StepCosts, WorkerInfo
-from workers.capture import Taps
-from workers.draft_side import DraftSide, LoadedDraft, load_draft, wants_costs
-from workers.grammar_words import with_grammars
-from workers.judges import judge_for
-from workers.kv import bytes_per_block
-from workers.loader import LoadedModel, load
-from workers.runner import ModelRunner, free_memory
-from workers.sampler import Sampler
+from workers.attention.kv import bytes_per_block
+from workers.draft.draft_model import DraftSide, LoadedDraft, load_draft, wants_costs
+from workers.model.capture import Taps
+from workers.model.loader import LoadedModel, load
+from workers.model.runner import ModelRunner, free_memory
+from workers.sampling.grammar_words import with_grammars
+from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
 from workers.uni import UniExecutor
+from workers.verification.factory import judge_for
 
 logger = logging.getLogger(__name__)
 

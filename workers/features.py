@@ -8,7 +8,7 @@ import torch
 
 from protos.interfaces import Needs
 from protos.messages import Row, Verdict
-from workers.batch import Ints
+from workers.attention.batch import Ints
 
 SLOT, GENERATION, FIRST, COUNT = range(4)
 

@@ -8,17 +8,17 @@ import msgspec
 import numpy as np
 import torch
 
-from protos.drafts import ancestors, depths, widths
+from protos.draft_tree import ancestors, depths, widths
 from protos.interfaces import Needs
 from protos.messages import Draft, NewSequence, Row, TokenLogprobs, Verdict
-from workers.batch import Area, Areas, Batch, Ints
+from workers.attention.batch import Area, Areas, Batch, Ints
 from workers.features import Features, kept
-from workers.grammar_sampler import GrammarSampler
-from workers.judging import Judge, Release, SampleAndMatch, Scored
-from workers.laws import NO_LAWS, BySlot
-from workers.logprobs import token_logprobs
-from workers.runner import ModelRunner
+from workers.model.runner import ModelRunner
+from workers.sampling.grammar_sampler import GrammarSampler
+from workers.sampling.logprobs import token_logprobs
 from workers.slots import SlotTable
+from workers.verification.acceptance import Judge, Release, SampleAndMatch, Scored
+from workers.verification.draft_probs import NO_LAWS, BySlot
 
 
 @dataclass(frozen=True)

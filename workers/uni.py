@@ -3,13 +3,13 @@
 import time
 from collections.abc import Sequence as Seq
 
-from protos.drafts import NO_DRAFT
+from protos.draft_tree import NO_DRAFT
 from protos.interfaces import InOneProcess, PhaseTimes
 from protos.messages import Draft, RoundPlan, Row, Verdict, WorkerInfo
-from workers.draft_side import DraftSide
-from workers.laws import NO_LAWS, BySlot
+from workers.draft.draft_model import DraftSide
 from workers.slots import SlotTable
 from workers.target import TargetWorker
+from workers.verification.draft_probs import NO_LAWS, BySlot
 
 
 class UniExecutor(InOneProcess):

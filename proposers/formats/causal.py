@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from proposers.formats.layout import Shapes, refuse
-from proposers.formats.values import Config
+from proposers.formats.shared.layout import Shapes, refuse
+from proposers.formats.shared.values import Config
 
 STANDS_FOR = {"mimo": "qwen2"}
 """Model types that `transformers` does not have, and those whose layers they have."""

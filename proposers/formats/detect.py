@@ -4,11 +4,11 @@ import re
 from collections.abc import Collection, Mapping
 
 from proposers.formats import dflash, mtp, speculators
-from proposers.formats.layout import numbered, refuse
-from proposers.formats.masks import has_mask
-from proposers.formats.peek import Peek
-from proposers.formats.values import Config, flag, integer
-from protos.speculation_method import Described
+from proposers.formats.shared.layout import numbered, refuse
+from proposers.formats.shared.masks import has_mask
+from proposers.formats.shared.peek import Peek
+from proposers.formats.shared.values import Config, flag, integer
+from protos.config.method import Described
 
 WHOLE = "draft_model"
 

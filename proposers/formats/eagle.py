@@ -6,9 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from proposers.formats.layers import LayerDims, context_of, layer_dims, rope_of
-from proposers.formats.layout import Fitted, Layout, Shape, Shapes, renamed, taken
-from proposers.formats.values import Config, check_unquantised, check_vocabulary, check_width, flag, integer, target_of
+from proposers.formats.shared.layers import LayerDims, context_of, layer_dims, rope_of
+from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, renamed, taken
+from proposers.formats.shared.values import (
+    Config,
+    check_unquantised,
+    check_vocabulary,
+    check_width,
+    flag,
+    integer,
+    target_of,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from proposers.formats import speculators
-from proposers.formats.aux_layers import eagle_layers
-from proposers.formats.layers import LayerDims, context_of, layer_dims, rope_of
-from proposers.formats.layout import Fitted, Layout, Shape, Shapes, refuse, renamed, taken
-from proposers.formats.values import (
+from proposers.formats.shared.aux_layers import eagle_layers
+from proposers.formats.shared.layers import LayerDims, context_of, layer_dims, rope_of
+from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, refuse, renamed, taken
+from proposers.formats.shared.values import (
     Config,
     Target,
     check_unquantised,
@@ -139,7 +139,7 @@ def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.
     Raises:
         ModelError: the vocabulary maps lead out of the vocabulary, or disagree.
     """
-    from proposers.formats.vocabulary import target_ids  # noqa: PLC0415 - `read` and `features_of` need no torch
+    from proposers.formats.shared.vocabulary import target_ids  # noqa: PLC0415 - `read` and `features_of` need no torch
 
     found = taken(spec, tensors)
     found.pop(MASK, None)

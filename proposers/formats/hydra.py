@@ -10,10 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from proposers.formats.layers import LayerDims, context_of, layer_dims, rope_of
-from proposers.formats.layout import Fitted, Layout, Rules, Shape, Shapes, refuse, renamed, taken
-from proposers.formats.values import Config, Target, check_unquantised, check_vocabulary, check_width, flag, integer
-from proposers.formats.values import target_of as read_target
+from proposers.formats.shared.layers import LayerDims, context_of, layer_dims, rope_of
+from proposers.formats.shared.layout import Fitted, Layout, Rules, Shape, Shapes, refuse, renamed, taken
+from proposers.formats.shared.values import (
+    Config,
+    Target,
+    check_unquantised,
+    check_vocabulary,
+    check_width,
+    flag,
+    integer,
+)
+from proposers.formats.shared.values import target_of as read_target
 
 if TYPE_CHECKING:
     import torch

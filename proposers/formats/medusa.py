@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from proposers.formats.layout import Fitted, Layout, Shape, Shapes, numbered, refuse, renamed, taken
-from proposers.formats.values import Config, check_unquantised, check_vocabulary, check_width, integer, target_of
+from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, numbered, refuse, renamed, taken
+from proposers.formats.shared.values import Config, check_unquantised, check_vocabulary, check_width, integer, target_of
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.
     """
     found = taken(spec, tensors)
     if "token_map" in found:
-        from proposers.formats.vocabulary import checked_ids  # noqa: PLC0415 - only here is torch needed
+        from proposers.formats.shared.vocabulary import checked_ids  # noqa: PLC0415 - only here is torch needed
 
         found["target_ids"] = checked_ids(FORMAT, "token_map", found.pop("token_map"), spec.vocab_size)
     return found

@@ -14,8 +14,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from proposers.formats import speculators
-from proposers.formats.layout import COMPUTED, Fitted, Layout, Rules, Shape, Shapes, numbered, refuse, renamed
-from proposers.formats.values import Config, Target, check_unquantised, check_vocabulary, integer, number, target_of
+from proposers.formats.shared.layout import COMPUTED, Fitted, Layout, Rules, Shape, Shapes, numbered, refuse, renamed
+from proposers.formats.shared.values import (
+    Config,
+    Target,
+    check_unquantised,
+    check_vocabulary,
+    integer,
+    number,
+    target_of,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proposers.formats import eagle3, speculators
-from proposers.formats.layout import Shapes, refuse
-from proposers.formats.masks import mask_token
-from proposers.formats.values import Config
+from proposers.formats.shared.layout import Shapes, refuse
+from proposers.formats.shared.masks import mask_token
+from proposers.formats.shared.values import Config
 
 if TYPE_CHECKING:
     import torch

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proposers.formats.layout import Fitted, Layout, Shapes, taken
-from proposers.formats.masks import mask_token
-from proposers.formats.values import Config, check_unquantised, integer
+from proposers.formats.shared.layout import Fitted, Layout, Shapes, taken
+from proposers.formats.shared.masks import mask_token
+from proposers.formats.shared.values import Config, check_unquantised, integer
 
 if TYPE_CHECKING:
     import torch

@@ -4,8 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from proposers.formats.layout import Fitted, Layout, Shape, Shapes, taken
-from proposers.formats.values import Config, check_unquantised, check_vocabulary, check_width, flag, integer, target_of
+from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, taken
+from proposers.formats.shared.values import (
+    Config,
+    check_unquantised,
+    check_vocabulary,
+    check_width,
+    flag,
+    integer,
+    target_of,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from proposers.formats.layout import refuse
-from proposers.formats.values import Config, integer, section
+from proposers.formats.shared.layout import refuse
+from proposers.formats.shared.values import Config, integer, section
 
 TYPE = "speculators_model_type"
 METHODS = {"eagle3": "eagle3", "peagle": "p_eagle", "dflash": "dflash", "mtp": "mtp"}

@@ -16,16 +16,16 @@ from protos import slipstream_v1_pb2 as pb
 from protos.errors import InvalidRequestError
 from protos.messages import Request
 from protos.sampling import SamplingParams
-from runtime.delivery import Delta
-from runtime.engine_client import EngineClient, Prompt
+from runtime.frontend.client import EngineClient, Prompt
+from runtime.frontend.pacing import UNPACED, Pacing
+from runtime.frontend.speculation_override import speculating
+from runtime.frontend.stream_queue import Delta
 from runtime.grpc import reading
 from runtime.grpc.errors import StatusError, as_status
 from runtime.grpc.writing import SampleWriter, padded
 from runtime.http.app import ServerOptions
 from runtime.http.render import TokenTexts
 from runtime.http.schemas import SpecMetrics
-from runtime.pacing import UNPACED, Pacing
-from runtime.speculating import speculating
 
 SERVICE = "slipstream.v1.GenerationService"
 LONGEST_NAME = 200

@@ -5,7 +5,7 @@ from typing import Any
 
 from grpc_health.v1 import health, health_pb2
 
-from runtime.engine_client import EngineClient
+from runtime.frontend.client import EngineClient
 from runtime.grpc.answering import SERVICE
 
 ALIVE = ""

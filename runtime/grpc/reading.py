@@ -8,8 +8,8 @@ from protos import slipstream_v1_pb2 as pb
 from protos.errors import InvalidRequestError
 from protos.sampling import MAX_LOGPROBS, SamplingParams
 from protos.validation import shown
+from runtime.frontend.speculation_override import Wish
 from runtime.http.app import REQUEST_ID
-from runtime.speculating import Wish
 
 
 def request_id(message: pb.GenerateRequest, in_metadata: str | None = None) -> str:

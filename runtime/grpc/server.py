@@ -10,11 +10,11 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import slipstream_v1_pb2_grpc as stubs
 from protos.errors import ConfigError
-from runtime.engine_client import EngineClient
+from runtime.frontend.client import EngineClient
 from runtime.grpc.answering import SERVICE, Answering
 from runtime.grpc.health import EngineHealth
 from runtime.grpc.servicer import Gate, GenerationServicer
-from runtime.http.limits import GuardOptions
+from runtime.http.server.limits import GuardOptions
 
 MIB = 1024 * 1024
 LARGEST_REQUEST, LARGEST_RESPONSE = 32 * MIB, 64 * MIB  # bytes

@@ -11,11 +11,11 @@ from grpc import aio
 
 from protos import slipstream_v1_pb2 as pb
 from protos import slipstream_v1_pb2_grpc as stubs
+from runtime.frontend.keys import TENANT
 from runtime.grpc import reading
 from runtime.grpc.answering import SERVICE, Answering
 from runtime.grpc.errors import StatusError, as_status
-from runtime.http.limits import GuardOptions
-from runtime.keys import TENANT
+from runtime.http.server.limits import GuardOptions
 
 REQUEST_ID = "request_id"
 """The metadata key that names a request, as on Ray Serve."""

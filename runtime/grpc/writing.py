@@ -7,9 +7,9 @@ from protos import slipstream_v1_pb2 as pb
 from protos.errors import failure
 from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput
 from protos.outputs import SpeculativeDecodingMetrics
+from runtime.frontend.pacing import Pacing
 from runtime.http.render import TokenTexts
 from runtime.http.schemas import SpecMetrics
-from runtime.pacing import Pacing
 
 FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,

@@ -8,20 +8,20 @@ from dataclasses import replace
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.engine_client import EngineClient
+from runtime.frontend.client import EngineClient
 from runtime.http import errors, openapi, pages, tokenizing
 from runtime.http.bodies import described, json_response, read_body
 from runtime.http.chat import chat_job
 from runtime.http.completions import completion_job
 from runtime.http.errors import ApiError
-from runtime.http.guard import Guard
 from runtime.http.render import Decoder, TokenTexts
 from runtime.http.responding import Job, respond_in_chunks, respond_whole
 from runtime.http.responses import ModelList
 from runtime.http.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from runtime.http.server import Server, ServerOptions
-from runtime.logs import HTTP_REQUEST_ID
-from runtime.metrics import CONTENT_TYPE, Metrics
+from runtime.http.server.guard import Guard
+from runtime.http.server.server import Server, ServerOptions
+from runtime.metrics.logs import HTTP_REQUEST_ID
+from runtime.metrics.prometheus import CONTENT_TYPE, Metrics
 
 __all__ = ["Server", "ServerOptions", "create_app"]
 

@@ -28,9 +28,9 @@ from runtime.http.responses import (
     Usage,
 )
 from runtime.http.schemas import ChatCompletionRequest
-from runtime.http.server import Server
-from runtime.http.tool_reading import CallPart, CallReader, Found
-from runtime.http.tools import ToolUse
+from runtime.http.server.server import Server
+from runtime.http.tools.choice import ToolUse
+from runtime.http.tools.parser import CallPart, CallReader, Found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from runtime.http.render import LogprobsWriter, TokenTexts, prompt_logprobs
 from runtime.http.responding import Choice, Envelope, Job, marked
 from runtime.http.responses import Completion, CompletionChoice, CompletionLogprobs, RequestMetrics, Usage
 from runtime.http.schemas import CompletionRequest
-from runtime.http.server import Server
+from runtime.http.server.server import Server
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from runtime.http.errors import ErrorBody
-from runtime.http.guard import OPEN_PATHS
 from runtime.http.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -18,6 +17,7 @@ from runtime.http.responses import (
     ModelList,
     Tokenized,
 )
+from runtime.http.server.guard import OPEN_PATHS
 
 COMPONENT = "#/components/schemas/{name}"
 EVENTS = "Server-sent events where `stream` is true: `data: ` and JSON of the form {name}, in the end `data: [DONE]`."

@@ -16,17 +16,17 @@ from starlette.types import Send
 
 from protos.errors import failure
 from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput
-from runtime.admission import num_prompt_tokens
-from runtime.delivery import Delta
-from runtime.engine_client import EngineClient
+from runtime.frontend.admission import num_prompt_tokens
+from runtime.frontend.client import EngineClient
+from runtime.frontend.pacing import UNPACED, Pacing
+from runtime.frontend.speculation_override import speculating
+from runtime.frontend.stream_queue import Delta
 from runtime.http.errors import ApiError, as_api_error, error_body
 from runtime.http.origins import Origins
 from runtime.http.render import speculation, usage
 from runtime.http.responses import RequestMetrics, Usage
 from runtime.http.schemas import GenerationRequest, SpecMetrics
-from runtime.http.server import Server
-from runtime.pacing import UNPACED, Pacing
-from runtime.speculating import speculating
+from runtime.http.server.server import Server
 
 T = TypeVar("T")
 CLIENT_CLOSED = 499

@@ -11,10 +11,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
-from runtime.http.foreign import NEUTRAL, NO_TOOLS, Neutral, screen
+from runtime.frontend.speculation_override import Wish
 from runtime.http.forms import FormFields
-from runtime.http.tools import Tool, ToolChoice, ToolOptions, ToolUse, tool_use
-from runtime.speculating import Wish
+from runtime.http.tools.choice import Tool, ToolChoice, ToolOptions, ToolUse, tool_use
+from runtime.http.unsupported_fields import NEUTRAL, NO_TOOLS, Neutral, screen
 
 MAX_PROMPTS = 1024
 SEED_MODULUS = 2**64

@@ -9,7 +9,7 @@ from protos.sampling import SamplingParams
 from runtime.http.bodies import described, json_response, read_body
 from runtime.http.responses import Detokenized, Tokenized
 from runtime.http.schemas import DetokenizeRequest, TokenizeRequest
-from runtime.http.server import Server
+from runtime.http.server.server import Server
 
 
 def add_routes(app: FastAPI, server: Server) -> None:

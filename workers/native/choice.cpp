@@ -1,8 +1,8 @@
-// Choosing tokens on CPUs: the same ids as workers/choice.py:choose, which is the definition, at a fraction of its cost.
+// Choosing tokens on CPUs: the same ids as workers/sampling/sample.py:choose, which is the definition, at a fraction of its cost.
 //
 // The values are never sorted as a whole. Without limits the Gumbel race is decided by a lower bound of each token's
 // score, and only what can still win is scored exactly. With limits, tokens above a falling threshold are
-// sorted until the limits are settled, which is after a few dozen as a rule. The struct is mirrored in workers/choice_native.py.
+// sorted until the limits are settled, which is after a few dozen as a rule. The struct is mirrored in workers/sampling/sample_native.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Ranks on one machine put down tensors for each other in memory that they share. See workers/near_group.py, which
+// Ranks on one machine put down tensors for each other in memory that they share. See workers/distributed/shm_group.py, which
 // mirrors `Exchange`.
 //
 // Every rank has a line of 64 bytes, and two places for tensors, which it uses in turn. It says in its line how many

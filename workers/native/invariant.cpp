@@ -1,6 +1,6 @@
 // What a forward computes where its bits must not depend on what else is computed: each number has one fixed order of
 // operations, whichever rows, tiles, threads or ranks there are. Threads share rows and columns, never a sum.
-// The struct layouts are mirrored in workers/invariant_native.py. See lanes.h for the arithmetic.
+// The struct layouts are mirrored in workers/invariant/native.py. See lanes.h for the arithmetic.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,5 +1,5 @@
 // What all kernels of paged attention share: where K and V lie, what a token sees, and how K and V are written.
-// The struct layouts are mirrored in workers/attention_native.py.
+// The struct layouts are mirrored in workers/attention/native.py.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -11,7 +11,7 @@ struct Plan {
     const int64_t *starts, *lengths, *offsets, *slots;
     const int32_t* blocks;      // ids by slot, `table_stride` from slot to slot
     const int64_t* short_rows;  // the `tasks` rows this kernel attends, null for all; K and V of all rows are written
-    // Of rows that do not simply see all places up to their own (workers/batch.py, `Area`); null where there are none.
+    // Of rows that do not simply see all places up to their own (workers/attention/batch.py, `Area`); null where there are none.
     const int64_t* lowest;              // by row: the first place that is there
     const int64_t *areas, *area_sizes;  // by row: the first place of its area, and their number
     const int64_t* area_positions;      // of the area's places, `area_stride` from row to row

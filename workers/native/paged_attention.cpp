@@ -1,7 +1,7 @@
 // Paged attention for CPUs: reads K and V where they lie instead of gathering them first.
 //
 // One task is one row x one K/V head x a few query tokens. It walks the row's keys in tiles of 32 with an online
-// softmax in fp32. Compiled for the machine it runs on (workers/native_library.py). No exceptions, no allocation beyond
+// softmax in fp32. Compiled for the machine it runs on (workers/native/build.py). No exceptions, no allocation beyond
 // thread-local scratch.
 #include <algorithm>
 #include <cmath>

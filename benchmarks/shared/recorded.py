@@ -1,0 +1,208 @@
+"""What a target and a draft say behind the same texts, recorded once, and what the rules of acceptance make of it."""
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.shared.measure import Floats
+from benchmarks.shared.workload import Item
+from protos.messages import Sampling
+from slipstream import LLM, SamplingParams
+from workers.sampling.noise import ACCEPT, DRAFT, row_keys, stream_seeds, uniform
+from workers.sampling.sample import Ints, Limits, short_law, without_replacement
+from workers.sampling.sampler import Sampler
+from workers.slots import SlotTable
+from workers.verification import rejection_math as rules
+from workers.verification.draft_probs import LAW_SIZE
+
+SEEDS = 48
+"""Draws at each position of a text."""
+BRANCHES, JUDGEMENTS = 4, 16
+"""Chains drawn behind each anchor, and draws of what judges them."""
+STRIDE = 16
+"""Every so many tokens of a text, chains are drawn."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and what the target says behind it, `[L]`; float32 logits `[T, V]` at each of the T tokens it said."""
+
+    ids: torch.Tensor
+    prompt_len: int
+    target_TV: torch.Tensor
+    draft_TV: torch.Tensor
+
+
+def continuations(
+    target: Path, items: Sequence[Item], temperature: float, tokens: int, threads: int
+) -> list[list[int]]:
+    """Return what the target says behind each prompt."""
+    with LLM(
+        model=str(target),
+        speculative_config=None,
+        num_threads=threads,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        enforce_eager=True,
+    ) as llm:
+        params = [
+            SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            for i in range(len(items))
+        ]
+        results = llm.generate([{"prompt_token_ids": list(item.prompt)} for item in items], params, use_tqdm=False)
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+class Models:
+    """Both models, in float32."""
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        self.target, self.draft = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (target, draft)
+        )
+
+    @torch.inference_mode()
+    def record(self, prompt: Sequence[int], said: Sequence[int]) -> Text:
+        """Return what both say along a text."""
+        ids = torch.tensor([*prompt, *said])
+        wanted = slice(len(prompt) - 1, len(ids) - 1)
+        target_TV, draft_TV = (
+            model(ids[None], use_cache=False).logits[0, wanted] for model in (self.target, self.draft)
+        )
+        return Text(ids, len(prompt), target_TV, draft_TV)
+
+    @torch.inference_mode()
+    def chains(self, text: Text, temperature: float, k: int, seed: int) -> Iterator[rules.Chains]:
+        """Yield, for every anchor of a text, `BRANCHES` chains that the draft draws there, and the laws on the way."""
+        caches = [model(text.ids[None], use_cache=True).past_key_values for model in (self.target, self.draft)]
+        for end in range(text.prompt_len, len(text.ids) - k, STRIDE):
+            before = [_branches(cache, end - 1) for cache in caches]
+            seeds_R = np.arange(BRANCHES) + seed
+            yield self._grow(
+                text.ids[end - 1].expand(BRANCHES),
+                before,
+                _warm(BRANCHES, temperature),
+                k,
+                stream_seeds(seeds_R, DRAFT, np.full(BRANCHES, end)),
+            )
+
+    def _grow(self, last_R: torch.Tensor, before: list[Any], limits: Limits, k: int, seeds_R: Ints) -> rules.Chains:
+        fed, laws, places = [last_R], [], []
+        for step in range(k):
+            logits_RV = self.draft(fed[-1][:, None], past_key_values=before[1], use_cache=True).logits[:, -1]
+            ids_RL, q_RL = short_law(logits_RV, limits, LAW_SIZE)
+            keys_R = torch.from_numpy(row_keys(seeds_R, np.full(len(seeds_R), step)))
+            drawn_R1 = without_replacement(ids_RL, q_RL, keys_R, 1)
+            fed.append(drawn_R1[:, 0])
+            laws.append((ids_RL, q_RL))
+            places.append((ids_RL == drawn_R1).int().argmax(1))
+        p_RKV = _laws(self.target(torch.stack(fed[:-1], 1), past_key_values=before[0], use_cache=True).logits, limits)
+        ids_RKL, q_RKL = (torch.stack([law[part] for law in laws], 1) for part in (0, 1))
+        return rules.Chains(
+            np.full(len(seeds_R), k),
+            p_RKV.gather(2, ids_RKL).numpy(),
+            q_RKL.double().numpy(),
+            torch.stack(places, 1).numpy(),
+        )
+
+
+def _branches(cache: Any, length: int) -> Any:
+    """Return a copy of what a model remembers, of the first tokens alone, once for each branch."""
+    copy = deepcopy(cache)
+    copy.crop(length - copy.get_seq_length())
+    copy.batch_repeat_interleave(BRANCHES)
+    return copy
+
+
+def _warm(rows: int, temperature: float) -> Limits:
+    return Limits(np.full(rows, temperature, np.float32), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
+
+
+def _laws(logits_XV: torch.Tensor, limits: Limits) -> torch.Tensor:
+    return (logits_XV.double() / float(limits.temperature[0])).softmax(-1)
+
+
+def judged(chains: rules.Chains, rule: str, seed: int) -> float:
+    """Return how many guesses a rule keeps of a chain, over `JUDGEMENTS` draws of what it is judged by."""
+    many = rules.Chains(*(np.repeat(part, JUDGEMENTS, 0) for part in chains))  # type: ignore[arg-type]
+    rows, k = many.guess_RK.shape
+    u_RK = uniform(stream_seeds(np.arange(rows), ACCEPT, np.full(rows, seed))[:, None], np.arange(k))
+    kept = rules.standard(many, u_RK) if rule == "standard" else rules.block(many, u_RK)
+    return float(kept.counts_R.mean())
+
+
+class Draws:
+    """Draws at every position of texts, with the noise of `SEEDS` seeds: the rules' own samplers.
+
+    Args:
+        vocab: number of tokens.
+        temperature: of all.
+    """
+
+    def __init__(self, vocab: int, temperature: float) -> None:
+        self.temperature = temperature
+        slots = SlotTable(SEEDS, 8, 8)
+        slots.sampling = [Sampling(seed=seed, temperature=temperature) for seed in range(SEEDS)]
+        slots.joined[:] = 1
+        self._sampler, self._limits = Sampler(slots, vocab), _warm(SEEDS, temperature)
+        self._slots_N: Ints = np.arange(SEEDS)
+
+    def coupled(self, text: Text, first: int) -> tuple[Floats, Floats]:
+        """Return how often the draft's choice, and one of its best two, is the target's, `[T]` each.
+
+        Args:
+            text: recorded.
+            first: the index of its first token, different for every text, so that no noise is used twice.
+        """
+        found = [
+            self._match(p_V, q_V, first + t)
+            for t, (p_V, q_V) in enumerate(zip(text.target_TV, text.draft_TV, strict=True))
+        ]
+        one_T, two_T = np.array(found).T
+        return one_T, two_T
+
+    def _match(self, target_V: torch.Tensor, draft_V: torch.Tensor, index: int) -> tuple[float, float]:
+        index_N = np.full(SEEDS, index)
+        y_N = self._sampler.sample(target_V.expand(SEEDS, -1), self._slots_N, index_N)
+        d_N = self._sampler.sample(draft_V.expand(SEEDS, -1), self._slots_N, index_N)
+        two_N2, _ = self._sampler.best(draft_V.expand(SEEDS, -1), self._slots_N, index_N, 2)
+        return float((y_N == d_N).double().mean()), float((two_N2 == y_N[:, None]).any(1).double().mean())
+
+    def standard(self, text: Text, first: int) -> Floats:
+        """Return how often `standard` keeps a guess that is drawn from the draft's law, `[T]`. As `coupled`."""
+        return np.array(
+            [
+                self._kept(p_V, q_V, first + t)
+                for t, (p_V, q_V) in enumerate(zip(text.target_TV, text.draft_TV, strict=True))
+            ]
+        )
+
+    def _kept(self, target_V: torch.Tensor, draft_V: torch.Tensor, index: int) -> float:
+        ids_NL, q_NL = short_law(draft_V.expand(SEEDS, -1), self._limits, LAW_SIZE)
+        known_N = np.full(SEEDS, index)
+        keys = torch.from_numpy(row_keys(stream_seeds(self._slots_N, DRAFT, known_N), known_N))
+        place_N1 = (ids_NL == without_replacement(ids_NL, q_NL, keys, 1)).int().argmax(1, keepdim=True)
+        p_NL = _laws(target_V, self._limits)[ids_NL]
+        chains = rules.Chains(
+            np.ones(SEEDS, np.int64), p_NL[:, None].numpy(), q_NL.double()[:, None].numpy(), place_N1.numpy()
+        )
+        u_N1 = uniform(stream_seeds(self._slots_N, ACCEPT, known_N), known_N)[:, None]
+        return float(rules.standard(chains, u_N1).counts_R.mean())
+
+
+def match_probability(p_TV: Floats, q_TV: Floats) -> Floats:
+    """Return sum_i 1 / sum_j max(p_j/p_i, q_j/q_i), `[T]`: how often two draws agree that share their noise.
+
+    With tokens in order of p/q, falling, the maximum is p_j/p_i up to i and q_j/q_i behind it (arXiv 2408.07978).
+    """
+    order_TV = np.argsort(-(np.log(p_TV) - np.log(q_TV)), axis=1)
+    p_TV, q_TV = np.take_along_axis(p_TV, order_TV, 1), np.take_along_axis(q_TV, order_TV, 1)
+    behind_TV = np.maximum(0.0, 1.0 - q_TV.cumsum(1))
+    found_T: Floats = (1.0 / (p_TV.cumsum(1) / p_TV + behind_TV / q_TV)).sum(1)
+    return found_T

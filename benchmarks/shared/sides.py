@@ -1,0 +1,84 @@
+"""Slipstream as one side of a comparison, and a clock for what its model forwards take."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+from benchmarks.shared.workload import Item, Sampling
+from slipstream import LLM, SamplingParams
+from workers.attention.backend import AttentionBackend, run_with
+
+CACHE_BYTES = 1 << 30
+Result = TypeVar("Result")
+
+
+class Engine:
+    """An `LLM` that makes exactly the tokens asked for. Prefixes are not reused, so that repetitions cost the same."""
+
+    def __init__(self, model: Path, speculative_config: dict[str, Any] | None, *, threads: int) -> None:
+        self.llm = LLM(
+            model=str(model),
+            speculative_config=speculative_config,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            num_threads=threads,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+        )
+
+    def one(self, item: Item, sampling: Sampling) -> int:
+        """Run one request alone; return the tokens made."""
+        return self._run([item], sampling)
+
+    def all(self, items: Sequence[Item]) -> int:
+        """Run all *items* at once, greedily; return the tokens made."""
+        return self._run(items, Sampling(0.0))
+
+    def _run(self, items: Sequence[Item], sampling: Sampling) -> int:
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=index,
+                ignore_eos=True,
+                max_tokens=item.max_tokens,
+                detokenize=False,
+            )
+            for index, item in enumerate(items)
+        ]
+        prompts = [{"prompt_token_ids": list(item.prompt)} for item in items]
+        return sum(len(output.outputs[0].token_ids) for output in self.llm.generate(prompts, params, use_tqdm=False))
+
+
+class ForwardClock:
+    """Seconds spent in model modules, attention included, of target and draft together."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count every forward until the block ends."""
+
+        def timed(backend: AttentionBackend, forward: Callable[[], Result], num_tokens: int) -> Result:
+            began = time.perf_counter()
+            try:
+                return run_with(backend, forward, num_tokens)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        with patch("workers.model.runner.run_with", timed):
+            yield
+
+
+def share_outside(work: Callable[[], int]) -> float:
+    """Return the part of the time of *work* that was not spent in model forwards."""
+    clock = ForwardClock()
+    with clock.running():
+        began = time.perf_counter()
+        work()
+        total = time.perf_counter() - began
+    return 1.0 - clock.seconds / total

@@ -1,0 +1,1 @@
+"""Load on any OpenAI-compatible server: `slipstream bench serve`."""

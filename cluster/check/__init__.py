@@ -1,0 +1,1 @@
+"""`slipstream check`: whether speculation changes the output of a model pair."""

@@ -1,0 +1,179 @@
+"""What a check found, in tables for people and in JSON."""
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from cluster.check.answers import PLACES
+from cluster.check.check import Report
+from cluster.check.distribution import LEAST_DRAWS, MAX_TESTS, LawTest, LawVerdict, PlaceTest
+from cluster.check.identity import Finding, IdentityVerdict
+
+Decode = Callable[[int], str]
+
+SHOWN = 20  # differences, and tests that failed, in a table; all are in the JSON
+PLACES_CAPTION = (
+    f"tokens: those behind prefixes that at least {LEAST_DRAWS} samples share (-: there is none; take more --samples); "
+    "worst: total variation over its bound, of the worst prefix; finds: a law that is off by so much total variation "
+    "behind one prefix is found with 97 %"
+)
+PASSED, VIOLATED, NOT_SHOWN, SKIPPED = "passed", "VIOLATED", "NOT SHOWN", "skipped"
+
+
+def verdict_line(report: Report) -> str:
+    """Return the last line: passed, or what is wrong."""
+    if report.passed:
+        return "passed: speculation changes nothing"
+    wrong = [
+        name
+        for name, is_wrong in (
+            ("greedy identity", not report.greedy.passed),
+            ("seeded identity", report.seeded is not None and not report.seeded.passed),
+            ("the sampled law", not report.law.passed),
+        )
+        if is_wrong
+    ]
+    if wrong:
+        return f"VIOLATED: {', '.join(wrong)}"
+    return f"NOT SHOWN: {'; '.join(report.missing)}"
+
+
+def as_json(report: Report) -> bytes:
+    """Return the whole report as indented JSON; what is infinite becomes null."""
+    told = {"passed": report.passed, "verdict": verdict_line(report), **_plain(report)}
+    return msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n"
+
+
+def _plain(report: Report) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(report)
+    for part in ("greedy", "seeded", "law"):
+        verdict = getattr(report, part)
+        if verdict is not None:
+            told[part]["passed"] = verdict.passed
+    return told
+
+
+def tables(report: Report) -> list[Table]:
+    """Return the two tables to print of *report*."""
+    return [_summary(report), _places(report.law)]
+
+
+def lines(report: Report, decode: Decode) -> list[str]:
+    """Return a line for each difference and each wrong law, the worst first; *decode* gives the text of a token id."""
+    findings = [*report.greedy.findings, *(report.seeded.findings if report.seeded else ())]
+    ordered = sorted(findings, key=lambda finding: finding.is_tie)
+    wrong = sorted((test for test in report.law.tests if not test.passed), key=lambda test: test.p_value)
+    told = [_difference(finding, decode) for finding in ordered[:SHOWN]] + _more(len(ordered), "differences")
+    return told + [_wrong_law(test, decode) for test in wrong[:SHOWN]] + _more(len(wrong), "prefixes with a wrong law")
+
+
+def _more(count: int, what: str) -> list[str]:
+    return [f"... and {count - SHOWN} more {what}; --json tells all"] if count > SHOWN else []
+
+
+def _summary(report: Report) -> Table:
+    table = Table("check", "result", "found", title=f"Does speculation change anything? ({_setting(report)})")
+    ran = f"on: {_counts(report.with_speculation)}; off: {_counts(report.without)}"
+    table.add_row("speculation ran", NOT_SHOWN if report.missing else PASSED, "; ".join((ran, *report.missing)))
+    table.add_row("greedy identity", _result(report.greedy.passed), _identity(report.greedy, report))
+    if report.seeded is None:
+        table.add_row(
+            "seeded identity",
+            SKIPPED,
+            f"rule {report.rule} promises the law of sampled tokens, not that "
+            "they are the same with speculation and without",
+        )
+    else:
+        table.add_row("seeded identity", _result(report.seeded.passed), _identity(report.seeded, report))
+    table.add_row("sampled law", _result(report.law.passed), _law(report))
+    return table
+
+
+def _setting(report: Report) -> str:
+    allowance = report.allowance
+    ties = f"a tie: a gap below {allowance.gap:g}" if allowance.gap else "batch_invariant, no ties"
+    if allowance.logit_gap:
+        ties = f"a tie: a gap below {allowance.logit_gap:g} in logits"
+    return f"rule {report.rule}, {report.dtype}, {ties}"
+
+
+def _result(passed: bool) -> str:
+    return PASSED if passed else VIOLATED
+
+
+def _counts(counts: Any) -> str:
+    if not counts.proposed:
+        return "no guesses"
+    return f"{counts.proposed:,} guesses, {counts.accepted:,} accepted, {counts.rejected:,} rejected"
+
+
+def _identity(verdict: IdentityVerdict, report: Report) -> str:
+    text = f"{verdict.identical} of {verdict.sequences} sequences of {report.setting.max_tokens} tokens are identical"
+    if verdict.ties:
+        limit = "any number" if verdict.most_ties is None else f"at most {verdict.most_ties}"
+        text += f"; {verdict.ties} differ by a floating-point tie ({limit} allowed)"
+    if verdict.violations:
+        text += f"; {verdict.violations} differ WITHOUT a tie. {verdict.why}"
+    return text
+
+
+def _law(report: Report) -> str:
+    law, setting = report.law, report.setting
+    text = (
+        f"{setting.law_prompts} prompts x {setting.samples:,} seeds x {setting.law_tokens} tokens at temperature "
+        f"{setting.temperature:g}; {len(law.tests)} prefixes tested by chi-square and total variation, false-alarm "
+        f"rate {law.false_alarm:g} in all ({law.limit:.2g} for each of up to {MAX_TESTS} tests)"
+    )
+    wrong = [test for test in law.tests if not test.passed]
+    places = [PLACES[place.place] for place in law.places if not place.passed]
+    if wrong:
+        text += f"; the law is WRONG behind {len(wrong)} prefixes"
+    if places:
+        text += f"; over all prefixes together the law is WRONG where reached by: {', '.join(places)}"
+    return text
+
+
+def _places(law: LawVerdict) -> Table:
+    table = Table("reached by", "prefixes", "tokens", "chi2 (df)", "p", "worst", "finds",
+                  title="The sampled law, by how a position was reached", caption=PLACES_CAPTION)  # fmt: skip
+    for place in law.places:
+        table.add_row(*_place(place, [test for test in law.tests if test.place == place.place]))
+    return table
+
+
+def _place(place: PlaceTest, tests: Seq[LawTest]) -> list[str]:
+    begin = [PLACES[place.place], str(place.groups), f"{place.tested:,}"]
+    if not tests:
+        return [*begin, *["-"] * 4]
+    worst = max(test.tv / test.tv_bound for test in tests)
+    finest = min(test.least_tv for test in tests)
+    chi_square = f"{place.chi_square:.0f} ({place.freedom})"
+    return [*begin, chi_square, f"{place.p_value:.2g}", f"{worst:.2f}", f"{finest:.2f}"]
+
+
+def _difference(finding: Finding, decode: Decode) -> str:
+    behind = "" if math.isinf(finding.behind) else f", the worse token lies {finding.behind:.2g} behind"
+    return (
+        f"{finding.part}, prompt {finding.prompt + 1}, token {finding.position + 1}: "
+        f"{_token(finding.with_token, decode)} with speculation ({finding.origin}; p {finding.probability:.2g}, rank "
+        f"{finding.rank}), {_token(finding.without_token, decode)} without; top-2 gap {finding.gap:.2g}{behind}: "
+        f"{'a tie' if finding.is_tie else 'NO TIE'}"
+    )
+
+
+def _wrong_law(test: LawTest, decode: Decode) -> str:
+    behind = "".join(decode(token) for token in test.prefix)
+    token = "the rest" if test.token < 0 else _token(test.token, decode)
+    return (
+        f"law, prompt {test.prompt + 1} + {behind!r} (reached by: {PLACES[test.place]}): {token} came {test.seen} "
+        f"times of {test.draws}, {test.expected:.1f} expected; p {min(test.p_value, test.rest_p_value):.2g}, TV "
+        f"{test.tv:.3f} (bound {test.tv_bound:.3f}): WRONG"
+    )
+
+
+def _token(token: int, decode: Decode) -> str:
+    return "nothing" if token < 0 else f"{token} {decode(token)!r}"

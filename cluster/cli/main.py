@@ -1,0 +1,218 @@
+"""The `slipstream` command: serve, generate, check, build-datastore, env, doctor, bench."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster import shadowing
+from cluster.cli.console import OUT, show_error
+from cluster.cli.faces import face_options
+from cluster.cli.options import engine_options, safety_options, sampling_options, with_options
+from cluster.cli.version import version
+from cluster.settings import engine_config
+from protos.config.engine import ModelConfig
+from protos.errors import ConfigError, SlipstreamError
+
+FAILED = 2
+# Names of options with `_` for `-`, as Python and YAML spell them.
+HYPHENS = {"token_normalize_func": lambda name: name.replace("_", "-")}
+
+app = typer.Typer(
+    name="slipstream",
+    help="Lossless speculative decoding. Without --model, the embedded demo pair is used.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long option names off
+    context_settings=HYPHENS,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        OUT.print(f"slipstream {version()}", highlight=False)
+        raise typer.Exit
+
+
+def _one_model(positional: str | None, option: str | None) -> str | None:
+    if positional is not None and option is not None:
+        raise ConfigError(f"the model is given twice: {positional!r} and --model {option!r}")
+    return positional or option
+
+
+@app.callback()
+def _main(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Lossless speculative decoding. Without --model, the embedded demo pair is used."""
+
+
+@app.command(context_settings=HYPHENS)
+@with_options(engine=engine_options(), sampling=sampling_options(max_tokens=128, temperature=0.0))
+def generate(
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    *,
+    prompt: Annotated[str | None, typer.Argument(help="Text to complete.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL: a string, or an object with `prompt`, a line.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSONL of results for --prompts.")] = None,
+) -> None:
+    """Complete a prompt, streaming, or a file of them; then say how fast it went and what was accepted.
+
+    One prompt runs eager unless --no-enforce-eager is given: compiling would take longer than it saves.
+    """
+    from cluster.cli import generate  # noqa: PLC0415 - what it loads, other commands need not wait for
+
+    if (prompt is None) == (prompts is None):
+        raise ConfigError("give one prompt, or a file of them with --prompts")
+    if prompts is None:
+        # Compiling takes longer than one answer could ever gain from it.
+        generate.stream(engine_config({"enforce_eager": True, **engine}), prompt or "", sampling)
+    elif output is None:
+        raise ConfigError("--prompts needs --output, the file to write the results to")
+    else:
+        generate.batch(engine_config(engine), prompts, output, sampling)
+
+
+@app.command(context_settings=HYPHENS)
+@with_options(faces=face_options(), engine=engine_options(but=("model",)), safety=safety_options())
+def serve(
+    faces: dict[str, Any],
+    engine: dict[str, Any],
+    safety: dict[str, Any],
+    *,
+    positional_model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the embedded demo pair.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="File of a chat template, or the template.")] = None,
+    tool_call_parser: Annotated[str | None, typer.Option(help="How calls are written: hermes, llama3_json.")] = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Let the model choose to call.")
+    ] = False,
+    per_request_spec_decode_metrics: Annotated[str, typer.Option(help="none, summary or detailed.")] = "none",
+    shutdown_timeout: Annotated[int, typer.Option(help="Seconds that answers in flight have to end.", min=0)] = 30,
+) -> None:
+    """Serve the OpenAI HTTP API and the gRPC API."""
+    from cluster.cli import serve  # noqa: PLC0415 - as above
+    from runtime.http.tools.choice import ToolOptions  # noqa: PLC0415
+
+    config = engine_config({**engine, "model": _one_model(positional_model, model)})
+    serve.run(
+        config,
+        faces=faces,
+        chat_template=chat_template,
+        spec_metrics=per_request_spec_decode_metrics,
+        grace_s=shutdown_timeout,
+        tools=ToolOptions(tool_call_parser, enable_auto_tool_choice),
+        safety=safety,
+    )
+
+
+@app.command(context_settings=HYPHENS)
+@with_options(engine=engine_options(but=("model",)))
+def check(
+    engine: dict[str, Any],
+    *,
+    positional_model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the embedded demo pair.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL as for generate, or text, a prompt a line; default: the demo's.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts used at most.", min=1)] = 20,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer that is compared.", min=1)] = 64,
+    samples: Annotated[
+        int, typer.Option(help="Answers sampled behind each of the first 4 prompts, to test their law.", min=100)
+    ] = 1000,
+    temperature: Annotated[float, typer.Option(help="Of seeded answers and samples.", min=0.01, max=100.0)] = 1.0,
+    false_alarm: Annotated[
+        float, typer.Option(help="Chance of finding a wrong law where there is none.", min=1e-12, max=0.1)
+    ] = 1e-6,
+    json: Annotated[Path | None, typer.Option(help="Write the whole report here.")] = None,
+) -> None:
+    """Check that speculation changes nothing: the same answers with and without, and sampled ones of the same law.
+
+    Exit status 0: it does not; 1: it does, or nothing was shown; 2: the check could not be run. --seed makes all seeds.
+    """
+    from cluster.check.check import Wanted  # noqa: PLC0415 - as above
+    from cluster.cli.check import read_prompts, run  # noqa: PLC0415
+
+    config = engine_config({**engine, "model": _one_model(positional_model, model)})
+    wanted = Wanted(read_prompts(prompts, num_prompts), max_tokens, samples, temperature, config.seed or 0, false_alarm)
+    if not run(config, wanted, json):
+        raise typer.Exit(1)
+
+
+@app.command("build-datastore", context_settings=HYPHENS)
+def build_datastore(
+    sources: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
+    *,
+    output: Annotated[Path, typer.Option(help="File to write.")],
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the embedded demo target.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder; default: the model's.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the model or tokenizer on the Hub.")] = None,
+    download_dir: Annotated[str | None, typer.Option(help="Where Hub files are kept.")] = None,
+) -> None:
+    """Write the datastore that speculation by retrieval (method rest) looks things up in, from text files."""
+    from cluster.cli import datastore  # noqa: PLC0415 - as above
+
+    name = tokenizer or model or datastore.demo_model()
+    datastore.run(ModelConfig(name, revision=revision, download_dir=download_dir), sources, output)
+
+
+@app.command(context_settings=HYPHENS)
+@with_options(engine=engine_options())
+def env(engine: dict[str, Any]) -> None:
+    """Print what a bug report needs: versions, processor, devices, and the configuration of these options."""
+    from cluster.cli import env  # noqa: PLC0415 - as above
+
+    env.show(engine_config(engine))
+
+
+@app.command(context_settings=HYPHENS)
+def doctor(
+    *,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option("--tensor-parallel-size", "-tp", help="Target ranks; default: what there is.", min=1)
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    share_devices: Annotated[
+        bool, typer.Option("--share-devices", help="Several ranks on one device; NCCL must be told to allow it.")
+    ] = False,
+    ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Whether to check Ray, too.")] = True,
+) -> None:
+    """Check devices, process groups and Ray with real processes; say what is wrong and how to mend it."""
+    from cluster.cli.doctor import run  # noqa: PLC0415 - as above
+    from cluster.doctor import Wanted  # noqa: PLC0415
+
+    wanted = Wanted(tensor_parallel_size, device, share_devices)
+    if not run(wanted, with_ray=ray):
+        raise typer.Exit(1)
+
+
+@app.command(
+    context_settings={**HYPHENS, "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def bench(context: typer.Context) -> None:
+    """Measure: `bench serve` puts load on any OpenAI server; other arguments go to `python -m benchmarks`."""
+    from cluster.cli import bench  # noqa: PLC0415 - as above
+
+    bench.run(context.args)
+
+
+def main() -> None:
+    """Run the command line; what went wrong in a known way is one line on stderr, and exit status 2."""
+    try:
+        shadowing.check()
+        app(prog_name="slipstream")
+    except SlipstreamError as error:
+        show_error(str(error))
+        sys.exit(FAILED)
+    except BrokenPipeError:  # the reader of our output has left
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Command-line options made from the tables of engine and sampling arguments, and the YAML file that may hold them."""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml  # type: ignore[import-untyped]
+from pydantic.fields import FieldInfo
+
+from protos.config import aliases, arguments
+from protos.errors import ConfigError
+from protos.sampling import SamplingParams
+from protos.validation import did_you_mean
+from runtime.http.options import SafetyOptions
+
+Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
+
+ENGINE_PANEL = "Engine"
+SAMPLING_PANEL = "Sampling"
+SAFETY_PANEL = "Safety"
+SAFETY_KINDS: dict[type, type] = {bool: bool, tuple: tuple}
+API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
+"""Keys in the environment, with spaces between them, do not show in the list of processes."""
+SPECULATIVE_HELP = 'JSON, such as \'{"method": "ngram", "num_speculative_tokens": 5}\'; null turns speculation off'
+# Short forms that other tools have taught people; -tp is one option, not -t and -p.
+SHORT = {
+    "tensor_parallel_size": ("-tp",),
+    "speculative_config": ("-sc",),
+    "pipeline_parallel_size": ("-pp",),
+    "data_parallel_size": ("-dp",),
+    "spec_draft_tp": ("-spec-draft-tp",),
+    "model_draft": ("-md",),
+}
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+INTEGERS = ("max_tokens", "min_tokens", "top_k")
+TEXTS = ("stop", "bad_words")
+SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+
+
+def spelling(name: str) -> str:
+    """Return the flag of an argument: `max_model_len` -> `--max-model-len`."""
+    return "--" + name.replace("_", "-")
+
+
+def _parameter(name: str, kind: object, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+
+def _engine_parameter(name: str, shown: str | None) -> inspect.Parameter:
+    """Return the option of one engine argument; without a text to show it is taken, but not listed."""
+    flags = [spelling(name), *SHORT.get(name, ())]
+    if name in arguments.FLAGS:
+        flags[0] += "/--no-" + name.replace("_", "-")
+    kind = bool | None if name in arguments.FLAGS else str | None
+    option = typer.Option(
+        None, *flags, help=shown, hidden=shown is None, show_default=False, rich_help_panel=ENGINE_PANEL
+    )
+    return _parameter(name, kind, option)
+
+
+def engine_options(*, but: tuple[str, ...] = ()) -> list[inspect.Parameter]:
+    """Return an option for every engine argument; those that only redirect or warn are not listed by `--help`."""
+    shown = {option.name: option.help for option in arguments.KEPT} | {arguments.SPECULATIVE: SPECULATIVE_HELP}
+    shown |= {name: f"same as {spelling(key)[2:]}" for name, key in aliases.SHORTCUTS.items()}
+    hidden = sorted(arguments.NAMES - shown.keys())
+    texts: dict[str, str | None] = {**shown, **dict.fromkeys(hidden)}
+    return [_engine_parameter(name, text) for name, text in texts.items() if name not in but]
+
+
+def sampling_options(**defaults: Any) -> list[inspect.Parameter]:
+    """Return the sampling options of one completion, some with other defaults than `SamplingParams`."""
+
+    def one(name: str, kind: object) -> inspect.Parameter:
+        default = defaults.get(name, getattr(SamplingParams(), name))
+        flag = spelling(name) + ("/--no-" + name.replace("_", "-") if kind is bool else "")
+        value = None if kind == list[str] | None else default
+        return _parameter(name, kind, typer.Option(value, flag, rich_help_panel=SAMPLING_PANEL))
+
+    return (
+        [one(name, float) for name in FLOATS]
+        + [one(name, int) for name in INTEGERS]
+        + [one(name, list[str] | None) for name in TEXTS]
+        + [one(name, bool) for name in SWITCHES]
+    )
+
+
+def safety_options() -> list[inspect.Parameter]:
+    """Return an option for each of `SafetyOptions`; what is not given keeps its default."""
+    return [_safety_parameter(name, field) for name, field in SafetyOptions.model_fields.items()]
+
+
+def _safety_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    flag, kind = spelling(name), SAFETY_KINDS.get(type(field.default), str)
+    if kind is bool:
+        flag += "/--no-" + name.replace("_", "-")
+    if kind is not bool and field.default not in (None, ()):
+        told = f"{field.description} [default: {field.default}]"
+    else:
+        told = str(field.description)
+    variable = API_KEY_VARIABLE if name == "api_key" else None
+    option = typer.Option(None, flag, help=told, show_default=False, envvar=variable, rich_help_panel=SAFETY_PANEL)
+    return _parameter(name, list[str] | None if kind is tuple else kind | None, option)
+
+
+def _config_parameter() -> inspect.Parameter:
+    text = "YAML file of options; flags win"
+    option = typer.Option(None, "--config", help=text, callback=_read_config, is_eager=True)
+    return _parameter("config", Path | None, option)
+
+
+def with_options(**groups: list[inspect.Parameter]) -> Decorator:
+    """Give a command `--config` and the options of *groups*; it gets each group's as one dict, unset ones left out."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> None:
+            given.pop("config")
+            taken = {group: _taken(given, options) for group, options in groups.items()}
+            command(**given, **taken)
+
+        own = [p for p in inspect.signature(command).parameters.values() if p.name not in groups]
+        signature = inspect.Signature([*own, _config_parameter(), *(p for group in groups.values() for p in group)])
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        return wrapper
+
+    return decorate
+
+
+def _taken(given: dict[str, Any], options: list[inspect.Parameter]) -> dict[str, Any]:
+    values = {option.name: given.pop(option.name) for option in options}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the file's values the defaults of the options that have their names."""
+    if path is not None:
+        known = {parameter.name for parameter in context.command.params if parameter.name}
+        context.default_map = {**(context.default_map or {}), **_defaults(path, known)}
+    return path
+
+
+def _defaults(path: Path, known: set[str]) -> dict[str, Any]:
+    defaults = {}
+    for key, value in _yaml(path).items():
+        name = str(key).replace("-", "_")
+        name = arguments.ALIASES.get(name, name)
+        if name not in known or name == "config":
+            raise ConfigError(f"{path}: unknown option {str(key)!r}{did_you_mean(name, known)}")
+        defaults[name] = json.dumps(value) if _is_json(name, value) else value
+    return defaults
+
+
+def _is_json(name: str, value: object) -> bool:
+    """Whether *value* must become the text that the option of an engine argument takes."""
+    return isinstance(value, Mapping) or (isinstance(value, list) and name in arguments.NAMES)
+
+
+def _yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {type(error).__name__}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"{path} must hold options as `name: value` lines")
+    return loaded

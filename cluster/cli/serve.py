@@ -1,0 +1,54 @@
+"""`slipstream serve`: from the command line to the server."""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from cluster.cli.faces import NO_GRPC
+from cluster.cli.version import version
+from cluster.serving.grpc_server import GrpcOptions
+from cluster.serving.http_server import HttpOptions
+from cluster.serving.service import ServiceOptions, serve
+from cluster.serving.tls import tls_files
+from cluster.settings import chat_template_text
+from protos.config.engine import EngineConfig
+from protos.errors import ConfigError
+from protos.validation import shown
+from runtime.http.options import SafetyOptions
+from runtime.http.schemas import SpecMetrics
+from runtime.http.tools.choice import ToolOptions
+
+
+def run(
+    config: EngineConfig,
+    *,
+    faces: Mapping[str, Any],
+    chat_template: str | None,
+    spec_metrics: str,
+    grace_s: int,
+    tools: ToolOptions,
+    safety: Mapping[str, Any],
+) -> None:
+    """Serve until told to stop. Raises `ConfigError`, `ModelError`, `EngineDeadError`."""
+    levels = get_args(SpecMetrics)
+    level = next((level for level in levels if level == spec_metrics), None)
+    if level is None:
+        raise ConfigError(
+            f"per_request_spec_decode_metrics must be one of {', '.join(levels)}, got {shown(spec_metrics)}"
+        )
+    http, grpc = _faces(faces)
+    serve(
+        config,
+        ServiceOptions(
+            version(), http, grpc, grace_s, chat_template_text(chat_template), level, tools, SafetyOptions.of(safety)
+        ),
+    )
+
+
+def _faces(given: Mapping[str, Any]) -> tuple[HttpOptions, GrpcOptions | None]:
+    """Return where to listen, certificates checked."""
+    host = given["host"]
+    tls = tls_files(("ssl_certfile", "ssl_keyfile"), given.get("ssl_certfile"), given.get("ssl_keyfile"))
+    http = HttpOptions(host, given["port"], tls)
+    names = ("grpc_tls_cert", "grpc_tls_key")
+    tls = tls_files(names, given.get(names[0]), given.get(names[1]), given.get("grpc_tls_client_ca"))
+    return http, None if given["grpc_port"] == NO_GRPC else GrpcOptions(host, given["grpc_port"], tls)

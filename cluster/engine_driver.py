@@ -1,0 +1,250 @@
+"""What `LLM` drives: an engine in the caller's own thread, or one behind a channel."""
+
+import asyncio
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from cluster import assemble
+from protos.config.engine import EngineConfig
+from protos.errors import EngineDeadError, SlipstreamError
+from protos.messages import Abort, Request, TokenOutput, WorkerInfo
+from runtime.core.controller import LocalInbox
+from runtime.core.stats import EngineStats
+from runtime.frontend.async_engine import START_ERRORS
+from runtime.frontend.channel import IDLE_S, Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
+from runtime.text.preprocessor import Preprocessor, load_tokenizer
+
+SILENCE_S = 30.0
+"""A stage that says nothing for this long is named again."""
+
+SNAPSHOT_S = 3 * IDLE_S
+"""An engine that is idle shows its counters within this."""
+
+Reports = queue.Queue[Report | SlipstreamError]
+
+
+class Engine(Protocol):
+    """Answers requests for one caller at a time."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """As transformers made it; None where token ids go in and out."""
+        ...
+
+    @property
+    def preprocessor(self) -> Preprocessor:
+        """Makes requests out of prompts."""
+        ...
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What the loaded workers said of themselves."""
+        ...
+
+    def put(self, requests: Sequence[Request]) -> None:
+        """Have requests served from the next step on."""
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
+        """Give up requests; return what came for others meanwhile."""
+        ...
+
+    def step(self) -> list[TokenOutput]:
+        """Return what came next, maybe nothing.
+
+        Raises:
+            EngineDeadError: nothing more will come; what had come is in `last_words`.
+        """
+        ...
+
+    @property
+    def last_words(self) -> list[TokenOutput]:
+        """The final outputs of requests that a dead engine left behind."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return a picture of the engine's counters and gauges."""
+        ...
+
+    def shutdown(self) -> None:
+        """Free everything. May be called twice."""
+        ...
+
+
+class LocalEngine:
+    """Everything in the caller's thread: a step runs when it is asked for."""
+
+    def __init__(self, config: EngineConfig, say: Say) -> None:
+        self._inbox = LocalInbox()
+        self.assembled = assemble.build(config, self._inbox, say)
+        self.info = self.assembled.info
+        self.tokenizer = self.assembled.tokenizer
+        self.preprocessor = self.assembled.preprocessor
+
+    def put(self, requests: Sequence[Request]) -> None:
+        """See `Engine`."""
+        self._inbox.put(requests)
+
+    def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
+        """See `Engine`."""
+        self._inbox.put([Abort(tuple(request_ids))])
+        return self.step()
+
+    def step(self) -> list[TokenOutput]:
+        """See `Engine`."""
+        return self.assembled.controller.step()
+
+    @property
+    def last_words(self) -> list[TokenOutput]:
+        """See `Engine`."""
+        return self.assembled.controller.last_words
+
+    def stats(self) -> EngineStats:
+        """See `Engine`."""
+        return self.assembled.controller.stats()
+
+    def shutdown(self) -> None:
+        """See `Engine`."""
+        self.assembled.shutdown()
+
+
+class ChannelEngine:
+    """A controller elsewhere. An event loop in a thread of its own carries the mail; the caller waits for reports.
+
+    Ends with `shutdown`, with its last reference, or with the interpreter.
+
+    Args:
+        config: what the channel's controller is built from.
+        channel: leads to it; owned by this engine.
+        say: told, in a line each, what is being done.
+
+    Raises:
+        ConfigError, ModelError, PlacementError: as the controller found.
+        EngineDeadError: it ended for another reason.
+    """
+
+    def __init__(self, config: EngineConfig, channel: Channel, say: Say) -> None:
+        self._reports: Reports = queue.Queue()
+        self._held: deque[Report | SlipstreamError] = deque()  # came while somebody waited for a snapshot
+        self._stats, self._num_tokens = EngineStats(), 0
+        self._failure: SlipstreamError | None = None
+        self.last_words: list[TokenOutput] = []
+        self._carrier = _Carrier(channel)
+        self._end = weakref.finalize(self, self._carrier.close)
+        self._end.atexit = False  # Ray must not be shut down before
+        atexit.register(self._end)
+        try:
+            self.info = self._start(say)
+            self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
+            self.preprocessor = assemble.preprocessor(config, self.info, self.tokenizer)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, say: Say) -> WorkerInfo:
+        """Return what the engine says of itself once it serves; meanwhile pass on what it is doing."""
+        self._carrier.start(self._reports)
+        stage, since = "the engine", time.monotonic()
+        while True:
+            try:
+                report = self._reports.get(timeout=SILENCE_S)
+            except queue.Empty:
+                say(f"still waiting after {time.monotonic() - since:.0f} s for: {stage}")
+                continue
+            if isinstance(report, Ready):
+                return report.info
+            if isinstance(report, Said):
+                stage, since = report.text, time.monotonic()
+                say(stage)
+            else:
+                self._take(report)
+
+    def put(self, requests: Sequence[Request]) -> None:
+        """See `Engine`."""
+        self._check()
+        self._carrier.send(Mail(requests=tuple(requests)))
+
+    def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
+        """See `Engine`. Does not wait: what still comes for these belongs to nobody."""
+        if self._failure is None:
+            self._carrier.send(Mail(aborts=tuple(request_ids)))
+        return []
+
+    def step(self) -> list[TokenOutput]:
+        """See `Engine`."""
+        self._check()
+        return self._take(self._held.popleft() if self._held else self._reports.get())
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    def _take(self, report: Report | SlipstreamError) -> list[TokenOutput]:
+        if isinstance(report, Outputs):
+            self._stats = report.stats or self._stats
+            self._num_tokens += sum(len(output.token_ids) for output in report.outputs)
+            return report.outputs
+        if isinstance(report, Failed):
+            self._failure = START_ERRORS.get(report.kind, EngineDeadError)(report.reason)
+        elif isinstance(report, SlipstreamError):
+            self._failure = report
+        self._check()
+        return []
+
+    def stats(self) -> EngineStats:
+        """See `Engine`. Waits for the snapshot that counts every token which `step` has returned."""
+        deadline = time.monotonic() + SNAPSHOT_S
+        while self._failure is None and self._stats.generated_tokens < self._num_tokens:
+            try:
+                report = self._reports.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if isinstance(report, Outputs):
+                self._stats = report.stats or self._stats
+            self._held.append(report)
+        return self._stats
+
+    def shutdown(self) -> None:
+        """See `Engine`."""
+        self._failure = self._failure or EngineDeadError("the engine was shut down")
+        atexit.unregister(self._end)
+        self._end()
+
+
+class _Carrier:
+    """A channel, and the event loop it lives on, in a thread."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="slipstream-channel", daemon=True)
+        self._thread.start()
+
+    def start(self, reports: "Reports") -> None:
+        """Start the channel; everything it reports goes into *reports*, and so does why it could not be started."""
+        asyncio.run_coroutine_threadsafe(self._start(reports), self._loop)
+
+    async def _start(self, reports: "Reports") -> None:
+        try:
+            await self._channel.start(reports.put)
+        except SlipstreamError as error:
+            reports.put(error)
+        except Exception as error:
+            reports.put(EngineDeadError(f"the engine could not be started: {type(error).__name__}: {error}"))
+
+    def send(self, mail: Mail) -> None:
+        """Post *mail*."""
+        self._loop.call_soon_threadsafe(self._channel.send, mail)
+
+    def close(self) -> None:
+        """Close the channel and end the thread."""
+        asyncio.run_coroutine_threadsafe(self._channel.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

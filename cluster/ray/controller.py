@@ -1,0 +1,74 @@
+"""The controller as a Ray actor in bundle 0: it makes the workers, so they die with it, and serves one front end."""
+
+import logging
+import os
+
+import msgspec
+import ray
+import zmq
+
+from cluster import assemble
+from cluster.ray.actors import Parked
+from cluster.ray.cluster import adopt
+from cluster.ray.placement import Placement
+from cluster.ray.workers import RayGang
+from cluster.transport.engine_process import CONFIG
+from cluster.transport.process_workers import BODY
+from cluster.transport.zmq_sockets import Endpoint, Socket, connect
+from protos.config.engine import EngineConfig
+from protos.interfaces import Executor
+from runtime.frontend.channel import Report, Say, serve_controller
+from runtime.frontend.process_channel import SocketInbox
+from runtime.metrics.logs import log_to_stderr
+from runtime.supervision.distributed_executor import GangExecutor
+
+LAST_REPORTS_MS = 1000
+
+
+class ControllerActor(Parked):
+    """The loop of one engine.
+
+    Args:
+        config: the `EngineConfig`, as JSON.
+        endpoint: of the front end's sockets, as msgpack.
+        placement: the replica's bundles.
+        environment: variables to set where there are none.
+        body: of the workers; see `RayGang`.
+    """
+
+    def __init__(
+        self, config: str, endpoint: bytes, placement: Placement, environment: dict[str, str], body: str = BODY
+    ) -> None:
+        adopt(environment)
+        self._config = CONFIG.validate_json(config)
+        log_to_stderr(self._config.log_format)
+        self._endpoint = msgspec.msgpack.decode(endpoint, type=Endpoint)
+        self._placement, self._body = placement, body
+
+    @ray.method(concurrency_group="serve")
+    def run(self) -> None:
+        """Build the engine and serve until told to stop; after a failure, end the process."""
+        context: zmq.Context[Socket] = zmq.Context()
+        up, down = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        connect(up, self._endpoint.up, self._endpoint)
+        connect(down, self._endpoint.down, self._endpoint)
+        encoder, inbox = msgspec.msgpack.Encoder(), SocketInbox(down)
+
+        def post(report: Report) -> None:
+            up.send(encoder.encode(report))
+
+        succeeded = serve_controller(
+            lambda say: assemble.build(self._config, inbox, say, self._make_executor), inbox, post
+        )
+        up.close(linger=LAST_REPORTS_MS)
+        down.close()
+        context.term()
+        if not succeeded:
+            logging.shutdown()
+            os._exit(1)  # whoever watches must see that this did not end well
+
+    def _make_executor(self, config: EngineConfig, say: Say) -> Executor:
+        gang = RayGang(self._placement, self._body)
+        # Whoever asks for a part of a GPU wants others on the same one.
+        shares = self._placement.plan.worker.get("GPU", 1.0) < 1.0
+        return GangExecutor(gang, config, say, may_share_devices=shares)

@@ -1,0 +1,52 @@
+"""Ray, as `slipstream doctor` and `slipstream env` see it: whether it can be reached, and what is there."""
+
+import ray
+
+from cluster.ray import cluster as ray_cluster
+from cluster.ray.cluster import Membership
+from cluster.ray.placement import BARE, Layout, fits, shortage, totals
+from protos.errors import PlacementError
+
+
+def examine(num_targets: int, *, has_draft: bool, device: str) -> str:
+    """Join the cluster, or start one as an engine would, and say what is there.
+
+    Raises:
+        PlacementError: it cannot be joined or started, or such an engine does not fit.
+    """
+    way = ray_cluster.way_in()
+    member = Membership(1 + num_targets + has_draft)
+    try:
+        worker = {**BARE, "GPU": 1.0} if device != "cpu" and _has_gpus() else dict(BARE)
+        plan = Layout(num_targets, has_draft, worker, "STRICT_PACK")
+        if not fits(plan, [node["Resources"] for node in ray_cluster.nodes()]):
+            raise PlacementError(shortage(plan))
+        return f"{way}: Ray {ray.__version__}, {resources()}"
+    finally:
+        member.leave()
+
+
+def _has_gpus() -> bool:
+    return ray_cluster.cluster_resources().get("GPU", 0.0) > 0
+
+
+def resources() -> str:
+    """Return what the cluster that this process has joined consists of."""
+    nodes = [node["Resources"] for node in ray_cluster.nodes()]
+    has, free = totals(nodes), ray_cluster.available_resources()
+    parts = [f"{free.get(name, 0.0):g} of {has.get(name, 0.0):g} {name}s free" for name in ("GPU", "CPU")]
+    return f"{len(nodes)} node(s), {', '.join(parts)}"
+
+
+def summary() -> str:
+    """Return the resources of the cluster that RAY_ADDRESS names, or why they cannot be told."""
+    if not ray.is_initialized() and ray_cluster.address() is None:
+        return "no cluster: RAY_ADDRESS is not set, and an engine would start one on this machine"
+    try:
+        member = Membership(0)
+    except PlacementError as error:
+        return str(error)
+    try:
+        return resources()
+    finally:
+        member.leave()

@@ -1,0 +1,1 @@
+"""Slipstream as a Ray Serve application."""

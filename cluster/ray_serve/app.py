@@ -1,0 +1,143 @@
+"""Slipstream on Ray Serve: `serve run cluster.serve:build_app`, or `serve deploy cluster/deploy/serve/config.yaml`.
+
+Serve's proxies hand each call to the method of its name; errors become statuses here, because anything else that is
+raised would reach the client as a traceback.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from fastapi import FastAPI
+from google.protobuf.message import Message
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2
+from ray import serve
+from ray.serve.grpc_util import RayServegRPCContext
+
+from cluster.ray_serve.arguments import ServeArguments, ServerArguments
+from cluster.ray_serve.deployment import deployed, planned
+from cluster.ray_serve.replica import Replica
+from cluster.transport.engine_process import CONFIG
+from protos import slipstream_v1_pb2 as pb
+from runtime.frontend.keys import TENANT
+from runtime.grpc.answering import SERVICE
+from runtime.grpc.errors import StatusError, as_status
+from runtime.grpc.health import ALIVE, NOT_SERVING, SERVING
+from runtime.http.server.limits import GuardOptions
+
+Asked = TypeVar("Asked", bound=Message)
+Reply = TypeVar("Reply", bound=Message)
+Context = RayServegRPCContext
+
+NO_KEY = "the API key is missing or wrong: send metadata authorization: Bearer KEY"
+
+
+@serve.ingress()
+class Ingress:
+    """A replica as Ray Serve sees it: the application for HTTP, and a method for each of gRPC's.
+
+    Args:
+        config: the `EngineConfig`, as JSON.
+        settings: the `ServerArguments`, as JSON.
+    """
+
+    async def __init__(self, config: str, settings: str) -> None:  # type: ignore[misc]  # as Serve takes it
+        self._replica = Replica(CONFIG.validate_json(config), ServerArguments.model_validate_json(settings))
+        await self._replica.start()
+        self._answering = self._replica.answering()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Return what answers HTTP."""
+        return self._replica.app()
+
+    async def check_health(self) -> None:
+        """Do nothing while the replica is worth keeping; Serve ends one that raises several times in a row."""
+        self._replica.check()
+
+    async def __del__(self) -> None:
+        """End the engine; Serve awaits this once what ran has ended."""
+        await self._replica.close()
+
+    # gRPC, by the names of the methods in protos/slipstream_v1.proto and of grpc.health.v1.
+
+    async def Generate(self, message: pb.GenerateRequest, grpc_context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Stream an answer. A client that leaves closes the generator, which aborts the request."""
+        try:
+            admit(self._replica.guard, grpc_context)
+            async with aclosing(self._answering.generate(message, _told(grpc_context, "request_id"))) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            raise refused(grpc_context, as_status(error)) from None
+
+    async def Tokenize(self, message: pb.TokenizeRequest, grpc_context: Context) -> pb.TokenizeResponse:
+        """Text -> token ids."""
+        return await self._answered(self._answering.tokenize, message, grpc_context)
+
+    async def Detokenize(self, message: pb.DetokenizeRequest, grpc_context: Context) -> pb.DetokenizeResponse:
+        """Token ids -> text."""
+        return await self._answered(self._answering.detokenize, message, grpc_context)
+
+    async def GetModelInfo(self, message: pb.GetModelInfoRequest, grpc_context: Context) -> pb.GetModelInfoResponse:
+        """Say what is served."""
+        return await self._answered(self._answering.model_info, message, grpc_context)
+
+    async def GetServerInfo(self, message: pb.GetServerInfoRequest, grpc_context: Context) -> pb.GetServerInfoResponse:
+        """Say what this replica is doing."""
+        return await self._answered(self._answering.server_info, message, grpc_context)
+
+    async def Check(
+        self, message: health_pb2.HealthCheckRequest, grpc_context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """Say whether this replica lives, or by the service's name whether it takes requests; no key is needed."""
+        if message.service not in (ALIVE, SERVICE):
+            raise refused(grpc_context, StatusError("NOT_FOUND", f"the only service is {SERVICE}"))
+        serves = self._replica.is_alive if message.service == ALIVE else self._replica.is_ready
+        return health_pb2.HealthCheckResponse(status=SERVING if serves else NOT_SERVING)
+
+    async def _answered(self, method: Callable[[Asked], Awaitable[Reply]], message: Asked, context: Context) -> Reply:
+        try:
+            admit(self._replica.guard, context)
+            return await method(message)
+        except Exception as error:
+            raise refused(context, as_status(error)) from None
+
+
+def admit(guard: GuardOptions, context: Context) -> None:
+    """Let a call in that brings a key; from now on it is answered from what the caches hold for that key.
+
+    Raises:
+        StatusError: it brings none that is accepted.
+    """
+    given = _told(context, "authorization")
+    if not guard.keys.accepts(given):
+        raise StatusError("UNAUTHENTICATED", NO_KEY)
+    if guard.salts_by_key:
+        TENANT.set(guard.keys.tenant(given))
+
+
+def _told(context: Context, name: str) -> str | None:
+    """Return what a call's metadata say under *name*."""
+    return next((str(value) for key, value in context.invocation_metadata() if key == name), None)
+
+
+def refused(context: Context, status: StatusError) -> RuntimeError:
+    """Set *status* for the client; return what is to be raised, for Serve knows no other way to end a call."""
+    context.set_code(StatusCode[status.code_name])
+    context.set_details(status.details)
+    return RuntimeError(status.details)
+
+
+def build_app(args: ServeArguments) -> serve.Application:
+    """Return the application that *args* ask for; Serve calls this with the `args:` of its config.
+
+    Raises:
+        ConfigError, ModelError: names the argument and what to do instead.
+        PlacementError: CUDA is asked for, and the cluster has no GPU.
+    """
+    plan, config = planned(args.config)
+    app: serve.Application = deployed(Ingress, plan, config, args.server).bind(
+        CONFIG.dump_json(config).decode(), args.server.model_dump_json()
+    )
+    return app

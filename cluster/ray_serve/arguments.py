@@ -1,0 +1,114 @@
+"""What stands under `args:` in a Ray Serve config: options of the engine and of the server, under their usual names."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from cluster.cli.options import API_KEY_VARIABLE
+from cluster.settings import chat_template_text, engine_config
+from protos.config import arguments
+from protos.config.engine import EngineConfig
+from protos.validation import did_you_mean
+from runtime.http.options import SafetyOptions
+from runtime.http.schemas import SpecMetrics
+from runtime.http.tools.choice import ToolOptions
+
+STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+ELSEWHERE = {
+    "api_key": f"Ray logs arguments: put keys in {API_KEY_VARIABLE}, in the environment of Ray's processes",
+    "max_connections": "the connections are those of Ray Serve's proxies",
+    "header_timeout": "the connections are those of Ray Serve's proxies",
+}
+"""Options of `slipstream serve` that have no place here, and why."""
+LONGEST_ANSWER_S = 600.0
+LEEWAY_S = 10.0
+
+
+class ServerArguments(SafetyOptions):
+    """What the server is told beside its engine.
+
+    Attributes:
+        chat_template: the text of a template, in place of the model's, or the name of its file where the application is
+            built.
+        heartbeat_timeout_s: a replica whose controller has been silent for longer is replaced.
+        drain_timeout_s: how long a replica that is told to stop may finish its answers; by default a little longer than
+            requests may take.
+    """
+
+    model_config = STRICT
+
+    chat_template: str | None = None
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    per_request_spec_decode_metrics: SpecMetrics = "none"
+    heartbeat_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    drain_timeout_s: float | None = Field(default=None, gt=0)
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read(cls, given: str | None) -> str | None:
+        return chat_template_text(given)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """See that what is made of them later can be made. Raises `ConfigError`."""
+        super().model_post_init(context)
+        _ = self.tools, self.guard
+
+    @cached_property
+    def tools(self) -> ToolOptions:
+        """How calls are taken. Raises `ConfigError`."""
+        return ToolOptions(self.tool_call_parser, self.enable_auto_tool_choice)
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds a replica that is told to stop has."""
+        if self.drain_timeout_s is not None:
+            return self.drain_timeout_s
+        return LONGEST_ANSWER_S if self.request_timeout is None else self.request_timeout + LEEWAY_S
+
+
+class ServeArguments(BaseModel):
+    """One application's arguments, checked when it is built; users write both parts as one list.
+
+    Attributes:
+        engine: arguments of the engine, see `protos.config.arguments`.
+        server: the rest.
+    """
+
+    model_config = STRICT
+
+    engine: dict[str, Any]
+    server: ServerArguments
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sorted(cls, given: Any) -> Any:
+        """Put each argument where it belongs, and refuse names that nobody knows."""
+        if not isinstance(given, Mapping):
+            raise ValueError("args must hold `name: value` lines")
+        parts: dict[str, dict[str, Any]] = {"engine": {}, "server": {}}
+        for spelt, value in given.items():
+            name = str(spelt).replace("-", "_")
+            if name in ELSEWHERE:
+                raise ValueError(f"{name} is not taken here: {ELSEWHERE[name]}")
+            if name not in SERVER and name not in arguments.NAMES:
+                raise ValueError(f"unknown argument {str(spelt)!r}{did_you_mean(name, SERVER | arguments.NAMES)}")
+            parts["server" if name in SERVER else "engine"][name] = value
+        return parts
+
+    @model_validator(mode="after")
+    def _is_served(self) -> "ServeArguments":
+        if self.config.model.skip_tokenizer_init:
+            raise ValueError("serving needs a tokenizer: leave out skip_tokenizer_init")
+        return self
+
+    @cached_property
+    def config(self) -> EngineConfig:
+        """The engine's configuration. Raises `ConfigError`."""
+        return engine_config(self.engine)
+
+
+SERVER = frozenset(ServerArguments.model_fields) - ELSEWHERE.keys()
+"""Names of the server's arguments."""

@@ -1,0 +1,175 @@
+"""One engine with its faces, in the process of a Ray Serve replica."""
+
+import asyncio
+import logging
+import os
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster import assemble
+from cluster.cli.options import API_KEY_VARIABLE
+from cluster.cli.version import version
+from cluster.ray.channel import RayChannel
+from cluster.ray.metrics import Mirror
+from cluster.ray.site import ReplicaSite
+from cluster.ray_serve.arguments import ServerArguments
+from cluster.serving.startup_info import described, served_names
+from cluster.transport.engine_process import CONFIG
+from protos.config.engine import EngineConfig
+from protos.errors import EngineDeadError
+from protos.messages import WorkerInfo
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.channel import Channel
+from runtime.frontend.client import EngineClient
+from runtime.frontend.process_channel import ProcessChannel
+from runtime.grpc.answering import Answering
+from runtime.grpc.health import is_ready
+from runtime.http.app import ServerOptions, create_app
+from runtime.http.render import Decoder, TokenTexts
+from runtime.metrics.logs import log_ended, log_to_stderr
+from runtime.metrics.prometheus import Metrics, log_summaries
+from runtime.subprocess import python_command
+from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.sampling_defaults import sampling_defaults
+
+log = logging.getLogger("slipstream")
+
+
+class WithoutRequestId:
+    """Takes our `x-request-id` off answers: Serve's proxies put the same one there, and clients would see it twice."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+
+        async def without(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, without)
+
+
+class Replica:
+    """Starts an engine, and makes what answers for it. Belongs to the event loop it was started on."""
+
+    def __init__(self, config: EngineConfig, settings: ServerArguments) -> None:
+        log_to_stderr(config.log_format)
+        self._config, self._settings = config, with_keys(settings)
+        self._options = _served(config, self._settings)
+        self.guard = self._options.guard
+        self._tokenizer = _tokenizer(config, settings)
+        self._metrics = Metrics(self._options.model_names[0], tell=log_ended if config.log_requests else None)
+        self._engine = AsyncEngine(
+            _channel(config),
+            self._make_preprocessor,
+            self._metrics,
+            timeout_s=settings.request_timeout,
+            reading=settings.reading,
+            queue=settings.queue,
+        )
+        self._metrics.follow(self._engine.stats)
+        self._beside: list[asyncio.Task[None]] = []
+
+    async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
+        return assemble.preprocessor(self._config, info, self._tokenizer)
+
+    async def start(self) -> None:
+        """Load the engine; nothing of it is left where that fails.
+
+        Raises:
+            ConfigError, ModelError, PlacementError, EngineDeadError: as the controller found.
+        """
+        try:
+            info = await self._engine.start()
+        except BaseException:
+            await self._engine.close()
+            raise
+        for line in described(self._config, info):
+            log.info(line)
+        self._beside.append(asyncio.create_task(Mirror(self._metrics).run()))
+        if not self._config.disable_log_stats:
+            self._beside.append(asyncio.create_task(log_summaries(self._metrics)))
+
+    def app(self) -> FastAPI:
+        """Return what answers HTTP."""
+        app = create_app(self._engine, self._tokenizer, self._metrics, self._options)
+        app.add_middleware(WithoutRequestId)
+        return app
+
+    def answering(self) -> Answering:
+        """Return what answers gRPC."""
+        return Answering(self._engine, TokenTexts(self._tokenizer), self._options)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can still answer, if not now."""
+        return self._engine.is_alive
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken and run now."""
+        return is_ready(self._engine)
+
+    def check(self) -> None:
+        """See `check`."""
+        check(self._engine, self._settings.heartbeat_timeout_s)
+
+    async def close(self) -> None:
+        """End the engine and everything it started."""
+        for task in self._beside:
+            task.cancel()
+        await self._engine.close()
+
+
+def check(engine: EngineClient, heartbeat_timeout_s: float) -> None:
+    """Do nothing while the controller lives, whatever its workers do: it rebuilds them itself.
+
+    Raises:
+        EngineDeadError: it has given up or is gone, or has been silent for too long.
+    """
+    if not engine.is_alive:
+        raise EngineDeadError("the controller has given up or is gone; its log says why")
+    if engine.silence_s > heartbeat_timeout_s:
+        raise EngineDeadError(
+            f"the controller has said nothing for {engine.silence_s:.0f} s; heartbeat_timeout_s is "
+            f"{heartbeat_timeout_s:g}"
+        )
+
+
+def with_keys(settings: ServerArguments) -> ServerArguments:
+    """Add the keys in this process's environment, where secrets of a cluster are handed over."""
+    keys = tuple(os.environ.get(API_KEY_VARIABLE, "").split())
+    return settings.model_copy(update={"api_key": (*settings.api_key, *keys)})
+
+
+def _served(config: EngineConfig, settings: ServerArguments) -> ServerOptions:
+    return ServerOptions(
+        served_names(config),
+        version(),
+        unlisted_names=(config.model.model,),
+        spec_metrics=settings.per_request_spec_decode_metrics,
+        tools=settings.tools,
+        sampling_defaults=sampling_defaults(config.model),
+        guard=settings.guard,
+        pacing=settings.pacing,
+    )
+
+
+def _tokenizer(config: EngineConfig, settings: ServerArguments) -> Decoder:
+    tokenizer = load_tokenizer(config.model)
+    assert tokenizer is not None, "refused by `ServeArguments`"
+    if settings.chat_template is not None:
+        tokenizer.chat_template = settings.chat_template
+    return tokenizer
+
+
+def _channel(config: EngineConfig) -> Channel:
+    """Return the way to a controller beside this process, or in its placement group."""
+    if config.parallel.executor == "uni":
+        return ProcessChannel(python_command("cluster.transport.engine_process"), CONFIG.dump_json(config).decode())
+    return RayChannel(config, site=ReplicaSite())

@@ -1,0 +1,1 @@
+"""The HTTP and gRPC servers of one process."""

@@ -1,0 +1,85 @@
+"""The gRPC server of a service of its own."""
+
+from dataclasses import dataclass
+
+from cluster.serving.frontend import Parts, bound
+from cluster.serving.startup_info import url_host
+from cluster.serving.tls import TlsFiles
+from runtime.frontend.client import EngineClient
+from runtime.grpc.answering import Answering
+from runtime.grpc.server import GrpcServer, tls_credentials
+from runtime.http.render import TokenTexts
+from runtime.http.server.limits import GuardOptions
+
+CLOSING_S = 1.0
+"""Calls that never end by themselves, such as those that watch the health, have this long."""
+
+
+@dataclass(frozen=True)
+class GrpcOptions:
+    """Where and how to listen."""
+
+    host: str = "0.0.0.0"
+    port: int = 9000
+    tls: TlsFiles | None = None
+
+
+class GrpcFace:
+    """See `cluster.serving.frontend.Face`. Tells its health from the start.
+
+    Args:
+        options: where and how to listen.
+        guard: who may call.
+        stall_s: how long a client may read nothing of its answer.
+    """
+
+    def __init__(self, options: GrpcOptions, guard: GuardOptions, stall_s: float) -> None:
+        self._options = options
+        self._stall_s = stall_s
+        self._guard = guard
+        self._port = options.port
+        self._server: GrpcServer | None = None
+        self._engine: EngineClient | None = None
+
+    @property
+    def num_running(self) -> int:
+        """See `Face`."""
+        return 0 if self._server is None else self._server.num_running
+
+    @property
+    def address(self) -> str:
+        """See `Face`."""
+        kind = "gRPC" if self._options.tls is None else "gRPC with TLS"
+        return f"{kind} on {url_host(self._options.host)}:{self._port}"
+
+    async def start(self) -> None:
+        """See `Face`."""
+        with bound(self._options.host, self._options.port, "grpc_port, or -1 for no gRPC"):
+            pass  # says why it cannot be had, as gRPC does not
+        tls = self._options.tls
+        credentials = None if tls is None else tls_credentials(*tls.read())
+        server = GrpcServer(self._guard, credentials, self._stall_s)
+        self._port = await server.start(self._options.host, self._options.port)
+        self._server = server
+
+    async def open(self, parts: Parts) -> None:
+        """See `Face`."""
+        assert self._server is not None, "not started"
+        self._engine = parts.engine
+        await self._server.open(Answering(parts.engine, TokenTexts(parts.tokenizer), parts.options), parts.engine)
+
+    async def serve(self) -> None:
+        """See `Face`."""
+        assert self._server is not None, "not started"
+        assert self._engine is not None, "not open"
+        await self._server.health.follow(self._engine)
+
+    async def look(self) -> None:
+        """See `Face`."""
+        if self._server is not None and self._engine is not None:
+            await self._server.health.look(self._engine)
+
+    async def stop(self, *, at_once: bool) -> None:
+        """See `Face`."""
+        if self._server is not None:
+            await self._server.stop(0 if at_once else CLOSING_S)

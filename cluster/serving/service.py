@@ -1,0 +1,224 @@
+"""`slipstream serve`: the controller in a child process or on Ray, its faces for HTTP and gRPC in this one."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster import assemble
+from cluster.serving.frontend import Face, Parts
+from cluster.serving.grpc_server import GrpcFace, GrpcOptions
+from cluster.serving.http_server import HttpFace, HttpOptions
+from cluster.serving.startup_info import Stages, described, served_names
+from cluster.transport.engine_process import CONFIG
+from protos.config.engine import EngineConfig
+from protos.errors import ConfigError
+from protos.messages import WorkerInfo
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.channel import Channel
+from runtime.frontend.process_channel import ProcessChannel
+from runtime.http.app import ServerOptions
+from runtime.http.options import SafetyOptions
+from runtime.http.render import Decoder
+from runtime.http.schemas import SpecMetrics
+from runtime.http.tools.choice import ToolOptions
+from runtime.metrics.logs import log_ended, log_to_stderr
+from runtime.metrics.prometheus import Metrics, log_summaries
+from runtime.subprocess import python_command
+from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.sampling_defaults import sampling_defaults
+
+log = logging.getLogger("slipstream")
+
+LOOK_EVERY_S = 0.02
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """What `slipstream serve` is told beside its engine.
+
+    `grpc` None means no gRPC. `grace_s` is how long answers in flight may take once the server is told to stop.
+    """
+
+    version: str
+    http: HttpOptions = field(default_factory=HttpOptions)
+    grpc: GrpcOptions | None = field(default_factory=GrpcOptions)
+    grace_s: float = 30.0
+    chat_template: str | None = None
+    spec_metrics: SpecMetrics = "none"
+    tools: ToolOptions = field(default_factory=ToolOptions)
+    safety: SafetyOptions = field(default_factory=lambda: SafetyOptions.of({}))
+
+
+def serve(config: EngineConfig, options: ServiceOptions) -> None:
+    """Serve until SIGINT or SIGTERM; a second one stops at once.
+
+    Raises:
+        ConfigError, ModelError: the engine cannot be built, or an address is taken.
+        PlacementError: the Ray cluster has no room for the workers.
+        EngineDeadError: the engine ended by itself, while it was loading or later.
+    """
+    log_to_stderr(config.log_format)
+    if config.model.skip_tokenizer_init:
+        raise ConfigError("serving needs a tokenizer: leave out skip_tokenizer_init")
+    faces: list[Face] = [HttpFace(options.http, options.safety.connections)]
+    if options.grpc is not None:
+        faces.append(GrpcFace(options.grpc, options.safety.guard, options.safety.read_timeout))
+    asyncio.run(_Service(config, options, faces).run())
+
+
+class KillableChannel(Channel, Protocol):
+    """A channel whose controller can be ended at once."""
+
+    def kill(self) -> None:
+        """End the controller, without waiting."""
+        ...
+
+
+def controller_channel(config: EngineConfig) -> KillableChannel:
+    """Return the way to a controller where *config* wants it: in a child process, or on Ray."""
+    if config.parallel.executor == "uni":
+        return ProcessChannel(python_command("cluster.transport.engine_process"), CONFIG.dump_json(config).decode())
+    return assemble.ray_channel(config)
+
+
+class _Service:
+    """One run of the server: load, serve, drain, stop."""
+
+    def __init__(self, config: EngineConfig, options: ServiceOptions, faces: Sequence[Face]) -> None:
+        self._config = config
+        self._options = options
+        self._faces = faces
+        self._names = served_names(config)
+        self._served = ServerOptions(
+            self._names,
+            options.version,
+            unlisted_names=(config.model.model,),
+            spec_metrics=options.spec_metrics,
+            tools=options.tools,
+            sampling_defaults=sampling_defaults(config.model),
+            guard=options.safety.guard,
+            pacing=options.safety.pacing,
+        )
+        self._metrics = Metrics(self._names[0], tell=log_ended if config.log_requests else None)
+        self._channel = controller_channel(config)
+        self._engine = AsyncEngine(
+            self._channel,
+            self._make_preprocessor,
+            self._metrics,
+            timeout_s=options.safety.request_timeout,
+            reading=options.safety.reading,
+            queue=options.safety.queue,
+        )
+        self._metrics.follow(self._engine.stats)
+        self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
+        self._is_serving = False
+        self._tokenizer: asyncio.Task[Decoder] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Load and serve until told to stop."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        try:
+            for face in self._faces:
+                await face.start()
+            info = await self._load()
+            if info is not None:
+                await self._serve(info)
+        finally:
+            await self._end()
+
+    def _on_signal(self) -> None:
+        """Stop in order; the second time, or while nothing is served, at once."""
+        if self._stop.is_set() or not self._is_serving:
+            self._channel.kill()
+            self._stop_at_once.set()
+        if not self._stop.is_set():
+            log.info("stopping; answers in flight have %g s, once more stops at once", self._options.grace_s)
+        self._stop.set()
+
+    async def _load(self) -> WorkerInfo | None:
+        """Start the engine; None if told to stop meanwhile."""
+        stages = Stages()
+        self._tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        loading = asyncio.create_task(self._engine.start(stages.say))
+        reminding, stopping = asyncio.create_task(stages.remind()), asyncio.create_task(self._stop.wait())
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        reminding.cancel()
+        if self._stop.is_set():
+            loading.cancel()
+            await asyncio.gather(loading, self._tokenizer, return_exceptions=True)
+            return None
+        stopping.cancel()
+        return loading.result()
+
+    def _load_tokenizer(self) -> Decoder:
+        tokenizer = load_tokenizer(self._config.model)
+        assert tokenizer is not None, "refused by `serve`"
+        if self._options.chat_template is not None:
+            tokenizer.chat_template = self._options.chat_template
+        return tokenizer
+
+    async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
+        assert self._tokenizer is not None
+        return assemble.preprocessor(self._config, info, await self._tokenizer)
+
+    async def _serve(self, info: WorkerInfo) -> None:
+        assert self._tokenizer is not None
+        parts = Parts(self._engine, await self._tokenizer, self._metrics, self._served)
+        for face in self._faces:
+            await face.open(parts)
+        for line in described(self._config, info):
+            log.info(line)
+        log.info(self._ready_line())
+        self._is_serving = True
+        self._tasks = [asyncio.create_task(face.serve()) for face in self._faces]
+        if not self._config.disable_log_stats:
+            self._tasks.append(asyncio.create_task(log_summaries(self._metrics)))
+        await _first(self._stop.wait(), self._engine.death(), *self._tasks)
+        await self._drain()
+        if not self._stop_at_once.is_set() and not self._engine.is_alive:
+            raise await self._engine.death()
+
+    async def _drain(self) -> None:
+        """Take nothing new, and let answers in flight end; not for ever, and not once told to stop at once."""
+        self._engine.drain()
+        for face in self._faces:
+            await face.look()
+        await _first(self._idle(), self._stop_at_once.wait(), asyncio.sleep(self._options.grace_s))
+
+    async def _idle(self) -> None:
+        while any(face.num_running for face in self._faces):  # noqa: ASYNC110 - servers tell no end of a call
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _end(self) -> None:
+        """End the engine, which fails what is still unanswered; then the servers, once they have told so."""
+        await self._engine.close()
+        for face in self._faces:
+            await face.stop(at_once=self._stop_at_once.is_set())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        log.info("stopped")
+
+    def _ready_line(self) -> str:
+        url, *others = [face.address for face in self._faces]
+        body = f'{{"model": "{self._names[0]}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
+        curl = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+        return f"ready on {', '.join([url, *others])}; try\n\n  {curl}\n"
+
+
+async def _first(*waits: Awaitable[Any]) -> None:
+    """Wait until one of *waits* is over, and give up the others; raise what it raised. Tasks go on."""
+    tasks = [asyncio.ensure_future(each) for each in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, given in zip(tasks, waits, strict=True):
+            if task is not given:
+                task.cancel()
+    for task in done:
+        task.result()

@@ -1,0 +1,1 @@
+"""Processes and the ZMQ sockets between them."""

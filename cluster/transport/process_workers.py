@@ -1,0 +1,92 @@
+"""A gang of plain child processes on this machine: for `slipstream doctor`, and where there is no Ray."""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import msgspec
+
+from cluster.transport.worker_process import Order, find
+from cluster.transport.zmq_hub import Hub
+from protos.worker_messages import Died, FromWorker, WorkerId
+from runtime.subprocess import python_command
+
+BODY = "workers.process.main:serve"
+
+
+class ProcessGang:
+    """A `protos.worker_messages.Gang`. Its workers die with it: with the thread that starts them, or when their pipe closes.
+
+    Args:
+        body: "module:function" that is a worker's whole life, called with its `Port`.
+        environment: variables that workers have besides ours.
+        speaks, hears: names of the unions of messages that workers send and receive; the gang's own where empty.
+    """
+
+    def __init__(
+        self, body: str = BODY, environment: Mapping[str, str] | None = None, *, speaks: str = "", hears: str = ""
+    ) -> None:
+        self._hub = Hub(hears=find(speaks) if speaks else FromWorker)
+        self._body, self._hears = body, hears
+        self._environment = {**os.environ, **(environment or {})}
+        self._processes: dict[WorkerId, subprocess.Popen[bytes]] = {}
+        self._watchers: dict[WorkerId, threading.Thread] = {}
+        self._is_closed = False
+
+    def pid(self, worker: WorkerId) -> int | None:
+        """Return the process id of *worker* while it is one of ours."""
+        process = self._processes.get(worker)
+        return None if process is None else process.pid
+
+    def start(self, workers: Seq[WorkerId]) -> None:
+        """See `Gang`."""
+        for worker in workers:
+            self._hub.admit(worker)
+            process = subprocess.Popen(
+                python_command("cluster.transport.worker_process"), stdin=subprocess.PIPE, env=self._environment
+            )
+            order = Order(self._hub.endpoint, worker, self._body, self._hears)
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            process.stdin.flush()
+            self._processes[worker] = process
+            self._watchers[worker] = threading.Thread(target=self._watch, args=(worker, process), daemon=True)
+            self._watchers[worker].start()
+
+    def _watch(self, worker: WorkerId, process: "subprocess.Popen[bytes]") -> None:
+        """Say that a process is gone, as soon as it is."""
+        code = process.wait()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self._hub.post(worker, Died(f"its process ended ({how})"))
+
+    def send(self, worker: WorkerId, message: Any) -> None:
+        """See `Gang`."""
+        self._hub.send(worker, message)
+
+    def receive(self, timeout_s: float) -> list[tuple[WorkerId, Any]]:
+        """See `Gang`."""
+        return self._hub.receive(timeout_s)
+
+    def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
+        """See `Gang`. It always waits: on this machine that takes no time."""
+        for worker in workers:
+            self._hub.forget(worker)
+            if worker in self._processes:
+                self._processes[worker].kill()
+        for worker in workers:
+            process = self._processes.pop(worker, None)
+            if process is not None:
+                self._watchers.pop(worker).join()
+                if process.stdin is not None:
+                    process.stdin.close()
+
+    def close(self) -> None:
+        """See `Gang`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.kill(list(self._processes))
+            self._hub.close()

@@ -1,0 +1,1 @@
+"""What several checkpoint formats have in common."""

@@ -1,0 +1,1 @@
+"""What several proposers have in common."""

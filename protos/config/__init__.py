@@ -1,0 +1,1 @@
+"""The engine's configuration, and how user arguments become one."""

@@ -1,0 +1,309 @@
+"""What users write about speculation -> `SpeculativeConfig`: vLLM's keys, and the names of yesterday and next door."""
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
+
+from protos.config.engine import BY_LAWS, MAX_SPECULATIVE_TOKENS, AcceptanceRule, SpeculativeConfig
+from protos.config.method import (
+    MODEL_FREE,
+    NGRAM_MODELS,
+    UNKNOWN,
+    Described,
+    Detect,
+    Methods,
+    checkpoint,
+    infer,
+    is_import_path,
+    names_of,
+    nothing_known,
+)
+from protos.config.tree import STEPS, TOKENS, TOPK, TREE, shaped
+from protos.errors import ConfigError
+from protos.validation import did_you_mean, shown, warn_once
+
+logger = logging.getLogger("slipstream")
+
+Keys = dict[str, Any]
+DEFAULT_TOKENS = 5
+REST_TOKENS = 16
+LOOKAHEAD = ("lookahead_window", "lookahead_ngram", "lookahead_guesses")
+NEEDS_MODEL = frozenset({
+    "draft_model", "medusa", "hydra", "mlp_speculator", "recurrent", "eagle", "eagle3", "p_eagle", "pard", "dflash",
+})  # fmt: skip
+KEY_ALIASES = {
+    "decoding_type": "method",
+    "algorithm": "method",
+    "speculative_model": "model",
+    "max_draft_len": "num_speculative_tokens",
+    "num_draft_tokens": "num_speculative_tokens",
+    "draft_tp": "draft_tensor_parallel_size",
+    # trees: the authors of Medusa, Hydra and EAGLE; SGLang; TensorRT-LLM; ReDrafter
+    "medusa_choices": TREE,
+    "hydra_choices": TREE,
+    "eagle_choices": TREE,
+    "topk": TOPK,
+    "speculative_eagle_topk": TOPK,
+    "dynamic_tree_max_topK": TOPK,
+    "num_beams": TOPK,
+    "beam_width": TOPK,
+    "speculative_num_steps": STEPS,
+    "beam_length": STEPS,
+    # TensorRT-LLM's lookahead
+    "max_window_size": "lookahead_window",
+    "max_ngram_size": "lookahead_ngram",
+    "max_verification_set_size": "lookahead_guesses",
+}
+BOOLEANS = frozenset({
+    "enforce_eager", "parallel_drafting", "use_heterogeneous_vocab", "disable_padded_drafter_batch",
+    "disable_eagle_block_drop", "disable_lookahead_block_hashes", "use_local_argmax_reduction",
+    "enable_adaptive_verification", "disable_logprobs", "disable_mqa_scorer",
+})  # fmt: skip
+# Cannot change the answer, and steer nothing that exists here (or nothing of the chosen method).
+HARMLESS = frozenset({
+    "disable_padded_drafter_batch", "disable_eagle_block_drop", "disable_lookahead_block_hashes",
+    "use_local_argmax_reduction", "enable_adaptive_verification", "disable_logprobs", "disable_mqa_scorer",
+    "attention_backend", "moe_backend", "code_revision", "posterior_threshold",
+    "posterior_alpha", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k", "dspark_draft_topk",
+    "xpress_topc", "index_share_for_mtp_iteration", "token_map",
+})  # fmt: skip
+REFUSED = {
+    "tensor_parallel_size": "pass draft_tensor_parallel_size",
+    "quantization": "quantised drafts are not supported",
+    "kv_cache_dtype": "the draft's KV cache has the draft's dtype",
+    "draft_load_config": "drafts are loaded as they are stored: safetensors, and heads that torch saved",
+    "draft_lm_head_quantization": "quantised drafts are not supported",
+}
+NEUTRAL: tuple[object, ...] = (None, False, "auto", {}, [], ())
+LOSSY = ("fly", "typical", "typical_acceptance_sampler", "typical_acceptance")
+RULES: tuple[AcceptanceRule, ...] = get_args(AcceptanceRule)
+KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__)
+SETTLED = frozenset({"parallel_drafting"})
+"""Keys that say what the method is, and nothing more."""
+
+
+def read(
+    given: Mapping[str, Any] | str | None,
+    methods: Collection[str] | None,
+    detect: Detect = nothing_known,
+    target: tuple[str, str | None] | None = None,
+) -> SpeculativeConfig | None:
+    """Return the configuration that *given* (a dict or JSON text) asks for, None where it asks for none.
+
+    Args:
+        given: what the user wrote.
+        methods: the proposers there are, None to take any name. Import paths are taken, and tried by who loads them.
+        detect: describes checkpoints.
+        target: the target's Hub id or folder, and its revision.
+
+    Raises:
+        ConfigError: names the key, the value, and what would be right.
+    """
+    keys = _normalised(mapping(given))
+    if not keys:
+        return None
+    where = checkpoint(keys, *(target or (None, None)))
+    found = detect(*where) if where else UNKNOWN
+    method = infer(keys, found)
+    _check_available(method, methods)
+    keys = _with_rule(keys)
+    _check_draft_tensor_parallel_size(keys)
+    _check_keys(keys)
+    keys = shaped(method, keys)
+    fields = {key: value for key, value in keys.items() if key in KNOWN}
+    fields |= _lookup_lengths(keys)
+    fields |= {"method": method, "model": _model(method, keys, target), TOKENS: _tokens(method, keys, found)}
+    fields |= _by_batch_size(keys, fields[TOKENS])
+    try:
+        return SpeculativeConfig(**fields)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error}") from None
+
+
+def mapping(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """Return *given*, read from JSON if it is text; empty for None."""
+    if isinstance(given, str):
+        given = _json(given)
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculative_config must be a dict or a JSON object, got {shown(given)}")
+    return given
+
+
+def _json(text: str) -> Any:
+    if text.strip().lower() in ("", "none"):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"speculative_config is not valid JSON ({error}): {shown(text)}") from None
+
+
+def _normalised(given: Mapping[str, Any]) -> Keys:
+    """Return *given* with today's names, string booleans read, and nothing for what is None."""
+    keys: Keys = {}
+    for spelt, value in given.items():
+        name = str(spelt).replace("-", "_")
+        key = KEY_ALIASES.get(name, name)
+        if key in keys:
+            raise ConfigError(f"speculative_config names {key} twice")
+        if value is not None:
+            keys[key] = _boolean(key, value) if key in BOOLEANS else value
+    return keys
+
+
+def _boolean(key: str, value: object) -> bool:
+    word = str(value).strip().lower()
+    if word not in ("true", "false", "1", "0"):
+        raise ConfigError(f"speculative_config: {key} must be true or false, got {shown(value)}")
+    return word in ("true", "1")
+
+
+def _check_available(method: Methods, methods: Collection[str] | None) -> None:
+    names = names_of(method)
+    for name in names:
+        if methods is not None and name not in methods and not is_import_path(name):
+            raise ConfigError(
+                f"speculative method {shown(name)} is not available; choose one of: "
+                f"{', '.join(sorted(methods))}, or package.module:Class for one of your own"
+            )
+
+
+def _with_rule(keys: Keys) -> Keys:
+    """Settle the rule of acceptance. What is lossy is refused as such, or warned of where it is meant to be."""
+    asked = {key: str(keys[key]) for key in ("acceptance_method", "rejection_sample_method") if key in keys}
+    for key, rule in asked.items():
+        if rule in LOSSY:
+            raise ConfigError(f"speculative_config: {key} {rule!r} is lossy: it changes the answer; leave it out")
+        if rule not in (*RULES, "rejection_sampler"):
+            raise ConfigError(
+                f"speculative_config: {key} {shown(rule)} is not available; choose one of: {', '.join(RULES)}"
+            )
+    rules = {rule for rule in asked.values() if rule != "rejection_sampler"}
+    if len(rules) > 1:
+        raise ConfigError(
+            f"speculative_config: acceptance_method says {shown(asked['acceptance_method'])}, "
+            f"rejection_sample_method {shown(asked['rejection_sample_method'])}; give one"
+        )
+    rule = rules.pop() if rules else RULES[0]
+    if rule == "synthetic":
+        warn_once(
+            "rejection_sample_method 'synthetic' CHANGES THE ANSWER: guesses are kept at a rate that was given, "
+            "right or wrong; for load tests only"
+        )
+    if "draft_sample_method" in keys and rule not in BY_LAWS:
+        warn_once(
+            f"speculative_config: draft_sample_method has no meaning under rejection_sample_method {rule!r} and "
+            "is ignored"
+        )
+    return {key: value for key, value in keys.items() if key not in asked} | {"rejection_sample_method": rule}
+
+
+def _check_draft_tensor_parallel_size(keys: Keys) -> None:
+    size = keys.get("draft_tensor_parallel_size", 1)
+    if str(size) != "1":
+        raise ConfigError(
+            f"speculative_config: draft_tensor_parallel_size must be 1, got {shown(size)}: the draft runs on one "
+            "device, because splitting so small a model makes it slower"
+        )
+
+
+def _check_keys(keys: Keys) -> None:
+    for key, value in keys.items():
+        if key in REFUSED:
+            if value not in NEUTRAL:
+                raise ConfigError(f"speculative_config: {key} is not supported, got {shown(value)}: {REFUSED[key]}")
+        elif key in HARMLESS:
+            warn_once(f"speculative_config: {key} has no meaning here and is ignored")
+        elif key not in KNOWN | SETTLED:
+            raise ConfigError(f"speculative_config: unknown key {key!r}{did_you_mean(key, KNOWN)}")
+
+
+def _lookup_lengths(keys: Keys) -> Keys:
+    """Mirror whichever end of the n-gram range was left out; both left out are the defaults."""
+    given = [keys[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if key in keys]
+    if not given:
+        return {}
+    return {"prompt_lookup_min": given[0], "prompt_lookup_max": given[-1]}
+
+
+def _model(method: Methods, keys: Keys, target: tuple[str, str | None] | None) -> str | None:
+    """Return where the draft's checkpoint is; None where there is none, or where it is the target's own."""
+    model = keys.get("model")
+    names = names_of(method)
+    if model in NGRAM_MODELS:
+        model = None
+    if "mtp" in names and target is not None and (str(model), keys.get("revision")) == target:
+        return None
+    needy = sorted(NEEDS_MODEL.intersection(names))
+    if model is None and needy:
+        raise ConfigError(f"speculative_config: method {needy[0]!r} needs a model: a Hub id or a folder")
+    if model is not None and MODEL_FREE.issuperset(names):
+        raise ConfigError(
+            f"speculative_config: method {shown(method)} uses no draft model, got model {shown(str(model))}"
+        )
+    if "rest" in names and not keys.get("datastore"):
+        raise ConfigError(
+            "speculative_config: method 'rest' needs a datastore: the file that `slipstream build-datastore` wrote"
+        )
+    return None if model is None else str(model)
+
+
+def _tokens(method: Methods, keys: Keys, found: Described) -> object:
+    """K: as given, else the most the table by batch size asks for, what the checkpoint says, what is usual."""
+    table = keys.get("num_speculative_tokens_per_batch_size")
+    if "num_speculative_tokens" not in keys and table:
+        return max(1, *(k for _, _, k in _table(table, MAX_SPECULATIVE_TOKENS)))
+    names = names_of(method)
+    if TOKENS not in keys and found.num_tokens and found.method in names:
+        logger.info("num_speculative_tokens is %d: %s of the checkpoint", found.num_tokens, found.source)
+        return min(found.num_tokens, MAX_SPECULATIVE_TOKENS)
+    return keys.get(TOKENS, _usual_tokens(method, keys))
+
+
+def _usual_tokens(method: Methods, keys: Keys) -> object:
+    """Suffix decoding guesses as far as it may; look-ahead needs room for its window and its guesses."""
+    if method == "suffix":
+        return _capped(keys.get("suffix_decoding_max_tree_depth", SpeculativeConfig.suffix_decoding_max_tree_depth))
+    if method == "lookahead":
+        window, size, guesses = (keys.get(name, getattr(SpeculativeConfig, name)) for name in LOOKAHEAD)
+        if all(type(number) is int for number in (window, size, guesses)):
+            return _capped((window + guesses) * (size - 1))
+    return REST_TOKENS if method == "rest" else DEFAULT_TOKENS
+
+
+def _capped(tokens: object) -> object:
+    return max(1, min(tokens, MAX_SPECULATIVE_TOKENS)) if type(tokens) is int else tokens
+
+
+def _by_batch_size(keys: Keys, most: object) -> Keys:
+    value = keys.get("num_speculative_tokens_per_batch_size")
+    if value is None:
+        return {}
+    if "disable_by_batch_size" in keys:
+        raise ConfigError(
+            "speculative_config: disable_by_batch_size and num_speculative_tokens_per_batch_size both say when to "
+            "speculate less; give one"
+        )
+    limit = most if isinstance(most, int) else MAX_SPECULATIVE_TOKENS
+    return {"num_speculative_tokens_per_batch_size": _table(value, limit)}
+
+
+def _table(value: object, limit: int) -> tuple[tuple[int, int, int], ...]:
+    """Check rows `[first batch size, last, K]`: from 1 on, rising, without overlap; gaps keep the K before."""
+    name = "speculative_config: num_speculative_tokens_per_batch_size"
+    if not isinstance(value, list | tuple) or not value:
+        raise ConfigError(f"{name} must be a list of [start, end, K], got {shown(value)}")
+    rows: list[tuple[int, int, int]] = []
+    for row in value:
+        if not isinstance(row, list | tuple) or len(row) != 3 or not all(type(number) is int for number in row):
+            raise ConfigError(f"{name}: each row must be three integers [start, end, K], got {shown(row)}")
+        start, end, k = row
+        if start > end or (start != 1 if not rows else start <= rows[-1][1]):
+            raise ConfigError(f"{name}: rows must start at batch size 1 and rise without overlap, got {shown(row)}")
+        if not 0 <= k <= limit:
+            raise ConfigError(f"{name}: K must be from 0 to {limit}, got {k} in {shown(row)}")
+        rows.append((start, end, k))
+    return tuple(rows)

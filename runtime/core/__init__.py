@@ -1,0 +1,1 @@
+"""The controller: scheduler, planner, committer, block manager."""

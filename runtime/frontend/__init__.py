@@ -1,0 +1,1 @@
+"""What front ends use: the asynchronous engine and its channel to the controller."""

@@ -1,0 +1,81 @@
+"""What a server allows its clients, in one table: the same names as flags, YAML keys and arguments of Ray Serve."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protos.errors import ConfigError
+from protos.validation import one_line
+from runtime.frontend.admission import QueueLimits
+from runtime.frontend.keys import Keys
+from runtime.frontend.pacing import UNPACED, Aggregate, Pacing
+from runtime.frontend.stream_queue import ReadingLimits
+from runtime.http.server.limits import ConnectionLimits, GuardOptions
+
+StreamPacing = Literal["off", "aggregate"]
+
+
+class SafetyOptions(BaseModel):
+    """Keys, bounds and time-outs, checked once. Descriptions are what `--help` shows.
+
+    The last two are for the HTTP server of our own; on Ray Serve connections are Ray's.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    api_key: tuple[str, ...] = Field((), repr=False, description="a key clients must send, several may be given")
+    max_waiting_requests: int = Field(1024, ge=1, description="requests that may wait; more are refused with 429")
+    max_waiting_tokens: int = Field(1_048_576, ge=1, description="prompt tokens that may wait")
+    request_timeout: float | None = Field(
+        None, gt=0, le=86_400, description="seconds a request may wait and run, where it sets none itself; default: any"
+    )
+    read_timeout: float = Field(60.0, gt=0, le=86_400, description="seconds a client may read nothing of its answer")
+    body_timeout: float = Field(60.0, gt=0, le=86_400, description="seconds a request's body may take to arrive")
+    stream_pacing: StreamPacing = Field(
+        "off", description="aggregate: streams in equal packets at equal times, which tell nothing of the text"
+    )
+    cache_salt_by_key: bool = Field(
+        True, description="keep the caches of each API key apart, as if it were part of cache_salt"
+    )
+    max_connections: int = Field(4096, ge=1, description="HTTP connections at a time")
+    header_timeout: float = Field(20.0, gt=0, le=86_400, description="seconds a request's headers may take to arrive")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "SafetyOptions":
+        """Return the options *given*. Raises `ConfigError`, which never tells a key."""
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            text, name = one_line(error, cls.model_fields)
+            raise ConfigError("api_key must be text, or a list of texts" if name == "api_key" else text) from None
+
+    @property
+    def keys(self) -> Keys:
+        """The keys. Raises `ConfigError`."""
+        return Keys(self.api_key)
+
+    @property
+    def queue(self) -> QueueLimits:
+        """What may wait."""
+        return QueueLimits(self.max_waiting_requests, self.max_waiting_tokens)
+
+    @property
+    def reading(self) -> ReadingLimits:
+        """How slow a reader may be."""
+        return ReadingLimits(stall_s=self.read_timeout)
+
+    @property
+    def guard(self) -> GuardOptions:
+        """What HTTP requests pass first. Raises `ConfigError`."""
+        return GuardOptions(self.keys, self.body_timeout, salts_by_key=self.cache_salt_by_key)
+
+    @property
+    def pacing(self) -> Pacing:
+        """How streams are cut into packets."""
+        return Aggregate() if self.stream_pacing == "aggregate" else UNPACED
+
+    @property
+    def connections(self) -> ConnectionLimits:
+        """What clients may do to the connections of all."""
+        return ConnectionLimits(self.max_connections, head_timeout_s=self.header_timeout, stall_s=self.read_timeout)

@@ -1,0 +1,1 @@
+"""The HTTP server process: connections, guards and limits."""

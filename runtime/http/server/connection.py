@@ -1,0 +1,149 @@
+"""Connections of the server of our own: how many, how large a head, how slow. Bodies are `runtime.http.server.guard`'s."""
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from runtime.http.errors import ApiError, error_body
+from runtime.http.server.limits import ConnectionLimits
+
+REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+class _HeadRefusedError(Exception):
+    """Raised through the parser, which makes it an invalid request."""
+
+
+def guarded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
+    """Return the protocol that uvicorn is to speak."""
+
+    class Guarded(GuardedProtocol):
+        """With these limits."""
+
+    Guarded.limits = limits
+    return Guarded
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with limits before a request is one. Its errors are JSON like all others."""
+
+    limits = ConnectionLimits()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._is_in_head = True
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._refusal: ApiError | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """A client has come; maybe one too many."""
+        super().connection_made(transport)
+        self._cut_when_stalled(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(
+                ApiError(
+                    503,
+                    f"the server has {self.limits.max_connections} connections and takes no more",
+                    code="too_many_connections",
+                    headers={"retry-after": "1"},
+                )
+            )
+        else:
+            self._await_head()
+
+    def _cut_when_stalled(self, transport: Any) -> None:
+        """Nobody else can: a writer that waits for its reader sees no time pass."""
+        option = getattr(socket, "TCP_USER_TIMEOUT", None)
+        connection = transport.get_extra_info("socket")
+        if option is not None and connection is not None:
+            with contextlib.suppress(OSError):  # not every connection is TCP
+                connection.setsockopt(socket.IPPROTO_TCP, option, round(self.limits.stall_s * 1000))
+
+    def _await_head(self) -> None:
+        self._is_in_head, self._head_bytes = True, 0
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._refuse(
+            ApiError(
+                408,
+                f"the request's headers did not arrive within {self.limits.head_timeout_s:g} s",
+                code="header_timeout",
+            )
+        )
+
+    def _head_is_over(self) -> None:
+        self._is_in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has left."""
+        self._head_is_over()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come."""
+        if self._refusal is not None:
+            return
+        super().data_received(data)
+        if self._is_in_head and self._refusal is None:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.limits.max_head_bytes:
+                self._refuse(self._too_large(f"more than {self.limits.max_head_bytes} bytes"))
+
+    def on_message_begin(self) -> None:
+        """A request's first bytes."""
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """A request's headers are there."""
+        self._head_is_over()
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.max_head_bytes:
+            self._refusal = self._too_large(f"{size} bytes")
+            raise _HeadRefusedError
+        if len(self.headers) > self.limits.max_headers:
+            self._refusal = self._too_large(f"{len(self.headers)} headers")
+            raise _HeadRefusedError
+        super().on_headers_complete()
+
+    def _too_large(self, got: str) -> ApiError:
+        return ApiError(
+            431,
+            f"a request may have at most {self.limits.max_headers} headers and "
+            f"{self.limits.max_head_bytes} bytes of them, got {got}",
+            code="headers_too_large",
+        )
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request, or not an acceptable one."""
+        self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request"))
+
+    def _refuse(self, error: ApiError) -> None:
+        self._refusal = error
+        self._head_is_over()
+        if self.cycle is None or self.cycle.response_complete:  # never into the middle of another answer
+            self.transport.write(_written(error))
+        self.transport.close()
+
+
+def _written(error: ApiError) -> bytes:
+    """Return the whole answer that says *error*, as it goes over the wire."""
+    body = error_body(error)
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers |= error.headers or {}
+    lines = [f"HTTP/1.1 {error.status} {REASONS[error.status]}", *map(": ".join, headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -1,0 +1,148 @@
+"""What every HTTP request passes before a route sees it: keys, the queue, and bounds on its body."""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from protos.errors import SlipstreamError
+from runtime.frontend.client import EngineClient
+from runtime.frontend.keys import TENANT
+from runtime.http import pages
+from runtime.http.errors import ApiError, as_api_error, error_response
+from runtime.http.server.limits import GuardOptions
+
+OPEN_PATHS = frozenset({"/health"})
+"""Answered without a key: whatever keeps the server running must be able to ask."""
+
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+BEARER = {"www-authenticate": "Bearer"}
+ASK_PERSON = {"www-authenticate": 'Basic realm="Slipstream: an API key as password", charset="UTF-8"'}
+"""Lets a browser ask for the key before it shows a page, since nobody can give it a header."""
+BUSY_RETRY = {"retry-after": "1"}
+
+
+def routed_path(scope: Scope) -> str:
+    """Return the path that routes are matched against: never a URL put together from what the client says of itself."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
+
+
+def authorization(scope: Scope) -> str | None:
+    """Return the header of that name, the first where there are several."""
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), None)
+
+
+class Guard:
+    """Turns away what must not reach the routes. Belongs to one event loop.
+
+    Args:
+        app: what is guarded.
+        engine: asked whether it takes requests, before anything of one is read.
+        options: keys and limits.
+    """
+
+    def __init__(self, app: ASGIApp, engine: EngineClient, options: GuardOptions) -> None:
+        self._app = app
+        self._engine = engine
+        self._options = options
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] != "http":
+            await self._app(scope, receive, send)
+        else:
+            await self._guarded(scope, receive, send)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope)
+        except (ApiError, SlipstreamError) as error:
+            await error_response(as_api_error(error))(scope, receive, send)
+            return
+        body = _Body(receive, self._options.body_timeout_s, self._take)
+        try:
+            await self._app(scope, body.receive, body.releasing(send))
+        finally:
+            body.release()
+
+    def _check(self, scope: Scope) -> None:
+        path, given, keys = routed_path(scope), authorization(scope), self._options.keys
+        is_page = path in pages.PATHS and scope["method"] == "GET"
+        # Browsers send passwords along unasked, also for other people's pages: they open nothing but the page.
+        if path not in OPEN_PATHS and not keys.accepts(given) and not (is_page and keys.accepts_password(given)):
+            raise ApiError(
+                401,
+                "a key that this server knows is needed: send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers=ASK_PERSON if is_page else BEARER,
+            )
+        if self._options.salts_by_key:
+            TENANT.set(keys.tenant(given))
+        if path in GENERATION_PATHS:
+            self._engine.check_open()
+
+    def _take(self, num_bytes: int) -> None:
+        """Count bytes of bodies; negative to give them back."""
+        limit = self._options.max_body_bytes_in_flight
+        if num_bytes > 0 and self._in_flight + num_bytes > limit:
+            raise ApiError(
+                429,
+                f"the server is overloaded: bodies of {self._in_flight} bytes are being read already, "
+                f"at most {limit} may; try again later",
+                code="overloaded",
+                headers=BUSY_RETRY,
+            )
+        self._in_flight += num_bytes
+
+
+class _Body:
+    """One request's body on its way in: its bytes count until the answer begins, and it must come in time."""
+
+    def __init__(self, receive: Receive, timeout_s: float, take: Callable[[int], None]) -> None:
+        self._receive = receive
+        self._timeout_s = timeout_s
+        self._take = take
+        self._num_bytes = 0
+        self._until: float | None = None
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        if self._is_whole:  # what comes now is the news that the client left, however late
+            return await self._receive()
+        loop = asyncio.get_running_loop()
+        if self._until is None:
+            self._until = loop.time() + self._timeout_s
+        try:
+            async with asyncio.timeout_at(self._until):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not arrive within {self._timeout_s:g} s",
+                code="body_timeout",
+                headers={"connection": "close"},
+            ) from None
+        self._count(message)
+        return message
+
+    def _count(self, message: Message) -> None:
+        self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+        num_bytes = len(message.get("body", b""))
+        self._take(num_bytes)
+        self._num_bytes += num_bytes
+
+    def releasing(self, send: Send) -> Send:
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.release()
+            await send(message)
+
+        return sending
+
+    def release(self) -> None:
+        self._take(-self._num_bytes)
+        self._num_bytes = 0

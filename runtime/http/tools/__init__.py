@@ -1,0 +1,1 @@
+"""Tool calls: how they are requested, and how they are parsed."""

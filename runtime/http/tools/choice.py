@@ -1,0 +1,230 @@
+"""`tools` and `tool_choice`: what the model is told of functions, and what its answer may or must be."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from protos.errors import ConfigError, InvalidRequestError
+from protos.sampling import SamplingParams
+from protos.structured import StructuredOutputsParams
+from protos.validation import shown
+from runtime.http.tools.parser import PARSERS, ArrayReader, CallReader, NamedReader
+
+MAX_TOOLS = 128
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+Mode = Literal["none", "auto", "required", "named"]
+
+
+class Function(BaseModel):
+    """What a function is called and takes; `parameters` is a JSON schema.
+
+    Calls that are required keep to it, whether `strict` or not; those the model chooses to make may not.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """One entry of `tools`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+    def told(self) -> dict[str, Any]:
+        """Return what the chat template gets."""
+        function = self.function
+        described = {} if function.description is None else {"description": function.description}
+        parameters = function.parameters or NO_PARAMETERS
+        return {"type": self.type, "function": {"name": function.name, **described, "parameters": parameters}}
+
+
+class Named(BaseModel):
+    """The function of a `tool_choice`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+
+
+class NamedChoice(BaseModel):
+    """A `tool_choice` of one function."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: Named
+
+
+def _checked_choice(value: object) -> object:
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if isinstance(name, str) and value == {"type": "function", "function": {"name": name}}:
+        return value
+    raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, BeforeValidator(_checked_choice)]
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """How the server takes calls: `parser` names how the model writes them, `auto` lets it choose by itself.
+
+    Raises:
+        ConfigError: nobody knows the parser, or there is none where the model is to choose.
+    """
+
+    parser: str | None = None
+    auto: bool = False
+
+    def __post_init__(self) -> None:
+        if self.parser is not None and self.parser not in PARSERS:
+            raise ConfigError(f"tool_call_parser must be one of {', '.join(PARSERS)}, got {shown(self.parser)}")
+        if self.auto and self.parser is None:
+            raise ConfigError(f"enable_auto_tool_choice needs a tool_call_parser: {' or '.join(PARSERS)}")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What one request makes of its tools."""
+
+    tools: tuple[Tool, ...] = ()
+    mode: Mode = "none"
+    name: str = ""
+    parser: str = ""
+    is_parallel: bool = True
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the chat template is told of functions."""
+        return {} if self.mode == "none" else {"tools": [tool.told() for tool in self.tools]}
+
+    def reader(self) -> CallReader | None:
+        """Return what finds the calls in one answer; None where there are none to find."""
+        if self.mode == "named":
+            return NamedReader(self.name)
+        if self.mode == "required":
+            return ArrayReader()
+        return PARSERS[self.parser]() if self.mode == "auto" else None
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        """Return *params* with the form that the answer must have.
+
+        Raises:
+            InvalidRequestError: another form was asked for, or the functions' schemas cannot be one.
+        """
+        if self.mode == "none":
+            return params
+        if params.structured_outputs is not None:
+            raise InvalidRequestError(
+                "response_format and structured_outputs do not go together with tools: an answer in that form cannot "
+                "be a call; leave one of them out, or set tool_choice to none",
+                "tools",
+            )
+        if self.mode == "auto":
+            # In some vocabularies the marks around a call are special tokens.
+            return replace(params, skip_special_tokens=False)
+        return replace(params, structured_outputs=StructuredOutputsParams(json=self._schema()))
+
+    @contextlib.contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Let errors of the form that was made of the tools speak of the tools."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            if self.mode not in ("required", "named") or error.param != "structured_outputs":
+                raise
+            reason = str(error).removeprefix("structured_outputs: ")
+            raise InvalidRequestError(f"tools cannot be called as they are described: {reason}", "tools") from None
+
+    def _schema(self) -> Any:
+        """The arguments of the function that was named, or a list of calls, each with a function's name."""
+        if self.mode == "named":
+            return next(_parameters(tool) for tool in self.tools if tool.function.name == self.name)
+        return _calls_of(self.tools, is_parallel=self.is_parallel)
+
+
+def tool_use(
+    tools: Sequence[Tool] | None, choice: ToolChoice | None, options: ToolOptions, *, is_parallel: bool
+) -> ToolUse:
+    """Return what a request's `tools` and `tool_choice` come to.
+
+    Raises:
+        InvalidRequestError: the choice asks for what is not there, or the server does not take calls.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
+        return ToolUse()
+    _check(tools)
+    known = tuple(tools)
+    if isinstance(choice, NamedChoice):
+        name = choice.function.name
+        if name not in {tool.function.name for tool in known}:
+            raise InvalidRequestError(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
+        return ToolUse(known, "named", name)
+    if choice == "required":
+        return ToolUse(known, "required", is_parallel=is_parallel)
+    if choice == "none":
+        return ToolUse(known)
+    if not options.auto or options.parser is None:
+        raise InvalidRequestError(
+            "tools with tool_choice auto need a server started with --enable-auto-tool-choice and --tool-call-parser; "
+            "set tool_choice to required, a function or none",
+            "tool_choice",
+        )
+    return ToolUse(known, "auto", parser=options.parser, is_parallel=is_parallel)
+
+
+def _check(tools: Sequence[Tool]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools must have at most {MAX_TOOLS} entries, got {len(tools)}", "tools")
+    names = [tool.function.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidRequestError(f"tools names the function {shown(twice)} twice", "tools")
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or NO_PARAMETERS
+
+
+def _calls_of(tools: Sequence[Tool], *, is_parallel: bool) -> dict[str, Any]:
+    """Return the schema of a list of calls. What schemas define they must define alike: there is one place for it."""
+    shared: dict[str, Any] = {}
+    calls = [_call_of(tool, shared) for tool in tools]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not is_parallel:
+        schema["maxItems"] = 1
+    return schema | ({"$defs": shared} if shared else {})
+
+
+def _call_of(tool: Tool, shared: dict[str, Any]) -> dict[str, Any]:
+    parameters = dict(_parameters(tool))
+    definitions = parameters.pop("$defs", {})
+    if not isinstance(definitions, dict):
+        raise InvalidRequestError(f"tools: $defs must be an object, got {shown(definitions)}", "tools")
+    for name, definition in definitions.items():
+        if shared.setdefault(name, definition) != definition:
+            raise InvalidRequestError(
+                f"tools: two functions define {shown(name)} in $defs, each in its own way; name them apart", "tools"
+            )
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }

@@ -1,0 +1,184 @@
+"""The controller's figures as Prometheus families, and the names under which families are published."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import get_args
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from runtime.core.stats import STEP_TOKENS, EngineStats, SpeculationState
+
+Stats = Callable[[], EngineStats]
+
+
+class _Families:
+    """Makes families that all have the same labels."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._names, self._values = list(labels), list(labels.values())
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        """Return a figure that goes up and down."""
+        family = GaugeMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        """Return a figure that only grows."""
+        family = CounterMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def counters(self, name: str, text: str, labels: Sequence[str], values: Mapping[Sequence[str], float]) -> Metric:
+        """Return figures that only grow, told apart by more labels; the keys of *values* are what those say."""
+        family = CounterMetricFamily(name, text, labels=[*self._names, *labels])
+        for said, count in values.items():
+            family.add_metric([*self._values, *said], count)
+        return family
+
+    def states(self, name: str, text: str, states: Sequence[str], now: str) -> Metric:
+        """Return 1 for the state that is, 0 for the others there are."""
+        family = GaugeMetricFamily(name, text, labels=[*self._names, "state"])
+        for state in states:
+            family.add_metric([*self._values, state], float(state == now))
+        return family
+
+    def histogram(self, name: str, text: str, bounds: Sequence[int], counts: Sequence[int], total: float) -> Metric:
+        """Return a histogram; *counts* has one more place than *bounds*, for what lies above."""
+        family = HistogramMetricFamily(name, text, labels=self._names)
+        sums = accumulate(counts or [0] * (len(bounds) + 1))
+        buckets = [*zip([*map(float, bounds), "+Inf"], sums, strict=True)]
+        family.add_metric(self._values, [(str(bound), count) for bound, count in buckets], total)
+        return family
+
+
+class SharedSnapshot(Collector):
+    """The controller's figures that vLLM has too, taken when scraped."""
+
+    def __init__(self, stats: Stats, labels: Mapping[str, str]) -> None:
+        self._stats, self._make = stats, _Families(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return one family a figure."""
+        stats, make = self._stats(), self._make
+        yield make.gauge("num_requests_running", "Requests that have a slot", stats.num_running)
+        yield make.gauge("num_requests_waiting", "Requests that wait for a slot", stats.num_waiting)
+        yield make.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all", stats.kv_usage)
+        yield make.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries)
+        yield make.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits)
+        yield make.counter("num_preemptions", "Requests put back to be recomputed", stats.preemptions)
+        yield make.histogram(
+            "iteration_tokens_total",
+            "Tokens a step feeds, drafts included",
+            STEP_TOKENS,
+            stats.step_tokens,
+            stats.fed_tokens,
+        )
+        yield make.counter("spec_decode_num_drafts", "Rows that were given a draft", stats.drafting_rounds)
+        yield make.counter("spec_decode_num_draft_tokens", "Draft tokens scored", stats.proposed)
+        yield make.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", stats.accepted)
+        yield make.counters(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft",
+            ["position"],
+            {(str(j),): count for j, count in enumerate(stats.accepted_per_pos)},
+        )
+
+
+class OwnSnapshot(Collector):
+    """The controller's figures that only Slipstream has, taken when scraped."""
+
+    def __init__(self, stats: Stats, labels: Mapping[str, str]) -> None:
+        self._stats, self._make = stats, _Families(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return one family a figure."""
+        stats, make = self._stats(), self._make
+        yield make.counter("steps", "Steps committed", stats.steps)
+        yield make.counter("step_seconds", "Seconds of all steps, from planning to committing", stats.steps_s)
+        yield make.counters(
+            "phase_seconds",
+            "Seconds of steps that each side spent on a phase; idle is the rest, the other side's work included",
+            ["side", "phase"],
+            phase_seconds(stats),
+        )
+        yield make.counter(
+            "spec_decode_late_drafts", "Rounds in which a draft was waited for in vain", stats.phases.late_drafts
+        )
+        yield make.counter(
+            "spec_decode_draft_failures", "Times a proposer beside the controller failed", stats.draft_failures
+        )
+        yield make.counters(
+            "draft_service_changes",
+            "Times the draft worker came into service or went out of it, by reason",
+            ["reason"],
+            _keyed(stats.draft_changes),
+        )
+        yield make.counters(
+            "spec_decode_changes",
+            "Times speculation changed with the batch size, by reason",
+            ["reason"],
+            _keyed(stats.guess_changes),
+        )
+        yield make.gauge(
+            "spec_decode_num_speculative_tokens", "Most draft tokens a row gets now", stats.num_speculative_tokens
+        )
+        yield make.states(
+            "spec_decode_state", "What becomes of speculation now", get_args(SpeculationState), stats.speculation
+        )
+        yield make.counter("target_losses", "Times the target group was lost and rebuilt", stats.target_losses)
+        yield make.counter(
+            "spec_decode_step_seconds",
+            "Seconds of steps with guesses in which every row decoded, where step costs were measured",
+            stats.guessed_s,
+        )
+        yield make.counter(
+            "spec_decode_plain_step_seconds",
+            "What steps without guesses would have taken for the tokens of those, by measured step costs",
+            stats.plain_s,
+        )
+
+
+def _keyed(changes: Mapping[str, int]) -> dict[Sequence[str], float]:
+    return {(reason,): count for reason, count in changes.items()}
+
+
+def phase_seconds(stats: EngineStats) -> dict[Sequence[str], float]:
+    """Return seconds by side and phase; those of a side add up to all steps."""
+    phases = stats.phases
+    on_target = phases.transfer_s + phases.score_s + phases.verify_s
+    return {
+        ("target", "score"): phases.score_s,
+        ("target", "verify"): phases.verify_s,
+        ("target", "transfer"): phases.transfer_s,
+        ("target", "idle"): max(0.0, stats.steps_s - on_target),
+        ("draft", "propose"): phases.propose_s,
+        ("draft", "idle"): max(0.0, stats.steps_s - phases.propose_s) if stats.speculation != "off" else 0.0,
+    }
+
+
+class Published(Collector):
+    """Gives every metric of a registry its public names, and leaves out creation times."""
+
+    def __init__(self, inner: CollectorRegistry, prefixes: tuple[str, ...]) -> None:
+        self._inner = inner
+        self._prefixes = prefixes
+
+    def collect(self) -> Iterable[Metric]:
+        """Return each family once for each prefix."""
+        for family in self._inner.collect():
+            for prefix in self._prefixes:
+                yield _renamed(family, prefix)
+
+
+def _renamed(family: Metric, prefix: str) -> Metric:
+    renamed = Metric(prefix + family.name, family.documentation, family.type)
+    renamed.samples = [
+        Sample(prefix + sample.name, sample.labels, sample.value)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+    return renamed

@@ -1,0 +1,1 @@
+"""The executor over worker processes: start, watch, replace."""

@@ -1,0 +1,188 @@
+"""Workers that are started together, in two phases, and the devices they are given."""
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+
+from protos.errors import ConfigError, EngineDeadError, ModelError, PlacementError, SlipstreamError
+from protos.worker_messages import (
+    Allocate,
+    Died,
+    FromWorker,
+    Gang,
+    Loaded,
+    Placed,
+    Setup,
+    StoreAddress,
+    WorkerFailed,
+    WorkerId,
+    WorkerReady,
+)
+
+RANK_0 = 0
+ERRORS: dict[str, type[SlipstreamError]] = {
+    error.__name__: error for error in (ConfigError, ModelError, PlacementError, EngineDeadError)
+}
+
+Device = tuple[str, str]
+"""A device by node and name."""
+
+Size = Callable[[Mapping[WorkerId, Loaded]], Allocate]
+"""Settles the blocks that all hold, once all have loaded. Raises `ConfigError`."""
+
+
+class Devices:
+    """Who has which device: each worker the first of those it sees that nobody has.
+
+    Args:
+        wanted: the configuration's "auto", "cpu" or "cuda".
+        may_share: whether one device may serve several workers where there are too few.
+    """
+
+    def __init__(self, wanted: str, *, may_share: bool = False) -> None:
+        self._wanted, self._may_share = wanted, may_share
+        self._taken: dict[WorkerId, Device] = {}
+
+    def assign(self, worker: WorkerId, placed: Placed) -> str:
+        """Return the device, as *worker* names it.
+
+        Raises:
+            PlacementError: it sees none, though it should, or none that is free.
+        """
+        if self._wanted == "cuda" and not placed.devices:
+            raise PlacementError(f"{worker} on {placed.node} sees no CUDA device; use device='cpu' or 'auto'")
+        if self._wanted == "cpu" or not placed.devices:
+            return "cpu"
+        taken = list(self._taken.values())
+        seen = [(placed.node, name) for name in placed.devices]
+        free = [device for device in seen if device not in taken]
+        if not free and not self._may_share:
+            raise PlacementError(
+                f"{worker} on {placed.node} sees {len(seen)} device(s), and all are taken: {len(taken) + 1} workers "
+                "need as many devices; lower tensor_parallel_size or place the draft beside the target"
+            )
+        self._taken[worker] = min(free or seen, key=taken.count)
+        return f"cuda:{seen.index(self._taken[worker])}"
+
+    def release(self, workers: Iterable[WorkerId]) -> None:
+        """Give back what these had."""
+        for worker in workers:
+            self._taken.pop(worker, None)
+
+
+class StartError(Exception):
+    """A worker of a squad failed or died before it was ready. `error` is what to tell whoever started it."""
+
+    def __init__(self, worker: WorkerId, message: WorkerFailed | Died) -> None:
+        kind = message.kind if isinstance(message, WorkerFailed) else EngineDeadError.__name__
+        known = kind in ERRORS and kind != EngineDeadError.__name__
+        what = "failed" if isinstance(message, WorkerFailed) else "died"
+        text = message.reason if known else f"{worker} {what} while it was started: {message.reason}"
+        super().__init__(text)
+        self.error: SlipstreamError = ERRORS.get(kind, EngineDeadError)(text)
+
+
+class Squad:
+    """Brings its workers from placement to readiness; every phase waits for all of them.
+
+    Args:
+        gang: what starts them and carries the mail.
+        workers: whom to start.
+        setup: the setup that all have in common.
+        devices: where theirs are booked.
+        size: see `Size`.
+    """
+
+    def __init__(self, gang: Gang, workers: Seq[WorkerId], setup: Setup, devices: Devices, size: Size) -> None:
+        self.workers = tuple(workers)
+        self._gang, self._setup, self._devices, self._size = gang, setup, devices, size
+        self._placed: dict[WorkerId, Placed] = {}
+        self._loaded: dict[WorkerId, Loaded] = {}
+        self._ready: dict[WorkerId, WorkerReady] = {}
+        self.devices: dict[WorkerId, str] = {}
+
+    def start(self) -> None:
+        """Ask for the workers."""
+        self._gang.start(self.workers)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether every process runs."""
+        return len(self._placed) == len(self.workers)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all wait for plans."""
+        return len(self._ready) == len(self.workers)
+
+    @property
+    def store(self) -> StoreAddress | None:
+        """Where target rank 0's store listens, once it was placed."""
+        return next((placed.store for worker, placed in self._placed.items() if _is_rank_0(worker)), None)
+
+    @property
+    def loaded(self) -> dict[WorkerId, Loaded]:
+        """What those that have loaded said."""
+        return self._loaded
+
+    def measured(self, worker: WorkerId) -> WorkerReady:
+        """Return what *worker* measured in warm-up."""
+        return self._ready[worker]
+
+    @property
+    def waits_for(self) -> str:
+        """Say which phase this is, and who has not come through it."""
+        phases = (("to be placed", self._placed), ("to load", self._loaded), ("to warm up", self._ready))
+        for phase, through in phases:
+            missing = [str(worker) for worker in self.workers if worker not in through]
+            if missing:
+                return f"{', '.join(missing)} {phase}"
+        return "nobody"
+
+    def take(self, worker: WorkerId, message: FromWorker) -> None:
+        """Note what a worker says, and let all go on where it was the last one.
+
+        Raises:
+            StartError: it gave up or died.
+            ConfigError: what they loaded does not fit.
+            PlacementError: there are too few devices.
+        """
+        if isinstance(message, WorkerFailed | Died):
+            raise StartError(worker, message)
+        if isinstance(message, Placed):
+            self._placed[worker] = message
+            if self.is_placed:
+                self._set_up()
+        elif isinstance(message, Loaded):
+            self._loaded[worker] = message
+            if len(self._loaded) == len(self.workers):
+                self._allocate()
+        elif isinstance(message, WorkerReady):
+            self._ready[worker] = message
+
+    def _set_up(self) -> None:
+        self.devices = {
+            worker: self._devices.assign(worker, self._placed[worker])
+            for worker in sorted(self.workers, key=lambda worker: (worker.role == "draft", worker.rank))
+        }
+        for worker in self.workers:
+            self._gang.send(worker, self._setup_of(worker))
+
+    def _setup_of(self, worker: WorkerId) -> Setup:
+        common, device = self._setup, self.devices[worker]
+        return Setup(
+            config=common.config,
+            worker=worker,
+            world=common.world,
+            device=device,
+            backend=common.backend or ("gloo" if device == "cpu" else "nccl"),
+            store=self.store if worker.role == "target" and common.world > 1 else None,
+        )
+
+    def _allocate(self) -> None:
+        allocate = self._size(self._loaded)
+        for worker in self.workers:
+            self._gang.send(worker, allocate)
+
+
+def _is_rank_0(worker: WorkerId) -> bool:
+    return worker.role == "target" and worker.rank == RANK_0

@@ -1,0 +1,98 @@
+"""The sampling a checkpoint recommends: its `generation_config.json`, as the defaults of what requests leave out."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from protos.config.engine import ModelConfig
+from protos.errors import ConfigError, InvalidRequestError
+from protos.sampling import SamplingParams
+from protos.validation import shown
+
+log = logging.getLogger("slipstream")
+
+FILE = "generation_config.json"
+AUTO, NOTHING = "auto", "vllm"
+NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+"""What is taken over, as in vLLM, and under which names."""
+LONGEST = "max_new_tokens"
+
+
+def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
+    """Return the sampling parameters that *config* makes the defaults.
+
+    `generation_config` is "auto" (the model's own), "vllm" (none), or a folder with such a file.
+
+    Raises:
+        ConfigError: a folder was named and has none, or the values cannot be sampled with.
+    """
+    stored = _stored(config)
+    defaults = {name: stored[key] for key, name in NAMES.items() if stored.get(key) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequestError as error:
+        raise ConfigError(f"{FILE} of the model: {error}; leave it out with generation_config 'vllm'") from None
+    return defaults
+
+
+def usual_tokens(config: ModelConfig) -> int | None:
+    """Return how long answers are by *config* that nobody limits, None for as long as the context is.
+
+    Raises:
+        ConfigError: as `sampling_defaults`, or it is no number of tokens.
+    """
+    longest = _stored(config).get(LONGEST)
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise ConfigError(
+            f"{FILE} of the model: {LONGEST} must be an integer of at least 1, got {shown(longest)}; "
+            "leave it out with generation_config 'vllm'"
+        )
+    return longest
+
+
+def _stored(config: ModelConfig) -> dict[str, Any]:
+    if config.generation_config == NOTHING:
+        return {}
+    path = _path(config)
+    return {} if path is None else _read(path)
+
+
+def _path(config: ModelConfig) -> Path | None:
+    """Return where the file is, None where the model has none."""
+    if config.generation_config != AUTO:
+        path = Path(config.generation_config).expanduser() / FILE
+        if not path.is_file():
+            raise ConfigError(
+                f"generation_config must be auto, vllm or a folder with a {FILE}, got {shown(config.generation_config)}"
+            )
+        return path
+    folder = Path(config.model).expanduser()
+    if folder.is_dir():
+        return folder / FILE if (folder / FILE).is_file() else None
+    return _from_hub(config)
+
+
+def _from_hub(config: ModelConfig) -> Path | None:
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - slow to load, and folders need none of it
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415
+
+    try:
+        return Path(hf_hub_download(config.model, FILE, revision=config.revision, cache_dir=config.download_dir))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:  # there is none, or it cannot be reached
+        log.debug("%s: %s", config.model, error)
+        return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{FILE} of the model cannot be read ({type(error).__name__})") from None
+    return stored if isinstance(stored, dict) else {}

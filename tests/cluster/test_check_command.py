@@ -1,0 +1,269 @@
+"""`slipstream check`, as users run it: it passes where nothing is wrong, and names what is where a bug is planted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.check import check as checking
+from cluster.check.answers import Answer
+from cluster.cli import check as cli_check
+from cluster.cli import main as cli
+from protos.errors import ConfigError
+from tests.support import check_bugs
+from tests.support.models import tiny_models, tiny_pairs
+
+ROOT = Path(__file__).parents[2]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SMALL = ["--dtype", "float32", "--num-gpu-blocks-override", "512", "--enforce-eager", "--block-size", "8"]
+SIZE = ["--num-prompts", "6", "--max-tokens", "24", "--samples", "100", "--temperature", "0.4"]
+PROMPTS = ["aabbab", "the quick brown fox", "x = x + 1\ny = y + 1\n", "0101010", "zzz", "def f(x): return f(f(x))"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target, and a draft that is right more often than not."""
+    target, draft = tiny_pairs.build(tmp_path_factory.mktemp("pair"), "llama")
+    return target, tiny_models.perturb(target, draft, noise=0.02)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(text) + "\n" for text in PROMPTS))
+    return path
+
+
+@pytest.fixture
+def given(pair: tuple[Path, Path], prompts: Path) -> list[str]:
+    """The command over the pair, small."""
+    return options(pair, prompts, drafted(pair))
+
+
+def drafted(pair: tuple[Path, Path], **keys: Any) -> dict[str, Any]:
+    return {"model": str(pair[1]), "num_speculative_tokens": 2, **keys}
+
+
+def options(pair: tuple[Path, Path], prompts: Path, speculative: dict[str, Any] | None) -> list[str]:
+    return [
+        "check",
+        str(pair[0]),
+        "--speculative-config",
+        json.dumps(speculative),
+        *SMALL,
+        *SIZE,
+        "--prompts",
+        str(prompts),
+    ]
+
+
+def run(given: list[str], output: Path) -> tuple[int, dict[str, Any]]:
+    """Run the command in this process; return its exit status and its report."""
+    status = cli.app([*given, "--json", str(output)], standalone_mode=False)
+    return status or 0, json.loads(output.read_text())
+
+
+# Nothing wrong.
+
+
+def test_a_right_engine_passes(
+    pair: tuple[Path, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = run(options(pair, prompts, drafted(pair)), tmp_path / "report.json")
+    assert (status, report["passed"], report["verdict"]) == (0, True, "passed: speculation changes nothing")
+    assert (report["rule"], report["dtype"], report["missing"]) == ("coupled", "float32", [])
+    counts = report["with_speculation"]
+    assert counts["proposed"] > counts["accepted"] > 0
+    assert report["without"] == {"proposed": 0, "accepted": 0}
+    for part in ("greedy", "seeded"):
+        assert (report[part]["sequences"], report[part]["tokens"], report[part]["violations"]) == (6, 144, 0)
+    places = {place["place"]: place for place in report["law"]["places"]}
+    assert {"prompt", "guess", "draft", "correction", "bonus"} <= places.keys()
+    assert all(places[place]["groups"] > 0 for place in ("prompt", "guess", "draft", "correction"))
+    assert sum(place["tokens"] for place in places.values()) == 4 * 100 * 8
+    shown = capsys.readouterr().out
+    assert "passed: speculation changes nothing" in shown
+    assert "6 of 6 sequences of 24 tokens are identical" in " ".join(shown.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_rules_by_laws_are_not_held_to_seeded_identity(
+    pair: tuple[Path, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str
+) -> None:
+    given = options(pair, prompts, drafted(pair, rejection_sample_method=rule))
+    status, report = run([*given, "--num-prompts", "2"], tmp_path / "report.json")
+    assert (status, report["rule"], report["seeded"]) == (0, rule, None)
+    assert report["greedy"]["passed"]
+    assert "skipped" in capsys.readouterr().out
+
+
+# Planted bugs.
+
+
+@pytest.mark.parametrize(
+    ("bug", "origin", "why"),
+    [
+        ("lenient", "an accepted guess", "guesses were accepted that are not the target's choice"),
+        ("bonus by other noise", "a bonus token", "what follows a draft accepted whole is not the target's choice"),
+        ("index off by one", "", "are what the target chooses with the noise of the position behind"),
+    ],
+)
+def test_planted_bugs_are_found_and_explained(
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    bug: str,
+    origin: str,
+    why: str,
+) -> None:
+    check_bugs.plant(monkeypatch, bug)
+    status, report = run([*given, "--num-prompts", "3"], tmp_path / "report.json")
+    assert (status, report["passed"]) == (1, False)
+    assert "identity" in report["verdict"]
+    part = report["greedy" if bug == "lenient" else "seeded"]  # the others draw, and only by other noise
+    assert part["violations"] > 0
+    assert why in part["why"]
+    wrong = [finding for finding in part["findings"] if not finding["is_tie"]]
+    assert all(finding["behind"] > 1e-4 for finding in wrong)
+    assert {finding["origin"] for finding in wrong} == {origin} or not origin
+    shown = capsys.readouterr().out
+    assert f"VIOLATED: {report['verdict'].removeprefix('VIOLATED: ')}" in shown
+    assert "NO TIE" in shown
+
+
+def test_a_wrong_law_is_found_where_identity_is_not_promised(
+    pair: tuple[Path, Path],
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check_bugs.resample_from_p(monkeypatch)
+    standard = drafted(pair, rejection_sample_method="standard")
+    given = [*options(pair, prompts, standard), "--samples", "300"]
+    status, report = run(given, tmp_path / "report.json")
+    assert (status, report["verdict"]) == (1, "VIOLATED: the sampled law")
+    assert report["greedy"]["passed"]
+    assert any(not test["passed"] for test in report["law"]["tests"] + report["law"]["places"])
+    assert "law is WRONG" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+# Nothing shown.
+
+
+def test_speculation_that_never_guesses_shows_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+    never = {**NGRAM, "prompt_lookup_min": 60, "prompt_lookup_max": 60}
+    status, report = run([*options(pair, prompts, never), "--num-prompts", "1"], tmp_path / "report.json")
+    assert (status, report["passed"]) == (1, False)
+    assert report["verdict"].startswith("NOT SHOWN: nothing was guessed")
+
+
+def test_what_must_have_happened() -> None:
+    some, none = checking.Counts(9, 4), checking.Counts(0, 0)
+    assert checking.missing(some, none) == ()
+    for with_speculation, without, says in (
+        (none, none, "nothing was guessed"),
+        (checking.Counts(9, 0), none, "no guess was accepted"),
+        (checking.Counts(9, 9), none, "no guess was rejected"),
+        (some, some, "without speculation scored 9 guesses"),
+    ):
+        (text,) = checking.missing(with_speculation, without)
+        assert says in text
+
+
+def test_each_part_must_have_been_guessed_at() -> None:
+    guessed = Answer((1, 2), ("guess", "correction"), "length")
+    plain = Answer((1, 2), ("plain", "correction"), "length")
+    assert checking.unshown({"greedy": [plain, guessed], "sampled": [guessed]}) == ()
+    (text,) = checking.unshown({"greedy": [plain, guessed], "sampled": [plain]})
+    assert "no guess was accepted in the sampled answers" in text
+
+
+def test_samples_that_nobody_guessed_at_show_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+    """Guesses for the eight prompts' first tokens, and then the batch is too large for any."""
+    seldom = {**drafted(pair, rejection_sample_method="standard"), "disable_by_batch_size": 2}
+    status, report = run([*options(pair, prompts, seldom), "--samples", "100"], tmp_path / "report.json")
+    assert status == 1
+    assert report["verdict"].startswith("NOT SHOWN: no guess was accepted in the sampled answers")
+    few = drafted(pair, rejection_sample_method="standard")
+    hidden = [*options(pair, prompts, few), "--samples", "100", "--temperature", "50"]
+    status, report = run(hidden, tmp_path / "report.json")
+    assert (status, report["greedy"]["passed"], report["with_speculation"]["accepted"] > 0) == (1, True, True)
+    assert not any(test["freedom"] for test in report["law"]["tests"])
+    assert report["verdict"].startswith("NOT SHOWN: no prefix has enough tokens that were guessed at")
+
+
+# What is asked for.
+
+
+@pytest.mark.parametrize(
+    ("speculative", "more", "says"),
+    [
+        (None, [], "asks for no speculation"),
+        (
+            {**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.25]},
+            [],
+            "'synthetic' changes answers on purpose",
+        ),
+        (NGRAM, ["--prompts", "/nowhere"], "cannot read /nowhere"),
+        (NGRAM, ["--json", "/nowhere/report.json"], "there is no folder /nowhere"),
+        (NGRAM, ["--model", "other"], "given twice"),
+    ],
+)
+def test_refusals(
+    pair: tuple[Path, Path], prompts: Path, speculative: dict[str, Any] | None, more: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        cli.app([*options(pair, prompts, speculative), *more], standalone_mode=False)
+
+
+def test_prompts_of_a_file_or_the_demos_own(tmp_path: Path) -> None:
+    text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("one\n\ntwo\nthree\n")
+    lines.write_text('"one"\n{"prompt": "two", "temperature": 3}\n{"prompt_token_ids": [4, 5]}\n')
+    assert cli_check.read_prompts(text, 2) == ["one", "two"]
+    assert cli_check.read_prompts(lines, 9) == [{"prompt": "one"}, {"prompt": "two"}, {"prompt_token_ids": [4, 5]}]
+    assert len(cli_check.read_prompts(None, 100)) == 20
+    text.write_text("\n")
+    with pytest.raises(ConfigError, match="has no prompts"):
+        cli_check.read_prompts(text, 2)
+
+
+def slipstream(*given: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as users do."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream", *given],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
+
+
+def test_the_command_passes(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    done = slipstream(*options(pair, prompts, NGRAM), "--num-prompts", "3", "--json", str(output))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("passed: speculation changes nothing\n")
+    assert json.loads(output.read_text())["passed"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("rule", ["coupled", "standard", "block"])
+def test_the_demo_pair_passes(tmp_path: Path, rule: str) -> None:
+    output = tmp_path / "report.json"
+    speculative = json.dumps({"rejection_sample_method": rule})
+    done = slipstream("check", "--speculative-config", speculative, "--json", str(output))
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(output.read_text())["passed"]

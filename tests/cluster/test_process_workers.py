@@ -1,0 +1,120 @@
+"""A gang of child processes: mail, deaths seen at once, and nobody left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.transport.process_workers import ProcessGang
+from protos.worker_messages import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerFailed, WorkerId
+from tests.support.distributed.mail import until
+from tests.support.processes import is_running, wait_gone
+
+ROOT = Path(__file__).parents[2]
+RANKS = [WorkerId("target", 0), WorkerId("target", 1)]
+DRAFT = WorkerId("draft")
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[str], ProcessGang]]:
+    gangs = []
+
+    def make(body: str) -> ProcessGang:
+        gangs.append(ProcessGang(f"tests.support.distributed.bodies:{body}"))
+        return gangs[-1]
+
+    yield make
+    for gang in gangs:
+        gang.close()
+
+
+def test_workers_say_where_they_are_and_stop_when_told(make: Callable[[str], ProcessGang]) -> None:
+    gang = make("echo")
+    gang.start([*RANKS, DRAFT])
+    where = dict(until(gang, Placed, Placed, Placed))
+    assert {worker: message.pid for worker, message in where.items()} == {w: gang.pid(w) for w in [*RANKS, DRAFT]}
+    gang.send(RANKS[1], Allocate(4, 64))
+    assert until(gang, Progress) == [(RANKS[1], Progress("Allocate"))]
+    gang.send(DRAFT, Stop())
+    ended = Died("its process ended (exit code 0)")
+    assert until(gang, Progress, Died) == [(DRAFT, Progress("goodbye")), (DRAFT, ended)]
+
+
+@pytest.mark.parametrize(("body", "how"), [("leave", "exit code 3"), ("shoot_oneself", "signal SIGKILL")])
+def test_a_death_is_said_within_a_second(make: Callable[[str], ProcessGang], body: str, how: str) -> None:
+    gang = make(body)
+    gang.start([DRAFT])
+    until(gang, Placed)
+    gang.send(DRAFT, Stop())
+    started = time.monotonic()
+    mail = until(gang, Died)
+    assert time.monotonic() - started < 1.0
+    assert mail[-1] == (DRAFT, Died(f"its process ended ({how})"))
+    if body == "leave":
+        assert mail[0] == (DRAFT, WorkerFailed("something is wrong", "ModelError"))
+
+
+def test_a_body_that_raises_ends_its_process(make: Callable[[str], ProcessGang]) -> None:
+    gang = make("raise_at_once")
+    gang.start([DRAFT])
+    assert until(gang, Died)[-1] == (DRAFT, Died("its process ended (exit code 1)"))
+
+
+def test_the_killed_are_gone_and_silent_and_can_be_replaced(make: Callable[[str], ProcessGang]) -> None:
+    gang = make("beat")
+    gang.start([RANKS[0], DRAFT])
+    until(gang, Placed, Placed, Heartbeat)
+    pid = gang.pid(DRAFT)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # a frozen one too
+    gang.kill([DRAFT])
+    assert not is_running(pid)
+    replacement = WorkerId("draft", incarnation=1)
+    gang.start([replacement])
+    mail = until(gang, Placed)
+    while len(mail) < 20:
+        mail += gang.receive(1.0)
+    assert {worker for worker, _ in mail} == {RANKS[0], replacement}
+    assert not any(isinstance(message, Died) for _, message in mail)
+
+
+PARENT = """
+import sys, time
+sys.path[:0] = {path!r}
+from cluster.transport.process_workers import ProcessGang
+from protos.worker_messages import Placed, WorkerId
+gang = ProcessGang("tests.support.distributed.bodies:beat")
+gang.start([WorkerId("target", 0), WorkerId("draft")])
+pids = []
+while len(pids) < 2:
+    pids += [message.pid for _, message in gang.receive(1.0) if isinstance(message, Placed)]
+print(*pids, flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_die_with_their_parent_even_when_frozen() -> None:
+    code = PARENT.format(path=[str(ROOT)])
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        os.kill(pids[0], signal.SIGSTOP)
+        parent.kill()
+        wait_gone(pids)
+
+
+def test_closing_twice_leaves_nobody(make: Callable[[str], ProcessGang]) -> None:
+    gang = make("echo")
+    gang.start(RANKS)
+    until(gang, Placed)
+    pids = [pid for worker in RANKS if (pid := gang.pid(worker)) is not None]
+    gang.close()
+    gang.close()
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))

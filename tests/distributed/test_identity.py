@@ -1,0 +1,145 @@
+"""The same tokens from `transformers`, one process and a gang of processes, whoever guesses. DESIGN section 5."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import assemble
+from cluster.transport.process_workers import ProcessGang
+from protos.messages import Request, Sampling
+from protos.sampling import SamplingParams
+from runtime.core.controller import LocalInbox
+from tests.support.distributed.bodies import PATIENT
+from tests.support.distributed.engine import Engine, Models, configure, over, tiny_pair
+from tests.support.identity import Reference, assert_identical
+
+FAMILIES = ("llama", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_oss", "mixtral", "deepseek_v3")
+"""Tiny, with four heads, so that four ranks can share them, and a vocabulary of 97, which they cannot divide."""
+GUESSES = 3
+ROOM: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 160}
+START_S = 300.0
+"""Many processes that load torch on few processors take their time."""
+Outputs = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Size:
+    requests: int
+    tokens: int
+
+
+QUICK, FULL = Size(requests=4, tokens=16), Size(requests=10, tokens=40)
+
+
+def requests(size: Size) -> list[Request]:
+    """Greedy ones and seeded ones by turns, prompts of unlike lengths that repeat themselves, longer than a step."""
+    return [
+        Request(
+            request_id=str(i),
+            params=SamplingParams(),
+            max_tokens=size.tokens + i,
+            sampling=Sampling(seed=100 + i, temperature=0.0) if i % 2 else Sampling(100 + i, 0.9, top_p=0.95),
+            prompt_token_ids=tuple([7, 11 + i, 30, 31 + i] * (2 + i) + [5] * (i % 3)),
+        )
+        for i in range(size.requests)
+    ]
+
+
+def speculations(models: Models) -> dict[str, dict[str, Any] | None]:
+    """Who guesses: nobody, a table of the text so far, a draft on a worker of its own."""
+    return {
+        "off": None,
+        "ngram": {"method": "ngram", "num_speculative_tokens": GUESSES, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "draft": {"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": GUESSES},
+    }
+
+
+def arguments(speculative: dict[str, Any] | None, ranks: int) -> dict[str, Any]:
+    if ranks and speculative and "model" in speculative:
+        speculative = {**speculative, "placement": "dedicated"}
+    split = {"tensor_parallel_size": ranks} if ranks else {}
+    return {"speculative_config": speculative, "num_threads": 1, **ROOM, **split}
+
+
+def run(engine: Engine, size: Size, name: str) -> Outputs:
+    """Run all requests to their ends, and see that guesses were made where they should be."""
+    try:
+        engine.put(*requests(size))
+        engine.step()
+        engine.until(lambda: not engine.built.controller.scheduler.num_unfinished, START_S)
+    finally:
+        engine.built.shutdown()
+    assert not any(reason == "error" for reason in engine.reasons.values()), engine.reasons
+    if name == "off":
+        assert engine.proposed() == 0
+    else:
+        assert engine.proposed() > engine.accepted > 0, name
+    return engine.outputs
+
+
+def alone(models: Models, speculative: dict[str, Any] | None) -> Engine:
+    config = configure(models, draft=False, **arguments(speculative, 0))
+    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+
+
+def together(models: Models, speculative: dict[str, Any] | None, ranks: int) -> Engine:
+    return over(ProcessGang(PATIENT), configure(models, draft=False, **arguments(speculative, ranks)))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `transformers` says of the greedy requests, and one process of all."""
+
+    size: Size
+    reference: Reference
+    outputs: Outputs
+
+    def check(self, outputs: Outputs) -> None:
+        """Same ids. Ties may only be shown where the reference can show them: in greedy rows."""
+        greedy = [request for request in requests(self.size) if request.sampling.temperature == 0.0]
+        prompts = [request.prompt_token_ids for request in greedy]
+        assert_identical(
+            prompts,
+            [outputs[request.request_id] for request in greedy],
+            [self.outputs[request.request_id] for request in greedy],
+            self.reference,
+        )
+        for request in requests(self.size):
+            if request.sampling.temperature:
+                assert outputs[request.request_id] == self.outputs[request.request_id], request.request_id
+
+
+def wanted(models: Models, size: Size) -> Wanted:
+    """Hold one process without guesses to `transformers`; return what it says."""
+    reference = Reference(models[0])
+    found = Wanted(size, reference, run(alone(models, None), size, "off"))
+    theirs = {
+        request.request_id: reference.greedy(request.prompt_token_ids, request.max_tokens)
+        for request in requests(size)
+        if request.sampling.temperature == 0.0
+    }
+    Wanted(size, reference, {**found.outputs, **theirs}).check(found.outputs)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_two_ranks_and_a_draft_say_what_transformers_says(family: str, tmp_path: Path) -> None:
+    models = tiny_pair(tmp_path, family)
+    said = wanted(models, QUICK)
+    said.check(run(together(models, speculations(models)["draft"], 2), QUICK, "draft"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_says_the_same_however_it_is_split_and_whoever_guesses(family: str, tmp_path: Path) -> None:
+    models = tiny_pair(tmp_path, family)
+    said = wanted(models, FULL)
+    for name, speculative in speculations(models).items():
+        if name != "off":
+            said.check(run(alone(models, speculative), FULL, name))
+        for ranks in (1, 2, 4):
+            said.check(run(together(models, speculative, ranks), FULL, name))
+            print(f"{family}, {ranks} rank(s), {name}: the same")

@@ -1,0 +1,139 @@
+"""Lookahead decoding against simulated targets: its window, its pool, and that what it says comes true."""
+
+import random
+
+import pytest
+
+from proposers.lookahead import Ahead, LookaheadProposer, Pool, Shape
+from protos.config.engine import SpeculativeConfig
+from protos.draft_tree import parents_of
+from protos.errors import ConfigError
+from protos.interfaces import DraftRow
+from protos.messages import Draft, Request, Sampling
+from protos.sampling import SamplingParams
+from workers.verification.verify import accept
+
+
+def path_to(draft: Draft, node: int) -> list[int]:
+    parents, tokens = parents_of(draft), []
+    while node >= 0:
+        tokens.append(draft.tokens[node])
+        node = parents[node]
+    return tokens[::-1]
+
+
+class Target:
+    """A language with a memory of `order` tokens, which says the same behind the same."""
+
+    def __init__(self, order: int, size: int = 40) -> None:
+        self.order, self.size = order, size
+
+    def after(self, text: list[int]) -> int:
+        return random.Random(hash(tuple(text[-self.order :]))).randrange(self.size)
+
+    def run(self, text: list[int], draft: Draft) -> tuple[list[int], list[int]]:
+        """Return new tokens and what is said behind the probes, as the target worker does."""
+        y = [self.after(text), *(self.after(text + path_to(draft, node)) for node in range(len(draft)))]
+        path = accept(draft, y)
+        probed = [y[1 + node] for node, probe in enumerate(draft.probes) if probe]
+        return [y[0], *(y[1 + node] for node in path)], probed
+
+
+def make(k: int = 64, **keys: int) -> LookaheadProposer:
+    config = SpeculativeConfig("lookahead", k, **{f"lookahead_{name}": value for name, value in keys.items()})
+    return LookaheadProposer.create(config, None)
+
+
+def begin(proposer: LookaheadProposer, prompt: list[int], key: int = 1) -> None:
+    proposer.begin(key, Request("r", tuple(prompt), SamplingParams(), Sampling(seed=0), 100))
+
+
+def test_the_window_grows_to_its_levels_and_moves_with_the_text() -> None:
+    shape, target, text = Shape(3, 2, 4), Target(1), [1, 2, 3]
+    ahead = Ahead.of(text, shape, 0)
+    first = ahead.levels[0].copy()
+    draft = ahead.draft(text, 20)
+    assert (draft.tokens, draft.parents, draft.probes) == (tuple(first), (-1, 0, 1), (True,) * 3)
+    said, probed = target.run(text, draft)
+    ahead.learn(len(said), probed)
+    text += said
+    # A token further on: the first column is behind us, and of each line one entry is unknown.
+    assert ahead.levels[0][:2] == first[1:]
+    assert ahead.levels[1][:2] == [target.after([token]) for token in first[1:]]
+    assert [len(level) for level in ahead.levels] == [3, 3]
+
+    before = [level.copy() for level in ahead.levels]
+    draft = ahead.draft(text, 20)
+    assert draft.parents == (-1, 0, 1, 0, 1, 2)
+    said, probed = target.run(text, draft)
+    ahead.learn(len(said), probed)
+    # The oldest line has left, so that nothing had to move.
+    assert ahead.levels[0] == before[1]
+    assert ahead.levels[1] == [target.after([token]) for token in before[1]]
+    for column in range(3):
+        assert (before[1][column], ahead.levels[1][column]) in ahead.pool.behind(before[0][column])
+
+
+def test_an_n_gram_found_is_tried_when_its_first_token_comes() -> None:
+    ahead = Ahead.of([9], Shape(2, 2, 4), 0)
+    ahead.pool.add(5, (6, 7))
+    ahead.pool.add(5, (6, 8))
+    draft = ahead.draft([9, 5], 20)
+    count = draft.probes.count(False)
+    assert draft.probes == (False,) * count + (True,) * (len(draft) - count)
+    assert [path_to(draft, node) for node in range(count)] == [[6], [6, 8], [6, 7]]
+
+
+def test_probes_are_left_out_where_they_do_not_fit_and_cut_ones_teach_nothing() -> None:
+    ahead = Ahead.of([9], Shape(4, 2, 4), 0)
+    ahead.pool.add(5, (6, 7))
+    assert ahead.draft([9, 5], 4) == Draft((6, 7), (-1, 0), (False, False))
+    assert len(ahead.draft([9, 5], 6)) == 6
+    window = ahead.levels[0].copy()
+    ahead.learn(1, [1, 2])  # two of the four came back
+    assert ahead.levels[0][:3] == window[1:]
+    assert len(ahead.levels) == 1
+
+
+def test_a_pool_keeps_the_newest_of_each_first_token() -> None:
+    pool = Pool(2)
+    for rest in ((1, 1), (2, 2), (1, 1), (3, 3)):
+        pool.add(0, rest)
+    assert pool.behind(0) == [(3, 3), (1, 1)]
+    assert pool.behind(1) == []
+
+
+@pytest.mark.parametrize(("order", "wanted"), [(1, 2.0), (2, 1.3)])
+def test_a_target_says_what_it_was_found_to_say(order: int, wanted: float) -> None:
+    """More than one token a round, and all of them the target's own."""
+    target, prompt = Target(order, size=12), [1, 2, 3, 4]
+    proposer = make()
+    begin(proposer, prompt)
+    text, rounds = prompt.copy(), 0
+    while len(text) < 300:
+        [draft] = proposer.propose([DraftRow(0, 64, text, 1)])
+        said, probed = target.run(text, draft)
+        assert len(draft) <= 64
+        proposer.grow(1, said, probed)
+        text += said
+        rounds += 1
+    plain = prompt.copy()
+    while len(plain) < len(text):
+        plain.append(target.after(plain))
+    assert text == plain
+    assert (len(text) - len(prompt)) / rounds > wanted
+    proposer.end(1, text)
+    assert not proposer._ahead
+
+
+def test_the_window_is_narrowed_to_the_tokens_there_are() -> None:
+    proposer = make(k=12, window=15, ngram=5)
+    begin(proposer, [1, 2])
+    for _ in range(6):
+        [draft] = proposer.propose([DraftRow(0, 12, [1, 2], 1)])
+        proposer.grow(1, [3], [7] * sum(draft.probes))
+    assert sum(draft.probes) == 2 * 4
+    with pytest.raises(ConfigError, match="at least 8, got 7"):
+        make(k=7, ngram=5)
+    with pytest.raises(ConfigError, match="put it last"):
+        LookaheadProposer.create(SpeculativeConfig(("lookahead", "ngram"), 60), None)

@@ -1,0 +1,103 @@
+"""What one request may choose of the speculation that is loaded: fewer guesses, one method, none."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
+from protos.errors import InvalidRequestError
+from protos.interfaces import DraftRow, Proposer
+from protos.messages import Draft, Request, WorkerInfo
+from runtime.core.scheduler import Scheduler
+from runtime.core.speculation_policy import SpeculationPolicy
+from runtime.frontend.speculation_override import Wish, speculating
+from tests.support.distributed.fake_worker import make_request
+
+LOADED = WorkerInfo(32, 4, 64, 10, methods=("ngram", "suffix", "draft_model"), num_speculative_tokens=4)
+PLAIN = WorkerInfo(32, 4, 64, 10)
+
+
+class Always:
+    """Guesses one token, over and over."""
+
+    on_worker = False
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    @classmethod
+    def create(cls, config: SpeculativeConfig, runner: object) -> Proposer:
+        raise NotImplementedError
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        return [Draft((self.token,) * row.k) for row in rows]
+
+
+def asked(wish: Wish, info: WorkerInfo = LOADED) -> Request:
+    (request,) = speculating([make_request("a", [1, 2, 3])], wish, info)
+    return request
+
+
+def planned(request: Request, info: WorkerInfo = LOADED, *, k: int = 4) -> tuple[int, tuple[int, ...] | None]:
+    """Return K and the draft of the request's first round, with `ngram` guessing 7 and `suffix` 8."""
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(), info, proposers=[Always(7), Always(8)])
+    scheduler.admit([request])
+    config = SpeculativeConfig(method=("ngram", "suffix", "draft_model"), num_speculative_tokens=k)
+    (row,) = scheduler.schedule(SpeculationPolicy(config)).rows
+    return row.k, None if row.draft is None else row.draft.tokens
+
+
+def test_a_request_without_a_wish_gets_what_is_configured() -> None:
+    assert planned(asked(Wish())) == (4, (7, 7, 7, 7))
+
+
+def test_fewer_guesses_and_never_more_than_this_step_has() -> None:
+    assert planned(asked(Wish(num_speculative_tokens=2))) == (2, (7, 7))
+    assert planned(asked(Wish(num_speculative_tokens=4)), k=3) == (3, (7, 7, 7))
+
+
+@pytest.mark.parametrize(
+    ("method", "draft"), [("ngram", (7, 7, 7, 7)), ("suffix", (8, 8, 8, 8)), ("draft_model", None)]
+)
+def test_one_method_of_a_cascade(method: str, draft: tuple[int, ...] | None) -> None:
+    assert planned(asked(Wish(method=method))) == (4, draft)
+
+
+def test_a_method_beside_the_controller_leaves_nothing_to_the_worker() -> None:
+    silent = Scheduler(SchedulerConfig(), CacheConfig(), LOADED, proposers=[Silent(), Always(8)])
+    silent.admit([asked(Wish(method="ngram"))])
+    config = SpeculativeConfig(method=("ngram", "suffix", "draft_model"), num_speculative_tokens=4)
+    (row,) = silent.schedule(SpeculationPolicy(config)).rows
+    assert (row.k, row.draft) == (0, None)
+
+
+class Silent(Always):
+    """Never has a guess."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        return [Draft(()) for _ in rows]
+
+
+def test_no_guesses() -> None:
+    assert planned(asked(Wish(enabled=False))) == (0, None)
+    assert asked(Wish(), PLAIN).speculate
+    assert not asked(Wish(enabled=False), PLAIN).speculate
+
+
+@pytest.mark.parametrize(
+    ("wish", "info", "words"),
+    [
+        (Wish(num_speculative_tokens=5), LOADED, "num_speculative_tokens must be at most 4.*got 5"),
+        (Wish(num_speculative_tokens=0), LOADED, "must be at least 1, got 0; enabled: false"),
+        (Wish(method="eagle"), LOADED, r"one of those loaded \(ngram, suffix, draft_model\), got 'eagle'"),
+        (Wish(num_speculative_tokens=1), PLAIN, "runs without speculation"),
+        (Wish(method="ngram"), PLAIN, "runs without speculation"),
+    ],
+)
+def test_more_than_is_loaded_is_refused_with_both_numbers(wish: Wish, info: WorkerInfo, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as refused:
+        asked(wish, info)
+    assert refused.value.param == "speculative_config"

@@ -1,0 +1,333 @@
+"""The whole engine on Ray: the tokens of `uni`, whatever dies under it, and nothing left behind."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from cluster import assemble
+from cluster.ray.channel import RayChannel
+from cluster.ray.cluster import available_resources
+from cluster.settings import engine_config
+from cluster.transport.process_workers import BODY
+from protos.config.engine import EngineConfig
+from protos.errors import EngineDeadError, ModelError, PlacementError
+from protos.messages import WorkerInfo
+from protos.sampling import SamplingParams
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.channel import STATS_EVERY_S
+from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from slipstream import LLM
+from tests.support.identity import perturbed
+from tests.support.models import tiny_pairs
+from tests.support.processes import is_running, wait_gone, wait_until
+
+PROMPTS = [f"{word} and then {number}" for number in range(4) for word in ("once", "def f(x):", "The cat", "zz")]
+LENGTH = 120
+PARAMS = [
+    SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=LENGTH, ignore_eos=True) for i in range(16)
+]
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "num_gpu_blocks_override": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+}
+RECOVERY_S = 90.0
+Result = TypeVar("Result")
+Texts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    target: Path
+    draft: Path
+
+    def speculation(self, guesses: int = 3) -> dict[str, Any]:
+        return {"model": str(self.draft), "num_speculative_tokens": guesses, "draft_tensor_parallel_size": 1}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    target, _ = tiny_pairs.build(folder, "llama")
+    draft = perturbed(target, folder / "near", scale=0.05)
+    load_tokenizer(engine_config({"model": str(target)}).model).save_pretrained(draft)
+    return Pair(target, draft)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: Pair) -> Texts:
+    """What `uni` says without speculation."""
+    with LLM(str(pair.target), **SMALL) as llm:
+        return ids_of(llm)
+
+
+def ids_of(llm: LLM) -> Texts:
+    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def free() -> dict[str, float]:
+    """Return what the cluster has left: other tests' engines may still have their places."""
+    left = available_resources()
+    return {name: left.get(name, 0.0) for name in ("CPU", "GPU")}
+
+
+@pytest.fixture
+def gives_back(ray_cluster: Any) -> Iterator[None]:
+    """See that a test leaves the cluster as free as it was."""
+    before = free()
+    yield
+    wait_until(lambda: free() == before, what=f"{before} free")
+
+
+class Running:
+    """An engine on Ray and the event loop it lives on, driven from a test's thread."""
+
+    def __init__(self, config: EngineConfig, body: str = BODY) -> None:
+        self._config = config
+        self.said: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self.channel = RayChannel(config, body)
+        self.engine = AsyncEngine(self.channel, self._make_preprocessor)
+        self.do(self.engine.start(self.said.append))
+
+    def do(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self._loop.run_until_complete(work)
+
+    async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
+        return assemble.preprocessor(self._config, info, load_tokenizer(self._config.model))
+
+    def close(self) -> None:
+        self.do(self.engine.close())
+        self._loop.close()
+
+    def pid(self, who: str) -> int:
+        """Return the process id of the actor *who* is."""
+        import ray
+
+        assert self.channel.placement is not None
+        actor = ray.get_actor(self.channel.placement.name_of(who))
+        return int(ray.get(actor.where.remote(), timeout=10).pid)
+
+    def stream(self, at: dict[int, Callable[[], None]] | None = None) -> Texts:
+        """Stream all prompts at once; act once so many tokens have come in all."""
+        return self.do(self._stream(sorted((at or {}).items())))
+
+    async def _stream(self, acts: list[tuple[int, Callable[[], None]]]) -> Texts:
+        num_tokens = 0
+
+        async def one(index: int) -> list[int]:
+            nonlocal num_tokens
+            ids: list[int] = []
+            async for delta in self.engine.generate(PROMPTS[index], PARAMS[index], f"{time.monotonic_ns()}-{index}"):
+                assert delta.output.error is None
+                ids += delta.output.token_ids
+                num_tokens += len(delta.output.token_ids)
+                while acts and num_tokens >= acts[0][0]:
+                    acts.pop(0)[1]()
+            return ids
+
+        return await asyncio.gather(*(one(index) for index in range(len(PROMPTS))))
+
+    def until(self, condition: Callable[[], bool], seconds: float = RECOVERY_S) -> float:
+        """Let the loop run until *condition*; return how long it took."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(seconds):
+                while not condition():  # noqa: ASYNC110 - snapshots come without an event
+                    await asyncio.sleep(0.02)
+
+        started = time.monotonic()
+        self.do(wait())
+        return time.monotonic() - started
+
+    def changes(self, why: str) -> int:
+        return self.engine.stats().draft_changes.get(why, 0)
+
+    def proposed(self) -> int:
+        """Return how many guesses there were up to now, once nothing runs."""
+        self.until(lambda: self.engine.stats().num_running == 0)
+        return self.engine.stats().proposed
+
+
+@pytest.fixture(scope="module")
+def running(ray_cluster: Any, pair: Pair) -> Iterator[Running]:
+    """Two target ranks and a draft, on logical GPUs."""
+    arguments = {"tensor_parallel_size": 2, "speculative_config": pair.speculation(), **SMALL}
+    before = free()
+    running = Running(engine_config({"model": str(pair.target), **arguments}))
+    wait_until(lambda: free()["GPU"] == before["GPU"] - 3)
+    yield running
+    controller = running.pid("controller")
+    running.close()
+    wait_gone([controller])
+    wait_until(lambda: free() == before)
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(gives_back: None, pair: Pair) -> Iterator[Start]:
+    """Start engines with a draft, two target ranks where nothing else is said; they end with the test."""
+    started: list[Running] = []
+
+    def start(body: str = BODY, **arguments: Any) -> Running:
+        given = {"tensor_parallel_size": 2, "speculative_config": pair.speculation(), **SMALL, **arguments}
+        started.append(Running(engine_config({"model": str(pair.target), **given}), body))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.close()
+
+
+def test_one_rank_says_what_uni_says(gives_back: None, pair: Pair, undisturbed: Texts) -> None:
+    with LLM(str(pair.target), distributed_executor_backend="ray", **SMALL) as llm:
+        assert ids_of(llm) == undisturbed
+        stats = llm.stats()
+        assert (stats.proposed, stats.generated_tokens) == (0, 16 * LENGTH)
+        stream = llm.stream(PROMPTS[0], PARAMS[0])
+        next(stream)
+        stream.close()
+        first = llm.stream(PROMPTS[1], PARAMS[1])
+        head = list(next(first).token_ids)
+        assert llm.generate(PROMPTS[2], PARAMS[2], use_tqdm=False)[0].outputs[0].token_ids == undisturbed[2]
+        assert llm.stats().generated_tokens > stats.generated_tokens
+        assert head + [token for output in first for token in output.token_ids] == undisturbed[1]
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate("too late", PARAMS[0])
+
+
+def test_two_ranks_and_a_draft_say_what_uni_says(running: Running, undisturbed: Texts) -> None:
+    before = running.engine.stats()
+    assert running.stream() == undisturbed
+    running.until(lambda: running.engine.stats().num_running == 0)
+    after = running.engine.stats()
+    assert after.proposed - before.proposed > after.accepted - before.accepted > 0
+    assert any("placed: controller, target rank 0, target rank 1, draft on node" in line for line in running.said)
+
+
+def test_a_killed_draft_costs_no_token_and_comes_back(running: Running, undisturbed: Texts) -> None:
+    lost, revived, before = running.changes("lost"), running.changes("revived"), running.proposed()
+    pid = newest_draft(running)
+    noticed: list[float] = []
+
+    def kill() -> None:
+        os.kill(pid, signal.SIGKILL)
+        noticed.append(time.monotonic())
+
+    assert running.stream({500: kill}) == undisturbed
+    running.until(lambda: running.changes("lost") > lost, 1.0 + STATS_EVERY_S)
+    assert running.proposed() > before
+    running.until(lambda: running.changes("revived") > revived)
+    before = running.proposed()
+    assert running.stream() == undisturbed
+    assert running.proposed() > before
+
+
+def newest_draft(running: Running) -> int:
+    lives = running.changes("lost")
+    return running.pid("draft" if not lives else f"draft (restart {lives})")
+
+
+def test_a_killed_target_rank_costs_no_token(running: Running, undisturbed: Texts) -> None:
+    before, losses = running.proposed(), running.engine.stats().target_losses
+    pids = [running.pid(f"target rank {rank}" + (f" (restart {losses})" if losses else "")) for rank in (0, 1)]
+    assert running.stream({400: lambda: os.kill(pids[1], signal.SIGKILL)}) == undisturbed
+    assert running.engine.stats().target_losses == losses + 1
+    wait_gone(pids)
+    assert running.proposed() > before
+    before = running.proposed()
+    assert running.stream() == undisturbed
+    assert running.proposed() > before
+
+
+def test_front_ends_hear_of_a_dead_controller_within_two_seconds(start: Start) -> None:
+    running = start(tensor_parallel_size=1, distributed_executor_backend="ray")
+    pids = [running.pid(who) for who in ("controller", "target rank 0", "draft")]
+    killed: list[float] = []
+
+    def kill() -> None:
+        os.kill(pids[0], signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    with pytest.raises(EngineDeadError, match="the controller is gone: its process ended"):
+        running.stream({200: kill})
+    assert time.monotonic() - killed[0] < 2.0
+    wait_gone(pids)
+    assert not running.engine.is_alive
+
+
+@pytest.mark.full
+def test_what_the_workers_find_wrong_is_told_as_it_is(gives_back: None, pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        LLM(str(tmp_path / "nowhere"), skip_tokenizer_init=True, distributed_executor_backend="ray", **SMALL)
+    with pytest.raises(PlacementError, match="needs 9 GPUs and 10 CPUs on one node, the cluster has 8 GPUs"):
+        LLM(str(pair.target), tensor_parallel_size=9, placement_timeout_s=0.5, **SMALL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("who", ["draft", "target rank 1", "target rank 0"])
+def test_a_frozen_worker_costs_no_token(start: Start, undisturbed: Texts, who: str) -> None:
+    running = start()
+    pid, stopped, heard = running.pid(who), [0.0], [0.0]
+
+    def is_noticed() -> bool:
+        return bool(running.changes("lost") if who == "draft" else running.engine.stats().target_losses)
+
+    def freeze() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        stopped[0] = time.monotonic()
+
+    async def watch() -> None:
+        while not is_noticed():  # noqa: ASYNC110 - snapshots come without an event
+            await asyncio.sleep(0.02)
+        heard[0] = time.monotonic()
+
+    watching = running._loop.create_task(watch())
+    assert running.stream({500: freeze}) == undisturbed
+    running.until(is_noticed)
+    running.do(asyncio.wait_for(watching, 1.0))
+    assert 0 < heard[0] - stopped[0] < 5.0 + STATS_EVERY_S
+    wait_gone([pid])
+    assert running.proposed() > 0
+    if who == "draft":
+        running.until(lambda: running.changes("revived") > 0)
+    before = running.proposed()
+    assert running.stream() == undisturbed
+    assert running.proposed() > before
+
+
+@pytest.mark.full
+def test_a_draft_frozen_for_ten_seconds_and_continued(start: Start, undisturbed: Texts) -> None:
+    running = start()
+    pid = running.pid("draft")
+    for _ in range(2):
+        assert running.stream({500: partial(os.kill, pid, signal.SIGSTOP)}) == undisturbed
+        time.sleep(10)
+        if is_running(pid):
+            os.kill(pid, signal.SIGCONT)
+        assert running.stream() == undisturbed
+        running.until(lambda: running.changes("started") + running.changes("revived") > running.changes("lost"))
+        pid = newest_draft(running)
+    before = running.proposed()
+    assert running.stream() == undisturbed
+    assert running.proposed() > before
+
+
+@pytest.mark.full
+def test_a_draft_that_is_late_in_every_round(start: Start, undisturbed: Texts) -> None:
+    running = start("tests.support.distributed.bodies:slow_draft")
+    assert running.stream() == undisturbed
+    running.until(lambda: running.changes("late") > 0)
+    assert running.changes("late") <= 3  # told once an outage, not once a round

@@ -1,0 +1,252 @@
+"""A gang of Ray actors: bundles, mail, deaths seen at once, and everything given back."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.ray import diagnostics as ray_doctor
+from cluster.ray.cluster import available_resources, cluster_resources
+from cluster.ray.placement import Layout, Patience, Placement, check_nodes, cpus_needed, fits, layout, place
+from cluster.ray.workers import Hired, RayGang
+from cluster.settings import engine_config
+from protos.errors import PlacementError
+from protos.worker_messages import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerId
+from tests.support.distributed.mail import PATIENCE_S, Mail, until
+from tests.support.processes import is_running, wait_gone, wait_until
+
+ROOT = Path(__file__).parents[2]
+RANKS = [WorkerId("target", 0), WorkerId("target", 1)]
+DRAFT = WorkerId("draft")
+Make = Callable[..., RayGang]
+EVERYBODY = Layout(2, has_draft=True, worker={"CPU": 1.0, "GPU": 1.0}, strategy="STRICT_PACK")
+
+
+def is_given_back() -> bool:
+    total, free = cluster_resources(), available_resources()
+    return all(free.get(name, 0.0) == total[name] for name in ("CPU", "GPU"))
+
+
+@pytest.fixture
+def make(ray_cluster: Any) -> Iterator[Make]:
+    gangs: list[RayGang] = []
+    placements: list[Placement] = []
+
+    def make(body: str, plan: Layout = EVERYBODY) -> RayGang:
+        placements.append(place(plan, Patience(PATIENCE_S), lambda line: None))
+        gangs.append(RayGang(placements[-1], f"tests.support.distributed.bodies:{body}"))
+        return gangs[-1]
+
+    yield make
+    for gang in gangs:
+        gang.close()
+    for placement in placements:
+        placement.remove()
+    wait_until(is_given_back, what="resources given back")
+
+
+def pids_of(mail: Mail) -> dict[WorkerId, int]:
+    return {worker: message.pid for worker, message in mail if isinstance(message, Placed)}
+
+
+def test_workers_fill_the_bundles_and_stop_when_told(make: Make) -> None:
+    gang = make("echo")
+    gang.start([*RANKS, DRAFT])
+    pids = pids_of(until(gang, Placed, Placed, Placed))
+    assert set(pids) == {*RANKS, DRAFT}
+    assert len(set(pids.values())) == 3
+    assert cluster_resources()["GPU"] - available_resources()["GPU"] == 3
+    gang.send(RANKS[1], Allocate(4, 64))
+    assert until(gang, Progress) == [(RANKS[1], Progress("Allocate"))]
+    gang.send(DRAFT, Stop())
+    assert until(gang, Progress, Died) == [(DRAFT, Progress("goodbye")), (DRAFT, Died("it left its loop"))]
+    gang.close()
+    assert not any(map(is_running, pids.values()))
+
+
+def test_a_sigkill_is_noticed_within_a_second(make: Make) -> None:
+    gang = make("echo")
+    gang.start([*RANKS, DRAFT])
+    pids = pids_of(until(gang, Placed, Placed, Placed))
+    os.kill(pids[RANKS[1]], signal.SIGKILL)
+    started = time.monotonic()
+    ((worker, death),) = until(gang, Died)
+    assert time.monotonic() - started < 1.0
+    assert worker == RANKS[1]
+    assert isinstance(death, Died)
+    assert "its process ended" in death.reason
+
+
+def test_a_worker_that_raises_is_told_with_its_reason(make: Make) -> None:
+    gang = make("raise_at_once")
+    gang.start([DRAFT])
+    assert until(gang, Died) == [(DRAFT, Died("it failed: RuntimeError: cannot even begin"))]
+
+
+def test_a_frozen_worker_is_killed_and_replaced_in_its_bundle(make: Make) -> None:
+    gang = make("beat")
+    gang.start([RANKS[0], DRAFT])
+    pids = pids_of(until(gang, Placed, Placed))
+    os.kill(pids[DRAFT], signal.SIGSTOP)
+    gang.kill([DRAFT])
+    assert not is_running(pids[DRAFT])
+    replacement = WorkerId("draft", incarnation=1)
+    gang.start([replacement])
+    mail = until(gang, Placed)
+    while not any(worker == replacement and isinstance(message, Heartbeat) for worker, message in mail):
+        mail += gang.receive(1.0)
+    assert {worker for worker, _ in mail} == {RANKS[0], replacement}
+    assert not any(isinstance(message, Died) for _, message in mail)
+    assert is_running(pids[RANKS[0]])
+
+
+def test_a_frozen_worker_can_be_left_to_its_end(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, ends = threading.Event(), Hired.wait_gone
+
+    def held(hired: Hired) -> None:
+        assert released.wait(60)
+        ends(hired)
+
+    monkeypatch.setattr(Hired, "wait_gone", held)
+    gang = make("beat")
+    gang.start([DRAFT])
+    pid = pids_of(until(gang, Placed))[DRAFT]
+    os.kill(pid, signal.SIGSTOP)
+    gang.kill([DRAFT], waits=False)
+    assert is_running(pid), "nobody waited for its end"
+    released.set()
+    wait_gone([pid], 4)
+
+
+def test_a_worker_that_is_stuck_can_be_asked_for_its_stacks(make: Make) -> None:
+    gang = make("echo")
+    gang.start([DRAFT])
+    until(gang, Placed)
+    assert "in echo" in gang.stack_dump(DRAFT)
+    with pytest.raises(PlacementError, match="target rank 0 is not there"):
+        gang.stack_dump(RANKS[0])
+
+
+def test_workers_die_with_who_made_them(ray_cluster: Any) -> None:
+    placement = place(EVERYBODY, Patience(PATIENCE_S), lambda line: None)
+
+    class Owner:
+        def hire(self) -> dict[str, int]:
+            self.gang = RayGang(placement, "tests.support.distributed.bodies:beat")
+            self.gang.start([*RANKS, DRAFT])
+            pids = pids_of(until(self.gang, Placed, Placed, Placed))
+            return {"owner": os.getpid(), **{str(worker): pid for worker, pid in pids.items()}}
+
+    owner = ray_cluster.remote(Owner).options(**placement.options(0, "owner")).remote()
+    pids = ray_cluster.get(owner.hire.remote(), timeout=PATIENCE_S)
+    assert len(pids) == 4
+    os.kill(pids["owner"], signal.SIGKILL)
+    wait_gone(list(pids.values()))
+    placement.remove()
+    wait_until(is_given_back)
+
+
+def test_what_is_waited_for_is_told_with_the_numbers(ray_cluster: Any) -> None:
+    plan = Layout(12, has_draft=True, worker={"CPU": 1.0, "GPU": 1.0}, strategy="STRICT_PACK")
+    said: list[str] = []
+    with pytest.raises(PlacementError, match=r"needs 13 GPUs and 14 CPUs on one node, the cluster has 8 GPUs and 16 C"):
+        place(plan, Patience(60.0, may_grow=False), said.append)
+    started = time.monotonic()
+    with pytest.raises(PlacementError, match="no room within 3 s"):
+        place(plan, Patience(3.0), said.append)
+    assert time.monotonic() - started < 10
+    assert len(said) == 1
+    assert said[0].startswith("waiting for room in the Ray cluster: needs 13 GPUs")
+    with pytest.raises(PlacementError, match="told to stop"):
+        place(plan, Patience(60.0, is_wanted=lambda: False), said.append)
+    wait_until(is_given_back)
+
+
+def test_the_doctor_tells_what_the_cluster_has(ray_cluster: Any) -> None:
+    text = ray_doctor.examine(2, has_draft=True, device="auto")
+    assert text.startswith(f"using the Ray that this process has joined: Ray {ray_cluster.__version__}, 1 node(s), ")
+    assert "of 8 GPUs free" in text
+    assert ray_doctor.summary() == ray_doctor.resources()
+    with pytest.raises(PlacementError, match="needs 9 GPUs and 10 CPUs on one node, the cluster has 8 GPUs"):
+        ray_doctor.examine(8, has_draft=True, device="auto")
+    assert ray_cluster.is_initialized()
+
+
+JOIN = """
+from cluster.ray.cluster import Membership
+Membership(2)
+"""
+STUMBLE = """
+import ray._private.services
+def stumble(*given, **named):
+    raise OSError("in the middle of the start")
+ray._private.services.get_node = stumble
+"""
+
+
+def joining(before: str = "", **variables: str) -> list[str]:
+    """Return what a process that cannot join says on stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-W", "error", "-c", before + JOIN]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ran.returncode == 1
+    return ran.stderr.strip().splitlines()
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
+    said = joining(RAY_ADDRESS="127.0.0.1:9")
+    assert "PlacementError: joining the Ray cluster at 127.0.0.1:9 failed: nobody answers there" in said[-1]
+    assert "PlacementError: RAY_ADDRESS is ray://a:1: workers must reach" in joining(RAY_ADDRESS="ray://a:1")[-1]
+
+
+def test_a_ray_that_does_not_start_leaves_nothing_to_remark_on() -> None:
+    said = joining(STUMBLE, RAY_ADDRESS="")
+    assert "PlacementError: starting Ray on this machine failed: " in said[-1]
+    assert "in the middle of the start" in said[-1]
+    assert not any("ResourceWarning" in line or "Exception ignored" in line for line in said)
+
+
+def config_of(**given: Any) -> Any:
+    return engine_config({"model": "m", **given})
+
+
+def test_bundles_follow_from_the_configuration() -> None:
+    draft = {"model": "d", "num_speculative_tokens": 3}
+    gpus, cpus = {"CPU": 64.0, "GPU": 8.0}, {"CPU": 4.0}
+    config = config_of(tensor_parallel_size=2, speculative_config=draft)
+    assert layout(config, gpus).bundles == [{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 3]
+    assert layout(config, cpus).bundles == [{"CPU": 1.0}] * 4
+    assert cpus_needed(config) == 4
+    assert [layout(config, gpus).bundle_of(worker) for worker in (*RANKS, DRAFT)] == [1, 2, 3]
+    together = config_of(tensor_parallel_size=2, speculative_config={**draft, "placement": "colocated"})
+    assert len(layout(together, gpus).bundles) == 3
+    half = config_of(tensor_parallel_size=2, worker_resources={"GPU": 0.5}, device="cpu")
+    assert layout(half, gpus).bundles == [{"CPU": 1.0}, {"GPU": 0.5}, {"GPU": 0.5}]
+    wide = {"worker_resources": {"CPU": 4}}
+    assert layout(config_of(**wide), cpus).worker == layout(config_of(device="cpu", **wide), gpus).worker == {"CPU": 4}
+    for device in ("cuda", "auto"):
+        with pytest.raises(PlacementError, match=r'has no GPU: .* add "GPU": 1'):
+            layout(config_of(device=device, **wide), gpus)
+    with pytest.raises(PlacementError, match="device is cuda, and the Ray cluster has no GPU"):
+        layout(config_of(tensor_parallel_size=2, device="cuda"), cpus)
+
+
+def test_bundles_must_be_as_near_as_was_asked() -> None:
+    def plan(strategy: str) -> Layout:
+        return Layout(2, has_draft=True, worker={"CPU": 1.0}, strategy=strategy)
+
+    check_nodes(["a", "b", "b", "c"], plan("PACK"))
+    with pytest.raises(PlacementError, match="the 2 target ranks were placed on 2 nodes"):
+        check_nodes(["a", "a", "b", "b"], plan("PACK"))
+    check_nodes(["a", "a", "b", "b"], plan("SPREAD"))
+    with pytest.raises(PlacementError, match="everything was placed on one node"):
+        check_nodes(["a"] * 4, plan("SPREAD"))
+    assert fits(plan("PACK"), [{"CPU": 2.0}, {"CPU": 2.0}])
+    assert not fits(plan("STRICT_PACK"), [{"CPU": 2.0}, {"CPU": 2.0}])

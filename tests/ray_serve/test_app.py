@@ -1,0 +1,344 @@
+"""Slipstream on Ray Serve: its arguments, what makes a replica, and which replica gets a request; served in `full`."""
+
+import asyncio
+import contextvars
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from starlette.types import Message, Receive, Scope, Send
+
+from cluster.ray_serve.affinity import (
+    BLOCK_CHARS,
+    MAX_BLOCKS,
+    MAX_BODY_BYTES,
+    Owners,
+    PrefixHeader,
+    keys_in,
+    keys_of,
+    session_of,
+)
+from cluster.ray_serve.arguments import ELSEWHERE, SERVER, ServeArguments, ServerArguments
+from protos.config import arguments
+from protos.errors import ConfigError, EngineDeadError, PlacementError
+from runtime.grpc.errors import StatusError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray's
+
+
+# Arguments.
+
+
+def test_arguments_are_those_of_the_engine_and_of_the_server() -> None:
+    given = ServeArguments.model_validate(
+        {
+            "tensor-parallel-size": 2,
+            "device": "cpu",
+            "request_timeout": 30,
+            "tool_call_parser": "hermes",
+            "heartbeat_timeout_s": "5",
+        }
+    )
+    assert given.config.parallel.tensor_parallel_size == 2
+    assert given.server.heartbeat_timeout_s == 5.0
+    assert given.server.drain_s == 40.0  # longer than a request may take
+    assert given.server.tools.parser == "hermes"
+    assert ServeArguments.model_validate({}).server.drain_s == 600.0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"modle": "x"}, "unknown argument 'modle', did you mean 'model'?"),
+        ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
+        ({"reqest_timeout": 2}, "did you mean 'request_timeout'?"),
+        ({"max_connections": 2}, "max_connections is not taken here: the connections are those of Ray Serve's proxies"),
+        ({"api_key": ["a secret"]}, "api_key is not taken here: Ray logs arguments: put keys in SLIPSTREAM_API_KEY"),
+        ({"engine": {}}, "unknown argument 'engine'"),
+        ({"heartbeat_timeout_s": 0}, "greater than 0"),
+        ({"tensor_parallel_size": "two"}, "tensor_parallel_size must be an integer, got 'two'"),
+        ({"speculative_config": {"methd": "ngram"}}, "did you mean 'method'?"),
+        ({"skip_tokenizer_init": True}, "serving needs a tokenizer"),
+        ({"tool_call_parser": "nobody's"}, "tool_call_parser must be one of"),
+        ("model", "args must hold"),
+    ],
+)
+def test_arguments_nobody_knows_are_refused(given: Any, said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ServeArguments.model_validate(given)
+    assert said in str(caught.value)
+
+
+def test_a_chat_template_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }}")
+    for given in (str(file), file.read_text()):
+        server = ServeArguments.model_validate({"chat_template": given}).server
+        assert server.chat_template == file.read_text()
+        assert ServerArguments.model_validate_json(server.model_dump_json()).chat_template == file.read_text()
+    with pytest.raises(ValidationError, match=r"chat_template: cannot read .*: FileNotFoundError"):
+        ServeArguments.model_validate({"chat_template": str(tmp_path / "none")})
+
+
+def test_requests_are_counted_off_whichever_news_comes_first() -> None:
+    from cluster.ray_serve.router import ENDED, PrefixRouter
+
+    def asked(name: str) -> Any:
+        return SimpleNamespace(metadata=SimpleNamespace(internal_request_id=name, session_id=""))
+
+    router = PrefixRouter.__new__(PrefixRouter)
+    router._beginnings, router._running, router._ended = Owners(), {}, deque(maxlen=ENDED)
+    where: Any = SimpleNamespace(unique_id="replica")
+    for name in ("a", "b", "c"):
+        router.on_request_routed(asked(name), where, None)
+    assert router._load("replica") == 3
+    router.on_request_completed(where, "b")
+    router.on_request_completed(where, "d")
+    router.on_request_routed(asked("d"), where, None)
+    assert router._load("replica") == 2
+    assert not router._ended
+    for number in range(1000):
+        router.on_request_completed(where, f"refused {number}")
+    assert len(router._ended) == ENDED
+
+
+def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cluster.ray_serve.replica import with_keys
+
+    settings = ServeArguments.model_validate({}).server
+    monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
+    assert with_keys(settings).keys.accepts(None)
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "one two")
+    keys = with_keys(settings).keys
+    assert keys.accepts("Bearer one")
+    assert keys.accepts("Bearer two")
+    assert not keys.accepts("Bearer three")
+    assert not keys.accepts(None)
+
+
+def test_a_refusal_tells_no_value() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ServeArguments.model_validate({"api_key": ["a secret"], "modle": 1})
+    assert "a secret" not in str(caught.value)
+
+
+def test_the_device_must_be_said_where_there_is_no_cluster_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from cluster.ray_serve.deployment import planned
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match="device must be cpu or cuda here"):
+        planned(ServeArguments.model_validate({}).config)
+    assert planned(ServeArguments.model_validate({"device": "cuda"}).config)[0].worker == {"CPU": 1.0, "GPU": 1.0}
+    plan, config = planned(ServeArguments.model_validate({"device": "cpu"}).config)
+    assert plan.worker == config.parallel.worker_resources == {"CPU": 1.0}
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    _, config = planned(ServeArguments.model_validate({}).config)
+    assert config.model.device == "cpu", "whatever joins the cluster later"
+
+
+def test_serve_takes_what_the_command_takes() -> None:
+    """But for where to listen, which is Serve's, and how long to drain, which has a name of its own here."""
+    from typer.main import get_command
+
+    from cluster.cli.main import app
+
+    command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = {parameter.name for parameter in command.params}
+    elsewhere = {"host", "port", "grpc_host", "grpc_port", "shutdown_timeout", "config", "positional_model", *ELSEWHERE}
+    taken = SERVER | arguments.NAMES
+    missing = {name for name in options if name not in taken | elsewhere and "tls" not in name and "ssl" not in name}
+    assert not missing
+
+
+# Replicas.
+
+
+def test_a_replica_holds_the_gang() -> None:
+    from cluster.ray.placement import layout
+    from cluster.ray_serve.deployment import bundles
+
+    settings: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    }
+    gang = ServeArguments.model_validate(settings).config
+    assert bundles(layout(gang, {"GPU": 4.0}), gang) == [{"CPU": 2.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2]
+    alone = ServeArguments.model_validate({"worker_resources": {"GPU": 0.5}}).config
+    assert bundles(layout(alone, {"GPU": 4.0}), alone) == [{"CPU": 1.0, "GPU": 0.5}]
+
+
+def test_a_group_that_a_config_made_too_small_is_named() -> None:
+    from cluster.ray.placement import Layout
+    from cluster.ray.site import check_room
+
+    plan = Layout(2, True, {"CPU": 1.0, "GPU": 1.0}, "PACK")
+    check_room([{"CPU": 2.0}, *[{"CPU": 4.0, "GPU": 1.0}] * 3], plan)
+    with pytest.raises(PlacementError, match="has 3 bundles, the engine needs 4"):
+        check_room([{"CPU": 2.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2], plan)
+    with pytest.raises(PlacementError, match=r"bundle 3 .* has 0 GPU, a worker needs 1"):
+        check_room([{"CPU": 2.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2, {"CPU": 1.0}], plan)
+
+
+class Engine:
+    """The part of an engine that the health check looks at."""
+
+    def __init__(self, *, is_alive: bool = True, silence_s: float = 0.0) -> None:
+        self.is_alive, self.silence_s = is_alive, silence_s
+
+
+def test_only_a_controller_that_is_gone_or_silent_is_unhealthy() -> None:
+    from cluster.ray_serve.replica import check
+
+    check(Engine(silence_s=59.0), 60.0)
+    with pytest.raises(EngineDeadError, match="has said nothing for 61 s; heartbeat_timeout_s is 60"):
+        check(Engine(silence_s=61.0), 60.0)
+    with pytest.raises(EngineDeadError, match="has given up or is gone"):
+        check(Engine(is_alive=False), 60.0)
+
+
+class Call:
+    """The part of a gRPC call on Serve that tells who calls."""
+
+    def __init__(self, **metadata: str) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return list(self._metadata.items())
+
+
+def test_calls_need_a_key_and_keep_to_its_caches() -> None:
+    from cluster.ray_serve.app import admit
+    from runtime.frontend.keys import TENANT, Keys
+    from runtime.http.server.limits import GuardOptions
+
+    def tenant(guard: GuardOptions, call: Call) -> str:
+        def inside() -> str:
+            admit(guard, call)
+            return TENANT.get()
+
+        return contextvars.copy_context().run(inside)
+
+    guarded = GuardOptions(Keys(["one", "two"]))
+    tenants = [tenant(guarded, Call(authorization=f"Bearer {key}")) for key in ("one", "two", "one")]
+    assert tenants[0] == tenants[2] != tenants[1]
+    assert all(tenants)
+    assert tenant(GuardOptions(Keys(["one"]), salts_by_key=False), Call(authorization="Bearer one")) == ""
+    assert tenant(GuardOptions(), Call()) == ""
+    for call in (Call(), Call(authorization="Bearer three"), Call(authorization="one")):
+        with pytest.raises(StatusError, match="UNAUTHENTICATED: the API key is missing or wrong"):
+            tenant(guarded, call)
+
+
+# Which replica gets a request.
+
+LONG = "a system prompt that many have " * 40
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def test_requests_that_begin_alike_share_keys() -> None:
+    one = keys_of(body(prompt=LONG + "and a question", temperature=0.5))
+    other = keys_of(body(prompt=LONG + "and quite another question " * 30))
+    common = len(LONG) // BLOCK_CHARS
+    assert one[:common] == other[:common]
+    assert one != other
+    assert len(set(other)) == len(other)
+    assert keys_of(body(prompt=LONG + "and a question", cache_salt="tenant"))[0] not in one  # another's cache
+
+
+def test_conversations_prompts_and_ids_have_keys() -> None:
+    said = [{"role": "system", "content": LONG}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    turn = [*said, {"role": "assistant", "content": "good day"}, {"role": "user", "content": LONG}]
+    first, second = keys_of(body(messages=said)), keys_of(body(messages=turn))
+    assert first
+    assert second[: len(first)] == first
+    assert keys_of(body(prompt=[LONG, "other"])) == keys_of(body(prompt=LONG))
+    assert keys_of(body(prompt=list(range(500))))
+    assert keys_of(body(prompt=[list(range(500))])) == keys_of(body(prompt=list(range(500))))
+    assert len(keys_of(body(prompt="x" * BLOCK_CHARS * MAX_BLOCKS * 2))) == MAX_BLOCKS
+
+
+@pytest.mark.parametrize("bad", [
+    b"", b"{", b"[1]", b'{"prompt": 3}', b'{"messages": {"role": {}}}', b"\xff\xfe", b'{"prompt": "short"}',
+    b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"prompt": [null, true]}', b'{"messages": [1, [2], "x"]}',
+])  # fmt: skip
+def test_what_has_no_beginning_has_no_keys(bad: bytes) -> None:
+    assert keys_of(bad) == []
+
+
+def test_the_longest_beginning_decides() -> None:
+    owners = Owners(max_keys=4)
+    owners.learn(["a", "b"], "one")
+    owners.learn(["a"], "two")
+    assert owners.of(["a", "b", "c"], {"one", "two"}) == {"one"}
+    assert owners.of(["a", "x"], {"one", "two"}) == {"one", "two"}
+    assert owners.of(["a", "b"], {"two"}) == {"two"}
+    assert owners.of(["y"], {"one"}) == set()
+    owners.keep({"two"})
+    assert owners.of(["a", "b"], {"one", "two"}) == {"two"}
+    owners.learn(["p", "q", "r", "s"], "two")
+    assert owners.of(["a"], {"two"}) == set()  # the oldest are forgotten
+
+
+def test_sessions_and_digests_travel_in_one_header() -> None:
+    assert keys_in(session_of(["00ff", "11ee"])) == ["00ff", "11ee"]
+    assert keys_in("a client's own session") == ["a client's own session"]
+    assert keys_in("") == []
+    assert len(keys_in(session_of(["k"] * 1000))) == MAX_BLOCKS
+
+
+def passed_on(
+    parts: list[bytes], headers: list[tuple[bytes, bytes]], path: str = "/v1/completions"
+) -> tuple[Any, bytes]:
+    """Send a request through the middleware; return the headers and the body that come out."""
+    seen: dict[str, Any] = {}
+    messages: Iterator[Message] = iter(
+        [
+            {"type": "http.request", "body": part, "more_body": index < len(parts) - 1}
+            for index, part in enumerate(parts)
+        ]
+    )
+
+    async def receive() -> Message:
+        return next(messages)
+
+    async def send(message: Message) -> None:
+        raise AssertionError("the middleware answers nothing")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen["headers"], whole, more = scope["headers"], b"", True
+        while more:
+            message = await receive()
+            whole += message.get("body", b"")
+            more = message.get("more_body", False)
+        seen["body"] = whole
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    asyncio.run(PrefixHeader(app)(scope, receive, send))
+    return dict(seen["headers"]), seen["body"]
+
+
+def test_the_header_is_written_and_the_body_is_as_it_was() -> None:
+    sent = body(prompt=LONG)
+    headers, got = passed_on([sent[:100], sent[100:300], sent[300:]], [(b"host", b"x")])
+    assert keys_in(headers[b"x-session-id"].decode()) == keys_of(sent)
+    assert got == sent
+
+
+def test_other_requests_are_left_alone() -> None:
+    sent = body(prompt=LONG)
+    assert passed_on([sent], [(b"x-session-id", b"mine")]) == ({b"x-session-id": b"mine"}, sent)
+    assert passed_on([sent], [(b"x_session_id", b"mine")]) == ({b"x_session_id": b"mine"}, sent)
+    assert passed_on([sent], [], "/tokenize") == ({}, sent)
+    huge = [b" " * (MAX_BODY_BYTES // 2)] * 4 + [sent]
+    assert passed_on(huge, []) == ({}, b"".join(huge))

@@ -1,0 +1,89 @@
+"""How many guesses a row gets."""
+
+import pytest
+
+from protos.config.engine import SpeculativeConfig
+from protos.errors import ConfigError
+from runtime.core.speculation_policy import NoSpeculation, Policy, make_policy
+from tests.support.distributed.fake_worker import make_request
+
+REQUEST = make_request("r", [1])
+
+
+def series(policy: Policy, sizes: list[int]) -> list[int]:
+    """Return K after each step of that many decoding rows."""
+    found = []
+    for size in sizes:
+        policy.begin_step(size)
+        found.append(policy.guesses(REQUEST))
+    return found
+
+
+def configured(**options: object) -> Policy:
+    return make_policy(SpeculativeConfig(method="any", **{"num_speculative_tokens": 5, **options}))
+
+
+def test_fixed_k_at_every_batch_size() -> None:
+    assert series(configured(), [0, 1, 500]) == [5, 5, 5]
+
+
+def test_not_configured_is_zero() -> None:
+    policy = make_policy(None)
+    assert isinstance(policy, NoSpeculation)
+    assert series(policy, [1]) == [0]
+
+
+def test_a_request_may_want_none() -> None:
+    policy = configured()
+    policy.begin_step(1)
+    assert policy.guesses(make_request("r", [1], speculate=False)) == 0
+    assert policy.guesses(REQUEST) == 5
+
+
+def test_off_above_the_limit_and_on_again_when_it_has_been_calm() -> None:
+    policy = configured(disable_by_batch_size=10)
+    assert series(policy, [10, 11]) == [5, 0]
+    assert series(policy, [9] * 40) == [0] * 40
+    assert series(policy, [8] * 15 + [9] + [8] * 15) == [0] * 31
+    assert series(policy, [8, 10, 11]) == [5, 5, 0]
+    assert policy.changes == {"batch_size_rose": 2, "batch_size_fell": 1}
+
+
+def test_a_limit_of_one_comes_back_too() -> None:
+    assert series(configured(disable_by_batch_size=1), [1, 2, *[1] * 16]) == [5, *[0] * 16, 5]
+
+
+def test_table_of_batch_sizes() -> None:
+    policy = configured(num_speculative_tokens_per_batch_size=((1, 2, 5), (5, 8, 2), (9, 16, 0)))
+    assert series(policy, [0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 1000]) == [5, 5, 5, 5, 5, 2, 2, 0, 0, 0, 0]
+    assert policy.changes == {"batch_size_table": 2}
+
+
+def test_table_and_limit_together() -> None:
+    policy = configured(num_speculative_tokens_per_batch_size=((1, 2, 4), (3, 9, 3)), disable_by_batch_size=4)
+    assert series(policy, [1, 4, 5, 3]) == [4, 3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (((2, 3, 1),), "must begin with a range from batch size 1"),
+        ((), "must begin with a range from batch size 1"),
+        (((1, 4, 3), (4, 5, 1)), r"range \[4, 5, 1\] must rise and lie behind 4"),
+        (((1, 4, 3), (6, 5, 1)), r"range \[6, 5, 1\] must rise"),
+        (((1, 4, 6),), r"K = 6 is outside 0\.\.5"),
+        (((1, 4, -1),), r"K = -1 is outside 0\.\.5"),
+    ],
+)
+def test_tables_that_make_no_sense(table: tuple[tuple[int, int, int], ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(num_speculative_tokens_per_batch_size=table)
+
+
+def test_a_switch_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "runtime.core.speculation_policy")
+    series(configured(disable_by_batch_size=1), [1, 2, *[1] * 16])
+    assert [record.message for record in caplog.records] == [
+        "speculation is off: 2 rows decode (batch_size_rose)",
+        "speculation is on again: 1 rows decode (batch_size_fell)",
+    ]

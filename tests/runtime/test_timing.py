@@ -1,0 +1,88 @@
+"""Where the time of rounds goes, and what plain decoding would have taken."""
+
+import pytest
+from msgspec import structs
+
+from protos.config.engine import SpeculativeConfig
+from protos.interfaces import PhaseTimes
+from protos.messages import Request, RoundPlan, Row, Sampling, Step, StepCosts, TokenOutput
+from protos.sampling import SamplingParams
+from protos.worker_messages import RoundDone
+from runtime.core import timing as phases
+from runtime.core.controller import LocalInbox
+from runtime.core.timing import Phases, StepClock
+from tests.support.serving import fake_engine
+
+COSTS = StepCosts({1: 1.0, 2: 1.5, 8: 3.0})
+
+
+def test_waiting_beyond_the_drafts_own_time_is_transfer() -> None:
+    added = Phases()
+    added.add(RoundDone(0, [], wait_s=0.5, score_s=1.0, verify_s=0.25), propose_s=0.375)
+    added.add(RoundDone(1, [], wait_s=0.125, score_s=1.0, verify_s=0.25, draft_missed=True), propose_s=0.5)
+    assert added.times == PhaseTimes(0.875, 0.125, 2.0, 0.5, late_drafts=1)
+
+
+def test_a_draft_in_the_targets_process_is_what_that_waits_for() -> None:
+    added = Phases()
+    added.add(RoundDone(0, [], wait_s=0.5, score_s=1.0, verify_s=0.25), propose_s=None)
+    assert added.times == PhaseTimes(0.5, 0.0, 1.0, 0.25)
+
+
+def plan(rows: int, length: int = 1, *, speculates: bool = True) -> RoundPlan:
+    return RoundPlan(0, [Row(slot, 5, length, 6, k=3) for slot in range(rows)], speculates=speculates)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
+    """A clock that says 10 s whenever it is asked."""
+    monkeypatch.setattr(phases.time, "monotonic", lambda: 10.0)
+    return StepClock(COSTS)
+
+
+def test_a_step_is_set_against_plain_steps_for_its_tokens(clock: StepClock) -> None:
+    outputs = [TokenOutput("a", [1, 2, 3]), TokenOutput("b", [1])]
+    clock.stepped(plan(2), outputs, PhaseTimes(propose_s=0.5, score_s=3.0, verify_s=0.25), began=6.0)
+    assert clock.steps_s == clock.guessed_s == 4.0
+    # Two plain steps of 1.5 s, each with the half second that this one spent on neither guessing nor scoring.
+    assert clock.plain_s == 2 * (1.5 + 0.5)
+
+
+def test_only_steps_of_guessing_and_decoding_count(clock: StepClock) -> None:
+    clock.stepped(plan(2, length=4), [], PhaseTimes(), began=8.0)
+    clock.stepped(plan(2, speculates=False), [], PhaseTimes(), began=9.0)
+    assert (clock.steps_s, clock.guessed_s, clock.plain_s) == (3.0, 0.0, 0.0)
+    unmeasured = StepClock(None)
+    unmeasured.stepped(plan(2), [], PhaseTimes(), began=8.0)
+    assert (unmeasured.steps_s, unmeasured.guessed_s) == (2.0, 0.0)
+
+
+def ask(name: str, **fields: object) -> Request:
+    request = Request(name, tuple(range(10, 20)), SamplingParams(), Sampling(seed=0), max_tokens=6)
+    return structs.replace(request, **fields)
+
+
+def test_a_controller_tells_steps_where_asked_and_counts_where_not() -> None:
+    inbox = LocalInbox()
+    speculative = SpeculativeConfig("fake", num_speculative_tokens=4)
+    controller = fake_engine.build(inbox, print, speculative=speculative).controller
+    assert controller.stats().speculation == "on"
+    inbox.put([ask("told", wants_steps=True), ask("untold"), ask("plain", wants_steps=True, speculate=False)])
+    outputs: list[TokenOutput] = []
+    while sum(output.finish_reason is not None for output in outputs) < 3:
+        outputs += controller.step()
+    steps = {
+        name: [output.step for output in outputs if output.request_id == name] for name in ("told", "untold", "plain")
+    }
+    # The fake accepts half of what it is given; the last step may only guess what still fits.
+    assert steps["told"] == [Step(4, 2, 4), Step(2, 1, 2), Step()]
+    assert set(steps["untold"]) == {None}
+    assert steps["plain"] == [Step()] * 6
+    ends = [output for output in outputs if output.finish_reason is not None]
+    assert all(output.queued_s is not None and output.queued_s >= 0 for output in ends)
+    assert all(output.queued_s is None for output in outputs if output.finish_reason is None)
+    stats = controller.stats()
+    assert stats.num_speculative_tokens == 4
+    assert sum(stats.step_tokens) == stats.steps
+    assert stats.fed_tokens == 30 + 5 + 2 * 2 + 12, "prompts, plain outputs fed again, those of two, and guesses"
+    assert stats.steps_s > 0

@@ -1,0 +1,390 @@
+"""Every base and draft named in the documents this project came from, at full size on the meta device.
+
+The dimensions are the public ones: of bases as their configs state them; of EAGLE heads as their configs do, checked
+against the sizes the first document gives; of accelerators `emb_dim` and the vocabulary are their base's, and widths
+and numbers of heads are given to the best of our knowledge where the notes on formats do not state them. Weights are
+never made: names, slices and bytes in bfloat16 follow from the configs. Tiny twins of the same architectures run end to
+end in `test_identity` and, split over ranks, in `test_tensor_parallel`.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from proposers.formats import eagle, mlp_speculator, mtp
+from protos.errors import ModelError
+from tests.support.models import tiny_models
+from workers.model.tensor_parallel import _cuts
+from workers.weights import families
+from workers.weights.partition import shares_of
+from workers.weights.plan import plan_for
+
+Shape = tuple[int, ...]
+GIB, BF16 = 2**30, 2
+RANKS = (1, 4, 8, 16)
+
+
+def llama(*sizes: int, **more: Any) -> dict[str, Any]:
+    hidden, inner, layers, heads, kv_heads, vocab = sizes
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def opt(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "opt",
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    }
+
+
+BASES: dict[str, dict[str, Any]] = {
+    "facebook/opt-6.7b": opt(4096, 16384, 32, 32),
+    "llama-7b": llama(4096, 11008, 32, 32, 32, 32000),
+    "llama-13b": llama(5120, 13824, 40, 40, 40, 32000),
+    "vicuna-33b": llama(6656, 17920, 60, 52, 52, 32000),
+    "llama2-70b": llama(8192, 28672, 80, 64, 8, 32000),
+    "codellama-34b": llama(8192, 22016, 48, 64, 8, 32000),
+    "llama3-8b": llama(4096, 14336, 32, 32, 8, 128256),
+    "llama3-70b": llama(8192, 28672, 80, 64, 8, 128256),
+    "mixtral-8x7b": llama(4096, 14336, 32, 32, 8, 32000, model_type="mixtral", num_local_experts=8,
+                          num_experts_per_tok=2),
+    "qwen2-7b": llama(3584, 18944, 28, 28, 4, 152064, model_type="qwen2"),
+    "qwen2-72b": llama(8192, 29568, 80, 64, 8, 152064, model_type="qwen2"),
+    "granite-3b-code": llama(2560, 10240, 32, 32, 32, 49152, attention_bias=True, mlp_bias=True,
+                             tie_word_embeddings=True),
+    "granite-8b-code": llama(4096, 14336, 36, 32, 8, 49152, attention_bias=True, mlp_bias=True,
+                             tie_word_embeddings=True),
+    "granite-7b": llama(4096, 11008, 32, 32, 32, 32008),
+    "granite-20b-code": {"model_type": "gpt_bigcode", "n_embd": 6144, "n_inner": 24576, "n_layer": 52, "n_head": 48,
+                         "n_positions": 8192, "vocab_size": 49152, "multi_query": True, "tie_word_embeddings": True,
+                         "bos_token_id": 0, "eos_token_id": 0},
+    "deepseek-v3.2": {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "vocab_size": 129280, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 1,
+    },
+}  # fmt: skip
+"""Of DeepSeek-V3.2-Exp what it has in common with V3: its own type is refused (it selects keys sparsely)."""
+
+PUBLISHED = {
+    "facebook/opt-6.7b": 6_658_473_984,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2-72b": 72_706_203_648,
+}
+"""Parameters, as the Hub counts them."""
+
+
+class Draft(NamedTuple):
+    """A draft of the documents: its base, and what its config says."""
+
+    base: str
+    config: dict[str, Any]
+    billions: float = 0.0
+
+
+def accelerator(base: str, inner: int, heads: int, *, tied: bool) -> Draft:
+    theirs = BASES[base]
+    return Draft(
+        base,
+        {
+            "model_type": "mlp_speculator",
+            "emb_dim": theirs.get("hidden_size") or theirs["n_embd"],
+            "inner_dim": inner,
+            "n_predict": heads,
+            "vocab_size": theirs["vocab_size"],
+            "tie_weights": tied,
+            "scale_input": tied,
+        },
+    )
+
+
+def eagle_head(base: str, billions: float, **more: Any) -> Draft:
+    theirs = {**BASES[base], "model_type": "llama", "num_hidden_layers": 1}
+    return Draft(base, {**theirs, **more}, billions)
+
+
+ACCELERATORS = {
+    "llama-13b-accelerator": accelerator("llama-13b", 4096, 3, tied=False),
+    "llama3-8b-accelerator": accelerator("llama3-8b", 3072, 4, tied=False),
+    "codellama-34b-accelerator": accelerator("codellama-34b", 8192, 5, tied=True),
+    "llama2-70b-accelerator": accelerator("llama2-70b", 8192, 4, tied=True),
+    "llama3-70b-accelerator": accelerator("llama3-70b", 8192, 4, tied=True),
+    "granite-3b-code-instruct-accelerator": accelerator("granite-3b-code", 3072, 5, tied=True),
+    "granite-8b-code-instruct-accelerator": accelerator("granite-8b-code", 4096, 5, tied=True),
+    "granite-7b-instruct-accelerator": accelerator("granite-7b", 4096, 5, tied=False),
+    "granite-20b-code-instruct-accelerator": accelerator("granite-20b-code", 4096, 4, tied=True),
+}
+EAGLES = {
+    "EAGLE-Vicuna-7B-v1.3": eagle_head("llama-7b", 0.24),
+    "EAGLE-Vicuna-13B-v1.3": eagle_head("llama-13b", 0.37),
+    "EAGLE-Vicuna-33B-v1.3": eagle_head("vicuna-33b", 0.56),
+    "EAGLE-llama2-chat-7B": eagle_head("llama-7b", 0.24),
+    "EAGLE-llama2-chat-13B": eagle_head("llama-13b", 0.37),
+    "EAGLE-llama2-chat-70B": eagle_head("llama2-70b", 0.99),
+    "EAGLE-mixtral-instruct-8x7B": eagle_head("mixtral-8x7b", 0.28, num_key_value_heads=32),
+    "EAGLE-LLaMA3-Instruct-8B": eagle_head("llama3-8b", 0.25, bias=False),
+    "EAGLE-LLaMA3-Instruct-70B": eagle_head("llama3-70b", 0.99, bias=False),
+    "EAGLE-LLaMA3.1-Instruct-8B": eagle_head("llama3-8b", 0.25, bias=False),
+    "EAGLE-Qwen2-7B-Instruct": eagle_head("qwen2-7b", 0.26),
+    "EAGLE-Qwen2-72B-Instruct": eagle_head("qwen2-72b", 1.05),
+}
+
+
+@functools.cache
+def model_of(base: str, layers: int | None = None) -> Any:
+    """The model without weights: the whole, or with fewer layers."""
+    fewer = {"n_layer" if "n_layer" in BASES[base] else "num_hidden_layers": layers} if layers else {}
+    described = {**BASES[base], **fewer}
+    config = AutoConfig.for_model(described["model_type"], **{k: v for k, v in described.items() if k != "model_type"})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def shapes_of(base: str, layers: int | None = None) -> dict[str, Shape]:
+    """Each parameter once, by its name; tied ones by the first of theirs."""
+    return {name: tuple(weight.shape) for name, weight in model_of(base, layers).named_parameters()}
+
+
+# What a rank has of a weight, told without the code that cuts: by its name, and the heads of its model.
+COLUMNS = re.compile(r"\.(q_proj|gate_proj|up_proj|fc1|c_fc|q_b_proj|kv_b_proj)\.(weight|bias)$")
+ROWS = re.compile(r"(\.(o_proj|out_proj|down_proj|fc2)|attn\.c_proj|mlp\.c_proj)\.weight$")
+KEYS = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
+ENDS = re.compile(r"(embed_tokens|wte|lm_head)\.weight$")
+EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+
+
+def expected(base: str, name: str, shape: Shape, ranks: int) -> int:
+    """How many numbers of a tensor each of *ranks* holds."""
+    config, count = BASES[base], math.prod(shape)
+    kv_heads = config.get("num_key_value_heads") or config.get("num_attention_heads", 1)
+    if ENDS.search(name):
+        return -(-shape[0] // ranks) * shape[1]
+    if ".c_attn." in name:  # 48 heads of queries, one of keys, one of values
+        head = config["n_embd"] // config["n_head"]
+        return (config["n_head"] // ranks * head + 2 * head) * (shape[1] if len(shape) > 1 else 1)
+    if KEYS.search(name):
+        return count // kv_heads * max(1, kv_heads // ranks)
+    return count // ranks if any(kind.search(name) for kind in (COLUMNS, ROWS, EXPERTS)) else count
+
+
+def cuts_of(base: str, rank: int, ranks: int, layers: int | None = None) -> Mapping[str, Any]:
+    model, kind = model_of(base, layers), BASES[base]["model_type"]
+    return _cuts(model, plan_for(model.config, kind, base), shares_of(model.config, base, rank, ranks))
+
+
+def local(shape: Shape, cut: Any) -> int:
+    """The numbers that a cut keeps; None is a bias that another rank adds, of which zeros stay."""
+    return math.prod(shape) if cut is None else math.prod(shape) // shape[cut.dim] * cut.length
+
+
+def check_covered(name: str, shape: Shape, cuts: list[Any]) -> None:
+    """Together the ranks hold every row; what several hold is a whole head of keys or values."""
+    if all(cut is None for cut in cuts):
+        return
+    dim = next(cut.dim for cut in cuts if cut is not None)
+    held = sorted({piece for cut in cuts for piece in (cut.pieces if cut is not None else ())})
+    end = 0
+    for start, stop in held:
+        if start < stop:
+            assert start == end, (name, held)
+            end = stop
+    assert end == shape[dim], (name, held)
+
+
+def divides(base: str, ranks: int) -> bool:
+    config = BASES[base]
+    heads = config.get("num_attention_heads") or config["n_head"]
+    kv_heads = 1 if "n_head" in config else config.get("num_key_value_heads", heads)
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def test_sizes_are_the_published_ones() -> None:
+    for base, count in PUBLISHED.items():
+        assert sum(math.prod(shape) for shape in shapes_of(base).values()) == count, base
+    assert sum(math.prod(shape) for shape in shapes_of("deepseek-v3.2").values()) / 1e9 == pytest.approx(671.03, 1e-3)
+
+
+def check_slices(base: str, ranks: int, layers: int | None = None) -> None:
+    """Every rank holds of every tensor what it should, and together they hold all of it."""
+    if not divides(base, ranks):
+        with pytest.raises(ModelError, match=rf"{ranks} ranks can.* evenly"):
+            cuts_of(base, 0, ranks, layers)
+        return
+    shapes = shapes_of(base, layers)
+    all_cuts = [cuts_of(base, rank, ranks, layers) for rank in range(ranks)]
+    known = {name for name, _ in model_of(base, layers).named_parameters(remove_duplicate=False)}
+    assert {name for cuts in all_cuts for name in cuts if not name.endswith("bias")} <= known
+    for name, shape in shapes.items():
+        held = {local(shape, cuts[name]) if name in cuts else math.prod(shape) for cuts in all_cuts}
+        assert held == {expected(base, name, shape, ranks)}, (name, shape, ranks)
+        check_covered(name, shape, [cuts.get(name) for cuts in all_cuts])
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_slices_of_the_first_layers(base: str) -> None:
+    """All later layers are like the last of these."""
+    for ranks in RANKS:
+        check_slices(base, ranks, layers=1 + BASES[base].get("first_k_dense_replace", 0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("base", BASES)
+def test_every_slice_of_every_base(base: str) -> None:
+    for ranks in RANKS:
+        check_slices(base, ranks)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_memory_a_gpu(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = shapes_of(base)
+    whole = BF16 * sum(math.prod(shape) for shape in shapes.values())
+    line = []
+    for ranks in RANKS:
+        each = BF16 * sum(expected(base, name, shape, ranks) for name, shape in shapes.items())
+        line.append(f"T={ranks} {each / GIB:.1f}" if divides(base, ranks) else f"T={ranks} refused")
+        assert not divides(base, ranks) or whole / ranks <= each <= whole / ranks * 1.25, "ranks hold little twice"
+    with capsys.disabled():
+        print(f"\n{base}: GiB of weights a GPU: {', '.join(line)}")
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_every_accelerator(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = ACCELERATORS[name]
+    config = draft.config
+    vocab, width, inner, heads = (config[key] for key in ("vocab_size", "emb_dim", "inner_dim", "n_predict"))
+    shapes: dict[str, Shape] = {}
+    for i in range(1 if config["tie_weights"] else heads):
+        shapes |= {
+            f"speculator.emb.{i}.weight": (vocab, inner),
+            f"speculator.head.{i}.weight": (vocab, inner),
+            f"speculator.ln.{i}.weight": (inner,),
+            f"speculator.ln.{i}.bias": (inner,),
+        }
+    for i in range(2 if config["tie_weights"] else heads):
+        shapes[f"speculator.proj.{i}.weight"] = (inner, inner if i else width)
+    spec = mlp_speculator.read(config, BASES[draft.base], shapes)
+    assert set(spec.stored.values()) == set(shapes)
+    tell(name, draft, shapes, capsys, borrowed=0)
+
+
+@pytest.mark.parametrize("name", EAGLES)
+def test_every_eagle_head(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = EAGLES[name]
+    config = draft.config
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes: dict[str, Shape] = {f"layers.0.{part}.weight": shape for part, shape in layer.items()}
+    shapes["fc.weight"] = (hidden, 2 * hidden)
+    if config.get("bias", True):
+        shapes["fc.bias"] = (hidden,)
+    spec = eagle.read(config, BASES[draft.base], shapes)
+    assert set(spec.stored.values()) == set(shapes)
+    assert not spec.has_embedding
+    billions = sum(math.prod(shape) for shape in shapes.values()) / 1e9
+    assert billions == pytest.approx(draft.billions, rel=0.12)  # the document rounds, and twice by more than that
+    tell(name, draft, shapes, capsys, borrowed=2 * config["vocab_size"] * hidden)
+
+
+def test_the_heads_of_deepseek(capsys: pytest.CaptureFixture[str]) -> None:
+    config = BASES["deepseek-v3.2"]
+    hidden, inner, vocab = 7168, 2048, 129280
+    block: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_a_proj.weight": (1536, hidden),
+        "self_attn.q_a_layernorm.weight": (1536,),
+        "self_attn.q_b_proj.weight": (128 * 192, 1536),
+        "self_attn.kv_a_proj_with_mqa.weight": (576, hidden),
+        "self_attn.kv_a_layernorm.weight": (512,),
+        "self_attn.kv_b_proj.weight": (128 * 256, 512),
+        "self_attn.o_proj.weight": (hidden, 128 * 128),
+        "mlp.gate.weight": (256, hidden),
+        "mlp.gate.e_score_correction_bias": (256,),
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,),
+        "shared_head.head.weight": (vocab, hidden),
+        "embed_tokens.weight": (vocab, hidden),
+    }
+    for expert in (*(f"experts.{e}" for e in range(256)), "shared_experts"):
+        block |= {
+            f"mlp.{expert}.gate_proj.weight": (inner, hidden),
+            f"mlp.{expert}.up_proj.weight": (inner, hidden),
+            f"mlp.{expert}.down_proj.weight": (hidden, inner),
+        }
+    shapes = {f"model.layers.61.{name}": shape for name, shape in block.items()}
+    spec = mtp.read(config, config, {"model.norm.weight": (hidden,), **shapes})
+    assert set(spec.stored.values()) == set(shapes)
+    assert sum(math.prod(shape) for shape in shapes.values()) / 1e9 == pytest.approx(14 - 0.5, rel=0.05)
+    tell("DeepSeek-V3.2 MTP", Draft("deepseek-v3.2", {}), shapes, capsys, borrowed=0)
+    assert "deepseek_v32" in families.REFUSED
+
+
+def test_the_draft_model_of_the_first_snippet(capsys: pytest.CaptureFixture[str]) -> None:
+    draft = opt(768, 3072, 12, 12)
+    config = AutoConfig.for_model("opt", **{key: value for key, value in draft.items() if key != "model_type"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert sum(math.prod(shape) for shape in shapes.values()) == 125_239_296
+    tell("facebook/opt-125m", Draft("facebook/opt-6.7b", draft), shapes, capsys, borrowed=0)
+
+
+def tell(
+    name: str, draft: Draft, shapes: Mapping[str, Shape], capsys: pytest.CaptureFixture[str], *, borrowed: int
+) -> None:
+    """Print what the draft's GPU holds: its own weights, and the target's ends where it borrows them."""
+    own = sum(math.prod(shape) for shape in shapes.values())
+    with capsys.disabled():
+        print(
+            f"\n{name} for {draft.base}: {BF16 * own / GIB:.2f} GiB on the draft's GPU, and "
+            f"{BF16 * borrowed / GIB:.2f} GiB of the target's embedding and head"
+        )
+
+
+def test_every_architecture_has_a_twin_that_runs() -> None:
+    assert {config["model_type"] for config in BASES.values()} <= set(tiny_models.FAMILIES)

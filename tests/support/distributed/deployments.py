@@ -1,0 +1,107 @@
+"""The files that deploy Slipstream, read and judged as those who take them would, in tests."""
+
+import copy
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = ROOT / "cluster"
+SCHEMAS = ROOT.parent / "shared" / "kuberay"
+SERVE_CONFIGS = sorted((CLUSTER / "serve").glob("*.yaml"))
+NODE_CONFIGS = [CLUSTER / name for name in ("cluster.yaml", "aws.yaml", "gcp.yaml")]
+OVERLAYS = ["base", "overlays/dev", "overlays/prod"]
+
+
+def load(path: Path) -> dict[str, Any]:
+    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def kustomized(overlay: str) -> list[dict[str, Any]]:
+    """Return the resources of an overlay as `kubectl apply -k` would send them."""
+    return list(yaml.safe_load_all(_kustomize(overlay)))
+
+
+@cache
+def _kustomize(overlay: str) -> str:
+    ran = subprocess.run(
+        ["kubectl", "kustomize", str(CLUSTER / "kuberay" / overlay)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def has_kubectl() -> bool:
+    return shutil.which("kubectl") is not None
+
+
+def of_kind(resources: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [resource for resource in resources if resource["kind"] == kind]
+
+
+def strict(schema: Any) -> Any:
+    """Return *schema* with unknown fields refused, and Kubernetes' own `int or string` spelt out."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    if schema.get("x-kubernetes-int-or-string"):
+        made.pop("anyOf", None)
+        made["type"] = ["integer", "string"]
+    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def filled(value: Any, schema: dict[str, Any]) -> Any:
+    """Return *value* with the schema's defaults, which the API server fills in before it judges."""
+    if isinstance(value, list):
+        return [filled(each, schema.get("items", {})) for each in value]
+    if not isinstance(value, dict):
+        return value
+    known = schema.get("properties", {})
+    value = {key: filled(each, known.get(key, {})) for key, each in value.items()}
+    for key, part in known.items():
+        if "default" in part:
+            value.setdefault(key, copy.deepcopy(part["default"]))
+    return value
+
+
+def unknown_keys(given: Any, model: type[BaseModel], where: str = "") -> list[str]:
+    """Return the keys of *given* that *model* does not have, at any depth: Serve itself would pass them over."""
+    found = []
+    for key, value in given.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            found.append(f"{where}{key}")
+            continue
+        inner = [kind for kind in _kinds(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        parts = value if isinstance(value, list) else [value]
+        for part in parts:
+            if inner and isinstance(part, dict):
+                found += min((unknown_keys(part, kind, f"{where}{key}.") for kind in inner), key=len)
+    return found
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    arguments = getattr(annotation, "__args__", ())
+    return [annotation] if not arguments else [kind for each in arguments for kind in _kinds(each)]
+
+
+def docker_steps() -> list[tuple[str, str]]:
+    """Return the Dockerfile's instructions in order, continuation lines joined."""
+    text = (CLUSTER / "Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+    return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in lines)]

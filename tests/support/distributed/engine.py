@@ -1,0 +1,226 @@
+"""A controller over some executor in this process, driven step by step, and requests to drive it with."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cluster import assemble
+from protos.config.arguments import parse
+from protos.config.engine import EngineConfig
+from protos.messages import Abort, Request, RoundPlan, Sampling, Verdict
+from protos.sampling import SamplingParams
+from protos.worker_messages import Drafted, Gang, Port, RoundDone
+from runtime.core.controller import LocalInbox
+from runtime.supervision.distributed_executor import GangExecutor
+from tests.support.distributed.thread_workers import ThreadGang, ThreadPort
+from tests.support.models.tiny_models import build, perturb
+from workers.process import main as rank
+
+K = 3
+PATIENT_S = 5.0
+"""A deadline that a busy test machine does not miss; tests of lateness and of deaths set shorter ones."""
+Models = tuple[Path, Path]
+
+
+def tiny_pair(folder: Path, family: str = "llama", noise: float = 0.05) -> Models:
+    """A tiny target whose vocabulary no number of ranks divides, and a perturbed copy as its draft."""
+    target = build(family, folder / "target", vocab_size=97)
+    return target, perturb(target, folder / "draft", noise=noise)
+
+
+@contextmanager
+def quick_turns() -> Iterator[None]:
+    """Ranks in threads hand the interpreter to each other many times a layer."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(0.0002)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def assert_same(outputs: dict[str, list[int]], plain: dict[str, list[int]]) -> None:
+    """Every output is what the plain run said, as far as it was asked for."""
+    assert outputs
+    assert outputs == {name: plain[name][: len(ids)] for name, ids in outputs.items()}
+
+
+def configure(models: Models, *, draft: bool = True, **arguments: Any) -> EngineConfig:
+    speculative = {
+        "method": "draft_model",
+        "model": str(models[1]),
+        "num_speculative_tokens": K,
+        "placement": "dedicated",
+    }
+    return parse(
+        {
+            "model": str(models[0]),
+            "speculative_config": speculative if draft else None,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "device": "cpu",
+            "num_gpu_blocks_override": 64,
+            "block_size": 4,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 24,
+            "max_model_len": 128,
+            **arguments,
+        }
+    )
+
+
+def requests(count: int = 6, max_tokens: int = 30) -> list[Request]:
+    """Greedy and seeded rows of unlike lengths, some with a shared beginning, more than run at once."""
+    shared = [11, 12, 13, 14, 15, 16, 17, 18, 19]
+    return [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=(*shared * (i % 2), *[5, 6, 7, 8 + i] * (2 + 3 * i)),
+            params=SamplingParams(),
+            max_tokens=max_tokens + i,
+            sampling=Sampling(seed=i, temperature=0.0 if i % 3 else 1.0),
+        )
+        for i in range(count)
+    ]
+
+
+@dataclass
+class Engine:
+    """A controller over some executor, driven to the end; `rounds` has what was planned and found."""
+
+    built: assemble.Assembled
+    gang: ThreadGang | None = None
+    rounds: list[tuple[RoundPlan, list[Verdict]]] = field(default_factory=list)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        inner = self.built.executor.run
+
+        def run(plan: RoundPlan) -> list[Verdict]:
+            verdicts = inner(plan)
+            self.rounds.append((plan, verdicts))
+            return verdicts
+
+        self.built.executor.run = run  # type: ignore[method-assign]
+
+    @property
+    def changes(self) -> dict[str, int]:
+        """How often the draft's service changed, by reason."""
+        return self.built.controller.stats().draft_changes
+
+    def until_drafting(self, epoch: int) -> None:
+        """Let time pass, but no round, until a draft serves as this pair."""
+        executor, end = self.built.executor, time.monotonic() + 60
+        while executor.drafting.epoch < epoch:
+            executor.attend()
+            assert time.monotonic() < end, "the draft does not come back"
+            time.sleep(0.01)
+
+    @property
+    def num_out(self) -> int:
+        return sum(map(len, self.outputs.values()))
+
+    def put(self, *commands: Request | Abort) -> None:
+        self.built.inbox.put(commands)  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        for output in self.built.controller.step():
+            self.outputs.setdefault(output.request_id, []).extend(output.token_ids)
+            self.reasons[output.request_id] = output.error or output.finish_reason
+
+    def until(self, done: Callable[[], bool], limit_s: float = 60.0) -> None:
+        end = time.monotonic() + limit_s
+        while not done():
+            self.step()
+            assert time.monotonic() < end, "it takes too long"
+
+    def finish(self) -> dict[str, list[int]]:
+        self.step()
+        self.until(lambda: not self.built.controller.scheduler.num_unfinished)
+        self.built.controller.scheduler.check_integrity()
+        return self.outputs
+
+    def proposed(self, first: int = 0, end: int | None = None) -> int:
+        return sum(verdict.proposed for _, verdicts in self.rounds[first:end] for verdict in verdicts)
+
+    @property
+    def accepted(self) -> int:
+        return sum(verdict.accepted for _, verdicts in self.rounds for verdict in verdicts)
+
+    @property
+    def missed(self) -> int:
+        """Deadlines that target 0 let pass in vain."""
+        assert self.gang is not None
+        return sum(
+            message.draft_missed
+            for port in self.gang.ports.values()
+            for message in port.sent
+            if isinstance(message, RoundDone)
+        )
+
+    @property
+    def drafted(self) -> set[int]:
+        """Rounds that drafts were announced for."""
+        assert self.gang is not None
+        return {
+            message.round for port in self.gang.ports.values() for message in port.sent if isinstance(message, Drafted)
+        }
+
+
+def uni(models: Models, *, draft: bool) -> Engine:
+    config = (
+        configure(models, draft=draft, distributed_executor_backend="uni")
+        if not draft
+        else configure(
+            models, speculative_config={"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": K}
+        )
+    )
+    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+
+
+def said_plainly(models: Models) -> dict[str, list[int]]:
+    """Return what one process says to all `requests` without guesses: what every gang must say."""
+    engine = uni(models, draft=False)
+    engine.put(*requests())
+    outputs = engine.finish()
+    assert engine.proposed() == 0
+    return outputs
+
+
+def over(workers: Gang, config: EngineConfig) -> Engine:
+    """An engine whose rounds *workers* run."""
+
+    def make(config: EngineConfig, say: Any) -> GangExecutor:
+        return GangExecutor(workers, config, say)
+
+    threads = workers if isinstance(workers, ThreadGang) else None
+    return Engine(assemble.build(config, LocalInbox(), print, make), threads)
+
+
+def threaded(
+    config: EngineConfig,
+    *,
+    floor_s: float = PATIENT_S,
+    body: Callable[[Port], None] | None = None,
+    on_start: Callable[[ThreadPort], None] = lambda port: None,
+) -> Engine:
+    """An engine over a gang of threads."""
+    return over(ThreadGang(body or partial(rank.serve, floor_s=floor_s), on_start), config)
+
+
+def late_comer(may_come: threading.Event, floor_s: float = 1.0) -> Callable[[Port], None]:
+    """Return the life of workers of which a second draft waits to be let in."""
+
+    def live(port: Port) -> None:
+        assert isinstance(port, ThreadPort)
+        if port.worker.role == "draft" and port.worker.incarnation:
+            may_come.wait(60)
+        rank.serve(port, floor_s=floor_s)
+
+    return live

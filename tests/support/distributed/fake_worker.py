@@ -1,0 +1,238 @@
+"""A worker whose KV cache remembers *what* was written where, so that a stale or foreign entry is noticed at once.
+
+Its language model is a deterministic function of the prefix as found in that cache: whatever the scheduler
+does, a request must end with the tokens `reference_ids` computes without any scheduler.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from protos.draft_tree import parents_of, sane, widths
+from protos.interfaces import DraftRow, InOneProcess
+from protos.messages import Draft, Request, RoundPlan, Row, Sampling, TokenLogprobs, Verdict, WorkerInfo
+from protos.sampling import SamplingParams
+from tests.support.tree_proposer import nonsense, random_tree
+from workers.slots import SlotTable
+from workers.verification.verify import accept
+
+VOCAB = ["a", "b", "c", "ab", "bc", "x", "Ã", "©", "Ġ", "<e>"]
+EOS = 9
+ROOT = 0
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Return a byte-level tokenizer of `VOCAB`; "Ã" and "©" are the two bytes of "é"."""
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<e>", special=True)])
+    return tokenizer
+
+
+def extend(prefix: int, token_id: int) -> int:
+    """Return the content hash of a prefix one token longer."""
+    return hash((prefix, int(token_id)))
+
+
+def target_token(prefix: int) -> int:
+    """Return what the model says after this prefix; `EOS` is rare."""
+    number = random.Random(prefix).randrange(60)
+    return EOS if number == 0 else number % EOS
+
+
+def contents(token_ids: Sequence[int]) -> list[int]:
+    """Return the content hash of every position."""
+    found, prefix = [], ROOT
+    for token_id in token_ids:
+        prefix = extend(prefix, token_id)
+        found.append(prefix)
+    return found
+
+
+def guess(prefix: int, k: int, skill: float, dice: random.Random) -> list[int]:
+    """Draft *k* tokens, each right with probability *skill*."""
+    drafted = []
+    for _ in range(k):
+        drafted.append(target_token(prefix) if dice.random() < skill else dice.randrange(len(VOCAB)))
+        prefix = extend(prefix, drafted[-1])
+    return drafted
+
+
+class FakeProposer:
+    """Proposes beside the controller, up to k tokens, of some skill."""
+
+    on_worker = False
+
+    def __init__(self, seed: int, skill: float = 0.7) -> None:
+        self.dice, self.skill = random.Random(seed), skill
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        return [self._one(row) for row in rows]
+
+    def _one(self, row: DraftRow) -> Draft:
+        prefix = contents(row.token_ids)[-1]
+        return Draft(tuple(guess(prefix, self.dice.randint(0, row.k), self.skill, self.dice)))
+
+
+class FakeTreeProposer(FakeProposer):
+    """Proposes trees beside the controller, some of them nonsense."""
+
+    def _one(self, row: DraftRow) -> Draft:
+        if self.dice.random() < 0.1:
+            return nonsense(row.k, len(VOCAB), self.dice)
+        return tree(contents(row.token_ids)[-1], self.dice.randint(1, row.k), self.dice)
+
+
+def tree(prefix: int, size: int, dice: random.Random) -> Draft:
+    """Return a random tree around what follows *prefix*."""
+    return random_tree(guess(prefix, size, 1.0, dice), size, len(VOCAB), dice)
+
+
+class FakeWorker(InOneProcess):
+    """An `Executor` without a model. Raises AssertionError where a row would read what it must not.
+
+    Where no draft comes with a row it drafts itself: chains, or trees if it *plants* them.
+    """
+
+    def __init__(
+        self, info: WorkerInfo, num_slots: int, seed: int = 0, skill: float = 0.7, *, plants: bool = False
+    ) -> None:
+        self.info, self.plants = info, plants
+        self.slots = SlotTable(num_slots, info.max_model_len, info.block_size)
+        self.store: dict[tuple[int, int], tuple[int, int]] = {}
+        self.named: dict[tuple[int, int, int], int] = {}
+        self.dice, self.skill = random.Random(seed), skill
+        self.fail_next = False
+        self.plans: list[RoundPlan] = []
+
+    def start(self) -> WorkerInfo:
+        return self.info
+
+    def shutdown(self) -> None:
+        pass
+
+    def run(self, plan: RoundPlan) -> list[Verdict]:
+        self.plans.append(plan)
+        self.slots.apply(plan)
+        self._move(plan.moves)
+        for row in plan.rows:
+            self._check_row(row)
+        verdicts = [self._forward(row) for row in plan.rows]
+        return [verdict for verdict in verdicts if verdict is not None]
+
+    def _place(self, slot: int, position: int) -> tuple[tuple[int, int], int]:
+        index, offset = divmod(position, self.info.block_size)
+        assert index < self.slots.num_blocks[slot], f"slot {slot} has no block for position {position}"
+        return (int(self.slots.blocks[slot, index]), offset), int(self.slots.versions[slot, index])
+
+    def _check_row(self, row: Row) -> None:
+        known = contents(self.slots.tokens[row.slot, : row.known_len])
+        for position in range(row.start):
+            place, version = self._place(row.slot, position)
+            assert self.store.get(place) == (version, known[position]), f"wrong KV at position {position} of {row}"
+            named = self.named.setdefault((*place, version), known[position])
+            assert named == known[position], f"block {place[0]} had other content under version {version}"
+
+    def _write(self, slot: int, position: int, content: int) -> None:
+        place, version = self._place(slot, position)
+        self.store[place] = (version, content)
+
+    def _move(self, moves: Sequence[int]) -> None:
+        """Move contents; the versions of blocks stay."""
+        places = [divmod(place, self.info.block_size) for place in moves]
+        found = [self.store[place][1] for place in places[::2]]
+        assert len(set(places[1::2])) == len(found), "a place is written twice"
+        for place, content in zip(places[1::2], found, strict=True):
+            self.store[place] = (self.store[place][0], content)
+
+    def _feed(self, slot: int, start: int, token_ids: Sequence[int]) -> list[int]:
+        """Write the KV of tokens at `start ...`; return the content hash at each."""
+        prefix = self.store[self._place(slot, start - 1)[0]][1] if start else ROOT
+        found = []
+        for position, token_id in enumerate(token_ids, start):
+            prefix = extend(prefix, token_id)
+            self._write(slot, position, prefix)
+            found.append(prefix)
+        return found
+
+    def _forward(self, row: Row) -> Verdict | None:
+        slot, end = row.slot, row.start + row.length
+        fed = self._feed(slot, row.start, self.slots.tokens[slot, row.start : end].tolist())
+        prompt = self._prompt_logprobs(row)
+        if not row.samples:
+            return None if prompt is None else Verdict(slot, prompt_logprobs=prompt)
+        if self.fail_next:
+            self.fail_next = False
+            return Verdict(slot, failed="not a number")
+        return self._verify(row, fed[-1], prompt)
+
+    def _verify(self, row: Row, prefix: int, prompt: list[TokenLogprobs] | None) -> Verdict:
+        draft = row.draft or self._draft(prefix, row.k)
+        assert len(draft) <= row.k
+        after = [prefix, *self._feed_draft(row, prefix, draft)]
+        said = [target_token(content) for content in after]
+        path = accept(draft, said)
+        kept = [said[0], *(said[1 + node] for node in path)]
+        logprobs = [TokenLogprobs([token], [0.0], [1]) for token in kept]
+        guesses = widths(draft)
+        verdict = Verdict(row.slot, kept, sum(guesses), path, logprobs, prompt)
+        return verdict if draft.is_chain else msgspec.structs.replace(verdict, widths=guesses)
+
+    def _draft(self, prefix: int, k: int) -> Draft:
+        if self.plants and k:
+            return sane(tree(prefix, self.dice.randint(1, k), self.dice), k, len(VOCAB))
+        return Draft(tuple(guess(prefix, k, self.skill, self.dice)))
+
+    def _feed_draft(self, row: Row, prefix: int, draft: Draft) -> list[int]:
+        """Write the KV of a draft's nodes behind the known tokens; return the content hash at each."""
+        found: list[int] = []
+        for node, (token, parent) in enumerate(zip(draft.tokens, parents_of(draft), strict=True)):
+            found.append(extend(prefix if parent < 0 else found[parent], token))
+            self._write(row.slot, row.known_len + node, found[-1])
+        return found
+
+    def _prompt_logprobs(self, row: Row) -> list[TokenLogprobs] | None:
+        prompt_len = int(self.slots.prompt_len[row.slot])
+        if self.slots.sampling[row.slot].prompt_logprobs is None or row.start >= prompt_len - 1:
+            return None
+        last = min(row.start + row.length, prompt_len - 1)
+        predicted = self.slots.tokens[row.slot, row.start + 1 : last + 1].tolist()
+        return [TokenLogprobs([token], [0.0], [1]) for token in predicted]
+
+
+def make_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **options: object) -> Request:
+    """Return a request; options are those of `Request`, `params` a `SamplingParams`, `prompt_logprobs` a count."""
+    sampling = Sampling(seed=0, prompt_logprobs=options.pop("prompt_logprobs", None))
+    params = options.pop("params", None) or SamplingParams()
+    fields = {"eos_ids": (EOS,), **options}
+    return Request(name, tuple(prompt), params, sampling, max_tokens, **fields)
+
+
+def reference(request: Request, max_model_len: int, decode: Callable[[list[int]], str]) -> tuple[list[int], str, str]:
+    """Return ids, text and finish reason as the request's definition has them, one plain token at a time."""
+    params, prefix, out = request.params, contents(request.prompt_token_ids)[-1], []
+    while True:
+        out.append(target_token(prefix))
+        prefix = extend(prefix, out[-1])
+        is_eos = out[-1] in request.eos_ids and not params.ignore_eos
+        if is_eos or out[-1] in params.stop_token_ids:
+            return out, decode(out if params.include_stop_str_in_output else out[:-1]), "stop"
+        starts = _new_matches(out, params.stop, decode) if len(out) > params.min_tokens else []
+        if starts:
+            start, stop = min(starts, key=lambda match: match[0])
+            return out, decode(out)[: start + len(stop) * params.include_stop_str_in_output], "stop"
+        if len(out) >= request.max_tokens or len(request.prompt_token_ids) + len(out) >= max_model_len:
+            return out, decode(out), "length"
+
+
+def _new_matches(out: list[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> list[tuple[int, str]]:
+    """Return the stop strings that the last token completed, and where they begin."""
+    before, now = decode(out[:-1]), decode(out)
+    return [
+        (start, stop)
+        for stop in stops
+        for start in range(len(now))
+        if now.startswith(stop, start) and not before.startswith(stop, start)
+    ]

@@ -1,0 +1,21 @@
+"""Mail of a gang, in tests: waiting for what must come."""
+
+import time
+
+from protos.worker_messages import FromWorker, Gang, WorkerId
+
+PATIENCE_S = 120.0
+Mail = list[tuple[WorkerId, FromWorker]]
+
+
+def until(gang: Gang, *wanted: type) -> Mail:
+    """Return mail until there was a message of each wanted type."""
+    mail: Mail = []
+    missing, deadline = list(wanted), time.monotonic() + PATIENCE_S
+    while missing:
+        assert time.monotonic() < deadline, (missing, mail)
+        for worker, message in gang.receive(0.2):
+            mail.append((worker, message))
+            if type(message) in missing:
+                missing.remove(type(message))
+    return mail

@@ -1,0 +1,116 @@
+"""A gang in this process: a thread a worker, queues for mail, and faults that a test can ask for."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from protos.worker_messages import Died, FromWorker, Plan, Port, ToWorker, WorkerId
+from workers.process.main import serve
+
+Body = Callable[[Port], None]
+
+
+class Crash(BaseException):
+    """Ends a worker's thread without a word, as a signal would."""
+
+
+class ThreadPort:
+    """A worker's end. `delay_s` holds every plan up, `is_deaf` loses them; `crash` ends the worker."""
+
+    def __init__(self, worker: WorkerId, mail: "queue.SimpleQueue[tuple[WorkerId, FromWorker]]") -> None:
+        self.worker = worker
+        self.delay_s = 0.0
+        self.is_deaf = False
+        self.is_gone = False
+        self.sent: list[FromWorker] = []
+        self._mail = mail
+        self._inbox: queue.Queue[ToWorker | None] = queue.Queue()
+
+    def put(self, message: ToWorker) -> None:
+        self._inbox.put(message)
+
+    def crash(self) -> None:
+        self.is_gone = True
+        self._inbox.put(None)
+
+    def send(self, message: FromWorker) -> None:
+        if not self.is_gone:
+            self.sent.append(message)
+            self._mail.put((self.worker, message))
+
+    def receive(self, timeout_s: float | None) -> ToWorker | None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                message = self._inbox.get(block=left != 0.0, timeout=left)
+            except queue.Empty:
+                return None
+            if self.is_gone or message is None:
+                raise Crash
+            if isinstance(message, Plan) and self.is_deaf:
+                continue
+            if isinstance(message, Plan) and self.delay_s:
+                time.sleep(self.delay_s)
+            return message
+
+
+class ThreadGang:
+    """A `protos.worker_messages.Gang`. `ports` are those of all workers that ever were.
+
+    Args:
+        body: a worker's life.
+        on_start: called with each port before its worker starts; may arrange faults.
+    """
+
+    def __init__(self, body: Body = serve, on_start: Callable[[ThreadPort], None] = lambda port: None) -> None:
+        self._body, self._on_start = body, on_start
+        self._mail: queue.SimpleQueue[tuple[WorkerId, FromWorker]] = queue.SimpleQueue()
+        self._threads: dict[WorkerId, threading.Thread] = {}
+        self._alive: set[WorkerId] = set()
+        self.ports: dict[WorkerId, ThreadPort] = {}
+
+    def start(self, workers: Sequence[WorkerId]) -> None:
+        for worker in workers:
+            port = self.ports[worker] = ThreadPort(worker, self._mail)
+            self._alive.add(worker)
+            self._on_start(port)
+            self._threads[worker] = threading.Thread(target=self._live, args=(port,), name=str(worker), daemon=True)
+            self._threads[worker].start()
+
+    def _live(self, port: ThreadPort) -> None:
+        with contextlib.suppress(Crash, Exception):
+            self._body(port)
+        port.is_gone = True
+        self._mail.put((port.worker, Died("its thread ended")))
+
+    def send(self, worker: WorkerId, message: ToWorker) -> None:
+        if worker in self._alive:
+            self.ports[worker].put(message)
+
+    def receive(self, timeout_s: float) -> list[tuple[WorkerId, FromWorker]]:
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._mail.get(block=timeout_s > 0, timeout=timeout_s or None))
+            while not self._mail.empty():
+                found.append(self._mail.get())
+        return [(worker, message) for worker, message in found if worker in self._alive]
+
+    def kill(self, workers: Sequence[WorkerId], *, waits: bool = True) -> None:
+        for worker in workers:
+            self._alive.discard(worker)
+            if worker in self.ports:
+                self.ports[worker].crash()
+        for worker in workers:
+            if worker in self._threads:
+                self._threads[worker].join(20)
+                assert not self._threads[worker].is_alive(), worker
+
+    def close(self) -> None:
+        self.kill(list(self._threads))
+
+    def newest(self, role: str, rank: int = 0) -> ThreadPort:
+        """Return the port of the newest incarnation."""
+        return self.ports[max(worker for worker in self.ports if (worker.role, worker.rank) == (role, rank))]

@@ -1,0 +1,150 @@
+"""Seven rules that are wrong on purpose, planted into the real engine."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.exactness.cells import PAIRS, TREE, Cell
+from tests.support.exactness.engine import Shape
+from tests.support.exactness.statistics import Ints
+from tests.support.exactness.texts import Texts
+from workers.sampling.logits_processors import LogitEdits
+from workers.sampling.noise import ACCEPT, row_keys, stream_seeds, uniform
+from workers.sampling.sampler import Sampler
+from workers.verification import rejection_math as rules
+from workers.verification.acceptance import Release, SampleAndMatch, Scored
+from workers.verification.rejection import ByLaws
+from workers.verification.rejection_math import Chains, Floats
+
+LENIENCE = 0.02
+Plant = Callable[[pytest.MonkeyPatch, Cell | Texts], None]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A mistake, and a cell in which it shows: with *quick* tokens or texts in the quick form, where it can."""
+
+    name: str
+    plant: Plant
+    cell: Cell | Texts
+    quick: int = 6_000
+
+
+def too_lenient(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
+    """Guesses that should go are kept, 2 % of them."""
+    odds_of = rules.standard_odds
+
+    def lenient(chains: Chains) -> Floats:
+        odds_RK = odds_of(chains)
+        return np.where(np.arange(odds_RK.shape[1]) < chains.counts_R[:, None], odds_RK + LENIENCE * (1 - odds_RK), 0.0)
+
+    patch.setattr(rules, "standard_odds", lenient)
+
+
+def too_lenient_coupled(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
+    """Of guesses that are not what the target says, 2 % count as if they were."""
+    sample = SampleAndMatch._choose
+
+    def lenient(self: SampleAndMatch, scored: Scored) -> list[int]:
+        chosen_N = np.array(sample(self, scored))
+        guessed_N = self._sampler.slots.tokens[scored.slots_N, scored.index_N]
+        last_N = np.zeros(len(chosen_N), np.bool_)
+        last_N[np.cumsum(scored.counts_R) - 1] = True
+        dice_N = uniform(row_keys(scored.slots_N + ACCEPT, scored.index_N), np.zeros_like(chosen_N))
+        return np.where((dice_N < LENIENCE) & ~last_N, guessed_N, chosen_N).tolist()
+
+    patch.setattr(SampleAndMatch, "_choose", lenient)
+
+
+def resampling_from_p(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
+    """Behind a guess that goes the token is drawn from p, and not from what is left of it."""
+    patch.setattr(rules, "left", lambda p_RV, scale_R, at_M2, left_M: p_RV)
+
+
+def shared_noise(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
+    """The draft draws, and is judged, by the target's own noise, under the rule that needs independent noise."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("workers.")]:
+        if getattr(module, "stream_seeds", None) is stream_seeds:
+            patch.setattr(module, "stream_seeds", lambda seeds_N, stream, known_N: seeds_N)
+
+
+def bonus_from_q(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
+    """Where all guesses are kept, the token behind them is the draft's."""
+    assert isinstance(cell, Cell)
+    draft_VV = torch.from_numpy(PAIRS[cell.pair][1])
+    for judge in (SampleAndMatch, ByLaws):
+        patch.setattr(judge, "judge", _with_bonus(judge.judge, draft_VV))
+
+
+def _with_bonus(judge: Callable[..., list[Release]], draft_VV: torch.Tensor) -> Callable[..., list[Release]]:
+    def wrong(self: SampleAndMatch | ByLaws, scored: Scored) -> list[Release]:
+        found = judge(self, scored)
+        sampler = Sampler(self._sampler.slots, len(draft_VV))
+        for row, draft, release in zip(scored.rows, scored.drafts, found, strict=True):
+            if release.path and len(release.path) == len(draft):
+                index = np.array([row.known_len + len(release.path)])
+                release.emitted[-1] = int(
+                    sampler.sample(draft_VV[release.emitted[-2]][None], np.array([row.slot]), index)
+                )
+        return found
+
+    return wrong
+
+
+def penalties_late(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
+    """Behind a guess, the guess itself does not count yet."""
+    apply_ = LogitEdits.apply_
+
+    def late(self: LogitEdits, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
+        known_N = self._slots.known_len[slots_N]
+        apply_(self, logits_NV, slots_N, index_N - (index_N > known_N))
+
+    patch.setattr(LogitEdits, "apply_", late)
+
+
+def off_by_one(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
+    """Noise behind a guess is that of the position before."""
+    sample = Sampler.sample
+
+    def early(self: Sampler, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        return sample(self, logits_NV, slots_N, index_N - (index_N > self.slots.known_len[slots_N]))
+
+    patch.setattr(Sampler, "sample", early)
+
+
+def not_renormalised(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
+    """A later child of a tree is judged by the law without its elders, which no longer adds up to 1."""
+
+    def gaps(law_L: Floats, drawn_W: Ints) -> Floats:
+        q_WL = np.repeat(law_L[None], len(drawn_W), 0)
+        for place, drawn in enumerate(drawn_W.tolist()):
+            q_WL[place + 1 :, drawn] = 0.0
+        return q_WL
+
+    for module in [module for name, module in sys.modules.items() if name.startswith("workers.")]:
+        if hasattr(module, "without_elders"):
+            patch.setattr(module, "without_elders", gaps)
+
+
+BUGS = (
+    Bug(
+        "accepts 2 % too often, coupled",
+        too_lenient_coupled,
+        Cell("coupled", pair="one-hot draft", shape=Shape(1)),
+        12_000,
+    ),
+    Bug("accepts 2 % too often", too_lenient, Cell("standard", pair="one-hot draft", shape=Shape(1)), 9_000),
+    Bug("resamples from p", resampling_from_p, Cell("standard", pair="unrelated", shape=Shape(1)), 3_000),
+    Bug("shares noise under p/q", shared_noise, Cell("standard", pair="unrelated", shape=Shape(1))),
+    Bug("bonus from q, coupled", bonus_from_q, Cell("coupled", pair="unrelated", shape=Shape(1)), 3_000),
+    Bug("bonus from q", bonus_from_q, Cell("standard", pair="unrelated", shape=Shape(1)), 3_000),
+    Bug("bonus from q, block", bonus_from_q, Cell("block", pair="unrelated", shape=Shape(1)), 3_000),
+    Bug("penalties one token late, coupled", penalties_late, Texts("coupled", Shape(3), "penalties"), 3_000),
+    Bug("penalties one token late", penalties_late, Texts("standard", Shape(3), "penalties"), 2_000),
+    Bug("position key off by one", off_by_one, Cell("coupled", pair="near"), 3_000),
+    Bug("children not renormalised", not_renormalised, Cell("standard", pair="peaked draft", shape=TREE), 3_000),
+)

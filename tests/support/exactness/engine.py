@@ -1,0 +1,283 @@
+"""The real rounds over models whose law is known: only the two forwards are tables.
+
+Everything between logits and emitted tokens is the engine's own: slot tables, the sampler with its edits, limits and
+grammars, the draft worker and its proposer, the target worker, the executor. `TableModel` is a language model whose
+logits are a row of a table, picked by a hash of the text before, or by the last token alone. It reads that text from a
+paged cache of its own, so a stale, foreign or misplaced entry changes the law.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from proposers.draft_model import DraftModelProposer
+from protos.config.engine import SpeculativeConfig
+from protos.draft_module import LayerShape
+from protos.messages import NewSequence, RoundPlan, Row, Sampling, WorkerInfo
+from tests.support.exactness.statistics import Ints, Law
+from workers.attention.batch import Batch
+from workers.draft.draft_model import DraftSide
+from workers.draft.sampling import drawing_for
+from workers.draft.worker import DraftWorker, Proposes
+from workers.model.module_runner import Entries
+from workers.sampling.grammar_sampler import GrammarSampler
+from workers.sampling.grammar_slots import Grammars, Words
+from workers.sampling.sampler import Sampler
+from workers.slots import SlotTable
+from workers.target import TargetWorker
+from workers.uni import UniExecutor
+from workers.verification.factory import judge_for
+
+Table = npt.NDArray[np.float32]
+ROOT = 0
+FACTOR = 0x5851F42D4C957F2D
+
+
+def extend(codes: Ints, tokens: Ints) -> Ints:
+    """Return what names texts one token longer; int64 that wraps around."""
+    words = (codes ^ (codes >> 29)) * FACTOR + tokens + 1
+    return words ^ (words >> 31)
+
+
+def code_of(text: Seq[int]) -> int:
+    """Return what names a whole text."""
+    code = np.array([ROOT], np.int64)
+    for token in text:
+        code = extend(code, np.array([token], np.int64))
+    return int(code[0])
+
+
+@dataclass(frozen=True)
+class TableModel:
+    """Logits `[M, V]`, float32. `order` 1: the row is the last token. 0: it depends on the whole text."""
+
+    rows_MV: Table
+    order: int = 0
+
+    @property
+    def vocab(self) -> int:
+        """Number of tokens."""
+        return self.rows_MV.shape[1]
+
+    def pick(self, codes_N: Ints, tokens_N: Ints) -> Ints:
+        """Return which row comes behind texts with these names and last tokens."""
+        return tokens_N if self.order else (codes_N & 0xFFFFFF) % len(self.rows_MV)
+
+    def behind(self, text: Seq[int]) -> Table:
+        """Return the logits `[V]` behind a whole text."""
+        return self.rows_MV[self.pick(np.array([code_of(text)]), np.array([text[-1]]))[0]]
+
+
+class TableForward:
+    """Runs a `TableModel` over paged memory: `ModelRunner` to a target, `DraftForward` to a draft."""
+
+    layers: tuple[LayerShape, ...] = (LayerShape(1, 1, 1),)
+    max_model_len, dtype, device = 4096, torch.float32, torch.device("cpu")
+    module = None
+
+    def __init__(self, model: TableModel, slots: SlotTable, num_blocks: int) -> None:
+        self.model, self.slots, self.num_blocks = model, slots, num_blocks
+        self.loaded = self.cache = self
+        self.vocab_size = model.vocab
+        self.fed = 0
+        self._store: Ints = np.full(num_blocks * slots.block_size, -1, np.int64)
+        self._logits_MV = torch.from_numpy(model.rows_MV)
+
+    def move(self, moves_M2: Ints) -> None:
+        """See `KVCache.move`."""
+        self._store[moves_M2[:, 1]] = self._store[moves_M2[:, 0]]
+
+    def clear(self) -> None:
+        """Lose everything."""
+        self._store[:] = -1
+
+    def run(self, batch: Batch, wanted_N: Ints) -> tuple[torch.Tensor, None]:
+        """See `ModelRunner.run`."""
+        self.fed += len(batch.tokens_T)
+        codes_T = self._write(batch) if not self.model.order else batch.tokens_T
+        return self._logits_MV[self.model.pick(codes_T[wanted_N], batch.tokens_T[wanted_N])], None
+
+    def feed(self, entries: Entries) -> torch.Tensor:
+        """See `DraftForward.feed`."""
+        return self.run(entries.batch, entries.wanted_N)[0]
+
+    def measure(self, num_rows: int) -> dict[int, float]:
+        """See `DraftForward.measure`."""
+        return {}
+
+    def _write(self, batch: Batch) -> Ints:
+        """Write the name of every text that ends with a fed token where its K and V would stand; return them."""
+        places_T, slots_T = batch.places_T, batch.slots_T
+        own_T, before_T = self._flat(slots_T, places_T), self._flat(slots_T, np.maximum(_before(batch), 0))
+        codes_T = np.zeros_like(own_T)
+        rank_T = places_T - np.repeat(batch.starts_R, batch.lengths_R)
+        for rank in range(int(rank_T.max()) + 1):  # what a token follows is fed before it
+            at = np.flatnonzero(rank_T == rank)
+            known = np.where(_before(batch)[at] < 0, ROOT, self._store[before_T[at]])
+            codes_T[at] = extend(known, batch.tokens_T[at])
+            self._store[own_T[at]] = codes_T[at]
+        return codes_T
+
+    def _flat(self, slots_T: Ints, places_T: Ints) -> Ints:
+        index_T, offset_T = np.divmod(places_T, self.slots.block_size)
+        return self.slots.blocks[slots_T, index_T].astype(np.int64) * self.slots.block_size + offset_T
+
+
+def _before(batch: Batch) -> Ints:
+    """Return the place of what each token follows; in a tree, of the last ancestor that it sees."""
+    before_T: Ints = batch.places_T - 1
+    areas = batch.areas
+    if areas is None:
+        return before_T
+    first_T = np.repeat(areas.first_R, batch.lengths_R)
+    inside_T = batch.places_T - first_T
+    in_tree_T = (inside_T >= 0) & (np.repeat(areas.sizes_R, batch.lengths_R) > 0)
+    seen_T = areas.seen_TW[:, 0] & ~(np.uint64(1) << np.maximum(inside_T, 0).astype(np.uint64))
+    last_T = np.frexp(seen_T.astype(np.float64))[1] - 1  # -1 where nothing of the tree is seen
+    return np.where(in_tree_T, first_T + last_T, before_T)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How is guessed: up to *k* nodes; a chain where *width* is 1, else a tree of *depth* levels."""
+
+    k: int
+    width: int = 1
+    depth: int = 1
+
+    def config(self, rule: str, **more: object) -> SpeculativeConfig:
+        """Return the configuration that asks for it."""
+        tree = {"eagle_topk": self.width, "num_steps": self.depth} if self.width > 1 else {}
+        return SpeculativeConfig(
+            method="draft_model", model="-", num_speculative_tokens=self.k, rejection_sample_method=rule, **tree, **more
+        )
+
+
+@dataclass(frozen=True)
+class World:
+    """A target, a draft, and how the one guesses and the other judges."""
+
+    target: TableModel
+    draft: TableModel
+    rule: str = "coupled"
+    shape: Shape = Shape(2)
+    words: Words | None = None
+    eos: int = 0
+    options: dict[str, object] = field(default_factory=dict)
+
+    def executor(self, num_slots: int, max_len: int, block_size: int, num_blocks: int) -> UniExecutor:
+        """Return an engine's executor without the engine."""
+        slots = SlotTable(num_slots, max_len, block_size, self.shape.k)
+        sampler = Sampler(slots, self.target.vocab)
+        config = self.shape.config(self.rule, **self.options)
+        drafter = DraftWorker(
+            TableForward(self.draft, slots, num_blocks),
+            slots,
+            sampler,
+            max_catch_up=1 << 20,
+            drawing=drawing_for(config, sampler),
+        )
+        proposer: Proposes = DraftModelProposer.create(config, drafter)
+        grammars = Grammars(slots, self.target.vocab, (self.eos,), self.words or _no_words)
+        masking = GrammarSampler(sampler, grammars)
+        target = TargetWorker(
+            TableForward(self.target, slots, num_blocks), slots, masking, judge=judge_for(config, masking)
+        )
+        info = WorkerInfo(num_blocks, block_size, max_len, self.target.vocab, (self.eos,), speculates=True)
+        return UniExecutor(info, slots, target, DraftSide(drafter, proposer))
+
+
+def _no_words() -> object:
+    raise AssertionError("nobody asked for a grammar")
+
+
+@dataclass
+class Emitted:
+    """What rounds emitted: `tokens_NL`, row by row, and how speculation went."""
+
+    tokens_NL: Ints
+    proposed: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+
+Guesses = Callable[[Ints, Ints, Ints], Ints]
+"""From the number of the round, and tokens and accepted guesses so far of some rows, to how many guesses each gets."""
+
+
+def run_rows(
+    world: World,
+    samplings: Seq[Sampling],
+    prompt: Seq[int],
+    length: int,
+    *,
+    output: Seq[int] = (),
+    guesses: Guesses | None = None,
+) -> Emitted:
+    """Let one row a sampling emit *length* tokens behind *prompt* and *output*, all together, round after round.
+
+    There is no scheduler: every row that is not done is in every round, with the guesses that *guesses* gives it.
+    """
+    num, text = len(samplings), (*prompt, *output)
+    known = len(text)
+    max_len = known + length + world.shape.k + 2
+    executor = world.executor(num, max_len, max_len + world.shape.k + 1, num)
+    new = [NewSequence(slot, text, len(prompt), sampling, slot + 1) for slot, sampling in enumerate(samplings)]
+    texts_NL = np.zeros((num, length + world.shape.k + 1), np.int64)
+    done_N, accepted_N = np.zeros(num, np.int64), np.zeros(num, np.int64)
+    emitted = Emitted(texts_NL[:, :length])
+    fresh: list[Seq[int]] = [()] * num
+    moves: list[int] = []
+    rows_R = np.arange(num)
+    while len(rows_R):
+        k_R = (
+            np.full(len(rows_R), world.shape.k)
+            if guesses is None
+            else guesses(rows_R, done_N[rows_R], accepted_N[rows_R])
+        )
+        first = emitted.rounds == 0
+        rows = [
+            Row(
+                slot,
+                0 if first else known + done - 1,
+                known if first else 1,
+                known + done,
+                k,
+                True,
+                fresh[slot],
+                (slot,) if first else (),
+                (1,) if first else (),
+            )
+            for slot, done, k in zip(rows_R.tolist(), done_N[rows_R].tolist(), k_R.tolist(), strict=True)
+        ]
+        plan = RoundPlan(emitted.rounds, rows, new if first else (), moves=moves, speculates=True)
+        moves = []
+        for verdict in executor.run(plan):
+            slot, tokens = verdict.slot, verdict.token_ids
+            assert verdict.failed is None, verdict.failed
+            base = slot * executor.info.block_size + known + int(done_N[slot])
+            moves += [place for i, node in enumerate(verdict.path) if node != i for place in (base + node, base + i)]
+            fresh[slot] = tokens
+            room = texts_NL.shape[1] - done_N[slot]
+            texts_NL[slot, done_N[slot] : done_N[slot] + len(tokens)] = tokens[:room]
+            done_N[slot] += len(tokens)
+            accepted_N[slot] += verdict.accepted
+            emitted.proposed += verdict.proposed
+        emitted.rounds += 1
+        rows_R = np.flatnonzero(done_N < length)
+    emitted.accepted = int(accepted_N.sum())
+    return emitted
+
+
+def tree_law(law_behind: Callable[[tuple[int, ...]], Law], vocab: int, length: int) -> list[Law]:
+    """Return the law behind every output shorter than *length*: one `[V^i, V]` a position i, histories in order."""
+    histories: list[tuple[int, ...]] = [()]
+    found = []
+    for _ in range(length):
+        found.append(np.stack([law_behind(history) for history in histories]))
+        histories = [(*history, token) for history in histories for token in range(vocab)]
+    return found

@@ -1,0 +1,213 @@
+"""Lives of many requests through the real controller and scheduler, with faults on purpose, over models of known law.
+
+Guesses come from the draft worker, and now and then from beside the controller: chains and trees that are certain of
+themselves, with doubles and probes. Sequences are preempted at random, and because blocks run short; the draft is dead
+for a while, fails in the middle of a round, or is born again with an empty cache; the targets are lost with a round in
+flight; the number of guesses is another in every round and for every row, by what was accepted of that row before;
+prompts are found in the prefix cache.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec import structs
+
+from protos.config.engine import CacheConfig, SchedulerConfig
+from protos.draft_tree import NO_DRAFT
+from protos.errors import TargetLostError
+from protos.interfaces import DraftRow, DraftService
+from protos.messages import Draft, Request, RoundPlan, Sampling, TokenOutput, Verdict, WorkerInfo
+from protos.sampling import SamplingParams
+from runtime.core.controller import Controller, LocalInbox
+from runtime.core.scheduler import Scheduler
+from tests.support.exactness.engine import TableForward, World
+from tests.support.exactness.statistics import Ints
+from tests.support.tree_proposer import random_tree
+from workers.draft.draft_model import DraftSide
+from workers.draft.worker import DraftWorker, Proposes
+from workers.uni import UniExecutor
+
+NUM_SLOTS, BLOCK_SIZE, BUDGET = 12, 2, 64
+PREEMPTION, DEATH, FAILURE, LOSS, BLIND = 0.2, 0.05, 0.05, 0.02, 0.15
+"""How often in a step; the last one, how often of a row's drafts."""
+AWAY = 3
+"""Steps that a dead draft is missed."""
+
+
+@dataclass
+class FromThePast:
+    """A `Policy`: each row's K in the next round follows from what was accepted of it in the rounds before."""
+
+    limit: int
+    current: int = 0
+    step: int = 0
+    changes: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+
+    def begin_step(self, num_decoding: int) -> None:
+        self.step += 1
+        self.current = self.step % (self.limit + 1)
+
+    def guesses(self, request: Request) -> int:
+        return (self.current + self.accepted[request.request_id]) % (self.limit + 1)
+
+    def hear(self, outputs: Seq[TokenOutput]) -> None:
+        for output in outputs:
+            if output.step is not None:
+                self.accepted[output.request_id] += output.step.accepted
+
+
+@dataclass
+class Beside:
+    """A proposer beside the controller that guesses blindly, for some rows."""
+
+    vocab: int
+    dice: random.Random
+    on_worker = False
+    drafts: int = 0
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        return [self._one(row.k) if self.dice.random() < BLIND else NO_DRAFT for row in rows]
+
+    def _one(self, k: int) -> Draft:
+        self.drafts += 1
+        return random_tree([], k, self.vocab, self.dice)
+
+
+@dataclass
+class Failing:
+    """A proposer that fails now and then."""
+
+    inner: Proposes
+    dice: random.Random
+    failures: int = 0
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        if self.dice.random() < FAILURE:
+            self.failures += 1
+            raise RuntimeError("out of memory")
+        return self.inner.propose(rows)
+
+
+class Faulty(UniExecutor):
+    """Loses its draft for a while, and its targets with a round in flight."""
+
+    def __init__(self, whole: UniExecutor, dice: random.Random) -> None:
+        assert whole.draft is not None
+        self.proposer = Failing(whole.draft.proposer, dice)
+        super().__init__(whole.info, whole.slots, whole.target, DraftSide(whole.draft.worker, self.proposer))
+        self.dice, self.epoch, self.away, self.losses = dice, 1, 0, 0
+
+    @property
+    def worker(self) -> DraftWorker:
+        assert self.draft is not None
+        return self.draft.worker
+
+    @property
+    def drafting(self) -> DraftService:
+        return DraftService(not self.away, self.epoch)
+
+    def attend(self) -> None:
+        if self.away:
+            self.away -= 1
+        elif self.dice.random() < DEATH:
+            self.away = AWAY
+            self.epoch += 1
+            self.worker.forget()
+            _clear(self.worker.forward)
+
+    def run(self, plan: RoundPlan) -> list[Verdict]:
+        assert not (self.away and any(row.k and row.draft is None for row in plan.rows))
+        is_lost = self.dice.random() < LOSS
+        if is_lost and self.dice.random() < 0.5:
+            self._lose()
+        verdicts = super().run(plan)
+        if is_lost:
+            self._lose()
+        return verdicts
+
+    def _lose(self) -> None:
+        self.losses += 1
+        self.slots.clear()
+        self.worker.forget()
+        _clear(self.worker.forward)
+        _clear(self.target.runner)
+        raise TargetLostError("the targets are gone")
+
+
+def _clear(forward: object) -> None:
+    assert isinstance(forward, TableForward)
+    forward.clear()
+
+
+@dataclass
+class Lives:
+    """What became of the requests, `tokens_NL`, and how often each fault struck."""
+
+    tokens_NL: Ints
+    proposed: int
+    accepted: int
+    preemptions: int
+    prefix_hits: int
+    deaths: int
+    failures: int
+    losses: int
+    blind: int
+    speculations: Counter[int]
+
+    def assert_eventful(self) -> None:
+        """A fault that never struck proves nothing."""
+        assert self.proposed > self.accepted > 0
+        assert min(self.preemptions, self.prefix_hits, self.deaths, self.failures, self.losses, self.blind) > 0, self
+        assert len(self.speculations) > 2, self
+
+
+def live(world: World, samplings: Seq[Sampling], prompt: Seq[int], length: int, seed: int) -> Lives:
+    """Let one request a sampling emit *length* tokens behind *prompt*, whatever happens."""
+    dice = random.Random(seed)
+    max_len = len(prompt) + length + world.shape.k + 2
+    num_blocks = NUM_SLOTS * -(-(len(prompt) + length) // BLOCK_SIZE) // 2  # too few for all
+    executor = Faulty(world.executor(NUM_SLOTS, max_len, BLOCK_SIZE, num_blocks), dice)
+    beside = Beside(world.target.vocab, dice)
+    scheduler = Scheduler(
+        SchedulerConfig(NUM_SLOTS, BUDGET), CacheConfig(BLOCK_SIZE), _without_end(executor.info), proposers=[beside]
+    )
+    policy, inbox = FromThePast(world.shape.k), LocalInbox()
+    controller = Controller(scheduler, policy, executor, inbox)
+    inbox.put(
+        Request(str(i), tuple(prompt), SamplingParams(), sampling, length, wants_steps=True)
+        for i, sampling in enumerate(samplings)
+    )
+    texts: list[list[int]] = [[] for _ in samplings]
+    forced, depths = 0, Counter[int]()
+    while controller.scheduler.num_unfinished or not forced:
+        outputs = controller.step()
+        policy.hear(outputs)
+        for output in outputs:
+            assert output.error is None, output.error
+            texts[int(output.request_id)] += output.token_ids
+            if output.step is not None:
+                depths[output.step.proposed] += 1
+        if dice.random() < PREEMPTION and scheduler._roster.running:
+            scheduler._roster.preempt_youngest()
+            forced += 1
+    stats = controller.stats()
+    return Lives(
+        np.array(texts),
+        stats.proposed,
+        stats.accepted,
+        stats.preemptions,
+        stats.prefix_hits,
+        executor.epoch - 1,
+        executor.proposer.failures,
+        executor.losses,
+        beside.drafts,
+        depths,
+    )
+
+
+def _without_end(info: WorkerInfo) -> WorkerInfo:
+    return structs.replace(info, eos_ids=())

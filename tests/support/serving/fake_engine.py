@@ -1,0 +1,232 @@
+"""A whole engine without a model: real controller, scheduler, tokenizer and preprocessor over an executor that hashes.
+
+`main` serves it as the child of a `ProcessChannel`.
+"""
+
+import json
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from msgspec import structs
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
+from protos.errors import ModelError
+from protos.interfaces import InOneProcess
+from protos.messages import RoundPlan, Row, TokenLogprobs, Verdict, WorkerInfo
+from runtime.core.controller import Controller
+from runtime.core.scheduler import Scheduler
+from runtime.core.speculation_policy import make_policy
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.channel import Inbox, Say, ThreadChannel
+from runtime.frontend.process_channel import serve_child
+from runtime.metrics.prometheus import Metrics
+from runtime.text.detokenizer import DetokenizerFactory
+from runtime.text.preprocessor import Preprocessor
+
+EOS = 0
+TEMPLATE = (
+    "{% if tools %}[tools] {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[call] {{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[bot]{% endif %}"
+)
+STEP_S = 0.0005
+"""A real step computes outside the interpreter; one that never let go of it would starve the front end's thread."""
+
+POISON = "crash now"
+FAILURES = {"no way on": "structured_outputs: no token is left to choose", "not a number": "the logits are NaN"}
+"""Words that fail the request that has them, and it alone."""
+SENTENCES = ["the quick brown fox jumps over the lazy dog", "naïve café, déjà vu", "def f(x): return x + 1"]
+
+
+@cache
+def bare_tokenizer() -> Tokenizer:
+    """Return a byte-level BPE tokenizer; `transformers` is not needed for it."""
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[AddedToken("<eos>", special=True)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bare.train_from_iterator(SENTENCES, trainer)
+    return bare
+
+
+@cache
+def tokenizer() -> Any:
+    """Return the same tokenizer as front ends load it, with a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=bare_tokenizer(), eos_token="<eos>", chat_template=TEMPLATE)
+
+
+@cache
+def letters() -> list[int]:
+    """Return the ids that the fake model may say: lower-case letters and the space."""
+    return [bare_tokenizer().token_to_id(char) for char in "abcdefghijklmnopqrstuvwxyzĠ"]
+
+
+def ranked(history: Sequence[int]) -> list[int]:
+    """Return what the fake model holds likely after *history*, best first."""
+    said = letters()
+    first = zlib.crc32(repr(list(history[-4:])).encode()) % len(said)
+    return said[first:] + said[:first]
+
+
+def expected(prompt: str, count: int) -> str:
+    """Return the text of *count* tokens after *prompt*."""
+    ids = bare_tokenizer().encode(prompt).ids
+    for _ in range(count):
+        ids.append(ranked(ids)[0])
+    return str(bare_tokenizer().decode(ids[-count:]))
+
+
+@dataclass
+class HashExecutor(InOneProcess):
+    """Says `ranked(history)[0]`; every second draft token it makes for itself is right."""
+
+    info: WorkerInfo
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    prompt_len: dict[int, int] = field(default_factory=dict)
+
+    def start(self) -> WorkerInfo:
+        return self.info
+
+    def shutdown(self) -> None:
+        pass
+
+    def run(self, plan: RoundPlan) -> list[Verdict]:
+        time.sleep(STEP_S)
+        for new in plan.new:
+            self.token_ids[new.slot] = list(new.token_ids)
+            self.prompt_len[new.slot] = new.prompt_len
+            text = bare_tokenizer().decode(list(new.token_ids))
+            if POISON in text:
+                os._exit(9)
+            if "raise" in text:
+                raise RuntimeError("no such luck at /secret/path")
+        return [self._verdict(row) for row in plan.rows]
+
+    def _verdict(self, row: Row) -> Verdict:
+        known = self.token_ids[row.slot]
+        text = bare_tokenizer().decode(known[: self.prompt_len[row.slot]])
+        for words, reason in FAILURES.items():
+            if words in text:
+                return Verdict(row.slot, failed=reason)
+        known[row.known_len - len(row.new_token_ids) :] = row.new_token_ids
+        del known[row.known_len :]
+        end = min(row.start + row.length, self.prompt_len[row.slot] - 1)
+        prompt = [self._logprobs(known[:i], known[i]) for i in range(row.start + 1, end + 1)]
+        if not row.samples:
+            return Verdict(row.slot, prompt_logprobs=prompt)
+        said: list[int] = []
+        for _ in range(1 + row.k // 2):
+            said.append(self._next(row.slot, known + said))
+        logprobs = [self._logprobs(known + said[:i], token) for i, token in enumerate(said)]
+        return Verdict(row.slot, said, row.k, range(len(said) - 1), logprobs, prompt)
+
+    def _next(self, slot: int, history: Sequence[int]) -> int:
+        return ranked(history)[0]
+
+    def _logprobs(self, history: Sequence[int], chosen: int) -> TokenLogprobs:
+        best = ranked(history)
+        rank = best.index(chosen) + 1 if chosen in best else len(best) + 1
+        top = best[:5]
+        chosen_logprob = -0.5 * rank if rank <= len(best) else float("-inf")
+        return TokenLogprobs([chosen, *top], [chosen_logprob, *(-0.5 * i for i in range(1, 6))], [rank, *range(1, 6)])
+
+
+class Scripted(HashExecutor):
+    """Says what stands between the last `say: ` of the prompt and `<end>`, and then ends; else what others say."""
+
+    def _next(self, slot: int, history: Sequence[int]) -> int:
+        asked, said = history[: self.prompt_len[slot]], history[self.prompt_len[slot] :]
+        scripts = re.findall(r"say: ((?:(?!say: ).)*)<end>", str(bare_tokenizer().decode(list(asked))), re.DOTALL)
+        if not scripts:
+            return super()._next(slot, history)
+        wanted = [*bare_tokenizer().encode(scripts[-1]).ids, EOS]
+        return wanted[min(len(said), len(wanted) - 1)]
+
+
+@dataclass(frozen=True)
+class FakeHost:
+    """What `cluster.assemble.build` gives, without a model."""
+
+    controller: Controller
+    info: WorkerInfo
+
+    def shutdown(self) -> None:
+        pass
+
+
+def build(
+    inbox: Inbox,
+    say: Say,
+    max_model_len: int = 512,
+    speculative: SpeculativeConfig | None = None,
+    kind: type[HashExecutor] = HashExecutor,
+) -> FakeHost:
+    """Return an engine of 4 slots."""
+    say("loading nothing")
+    info = WorkerInfo(4 * max_model_len // 16, 16, max_model_len, bare_tokenizer().get_vocab_size(), (EOS,))
+    if speculative is not None:
+        info = structs.replace(
+            info, methods=speculative.methods, num_speculative_tokens=speculative.num_speculative_tokens
+        )
+    executor = kind(info)
+    detokenizers = DetokenizerFactory(bare_tokenizer())
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), CacheConfig(), info, detokenizers=detokenizers
+    )
+    return FakeHost(Controller(scheduler, make_policy(speculative), executor, inbox), info)
+
+
+async def make_preprocessor(info: WorkerInfo) -> Preprocessor:
+    """Return the preprocessor of the fake model."""
+    capacity = info.num_blocks * info.block_size
+    return Preprocessor(
+        tokenizer(),
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        capacity=capacity,
+        eos_ids=info.eos_ids,
+    )
+
+
+def local_engine(
+    max_model_len: int = 512, speculative: SpeculativeConfig | None = None, kind: type[HashExecutor] = HashExecutor
+) -> AsyncEngine:
+    """Return an engine whose controller will run in a thread."""
+    channel = ThreadChannel(lambda inbox, say: build(inbox, say, max_model_len, speculative, kind))
+    metrics = Metrics("fake")
+    engine = AsyncEngine(channel, make_preprocessor, metrics)
+    metrics.follow(engine.stats)
+    return engine
+
+
+def build_child(config: str, inbox: Inbox, say: Say) -> FakeHost:
+    """Build what *config* names: an `EngineConfig` as JSON, of which only the name and the length count."""
+    model = json.loads(config)["model"]
+    if model["model"] == "refuse":
+        raise ModelError("there is no such model")
+    if model["model"] == "hang":
+        say("hanging")
+        threading.Event().wait()
+    return build(inbox, say, max_model_len=model["max_model_len"])
+
+
+def main() -> None:
+    """Be a child process."""
+    serve_child(build_child)

@@ -1,0 +1,113 @@
+"""Grammars for tests, texts that tell whether they were followed, and tiny models that share a byte tokenizer."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from protos.guidance import vocabulary
+from protos.structured import Grammar, StructuredOutputsParams, grammar_of
+from tests.support.models import synthetic_layers, tiny_models
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+LINE = r"[a-z]{2,8} = (-?[0-9]{1,3}|'[^'\\\n]{0,6}')"
+WORDS = ("yes", "no", "no idea", 'niño\n"{}" | a')
+SUMS = 'start: term ("+" term){0,3}\nterm: /[0-9]{1,2}/ | "(" start_ ")"\nstart_: /[a-c]/ ("*" start_)? '
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is asked, and whether a text is what was asked for."""
+
+    asked: dict[str, Any]
+    is_met: Callable[[str], bool]
+
+    @property
+    def grammar(self) -> Grammar:
+        return grammar_of(StructuredOutputsParams(**self.asked))
+
+
+def is_person(text: str) -> bool:
+    jsonschema.validate(json.loads(text), PERSON)
+    return True
+
+
+def is_compact(text: str) -> bool:
+    return is_person(text) and text.startswith('{"name":"') and "\n" not in text
+
+
+def is_sum(text: str) -> bool:
+    return bool(re.fullmatch(r"(\d{1,2}|\([a-c](\*[a-c])*\))(\+(\d{1,2}|\([a-c](\*[a-c])*\))){0,3}", text, re.A))
+
+
+FORMS = {
+    "json": Form({"json": PERSON}, is_person),
+    "compact": Form({"json": PERSON, "disable_any_whitespace": True}, is_compact),
+    "regex": Form({"regex": LINE}, lambda text: bool(re.fullmatch(LINE, text))),
+    "choice": Form({"choice": WORDS}, lambda text: text in WORDS),
+    "lark": Form({"grammar": SUMS}, is_sum),
+}
+
+
+CORPUS = [json.dumps({"name": "Anna Bo", "age": n, "tags": ["a", "bb", "ccc"]}) for n in range(120)] + [
+    "name = 'value'",
+    "yes no no idea",
+    "12+(a*b)+3",
+    "ni\u00f1o",
+]
+SPECIAL = ("<pad>", "<s>", "</s>")
+EOS = 2
+PADDED = 3
+"""Rows of the models' heads that no token stands for."""
+
+
+@cache
+def tokenizer() -> Any:
+    """Bytes, some pieces of text that grammars cut through, and three special tokens; the last ends a text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=list(SPECIAL),
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def vocab_size() -> int:
+    """Ids that the models have: those of the tokenizer, and some that stand for nothing."""
+    return len(tokenizer().get_vocab()) + PADDED
+
+
+@cache
+def words(eos_ids: tuple[int, ...] = (EOS,)) -> Any:
+    """The vocabulary, as the grammar library has it."""
+    return vocabulary(tokenizer().backend_tokenizer.to_str(), vocab_size(), eos_ids)
+
+
+def tiny_models_in(folder: Path) -> dict[str, Path]:
+    """Save a target, a perturbed copy of it, and an EAGLE-3 head; return their folders."""
+    target = tiny_models.build("llama", folder / "target", vocab_size=vocab_size())
+    draft = tiny_models.perturb(target, folder / "draft")
+    for place in (target, draft):
+        tokenizer().save_pretrained(place)
+    return {"target": target, "draft": draft, "eagle3": synthetic_layers.eagle3(target).write(folder / "eagle3")}

@@ -1,0 +1,220 @@
+"""Attention over drafts: kernel and torch against explicit masks, computed place by place in plain Python."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos.draft_module import LayerShape
+from protos.draft_tree import ancestors, depths
+from protos.messages import Draft
+from workers.attention.backend import AttentionBackend, Options, Rows
+from workers.attention.batch import Area, Areas
+from workers.attention.kv import KVCache
+from workers.attention.native import NativeAttention
+from workers.attention.torch import TorchAttention
+from workers.invariant.attention_cuda import SplitAttention
+from workers.invariant.native import InvariantAttention
+
+BLOCK = 8
+BACKENDS = (NativeAttention, TorchAttention, InvariantAttention, SplitAttention)
+SHAPES = [((4, 2), (64, 64)), ((4, 4), (24, 16)), ((6, 1), (16, 16))]
+"""Heads of queries and of K and V, and sizes of keys and of values."""
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """A row that feeds *length* tokens from place *start*; nothing below *lowest* is there."""
+
+    start: int
+    length: int
+    area: Area | None = None
+    lowest: int = 0
+
+    def position(self, place: int) -> int:
+        return place if self.area is None or place < self.area.first else self.area.positions[place - self.area.first]
+
+    def sees(self, query: int, key: int, window: int) -> bool:
+        """Whether the token at place *query* sees the key at place *key*: the rules, one at a time."""
+        if key < self.lowest or (window and self.position(query) - self.position(key) >= window):
+            return False
+        if self.area is None or key < self.area.first:
+            return key <= query
+        since_end = self.start + self.length - query
+        if since_end > len(self.area.seen):
+            return False
+        return bool(self.area.seen[-since_end] >> (key - self.area.first) & 1)
+
+
+def rows_of(rows: list[OneRow]) -> Rows:
+    """The rows, their blocks scattered over the cache."""
+    starts_R, lengths_R, lowest_R = (
+        np.array(part, np.int64) for part in zip(*((row.start, row.length, row.lowest) for row in rows), strict=True)
+    )
+    width = int((starts_R + lengths_R).max()) // BLOCK + 1
+    blocks_SB = np.random.default_rng(0).permutation(len(rows) * width).astype(np.int32).reshape(-1, width)
+    areas = None
+    if any(row.area for row in rows):
+        areas = Areas.of([row.area for row in rows], starts_R + lengths_R, lengths_R)
+    offsets_R = np.cumsum(lengths_R) - lengths_R
+    return Rows(
+        starts_R,
+        lengths_R,
+        offsets_R,
+        np.arange(len(rows)),
+        blocks_SB,
+        BLOCK,
+        areas,
+        lowest_R if lowest_R.any() else None,
+    )
+
+
+@st.composite
+def areas(draw: st.DrawFn, known: int) -> tuple[Area, int]:
+    """An area behind *known* tokens, and how many of its tokens are fed now: a tree, perhaps grown in two steps,
+    or a block of which every token sees whatever it likes."""
+    size = draw(st.one_of(st.integers(1, 8), st.integers(30, 70)))
+    dice = random.Random(draw(st.integers(0, 10_000)))
+    fed = draw(st.integers(1, size))
+    if draw(st.booleans()):
+        draft = Draft((0,) * size, tuple(dice.randrange(-1, node) for node in range(size)))
+        return Area(known, [known - 1 + depth for depth in depths(draft)], ancestors(draft)[size - fed :]), fed
+    seen = [dice.getrandbits(size) | 1 << node for node in range(size - fed, size)]
+    return Area(known, [known + dice.randrange(size) for _ in range(size)], seen), fed
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> OneRow:
+    known = draw(st.integers(0, 70))
+    kind = draw(st.sampled_from(["plain", "gap", "area", "area with a gap"]))
+    lowest = draw(st.integers(0, known)) if "gap" in kind else 0
+    if "area" not in kind:
+        return OneRow(known, draw(st.integers(1, 20)), lowest=lowest)
+    area, fed = draw(areas(known))
+    before = draw(st.integers(0, min(3, known - lowest))) if fed == len(area.positions) else 0
+    return OneRow(known + len(area.positions) - fed - before, fed + before, area, lowest)
+
+
+def filled(shape: LayerShape, num_blocks: int, dtype: torch.dtype = torch.float32) -> KVCache:
+    made = KVCache((shape,), num_blocks, BLOCK, dtype, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    for pages in (*made.keys, *made.values):
+        pages.copy_(torch.randn(pages.shape, generator=generator))
+    return made
+
+
+def normal(heads: int, tokens: int, size: int, seed: int) -> torch.Tensor:
+    return torch.randn(1, tokens, heads, size, generator=torch.Generator().manual_seed(seed)).transpose(1, 2)
+
+
+def dense(cache: KVCache, rows: Rows, plain: list[OneRow], query: torch.Tensor, options: Options) -> torch.Tensor:
+    """Attend token by token, over the places that it sees and no others; K and V stand in *cache* already."""
+    found = []
+    for r, row in enumerate(plain):
+        blocks = rows.blocks_SB[r]
+        for query_place in range(row.start, row.start + row.length):
+            places = [key for key in range(row.start + row.length) if row.sees(query_place, key, options.window)]
+            at = torch.tensor([int(blocks[key // BLOCK]) * BLOCK + key % BLOCK for key in places])
+            found.append(_one(cache, at, query[0, :, len(found)], options))
+    return torch.stack(found).unsqueeze(0)
+
+
+def _one(cache: KVCache, at_L: torch.Tensor, query_HD: torch.Tensor, options: Options) -> torch.Tensor:
+    keys_LGD, values_LGE = (pages[0].flatten(0, 1)[at_L].double() for pages in (cache.keys, cache.values))
+    share = query_HD.shape[0] // keys_LGD.shape[1]
+    heads = []
+    for head, query_D in enumerate(query_HD.double()):
+        scores_L = keys_LGD[:, head // share] @ query_D * options.scaling
+        if options.softcap:
+            scores_L = (scores_L / options.softcap).tanh() * options.softcap
+        sink = [] if options.sinks_H is None else [options.sinks_H[head].double().view(1)]
+        weights_L = torch.cat([scores_L, *sink]).softmax(0)[: len(at_L)]
+        heads.append(weights_L @ values_LGE[:, head // share])
+    return torch.stack(heads).float()
+
+
+@given(
+    plain=st.lists(rows(), min_size=1, max_size=5),
+    shape=st.sampled_from(SHAPES),
+    asked=st.tuples(st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 5.0]), st.booleans()),
+)
+@settings(max_examples=30, deadline=None)
+def test_kernel_torch_and_masks_spelt_out_agree(
+    plain: list[OneRow],
+    shape: tuple[tuple[int, int], tuple[int, int]],
+    asked: tuple[int, float, bool],
+) -> None:
+    (heads, kv_heads), sizes = shape
+    window, softcap, has_sinks = asked
+    laid_out = rows_of(plain)
+    tokens = int(laid_out.lengths_R.sum())
+    query, key, value = (
+        normal(heads, tokens, sizes[0], 0),
+        normal(kv_heads, tokens, sizes[0], 1),
+        normal(kv_heads, tokens, sizes[1], 2),
+    )
+    options = Options(sizes[0] ** -0.5, window, softcap, torch.linspace(-1, 1, heads) if has_sinks else None)
+    for make in BACKENDS:
+        cache = filled(LayerShape(kv_heads, *sizes), laid_out.blocks_SB.size)
+        backend = make(cache)
+        backend.plan(laid_out)
+        found = backend.attend(0, query, key, value, options)
+        wanted = dense(cache, laid_out, plain, query, options)
+        assert (found - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max().item()), make
+
+
+def tree_row(parents: tuple[int, ...], known: int, lowest: int = 0) -> OneRow:
+    draft = Draft((0,) * len(parents), parents)
+    area = Area(known, [known - 1 + depth for depth in depths(draft)], ancestors(draft))
+    return OneRow(known - 1, len(parents) + 1, area, lowest)
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_a_node_never_touches_what_is_beside_it(make: type[AttentionBackend], size: int, softcap: float) -> None:
+    laid_out = rows_of([tree_row((-1, -1, 0, 1), 21, lowest=5), OneRow(4, 1)])
+    cache = filled(LayerShape(2, size, size), laid_out.blocks_SB.size)
+    query, key, value = (normal(2, 6, size, seed) for seed in range(3))
+    backend = make(cache)
+    backend.plan(laid_out)
+    wanted = backend.attend(0, query, key, value, Options(0.1, 0, softcap)).clone()
+    gap = [int(laid_out.blocks_SB[0, 0]), slice(0, 5)]
+    for pages in (cache.keys[0], cache.values[0]):
+        pages[gap[0], gap[1]] = torch.nan
+    for broken in (key, value):
+        broken[:, :, 2] = torch.nan  # node 1, and so node 3
+    found = backend.attend(0, query, key, value, Options(0.1, 0, softcap))
+    for token in (0, 1, 3, 5):
+        assert torch.allclose(found[:, token], wanted[:, token], atol=1e-6), token
+    assert torch.isnan(found[:, [2, 4]]).all()
+
+
+def test_rows_without_an_area_are_computed_as_if_alone() -> None:
+    cache = filled(LayerShape(2, 64, 64), 64)
+    alone = rows_of([OneRow(0, 1), OneRow(33, 4)])
+    beside = rows_of([OneRow(0, 1), OneRow(33, 4), tree_row((-1, 0, 0), 12)])
+    beside.blocks_SB[:2, : alone.blocks_SB.shape[1]] = alone.blocks_SB
+    beside.blocks_SB[2] = np.arange(40, 40 + beside.blocks_SB.shape[1])
+    query, key, value = (normal(2, 9, 64, seed) for seed in range(3))
+    found = []
+    for laid_out, tokens in ((alone, 5), (beside, 9)):
+        backend = NativeAttention(cache)
+        backend.plan(laid_out)
+        found.append(backend.attend(0, query[:, :, :tokens], key[:, :, :tokens], value[:, :, :tokens], Options(0.1)))
+    assert torch.equal(found[0], found[1][:, :5])
+
+
+def test_a_mask_of_one_token_may_have_any_number_of_words() -> None:
+    size = 200
+    area = Area(3, [3] * size, [1 << size - 1 | 1 << 130 | 1])
+    laid_out = rows_of([OneRow(3 + size - 1, 1, area)])
+    assert laid_out.areas is not None
+    seen = laid_out.seen(np.array([0]), np.array([[0]]), 3 + size)
+    assert np.flatnonzero(seen).tolist() == [0, 1, 2, 3, 133, 202]
+    assert laid_out.areas.seen_TW.shape == (1, math.ceil(size / 64))

@@ -1,0 +1,48 @@
+"""Pairs replace each other: one is left before the next is formed."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from protos.worker_messages import FormPair, FromWorker, PairReady, StoreAddress
+from workers.draft.channel import Pairing
+
+
+@dataclass
+class End:
+    epoch: int
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_pair_is_left_before_the_next_is_formed() -> None:
+    ends = {epoch: End(epoch) for epoch in (1, 2)}
+    said: list[FromWorker] = []
+    may_join = threading.Event()
+
+    def join(order: FormPair) -> End:
+        assert order.epoch == 1 or may_join.wait(10)
+        return ends[order.epoch]
+
+    def wait_for(count: int) -> None:
+        until = time.monotonic() + 10
+        while len(said) < count and time.monotonic() < until:
+            time.sleep(0.001)
+
+    pairing = Pairing(said.append, join)
+    store = StoreAddress("127.0.0.1", 1)
+    pairing.form(FormPair(1, store))
+    wait_for(1)
+    assert pairing.end(1) is ends[1]
+    assert pairing.end(2) is None
+    pairing.form(FormPair(2, store))
+    assert ends[1].closed.is_set()
+    assert pairing.end(1) is None
+    may_join.set()
+    wait_for(2)
+    assert pairing.end(2) is ends[2]
+    pairing.close()
+    assert ends[2].closed.is_set()
+    assert said == [PairReady(1), PairReady(2)]

@@ -1,0 +1,312 @@
+"""The sampling pipeline against its own definition, against transformers' processors, and alone against in a batch."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from protos.messages import Sampling
+from workers.sampling.noise import gumbel, row_keys
+from workers.sampling.sample import Limits, choose, greedy, law, short_law, without_replacement
+from workers.sampling.sample_native import NativeChooser
+from workers.sampling.sampler import Sampler
+from workers.slots import SlotTable
+from workers.verification.rejection_math import drawn
+
+VOCAB = 61
+OFF = Limits(np.ones(1, np.float32), np.zeros(1, np.int64), np.ones(1), np.zeros(1))
+
+
+def table(
+    *requests: Sampling,
+    prompts: list[list[int]] | None = None,
+    outputs: list[list[int]] | None = None,
+    length: int = 64,
+) -> SlotTable:
+    slots = SlotTable(len(requests), length, 16)
+    for slot, sampling in enumerate(requests):
+        prompt, output = (prompts or [[1, 2]] * len(requests))[slot], (outputs or [[]] * len(requests))[slot]
+        slots.sampling[slot] = sampling
+        slots.tokens[slot, : len(prompt) + len(output)] = prompt + output
+        slots.known_len[slot], slots.prompt_len[slot] = len(prompt) + len(output), len(prompt)
+        slots.joined[slot] = 1
+    return slots
+
+
+def logits(rows: int, vocab: int = VOCAB, seed: int = 0, *, step: float = 0.0) -> torch.Tensor:
+    """Random logits; with a *step* they are its multiples, so that many tie."""
+    values = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    return (values / step).round() * step if step else values
+
+
+def draw(slots: SlotTable, values: torch.Tensor, extra: int = 0, **kwargs: Any) -> list[int]:
+    """Sample one token for every slot, *extra* tokens behind the known ones."""
+    rows = np.arange(len(values))
+    return Sampler(slots, values.shape[1], **kwargs).sample(values, rows, slots.known_len[rows] + extra).tolist()
+
+
+@pytest.mark.parametrize("step", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("vocab", [3, 61, 1500])
+@pytest.mark.parametrize(
+    "bound",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 5},
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"top_p": 0.9999},
+        {"min_p": 0.02},
+        {"min_p": 1e-7, "top_p": 0.9},
+        {"top_k": 400, "top_p": 0.99},
+        {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    ],
+)
+def test_native_code_equals_the_definition(vocab: int, step: float, bound: dict[str, Any]) -> None:
+    rows = 256
+    values = logits(rows, vocab, step=step)
+    values[::7, : vocab // 2] = -torch.inf
+    table = {name: np.repeat(getattr(OFF, name), rows) for name in ("temperature", "top_k", "top_p", "min_p")}
+    table["temperature"] = np.linspace(0.3, 2, rows, dtype=np.float32)
+    for name, value in bound.items():
+        table[name][rows // 4 :] = value
+    table["top_k"] = np.where(table["top_k"] < vocab, table["top_k"], 0)
+    limits = Limits(**table)
+    seeds, at = np.arange(rows) % 5, np.arange(rows)
+    expected = choose(values, torch.from_numpy(row_keys(seeds, at)), limits)
+    assert NativeChooser(seeds, limits).choose(values, at, at).tolist() == expected.tolist()
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    values = logits(20, step=4.0)
+    lowest = [int(np.flatnonzero(row == row.max())[0]) for row in values.numpy()]
+    assert greedy(values).tolist() == lowest
+    assert draw(table(*[Sampling(seed=1, temperature=0.0)] * 20), values) == lowest
+
+
+MIXED = (
+    Sampling(seed=1, temperature=0.0),
+    Sampling(seed=2),
+    Sampling(seed=3, temperature=0.7, top_p=0.9),
+    Sampling(seed=4, top_k=7),
+    Sampling(seed=5, min_p=0.05),
+    Sampling(seed=6, repetition_penalty=1.3, top_p=0.8),
+    Sampling(seed=7, temperature=0.0, logit_bias={3: 2.5}),
+    Sampling(seed=8, bad_words=((5,), (6, 7))),
+    Sampling(seed=9, allowed_ids=(1, 2, 3, 4)),
+    Sampling(seed=10, min_tokens=9, stop_ids=(0, 1)),
+    Sampling(seed=11, presence_penalty=1.0, frequency_penalty=0.5),
+)
+
+
+@given(st.lists(st.integers(0, len(MIXED) - 1), min_size=1, max_size=24), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_a_row_alone_is_the_row_among_others(kinds: list[int], seed: int) -> None:
+    slots = table(*MIXED, outputs=[[6, 3, 3]] * len(MIXED))
+    slots.tokens[:, 5:9] = [6, 8, 8, 1]
+    rows, index = np.array(kinds), 5 + np.arange(len(kinds)) % 4
+    values = logits(len(kinds), 131, seed)
+    before = values.clone()
+    together = Sampler(slots, 131).sample(values, rows, index).tolist()
+    alone = [
+        Sampler(slots, 131).sample(values[i : i + 1], rows[i : i + 1], index[i : i + 1]).item()
+        for i in range(len(kinds))
+    ]
+    assert together == alone
+    assert torch.equal(values, before)
+
+
+def test_failed_rows_disturb_nobody() -> None:
+    requests = [sampling for sampling in MIXED for _ in range(4)]
+    values = logits(len(requests))
+    expected = draw(table(*requests), values)
+    broken = values.clone()
+    broken[1::4, 9] = torch.nan
+    broken[2::4] = -torch.inf
+    broken[3::4] = torch.nan
+    found = draw(table(*requests), broken)
+    assert found[::4] == expected[::4]
+    assert all(found[i] == -1 for i in range(len(found)) if i % 4)
+
+
+def test_nothing_left_to_choose_is_a_failed_row() -> None:
+    requests = [Sampling(seed=1, temperature=t, allowed_ids=(4,), bad_words=((4,),)) for t in (0.0, 1.0)]
+    assert draw(table(*requests), logits(2)) == [-1, -1]
+
+
+def test_columns_behind_the_vocabulary_are_never_chosen() -> None:
+    values = logits(8)
+    values[:, 50:] = 100.0
+    for sampling in MIXED:
+        slots = table(*[sampling] * 8)
+        sampler = Sampler(slots, 50)
+        assert max(sampler.sample(values, np.arange(8), slots.known_len).tolist()) < 50
+
+
+def test_options_naming_ids_the_logits_lack() -> None:
+    sampling = Sampling(
+        seed=1,
+        logit_bias={70: 5.0},
+        bad_words=((71,), (1, 72)),
+        allowed_ids=(3, 73),
+        min_tokens=3,
+        stop_ids=(74,),
+        repetition_penalty=1.2,
+    )
+    assert draw(table(sampling, prompts=[[80, 1]], outputs=[[90]]), logits(1)) == [3]
+
+
+def test_penalties_as_transformers_and_the_formula() -> None:
+    prompt, output, values = [3, 4, 4], [5, 5, 3, 9], logits(1)
+    processor = transformers.RepetitionPenaltyLogitsProcessor(1.7)
+    repeated = processor(torch.tensor([prompt + output]), values.clone())
+    counts = torch.bincount(torch.tensor(output), minlength=VOCAB)
+    expected = repeated - 0.4 * counts - 0.9 * (counts > 0)
+    sampling = Sampling(seed=1, repetition_penalty=1.7, frequency_penalty=0.4, presence_penalty=0.9)
+    assert torch.allclose(edited(sampling, values, prompt, output), expected, atol=1e-6)
+
+
+def test_bias_masks_and_minimum_length() -> None:
+    sampling = Sampling(
+        seed=1, logit_bias={3: -2.0, 8: 1.5}, bad_words=((5,), (6, 7), (6, 6, 9)), min_tokens=3, stop_ids=(10, 11)
+    )
+    values = logits(1)
+    expected = values.clone()
+    expected[0, 3] -= 2.0
+    expected[0, 8] += 1.5
+    expected[0, [5, 7]] = -torch.inf
+    early = expected.clone()
+    early[0, [10, 11]] = -torch.inf
+    assert torch.equal(edited(sampling, values, [6, 6], [6]), early)  # the prompt's 6 does not count
+    assert torch.equal(edited(sampling, values, [1], [1, 1, 6]), expected)
+    expected[0, 9] = -torch.inf
+    assert torch.equal(edited(sampling, values, [1], [1, 6, 6]), expected)
+
+
+def test_allowed_ids() -> None:
+    found = edited(Sampling(seed=1, allowed_ids=(2, 30)), logits(1), [1], [])
+    assert found[0].isfinite().nonzero()[:, 0].tolist() == [2, 30]
+
+
+def test_drafted_tokens_count_like_committed_ones_and_are_forgotten_again() -> None:
+    sampling = Sampling(
+        seed=1, presence_penalty=1.0, repetition_penalty=1.2, bad_words=((6, 7),), min_tokens=4, stop_ids=(1,)
+    )
+    slots = table(sampling, prompts=[[1, 2]], outputs=[[3]])
+    edits = Sampler(slots, VOCAB)
+    for draft in ([6, 5], [8, 6], [3, 3, 6]):
+        slots.write_draft(0, draft)
+        for known in range(len(draft) + 1):
+            found = edit_with(edits, logits(1), slots, 3 + known)
+            assert torch.equal(found, edited(sampling, logits(1), [1, 2], [3, *draft[:known]]))
+
+
+def test_a_slot_given_to_another_sequence_starts_afresh() -> None:
+    old, new = Sampling(seed=1, repetition_penalty=1.5, allowed_ids=(3, 4)), Sampling(seed=9, presence_penalty=2.0)
+    slots = table(old, prompts=[[1, 2]], outputs=[[3, 3]])
+    sampler = Sampler(slots, VOCAB)
+    sampler.sample(logits(1), np.array([0]), np.array([4]))
+    slots.tokens[0, :3], slots.known_len[0], slots.prompt_len[0] = [5, 6, 7], 3, 2
+    slots.sampling[0] = new
+    slots.joined[0] += 1
+    fresh = table(new, prompts=[[5, 6]], outputs=[[7]])
+    for values in logits(30, seed=3)[:, None]:
+        assert sampler.sample(values, np.array([0]), np.array([3])).tolist() == draw(fresh, values)
+
+
+def edited(sampling: Sampling, values: torch.Tensor, prompt: list[int], output: list[int]) -> torch.Tensor:
+    slots = table(sampling, prompts=[prompt], outputs=[output])
+    return edit_with(Sampler(slots, VOCAB), values, slots, len(prompt) + len(output))
+
+
+def edit_with(sampler: Sampler, values: torch.Tensor, slots: SlotTable, index: int) -> torch.Tensor:
+    rows, seen = np.array([0]), []
+    sampler._choose = lambda values, *_: seen.append(values) or torch.zeros(1, dtype=torch.int64)  # type: ignore[method-assign]
+    sampler.sample(values, rows, np.array([index]))
+    return seen[0]
+
+
+def test_the_best_are_what_is_likely_with_this_noise() -> None:
+    requests = [
+        Sampling(seed=7, temperature=0.0),
+        Sampling(seed=8, temperature=0.7),
+        Sampling(seed=9, temperature=1.3, top_k=5),
+    ]
+    slots, values = table(*requests), logits(3)
+    sampler, rows, index = Sampler(slots, VOCAB), np.arange(3), slots.known_len + 2
+    ids, log_q = sampler.best(values, rows, index, 8)
+    assert ids[:, 0].tolist() == sampler.sample(values, rows, index).tolist()
+    for row, request in enumerate(requests):
+        scores = values[row].double()
+        if request.temperature:
+            key = torch.from_numpy(row_keys(np.array([request.seed]), index[row : row + 1]))
+            noise = gumbel(key, torch.arange(VOCAB))
+            allowed = scores >= (scores.topk(request.top_k).values[-1] if request.top_k else -torch.inf)
+            scores = torch.where(allowed, scores / request.temperature + noise, -torch.inf)
+        wanted = scores.log_softmax(0)
+        count = request.top_k or 8
+        assert ids[row, :count].tolist() == wanted.sort(descending=True).indices[:count].tolist()
+        assert torch.allclose(log_q[row].double(), wanted[ids[row]], atol=1e-5)
+
+
+def test_the_best_of_a_large_vocabulary_begin_with_what_is_sampled() -> None:
+    rows, vocab = 40, 5000
+    requests = [
+        Sampling(seed=row, temperature=0.5 + row / 40, top_k=40 * (row % 2), top_p=0.9 if row % 3 else 1.0)
+        for row in range(rows)
+    ]
+    slots, values = table(*requests), logits(rows, vocab)
+    sampler, index = Sampler(slots, vocab), slots.known_len + 2
+    for some in (np.arange(rows), np.arange(0, rows, 6)):  # among the latter nobody has limits
+        ids, _ = sampler.best(values[some], some, index[some], 4)
+        assert ids[:, 0].tolist() == sampler.sample(values[some], some, index[some]).tolist()
+
+
+@pytest.mark.parametrize("vocab", [61, 1500])
+def test_the_law_is_what_is_sampled_by(vocab: int) -> None:
+    slots = table(*MIXED * 8, outputs=[[6, 3, 3]] * len(MIXED) * 8)
+    slots.tokens[:, 5:9] = [6, 8, 8, 1]
+    rows = np.arange(len(MIXED) * 8)
+    index, values = 5 + rows % 4, logits(len(rows), vocab)
+    before = values.clone()
+    sampler = Sampler(slots, vocab)
+    found = sampler.law(values, rows, index)
+    assert torch.equal(values, before)
+    assert torch.allclose(found.sum(1), torch.ones(len(rows), dtype=torch.float64))
+    keys = torch.from_numpy(row_keys(sampler.seeds(rows), index))
+    by_law = drawn(found, gumbel(keys[:, None], torch.arange(vocab)))
+    assert by_law.tolist() == sampler.sample(values, rows, index).tolist()
+
+
+def test_rows_that_fail_have_no_law() -> None:
+    values = logits(len(MIXED))
+    values[1::3, 9], values[2::3] = torch.nan, -torch.inf
+    slots = table(*MIXED)
+    found = Sampler(slots, VOCAB).law(values, np.arange(len(MIXED)), slots.known_len)
+    assert found.sum(1).round(decimals=9).tolist() == [float(row % 3 == 0) for row in range(len(MIXED))]
+
+
+def test_a_short_law_is_that_of_the_likeliest_and_draws_without_replacement() -> None:
+    values, limits = logits(2), Limits(np.array([0.7, 1.0], np.float32), np.array([3, 0]), np.ones(2), np.zeros(2))
+    ids, q = short_law(values, limits, 8)
+    whole = law(values, limits).float()
+    assert q.dtype == torch.float32
+    assert torch.allclose(q[0, :3], whole[0].topk(3).values)
+    assert (q[0, 3:] == 0).all()
+    assert ids.tolist() == (values.topk(8).indices).tolist()
+    assert torch.allclose(q[1], whole[1, ids[1]] / whole[1, ids[1]].sum())
+    keys = torch.from_numpy(row_keys(np.arange(60_000), np.zeros(60_000, np.int64)))
+    pairs = without_replacement(ids[1].expand(60_000, -1), q[1].expand(60_000, -1), keys, 2)
+    first, second = ((pairs[:, [j]] == ids[1]).long().argmax(1) for j in range(2))
+    assert (first != second).all()
+    expected = q[1][:, None] * q[1] / (1 - q[1])[:, None]
+    expected.fill_diagonal_(0)
+    counts = torch.bincount(8 * first + second, minlength=64).view(8, 8).double()
+    likely = expected * 60_000 >= 5
+    statistic = ((counts - expected * 60_000)[likely] ** 2 / (expected * 60_000)[likely]).sum()
+    assert stats.chi2.sf(float(statistic), int(likely.sum()) - 1) > 1e-6

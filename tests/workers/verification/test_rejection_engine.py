@@ -1,0 +1,328 @@
+"""Rules that judge by p/q, on whole engines: what they must leave alone, and what may go wrong on the way.
+
+That the law of what they emit is the target's, `tests.workers.verification.test_rejection_math` proves of the rules and the exactness suite measures.
+"""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster import assemble
+from protos.draft_tree import NO_DRAFT
+from protos.messages import Draft, NewSequence, Request, RoundPlan, Row, Sampling
+from protos.sampling import SamplingParams
+from runtime.core.controller import LocalInbox
+from tests.support.distributed.engine import Engine, configure, late_comer, threaded
+from tests.support.models import synthetic_layers, tiny_models
+from workers.draft.wire import STAMP, decode, encode, laws_in
+from workers.slots import SlotTable
+from workers.verification.draft_probs import LAW_SIZE, Laws, chosen, drawn_from, sound
+from workers.verification.rejection import ByLaws
+
+VOCAB = 23
+ROOM: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}
+BY_LAWS = ("standard", "block")
+Outputs = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target, drafts for it, and what it says alone."""
+
+    target: Path
+    draft: Path
+    eagle3: Path
+    plain: Outputs
+
+    def speculative(self, kind: str, **options: Any) -> dict[str, Any]:
+        """What is asked of `speculative_config` for one kind of draft."""
+        kinds: dict[str, dict[str, Any]] = {
+            "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+            "draft_model": {"method": "draft_model", "model": str(self.draft), "num_speculative_tokens": 3},
+            "chain": {"method": "eagle3", "model": str(self.eagle3), "num_speculative_tokens": 3},
+            "lookahead": {
+                "method": "lookahead",
+                "num_speculative_tokens": 12,
+                "lookahead_window": 3,
+                "lookahead_ngram": 3,
+                "lookahead_guesses": 3,
+            },
+            "tree": {"method": "eagle3", "model": str(self.eagle3), "num_speculative_tokens": 7, "draft_shape": "tree"},
+        }
+        return {**kinds[kind], **options}
+
+
+def requests(count: int = 8) -> list[Request]:
+    """Greedy and seeded rows by turns, some with options; one asks for log-probabilities."""
+    return [
+        Request(
+            request_id=str(i),
+            params=SamplingParams(),
+            max_tokens=16 + i % 3,
+            prompt_token_ids=tuple(3 + (i * j + j * j) % 20 for j in range(2 + 3 * i % 11)),
+            sampling=Sampling(
+                seed=i,
+                temperature=0.9 * (i % 2),
+                presence_penalty=0.5 * (i % 3 == 0),
+                top_p=0.9 if i % 5 == 0 else 1.0,
+                logprobs=1 if i in {2, 3} else None,
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+GREEDY = [request.request_id for request in requests() if not request.sampling.temperature]
+
+
+def started(models: Models, speculative: dict[str, Any] | None, **arguments: Any) -> Engine:
+    config = configure((models.target, models.target), speculative_config=speculative, **{**ROOM, **arguments})
+    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("models")
+    target = tiny_models.build("llama", root / "target", vocab_size=VOCAB)
+    draft = tiny_models.perturb(target, root / "draft")
+    eagle3 = synthetic_layers.eagle3(target, kept=None).write(root / "eagle3")
+    return Models(target, draft, eagle3, run(started(Models(target, draft, eagle3, {}), None)))
+
+
+def run(engine: Engine) -> Outputs:
+    """What comes of all `requests`."""
+    engine.put(*requests())
+    outputs = engine.finish()
+    engine.built.shutdown()
+    return outputs
+
+
+def assert_greedy_rows_are_plain(outputs: Outputs, models: Models) -> None:
+    """Greedy rows say what they say alone; all are as long as they are to be."""
+    assert {name: outputs[name] for name in GREEDY} == {name: models.plain[name] for name in GREEDY}
+    assert {name: len(ids) for name, ids in outputs.items()} == {name: len(ids) for name, ids in models.plain.items()}
+
+
+@pytest.mark.parametrize("kind", ["ngram", "lookahead", "draft_model", "chain", "tree"])
+@pytest.mark.parametrize("rule", BY_LAWS)
+def test_in_one_process(rule: str, kind: str, models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    engine = started(models, models.speculative(kind, rejection_sample_method=rule))
+    outputs = run(engine)
+    assert_greedy_rows_are_plain(outputs, models)
+    assert engine.proposed() > engine.accepted > 0
+    assert seeded_accepted(engine) > 0
+    assert "draft" not in caplog.text
+    with_logprobs = [verdict for _, verdicts in engine.rounds for verdict in verdicts if verdict.logprobs is not None]
+    assert any(verdict.accepted for verdict in with_logprobs)
+    for verdict in with_logprobs:
+        assert [each.token_ids[0] for each in verdict.logprobs or ()] == list(verdict.token_ids)
+
+
+@pytest.mark.parametrize("rule", BY_LAWS)
+def test_without_a_draft_every_token_is_what_it_is_without_speculation(rule: str, models: Models) -> None:
+    off = models.speculative(
+        "draft_model", rejection_sample_method=rule, num_speculative_tokens_per_batch_size=[[1, 99, 0]]
+    )
+    engine = started(models, off)
+    assert run(engine) == models.plain
+    assert engine.proposed() == 0
+
+
+def test_a_greedy_draft_is_certain_of_its_guesses(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    judge = ByLaws.judge
+    monkeypatch.setattr(ByLaws, "judge", lambda self, scored: told.append(len(scored.laws)) or judge(self, scored))
+    engine = started(
+        models, models.speculative("tree", rejection_sample_method="standard", draft_sample_method="greedy")
+    )
+    assert_greedy_rows_are_plain(run(engine), models)
+    assert engine.proposed() > engine.accepted > 0
+    assert set(told) == {0}
+
+
+def broken(laws: Laws) -> list[Laws]:
+    """Laws that make no sense, each in its own way."""
+    twice, unknown, no_number = (Laws(laws.ids_ML.copy(), laws.q_ML.copy()) for _ in range(3))
+    twice.ids_ML[0, 1] = twice.ids_ML[0, 0]
+    unknown.ids_ML[0, 0] = VOCAB
+    no_number.q_ML[0, 0] = np.nan
+    return [twice, unknown, no_number, Laws(laws.ids_ML[:0], laws.q_ML[:0]), Laws(laws.ids_ML[:, :1], laws.q_ML)]
+
+
+@pytest.mark.parametrize("fault", [*range(5), None])
+def test_laws_that_are_missing_or_make_no_sense_cost_guesses_alone(
+    fault: int | None, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then every row goes on as without a draft."""
+    monkeypatch.setattr(
+        "workers.draft.draft_model.DraftSide.laws",
+        lambda side, rows, drafts: (
+            {}
+            if fault is None
+            else {
+                slot: broken(laws)[fault] for slot, laws in side.worker.laws([row.slot for row in rows], drafts).items()
+            }
+        ),
+    )
+    engine = started(models, models.speculative("tree", rejection_sample_method="standard"))
+    assert run(engine) == models.plain
+    assert engine.proposed() > engine.accepted > 0  # greedy rows need no laws
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "tree"])
+def test_on_a_gang_with_a_draft_of_its_own_that_dies_and_comes_back(
+    kind: str, models: Models, running: list[Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    may_come = threading.Event()
+    rule = "standard" if kind == "tree" else "block"
+    options = models.speculative(kind, rejection_sample_method=rule, placement="dedicated")
+    config = configure((models.target, models.target), tensor_parallel_size=2, speculative_config=options, **ROOM)
+    engine = threaded(config, body=late_comer(may_come))
+    running.append(engine)
+    assert engine.gang is not None
+    rows = requests()
+    engine.put(*rows[:4])
+    engine.until(lambda: seeded_accepted(engine) > 0)
+    engine.gang.newest("draft").crash()
+    engine.until(lambda: not engine.built.executor.drafting.is_up)
+    may_come.set()
+    engine.until_drafting(epoch=2)
+    again = seeded_accepted(engine)
+    engine.finish()
+    engine.put(*rows[4:])
+    outputs = engine.finish()
+    assert_greedy_rows_are_plain(outputs, models)
+    assert seeded_accepted(engine) > again > 0  # so laws came over the wire, before and after
+    assert "the draft failed" not in caplog.text
+
+
+def seeded_accepted(engine: Engine) -> int:
+    """Guesses that were kept of rows with a temperature."""
+    total, seeded = 0, dict[int, bool]()
+    for plan, verdicts in engine.rounds:
+        seeded |= {new.slot: new.sampling.temperature > 0 for new in plan.new}
+        total += sum(verdict.accepted for verdict in verdicts if seeded[verdict.slot])
+    return total
+
+
+def test_on_a_gang_beside_the_first_rank(models: Models, running: list[Engine]) -> None:
+    options = models.speculative("draft_model", rejection_sample_method="standard", placement="colocated")
+    config = configure((models.target, models.target), tensor_parallel_size=2, speculative_config=options, **ROOM)
+    engine = threaded(config)
+    running.append(engine)
+    engine.put(*requests())
+    assert_greedy_rows_are_plain(engine.finish(), models)
+    assert seeded_accepted(engine) > 0
+
+
+def test_what_a_grammar_forbids_is_left_out_only_where_it_was_not_drawn() -> None:
+    """To leave out a guess by what it says, and go on as if there had been none, would tilt the law of what is left."""
+    slots, rows = table_of([NO_DRAFT] * 3)
+    slots.sampling[:] = [Sampling(seed=0), Sampling(seed=0, temperature=0.0), Sampling(seed=0)]
+    rows[2] = Row(2, 0, 3, 3, k=2, draft=Draft((7, 8)))
+    drafts = [Draft((1, 2)), Draft((3, 4)), Draft((7, 8))]
+    sampler: Any = SimpleNamespace(slots=slots, prune=lambda rows, drafts: [NO_DRAFT for _ in drafts])
+    assert ByLaws(sampler, "standard", draws=True).prune(rows, drafts) == [drafts[0], NO_DRAFT, NO_DRAFT]
+    assert ByLaws(sampler, "block", draws=False).prune(rows, drafts) == [NO_DRAFT] * 3
+
+
+# Rates that are given.
+
+
+def kept_at_each_depth(engine: Engine) -> tuple[list[int], int]:
+    """How often a guess was kept at each depth, and how often three were made."""
+    whole = [verdict for _, verdicts in engine.rounds for verdict in verdicts if verdict.proposed == 3]
+    return [sum(verdict.accepted > depth for verdict in whole) for depth in range(3)], len(whole)
+
+
+@pytest.mark.parametrize(
+    ("rates", "share"), [([1.0, 1.0, 1.0], [1, 1, 1]), ([0.0, 0.0, 0.0], [0, 0, 0]), ([1.0, 1.0, 0.0], [1, 1, 0])]
+)
+def test_synthetic_keeps_what_it_is_told_to(rates: list[float], share: list[int], models: Models) -> None:
+    engine = started(
+        models, models.speculative("draft_model", rejection_sample_method="synthetic", synthetic_acceptance_rates=rates)
+    )
+    outputs = run(engine)
+    kept, rounds = kept_at_each_depth(engine)
+    assert rounds > 20
+    assert kept == [rounds * each for each in share]
+    assert (outputs == models.plain) == (share[0] == 0)
+
+
+def test_synthetic_rates_are_met_on_average(models: Models) -> None:
+    """Of at least 60 rounds; five standard deviations, a false-alarm rate below 1e-6, with seeds that are settled."""
+    engine = started(
+        models, models.speculative("draft_model", rejection_sample_method="synthetic", synthetic_acceptance_length=1.5)
+    )
+    run(engine)
+    (first, *others), rounds = kept_at_each_depth(engine)
+    assert rounds >= 60
+    assert abs(first / rounds - 0.5) < 5 * (0.25 / rounds) ** 0.5
+    assert others == [0, 0]
+
+
+# What crosses the wire.
+
+
+def table_of(drafts: list[Draft]) -> tuple[SlotTable, list[Row]]:
+    slots = SlotTable(len(drafts), 32, 4)
+    rows = [Row(slot, 0, 3, 3, k=5) for slot in range(len(drafts))]
+    slots.apply(
+        RoundPlan(
+            0, rows, [NewSequence(slot, [1, 2, 3], 3, Sampling(seed=slot), slot + 1) for slot in range(len(drafts))]
+        )
+    )
+    return slots, rows
+
+
+def some_laws(count: int, size: int, seed: int = 0) -> Laws:
+    rng = np.random.default_rng(seed)
+    ids_ML = np.stack([rng.permutation(VOCAB)[:size] for _ in range(count)])
+    return Laws(ids_ML, -np.sort(-rng.dirichlet(np.ones(size), count).astype(np.float32), 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize("with_tree", [False, True])
+def test_laws_cross_the_pair(size: int, with_tree: bool) -> None:
+    tree = Draft((4, 5, 6, 7), (-1, -1, 0, 2))
+    drafts = [Draft((1, 2, 3)), tree if with_tree else Draft((9,)), NO_DRAFT, Draft((8, 8))]
+    slots, rows = table_of(drafts)
+    laws = {0: some_laws(3, size), 1: some_laws(3 if with_tree else 1, size, seed=1)}
+    told = encode(slots, rows, drafts, laws)
+    assert told.shape == (4, STAMP + 5 * (1 + with_tree + 2 * size))
+    assert decode(slots, rows, told, VOCAB) == [NO_DRAFT] * 4  # where no laws are to come
+    found = decode(slots, rows, told, VOCAB, LAW_SIZE)
+    assert found == drafts
+    came = laws_in(rows, found, told)
+    for slot, expected in laws.items():
+        assert came[slot].ids_ML.tolist() == expected.ids_ML.tolist()
+        assert came[slot].q_ML.tolist() == expected.q_ML.tolist()
+    assert sound([drafts[slot] for slot in laws], [came[slot] for slot in laws], VOCAB) == [True, True]
+
+
+def test_a_draft_whose_law_was_not_told_is_never_kept() -> None:
+    drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
+    slots, rows = table_of(drafts)
+    came = laws_in(rows, drafts, encode(slots, rows, drafts, {0: some_laws(3, 1)}))
+    assert not drawn_from(drafts[1], came[1])[-1].children.q_WL.any()
+
+
+def test_tables_without_laws_bring_none_and_too_wide_ones_nothing() -> None:
+    drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
+    slots, rows = table_of(drafts)
+    assert laws_in(rows, drafts, encode(slots, rows, drafts)) == {}
+    wide = np.zeros((2, STAMP + 5 * (3 + 2 * LAW_SIZE)), np.int32)
+    assert decode(slots, rows, wide, VOCAB, LAW_SIZE) == [NO_DRAFT] * 2
+
+
+def test_certain_guesses_leave_out_probes_and_what_was_guessed_twice() -> None:
+    draft = Draft((4, 5, 4, 6, 7), (-1, -1, -1, 0, 0), (False, False, False, True, False))
+    found = chosen(draft)
+    assert found.keys() == {-1, 0}
+    assert (found[-1].ids_L.tolist(), list(found[-1].children.nodes)) == ([4, 5], [0, 1])
+    assert list(found[0].children.nodes) == [4]

@@ -1,0 +1,118 @@
+"""Paged attention on CPUs by a small C++ kernel (`native/paged_attention.cpp`)."""
+
+import ctypes
+
+import numpy as np
+import torch
+
+from workers.attention.backend import Options, Rows
+from workers.attention.batch import Areas, Ints
+from workers.attention.kv import KVCache
+from workers.attention.torch import CHUNK, TorchAttention
+from workers.native.build import load_function
+
+DTYPES = (torch.float32, torch.bfloat16)
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""How kernels name dtypes."""
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "tasks", "table_stride", "block_size", "threads")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("starts", "lengths", "offsets", "slots", "blocks", "short_rows")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("lowest", "areas", "area_sizes", "area_positions", "seen")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("area_stride", "seen_words")]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("keys", "values")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_size", "value_size", "kind")]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "value", "output")]
+    _fields_ += [(f"{name}_{axis}", ctypes.c_int64) for name in ("query", "key", "value") for axis in ("head", "token")]
+    _fields_ += [("sinks", ctypes.c_void_p), ("scaling", ctypes.c_float), ("softcap", ctypes.c_float)]
+    _fields_ += [("window", ctypes.c_int64)]
+
+
+class NativeAttention:
+    """Attends short rows with the kernel; rows with long chunks go through torch, whose matrix products are faster."""
+
+    LONGEST = CHUNK  # tokens of a row that the kernel attends
+    KERNEL: tuple[str, ...] = ("paged_attention", "slipstream_attention")
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self._kernel = load_function(*self.KERNEL)
+        self._torch = TorchAttention(cache)
+        self._plan = _Plan(block_size=cache.block_size)
+        self._plan_ref = ctypes.byref(self._plan)
+        self._call = _Call()
+        self._call_ref = ctypes.byref(self._call)
+        self._layers = [self._describe(index) for index in range(len(cache.shapes))]
+        self._layer_refs = [ctypes.byref(layer) for layer in self._layers]
+        self._rows: Rows | None = None
+        self._short_rows: Ints = np.empty(0, np.int64)
+        self._has_long = False
+
+    def plan(self, rows: Rows) -> None:
+        """Point the kernel at this forward's rows."""
+        self._rows = rows  # keeps the arrays alive
+        self._has_long = int(rows.lengths_R.max()) > self.LONGEST
+        plan = self._plan
+        plan.rows = plan.tasks = len(rows.starts_R)
+        plan.starts, plan.lengths = rows.starts_R.ctypes.data, rows.lengths_R.ctypes.data
+        plan.offsets, plan.slots = rows.offsets_R.ctypes.data, rows.slots_R.ctypes.data
+        plan.blocks, plan.table_stride = rows.blocks_SB.ctypes.data, rows.blocks_SB.shape[1]
+        plan.threads, plan.short_rows = torch.get_num_threads(), None
+        plan.lowest = None if rows.lowest_R is None else rows.lowest_R.ctypes.data
+        plan.areas = None
+        if rows.areas is not None:
+            self._plan_areas(rows.areas)
+        if self._has_long:
+            self._plan_long(rows)
+
+    def _plan_areas(self, areas: Areas) -> None:
+        plan = self._plan
+        plan.areas, plan.area_sizes = areas.first_R.ctypes.data, areas.sizes_R.ctypes.data
+        plan.area_positions, plan.area_stride = areas.positions_RA.ctypes.data, areas.positions_RA.shape[1]
+        plan.seen, plan.seen_words = areas.seen_TW.ctypes.data, areas.seen_TW.shape[1]
+
+    def _plan_long(self, rows: Rows) -> None:
+        """Leave rows with long chunks to torch."""
+        is_long_R = rows.lengths_R > self.LONGEST
+        self._short_rows = np.flatnonzero(~is_long_R)
+        self._plan.tasks, self._plan.short_rows = len(self._short_rows), self._short_rows.ctypes.data
+        self._torch.plan_members(rows, np.flatnonzero(is_long_R))
+
+    def attend(
+        self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        _, heads, tokens, _ = query_1HTD.shape
+        output_1THE = query_1HTD.new_empty(1, tokens, heads, value_1GTE.shape[3])
+        call, described = self._call, self._layers[layer]
+        described.heads = heads
+        call.query, call.key, call.value = query_1HTD.data_ptr(), key_1GTD.data_ptr(), value_1GTE.data_ptr()
+        call.output = output_1THE.data_ptr()
+        _, call.query_head, call.query_token, _ = query_1HTD.stride()
+        _, call.key_head, call.key_token, _ = key_1GTD.stride()
+        _, call.value_head, call.value_token, _ = value_1GTE.stride()
+        sinks_H = None if options.sinks_H is None else options.sinks_H.float().contiguous()
+        call.sinks = None if sinks_H is None else sinks_H.data_ptr()
+        call.scaling, call.softcap, call.window = options.scaling, options.softcap, options.window
+        self._kernel(self._plan_ref, self._layer_refs[layer], self._call_ref)
+        if self._has_long:
+            self._torch.attend_groups_into(output_1THE[0], layer, query_1HTD[0].transpose(0, 1), options)
+        return output_1THE
+
+    def _describe(self, index: int) -> _Layer:
+        shape, keys = self.cache.shapes[index], self.cache.keys[index]
+        return _Layer(
+            keys=keys.data_ptr(),
+            values=self.cache.values[index].data_ptr(),
+            kv_heads=shape.kv_heads,
+            key_size=shape.key_size,
+            value_size=shape.value_size,
+            kind=KINDS[keys.dtype],
+        )

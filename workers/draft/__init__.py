@@ -1,0 +1,1 @@
+"""The draft worker and its channel to target rank 0."""

@@ -1,0 +1,203 @@
+"""What the module of a learned proposer is built from: its checkpoint, and the target's embedding and head.
+
+Checkpoints of heads come as safetensors or as what `torch.save` wrote, which is read without running anything of it.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
+
+from protos.errors import ModelError
+from workers.attention.backend import NAME
+from workers.model.capture import decoder_layers
+from workers.weights.building import BUILDING
+from workers.weights.load import Filler
+from workers.weights.reader import opened
+
+NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+"""What trainers leave beside the weights."""
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Lender(Protocol):
+    """Has the target's ends."""
+
+    def embedding(self) -> nn.Module:
+        """Return the input embedding."""
+        ...
+
+    def head(self) -> Head:
+        """Return the head, as `protos.draft_module.Parts` says."""
+        ...
+
+
+class ResidentLender:
+    """Lends what a whole target in this process has."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def embedding(self) -> nn.Module:
+        """See `Lender`."""
+        embedding: nn.Module = self._model.get_input_embeddings()
+        return embedding
+
+    def head(self) -> Head:
+        """See `Lender`."""
+        return Headpiece(self._model)
+
+
+class StoredLender:
+    """Reads the ends alone out of the target's checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        name: what the user called the target.
+        dtype: of the weights.
+        device: where they go.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._name, self._dtype, self._device = folder, name, dtype, device
+
+    def embedding(self) -> nn.Module:
+        """See `Lender`. Raises `ModelError` where the checkpoint lacks it."""
+        return ResidentLender(self._ends).embedding()
+
+    def head(self) -> Head:
+        """See `Lender`. Raises `ModelError` where the checkpoint lacks it."""
+        return ResidentLender(self._ends).head()
+
+    @cached_property
+    def _ends(self) -> Any:
+        """The target without its layers."""
+        config = AutoConfig.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
+        with BUILDING, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, attn_implementation=NAME)
+        layers = decoder_layers(model)
+        del layers[:]
+        with opened(self._folder, str(config.model_type), model.base_model_prefix) as checkpoint:
+            Filler(self._name, checkpoint, {}, self._dtype, self._device).fill(model)
+        return model.eval().requires_grad_(False)
+
+
+class Headpiece:
+    """A causal LM from where its decoder ends: its own code makes logits of states, with all caps and scales."""
+
+    def __init__(self, model: Any) -> None:
+        decoder = model.get_decoder()
+        name = next(name for name, module in model.named_modules() if module is decoder)
+        self._model = _with(model, name.split("."), _Given())
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits `[..., V]` of states `[..., H]`."""
+        states_1NH = states.reshape(1, -1, states.shape[-1])
+        logits_1NV: torch.Tensor = self._model(inputs_embeds=states_1NH, use_cache=False).logits
+        return logits_1NV.float().reshape(*states.shape[:-1], -1)
+
+
+class _Given(nn.Module):
+    """Stands where a decoder stood, and says what it is given."""
+
+    def forward(self, *_ids: Any, inputs_embeds: torch.Tensor, **_others: Any) -> Any:
+        return MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)  # has every decoder's fields
+
+
+def _with(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
+    """Return a copy of *module* that shares everything with it but the submodule at *path*."""
+    if not path:
+        return replacement
+    twin = copy.copy(module)
+    child = module.get_submodule(path[0])
+    twin._modules = {**module._modules, path[0]: _with(child, path[1:], replacement)}
+    return twin
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    """See `protos.draft_module.Parts`. `source` is the folder that tensors are read from."""
+
+    folder: Path | None
+    source: Path
+    config: Mapping[str, Any]
+    target_config: Mapping[str, Any]
+    lender: Lender
+    dtype: torch.dtype
+    device: torch.device
+    attention: str = NAME
+
+    def tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
+        """See `Parts`. Raises `ModelError` where files are damaged, or hold something else than tensors."""
+        return {name.removeprefix(prefix): tensor for name, tensor in read_tensors(self.source, prefix)}
+
+    def embedding(self) -> nn.Module:
+        """See `Parts`."""
+        return self.lender.embedding()
+
+    def head(self) -> Head:
+        """See `Parts`."""
+        return self.lender.head()
+
+
+def read_tensors(folder: Path, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors of a checkpoint whose names begin with *prefix*; safetensors where there are any.
+
+    Raises:
+        ModelError: there are no weights, files are damaged, or hold something else than tensors.
+    """
+    safe = sorted(folder.glob("*.safetensors"))
+    saved = [
+        path for path in sorted((*folder.glob("*.bin"), *folder.glob("*.pt"))) if not path.name.startswith(NOT_WEIGHTS)
+    ]
+    if not safe and not saved:
+        raise ModelError(f"{folder}: there are no weights (*.safetensors, *.bin, *.pt)")
+    for path in safe or saved:
+        yield from _read_safe(path, prefix) if safe else _read_saved(path, prefix)
+
+
+def _read_safe(path: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(path, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - no mapping
+                if name.startswith(prefix):
+                    yield name, weights.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _read_saved(path: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    content = _load(path)
+    if not isinstance(content, Mapping):
+        raise ModelError(f"{path} holds a {type(content).__name__}, not tensors by name")
+    for name, tensor in content.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"{path}: {name} is a {type(tensor).__name__}, not a tensor")
+        if str(name).startswith(prefix):
+            yield str(name), tensor
+
+
+def _load(path: Path) -> Any:
+    """Read what `torch.save` wrote; the old format cannot be mapped into memory, and is read whole."""
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{path} holds more than tensors, and would run code when loaded: it is not read "
+            f"({str(error).strip().splitlines()[0][:200]})"
+        ) from error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error

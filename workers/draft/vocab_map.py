@@ -1,0 +1,122 @@
+"""A draft with another vocabulary than the target's: ids are translated by the text that they stand for.
+
+Known tokens that the draft lacks are its unknown token to it, and of its guesses only those that both know are made
+(Timor et al. 2025, arXiv 2502.05202, token-level intersection). The target's noise decides among these as always, and
+the target's word is the answer as always.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from protos.errors import ModelError
+from workers.attention.batch import Ints
+from workers.model.loader import LoadedModel
+from workers.model.module_runner import DraftForward, Entries, ModelForward
+
+Texts = Mapping[tuple[str, bytes], int]
+"""Id of each token by kind ("special" or "text") and the bytes it stands for."""
+
+VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+"""Bytes that byte-level tokenizers write as the characters of the same number; the others are counted from 256 on."""
+HIDDEN = tuple(byte for byte in range(0x100) if byte not in VISIBLE)
+BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(0x100 + i): byte for i, byte in enumerate(HIDDEN)}
+
+
+@dataclass(frozen=True)
+class Dictionary:
+    """How two vocabularies hang together.
+
+    Attributes:
+        to_draft_V: int64, the draft's id for each of the target's; its unknown token where it has none.
+        ours_S, theirs_S: int64, ids of the target and of the draft that stand for the same text.
+    """
+
+    to_draft_V: Ints
+    ours_S: torch.Tensor
+    theirs_S: torch.Tensor
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the target."""
+        return len(self.to_draft_V)
+
+    @classmethod
+    def between(cls, target: Path, draft: Path, vocab_size: int, draft_size: int) -> "Dictionary":
+        """Return the dictionary of the tokenizers in two folders, for models of *vocab_size* and *draft_size* ids.
+
+        Tokenizers may know ids that their models have no row for; those are nobody's.
+
+        Raises:
+            ModelError: one has no tokenizer.json, or no text is in both.
+        """
+        (ours, _), (theirs, unknown) = _read(target), _read(draft)
+        both = ((ours[text], theirs[text]) for text in ours.keys() & theirs.keys())
+        shared = sorted((our, their) for our, their in both if our < vocab_size and their < draft_size)
+        if not shared:
+            raise ModelError(f"the tokenizers in {target} and {draft} share no token: take another draft")
+        to_draft_V = np.full(vocab_size, unknown if unknown < draft_size else 0, np.int64)
+        to_draft_V[[our for our, _ in shared]] = [their for _, their in shared]
+        ours_S, theirs_S = torch.tensor(shared).T
+        return cls(to_draft_V, ours_S, theirs_S)
+
+
+class TranslatedForward:
+    """Runs a draft as if it had the target's vocabulary. See `DraftForward`."""
+
+    def __init__(self, forward: ModelForward, loaded: LoadedModel, dictionary: Dictionary) -> None:
+        self._forward, self._dictionary = forward, dictionary
+        self.loaded = replace(loaded, vocab_size=dictionary.vocab_size)
+        self.module, self.num_blocks = forward.module, forward.num_blocks
+        self._ours_S, self._theirs_S = (ids.to(loaded.device) for ids in (dictionary.ours_S, dictionary.theirs_S))
+
+    def feed(self, entries: Entries) -> torch.Tensor:
+        """See `DraftForward`; logits of the target's ids, `[N, V]`."""
+        tokens_T = self._dictionary.to_draft_V[entries.batch.tokens_T]
+        logits_ND = self._forward.feed(replace(entries, batch=replace(entries.batch, tokens_T=tokens_T)))
+        logits_NV = logits_ND.new_full((len(logits_ND), self._dictionary.vocab_size), -torch.inf)
+        return logits_NV.index_copy_(1, self._ours_S, logits_ND.index_select(1, self._theirs_S))
+
+    def measure(self, num_rows: int) -> dict[int, float]:
+        """See `DraftForward`."""
+        return self._forward.measure(num_rows)
+
+
+def translated(forward: ModelForward, loaded: LoadedModel, dictionary: Dictionary | None) -> DraftForward:
+    """Return *forward*, speaking the target's language where there is a dictionary."""
+    return forward if dictionary is None else TranslatedForward(forward, loaded, dictionary)
+
+
+def _read(folder: Path) -> tuple[Texts, int]:
+    """Return the tokens of a folder's tokenizer, and its unknown token (0 where it has none)."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json, which use_heterogeneous_vocab needs of target and draft")
+    tokenizer = Tokenizer.from_file(str(file))
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    described: dict[str, Any] = json.loads(tokenizer.to_str())
+    spelt = _byte_level if "ByteLevel" in json.dumps(described.get("decoder")) else _sentencepiece
+    texts: dict[tuple[str, bytes], int] = {}
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        key = ("special", token.encode()) if token in special else ("text", spelt(token))
+        texts.setdefault(key, index)
+    unknown = tokenizer.token_to_id(str(described["model"].get("unk_token")))
+    return texts, unknown or 0
+
+
+def _byte_level(token: str) -> bytes:
+    """Return what a token of a byte-level tokenizer stands for; one that was added is written as it is."""
+    return bytes(BYTE_OF[char] for char in token) if BYTE_OF.keys() >= set(token) else token.encode()
+
+
+def _sentencepiece(token: str) -> bytes:
+    """Return what a token of a sentencepiece-like tokenizer stands for."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()

@@ -1,0 +1,1 @@
+"""`batch_invariant`: kernels whose results do not depend on the batch."""

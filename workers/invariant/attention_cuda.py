@@ -1,0 +1,118 @@
+"""Paged attention in torch whose bits depend on a query and the keys it sees alone: for GPUs.
+
+A query's keys, in order of position, are taken `SPLIT` at a time, in an online softmax. Every kernel is run at one
+shape: `QUERIES` queries, the last ones made up, and `SPLIT` keys, of which a query may see none, which changes no bit.
+It has been compared with the kernel for CPUs, on a CPU; it has not run on a GPU.
+"""
+
+import numpy as np
+import torch
+
+from workers.attention.backend import Options, Rows
+from workers.attention.batch import Ints
+from workers.attention.kv import KVCache
+
+SPLIT = 128
+QUERIES = 16
+
+
+class SplitAttention:
+    """Gathers each query's own keys. Owns nothing but the plan of one forward."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.device = cache.keys[0].device
+        self._written_T = self._places_TL = self._positions_TL = self._own_T = torch.empty(0, dtype=torch.int64)
+
+    def plan(self, rows: Rows) -> None:
+        """List the places that every token sees, in order of position; -1 behind its last."""
+        seen, own = zip(*(_seen(rows, row) for row in range(len(rows.starts_R))), strict=True)
+        longest = max(len(places) for places_of in seen for places in places_of)
+        tokens = sum(map(len, seen))
+        places_TL = np.full((-(-tokens // QUERIES) * QUERIES, -(-longest // SPLIT) * SPLIT), -1, np.int64)
+        positions_TL = np.zeros_like(places_TL)
+        every = ((row, places) for row, places_of in enumerate(seen) for places in places_of)
+        for token, (row, places) in enumerate(every):
+            blocks = rows.tables_RB[row, places // rows.block_size]
+            places_TL[token, : len(places)] = blocks * rows.block_size + places % rows.block_size
+            positions_TL[token, : len(places)] = rows.positions(np.array([row]), places[None])[0]
+        self._written_T = self._tensor(rows.places_T)
+        self._places_TL, self._positions_TL = self._tensor(places_TL), self._tensor(positions_TL)
+        self._own_T = self._tensor(np.pad(np.concatenate(own), (0, len(places_TL) - tokens)))
+
+    def attend(
+        self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        for pages, fed_GTX in ((self.cache.keys[layer], key_1GTD[0]), (self.cache.values[layer], value_1GTE[0])):
+            pages.flatten(0, 1).index_copy_(0, self._written_T, fed_GTX.transpose(0, 1))
+        _, heads, tokens, size = query_1HTD.shape
+        query_THD = query_1HTD.new_zeros(len(self._own_T), heads, size)
+        query_THD[:tokens] = query_1HTD[0].transpose(0, 1)
+        tiles = [self._tile(layer, query_THD[at : at + QUERIES], at, options) for at in range(0, tokens, QUERIES)]
+        return torch.cat(tiles)[:tokens].to(query_1HTD.dtype).unsqueeze(0).contiguous()
+
+    def _tile(self, layer: int, query_QHD: torch.Tensor, at: int, options: Options) -> torch.Tensor:
+        """Attend for `QUERIES` tokens; fp32 `[Q, heads, value_size]`."""
+        shape, heads = self.cache.shapes[layer], query_QHD.shape[1]
+        query_QGSD = query_QHD.float().view(QUERIES, shape.kv_heads, -1, shape.key_size) * options.scaling
+        state = _State.start(query_QGSD, shape.value_size, options)
+        for first in range(0, self._places_TL.shape[1], SPLIT):
+            places_QL = self._places_TL[at : at + QUERIES, first : first + SPLIT]
+            hidden_QL = places_QL < 0
+            if options.window:
+                positions_QL = self._positions_TL[at : at + QUERIES, first : first + SPLIT]
+                hidden_QL = hidden_QL | (self._own_T[at : at + QUERIES, None] - positions_QL >= options.window)
+            key_QGLD = _gather(self.cache.keys[layer], places_QL)
+            value_QGLE = _gather(self.cache.values[layer], places_QL).masked_fill(hidden_QL[:, None, :, None], 0.0)
+            state.take(query_QGSD @ key_QGLD.transpose(-1, -2), value_QGLE, hidden_QL, options.softcap)
+        return (state.output_QGSE / state.total_QGS1).view(QUERIES, heads, shape.value_size)
+
+    def _tensor(self, array: Ints) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+class _State:
+    """An online softmax over splits, fp32."""
+
+    def __init__(self, largest_QGS1: torch.Tensor, total_QGS1: torch.Tensor, output_QGSE: torch.Tensor) -> None:
+        self.largest_QGS1, self.total_QGS1, self.output_QGSE = largest_QGS1, total_QGS1, output_QGSE
+
+    @classmethod
+    def start(cls, query_QGSD: torch.Tensor, value_size: int, options: Options) -> "_State":
+        """Begin with nothing seen, or with the sinks."""
+        lead = query_QGSD.shape[:3]
+        total_QGS1 = query_QGSD.new_zeros(*lead, 1)
+        largest_QGS1 = torch.full_like(total_QGS1, -torch.inf)
+        if options.sinks_H is not None:
+            largest_QGS1 = options.sinks_H.float().view(1, *lead[1:], 1).expand(*lead, 1)
+            total_QGS1 = torch.ones_like(largest_QGS1)
+        return cls(largest_QGS1, total_QGS1, query_QGSD.new_zeros(*lead, value_size))
+
+    def take(self, score_QGSL: torch.Tensor, value_QGLE: torch.Tensor, hidden_QL: torch.Tensor, softcap: float) -> None:
+        """Add the keys of one split."""
+        if softcap:
+            score_QGSL = torch.tanh(score_QGSL / softcap) * softcap
+        score_QGSL = score_QGSL.masked_fill(hidden_QL[:, None, None, :], -torch.inf)
+        largest_QGS1 = torch.maximum(self.largest_QGS1, score_QGSL.amax(-1, keepdim=True))
+        base_QGS1 = largest_QGS1.masked_fill(largest_QGS1 == -torch.inf, 0.0)
+        shrink_QGS1 = torch.exp(self.largest_QGS1 - base_QGS1)
+        weight_QGSL = torch.exp(score_QGSL - base_QGS1)
+        self.total_QGS1 = self.total_QGS1 * shrink_QGS1 + weight_QGSL.sum(-1, keepdim=True)
+        self.output_QGSE = self.output_QGSE * shrink_QGS1 + weight_QGSL @ value_QGLE
+        self.largest_QGS1 = largest_QGS1
+
+
+def _seen(rows: Rows, row: int) -> tuple[list[Ints], Ints]:
+    """Return the places that each token of a row sees, ascending, and the tokens' positions."""
+    member, queries_1Q = np.array([row]), np.arange(rows.lengths_R[row])[None]
+    start = int(rows.starts_R[row])
+    seen_QL = rows.seen(member, queries_1Q, start + queries_1Q.shape[1])[0]
+    return [np.flatnonzero(seen_L) for seen_L in seen_QL], rows.positions(member, queries_1Q + start)[0]
+
+
+def _gather(pages: torch.Tensor, places_QL: torch.Tensor) -> torch.Tensor:
+    """Return keys or values at places, fp32 `[Q, kv_heads, L, size]`."""
+    flat = pages.flatten(0, 1)
+    found_NGX = flat.index_select(0, places_QL.clamp(min=0).flatten())
+    return found_NGX.view(*places_QL.shape, *flat.shape[1:]).transpose(1, 2).float()

@@ -1,0 +1,165 @@
+"""What `batch_invariant` makes of a loaded model: weights laid out as our products read them, and sums over ranks."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
+
+from protos.errors import ConfigError
+from workers.distributed.collectives import Exchanges
+from workers.invariant import native, ops
+from workers.native.build import KernelUnavailableError
+
+PRODUCTS = 2
+"""Of a layer's experts: gates and ups, then downs."""
+
+
+def check_possible(name: str, device: torch.device, ranks: int) -> None:
+    """Refuse what cannot be kept, before any weights are read.
+
+    Raises:
+        ConfigError: there is no compiler for the operators of CPUs, or the ranks do not divide the parts of sums.
+    """
+    if ops.SHARDS % ranks:
+        raise ConfigError(
+            f"batch_invariant adds up sums in {ops.SHARDS} parts, which {ranks} ranks cannot share: "
+            f"tensor_parallel_size must be 1, 2, 4 or {ops.SHARDS}"
+        )
+    if device.type != "cpu":
+        return
+    try:
+        native.check_available()
+    except KernelUnavailableError as error:
+        raise ConfigError(
+            f"{name}: batch_invariant needs operators of its own on a CPU, and {error}; install a C++ "
+            "compiler or leave batch_invariant out"
+        ) from error
+
+
+def lay_out(model: nn.Module) -> None:
+    """Let the numbers that a product adds up lie side by side in every weight; shapes stay as they are."""
+    for module in model.modules():
+        if isinstance(module, Conv1D) or getattr(module, "is_transposed", False):
+            for weight in module.parameters(recurse=False):
+                if weight.ndim >= 2 and "bias" not in _name_of(module, weight):
+                    weight.data = weight.data.mT.contiguous().mT
+
+
+def _name_of(module: nn.Module, weight: torch.Tensor) -> str:
+    return next(name for name, own in module.named_parameters(recurse=False) if own is weight)
+
+
+class SummedLinear(nn.Module):
+    """A row-parallel layer: every rank adds up its parts of each sum, and all ranks' are added up in one order.
+
+    One rank alone adds up all parts, in the same order.
+
+    Args:
+        linear: this rank's columns of the weight, `[N, K / T]`, or `[K / T, N]` in a `Conv1D`; rank 0 alone has a bias.
+        group: the ranks.
+    """
+
+    def __init__(self, linear: nn.Module, group: Exchanges) -> None:
+        super().__init__()
+        weight = linear.get_parameter("weight")
+        weight_NK = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
+        self.weight = nn.Parameter(weight_NK, requires_grad=False)
+        bias: Any = getattr(linear, "bias", None)
+        self.bias = None if bias is None else nn.Parameter(_of_rank_0(bias, group), requires_grad=False)
+        self._group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., N]` in the dtype of *x*, the same on all ranks."""
+        total = _total(ops.linear(x, self.weight, None, ops.SHARDS // self._group.size, True), self._group)
+        return (total if self.bias is None else total + self.bias.float()).to(x.dtype)
+
+
+class SummedExperts(TorchDispatchMode):
+    """While experts run under it, their last product adds up every rank's parts of each sum, as `SummedLinear` does.
+
+    What comes behind that product, biases and the sum over the experts of a token, all ranks then do alike. For one
+    forward of one layer.
+
+    Args:
+        group: the ranks, each of which holds a part of every inner width; rank 0 alone has the last biases.
+    """
+
+    def __init__(self, group: Exchanges) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's own lacks annotations
+        self._group = group
+        self.products = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_product = func.overloadpacket.__name__ in ops.GROUPED
+        self.products += is_product
+        run = self._summed if is_product and self.products == PRODUCTS else func
+        return run(*args, **(kwargs or {}))
+
+    def _summed(self, x_MK: torch.Tensor, weight_EKN: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        part = ops.grouped(x_MK, weight_EKN, offs, ops.SHARDS // self._group.size, True)
+        return _total(part, self._group).to(x_MK.dtype)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `workers.invariant.trace.Invariant`
+
+
+def _total(part: torch.Tensor, group: Exchanges) -> torch.Tensor:
+    """Return the sum of all ranks' fp32 *part*, added up as a tree of neighbours."""
+    if group.size == 1:
+        return part
+    parts = list(group.all_gather(part.unsqueeze(0), dim=0).unbind(0))
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _of_rank_0(bias: torch.Tensor, group: Exchanges) -> torch.Tensor:
+    """Return the bias that rank 0 has, and the others have as zeros."""
+    return group.all_reduce(bias.detach().clone())
+
+
+def sum_in_order(model: nn.Module, name: str, group: Exchanges) -> nn.Module:
+    """Let the layer or the experts *name* of *model* (counted from it) sum over ranks; return what stands there now.
+
+    Raises:
+        ConfigError: it is neither a linear layer nor experts.
+    """
+    module = model.get_submodule(name)
+    if "down_proj" in dict(module.named_parameters(recurse=False)):
+        _sum_experts(module, group)
+        return module
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        raise ConfigError(
+            f"batch_invariant cannot split {name} ({type(module).__name__}) over ranks: the order of its "
+            "sums is not known; use tensor_parallel_size=1"
+        )
+    owner, _, key = name.rpartition(".")
+    summed = SummedLinear(module, group)
+    setattr(model.get_submodule(owner), key, summed)
+    return summed
+
+
+def _sum_experts(experts: nn.Module, group: Exchanges) -> None:
+    if "down_proj_bias" in dict(experts.named_parameters(recurse=False)):
+        bias = experts.get_parameter("down_proj_bias")
+        bias.data = _of_rank_0(bias, group)
+    experts.forward = partial(_sum_last, group, experts.forward)
+
+
+def _sum_last(group: Exchanges, forward: Callable[..., torch.Tensor], *args: Any, **named: Any) -> torch.Tensor:
+    mode = SummedExperts(group)
+    with mode:
+        found = forward(*args, **named)
+    if mode.products != PRODUCTS:
+        raise ConfigError(
+            f"batch_invariant: the model's experts are {mode.products} products, not {PRODUCTS}: which "
+            "one ranks share is not known; use tensor_parallel_size=1"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Loading a model and running its forward."""

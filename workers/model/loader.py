@@ -1,0 +1,267 @@
+"""Load a checkpoint: a Hub id or a folder, safetensors only, nothing executed from it."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from protos.config.engine import ModelConfig
+from protos.draft_module import LayerShape
+from protos.errors import ConfigError, ModelError
+from workers.attention.backend import NAME
+from workers.compile import cpu_computes
+from workers.distributed.groups import Group, Solo
+from workers.invariant.model import check_possible, lay_out
+from workers.invariant.trace import active
+from workers.model.probe import probe
+from workers.model.tensor_parallel import build_share, sum_as_ranks_would
+from workers.weights import families
+from workers.weights.building import BUILDING
+from workers.weights.hub import INDEX, describe, fetch, read_json, shards_by_tensor
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and what the rest must know of it.
+
+    Attributes:
+        model: the causal LM, in eval mode, without gradients, with paged attention.
+        folder: where the checkpoint lies.
+        vocab_size: rows of the head, padding included.
+        max_model_len: the model's context length, or the user's smaller limit.
+        eos_ids: end-of-sequence ids of generation_config and config, ascending.
+        layers: K and V shape of every layer.
+        notes: what the user should be told.
+        group: the ranks that share it. With several, `model` and `layers` are one rank's, and rank 0 alone gets logits.
+        batch_invariant: its operators must be those of `workers.invariant.trace`.
+    """
+
+    model: torch.nn.Module
+    folder: Path
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device
+    notes: tuple[str, ...] = ()
+    group: Group = field(default_factory=Solo)
+    batch_invariant: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share it."""
+        return self.group.size
+
+
+def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
+    """Load what *config* names.
+
+    Args:
+        config: the model.
+        group: ranks that share the model, all of which call this at once; each loads its own part. None: all of it.
+
+    Raises:
+        ModelError: it cannot be found, read or served; names what and why.
+        ConfigError: `batch_invariant` cannot be kept here, or for this model.
+    """
+    described = describe(config)
+    families.check(described, config.model, config.max_model_len)
+    folder = fetch(config)
+    _check_weights(folder, config.model)
+    device = pick_device(config.device)
+    dtype, notes = pick_dtype(config.dtype, described, folder, device)
+    limit = _context_length(described, config)
+    ranks = 1 if group is None else group.size
+    if config.batch_invariant:
+        check_possible(config.model, device, ranks)
+    if group is None or ranks == 1:
+        model = _instantiate(folder, config.model, dtype, device)
+    else:
+        model = _instantiate_share(folder, config, dtype, device, group)
+    look = _probe_invariant if config.batch_invariant else probe
+    layers = look(model, config.model, ranks)
+    kind = str(described["model_type"])
+    notes += _notes(kind, layers, dtype)
+    for note in notes:
+        logger.info("%s", note)
+    return LoadedModel(
+        model=model,
+        folder=folder,
+        model_type=kind,
+        vocab_size=_vocab_size(model, ranks),
+        max_model_len=limit,
+        eos_ids=_eos_ids(folder, described),
+        layers=layers,
+        dtype=dtype,
+        device=device,
+        notes=notes,
+        group=Solo() if group is None else group,
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def _probe_invariant(model: Any, name: str, ranks: int) -> tuple[LayerShape, ...]:
+    """As `probe`; besides, every operator of the model is looked at."""
+    if ranks == 1:
+        sum_as_ranks_would(model, name)
+    lay_out(model)
+    try:
+        with active():
+            return probe(model, name, ranks)
+    except ConfigError as error:
+        raise ConfigError(f"{name} (model_type {model.config.model_type!r}): {error}") from error
+
+
+def pick_device(wanted: str) -> torch.device:
+    """Return the device *wanted* ("auto", "cpu", "cuda") means here."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device is 'cuda', but torch sees no CUDA device; use device='cpu' or 'auto'")
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(wanted)
+
+
+def pick_dtype(
+    wanted: str, described: Mapping[str, Any], folder: Path, device: torch.device
+) -> tuple[torch.dtype, tuple[str, ...]]:
+    """Return the dtype to load in, and notes. "auto" is the checkpoint's, or fp32 where a CPU cannot compute in it."""
+    is_auto = wanted == "auto"
+    own = (described.get("dtype") or described.get("torch_dtype") or _stored_dtype(folder)) if is_auto else wanted
+    dtype = DTYPES.get(str(own), torch.float32)
+    if device.type != "cpu" or cpu_computes(dtype):
+        return dtype, ()
+    if is_auto:
+        return torch.float32, (f"this CPU has no {own} arithmetic: weights are loaded as float32",)
+    return dtype, (f"this CPU has no {own} arithmetic; dtype 'auto' does without",)
+
+
+def _stored_dtype(folder: Path) -> str:
+    first = min(folder.glob("*.safetensors"))
+    try:
+        with safe_open(first, "pt") as weights:
+            kinds = [str(weights.get_slice(name).get_dtype()) for name in weights.keys()]  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{first} cannot be read: {error}") from error
+    return next((kind for kind in kinds if kind in DTYPES), "F32")
+
+
+def _check_weights(folder: Path, name: str) -> None:
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{name}: there are no *.safetensors files; other formats can run code when loaded and are not read. "
+            "Convert the checkpoint with save_pretrained"
+        )
+    for shard in sorted(set(shards_by_tensor(folder, name).values())):
+        if not (folder / shard).is_file():
+            raise ModelError(f"{name}: the shard {shard} named in {INDEX} is missing")
+
+
+def _context_length(described: Mapping[str, Any], config: ModelConfig) -> int:
+    own = next((described[key] for key in ("max_position_embeddings", "n_positions") if described.get(key)), None)
+    if own is None and config.max_model_len is None:
+        raise ModelError(f"{config.model}: its config states no context length; set max_model_len")
+    if own is not None and config.max_model_len is not None and config.max_model_len > own:
+        raise ModelError(f"max_model_len is {config.max_model_len}, but {config.model} was made for {own} positions")
+    return int(config.max_model_len or own or 0)
+
+
+def _eos_ids(folder: Path, described: Mapping[str, Any]) -> tuple[int, ...]:
+    sources = [described.get("eos_token_id")]
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        sources.append(read_json(generation, folder.name).get("eos_token_id"))
+    found: set[int] = set()
+    for ids in sources:
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return tuple(sorted(found))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and logging to stderr while it loads: start-up messages are ours."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the `transformers` model (which has no useful static type), checked to be complete."""
+    safely: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        with BUILDING, _quiet():
+            config = AutoConfig.from_pretrained(folder, **safely)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                use_safetensors=True,
+                output_loading_info=True,
+                **safely,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"{name}: {len(missing)} weights are missing from the checkpoint, the first is {missing[0]}")
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _instantiate_share(
+    folder: Path, wanted: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group
+) -> Any:
+    """Return one rank's share of the model, checked to be complete."""
+    name = wanted.model
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return build_share(
+                folder, name, config, dtype=dtype, device=device, group=group, batch_invariant=wanted.batch_invariant
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if isinstance(error, ModelError | ConfigError):
+            raise
+        raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
+
+
+def _vocab_size(model: Any, ranks: int) -> int:
+    # A rank's head has a share of the rows, and perhaps padding.
+    return int(model.get_output_embeddings().weight.shape[0]) if ranks == 1 else int(model.config.vocab_size)
+
+
+def _notes(kind: str, layers: tuple[LayerShape, ...], dtype: torch.dtype) -> tuple[str, ...]:
+    per_token = sum(shape.elements_per_token for shape in layers) * dtype.itemsize
+    notes = [f"KV cache: {per_token} bytes per token"]
+    if any(shape.key_size != shape.value_size for shape in layers):
+        notes[0] += " (keys and values are cached expanded, since their head sizes differ)"
+    if kind not in families.TESTED:
+        notes.append(f"model_type {kind!r} is not among the families that are tested")
+    return tuple(notes)

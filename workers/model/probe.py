@@ -1,0 +1,57 @@
+"""Runs one token through a model that was just loaded, to see what its layers ask of attention."""
+
+from typing import Any
+
+import torch
+
+from protos.draft_module import LayerShape
+from protos.errors import ModelError
+from workers.attention.backend import Options, Rows, run_with
+from workers.distributed.groups import GroupError
+
+
+class Probe:
+    """An attention backend that only looks at what each layer hands over."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def plan(self, rows: Rows) -> None:
+        """Nothing to prepare."""
+
+    def attend(
+        self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """Record the layer's shape; attention to oneself alone returns the value."""
+        self.shapes[layer] = LayerShape(key_1GTD.shape[1], key_1GTD.shape[3], value_1GTE.shape[3])
+        share = query_1HTD.shape[1] // value_1GTE.shape[1]
+        return value_1GTE.repeat_interleave(share, 1).transpose(1, 2).contiguous()
+
+
+def probe(model: Any, name: str, ranks: int = 1) -> tuple[LayerShape, ...]:
+    """Return the shape of every layer's K and V; with several *ranks*, of this one's share.
+
+    Raises:
+        ModelError: a layer does not come by the attention function, asks something unknown, or cannot be split.
+    """
+    found = Probe()
+    try:
+        _run_one_token(model, found)
+    except RuntimeError as error:
+        if ranks == 1 or isinstance(error, GroupError):
+            raise
+        raise ModelError(
+            f"{name}: its code does not run on a share of its heads, with {ranks} ranks ({error}); "
+            "use tensor_parallel_size=1"
+        ) from error
+    expected = set(range(int(model.config.num_hidden_layers)))
+    if set(found.shapes) != expected:
+        lacking = sorted(expected - set(found.shapes))
+        raise ModelError(f"{name} cannot be served: layers {lacking} do not attend through the attention interface")
+    return tuple(found.shapes[layer] for layer in sorted(found.shapes))
+
+
+def _run_one_token(model: Any, found: Probe) -> None:
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        run_with(found, lambda: model(input_ids=token, position_ids=token, use_cache=False))

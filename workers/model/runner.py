@@ -1,0 +1,208 @@
+"""Runs a loaded model over paged KV: a batch of rows in, fp32 logits out."""
+
+import logging
+import os
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workers.attention.backend import AttentionBackend, Rows, run_with
+from workers.attention.batch import Batch, Ints
+from workers.attention.kv import KVCache, bytes_per_block
+from workers.attention.native import DTYPES, NativeAttention
+from workers.attention.torch import TorchAttention
+from workers.compile import Forward, Outputs, Weights, compile_forward
+from workers.distributed.groups import all_agree
+from workers.invariant.attention_cuda import SplitAttention
+from workers.invariant.native import InvariantAttention
+from workers.invariant.trace import invariant, traced
+from workers.model.capture import Taps
+from workers.model.loader import LoadedModel
+from workers.native.build import KernelUnavailableError
+from workers.slots import SlotTable
+
+logger = logging.getLogger(__name__)
+
+
+TIMINGS = 3  # runs of which the fastest counts
+
+
+class ModelRunner:
+    """One model, its KV cache and its attention. Reads block tables from *slots*; owns nothing else of them.
+
+    With *taps*, every forward brings features, too.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, slots: SlotTable, num_blocks: int, block_size: int, taps: Taps | None = None
+    ) -> None:
+        self.loaded = loaded
+        self.slots = slots
+        self.device = loaded.device
+        self.block_size = block_size
+        self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        self.attention = pick_invariant_attention(self.cache) if loaded.batch_invariant else pick_attention(self.cache)
+        run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
+        self._run: Forward = invariant(run) if loaded.batch_invariant else run
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes one KV block takes over all layers."""
+        return bytes_per_block(self.loaded.layers, self.block_size, self.loaded.dtype)
+
+    def warm_up(self) -> str:
+        """Compile the model, or find out that it runs eager; returns the line to tell the user.
+
+        Scribbles on block 0: to be called before any sequence is served.
+        """
+        if self.device.type != "cpu":
+            return "running eager"
+        if self.loaded.batch_invariant:
+            return self._trace()
+        if self.loaded.ranks > 1:
+            return "running eager: exchanges between ranks are not compiled"
+        weights = Weights(self.loaded.dtype, weight_bytes(self.loaded.model), free_memory())
+        self._run, note = compile_forward(self._run, self._try, weights)
+        logger.info("%s", note)
+        return note
+
+    def _trace(self) -> str:
+        """List the operators of the model once, instead of looking at each in every forward."""
+        # Three tensors, none of which is like what is tried afterwards: an input taken for another, or for a constant,
+        # is found out then.
+        made_up = (
+            torch.arange(9, 2, -1).remainder(self.loaded.vocab_size).unsqueeze(0),
+            torch.arange(11, 18).unsqueeze(0),
+            torch.tensor([4, 1, 6]),
+        )
+        agree = partial(all_agree, self.loaded.group, device=self.device)
+        self._run, note = traced(self._run, made_up, self._try, agree)
+        logger.info("%s", note)
+        return note
+
+    def _try(self, forward: Forward, num_tokens: int, num_wanted: int) -> torch.Tensor:
+        """Run *forward* on made-up tokens of one row, all of whose blocks are block 0."""
+        start, length = np.zeros(1, np.int64), np.array([num_tokens])
+        batch = Batch(start, start, length, (np.arange(num_tokens) * 5 + 1) % self.loaded.vocab_size)
+        return self._call(forward, batch, np.zeros((1, num_tokens), np.int32), np.arange(num_wanted))[0]
+
+    def measure(self, max_tokens: int) -> dict[int, float]:
+        """Return seconds of one forward with 1, 2, 4 ... rows of one token, to *max_tokens* at least. As `warm_up`."""
+        sizes = [1 << power for power in range((max_tokens - 1).bit_length() + 1)]
+        return {size: min(self._time(size) for _ in range(TIMINGS)) for size in sizes}
+
+    def _time(self, num_rows: int) -> float:
+        rows_R = np.arange(num_rows)
+        batch = Batch(rows_R, np.zeros_like(rows_R), np.ones_like(rows_R), rows_R % self.loaded.vocab_size)
+        started = time.perf_counter()
+        wanted_N = _at_least(rows_R, min(2, num_rows))
+        logits_NV, _ = self._call(self._run, batch, np.zeros((num_rows, 1), np.int32), wanted_N)
+        logits_NV.sum().item()  # waits for the device; on ranks without logits, too
+        return time.perf_counter() - started
+
+    def forward(self, batch: Batch, wanted_N: Ints) -> torch.Tensor:
+        """Run *batch*, writing its K and V.
+
+        Args:
+            batch: rows whose slots hold the blocks for every position fed.
+            wanted_N: int64, flat indices of the tokens whose logits are wanted.
+
+        Returns:
+            fp32 `[N, V]` on the model's device, valid until the next forward at least.
+        """
+        return self.run(batch, wanted_N)[0]
+
+    def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
+        """As `forward`; return the features `[T, F]` of all tokens besides, None where there are no taps."""
+        wanted_M = _at_least(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
+        logits_MV, features_TF = self._call(self._run, batch, self.slots.blocks, wanted_M)
+        return logits_MV[: len(wanted_N)], features_TF
+
+    def _call(self, forward: Forward, batch: Batch, blocks_SB: npt.NDArray[np.int32], wanted_N: Ints) -> Outputs:
+        self.attention.plan(
+            Rows(
+                batch.starts_R,
+                batch.lengths_R,
+                batch.offsets_R,
+                batch.slots_R,
+                blocks_SB,
+                self.block_size,
+                batch.areas,
+                batch.lowest_R,
+            )
+        )
+        # Tensors made inside and outside inference mode are of different kinds to a compiled graph: always inside.
+        with torch.inference_mode():
+            tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)
+            wanted = self._tensor(wanted_N)
+            return run_with(self.attention, lambda: forward(tokens_1T, positions_1T, wanted), len(batch.tokens_T))
+
+    def _tensor(self, array_N: Ints, *leading: int) -> torch.Tensor:
+        """Return a contiguous array as a tensor on our device, with *leading* dimensions of one.
+
+        Its strides are always the same: those that numpy gives a single element are arbitrary, and compiled code that
+        does not expect them is compiled anew.
+        """
+        size = len(array_N)
+        tensor = torch.from_numpy(array_N).as_strided((*leading, size), (*(size for _ in leading), 1))
+        return tensor.to(self.device, non_blocking=True)
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all weights, shared ones once."""
+    return sum(weight.nbytes for weight in model.parameters())
+
+
+def free_memory() -> int:
+    """Return the bytes of main memory that are free now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def pick_attention(cache: KVCache) -> AttentionBackend:
+    """Return the fastest attention this machine has for *cache*."""
+    if cache.keys[0].device.type != "cpu" or cache.keys[0].dtype not in DTYPES:
+        return TorchAttention(cache)
+    try:
+        return NativeAttention(cache)
+    except KernelUnavailableError as error:
+        logger.info("attention runs in plain torch: %s", error)
+        return TorchAttention(cache)
+
+
+def pick_invariant_attention(cache: KVCache) -> AttentionBackend:
+    """Return attention whose bits depend on a query and the keys it sees alone."""
+    return InvariantAttention(cache) if cache.keys[0].device.type == "cpu" else SplitAttention(cache)
+
+
+def _at_least(wanted_N: Ints, count: int) -> Ints:
+    """Pad *wanted_N* with index 0: sizes 0 and 1 would each be a shape of their own to compile."""
+    if len(wanted_N) >= count:
+        return wanted_N
+    return np.concatenate([wanted_N, np.zeros(count - len(wanted_N), np.int64)])
+
+
+def causal_lm(model: Any) -> Forward:
+    """Return the model as a function of tokens, positions and wanted indices, giving fp32 logits `[N, V]`.
+
+    The model's own head is called, with whatever its family does to logits (caps, scales).
+    """
+
+    def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> Outputs:
+        output = model(input_ids=tokens_1T, position_ids=positions_1T, use_cache=False, logits_to_keep=wanted_N)
+        return output.logits[0].float(), None
+
+    return forward
+
+
+def tapped_lm(model: Any, taps: Taps) -> Forward:
+    """As `causal_lm`, with what *taps* catch of every token, `[T, F]`."""
+
+    def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> Outputs:
+        output = model(input_ids=tokens_1T, position_ids=positions_1T, use_cache=False, logits_to_keep=wanted_N)
+        return output.logits[0].float(), taps.collect()
+
+    return forward

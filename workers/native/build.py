@@ -1,0 +1,95 @@
+"""The C++ in `workers/native`: compiled once for this machine, kept in the user's cache, called through ctypes."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+BUILD_SECONDS = 120
+
+
+class KernelUnavailableError(Exception):
+    """Native code cannot be used here; the message says why."""
+
+
+@cache
+def load_function(source: str, name: str, *flags: str) -> "ctypes._NamedFuncPointer":
+    """Return function *name* of `native/SOURCE.cpp`, building it on first use on this machine (a few seconds).
+
+    Args:
+        source: the file's stem.
+        name: of the function.
+        flags: for the compiler, besides `FLAGS`; the same for all functions of a file.
+
+    Raises:
+        KernelUnavailableError: there is no compiler, or it failed.
+    """
+    try:
+        library = ctypes.CDLL(str(_built(FOLDER / f"{source}.cpp", (*FLAGS, *flags))))
+    except OSError as error:
+        raise KernelUnavailableError(f"{source} cannot be loaded: {error}") from error
+    function: ctypes._NamedFuncPointer = getattr(library, name)
+    function.restype = None
+    return function
+
+
+def _built(source: Path, flags: tuple[str, ...]) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise KernelUnavailableError("there is no C++ compiler")
+    target = _cache_folder() / f"{source.stem}-{_fingerprint(source, compiler, flags)}.so"
+    if not target.is_file():
+        _compile([compiler, *flags], source, target)
+    return target
+
+
+def _compile(compile_: list[str], source: Path, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        command = [*compile_, str(source), "-o", str(built)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        except subprocess.CalledProcessError as error:
+            reason = (error.stderr.strip().splitlines() or ["no message"])[0]
+            raise KernelUnavailableError(f"the C++ compiler failed: {reason}") from error
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KernelUnavailableError(f"the C++ compiler failed: {error}") from error
+        built.replace(target)
+
+
+def _cache_folder() -> Path:
+    # A folder of the user's own, so that nobody else can put a library there.
+    folder = Path("~/.cache/slipstream").expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelUnavailableError(f"{folder} cannot be made: {error}") from error
+    if folder.stat().st_uid != os.getuid():
+        raise KernelUnavailableError(f"{folder} belongs to somebody else")
+    return folder
+
+
+def _fingerprint(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
+    """What the machine code depends on: source, flags, compiler, processor."""
+    digest = hashlib.sha256(source.read_bytes())
+    for header in sorted(FOLDER.glob("*.h")):
+        digest.update(header.read_bytes())
+    for part in (compiler, *flags, platform.machine(), _processor()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return platform.processor()
+    wanted = ("model name", "flags", "Features")
+    lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
+    return "\n".join(line for line in lines if line.startswith(wanted))

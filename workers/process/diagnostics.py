@@ -1,0 +1,155 @@
+"""A process that `slipstream doctor` examines with: says what it has, joins groups, and times their operations."""
+
+import socket
+import time
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from protos.doctor_messages import FromExamined, Join, Joined, Measure, Measured, Part, Seen, ToExamined, Trouble
+from protos.worker_messages import Stop, StoreAddress
+from workers.device import set_device
+from workers.distributed.groups import Group, GroupError, connect_store, form, open_store
+from workers.distributed.shm_group import PLACE_BYTES, NearGroup, form_near
+
+GROUP_S = 20.0
+"""Forming a group, and each operation, takes at most this long where nothing is wrong."""
+PATTERN = 151
+SHARED = f"shared memory (above {PLACE_BYTES >> 20} MiB gloo)"
+
+
+class Port(Protocol):
+    """This end of the channel to the doctor."""
+
+    def send(self, message: FromExamined) -> None:
+        """Send without waiting."""
+        ...
+
+    def receive(self, timeout_s: float | None) -> ToExamined | None:
+        """Return the next order; None where there is none within *timeout_s*."""
+        ...
+
+
+def serve(port: Port) -> None:
+    """Do what the doctor says, until told to stop."""
+    _store, address = open_store()
+    port.send(look(address))
+    examined = Examined()
+    while not isinstance(order := port.receive(None), Stop):
+        if order is not None:
+            _obey(examined, order, port)
+    examined.close()
+
+
+def _obey(examined: "Examined", order: Join | Measure | Part, port: Port) -> None:
+    answer: FromExamined | None
+    try:
+        answer = examined.do(order)
+    except Exception as error:
+        answer = Trouble(str(error) or type(error).__name__)
+    if answer is not None:
+        port.send(answer)
+
+
+def look(store: StoreAddress) -> Seen:
+    """Return what this process has."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Seen(
+        host=socket.gethostname(),
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda or "",
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "",  # type: ignore[no-untyped-call]
+        devices=tuple(torch.cuda.get_device_name(index) for index in range(count)),
+        store=store,
+    )
+
+
+class Examined:
+    """The groups that this process is in."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, tuple[Group, torch.device]] = {}
+
+    def do(self, order: Join | Measure | Part) -> Joined | Measured | None:
+        """Carry out *order* and return the answer. Raises `GroupError`."""
+        if isinstance(order, Join):
+            return self._join(order)
+        if isinstance(order, Measure):
+            return Measured(measure(*self._groups[order.group], order))
+        group, _ = self._groups.pop(order.group)
+        group.close()
+        return None
+
+    def _join(self, order: Join) -> Joined:
+        started, device = time.perf_counter(), torch.device(order.device)
+        set_device(device)
+        store = connect_store(order.store, GROUP_S)
+        join = form_near if order.is_near else partial(form, is_vital=False)
+        group = join(order.group, store, order.rank, order.size, order.backend, device=device, timeout_s=GROUP_S)
+        self._groups[order.group] = group, device
+        return Joined(time.perf_counter() - started, SHARED if isinstance(group, NearGroup) else order.backend)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for group, _ in self._groups.values():
+            group.close()
+
+
+def measure(group: Group, device: torch.device, order: Measure) -> float:
+    """Return the seconds that one operation takes.
+
+    Raises:
+        GroupError: it failed, or what arrived is not what was sent.
+    """
+    operate = broadcast if order.what == "broadcast" else ping
+    tensor = torch.zeros(order.num_bytes, dtype=torch.uint8, device=device)
+    for turn in range(max(2, group.size)):  # the first operation of each pair of ranks makes their connection
+        check(group, operate, tensor, turn)
+    _settle(device)
+    started = time.perf_counter()
+    for turn in range(order.repeats):
+        operate(group, tensor, turn)
+    _settle(device)
+    return (time.perf_counter() - started) / order.repeats
+
+
+class Operation(Protocol):
+    """Moves *tensor* through *group*, from rank `turn % size`."""
+
+    def __call__(self, group: Group, tensor: torch.Tensor, turn: int) -> None:
+        """Do it once."""
+        ...
+
+
+def broadcast(group: Group, tensor: torch.Tensor, turn: int) -> None:
+    """One rank after the other tells all, so that each waits for the one before."""
+    group.broadcast(tensor, turn % group.size)
+
+
+def ping(group: Group, tensor: torch.Tensor, turn: int) -> None:
+    """There in one turn, back in the next."""
+    sender = turn % 2
+    if group.rank == sender:
+        group.send(tensor, 1 - sender)
+    else:
+        group.recv(tensor, sender)
+
+
+def check(group: Group, operate: Operation, tensor: torch.Tensor, turn: int) -> None:
+    """Let bytes that nobody else has go through; raises `GroupError` where others arrive."""
+    wanted = torch.arange(tensor.numel(), device=tensor.device).add_(turn).remainder_(PATTERN).to(torch.uint8)
+    tensor.zero_()
+    sender = turn % group.size
+    if group.rank == sender:
+        tensor.copy_(wanted)
+    operate(group, tensor, turn)
+    wrong = int((tensor != wanted).sum())
+    if wrong:
+        raise GroupError(f"{wrong} of {tensor.numel()} bytes from rank {sender} arrived changed at rank {group.rank}")
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what was queued on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

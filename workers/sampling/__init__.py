@@ -1,0 +1,1 @@
+"""The sampling pipeline: logits processors, noise, sampling, log-probabilities."""

@@ -1,0 +1,132 @@
+"""Following one answer with a grammar: what it allows behind any text, committed or drafted."""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.draft_tree import first_of, parents_of
+from protos.guidance import GrammarError, trouble
+from protos.messages import Draft
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Bits = npt.NDArray[np.uint8]
+
+
+class Follower:
+    """A matcher that stands behind some output of one sequence, and moves to any other by rolling back.
+
+    Every method raises `GrammarError` where the matcher fails or is over a limit; it is of no use afterwards.
+
+    Args:
+        matcher: before the first token; owned by this object.
+        vocab_size: ids that may be chosen.
+        endings: ids that end the answer, the model's own first: allowed exactly where the grammar may end.
+    """
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, endings: Seq[int]) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._endings = frozenset(endings)
+        self._ending_bits = _bits_of(endings, vocab_size)
+        self._eos_id = next(iter(endings), 0)
+        self._fed: list[int] = []
+
+    @property
+    def num_fed(self) -> int:
+        """How many tokens of output it stands behind."""
+        return len(self._fed)
+
+    def allowed(self, start: int, tokens: Seq[int]) -> Bits:
+        """Return the ids allowed behind an output, a bit each, the least significant first; uint8 `[ceil(V / 8)]`.
+
+        All are where the grammar forbids the output itself: nobody looks behind what is never said.
+
+        Args:
+            start: so much of what it stands behind is as it was.
+            tokens: of the output from there on.
+        """
+        at = self._move(start, tokens)
+        if at == len(tokens):
+            return self._allowed_here()
+        has_ended = tokens[at] in self._endings
+        return self._ending_bits if has_ended else np.full_like(self._ending_bits, 0xFF)
+
+    def prune(self, start: int, tokens: Seq[int], draft: Draft) -> Draft:
+        """Return *draft*, which follows an output as in `allowed`, without what the grammar forbids."""
+        if draft.probes:
+            return draft  # what was asked about is answered, in the order in which it was asked
+        if self._move(start, tokens) != len(tokens):
+            return draft
+        if draft.is_chain:
+            return first_of(draft, self._valid(draft.tokens))
+        return _without(draft, self._forbidden(draft))
+
+    def _move(self, start: int, tokens: Seq[int]) -> int:
+        """Go behind `tokens`, or as far as the grammar allows; return how far."""
+        behind = self._fed[start:]
+        common = next(
+            (i for i, pair in enumerate(zip(behind, tokens, strict=False)) if pair[0] != pair[1]),
+            min(len(behind), len(tokens)),
+        )
+        if common < len(behind):
+            self._check(self._matcher.rollback(len(behind) - common))
+            del self._fed[start + common :]
+        rest = self._before_end(tokens[common:])
+        if rest:
+            taken = self._matcher.try_consume_tokens(rest)
+            self._check(not self._matcher.is_error())
+            self._fed += rest[:taken]
+        return self.num_fed - start
+
+    def _before_end(self, tokens: Seq[int]) -> list[int]:
+        """Return *tokens* up to the first that ends the answer, whatever else it stands for."""
+        ends = (i for i, token in enumerate(tokens) if token in self._endings)
+        return list(tokens[: next(ends, len(tokens))])
+
+    def _allowed_here(self) -> Bits:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(self._ending_bits)]
+        self._check(not self._matcher.is_error())
+        return bits | self._ending_bits if self._matcher.is_accepting() else bits
+
+    def _valid(self, tokens: Seq[int]) -> int:
+        """Return how many of *tokens* the grammar allows here, one that ends the answer included."""
+        text = self._before_end(tokens)
+        if self._matcher.is_stopped():  # it takes nothing more, not even the end
+            return int(not text)
+        ended = text if len(text) == len(tokens) else [*text, self._eos_id]
+        count = int(self._matcher.validate_tokens(ended))
+        self._check(not self._matcher.is_error())
+        return count
+
+    def _forbidden(self, draft: Draft) -> set[int]:
+        """Return the nodes of a tree that the grammar does not allow, or that hang below such."""
+        paths: list[list[int]] = []
+        forbidden: set[int] = set()
+        for node, (parent, token) in enumerate(zip(parents_of(draft), draft.tokens, strict=True)):
+            path = [*(paths[parent] if parent >= 0 else []), token]
+            paths.append(path)
+            if parent in forbidden or self._valid(path) < len(path):
+                forbidden.add(node)
+        return forbidden
+
+    def _check(self, is_well: bool) -> None:
+        if not is_well:
+            raise GrammarError(trouble(self._matcher))
+
+
+def _bits_of(ids: Seq[int], vocab_size: int) -> Bits:
+    """Return the bits of some ids."""
+    chosen_V = np.zeros(vocab_size, np.bool_)
+    chosen_V[[i for i in ids if i < vocab_size]] = True
+    return np.packbits(chosen_V, bitorder="little")
+
+
+def _without(draft: Draft, nodes: set[int]) -> Draft:
+    """Return a tree without some *nodes* below which nothing else hangs."""
+    kept = [node for node in range(len(draft)) if node not in nodes]
+    place = {-1: -1} | {node: i for i, node in enumerate(kept)}
+    parents = tuple(place[draft.parents[node]] for node in kept)
+    return first_of(Draft(tuple(draft.tokens[node] for node in kept), parents), len(kept))

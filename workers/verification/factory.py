@@ -1,0 +1,15 @@
+"""Which rule judges a round: what `rejection_sample_method` says, and nothing else."""
+
+from protos.config.engine import SpeculativeConfig
+from workers.sampling.grammar_sampler import GrammarSampler
+from workers.verification.acceptance import Judge, SampleAndMatch, Synthetic
+from workers.verification.rejection import ByLaws
+
+
+def judge_for(speculative: SpeculativeConfig | None, sampler: GrammarSampler) -> Judge:
+    """Return the judge that *speculative* asks for; sample and match, which is plain sampling, where it is None."""
+    if speculative is None or speculative.rejection_sample_method == "coupled":
+        return SampleAndMatch(sampler)
+    if speculative.rejection_sample_method == "synthetic":
+        return Synthetic(sampler, speculative.synthetic_rates)
+    return ByLaws(sampler, speculative.rejection_sample_method, draws=speculative.draws_guesses)

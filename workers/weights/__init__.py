@@ -1,0 +1,1 @@
+"""Reading and partitioning checkpoint weights."""

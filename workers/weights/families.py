@@ -1,0 +1,111 @@
+"""Which model families can be served, and why the others cannot. Read from `config.json` alone, before any weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from protos.errors import ModelError
+from workers.weights import mimo
+
+TESTED = frozenset({
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi", "phi3", "mixtral", "olmo2",
+    "olmoe", "granite", "starcoder2", "cohere", "stablelm", "gpt_oss", "opt", "gpt2", "gpt_neox", "gpt_bigcode",
+    "deepseek_v3", "glm4_moe", mimo.KIND,
+})  # fmt: skip
+
+_ALIBI = "it adds position biases (alibi) to its attention scores, which paged attention does not"
+_RECURRENT = "it keeps recurrent state (linear attention or a state-space model), which cannot be paged or rolled back"
+_OWN_ATTENTION = "its attention does not go through transformers' attention interface"
+_CHUNKED = "it masks its attention in chunks, which paged attention does not"
+_SPARSE = "it selects keys sparsely, which paged attention does not"
+
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("bloom", "falcon", "mpt"), _ALIBI),
+    **dict.fromkeys(
+        (
+            "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "mamba", "mamba2",
+            "falcon_mamba", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "nemotron_h", "granitemoehybrid",
+            "recurrent_gemma", "rwkv", "xlstm", "lfm2", "lfm2_moe", "kimi_linear", "minimax", "olmo_hybrid",
+            "bailing_hybrid",
+        ),
+        _RECURRENT,
+    ),
+    **dict.fromkeys(("gptj", "codegen", "ctrl", "xlnet", "xlm", "reformer", "openai-gpt", "gpt_neo"), _OWN_ATTENTION),
+    **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),
+}  # fmt: skip
+
+SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def check(config: Mapping[str, Any], name: str, max_model_len: int | None) -> None:
+    """Refuse what cannot be served exactly.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        name: what the user called the model, for messages.
+        max_model_len: the limit the user set, if any.
+
+    Raises:
+        ModelError: names the model, its type and the reason.
+    """
+    kind = str(config.get("model_type", ""))
+    reason = _family_reason(config, kind) or _rope_reason(config, max_model_len)
+    if reason:
+        raise ModelError(f"{name} (model_type {kind!r}) cannot be served: {reason}")
+
+
+def _family_reason(config: Mapping[str, Any], kind: str) -> str | None:
+    if config.get("is_encoder_decoder"):
+        return "it is an encoder-decoder; only decoder-only models are served"
+    if kind in REFUSED:
+        return REFUSED[kind]
+    if config.get("alibi"):
+        return _ALIBI
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind != mimo.KIND:
+        return _not_native(config)
+    return _checkpoint_reason(config, kind)
+
+
+def _checkpoint_reason(config: Mapping[str, Any], kind: str) -> str | None:
+    if "ForConditionalGeneration" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") or "text_config" in config:
+        return "it is a multimodal checkpoint; use one with the text model alone"
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        return f"its weights are quantised ({method}); use the unquantised checkpoint"
+    if config.get("use_bidirectional_attention"):
+        return "its attention is bidirectional"
+    strange = sorted(set(config.get("layer_types") or ()) - SERVED_LAYER_TYPES)
+    if strange:
+        return f"it has layers of type {', '.join(strange)}; only full and sliding attention are served"
+    return None
+
+
+def _not_native(config: Mapping[str, Any]) -> str:
+    if config.get("auto_map"):
+        return "it needs code from its repository (auto_map), which is never run; this transformers has no class for it"
+    return "this transformers has no causal language model class for it"
+
+
+def _rope_reason(config: Mapping[str, Any], max_model_len: int | None) -> str | None:
+    """Some rotary scalings depend on the longest sequence of the *batch*: then neighbours would change a text."""
+    ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_layer_type = [value for value in ropes.values() if isinstance(value, Mapping)]
+    reasons = (_one_rope_reason(rope, config, max_model_len) for rope in (ropes, *by_layer_type))
+    return next((reason for reason in reasons if reason), None)
+
+
+def _one_rope_reason(rope: Mapping[str, Any], config: Mapping[str, Any], max_model_len: int | None) -> str | None:
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind == "dynamic":
+        return "its rotary scaling ('dynamic') depends on the longest sequence in the batch"
+    if kind not in {"longrope", "su"}:
+        return None
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    if original and max_model_len and max_model_len <= original:
+        return None
+    return (
+        f"its rotary scaling ({kind!r}) depends on the longest sequence in the batch beyond {original} tokens: "
+        f"set max_model_len to at most {original}"
+    )

@@ -1,0 +1,174 @@
+"""Reads parts of weights from safetensors, under the names that the model's own parameters have.
+
+Only what is asked for is read, so that a rank never holds more than its share. Checkpoints name some weights otherwise
+than models do: with or without the base model's prefix, and experts one by one where the model has one tensor for all.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from protos.errors import ModelError
+from workers.weights.hub import shards_by_tensor
+from workers.weights.partition import Cut
+
+RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "mixtral": ((r"\.mlp\.", ".block_sparse_moe."),),
+    "gpt_neox": ((r"^lm_head\.", "embed_out."),),
+}
+"""By model_type, patterns of a model's names and what checkpoints have instead."""
+
+EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<weight>gate_up_proj|down_proj)")
+EXPERT_PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "mixtral": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+}
+USUAL_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class Stored(Protocol):
+    """One weight of the model, as the checkpoint has it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its whole shape."""
+        ...
+
+    def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Return the rows *start* to *stop* of dimension *dim*."""
+        ...
+
+
+@dataclass(frozen=True)
+class One:
+    """A weight that is stored as it is. `piece` is its `PySafeSlice`."""
+
+    piece: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Stored`."""
+        return tuple(self.piece.get_shape())
+
+    def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
+        """See `Stored`."""
+        part: torch.Tensor = self.piece[(*(slice(None),) * dim, slice(start, stop))]
+        return part.contiguous()  # columns may come as a view of the mapped file, of which the rest would stay, too
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Experts stored one by one, each in parts that lie behind one another: `parts_EP[e][p]`."""
+
+    parts_EP: Seq[Seq[One]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Stored`."""
+        first = [part.shape for part in self.parts_EP[0]]
+        return (len(self.parts_EP), sum(shape[0] for shape in first), *first[0][1:])
+
+    def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
+        """See `Stored`."""
+        if dim == 0:
+            return torch.stack([self._expert(parts, 0, 0, self.shape[1]) for parts in self.parts_EP[start:stop]])
+        return torch.stack([self._expert(parts, dim - 1, start, stop) for parts in self.parts_EP])
+
+    @staticmethod
+    def _expert(parts: Seq[One], dim: int, start: int, stop: int) -> torch.Tensor:
+        if dim > 0:
+            return torch.cat([part.read(dim, start, stop) for part in parts])
+        found = []
+        offset = 0
+        for part in parts:
+            rows = part.shape[0]
+            first, last = max(start - offset, 0), min(stop - offset, rows)
+            if first < last:
+                found.append(part.read(0, first, last))
+            offset += rows
+        return torch.cat(found)
+
+
+class Checkpoint:
+    """An open checkpoint. Made by `opened`."""
+
+    def __init__(self, stored: Mapping[str, Any], kind: str, prefix: str) -> None:
+        self._stored, self._kind, self._prefix = stored, kind, prefix + "."
+
+    def find(self, name: str) -> Stored | None:
+        """Return the weight that the model calls *name*; None if the checkpoint has none."""
+        candidates = list(self._names(name))
+        plain = next((found for found in candidates if found in self._stored), None)
+        if plain is not None:
+            return One(self._piece(plain))
+        return next((found for found in map(self._experts, candidates) if found is not None), None)
+
+    def _names(self, name: str) -> Iterator[str]:
+        stripped = name.removeprefix(self._prefix)
+        for pattern, stored in ((r"^", ""), *RENAMED.get(self._kind, ())):
+            for known in (name, stripped, self._prefix + name):
+                yield re.sub(pattern, stored, known)
+
+    def _experts(self, name: str) -> Stacked | None:
+        match = EXPERTS.fullmatch(name)
+        if match is None:
+            return None
+        parts = EXPERT_PARTS.get(self._kind, USUAL_PARTS)[match["weight"]]
+        count = 0
+        while f"{match['experts']}.{count}.{parts[0]}.weight" in self._stored:
+            count += 1
+        names_EP = [[f"{match['experts']}.{e}.{part}.weight" for part in parts] for e in range(count)]
+        if not count or not all(name in self._stored for names in names_EP for name in names):
+            return None
+        return Stacked([[One(self._piece(name)) for name in names] for names in names_EP])
+
+    def _piece(self, stored: str) -> Any:
+        return self._stored[stored].get_slice(stored)
+
+
+@contextmanager
+def opened(folder: Path, kind: str, prefix: str) -> Iterator[Checkpoint]:
+    """Open the checkpoint in *folder*.
+
+    Args:
+        folder: with `model.safetensors`, or an index and its shards.
+        kind: the model_type.
+        prefix: what the model's names of its base model begin with.
+
+    Raises:
+        ModelError: a file is damaged; while it is read, too.
+    """
+    with ExitStack() as files:
+        try:
+            stored: dict[str, Any] = {}
+            for path in _files(folder):
+                file = files.enter_context(safe_open(path, "pt"))
+                stored.update(dict.fromkeys(file.keys(), file))
+            yield Checkpoint(stored, kind, prefix)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files that are there: whoever needs only some of a checkpoint has fetched only some shards of it."""
+    shards = sorted(set(shards_by_tensor(folder, folder.name).values()))
+    return [folder / shard for shard in shards if (folder / shard).is_file()] or [folder / "model.safetensors"]
+
+
+def read_cut(stored: Stored, cut: Cut | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the part of *stored* that *cut* keeps (None: all of it), as *dtype*."""
+    if cut is None:
+        return stored.read(0, 0, stored.shape[0]).to(dtype) if stored.shape else torch.tensor(0)
+    pieces = [stored.read(cut.dim, start, stop) for start, stop in cut.pieces if start < stop]
+    missing = cut.length - sum(piece.shape[cut.dim] for piece in pieces)
+    if missing:
+        shape = [*stored.shape]
+        shape[cut.dim] = missing
+        pieces.append(torch.zeros(shape, dtype=dtype))
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)).to(dtype)
