@@ -17,7 +17,7 @@ import yaml
 
 from cluster.ray_serve.arguments import ServeArguments
 from tests.support.distributed.deployments import (
-    CLUSTER,
+    DEPLOY,
     NODE_CONFIGS,
     OVERLAYS,
     ROOT,
@@ -35,7 +35,6 @@ from tests.support.distributed.deployments import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray's
 needs_kubectl = pytest.mark.skipif(not has_kubectl(), reason="kubectl, which has kustomize in it, is not here")
-needs_schemas = pytest.mark.skipif(not SCHEMAS.is_dir(), reason=f"KubeRay's schemas are not in {SCHEMAS.name}")
 PORTS = {"serve": 8000, "serve-grpc": 9000, "dashboard": 8265, "gcs-server": 6379, "metrics": 8080, "client": 10001}
 
 
@@ -53,7 +52,7 @@ def version() -> str:
 
 def python_minor() -> str:
     """Return the image's Python as tags spell it: 311."""
-    found = re.search(r"^FROM python:3\.(\d+)-", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
+    found = re.search(r"^FROM python:3\.(\d+)-", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert found is not None
     return f"3{found[1]}"
 
@@ -99,7 +98,7 @@ def test_the_container_that_ray_starts_finds_token_and_devices(path: Path) -> No
     from ray.autoscaler._private.docker import docker_start_cmds
 
     docker = load(path)["docker"]
-    (home,) = re.findall(r"^ENV HOME=(.+)$", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
+    (home,) = re.findall(r"^ENV HOME=(.+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     mounts = {"~/.ray/auth_token": "~/.ray/auth_token"}
     words = shlex.split(
         docker_start_cmds(
@@ -122,7 +121,7 @@ def test_the_container_that_ray_starts_finds_token_and_devices(path: Path) -> No
 def test_a_worker_of_a_cloud_holds_a_replica_of_the_8b_pair_and_the_head_none(path: Path) -> None:
     types = load(path)["available_node_types"]
     assert types["head"]["resources"] == {"CPU": 0}
-    needed = total_of(load(CLUSTER / "serve" / "config-8b.yaml"))
+    needed = total_of(load(DEPLOY / "serve" / "config-8b.yaml"))
     assert all(types["gpu"]["resources"][name] >= amount for name, amount in needed.items())
 
 
@@ -179,7 +178,7 @@ def test_what_a_serve_config_names_is_there(path: Path) -> None:
 
 def test_replicas_are_told_to_stop_late_enough() -> None:
     """An answer as long as the context must end before its replica does, even at ten tokens a second a stream."""
-    settings = arguments(load(CLUSTER / "serve" / "config-8b.yaml"))
+    settings = arguments(load(DEPLOY / "serve" / "config-8b.yaml"))
     assert settings.server.drain_timeout_s >= 900
     for overlay, resources in manifests().items():
         service = of_kind(resources, "RayService")[0]
@@ -189,8 +188,8 @@ def test_replicas_are_told_to_stop_late_enough() -> None:
 
 
 def test_the_8b_pair_takes_three_gpus_on_one_node() -> None:
-    assert total_of(load(CLUSTER / "serve" / "config-8b.yaml")) == {"GPU": 3.0, "CPU": 5.0}
-    assert total_of(load(CLUSTER / "serve" / "config.yaml")) == {"CPU": 1.0}
+    assert total_of(load(DEPLOY / "serve" / "config-8b.yaml")) == {"GPU": 3.0, "CPU": 5.0}
+    assert total_of(load(DEPLOY / "serve" / "config.yaml")) == {"CPU": 1.0}
 
 
 # KubeRay.
@@ -200,7 +199,7 @@ def manifests() -> dict[str, list[dict[str, Any]]]:
     """Return the resources by overlay; without kubectl only what stands in a file as it is."""
     if has_kubectl():
         return {overlay: kustomized(overlay) for overlay in OVERLAYS}
-    return {"base": [load(CLUSTER / "kuberay" / "base" / "rayservice.yaml")]}
+    return {"base": [load(DEPLOY / "kuberay" / "base" / "rayservice.yaml")]}
 
 
 def pods(service: dict[str, Any]) -> list[dict[str, Any]]:
@@ -218,7 +217,6 @@ def complaints(service: dict[str, Any]) -> list[str]:
 
 
 @needs_kubectl
-@needs_schemas
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_kuberay_takes_it(overlay: str) -> None:
     (service,) = of_kind(kustomized(overlay), "RayService")
@@ -233,7 +231,7 @@ def test_the_manifest_serves_what_the_shipped_config_does(overlay: str) -> None:
     (service,) = of_kind(kustomized(overlay), "RayService")
     inside = yaml.safe_load(service["spec"]["serveConfigV2"])
     assert judged(inside) == []
-    shipped = load(CLUSTER / "serve" / ("config.yaml" if overlay == "overlays/dev" else "config-8b.yaml"))
+    shipped = load(DEPLOY / "serve" / ("config.yaml" if overlay == "overlays/dev" else "config-8b.yaml"))
     if overlay == "overlays/dev":
         shipped["applications"][0]["deployments"][0]["num_replicas"] = 1
     assert inside == shipped
@@ -282,15 +280,15 @@ def test_the_state_of_a_productive_cluster_outlives_its_head() -> None:
 
 def test_versions_agree() -> None:
     images = [re.search(r"image: (\S+)", path.read_text())[1] for path in NODE_CONFIGS]  # type: ignore[index]
-    (service,) = [load(CLUSTER / "kuberay" / "base" / "rayservice.yaml")]
+    (service,) = [load(DEPLOY / "kuberay" / "base" / "rayservice.yaml")]
     images += [container["image"] for pod in pods(service) for container in pod["containers"]]
     assert {image.rpartition("/")[2] for image in images} == {tag()}
     assert service["spec"]["rayClusterConfig"]["rayVersion"] == pinned("ray")
-    assert f"-t {tag()} ." in (CLUSTER / "Dockerfile").read_text()
+    assert f"-t {tag()} ." in (DEPLOY / "Dockerfile").read_text()
 
 
 def test_ports_agree() -> None:
-    service = load(CLUSTER / "kuberay" / "base" / "rayservice.yaml")
+    service = load(DEPLOY / "kuberay" / "base" / "rayservice.yaml")
     configs = [load(path) for path in SERVE_CONFIGS] + [yaml.safe_load(service["spec"]["serveConfigV2"])]
     assert {config["http_options"]["port"] for config in configs} == {PORTS["serve"]}
     assert {config["grpc_options"]["port"] for config in configs} == {PORTS["serve-grpc"]}

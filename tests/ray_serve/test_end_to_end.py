@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from protos import slipstream_v1_pb2 as pb
 from protos import slipstream_v1_pb2_grpc as stubs
 from slipstream import LLM, SamplingParams
-from tests.support.distributed.deployments import CLUSTER, load
+from tests.support.distributed.deployments import CLUSTER, DEPLOY, load
 from tests.support.distributed.ray_serving import (
     BIN,
     PATIENCE_S,
@@ -62,7 +62,7 @@ def served(folder: Path) -> Iterator[Cluster]:
     """The shipped demo config: two replicas of the demo pair."""
     with cluster(folder, RAY_AUTH_MODE="disabled") as made:
         made.start(head_line(made), num_cpus=8)
-        made.deploy(on_ports_of(made, load(CLUSTER / "serve" / "config.yaml")))
+        made.deploy(on_ports_of(made, load(DEPLOY / "serve" / "config.yaml")))
         assert len(made.replicas()) == 2
         yield made
 
@@ -336,7 +336,7 @@ def engine_of(replica: int) -> int:
 
 def test_what_runs_ends_before_its_replica_does(served: Cluster, wanted: dict[str, str]) -> None:
     """A config that changes replaces replicas; streams that have begun are finished by those that began them."""
-    config = on_ports_of(served, load(CLUSTER / "serve" / "config.yaml"))
+    config = on_ports_of(served, load(DEPLOY / "serve" / "config.yaml"))
     config["applications"][0]["args"]["max_num_seqs"] = 24
     before = set(served.replicas())
     results = streams_under(served, lambda: served.deploy(config))
@@ -346,7 +346,7 @@ def test_what_runs_ends_before_its_replica_does(served: Cluster, wanted: dict[st
 
 
 def test_a_config_that_is_wrong_is_told_and_disturbs_nobody(served: Cluster) -> None:
-    config = on_ports_of(served, load(CLUSTER / "serve" / "config.yaml"))
+    config = on_ports_of(served, load(DEPLOY / "serve" / "config.yaml"))
     config["applications"][0]["args"]["modle"] = "x"
     with pytest.raises(AssertionError, match="unknown argument 'modle', did you mean 'model'"):
         served.deploy(config)
@@ -427,7 +427,7 @@ def streamed_with(url: str, prompt: str, began: Callable[[], None], **fields: An
 
 def one_replica(made: Cluster, **arguments: Any) -> dict[str, Any]:
     """Return the shipped config with one replica of its own arguments."""
-    config = on_ports_of(made, load(CLUSTER / "serve" / "config.yaml"))
+    config = on_ports_of(made, load(DEPLOY / "serve" / "config.yaml"))
     (application,) = config["applications"]
     deployments = [{**application["deployments"][0], "num_replicas": 1}]
     args = {"device": "cpu", "enforce_eager": True, "num_gpu_blocks_override": 400, **arguments}
@@ -537,7 +537,7 @@ def test_the_lines_of_cluster_yaml_make_nodes_that_serve() -> None:
             made.environment.pop("RAY_AUTH_MODE", None)
             made.start(on_ports(config["head_start_ray_commands"], made), num_cpus=0)
             made.start(on_ports(config["worker_start_ray_commands"], made), num_cpus=4)
-            shipped = on_ports_of(made, load(CLUSTER / "serve" / "config.yaml"))
+            shipped = on_ports_of(made, load(DEPLOY / "serve" / "config.yaml"))
             made.environment["RAY_AUTH_MODE"] = "disabled"
             with pytest.raises(AssertionError):
                 made.deploy(shipped)  # the token is asked for

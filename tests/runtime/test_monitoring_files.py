@@ -13,7 +13,7 @@ from protos.interfaces import PhaseTimes
 from runtime.core.stats import EngineStats
 from runtime.metrics.prometheus import Metrics
 
-ROOT = Path(__file__).parents[2] / "cluster"
+ROOT = Path(__file__).parents[2] / "cluster" / "deploy"
 DASHBOARDS = sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
 RULES = ROOT / "prometheus" / "rules.yaml"
 NAME = re.compile(r"\b(?:ray_)?(slipstream_\w+|vllm:\w+)")

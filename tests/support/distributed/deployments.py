@@ -12,9 +12,10 @@ from pydantic import BaseModel
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"
-SCHEMAS = ROOT.parent / "shared" / "kuberay"
-SERVE_CONFIGS = sorted((CLUSTER / "serve").glob("*.yaml"))
-NODE_CONFIGS = [CLUSTER / name for name in ("cluster.yaml", "aws.yaml", "gcp.yaml")]
+DEPLOY = CLUSTER / "deploy"
+SCHEMAS = ROOT / "tests" / "support" / "kuberay"
+SERVE_CONFIGS = sorted((DEPLOY / "serve").glob("*.yaml"))
+NODE_CONFIGS = [CLUSTER / "cluster.yaml", DEPLOY / "aws.yaml", DEPLOY / "gcp.yaml"]
 OVERLAYS = ["base", "overlays/dev", "overlays/prod"]
 
 
@@ -32,7 +33,7 @@ def kustomized(overlay: str) -> list[dict[str, Any]]:
 @cache
 def _kustomize(overlay: str) -> str:
     ran = subprocess.run(
-        ["kubectl", "kustomize", str(CLUSTER / "kuberay" / overlay)],
+        ["kubectl", "kustomize", str(DEPLOY / "kuberay" / overlay)],
         capture_output=True,
         text=True,
         check=False,
@@ -102,6 +103,6 @@ def _kinds(annotation: Any) -> list[Any]:
 
 def docker_steps() -> list[tuple[str, str]]:
     """Return the Dockerfile's instructions in order, continuation lines joined."""
-    text = (CLUSTER / "Dockerfile").read_text(encoding="utf-8")
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
     return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in lines)]
