@@ -26,7 +26,7 @@ from demo import pair
 from proposers import registry
 from proposers.shared import datastore
 from protos.config.engine import SpeculativeConfig
-from protos.interfaces import DraftRow, Follower, Proposer
+from protos.interfaces import DraftRow, Proposer, SequenceListener
 from protos.messages import Draft, Request, Sampling
 from protos.sampling import SamplingParams
 
@@ -129,14 +129,14 @@ class Rows:
 
 def begin(proposer: Proposer, rows: Rows) -> None:
     """Let the proposer know all prompts, in slices."""
-    if isinstance(proposer, Follower):
+    if isinstance(proposer, SequenceListener):
         for i, text in enumerate(rows.texts):
             proposer.begin(i + 1, request(text))
         for _ in range(sum(map(len, rows.texts)) // 1024 + 1):
             proposer.prepare()
 
 
-def remember(follower: Follower, answers: Sequence[Sequence[int]], keys: Iterator[int]) -> None:
+def remember(follower: SequenceListener, answers: Sequence[Sequence[int]], keys: Iterator[int]) -> None:
     """Let the proposer see these answers to earlier requests."""
     for answer in answers:
         key = next(keys)
@@ -167,7 +167,7 @@ def run(name: str, proposer: Proposer, rows: Rows, rounds: int) -> Cost:
 
 
 def update(proposer: Proposer, gains: Sequence[tuple[list[int], list[int]]]) -> None:
-    if isinstance(proposer, Follower):
+    if isinstance(proposer, SequenceListener):
         for i, (tokens, probed) in enumerate(gains):
             proposer.grow(i + 1, tokens, probed)
         proposer.prepare()
@@ -179,7 +179,7 @@ def timed(name: str, config: SpeculativeConfig, args: argparse.Namespace) -> Cos
     truths = library_texts(args.rows, args.tokens + args.rounds * (k + 1), SAID_NOW)
     rows = Rows(truths, [truth[: args.tokens] for truth in truths], k)
     [proposer] = registry.beside_controller(config)
-    if isinstance(proposer, Follower):
+    if isinstance(proposer, SequenceListener):
         remember(proposer, library_texts(args.past, ANSWER, SAID_BEFORE), count(10**6))
     begin(proposer, rows)
     return run(name, proposer, rows, args.rounds)
@@ -195,7 +195,7 @@ def memory(requests: int) -> dict[str, float]:
     answers, keys = library_texts(min(1000, requests), REMEMBERED, SAID_BEFORE), count(1)
     before, held = resident(), []
     [proposer] = registry.beside_controller(SpeculativeConfig(method="suffix", num_speculative_tokens=24))
-    assert isinstance(proposer, Follower)
+    assert isinstance(proposer, SequenceListener)
     for _ in range(requests // len(answers)):
         remember(proposer, answers, keys)
         held.append(resident() - before)

@@ -26,7 +26,6 @@ from protos.messages import RoundPlan
 from protos.worker_messages import (
     Died,
     FormPair,
-    Gang,
     PairReady,
     Placed,
     Plan,
@@ -35,6 +34,7 @@ from protos.worker_messages import (
     Setup,
     Stop,
     StoreAddress,
+    WorkerGroup,
     WorkerId,
 )
 from workers.distributed.groups import open_store
@@ -130,7 +130,7 @@ class Plain:
 class Channel:
     """Rounds over our channel. `waits` are the seconds target 0 waited for ids, of rounds with a pair."""
 
-    def __init__(self, gang: Gang, num_targets: int, guesses: int) -> None:
+    def __init__(self, gang: WorkerGroup, num_targets: int, guesses: int) -> None:
         self._gang = gang
         self._workers = [*(WorkerId("target", rank) for rank in range(num_targets)), DRAFT]
         self._round = 0
@@ -215,11 +215,11 @@ def cluster() -> Iterator[Any]:
 
 def measured(ray: Any, num_targets: int, blocks: int, guesses: int) -> tuple[measure.Timings, list[float]]:
     """Return the times of all sides, and how long target 0 waited for ids."""
-    from cluster.ray.placement import Layout, Patience, place  # noqa: PLC0415
-    from cluster.ray.workers import RayGang  # noqa: PLC0415
+    from cluster.ray.placement import BundleLayout, PlacementTimeout, place  # noqa: PLC0415
+    from cluster.ray.workers import RayWorkerGroup  # noqa: PLC0415
 
-    placement = place(Layout(num_targets, True, {"CPU": 1.0}, "STRICT_PACK"), Patience(PATIENCE_S), print)
-    gang = RayGang(placement, f"{HERE}:answer")
+    placement = place(BundleLayout(num_targets, True, {"CPU": 1.0}, "STRICT_PACK"), PlacementTimeout(PATIENCE_S), print)
+    gang = RayWorkerGroup(placement, f"{HERE}:answer")
     try:
         channel, calls = Channel(gang, num_targets, guesses), Calls(ray, num_targets + 1)
         sides: dict[str, Callable[[int], int]] = {

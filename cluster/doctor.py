@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cluster.transport.process_workers import ProcessGang
-from protos.doctor_messages import FromExamined, Join, Joined, Measure, Measured, Part, Seen, Trouble
+from cluster.transport.process_workers import ProcessWorkerGroup
+from protos.doctor_messages import FromExamined, Join, Joined, Leave, Measure, Measured, Seen, Trouble
 from protos.errors import SlipstreamError
 from protos.worker_messages import Died, WorkerId
 
@@ -44,7 +44,7 @@ REMEDIES = {"gloo": GLOO, "nccl": NCCL}
 Answer = TypeVar("Answer", Seen, Joined, Measured, Died)
 
 
-class AilmentError(SlipstreamError):
+class CheckFailedError(SlipstreamError):
     """Something is wrong; `remedy` says how to mend it."""
 
     def __init__(self, what: str, remedy: str) -> None:
@@ -53,7 +53,7 @@ class AilmentError(SlipstreamError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DoctorOptions:
     """What to check. `world` is the number of target ranks, None for as many as there are devices.
 
     With `may_share`, several ranks use one device, which NCCL has to be told to allow.
@@ -65,16 +65,18 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Ward:
+class ProbeProcesses:
     """The processes, and how to speak to them."""
 
-    gang: ProcessGang
+    gang: ProcessWorkerGroup
 
     @classmethod
-    def open(cls, body: str = BODY) -> "Ward":
+    def open(cls, body: str = BODY) -> "ProbeProcesses":
         """Return a ward without anybody in it."""
         return cls(
-            ProcessGang(body, speaks="protos.doctor_messages:FromExamined", hears="protos.doctor_messages:ToExamined")
+            ProcessWorkerGroup(
+                body, speaks="protos.doctor_messages:FromExamined", hears="protos.doctor_messages:ToExamined"
+            )
         )
 
     def admit(self, workers: Seq[WorkerId]) -> dict[WorkerId, Seen]:
@@ -92,16 +94,16 @@ class Ward:
         """Return each worker's next message, which must be of *kind*.
 
         Raises:
-            AilmentError: something else came, or nothing.
+            CheckFailedError: something else came, or nothing.
         """
         answers: dict[WorkerId, Answer] = {}
         deadline = time.monotonic() + limit_s
         while missing := [worker for worker in workers if worker not in answers]:
             if time.monotonic() > deadline:
-                raise AilmentError(f"no answer from {', '.join(map(str, missing))} within {limit_s:.0f} s", remedy)
+                raise CheckFailedError(f"no answer from {', '.join(map(str, missing))} within {limit_s:.0f} s", remedy)
             for worker, message in self.gang.receive(0.25):
                 if not isinstance(message, kind):
-                    raise AilmentError(f"{worker}: {_complaint(message)}", remedy)
+                    raise CheckFailedError(f"{worker}: {_complaint(message)}", remedy)
                 answers[worker] = message
         return answers
 
@@ -118,7 +120,7 @@ class Examination:
         ward: where the processes are; owned by whoever made it.
     """
 
-    def __init__(self, wanted: Wanted, ward: Ward) -> None:
+    def __init__(self, wanted: DoctorOptions, ward: ProbeProcesses) -> None:
         self._wanted, self._ward = wanted, ward
         self._seen: dict[WorkerId, Seen] = {}
         self._devices: list[str] = []
@@ -159,14 +161,14 @@ class Examination:
         """Settle who runs where."""
         count, world = len(seen.devices), self._wanted.world
         if self._wanted.device == "cuda" and not count:
-            raise AilmentError(f"torch {seen.torch} sees no CUDA device", NO_CUDA)
+            raise CheckFailedError(f"torch {seen.torch} sees no CUDA device", NO_CUDA)
         if self._wanted.device == "cpu" or not count:
             self._world = world or CPU_WORLD
             self._devices = ["cpu"] * (self._world + 1)
             return
         self._backend, self._world = "nccl", world or max(1, count - 1)
         if self._world > count and not self._wanted.may_share:
-            raise AilmentError(f"{self._world} target ranks need as many devices, there are {count}", TOO_FEW)
+            raise CheckFailedError(f"{self._world} target ranks need as many devices, there are {count}", TOO_FEW)
         num_ranks = self._world + 1 if self._wanted.may_share else min(self._world + 1, count)
         self._devices = [f"cuda:{rank % count}" for rank in range(num_ranks)]
 
@@ -183,7 +185,7 @@ class Examination:
 
     def _pair_again(self) -> str:
         noticed = self._kill_draft()
-        self._ward.gang.send(TARGET, Part("pair/1"))
+        self._ward.gang.send(TARGET, Leave("pair/1"))
         again = WorkerId("draft", incarnation=1)
         started = time.monotonic()
         self._ward.admit([again])
@@ -198,7 +200,7 @@ class Examination:
         """Return how many seconds it took until the death was noticed."""
         pid, started = self._ward.gang.pid(DRAFT), time.monotonic()
         if pid is None:
-            raise AilmentError("the draft is gone", START)
+            raise CheckFailedError("the draft is gone", START)
         os.kill(pid, signal.SIGKILL)
         self._ward.wait([DRAFT], Died, ANSWER_S, "the system does not tell that child processes ended: is it stuck?")
         return time.monotonic() - started

@@ -32,7 +32,7 @@ class ResidualBlock(nn.Module):
         return kept + F.silu(self.linear(x))
 
 
-class Medusa(nn.ModuleList, Head):
+class MedusaHeads(nn.ModuleList, Head):
     """Head i is `{i}.0.linear`; all go on to the target's own head, as in TGI's variant."""
 
     method, file_name = "medusa", "medusa_lm_head.safetensors"
@@ -61,7 +61,7 @@ class Medusa(nn.ModuleList, Head):
         }
 
 
-class Hydra(Head):
+class HydraHeads(Head):
     """Grounded heads of the `mlp` form; each has a whole head over the vocabulary, so there are few."""
 
     method, file_name = "hydra", "hydra_lm_head.pt"
@@ -181,7 +181,7 @@ class MlpSpeculator(Head):
         }
 
 
-class Recurrent(Head):
+class RecurrentHeads(Head):
     """ReDrafter: a recurrent state of the tokens since, read together with the target's state."""
 
     method = "recurrent"

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from demo import HERE, corpus, own_text, train_heads
 from demo.losses import distillation_loss, next_token_loss
-from demo.trainer import Run, Trainer, device, encode
+from demo.trainer import Trainer, TrainingRun, device, encode
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -104,7 +104,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def train_target(work: Path, run: Run, out: Path) -> None:
+def train_target(work: Path, run: TrainingRun, out: Path) -> None:
     """Train tokenizer and target on the standard library, and list what was held out."""
     train_files, heldout = corpus.split(corpus.stdlib_root())
     names = [path.relative_to(corpus.stdlib_root()).as_posix() for path in heldout]
@@ -120,7 +120,9 @@ def train_target(work: Path, run: Run, out: Path) -> None:
     save(model, tokenizer, out)
 
 
-def train_draft(target_folder: Path, text: Path, work: Path, run: Run, *, out: Path, start: Path | None = None) -> None:
+def train_draft(
+    target_folder: Path, text: Path, work: Path, run: TrainingRun, *, out: Path, start: Path | None = None
+) -> None:
     """Distil a draft for the target in *target_folder* on the text below *text* and the target's own.
 
     It begins with the weights in *start*, or with random ones.
@@ -175,7 +177,7 @@ def _methods(names: str) -> tuple[str, ...]:
 
 
 def _train_heads(args: argparse.Namespace, target: Path, out: Path) -> None:
-    run = Run(minutes=args.head_minutes, learning_rate=1.5e-3, length=384, batch=2, warm_up=10)
+    run = TrainingRun(minutes=args.head_minutes, learning_rate=1.5e-3, length=384, batch=2, warm_up=10)
     material = train_heads.Material(args.text, args.own_texts)
     for method, shares in train_heads.train_heads(target, args.heads, material, args.work, run, out=out).items():
         *right, length = (f"{share:.3f}" for share in shares)
@@ -192,11 +194,11 @@ def main() -> None:
     kind = "heads" if args.heads else "draft"
     out: Path = args.out or (target.with_name(f"{target.name}-{kind}") if args.target else HERE / kind)
     if args.target is None and not (target / "model.safetensors").exists():
-        train_target(args.work, Run(minutes=args.target_minutes), target)
+        train_target(args.work, TrainingRun(minutes=args.target_minutes), target)
     if args.heads:
         _train_heads(args, target, out)
     else:
-        train_draft(target, args.text, args.work, Run(minutes=args.draft_minutes), out=out, start=args.draft)
+        train_draft(target, args.text, args.work, TrainingRun(minutes=args.draft_minutes), out=out, start=args.draft)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,16 @@ from demo import corpus, own_text
 from demo.evaluate import agreement, continuations
 from demo.heads import Head, Teacher, anchors
 from demo.heads_eagle import Eagle1, Eagle3, most_frequent
-from demo.heads_flat import Hydra, Medusa, MlpSpeculator, Recurrent
+from demo.heads_flat import HydraHeads, MedusaHeads, MlpSpeculator, RecurrentHeads
 from demo.losses import Loss
-from demo.trainer import Run, Trainer, adamw, device, encode
+from demo.trainer import Trainer, TrainingRun, adamw, device, encode
 
 ANCHORS_PER_TEXT = 128
 MAKERS: Mapping[str, Callable[[Teacher, torch.Tensor], Head]] = {
-    "medusa": lambda teacher, _: Medusa(teacher),
-    "hydra": lambda teacher, _: Hydra(teacher),
+    "medusa": lambda teacher, _: MedusaHeads(teacher),
+    "hydra": lambda teacher, _: HydraHeads(teacher),
     "mlp_speculator": lambda teacher, _: MlpSpeculator(teacher),
-    "recurrent": lambda teacher, _: Recurrent(teacher),
+    "recurrent": lambda teacher, _: RecurrentHeads(teacher),
     "eagle": lambda teacher, _: Eagle1(teacher),
     "eagle3": lambda teacher, ids_N: Eagle3(teacher, frequent=most_frequent(ids_N, teacher.config.vocab_size)),
 }
@@ -39,7 +39,7 @@ class Material:
 
 
 def train_heads(
-    target_folder: Path, methods: Sequence[str], material: Material, work: Path, run: Run, *, out: Path
+    target_folder: Path, methods: Sequence[str], material: Material, work: Path, run: TrainingRun, *, out: Path
 ) -> dict[str, list[float]]:
     """Train one head of each of *methods*, and write it into the folder *out* / method in its public format.
 

@@ -16,7 +16,7 @@ CHECKPOINT_EVERY_S = 120.0
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What one training run needs: sequences of *length* tokens, *batch* at a time, for *minutes*."""
 
     minutes: float
@@ -67,7 +67,7 @@ class Trainer:
         self,
         model: nn.Module,
         streams: Sequence[torch.Tensor],
-        run: Run,
+        run: TrainingRun,
         state: Path,
         *,
         optimized_by: Callable[[nn.Module, float], list[torch.optim.Optimizer]] = optimizers,

@@ -14,13 +14,13 @@ from proposers.formats import dflash as format_of
 from proposers.shared.decoder import Layers, Rope, TargetVocabulary, fill, stored
 from proposers.shared.one_forward import ParallelProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import FeatureSpec, Parts
+from protos.draft_module import DraftWeights, FeatureSpec
 
 
 class DFlashNet(nn.Module):
     """What the checkpoint holds, under its names."""
 
-    def __init__(self, spec: format_of.Spec, layers: Layers) -> None:
+    def __init__(self, spec: format_of.DFlashSpec, layers: Layers) -> None:
         super().__init__()
         hidden = spec.dims.hidden
         self.fc = nn.Linear(spec.target_hidden * len(spec.inputs_of), hidden, bias=False)
@@ -41,7 +41,7 @@ class DFlashModule(nn.Module):
 
     shift = 1
 
-    def __init__(self, spec: format_of.Spec, tensors: dict[str, torch.Tensor], parts: Parts) -> None:
+    def __init__(self, spec: format_of.DFlashSpec, tensors: dict[str, torch.Tensor], parts: DraftWeights) -> None:
         super().__init__()
         ids_V = tensors.pop("target_ids", None)
         layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
@@ -96,6 +96,6 @@ class DFlashProposer(ParallelProposer):
         return FeatureSpec("all", format_of.features_of(draft, target))
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> DFlashModule:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> DFlashModule:
         """See `protos.draft_module.LearnedProposer`."""
         return DFlashModule(*stored(format_of, parts), parts)

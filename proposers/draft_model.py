@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 
 from proposers.shared.chains import Chains
-from proposers.shared.dynamic_tree import CHAINS, Shape, Tree
+from proposers.shared.dynamic_tree import CHAINS, Tree, TreeShape
 from protos.config.engine import SpeculativeConfig
 from protos.draft_module import DraftRunner, on_a_worker
 from protos.interfaces import DraftRow
@@ -21,13 +21,13 @@ class DraftModelProposer:
 
     on_worker: ClassVar[bool] = True
 
-    def __init__(self, runner: DraftRunner, shape: Shape = CHAINS) -> None:
+    def __init__(self, runner: DraftRunner, shape: TreeShape = CHAINS) -> None:
         self.runner, self.shape = runner, shape
 
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
         """Return a proposer for the draft model that *runner* runs."""
-        return cls(on_a_worker(runner, "draft_model"), Shape.of(config))
+        return cls(on_a_worker(runner, "draft_model"), TreeShape.of(config))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return `row.k` tokens for each row."""

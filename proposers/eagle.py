@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from proposers.formats import eagle as format_of
-from proposers.shared.autoregressive import RecyclingProposer
+from proposers.shared.autoregressive import AutoregressiveProposer
 from proposers.shared.decoder import Layers, fill, stored, through
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_module import FeatureSpec, Parts
+from protos.draft_module import DraftWeights, FeatureSpec
 
 
 class EagleNet(nn.Module):
     """What the checkpoint holds, under its names: the first layer has no input norm, and there is none at the end."""
 
-    def __init__(self, spec: format_of.Spec, layers: Layers) -> None:
+    def __init__(self, spec: format_of.EagleSpec, layers: Layers) -> None:
         super().__init__()
         hidden = spec.dims.hidden
         self.fc = nn.Linear(2 * hidden, hidden, bias=spec.fc_bias)
@@ -37,7 +37,7 @@ class EagleModule(nn.Module):
     shift = 1
     most = MAX_SPECULATIVE_TOKENS
 
-    def __init__(self, spec: format_of.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
+    def __init__(self, spec: format_of.EagleSpec, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
         super().__init__()
         layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
         with torch.device("meta"):
@@ -58,11 +58,11 @@ class EagleModule(nn.Module):
         return through(self.net.layers, states_1TH, self.rope(states_1TH, positions_1T))
 
     def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `proposers.shared.autoregressive.Recycling`: the target's head reads the states, which are fed back as they are."""
+        """See `proposers.shared.autoregressive.AutoregressiveModule`: the target's head reads the states, which are fed back as they are."""
         return self.head(states_NH).float(), states_NH
 
 
-class EagleProposer(RecyclingProposer):
+class EagleProposer(AutoregressiveProposer):
     """Drafts with an EAGLE-1 head: chains, or trees as EAGLE-2 does."""
 
     method: ClassVar[str] = "eagle"
@@ -73,6 +73,6 @@ class EagleProposer(RecyclingProposer):
         return FeatureSpec("all")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> EagleModule:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> EagleModule:
         """See `protos.draft_module.LearnedProposer`."""
         return EagleModule(*stored(format_of, parts), parts)

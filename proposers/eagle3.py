@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from proposers.formats import eagle3 as format_of
-from proposers.shared.autoregressive import RecyclingProposer
+from proposers.shared.autoregressive import AutoregressiveProposer
 from proposers.shared.decoder import Layers, Rope, TargetVocabulary, fill, stored, through
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_module import FeatureSpec, Parts
+from protos.draft_module import DraftWeights, FeatureSpec
 
 
 class WideLayer(nn.Module):
@@ -48,7 +48,7 @@ class WideLayer(nn.Module):
 class Eagle3Net(nn.Module):
     """What the checkpoint holds, under its names."""
 
-    def __init__(self, spec: format_of.Spec, layers: Layers, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, spec: format_of.Eagle3Spec, layers: Layers, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         hidden = spec.dims.hidden
         first = WideLayer(layers, norm_before_residual=spec.norm_before_residual)
@@ -78,7 +78,7 @@ class Eagle3Module(nn.Module):
     shift = 1
     most = MAX_SPECULATIVE_TOKENS
 
-    def __init__(self, spec: format_of.Spec, tensors: dict[str, torch.Tensor], parts: Parts) -> None:
+    def __init__(self, spec: format_of.Eagle3Spec, tensors: dict[str, torch.Tensor], parts: DraftWeights) -> None:
         super().__init__()
         ids_V = tensors.pop("target_ids", None)
         layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
@@ -109,12 +109,12 @@ class Eagle3Module(nn.Module):
         return through(self.net.layers[1:], states_1TH, rope)
 
     def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `proposers.shared.autoregressive.Recycling`: states are fed back before the norm, after it only by `norm_output`."""
+        """See `proposers.shared.autoregressive.AutoregressiveModule`: states are fed back before the norm, after it only by `norm_output`."""
         normed_NH = self.net.norm(states_NH)
         return self.to_target(self.head(normed_NH)), normed_NH if self._spec.norm_output else states_NH
 
 
-class Eagle3Proposer(RecyclingProposer):
+class Eagle3Proposer(AutoregressiveProposer):
     """Drafts with an EAGLE-3 head, chains or trees."""
 
     method: ClassVar[str] = "eagle3"
@@ -125,6 +125,6 @@ class Eagle3Proposer(RecyclingProposer):
         return FeatureSpec("all", format_of.features_of(draft, target))
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> Eagle3Module:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Eagle3Module:
         """See `protos.draft_module.LearnedProposer`."""
         return Eagle3Module(*stored(format_of, parts), parts)

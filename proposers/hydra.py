@@ -17,7 +17,7 @@ from proposers.formats import hydra as checkpoint
 from proposers.shared.decoder import Layers, fill, stored, through
 from proposers.shared.heads import Block, HeadsModule, HeadsProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import FeatureSpec, Parts
+from protos.draft_module import DraftWeights, FeatureSpec
 from protos.interfaces import DraftRow
 
 
@@ -33,7 +33,7 @@ class Prefix(nn.Module):
 class HydraNet(nn.Module):
     """What the checkpoint holds, under its names."""
 
-    def __init__(self, spec: checkpoint.Spec, layers: Layers | None) -> None:
+    def __init__(self, spec: checkpoint.HydraSpec, layers: Layers | None) -> None:
         super().__init__()
         width = spec.width
         self.blocks = nn.ModuleList(
@@ -55,7 +55,7 @@ class Hydra(HeadsModule):
     With a prefix, the entry of position i is made of the target's state at i alone, once the token behind it is known.
     """
 
-    def __init__(self, spec: checkpoint.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
+    def __init__(self, spec: checkpoint.HydraSpec, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
         super().__init__(spec.num_heads, spec.vocab_size, parts.dtype)
         self.is_grounded = spec.grounded
         layers = None if spec.prefix is None else Layers(spec.prefix, 1, spec.rope, spec.max_model_len, parts)
@@ -95,7 +95,7 @@ class HydraProposer(HeadsProposer):
         return FeatureSpec("all" if draft.get("hydra_head_arch") == checkpoint.PREFIX else "last")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> Hydra:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Hydra:
         """See `protos.draft_module.LearnedProposer`."""
         return Hydra(*stored(checkpoint, parts), parts)
 

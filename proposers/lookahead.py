@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple, Self
 from protos.config.engine import SpeculativeConfig
 from protos.draft_module import DraftRunner
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow, Follower
+from protos.interfaces import DraftRow, SequenceListener
 from protos.messages import Draft, Request
 
 MAX_KEYS = 1024
@@ -27,7 +27,7 @@ MAX_KEYS = 1024
 Gram = tuple[int, ...]
 
 
-class Shape(NamedTuple):
+class LookaheadShape(NamedTuple):
     """W columns, N - 1 levels, and at most G n-grams for each first token."""
 
     columns: int
@@ -58,7 +58,7 @@ class Pool:
         return list(reversed(self._grams.get(first, {})))
 
 
-class Nodes:
+class LookaheadNodes:
     """A draft under construction: branches, and then probes, so that these are cut first."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Ahead:
         text: what is known of the sequence; tokens out of it stand where nothing better is known.
     """
 
-    shape: Shape
+    shape: LookaheadShape
     pool: Pool
     dice: Random
     levels: list[list[int]]
@@ -116,7 +116,7 @@ class Ahead:
     num_asked: int = 0
 
     @classmethod
-    def of(cls, text: Seq[int], shape: Shape, seed: int) -> "Ahead":
+    def of(cls, text: Seq[int], shape: LookaheadShape, seed: int) -> "Ahead":
         """Begin with one level of tokens drawn from the *text*."""
         ahead = cls(shape, Pool(shape.guesses), Random(seed), [[]], text)
         ahead._fill()
@@ -127,7 +127,7 @@ class Ahead:
         self.text = text
         size = sum(map(len, self.levels))
         room = k - size if size < k else k
-        nodes = Nodes()
+        nodes = LookaheadNodes()
         for gram in self.pool.behind(text[-1]):
             nodes.branch(gram, room)
         self.num_asked = size if size < k else 0
@@ -158,12 +158,12 @@ class Ahead:
             level.extend(self.dice.choices(self.text, k=self.shape.columns - len(level)))
 
 
-class LookaheadProposer(Follower):
+class LookaheadProposer(SequenceListener):
     """Follows every sequence with a window and a pool of its own."""
 
     on_worker: ClassVar[bool] = False
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LookaheadShape) -> None:
         self._shape = shape
         self._ahead: dict[int, Ahead] = {}
 
@@ -183,7 +183,7 @@ class LookaheadProposer(Follower):
                 f"method 'lookahead' with lookahead_ngram {config.lookahead_ngram} needs "
                 f"num_speculative_tokens of at least {2 * levels}, got {room}"
             )
-        return cls(Shape(columns, levels, config.lookahead_guesses))
+        return cls(LookaheadShape(columns, levels, config.lookahead_guesses))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft a row, of at most `row.k` nodes: the pool's guesses, and probes."""
@@ -194,15 +194,15 @@ class LookaheadProposer(Follower):
         return self._ahead.get(row.key) or Ahead.of(row.token_ids, self._shape, row.key)
 
     def begin(self, key: int, request: Request) -> None:
-        """See `Follower`."""
+        """See `SequenceListener`."""
         self._ahead[key] = Ahead.of(request.prompt_token_ids, self._shape, key)
 
     def grow(self, key: int, token_ids: Seq[int], probed: Seq[int]) -> None:
-        """See `Follower`."""
+        """See `SequenceListener`."""
         ahead = self._ahead.get(key)
         if ahead is not None:
             ahead.learn(len(token_ids), probed)
 
     def end(self, key: int, token_ids: Seq[int]) -> None:
-        """See `Follower`."""
+        """See `SequenceListener`."""
         self._ahead.pop(key, None)

@@ -15,7 +15,7 @@ from proposers.formats import medusa as checkpoint
 from proposers.shared.decoder import TargetVocabulary, fill, stored
 from proposers.shared.heads import Block, HeadsModule, HeadsProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import FeatureSpec, Parts
+from protos.draft_module import DraftWeights, FeatureSpec
 
 Output = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,7 +23,7 @@ Output = Callable[[torch.Tensor], torch.Tensor]
 class MedusaNet(nn.Module):
     """What the checkpoint holds, under its names."""
 
-    def __init__(self, spec: checkpoint.Spec) -> None:
+    def __init__(self, spec: checkpoint.MedusaSpec) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(*(Block(spec.width, spec.width, bias=spec.has_bias) for _ in range(spec.num_blocks)))
@@ -35,7 +35,7 @@ class MedusaNet(nn.Module):
             self.head = _output(spec)
 
 
-def _output(spec: checkpoint.Spec) -> nn.Linear:
+def _output(spec: checkpoint.MedusaSpec) -> nn.Linear:
     return nn.Linear(spec.width, spec.head_size, bias=False)
 
 
@@ -44,7 +44,7 @@ class Medusa(HeadsModule):
 
     is_grounded = False
 
-    def __init__(self, spec: checkpoint.Spec, tensors: dict[str, torch.Tensor], parts: Parts) -> None:
+    def __init__(self, spec: checkpoint.MedusaSpec, tensors: dict[str, torch.Tensor], parts: DraftWeights) -> None:
         super().__init__(spec.num_heads, spec.vocab_size, parts.dtype)
         ids_V = tensors.pop("target_ids", None)
         self.vocabulary = TargetVocabulary(None if ids_V is None else ids_V.to(parts.device), spec.vocab_size)
@@ -53,7 +53,7 @@ class Medusa(HeadsModule):
         fill(self.net, tensors, parts)
         self.outputs: list[Output] = self._outputs(spec, parts)
 
-    def _outputs(self, spec: checkpoint.Spec, parts: Parts) -> list[Output]:
+    def _outputs(self, spec: checkpoint.MedusaSpec, parts: DraftWeights) -> list[Output]:
         """Return what turns each head's states into logits."""
         if spec.output == "own":
             return [*self.net.heads]
@@ -80,6 +80,6 @@ class MedusaProposer(HeadsProposer):
         return FeatureSpec("last")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> Medusa:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Medusa:
         """See `protos.draft_module.LearnedProposer`."""
         return Medusa(*stored(checkpoint, parts), parts)

@@ -17,7 +17,7 @@ from proposers.formats import mlp_speculator as checkpoint
 from proposers.shared.decoder import fill, stored
 from proposers.shared.heads import HeadsModule, HeadsProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import FeatureSpec, Parts
+from protos.draft_module import DraftWeights, FeatureSpec
 
 EPSILON = 1e-6
 
@@ -37,7 +37,7 @@ class Norm(nn.Module):
 class MLPSpeculator(HeadsModule):
     """See `proposers.shared.heads.Heads`."""
 
-    def __init__(self, spec: checkpoint.Spec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: checkpoint.MLPSpeculatorSpec, dtype: torch.dtype) -> None:
         super().__init__(spec.num_heads, spec.vocab_size, dtype)
         self.scale_input = spec.scale_input
         self.state_weight = 0.5 ** (0.5 / spec.num_heads)
@@ -84,7 +84,7 @@ class MLPSpeculatorProposer(HeadsProposer):
         return FeatureSpec("last")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> MLPSpeculator:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> MLPSpeculator:
         """See `protos.draft_module.LearnedProposer`."""
         spec, tensors = stored(checkpoint, parts)
         with torch.device("meta"):

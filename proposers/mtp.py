@@ -16,10 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from proposers.formats import mtp as format_of
 from proposers.formats import speculators
 from proposers.formats.causal import model_config
-from proposers.shared.autoregressive import RecyclingProposer
+from proposers.shared.autoregressive import AutoregressiveProposer
 from proposers.shared.decoder import Rope, compute_buffers, fill, layer_shape, shapes_of
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_module import FeatureSpec, Parts
+from protos.draft_module import DraftWeights, FeatureSpec
 
 ADDS_ONE = (".embed_norm.weight", ".state_norm.weight", ".norm.weight")
 
@@ -27,7 +27,7 @@ ADDS_ONE = (".embed_norm.weight", ".state_norm.weight", ".norm.weight")
 class MtpLayer(nn.Module):
     """A decoder layer of the target's kind, and what leads into it and out of it."""
 
-    def __init__(self, spec: format_of.Spec, block: Any) -> None:
+    def __init__(self, spec: format_of.MtpSpec, block: Any) -> None:
         super().__init__()
         hidden = spec.hidden
         self.embed_norm, self.state_norm = LlamaRMSNorm(hidden, spec.eps), LlamaRMSNorm(hidden, spec.eps)
@@ -54,7 +54,7 @@ class MtpLayer(nn.Module):
 class MtpNet(nn.Module):
     """What the checkpoint holds, under its names; `layer_idx` of the *blocks* count from 0."""
 
-    def __init__(self, spec: format_of.Spec, blocks: Seq[Any]) -> None:
+    def __init__(self, spec: format_of.MtpSpec, blocks: Seq[Any]) -> None:
         super().__init__()
         for index, block in enumerate(blocks):
             block.self_attn.layer_idx = index
@@ -70,7 +70,7 @@ class MtpModule(nn.Module):
 
     shift = 1
 
-    def __init__(self, spec: format_of.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
+    def __init__(self, spec: format_of.MtpSpec, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
         super().__init__()
         config = model_config(format_of.FORMAT, speculators.flattened(parts.config), **_shortest(parts.config))
         models = [_empty_model(config, parts) for _ in range(spec.num_layers)]
@@ -100,7 +100,7 @@ class MtpModule(nn.Module):
         )
 
     def behind(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `proposers.shared.autoregressive.Recycling`."""
+        """See `proposers.shared.autoregressive.AutoregressiveModule`."""
         index = step % self._spec.num_layers
         states_NH = states_NX.tensor_split(self._spec.num_layers, -1)[index]
         layer = self.net.layers[index]
@@ -114,7 +114,7 @@ class MtpModule(nn.Module):
         return embedded_1TH
 
 
-class MtpProposer(RecyclingProposer):
+class MtpProposer(AutoregressiveProposer):
     """Drafts with the target's own MTP heads, chains or trees."""
 
     method: ClassVar[str] = "mtp"
@@ -125,7 +125,7 @@ class MtpProposer(RecyclingProposer):
         return FeatureSpec("all")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> MtpModule:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> MtpModule:
         """See `protos.draft_module.LearnedProposer`. Of the checkpoint, only the heads are read."""
         tensors = {
             prefix + name: tensor
@@ -142,7 +142,7 @@ def _shortest(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_hidden_layers": few, "layer_types": ["full_attention"] * few}
 
 
-def _empty_model(config: Any, parts: Parts) -> Any:
+def _empty_model(config: Any, parts: DraftWeights) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, attn_implementation=parts.attention)
 

@@ -7,14 +7,14 @@ brings a prediction of its answer (OpenAI's `prediction`) is looked up in that f
 from typing import ClassVar, Self
 
 from proposers.shared.ngram_index import Places
-from proposers.shared.sequence_index import Followed, Following
+from proposers.shared.sequence_index import IndexedSequence, SequenceIndex
 from protos.config.engine import SpeculativeConfig
 from protos.draft_module import DraftRunner
 from protos.interfaces import DraftRow
 from protos.messages import Draft
 
 
-class NgramProposer(Following):
+class NgramProposer(SequenceIndex):
     """Looks the last n tokens up in the sequence itself, longest n first, most recent match first.
 
     A guess is confident, in a cascade, where there is a match of at least the minimum length.
@@ -32,10 +32,10 @@ class NgramProposer(Following):
         return cls(config.prompt_lookup_min, config.prompt_lookup_max)
 
     def index(self) -> Places:
-        """See `Following`. One size of gram for each n: no match need be lengthened."""
+        """See `SequenceIndex`. One size of gram for each n: no match need be lengthened."""
         return Places(range(self.max_n, self.min_n - 1, -1), self.max_n, most=1)
 
-    def guess(self, row: DraftRow, followed: Followed) -> Draft:
+    def guess(self, row: DraftRow, followed: IndexedSequence) -> Draft:
         """Return the tokens that followed the match, at most `row.k`; none without a match."""
         tokens = followed.tokens
         predicted = followed.predicted(row.k)

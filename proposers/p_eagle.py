@@ -13,7 +13,7 @@ from proposers.formats import p_eagle as format_of
 from proposers.shared.decoder import stored
 from proposers.shared.one_forward import ParallelProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import Parts
+from protos.draft_module import DraftWeights
 
 
 class ParallelEagleModule(Eagle3Module):
@@ -22,7 +22,9 @@ class ParallelEagleModule(Eagle3Module):
     lead = -1
     sees_all = False
 
-    def __init__(self, spec: format_of.Spec, tensors: dict[str, torch.Tensor], parts: Parts) -> None:
+    def __init__(
+        self, spec: format_of.ParallelEagleSpec, tensors: dict[str, torch.Tensor], parts: DraftWeights
+    ) -> None:
         mask_F = tensors.pop("mask_hidden").to(parts.device, parts.dtype)
         super().__init__(spec, tensors, parts)
         self.mask_token_id = spec.mask_token_id
@@ -44,6 +46,6 @@ class ParallelEagleProposer(ParallelProposer):
     features_of = Eagle3Proposer.features_of
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> ParallelEagleModule:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> ParallelEagleModule:
         """See `protos.draft_module.LearnedProposer`."""
         return ParallelEagleModule(*stored(format_of, parts), parts)

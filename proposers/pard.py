@@ -15,7 +15,7 @@ from proposers.formats.causal import model_config
 from proposers.shared.decoder import compute_buffers, fill, layer_shape, stored
 from proposers.shared.one_forward import ParallelProposer
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_module import FeatureSpec, Parts
+from protos.draft_module import DraftWeights, FeatureSpec
 
 
 class PardModule(nn.Module):
@@ -26,7 +26,7 @@ class PardModule(nn.Module):
     most = MAX_SPECULATIVE_TOKENS
     sees_all = False
 
-    def __init__(self, spec: format_of.Spec, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
+    def __init__(self, spec: format_of.PardSpec, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
         super().__init__()
         config = model_config(format_of.FORMAT, parts.config)
         with torch.device("meta"):
@@ -70,6 +70,6 @@ class PardProposer(ParallelProposer):
         return FeatureSpec()
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> PardModule:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> PardModule:
         """See `protos.draft_module.LearnedProposer`."""
         return PardModule(*stored(format_of, parts), parts)

@@ -19,7 +19,7 @@ from proposers.shared.dynamic_tree import Nodes
 from proposers.shared.heads import Block, HeadsModule, HeadsProposer
 from proposers.shared.static_tree import StaticTree
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_module import DraftRunner, FeatureSpec, Parts
+from protos.draft_module import DraftRunner, DraftWeights, FeatureSpec
 from protos.interfaces import DraftRow
 from protos.messages import Draft
 
@@ -32,7 +32,7 @@ WIDTH, LENGTH = 10, 4
 class RecurrentNet(nn.Module):
     """What the checkpoint holds, under its names."""
 
-    def __init__(self, spec: checkpoint.Spec) -> None:
+    def __init__(self, spec: checkpoint.RecurrentSpec) -> None:
         super().__init__()
         if spec.has_input:
             self.input_proj = nn.Linear(2 * spec.width, spec.exit)
@@ -49,7 +49,7 @@ class Recurrent(HeadsModule):
     The one head serves any number of steps.
     """
 
-    def __init__(self, spec: checkpoint.Spec, net: RecurrentNet, parts: Parts) -> None:
+    def __init__(self, spec: checkpoint.RecurrentSpec, net: RecurrentNet, parts: DraftWeights) -> None:
         super().__init__(MAX_SPECULATIVE_TOKENS, spec.vocab_size, parts.dtype)
         self.net, self.spec, self.embed = net, spec, parts.embedding()
 
@@ -104,7 +104,7 @@ class RecurrentProposer(HeadsProposer):
         return FeatureSpec("last")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> Recurrent:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Recurrent:
         """See `protos.draft_module.LearnedProposer`."""
         spec, tensors = stored(checkpoint, parts)
         with torch.device("meta"):
@@ -117,13 +117,13 @@ class RecurrentProposer(HeadsProposer):
         return self._beams(rows) if self.width else super().propose(rows)
 
     def _beams(self, rows: Seq[DraftRow]) -> list[Draft]:
-        beams = Beams(self.runner, rows, self.width)
+        beams = RecurrentBeams(self.runner, rows, self.width)
         for depth in range(min(self.length, max(row.k for row in rows))):
             beams.grow(depth)
         return beams.nodes.best(rows)
 
 
-class Beams:
+class RecurrentBeams:
     """Beam search in all rows of a round at once. Beams of one row are never the same, so each step of one is a node.
 
     Args:

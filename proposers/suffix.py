@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import ClassVar, Self
 
-from proposers.shared.answer_index import PastTexts
+from proposers.shared.answer_index import AnswerIndex
 from proposers.shared.continuations import NO_GUESS, Guess, Vote, chain, confidence_of, tree
 from proposers.shared.ngram_index import Places
-from proposers.shared.sequence_index import Followed, Following
+from proposers.shared.sequence_index import IndexedSequence, SequenceIndex
 from protos.config.engine import SpeculativeConfig
 from protos.draft_module import DraftRunner
 from protos.interfaces import DraftRow
@@ -32,7 +32,7 @@ SHORT = 512
 """While those of a round have fewer tokens than this, one more is taken in."""
 
 
-class SuffixProposer(Following):
+class SuffixProposer(SequenceIndex):
     """Follows each request, and remembers the answers of those that ended.
 
     Args:
@@ -50,7 +50,7 @@ class SuffixProposer(Following):
         self._min_probability = config.suffix_decoding_min_token_prob
         self._vote, self._confidence = vote, confidence
         max_answers = config.suffix_decoding_max_cached_requests
-        self._past = PastTexts(config.suffix_decoding_max_bytes, max_answers, self._depth)
+        self._past = AnswerIndex(config.suffix_decoding_max_bytes, max_answers, self._depth)
         self._keeps_answers = max_answers > 0
         self._finished: deque[tuple[str, array[int]]] = deque()  # salts and answers
         self._num_finished = 0  # tokens
@@ -62,7 +62,7 @@ class SuffixProposer(Following):
         return cls(config, vote, confidence_of(config, "suffix"))
 
     def index(self) -> Places:
-        """See `Following`."""
+        """See `SequenceIndex`."""
         return Places([size for size in OWN_SIZES if size <= self._depth], self._depth)
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
@@ -72,7 +72,7 @@ class SuffixProposer(Following):
         best = self._or_elsewhere(rows, [one.salt for one in followed], here) if len(self._past) else here
         return [guess.draft if guess.score >= self._confidence else NO_GUESS.draft for guess in best]
 
-    def _here(self, row: DraftRow, followed: Followed) -> Guess:
+    def _here(self, row: DraftRow, followed: IndexedSequence) -> Guess:
         """Guess by the user's prediction of the answer, or by what was said before in the same request."""
         own = self._own(row, followed)
         if followed.prediction is None:
@@ -80,7 +80,7 @@ class SuffixProposer(Following):
         predicted = followed.predicted(row.k)
         return Guess(Draft(tuple(predicted)), float(len(predicted))) if len(predicted) >= own.score else own
 
-    def _own(self, row: DraftRow, followed: Followed) -> Guess:
+    def _own(self, row: DraftRow, followed: IndexedSequence) -> Guess:
         """Guess by the request's own text."""
         if not followed.is_indexed:
             return NO_GUESS

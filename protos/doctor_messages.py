@@ -38,13 +38,13 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
     repeats: int
 
 
-class Part(msgspec.Struct, frozen=True, tag=True):
+class Leave(msgspec.Struct, frozen=True, tag=True):
     """Leave *group*. Not answered."""
 
     group: str
 
 
-ToExamined = Join | Measure | Part | Stop
+ToExamined = Join | Measure | Leave | Stop
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):

@@ -3,7 +3,7 @@
 A learned proposer comes in two parts. Its *module* is a torch module that `build` makes from a checkpoint: weights, the
 published mathematics, and the K/V shapes of its attention layers if it has any. The *proposer* asks the worker to run
 the module over paged KV, chooses tokens by the target's own sampling, and strings them into drafts. Neither imports
-`workers`: attention inside a module goes through the function that `transformers` finds under `Parts.attention`.
+`workers`: attention inside a module goes through the function that `transformers` finds under `DraftWeights.attention`.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ class FeatureSpec(msgspec.Struct, frozen=True):
     inputs_of: tuple[int, ...] = ()
 
 
-class Parts(Protocol):
+class DraftWeights(Protocol):
     """What a module is built from: the draft's checkpoint, and what it borrows of the target."""
 
     @property
@@ -258,7 +258,7 @@ class LearnedProposer(Protocol):
         ...
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> Module:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Module:
         """Make the module. Raises `ModelError` naming the tensor and both shapes where the checkpoint does not fit."""
         ...
 

@@ -18,7 +18,7 @@ class DraftRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence that wants a draft of at most `k` tokens after its `token_ids`.
 
     `token_ids` is given to proposers beside the controller, and is only theirs to read; learned ones read the draft
-    worker's own tables by `slot`. `key` is the sequence's for life, as a `Follower` was told, and 0 where nobody was.
+    worker's own tables by `slot`. `key` is the sequence's for life, as a `SequenceListener` was told, and 0 where nobody was.
     """
 
     slot: int
@@ -46,7 +46,7 @@ class Proposer(Protocol):
         ...
 
 
-class Follower:
+class SequenceListener:
     """What a proposer beside the controller inherits where it wants to know of sequences, from arrival to end.
 
     It is told in the controller's own thread; whatever takes long belongs into `prepare`. A sequence that is preempted,

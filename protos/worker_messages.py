@@ -230,7 +230,7 @@ class Port(Protocol):
         ...
 
 
-class Gang(Protocol):
+class WorkerGroup(Protocol):
     """Starts, watches and ends the worker processes of one replica, and carries their mail.
 
     Used by one thread. Everything that happens comes out of `receive`, deaths too, in the order it was noticed.

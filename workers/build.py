@@ -11,7 +11,7 @@ from protos.draft_module import FeatureSpec
 from protos.errors import ConfigError
 from protos.messages import StepCosts, WorkerInfo
 from workers.attention.kv import bytes_per_block
-from workers.draft.draft_model import DraftSide, LoadedDraft, load_draft, wants_costs
+from workers.draft.draft_model import DraftEngine, LoadedDraft, load_draft, wants_costs
 from workers.model.capture import Taps
 from workers.model.loader import LoadedModel, load
 from workers.model.runner import ModelRunner, free_memory
@@ -55,7 +55,7 @@ def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
     if not config.model.enforce_eager:
         say("warming up the target")
         say(f"target: {runner.warm_up()}")
-    side = None if draft is None else DraftSide.of(draft, config, slots, sampler, num_blocks=info.num_blocks, say=say)
+    side = None if draft is None else DraftEngine.of(draft, config, slots, sampler, num_blocks=info.num_blocks, say=say)
     costs = measure(config, runner, side)
     slots.clear()
     grammars = with_grammars(sampler, config.model, target)
@@ -68,7 +68,7 @@ def taps_for(target: LoadedModel, spec: FeatureSpec) -> Taps | None:
     return None if spec.needs == "none" else Taps(target.model, spec)
 
 
-def measure(config: EngineConfig, runner: ModelRunner, side: DraftSide | None) -> StepCosts | None:
+def measure(config: EngineConfig, runner: ModelRunner, side: DraftEngine | None) -> StepCosts | None:
     """Measure what steps cost where somebody asks. Nothing larger than `MEASURED_TOKENS` is run: beyond, costs grow
     in proportion.
     """

@@ -11,14 +11,14 @@ import torch
 from protos.draft_tree import ancestors, depths, widths
 from protos.interfaces import Needs
 from protos.messages import Draft, NewSequence, Row, TokenLogprobs, Verdict
-from workers.attention.batch import Area, Areas, Batch, Ints
+from workers.attention.batch import Batch, Ints, TreeMask, TreeMasks
 from workers.features import Features, kept
 from workers.model.runner import ModelRunner
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.logprobs import token_logprobs
 from workers.slots import SlotTable
-from workers.verification.acceptance import Judge, Release, SampleAndMatch, Scored
-from workers.verification.draft_probs import NO_LAWS, BySlot
+from workers.verification.acceptance import AcceptanceRule, AcceptedTokens, SampleAndMatch, Scored
+from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Scoring:
         return cls(batch, counts_R, wanted_N)
 
 
-def _areas(rows: Seq[Row], drafts: Seq[Draft], ends_R: Ints, lengths_R: Ints) -> Areas | None:
+def _areas(rows: Seq[Row], drafts: Seq[Draft], ends_R: Ints, lengths_R: Ints) -> TreeMasks | None:
     """Return what tells the nodes of trees from one another; None where every draft is a chain."""
     if all(draft.is_chain for draft in drafts):
         return None
-    return Areas.of([_area(row, draft) for row, draft in zip(rows, drafts, strict=True)], ends_R, lengths_R)
+    return TreeMasks.of([_area(row, draft) for row, draft in zip(rows, drafts, strict=True)], ends_R, lengths_R)
 
 
-def _area(row: Row, draft: Draft) -> Area | None:
+def _area(row: Row, draft: Draft) -> TreeMask | None:
     if draft.is_chain:
         return None
-    return Area(row.known_len, [row.known_len - 1 + depth for depth in depths(draft)], ancestors(draft))
+    return TreeMask(row.known_len, [row.known_len - 1 + depth for depth in depths(draft)], ancestors(draft))
 
 
 class TargetWorker:
@@ -90,10 +90,10 @@ class TargetWorker:
         slots: SlotTable,
         sampler: GrammarSampler,
         needs: Needs = "none",
-        judge: Judge | None = None,
+        judge: AcceptanceRule | None = None,
     ) -> None:
         self.runner, self.slots, self.sampler, self.needs = runner, slots, sampler, needs
-        self._judge: Judge = judge or SampleAndMatch(sampler)
+        self._judge: AcceptanceRule = judge or SampleAndMatch(sampler)
         self.forward_s = 0.0
         self._offsets_R: Ints = np.empty(0, np.int64)
         self._states_TF = torch.empty(0, 0)
@@ -124,7 +124,7 @@ class TargetWorker:
         scoring = Scoring.of(rows, drafts, self.slots.tokens)
         return scoring, self._prompt_positions(rows, scoring.batch)
 
-    def score(self, rows: Seq[Row], drafts: Seq[Draft], laws: BySlot = NO_LAWS) -> list[Verdict]:
+    def score(self, rows: Seq[Row], drafts: Seq[Draft], laws: DraftProbsBySlot = NO_DRAFT_PROBS) -> list[Verdict]:
         """Return one verdict for each row that samples or owes prompt log-probabilities, in order.
 
         *laws* are what drafts were drawn from, where the rule asks for it.
@@ -161,7 +161,12 @@ class TargetWorker:
             return Features(table_M4, self._states_TF.index_select(0, at_N))
 
     def _verdicts(
-        self, rows: Seq[Row], drafts: Seq[Draft], scoring: Scoring, releases: Seq[Release], logits_NV: torch.Tensor
+        self,
+        rows: Seq[Row],
+        drafts: Seq[Draft],
+        scoring: Scoring,
+        releases: Seq[AcceptedTokens],
+        logits_NV: torch.Tensor,
     ) -> list[Verdict | None]:
         """Say what the round yields for each row; None for rows that do not sample."""
         verdicts: list[Verdict | None] = []

@@ -6,17 +6,17 @@ from collections.abc import Sequence as Seq
 from protos.draft_tree import NO_DRAFT
 from protos.interfaces import InOneProcess, PhaseTimes
 from protos.messages import Draft, RoundPlan, Row, Verdict, WorkerInfo
-from workers.draft.draft_model import DraftSide
+from workers.draft.draft_model import DraftEngine
 from workers.slots import SlotTable
 from workers.target import TargetWorker
-from workers.verification.draft_probs import NO_LAWS, BySlot
+from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
 
 
 class UniExecutor(InOneProcess):
     """Runs rounds in this process. Built by `workers.build`."""
 
     def __init__(
-        self, info: WorkerInfo, slots: SlotTable, target: TargetWorker, draft: DraftSide | None = None
+        self, info: WorkerInfo, slots: SlotTable, target: TargetWorker, draft: DraftEngine | None = None
     ) -> None:
         self.info, self.slots, self.target, self.draft = info, slots, target, draft
         self._propose_s = self._score_s = self._verify_s = 0.0
@@ -47,9 +47,9 @@ class UniExecutor(InOneProcess):
     def shutdown(self) -> None:
         """Nothing outlives this object."""
 
-    def _propose(self, rows: Seq[Row]) -> tuple[Seq[Draft], BySlot]:
+    def _propose(self, rows: Seq[Row]) -> tuple[Seq[Draft], DraftProbsBySlot]:
         """Take the drafts that ride in the plan; ask the draft worker for the others, and what they were drawn from."""
-        drafts, laws = [row.draft or NO_DRAFT for row in rows], NO_LAWS
+        drafts, laws = [row.draft or NO_DRAFT for row in rows], NO_DRAFT_PROBS
         wanting = [r for r, row in enumerate(rows) if row.k and row.draft is None]
         if wanting and self.draft is not None:
             began = time.monotonic()

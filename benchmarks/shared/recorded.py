@@ -19,7 +19,7 @@ from workers.sampling.sample import Ints, Limits, short_law, without_replacement
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verification import rejection_math as rules
-from workers.verification.draft_probs import LAW_SIZE
+from workers.verification.draft_probs import DRAFT_PROBS_SIZE
 
 SEEDS = 48
 """Draws at each position of a text."""
@@ -78,7 +78,7 @@ class Models:
         return Text(ids, len(prompt), target_TV, draft_TV)
 
     @torch.inference_mode()
-    def chains(self, text: Text, temperature: float, k: int, seed: int) -> Iterator[rules.Chains]:
+    def chains(self, text: Text, temperature: float, k: int, seed: int) -> Iterator[rules.ChainBatch]:
         """Yield, for every anchor of a text, `BRANCHES` chains that the draft draws there, and the laws on the way."""
         caches = [model(text.ids[None], use_cache=True).past_key_values for model in (self.target, self.draft)]
         for end in range(text.prompt_len, len(text.ids) - k, STRIDE):
@@ -92,11 +92,11 @@ class Models:
                 stream_seeds(seeds_R, DRAFT, np.full(BRANCHES, end)),
             )
 
-    def _grow(self, last_R: torch.Tensor, before: list[Any], limits: Limits, k: int, seeds_R: Ints) -> rules.Chains:
+    def _grow(self, last_R: torch.Tensor, before: list[Any], limits: Limits, k: int, seeds_R: Ints) -> rules.ChainBatch:
         fed, laws, places = [last_R], [], []
         for step in range(k):
             logits_RV = self.draft(fed[-1][:, None], past_key_values=before[1], use_cache=True).logits[:, -1]
-            ids_RL, q_RL = short_law(logits_RV, limits, LAW_SIZE)
+            ids_RL, q_RL = short_law(logits_RV, limits, DRAFT_PROBS_SIZE)
             keys_R = torch.from_numpy(row_keys(seeds_R, np.full(len(seeds_R), step)))
             drawn_R1 = without_replacement(ids_RL, q_RL, keys_R, 1)
             fed.append(drawn_R1[:, 0])
@@ -104,7 +104,7 @@ class Models:
             places.append((ids_RL == drawn_R1).int().argmax(1))
         p_RKV = _laws(self.target(torch.stack(fed[:-1], 1), past_key_values=before[0], use_cache=True).logits, limits)
         ids_RKL, q_RKL = (torch.stack([law[part] for law in laws], 1) for part in (0, 1))
-        return rules.Chains(
+        return rules.ChainBatch(
             np.full(len(seeds_R), k),
             p_RKV.gather(2, ids_RKL).numpy(),
             q_RKL.double().numpy(),
@@ -128,9 +128,9 @@ def _laws(logits_XV: torch.Tensor, limits: Limits) -> torch.Tensor:
     return (logits_XV.double() / float(limits.temperature[0])).softmax(-1)
 
 
-def judged(chains: rules.Chains, rule: str, seed: int) -> float:
+def judged(chains: rules.ChainBatch, rule: str, seed: int) -> float:
     """Return how many guesses a rule keeps of a chain, over `JUDGEMENTS` draws of what it is judged by."""
-    many = rules.Chains(*(np.repeat(part, JUDGEMENTS, 0) for part in chains))  # type: ignore[arg-type]
+    many = rules.ChainBatch(*(np.repeat(part, JUDGEMENTS, 0) for part in chains))  # type: ignore[arg-type]
     rows, k = many.guess_RK.shape
     u_RK = uniform(stream_seeds(np.arange(rows), ACCEPT, np.full(rows, seed))[:, None], np.arange(k))
     kept = rules.standard(many, u_RK) if rule == "standard" else rules.block(many, u_RK)
@@ -184,12 +184,12 @@ class Draws:
         )
 
     def _kept(self, target_V: torch.Tensor, draft_V: torch.Tensor, index: int) -> float:
-        ids_NL, q_NL = short_law(draft_V.expand(SEEDS, -1), self._limits, LAW_SIZE)
+        ids_NL, q_NL = short_law(draft_V.expand(SEEDS, -1), self._limits, DRAFT_PROBS_SIZE)
         known_N = np.full(SEEDS, index)
         keys = torch.from_numpy(row_keys(stream_seeds(self._slots_N, DRAFT, known_N), known_N))
         place_N1 = (ids_NL == without_replacement(ids_NL, q_NL, keys, 1)).int().argmax(1, keepdim=True)
         p_NL = _laws(target_V, self._limits)[ids_NL]
-        chains = rules.Chains(
+        chains = rules.ChainBatch(
             np.ones(SEEDS, np.int64), p_NL[:, None].numpy(), q_NL.double()[:, None].numpy(), place_N1.numpy()
         )
         u_N1 = uniform(stream_seeds(self._slots_N, ACCEPT, known_N), known_N)[:, None]

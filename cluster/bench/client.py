@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from cluster.bench.datasets import Prompt
+from cluster.bench.datasets import BenchPrompt
 
 CHAT = "/chat/completions"
 FIELD = b"data:"
@@ -16,7 +16,7 @@ DONE = b"[DONE]"
 
 
 @dataclass(frozen=True)
-class Target:
+class BenchTarget:
     """Where to ask, and how. `extra` goes into every body as it is."""
 
     base_url: str
@@ -30,7 +30,7 @@ class Target:
         """What goes with every request."""
         return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
 
-    def body(self, prompt: Prompt) -> dict[str, Any]:
+    def body(self, prompt: BenchPrompt) -> dict[str, Any]:
         """Return the request for *prompt*."""
         body = {
             "model": self.model,
@@ -51,7 +51,7 @@ def _as_text(messages: list[dict[str, str]]) -> str:
 
 
 @dataclass
-class Measured:
+class RequestTiming:
     """One request: seconds from when it was sent, and tokens as the server counted them.
 
     `gaps` are those between pieces of the answer, each of one token or several; `error` says why there is no answer.
@@ -92,9 +92,9 @@ class Measured:
             self.last_s = time.perf_counter() - self.sent_at
 
 
-async def ask(session: aiohttp.ClientSession, target: Target, prompt: Prompt) -> Measured:
+async def ask(session: aiohttp.ClientSession, target: BenchTarget, prompt: BenchPrompt) -> RequestTiming:
     """Ask for an answer and read it to its end; whatever goes wrong is in what is returned."""
-    measured = Measured(time.perf_counter())
+    measured = RequestTiming(time.perf_counter())
     try:
         async with session.post(
             target.base_url + target.endpoint, json=target.body(prompt), headers=target.headers
@@ -120,7 +120,7 @@ async def _reason(response: aiohttp.ClientResponse) -> str:
         return text[:200]
 
 
-async def _read(response: aiohttp.ClientResponse, measured: Measured) -> None:
+async def _read(response: aiohttp.ClientResponse, measured: RequestTiming) -> None:
     async for data in _events(response):
         chunk = json.loads(data)
         if "error" in chunk:

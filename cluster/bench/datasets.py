@@ -21,7 +21,7 @@ RIMES = ("a", "e", "i", "o", "u", "an", "en", "in", "on", "ar", "er", "or", "al"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchPrompt:
     """One request: text, or the messages of a conversation, and the most tokens its answer may have."""
 
     content: str | list[dict[str, str]]
@@ -29,7 +29,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DatasetOptions:
     """Which requests are wanted. `output_len` overrides what a data set says of answers.
 
     `input_len` counts words of made-up text, each of which most tokenizers make one or two tokens of.
@@ -61,7 +61,7 @@ def resolve(dataset: str, path: Path | None) -> tuple[str, Path | None]:
     return kind, path
 
 
-def load(wanted: Wanted) -> list[Prompt]:
+def load(wanted: DatasetOptions) -> list[BenchPrompt]:
     """Return as many prompts as are wanted, those of a data set again and again where it has fewer.
 
     Raises:
@@ -78,27 +78,27 @@ def load(wanted: Wanted) -> list[Prompt]:
     return [*islice(cycle(found), wanted.num_prompts)]
 
 
-def _made_up(rng: random.Random, wanted: Wanted) -> Prompt:
+def _made_up(rng: random.Random, wanted: DatasetOptions) -> BenchPrompt:
     words = [rng.choice(ONSETS) + rng.choice(RIMES) for _ in range(wanted.input_len)]
-    return Prompt(" ".join(words), wanted.output_len or 128)
+    return BenchPrompt(" ".join(words), wanted.output_len or 128)
 
 
-def _sharegpt(path: Path, wanted: Wanted) -> Iterator[Prompt]:
+def _sharegpt(path: Path, wanted: DatasetOptions) -> Iterator[BenchPrompt]:
     """Yield each conversation's first question, its answer as long as the one that was given."""
     for row in _rows(path):
         turns = [turn.get("value") for turn in row.get("conversations", ()) if isinstance(turn, dict)]
         match turns:
             case [str(question), str(answer), *_] if question and answer:
-                yield Prompt(question, wanted.output_len or max(4, len(answer) // CHARS_A_TOKEN))
+                yield BenchPrompt(question, wanted.output_len or max(4, len(answer) // CHARS_A_TOKEN))
 
 
-def _custom(path: Path, wanted: Wanted) -> Iterator[Prompt]:
+def _custom(path: Path, wanted: DatasetOptions) -> Iterator[BenchPrompt]:
     """Yield a request a line: `prompt` or `messages`, and perhaps `output_tokens`."""
     for row in _rows(path):
         content = row.get("messages") or row.get("prompt")
         length = wanted.output_len or row.get("output_tokens") or 256
         if isinstance(content, str | list) and isinstance(length, int):
-            yield Prompt(content, length)
+            yield BenchPrompt(content, length)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -112,14 +112,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def _workload(wanted: Wanted) -> list[Prompt]:
+def _workload(wanted: DatasetOptions) -> list[BenchPrompt]:
     """Return the requests of `benchmarks/workload.json`, which only a checkout has."""
     path = Path(__file__).parents[2] / "benchmarks" / "workload.json"
     if not path.is_file():
         raise ConfigError("dataset workload is not installed: install slipstream from a checkout, or choose another")
     stored = json.loads(path.read_text(encoding="utf-8"))
     return [
-        Prompt(row["prompt"], wanted.output_len or row["output_tokens"])
+        BenchPrompt(row["prompt"], wanted.output_len or row["output_tokens"])
         for kind in ("single", "concurrent", "editing")
         for row in stored[kind]
     ]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from cluster.bench.client import Measured, Target, ask
-from cluster.bench.datasets import Prompt
+from cluster.bench.client import BenchTarget, RequestTiming, ask
+from cluster.bench.datasets import BenchPrompt
 from protos.errors import ConfigError
 
 TIMEOUT_S = 6 * 3600.0
@@ -48,7 +48,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptanceCounts:
     """The server's counters of speculation, under vLLM's names; per position of the draft, from 0 on."""
 
     drafts: float = 0.0
@@ -56,12 +56,12 @@ class Acceptance:
     accepted_tokens: float = 0.0
     per_position: dict[int, float] = field(default_factory=dict)
 
-    def since(self, before: "Acceptance") -> "Acceptance":
+    def since(self, before: "AcceptanceCounts") -> "AcceptanceCounts":
         """Return what was counted after *before*."""
         per_position = {
             position: count - before.per_position.get(position, 0.0) for position, count in self.per_position.items()
         }
-        return Acceptance(
+        return AcceptanceCounts(
             self.drafts - before.drafts,
             self.draft_tokens - before.draft_tokens,
             self.accepted_tokens - before.accepted_tokens,
@@ -70,15 +70,17 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadRun:
     """What came of a load: every request, the seconds it took, and acceptance where the server tells."""
 
-    requests: Sequence[Measured]
+    requests: Sequence[RequestTiming]
     seconds: float
-    acceptance: Acceptance | None
+    acceptance: AcceptanceCounts | None
 
 
-async def put(target: Target, prompts: Sequence[Prompt], load: Load, tell: Callable[[Measured], None]) -> Run:
+async def put(
+    target: BenchTarget, prompts: Sequence[BenchPrompt], load: Load, tell: Callable[[RequestTiming], None]
+) -> LoadRun:
     """Ask one request to warm up and then all *prompts*; *tell* hears of each that is over.
 
     Raises:
@@ -95,21 +97,21 @@ async def put(target: Target, prompts: Sequence[Prompt], load: Load, tell: Calla
         requests = await _all(session, target, prompts, load, tell)
         seconds = time.perf_counter() - began
         after = await settled(session, target)
-    return Run(requests, seconds, None if before is None or after is None else after.since(before))
+    return LoadRun(requests, seconds, None if before is None or after is None else after.since(before))
 
 
 async def _all(
     session: aiohttp.ClientSession,
-    target: Target,
-    prompts: Sequence[Prompt],
+    target: BenchTarget,
+    prompts: Sequence[BenchPrompt],
     load: Load,
-    tell: Callable[[Measured], None],
-) -> list[Measured]:
+    tell: Callable[[RequestTiming], None],
+) -> list[RequestTiming]:
     gate: AbstractAsyncContextManager[None] = nullcontext()
     if load.max_concurrency is not None:
         gate = asyncio.Semaphore(load.max_concurrency)
 
-    async def one(prompt: Prompt) -> Measured:
+    async def one(prompt: BenchPrompt) -> RequestTiming:
         async with gate:
             measured = await ask(session, target, prompt)
         tell(measured)
@@ -123,7 +125,7 @@ async def _all(
     return await asyncio.gather(*tasks)
 
 
-async def settled(session: aiohttp.ClientSession, target: Target) -> Acceptance | None:
+async def settled(session: aiohttp.ClientSession, target: BenchTarget) -> AcceptanceCounts | None:
     """Return the server's counters once they rest: they may be published well after what they count."""
     found = await acceptance(session, target)
     for _ in range(LOOKS):
@@ -134,7 +136,7 @@ async def settled(session: aiohttp.ClientSession, target: Target) -> Acceptance 
     return found
 
 
-async def acceptance(session: aiohttp.ClientSession, target: Target) -> Acceptance | None:
+async def acceptance(session: aiohttp.ClientSession, target: BenchTarget) -> AcceptanceCounts | None:
     """Return what the server has counted so far; None where it does not tell."""
     try:
         async with session.get(f"{target.base_url}/metrics", headers=target.headers) as response:
@@ -143,7 +145,7 @@ async def acceptance(session: aiohttp.ClientSession, target: Target) -> Acceptan
         return None
 
 
-def read_acceptance(text: str) -> Acceptance | None:
+def read_acceptance(text: str) -> AcceptanceCounts | None:
     """Return the counters in *text*, Prometheus' format; None where there are none."""
     totals: dict[str, float] = {}
     per_position: dict[int, float] = {}
@@ -154,6 +156,6 @@ def read_acceptance(text: str) -> Acceptance | None:
             totals[name] = totals.get(name, 0.0) + float(value)
     if "drafts" not in totals:
         return None
-    return Acceptance(
+    return AcceptanceCounts(
         totals["drafts"], totals.get("draft_tokens", 0.0), totals.get("accepted_tokens", 0.0), per_position
     )

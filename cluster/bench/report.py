@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cluster.bench.load import Acceptance, Run
+from cluster.bench.load import AcceptanceCounts, LoadRun
 
 PERCENTILES = (50, 90, 95, 99)
 LATENCIES = {
@@ -17,7 +17,7 @@ LATENCIES = {
 }
 
 
-def figures(run: Run) -> dict[str, Any]:
+def figures(run: LoadRun) -> dict[str, Any]:
     """Return all figures of *run*; latencies in milliseconds, None where nothing was measured."""
     answered = [one for one in run.requests if one.error is None]
     prompt, output = sum(one.num_prompt_tokens for one in answered), sum(one.num_output_tokens for one in answered)
@@ -58,7 +58,7 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
     return dict(zip(keys, [sum(values) / len(values), *(percentile(values, p) for p in PERCENTILES)], strict=True))
 
 
-def _accepted(counted: Acceptance) -> dict[str, Any]:
+def _accepted(counted: AcceptanceCounts) -> dict[str, Any]:
     drafts, tokens = counted.drafts, counted.draft_tokens
     return {
         "spec_decode_num_drafts": drafts,
@@ -99,11 +99,11 @@ def tables(found: dict[str, Any]) -> list[Table]:
 def _add_acceptance(table: Table, found: dict[str, Any]) -> None:
     rate = found.get("spec_decode_acceptance_rate")
     if "spec_decode_num_drafts" not in found:
-        table.add_row("Acceptance", "this server does not tell (/metrics)")
+        table.add_row("AcceptanceCounts", "this server does not tell (/metrics)")
     elif rate is None:
-        table.add_row("Acceptance", "nothing was drafted")
+        table.add_row("AcceptanceCounts", "nothing was drafted")
     else:
-        table.add_row("Acceptance", f"{rate:.1%}")
+        table.add_row("AcceptanceCounts", f"{rate:.1%}")
         table.add_row("Tokens a step with a draft", f"{found['spec_decode_acceptance_length']:.2f}")
         shares = found["spec_decode_per_position_acceptance_rates"]
         table.add_row("Accepted, by position", "  ".join(f"{share:.0%}" for share in shares))

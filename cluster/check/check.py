@@ -18,8 +18,8 @@ import msgspec
 from cluster.check import distribution
 from cluster.check import identity as checking_identity
 from cluster.check.answers import Answer, Place
-from cluster.check.distribution import LEAST_DRAWS, LawVerdict
-from cluster.check.engine_run import Counts, Ids, Job, Say, Side, Tick
+from cluster.check.distribution import LEAST_DRAWS, DistributionVerdict
+from cluster.check.engine_run import Counts, EngineRun, Ids, RunJob, Say, Tick
 from cluster.check.identity import ALLOWANCES, NONE_ALLOWED, Allowance, Asked, IdentityVerdict, Part
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
@@ -36,7 +36,7 @@ Bars = Callable[[str, int], AbstractContextManager[Tick]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CheckOptions:
     """What is to be checked on.
 
     Attributes:
@@ -104,7 +104,7 @@ class Report(msgspec.Struct, frozen=True):
     missing: tuple[str, ...]
     greedy: IdentityVerdict
     seeded: IdentityVerdict | None
-    law: LawVerdict
+    law: DistributionVerdict
 
     @property
     def passed(self) -> bool:
@@ -164,7 +164,7 @@ class _Material:
         return {**found, "sampled": [answer for _, answer in self.sampled]}
 
 
-def examine(config: EngineConfig, wanted: Wanted, say: Say, bars: Bars) -> Report:
+def examine(config: EngineConfig, wanted: CheckOptions, say: Say, bars: Bars) -> Report:
     """Run both engines, one after the other, and judge.
 
     Raises:
@@ -174,10 +174,10 @@ def examine(config: EngineConfig, wanted: Wanted, say: Say, bars: Bars) -> Repor
     assert speculative is not None
     law_tokens = min(MOST_LAW_TOKENS, max(LEAST_LAW_TOKENS, speculative.num_speculative_tokens + BEYOND))
     say("check: the engine with speculation")
-    with Side(speculating(config, speculative), say) as side:
+    with EngineRun(speculating(config, speculative), say) as side:
         material = _material(side, wanted, speculative, law_tokens, bars)
     say("check: the engine without speculation")
-    with Side(replace(config, speculative=None), say) as side:
+    with EngineRun(replace(config, speculative=None), say) as side:
         allowance = NONE_ALLOWED if invariant else ALLOWANCES.get(side.dtype, ALLOWANCES["float32"])
         identity = _identity(side, wanted, material, allowance, bars)
         law = _law(side, wanted, material, allowance, bars)
@@ -200,7 +200,7 @@ def examine(config: EngineConfig, wanted: Wanted, say: Say, bars: Bars) -> Repor
     )
 
 
-def untested(law: LawVerdict, *, has_seeded: bool) -> tuple[str, ...]:
+def untested(law: DistributionVerdict, *, has_seeded: bool) -> tuple[str, ...]:
     """Return what is missing where the law alone can tell of sampled tokens: a test of some that were guessed at."""
     if has_seeded or any(test.freedom and test.drafted >= LEAST_DRAWS for test in law.tests):
         return ()
@@ -236,7 +236,9 @@ def missing(with_speculation: Counts, without: Counts) -> tuple[str, ...]:
 # With speculation.
 
 
-def _material(side: Side, wanted: Wanted, speculative: SpeculativeConfig, law_tokens: int, bars: Bars) -> _Material:
+def _material(
+    side: EngineRun, wanted: CheckOptions, speculative: SpeculativeConfig, law_tokens: int, bars: Bars
+) -> _Material:
     encoded = side.encode(wanted.prompts, SamplingParams(max_tokens=wanted.max_tokens))
     asked = _asked(encoded, wanted, str(speculative.rejection_sample_method))
     answers = _answers(side, asked, wanted.max_tokens, bars, "with speculation")
@@ -251,7 +253,7 @@ def _material(side: Side, wanted: Wanted, speculative: SpeculativeConfig, law_to
     return _Material(side.dtype, asked, answers, encoded, pairs, side.counts, by_place)
 
 
-def _asked(encoded: Seq[Ids], wanted: Wanted, rule: str) -> list[Asked]:
+def _asked(encoded: Seq[Ids], wanted: CheckOptions, rule: str) -> list[Asked]:
     """Return a greedy sequence of each prompt, and a seeded one where that is promised to be the same."""
     greedy = [Asked("greedy", i, ids, 0.0, 0) for i, ids in enumerate(encoded)]
     if rule != COUPLED:
@@ -260,15 +262,15 @@ def _asked(encoded: Seq[Ids], wanted: Wanted, rule: str) -> list[Asked]:
     return greedy + seeded
 
 
-def _sample(encoded: Seq[Ids], wanted: Wanted, prompt: int, number: int) -> Asked:
+def _sample(encoded: Seq[Ids], wanted: CheckOptions, prompt: int, number: int) -> Asked:
     """Return a sequence whose seed is nobody else's."""
     seed = mix_seed(wanted.seed, len(encoded) + prompt * wanted.samples + number)
     return Asked("seeded", prompt, encoded[prompt], wanted.temperature, seed)
 
 
-def _answers(side: Side, asked: Seq[Asked], max_tokens: int, bars: Bars, text: str) -> list[Answer]:
+def _answers(side: EngineRun, asked: Seq[Asked], max_tokens: int, bars: Bars, text: str) -> list[Answer]:
     jobs = [
-        Job(
+        RunJob(
             each.token_ids,
             SamplingParams(
                 temperature=each.temperature, seed=each.seed, max_tokens=max_tokens, ignore_eos=True, detokenize=False
@@ -284,7 +286,7 @@ def _answers(side: Side, asked: Seq[Asked], max_tokens: int, bars: Bars, text: s
 
 
 def _identity(
-    side: Side, wanted: Wanted, material: _Material, allowance: Allowance, bars: Bars
+    side: EngineRun, wanted: CheckOptions, material: _Material, allowance: Allowance, bars: Bars
 ) -> dict[Part, IdentityVerdict]:
     """Compare part by part, and have each difference explained."""
     asked, ours = material.asked, material.answers
@@ -300,7 +302,9 @@ def _identity(
     return verdicts
 
 
-def _law(side: Side, wanted: Wanted, material: _Material, allowance: Allowance, bars: Bars) -> LawVerdict:
+def _law(
+    side: EngineRun, wanted: CheckOptions, material: _Material, allowance: Allowance, bars: Bars
+) -> DistributionVerdict:
     groups = distribution.grouped(material.sampled, by_place=material.by_place)
     tokens: Counter[Place] = Counter()
     for group in groups:

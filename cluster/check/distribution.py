@@ -28,7 +28,7 @@ ANY_PLACE: Place = "any"
 
 
 @dataclass(frozen=True)
-class Group:
+class SampleGroup:
     """Draws of one law: what came behind *prefix* (output tokens) of prompt number *prompt*, reached by *place*.
 
     *drafted* of them were said in rounds with guesses.
@@ -46,7 +46,7 @@ class Group:
         return sum(self.counts.values())
 
 
-class LawTest(msgspec.Struct, frozen=True):
+class DistributionTest(msgspec.Struct, frozen=True):
     """What one group of draws says of its law.
 
     `drafted` of its draws were said in rounds with guesses. `cells` counts ids with at least `LEAST_EXPECTED` expected
@@ -88,10 +88,10 @@ class PlaceTest(msgspec.Struct, frozen=True):
     passed: bool
 
 
-class LawVerdict(msgspec.Struct, frozen=True):
+class DistributionVerdict(msgspec.Struct, frozen=True):
     """Whether the law holds: it does if every group and every place passed. *limit* is what p-values are held to."""
 
-    tests: tuple[LawTest, ...]
+    tests: tuple[DistributionTest, ...]
     places: tuple[PlaceTest, ...]
     false_alarm: float
     limit: float
@@ -105,7 +105,7 @@ class LawVerdict(msgspec.Struct, frozen=True):
 # Grouping.
 
 
-def grouped(answers: Iterable[tuple[int, Answer]], *, by_place: bool = True) -> list[Group]:
+def grouped(answers: Iterable[tuple[int, Answer]], *, by_place: bool = True) -> list[SampleGroup]:
     """Return the groups of *answers*, each with the number of its prompt, the shallowest and then the largest first.
 
     Without *by_place*, and where a draft was a tree, the ways in which a position was reached are not told apart.
@@ -119,11 +119,11 @@ def grouped(answers: Iterable[tuple[int, Answer]], *, by_place: bool = True) -> 
             key = (prompt, answer.token_ids[:at], place if by_place else ANY_PLACE)
             counts[key][answer.token_ids[at]] += 1
             drafted[key] += answer.origins[at] != "plain"
-    groups = [Group(*key, counter, drafted[key]) for key, counter in counts.items()]
+    groups = [SampleGroup(*key, counter, drafted[key]) for key, counter in counts.items()]
     return sorted(groups, key=lambda group: (len(group.prefix), -group.draws, group.prompt, group.prefix))
 
 
-def worth_testing(groups: Iterable[Group]) -> list[Group]:
+def worth_testing(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
     """Return the groups of enough draws, of each place the first `GROUPS_A_PLACE`.
 
     In the order of `grouped`: whether a group is tested then depends on what was drawn before it alone.
@@ -147,7 +147,7 @@ def tempered(logprobs_V: Floats, temperature: float) -> Floats:
 # Tests.
 
 
-def judged(group: Group, law_V: Floats, limit: float, tolerance: float = 0.0) -> tuple[LawTest, float]:
+def judged(group: SampleGroup, law_V: Floats, limit: float, tolerance: float = 0.0) -> tuple[DistributionTest, float]:
     """Test one group against its law; return the test and the statistic of the likelihood ratio.
 
     Args:
@@ -166,7 +166,7 @@ def judged(group: Group, law_V: Floats, limit: float, tolerance: float = 0.0) ->
     tv = float(np.abs(cells.seen_C - expected_C).sum()) / (2 * group.draws)
     bound = tv_bound(len(expected_C), group.draws, limit)
     token, seen, expected = cells.farthest
-    test = LawTest(
+    test = DistributionTest(
         group.prompt,
         group.prefix,
         group.place,
@@ -206,7 +206,7 @@ class _Cells:
         return self.ids[at], int(self.seen_C[at]), float(self.expected_C[at])
 
 
-def _cells(group: Group, law_V: Floats) -> _Cells:
+def _cells(group: SampleGroup, law_V: Floats) -> _Cells:
     draws = group.draws
     large = np.flatnonzero(law_V * draws >= LEAST_EXPECTED)
     ids = [int(token) for token in large[np.argsort(-law_V[large], kind="stable")]]
@@ -223,12 +223,12 @@ def _cells(group: Group, law_V: Floats) -> _Cells:
 
 
 def judge(
-    groups: Seq[Group],
+    groups: Seq[SampleGroup],
     laws: Iterable[Floats],
     false_alarm: float,
     tolerance: float = 0.0,
     tokens: Mapping[Place, int] | None = None,
-) -> LawVerdict:
+) -> DistributionVerdict:
     """Test *groups*, each against its law, and all of one place together.
 
     Args:
@@ -240,15 +240,15 @@ def judge(
     """
     limit = false_alarm / MAX_TESTS
     tested = [judged(group, law_V, limit, tolerance) for group, law_V in zip(groups, laws, strict=True)]
-    by_place: defaultdict[Place, list[tuple[LawTest, float]]] = defaultdict(list)
+    by_place: defaultdict[Place, list[tuple[DistributionTest, float]]] = defaultdict(list)
     for test, likelihood in tested:
         by_place[test.place].append((test, likelihood))
     sampled = dict(tokens or dict.fromkeys(by_place, 0))
     places = tuple(_whole(place, by_place[place], sampled[place], limit) for place in sampled)
-    return LawVerdict(tuple(test for test, _ in tested), places, false_alarm, limit)
+    return DistributionVerdict(tuple(test for test, _ in tested), places, false_alarm, limit)
 
 
-def _whole(place: Place, tested: Seq[tuple[LawTest, float]], tokens: int, limit: float) -> PlaceTest:
+def _whole(place: Place, tested: Seq[tuple[DistributionTest, float]], tokens: int, limit: float) -> PlaceTest:
     chi_square = sum(test.chi_square for test, _ in tested)
     freedom = sum(test.freedom for test, _ in tested)
     smaller = min(chi_square, sum(likelihood for _, likelihood in tested))

@@ -30,7 +30,7 @@ LAW = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, ignore_eos=True
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """One request: token ids and how to sample behind them."""
 
     token_ids: Ids
@@ -49,7 +49,7 @@ class Counts(msgspec.Struct, frozen=True):
         return self.proposed - self.accepted
 
 
-class Side:
+class EngineRun:
     """An engine for the time of a `with` block; nothing of it is left behind.
 
     Args:
@@ -65,7 +65,7 @@ class Side:
         self._num_requests = 0
         self.dtype = self._engine.info.dtype
 
-    def __enter__(self) -> "Side":
+    def __enter__(self) -> "EngineRun":
         return self
 
     def __exit__(
@@ -91,7 +91,7 @@ class Side:
         tokenizer = self._engine.tokenizer
         return str(list(token_ids)) if tokenizer is None else str(tokenizer.decode(list(token_ids)))
 
-    def answers(self, jobs: Seq[Job], tick: Tick) -> list[Answer]:
+    def answers(self, jobs: Seq[RunJob], tick: Tick) -> list[Answer]:
         """Return the answers to *jobs*, in order; *tick* is called for each that has come."""
         growing: dict[str, Growing] = {}
         done: dict[str, Answer] = {}
@@ -112,7 +112,7 @@ class Side:
             SlipstreamError: the engine could not tell one.
         """
         for first in range(0, len(contexts), LAWS_AT_ONCE):
-            names = self._put([Job(ids, LAW) for ids in contexts[first : first + LAWS_AT_ONCE]], wants_steps=False)
+            names = self._put([RunJob(ids, LAW) for ids in contexts[first : first + LAWS_AT_ONCE]], wants_steps=False)
             told: dict[str, Floats] = {}
             while len(told) < len(names):
                 for output in self._engine.step():
@@ -120,12 +120,12 @@ class Side:
                     tick()
             yield from (told[name] for name in names)
 
-    def _put(self, jobs: Seq[Job], *, wants_steps: bool) -> list[str]:
+    def _put(self, jobs: Seq[RunJob], *, wants_steps: bool) -> list[str]:
         requests = [self._request(job, wants_steps) for job in jobs]
         self._engine.put(requests)
         return [request.request_id for request in requests]
 
-    def _request(self, job: Job, wants_steps: bool) -> Request:
+    def _request(self, job: RunJob, wants_steps: bool) -> Request:
         name = str(self._num_requests)
         self._num_requests += 1
         (request,) = self._engine.preprocessor.requests(Prompt(None, job.token_ids), job.params, name)

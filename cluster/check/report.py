@@ -10,7 +10,7 @@ from rich.table import Table
 
 from cluster.check.answers import PLACES
 from cluster.check.check import Report
-from cluster.check.distribution import LEAST_DRAWS, MAX_TESTS, LawTest, LawVerdict, PlaceTest
+from cluster.check.distribution import LEAST_DRAWS, MAX_TESTS, DistributionTest, DistributionVerdict, PlaceTest
 from cluster.check.identity import Finding, IdentityVerdict
 
 Decode = Callable[[int], str]
@@ -137,7 +137,7 @@ def _law(report: Report) -> str:
     return text
 
 
-def _places(law: LawVerdict) -> Table:
+def _places(law: DistributionVerdict) -> Table:
     table = Table("reached by", "prefixes", "tokens", "chi2 (df)", "p", "worst", "finds",
                   title="The sampled law, by how a position was reached", caption=PLACES_CAPTION)  # fmt: skip
     for place in law.places:
@@ -145,7 +145,7 @@ def _places(law: LawVerdict) -> Table:
     return table
 
 
-def _place(place: PlaceTest, tests: Seq[LawTest]) -> list[str]:
+def _place(place: PlaceTest, tests: Seq[DistributionTest]) -> list[str]:
     begin = [PLACES[place.place], str(place.groups), f"{place.tested:,}"]
     if not tests:
         return [*begin, *["-"] * 4]
@@ -165,7 +165,7 @@ def _difference(finding: Finding, decode: Decode) -> str:
     )
 
 
-def _wrong_law(test: LawTest, decode: Decode) -> str:
+def _wrong_law(test: DistributionTest, decode: Decode) -> str:
     behind = "".join(decode(token) for token in test.prefix)
     token = "the rest" if test.token < 0 else _token(test.token, decode)
     return (

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from cluster.bench import datasets as bench_datasets
 from cluster.bench import report as bench_report
-from cluster.bench.client import Measured, Target
+from cluster.bench.client import BenchTarget, RequestTiming
 from cluster.bench.load import Load, put
 from cluster.cli.console import ERR, OUT
 from protos.errors import ConfigError
@@ -75,10 +75,10 @@ def serve(
     output: Annotated[Path | None, typer.Option(help="Write all figures here as JSON.")] = None,
 ) -> None:
     """Put load on an OpenAI server, and print latencies, throughput and acceptance."""
-    wanted = bench_datasets.Wanted(dataset, dataset_path, num_prompts, random_input_len, output_len, seed)
+    wanted = bench_datasets.DatasetOptions(dataset, dataset_path, num_prompts, random_input_len, output_len, seed)
     load = Load(request_rate, burstiness, max_concurrency, seed)
     extra = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_extra(extra_body)}
-    target = Target(base_url.rstrip("/"), endpoint, model or "", api_key, extra)
+    target = BenchTarget(base_url.rstrip("/"), endpoint, model or "", api_key, extra)
     found = asyncio.run(_measure(target, bench_datasets.load(wanted), load))
     for table in bench_report.tables(found):
         OUT.print(table)
@@ -109,19 +109,19 @@ def _extra(text: str | None) -> dict[str, Any]:
     return extra
 
 
-async def _measure(target: Target, prompts: list[bench_datasets.Prompt], load: Load) -> dict[str, Any]:
+async def _measure(target: BenchTarget, prompts: list[bench_datasets.BenchPrompt], load: Load) -> dict[str, Any]:
     model = target.model or await _first_model(target)
-    target = Target(target.base_url, target.endpoint, model, target.api_key, target.extra)
+    target = BenchTarget(target.base_url, target.endpoint, model, target.api_key, target.extra)
     with Progress(console=ERR, transient=True, disable=not ERR.is_terminal) as progress:
         task = progress.add_task(f"asking {model}", total=len(prompts))
 
-        def tell(measured: Measured) -> None:
+        def tell(measured: RequestTiming) -> None:
             progress.advance(task)
 
         return {"model": model, **bench_report.figures(await put(target, prompts, load, tell))}
 
 
-async def _first_model(target: Target) -> str:
+async def _first_model(target: BenchTarget) -> str:
     try:
         async with (
             aiohttp.ClientSession() as session,

@@ -8,7 +8,7 @@ from typing import Any
 from rich.progress import Progress
 
 import demo
-from cluster.check.check import Wanted, examine, rule_of
+from cluster.check.check import CheckOptions, examine, rule_of
 from cluster.check.engine_run import Tick
 from cluster.check.report import Decode, as_json, lines, tables, verdict_line
 from cluster.cli.console import ERR, OUT, say, show_warnings
@@ -20,7 +20,7 @@ from runtime.text.preprocessor import load_tokenizer
 JSON_LINES = frozenset({".jsonl", ".json"})
 
 
-def run(config: EngineConfig, wanted: Wanted, output: Path | None) -> bool:
+def run(config: EngineConfig, wanted: CheckOptions, output: Path | None) -> bool:
     """Check, print the report, write it to *output*; return whether speculation ran and changed nothing.
 
     Raises:

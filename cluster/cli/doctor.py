@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from cluster.cli.console import OUT, show_warnings
-from cluster.doctor import AilmentError, Examination, Wanted, Ward
+from cluster.doctor import CheckFailedError, DoctorOptions, Examination, ProbeProcesses
 from protos.errors import ConfigError, PlacementError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -14,12 +14,12 @@ RAY = (
 )
 
 
-def run(wanted: Wanted, *, with_ray: bool) -> bool:
+def run(wanted: DoctorOptions, *, with_ray: bool) -> bool:
     """Return whether everything is as it should be."""
     if wanted.device not in DEVICES:
         raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {wanted.device!r}")
     show_warnings()
-    ward = Ward.open()
+    ward = ProbeProcesses.open()
     examination = Examination(wanted, ward)
     try:
         num_wrong = _machine(examination)
@@ -35,7 +35,7 @@ def _machine(examination: Examination) -> int:
     return int(not all(passed(name, check) for name, check in examination.checks()))
 
 
-def _ray(wanted: Wanted, *, has_draft: bool) -> int:
+def _ray(wanted: DoctorOptions, *, has_draft: bool) -> int:
     if find_spec("ray") is None:
         _show("ok", "Ray", "not installed; engines on one device work without it")
         return 0
@@ -46,7 +46,7 @@ def _ray(wanted: Wanted, *, has_draft: bool) -> int:
             device = "cpu" if wanted.may_share else wanted.device  # who shares devices asks Ray for parts, or none
             return examine(wanted.world or 1, has_draft=has_draft, device=device)
         except PlacementError as error:
-            raise AilmentError(str(error), RAY) from None
+            raise CheckFailedError(str(error), RAY) from None
 
     return 0 if passed("Ray", check) else 1
 
@@ -55,7 +55,7 @@ def passed(name: str, check: Callable[[], str]) -> bool:
     """Whether *check* finds nothing wrong; shows what it found, and how to mend it."""
     try:
         _show("ok", name, check())
-    except AilmentError as error:
+    except CheckFailedError as error:
         _show("WRONG", name, str(error))
         _show("", "to mend it", error.remedy)
         return False

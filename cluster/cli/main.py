@@ -136,11 +136,13 @@ def check(
 
     Exit status 0: it does not; 1: it does, or nothing was shown; 2: the check could not be run. --seed makes all seeds.
     """
-    from cluster.check.check import Wanted  # noqa: PLC0415 - as above
+    from cluster.check.check import CheckOptions  # noqa: PLC0415 - as above
     from cluster.cli.check import read_prompts, run  # noqa: PLC0415
 
     config = engine_config({**engine, "model": _one_model(positional_model, model)})
-    wanted = Wanted(read_prompts(prompts, num_prompts), max_tokens, samples, temperature, config.seed or 0, false_alarm)
+    wanted = CheckOptions(
+        read_prompts(prompts, num_prompts), max_tokens, samples, temperature, config.seed or 0, false_alarm
+    )
     if not run(config, wanted, json):
         raise typer.Exit(1)
 
@@ -185,9 +187,9 @@ def doctor(
 ) -> None:
     """Check devices, process groups and Ray with real processes; say what is wrong and how to mend it."""
     from cluster.cli.doctor import run  # noqa: PLC0415 - as above
-    from cluster.doctor import Wanted  # noqa: PLC0415
+    from cluster.doctor import DoctorOptions  # noqa: PLC0415
 
-    wanted = Wanted(tensor_parallel_size, device, share_devices)
+    wanted = DoctorOptions(tensor_parallel_size, device, share_devices)
     if not run(wanted, with_ray=ray):
         raise typer.Exit(1)
 

@@ -34,7 +34,7 @@ class RayChannel:
 
     Args:
         config: what to build.
-        body: of the workers; see `RayGang`.
+        body: of the workers; see `RayWorkerGroup`.
         site: where the parts go; a placement group of their own where none is given.
     """
 

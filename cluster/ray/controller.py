@@ -11,7 +11,7 @@ from cluster import assemble
 from cluster.ray.actors import Parked
 from cluster.ray.cluster import adopt
 from cluster.ray.placement import Placement
-from cluster.ray.workers import RayGang
+from cluster.ray.workers import RayWorkerGroup
 from cluster.transport.engine_process import CONFIG
 from cluster.transport.process_workers import BODY
 from cluster.transport.zmq_sockets import Endpoint, Socket, connect
@@ -20,7 +20,7 @@ from protos.interfaces import Executor
 from runtime.frontend.channel import Report, Say, serve_controller
 from runtime.frontend.process_channel import SocketInbox
 from runtime.metrics.logs import log_to_stderr
-from runtime.supervision.distributed_executor import GangExecutor
+from runtime.supervision.distributed_executor import DistributedExecutor
 
 LAST_REPORTS_MS = 1000
 
@@ -33,7 +33,7 @@ class ControllerActor(Parked):
         endpoint: of the front end's sockets, as msgpack.
         placement: the replica's bundles.
         environment: variables to set where there are none.
-        body: of the workers; see `RayGang`.
+        body: of the workers; see `RayWorkerGroup`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ControllerActor(Parked):
             os._exit(1)  # whoever watches must see that this did not end well
 
     def _make_executor(self, config: EngineConfig, say: Say) -> Executor:
-        gang = RayGang(self._placement, self._body)
+        gang = RayWorkerGroup(self._placement, self._body)
         # Whoever asks for a part of a GPU wants others on the same one.
         shares = self._placement.plan.worker.get("GPU", 1.0) < 1.0
-        return GangExecutor(gang, config, say, may_share_devices=shares)
+        return DistributedExecutor(gang, config, say, may_share_devices=shares)

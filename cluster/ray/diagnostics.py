@@ -4,7 +4,7 @@ import ray
 
 from cluster.ray import cluster as ray_cluster
 from cluster.ray.cluster import Membership
-from cluster.ray.placement import BARE, Layout, fits, shortage, totals
+from cluster.ray.placement import BARE, BundleLayout, fits, shortage, totals
 from protos.errors import PlacementError
 
 
@@ -18,7 +18,7 @@ def examine(num_targets: int, *, has_draft: bool, device: str) -> str:
     member = Membership(1 + num_targets + has_draft)
     try:
         worker = {**BARE, "GPU": 1.0} if device != "cpu" and _has_gpus() else dict(BARE)
-        plan = Layout(num_targets, has_draft, worker, "STRICT_PACK")
+        plan = BundleLayout(num_targets, has_draft, worker, "STRICT_PACK")
         if not fits(plan, [node["Resources"] for node in ray_cluster.nodes()]):
             raise PlacementError(shortage(plan))
         return f"{way}: Ray {ray.__version__}, {resources()}"

@@ -31,7 +31,7 @@ WAYS_OUT = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class BundleLayout:
     """Which bundles a replica needs, and how near to each other.
 
     Attributes:
@@ -53,7 +53,7 @@ class Layout:
         return 1 + (worker.rank if worker.role == "target" else self.num_targets)
 
 
-def layout(config: EngineConfig, cluster: Resources) -> Layout:
+def layout(config: EngineConfig, cluster: Resources) -> BundleLayout:
     """Return what *config* needs; each worker asks for a GPU where *cluster*, by its totals, has any and may be used.
 
     Raises:
@@ -74,7 +74,7 @@ def layout(config: EngineConfig, cluster: Resources) -> Layout:
             )
     else:
         worker = {**BARE, "GPU": 1.0} if has_gpus and config.model.device != "cpu" else dict(BARE)
-    return Layout(parallel.tensor_parallel_size, has_draft_worker(config), worker, parallel.placement_strategy)
+    return BundleLayout(parallel.tensor_parallel_size, has_draft_worker(config), worker, parallel.placement_strategy)
 
 
 def cpus_needed(config: EngineConfig) -> float:
@@ -84,7 +84,7 @@ def cpus_needed(config: EngineConfig) -> float:
 
 
 @dataclass(frozen=True)
-class Patience:
+class PlacementTimeout:
     """How long to wait for room.
 
     Attributes:
@@ -105,7 +105,7 @@ class Placement:
         nodes: the node id of each bundle.
     """
 
-    def __init__(self, group: PlacementGroup, plan: Layout) -> None:
+    def __init__(self, group: PlacementGroup, plan: BundleLayout) -> None:
         self.group, self.plan = group, plan
         table: dict[str, Any] = placement_group_table(group)
         self.nodes: list[str] = [table["bundles_to_node_id"][i] for i in range(len(plan.bundles))]
@@ -139,7 +139,7 @@ def actor_options(group: PlacementGroup, bundle: int, resources: Resources) -> d
     }
 
 
-def place(plan: Layout, patience: Patience, say: Say) -> Placement:
+def place(plan: BundleLayout, patience: PlacementTimeout, say: Say) -> Placement:
     """Wait until the cluster has room for all bundles; *say* is told what is waited for.
 
     Raises:
@@ -157,7 +157,7 @@ def place(plan: Layout, patience: Patience, say: Say) -> Placement:
     return placed
 
 
-def _wait(group: PlacementGroup, plan: Layout, patience: Patience, say: Say) -> None:
+def _wait(group: PlacementGroup, plan: BundleLayout, patience: PlacementTimeout, say: Say) -> None:
     started = time.monotonic()
     say_at = started + FIRST_WORD_S
     while not group.wait(POLL_S):
@@ -180,7 +180,7 @@ def totals(bundles: Seq[Resources]) -> dict[str, float]:
     return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
-def shortage(plan: Layout) -> str:
+def shortage(plan: BundleLayout) -> str:
     """Say what is needed and what there is: "needs 3 GPUs and 4 CPUs on one node, the cluster has 2 GPUs ..."."""
     needed, nodes = totals(plan.bundles), [node["Resources"] for node in ray_cluster.nodes()]
     has, free = totals(nodes), ray_cluster.available_resources()
@@ -193,7 +193,7 @@ def shortage(plan: Layout) -> str:
     return f"{text} ({_listed({name: free.get(name, 0.0) for name in needed})} free)"
 
 
-def fits(plan: Layout, nodes: Seq[Resources]) -> bool:
+def fits(plan: BundleLayout, nodes: Seq[Resources]) -> bool:
     """Whether empty *nodes* could hold the bundles by their sums; that they can be divided so is not promised."""
     needed = totals(plan.bundles)
     if plan.strategy != "STRICT_PACK":
@@ -206,7 +206,7 @@ def _listed(resources: Resources) -> str:
     return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
 
 
-def check_nodes(nodes: Seq[str], plan: Layout) -> None:
+def check_nodes(nodes: Seq[str], plan: BundleLayout) -> None:
     """Hold Ray to what was asked for: PACK and SPREAD are best effort to it.
 
     Raises:
@@ -224,7 +224,7 @@ def check_nodes(nodes: Seq[str], plan: Layout) -> None:
         )
 
 
-def describe(nodes: Seq[str], plan: Layout) -> str:
+def describe(nodes: Seq[str], plan: BundleLayout) -> str:
     """Say who is where, by the beginnings of node ids."""
     names = ["controller", *(f"target rank {rank}" for rank in range(plan.num_targets)), *["draft"] * plan.has_draft]
     where: dict[str, list[str]] = {}

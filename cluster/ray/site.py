@@ -11,9 +11,9 @@ from cluster.ray import cluster as ray_cluster
 from cluster.ray.cluster import Membership
 from cluster.ray.placement import (
     CONTROLLER,
-    Layout,
-    Patience,
+    BundleLayout,
     Placement,
+    PlacementTimeout,
     check_nodes,
     cpus_needed,
     describe,
@@ -55,7 +55,9 @@ class OwnSite:
         say(ray_cluster.way_in())
         self._membership = member = Membership(cpus_needed(config))
         plan = layout(config, ray_cluster.cluster_resources())
-        patience = Patience(config.parallel.placement_timeout_s, may_grow=not member.is_local, is_wanted=is_wanted)
+        patience = PlacementTimeout(
+            config.parallel.placement_timeout_s, may_grow=not member.is_local, is_wanted=is_wanted
+        )
         self._placement = place(plan, patience, say)
         return self._placement
 
@@ -89,14 +91,14 @@ class ReplicaSite:
         """See `Site`."""
 
 
-def replica_bundles(plan: Layout, replica: Mapping[str, float]) -> list[dict[str, float]]:
+def replica_bundles(plan: BundleLayout, replica: Mapping[str, float]) -> list[dict[str, float]]:
     """Return the bundles of a Serve replica: those of *plan*, the controller's also holding the *replica* itself."""
     first, *workers = plan.bundles
     shared = {name: first.get(name, 0.0) + replica.get(name, 0.0) for name in {**first, **replica}}
     return [shared, *workers]
 
 
-def check_room(bundles: Seq[Mapping[str, float]], plan: Layout) -> None:
+def check_room(bundles: Seq[Mapping[str, float]], plan: BundleLayout) -> None:
     """Refuse bundles, given by hand in a Serve config, that the engine does not fit in.
 
     Raises:

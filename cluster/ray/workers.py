@@ -23,7 +23,7 @@ from cluster.ray.cluster import node_address, passed_on
 from cluster.ray.placement import CONTROLLER, Placement
 from cluster.transport.process_workers import BODY
 from cluster.transport.worker_process import Order
-from cluster.transport.zmq_hub import Hub
+from cluster.transport.zmq_hub import ZmqHub
 from protos.errors import PlacementError
 from protos.worker_messages import Died, FromWorker, Placed, ToWorker, WorkerId
 
@@ -93,8 +93,8 @@ def why(ended: "Future[Any]") -> str:
     return f"its process ended: {text}"
 
 
-class RayGang:
-    """A `protos.worker_messages.Gang`. Made in bundle 0, by the process whose actors the workers will be: they die with it.
+class RayWorkerGroup:
+    """A `protos.worker_messages.WorkerGroup`. Made in bundle 0, by the process whose actors the workers will be: they die with it.
 
     Args:
         placement: the replica's bundles.
@@ -103,14 +103,14 @@ class RayGang:
 
     def __init__(self, placement: Placement, body: str = BODY) -> None:
         self._is_near = set(placement.nodes) == {placement.nodes[CONTROLLER]}
-        self._hub = Hub(None if self._is_near else node_address())
+        self._hub = ZmqHub(None if self._is_near else node_address())
         self._placement, self._body = placement, body
         self._environment = passed_on()
         self._hired: dict[WorkerId, Hired] = {}
         self._is_closed = False
 
     def start(self, workers: Seq[WorkerId]) -> None:
-        """See `Gang`. An actor whose bundle's node is gone waits until Ray has found another place for the bundle."""
+        """See `WorkerGroup`. An actor whose bundle's node is gone waits until Ray has found another place for the bundle."""
         for worker in workers:
             self._hub.admit(worker)
             order = msgspec.msgpack.encode(Order(self._hub.endpoint, worker, self._body))
@@ -124,11 +124,11 @@ class RayGang:
         self._hub.post(worker, Died(why(ended)))
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
-        """See `Gang`."""
+        """See `WorkerGroup`."""
         self._hub.send(worker, message)
 
     def receive(self, timeout_s: float) -> list[tuple[WorkerId, FromWorker]]:
-        """See `Gang`."""
+        """See `WorkerGroup`."""
         mail = self._hub.receive(timeout_s)
         for worker, message in mail:
             if isinstance(message, Placed) and worker in self._hired:
@@ -136,7 +136,7 @@ class RayGang:
         return mail
 
     def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
-        """See `Gang`."""
+        """See `WorkerGroup`."""
         ending = [hired for worker in workers if (hired := self._hired.pop(worker, None)) is not None]
         for worker in workers:
             self._hub.forget(worker)
@@ -163,7 +163,7 @@ class RayGang:
         raise PlacementError(f"{worker} is not there")
 
     def close(self) -> None:
-        """See `Gang`. The placement group is given back by whoever made it."""
+        """See `WorkerGroup`. The placement group is given back by whoever made it."""
         if not self._is_closed:
             self._is_closed = True
             self.kill(list(self._hired))

@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from cluster.ray import cluster as ray_cluster
-from cluster.ray.placement import BARE, Layout, actor_resources, layout
+from cluster.ray.placement import BARE, BundleLayout, actor_resources, layout
 from cluster.ray.site import replica_bundles
 from cluster.ray_serve.arguments import ServerArguments
 from cluster.ray_serve.router import routing
@@ -33,7 +33,7 @@ OTHERS = 64
 """Requests of a replica that are for no tokens."""
 
 
-def planned(config: EngineConfig) -> tuple[Layout, EngineConfig]:
+def planned(config: EngineConfig) -> tuple[BundleLayout, EngineConfig]:
     """Return what a replica needs, and *config* with that written down, so that replicas need not find out again.
 
     A cluster that grows from nothing shows no GPU yet: `device: cuda` says that there will be some.
@@ -56,14 +56,14 @@ def planned(config: EngineConfig) -> tuple[Layout, EngineConfig]:
     )
 
 
-def bundles(plan: Layout, config: EngineConfig) -> list[dict[str, float]]:
+def bundles(plan: BundleLayout, config: EngineConfig) -> list[dict[str, float]]:
     """Return the bundles of a replica; the first is the replica's own."""
     if config.parallel.executor == "uni":
         return [{**BARE, **plan.worker}]
     return replica_bundles(plan, BARE)
 
 
-def deployed(ingress: type, plan: Layout, config: EngineConfig, settings: ServerArguments) -> serve.Deployment:
+def deployed(ingress: type, plan: BundleLayout, config: EngineConfig, settings: ServerArguments) -> serve.Deployment:
     """Return the deployment of *ingress*. A Serve config may override what is set here."""
     places = bundles(plan, config)
     own = places[0] if config.parallel.executor == "uni" else BARE

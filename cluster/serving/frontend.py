@@ -14,7 +14,7 @@ from runtime.metrics.prometheus import Metrics
 
 
 @dataclass(frozen=True)
-class Parts:
+class ServerContext:
     """What answers are made with. The engine has been started."""
 
     engine: EngineClient
@@ -23,7 +23,7 @@ class Parts:
     options: ServerOptions
 
 
-class Face(Protocol):
+class Frontend(Protocol):
     """A server for one protocol. It takes its address, opens, serves, and stops, in this order."""
 
     @property
@@ -40,7 +40,7 @@ class Face(Protocol):
         """Take the address before anything is loaded. Raises `ConfigError` where it cannot be had."""
         ...
 
-    async def open(self, parts: Parts) -> None:
+    async def open(self, parts: ServerContext) -> None:
         """Take calls from now on."""
         ...
 

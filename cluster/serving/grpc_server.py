@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cluster.serving.frontend import Parts, bound
+from cluster.serving.frontend import ServerContext, bound
 from cluster.serving.startup_info import url_host
 from cluster.serving.tls import TlsFiles
 from runtime.frontend.client import EngineClient
@@ -24,8 +24,8 @@ class GrpcOptions:
     tls: TlsFiles | None = None
 
 
-class GrpcFace:
-    """See `cluster.serving.frontend.Face`. Tells its health from the start.
+class GrpcFrontend:
+    """See `cluster.serving.frontend.Frontend`. Tells its health from the start.
 
     Args:
         options: where and how to listen.
@@ -62,7 +62,7 @@ class GrpcFace:
         self._port = await server.start(self._options.host, self._options.port)
         self._server = server
 
-    async def open(self, parts: Parts) -> None:
+    async def open(self, parts: ServerContext) -> None:
         """See `Face`."""
         assert self._server is not None, "not started"
         self._engine = parts.engine

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from cluster.serving.frontend import Parts, bound
+from cluster.serving.frontend import ServerContext, bound
 from cluster.serving.startup_info import described, served_names, url_host
 from cluster.serving.tls import TlsFiles
 from runtime.http.app import create_app
 from runtime.http.server.connection import guarded_protocol
 from runtime.http.server.limits import ConnectionLimits
 
-__all__ = ["HttpFace", "HttpOptions", "bound", "described", "served_names"]
+__all__ = ["HttpFrontend", "HttpOptions", "bound", "described", "served_names"]
 
 KEEP_ALIVE_S = 75  # clients keep idle connections for 5 s and more; whoever closes first must not be the server
 BACKLOG = 2048  # connections that may wait to be accepted
@@ -40,8 +40,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-class HttpFace:
-    """See `cluster.serving.frontend.Face`."""
+class HttpFrontend:
+    """See `cluster.serving.frontend.Frontend`."""
 
     def __init__(self, options: HttpOptions, limits: ConnectionLimits) -> None:
         self._options = options
@@ -71,7 +71,7 @@ class HttpFace:
         """See `Face`."""
         self._listener = self._owned.enter_context(bound(self._options.host, self._options.port))
 
-    async def open(self, parts: Parts) -> None:
+    async def open(self, parts: ServerContext) -> None:
         """See `Face`."""
         tls = self._options.tls
         self._server = _Server(

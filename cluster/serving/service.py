@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster import assemble
-from cluster.serving.frontend import Face, Parts
-from cluster.serving.grpc_server import GrpcFace, GrpcOptions
-from cluster.serving.http_server import HttpFace, HttpOptions
+from cluster.serving.frontend import Frontend, ServerContext
+from cluster.serving.grpc_server import GrpcFrontend, GrpcOptions
+from cluster.serving.http_server import HttpFrontend, HttpOptions
 from cluster.serving.startup_info import Stages, described, served_names
 from cluster.transport.engine_process import CONFIG
 from protos.config.engine import EngineConfig
@@ -63,9 +63,9 @@ def serve(config: EngineConfig, options: ServiceOptions) -> None:
     log_to_stderr(config.log_format)
     if config.model.skip_tokenizer_init:
         raise ConfigError("serving needs a tokenizer: leave out skip_tokenizer_init")
-    faces: list[Face] = [HttpFace(options.http, options.safety.connections)]
+    faces: list[Frontend] = [HttpFrontend(options.http, options.safety.connections)]
     if options.grpc is not None:
-        faces.append(GrpcFace(options.grpc, options.safety.guard, options.safety.read_timeout))
+        faces.append(GrpcFrontend(options.grpc, options.safety.guard, options.safety.read_timeout))
     asyncio.run(_Service(config, options, faces).run())
 
 
@@ -87,7 +87,7 @@ def controller_channel(config: EngineConfig) -> KillableChannel:
 class _Service:
     """One run of the server: load, serve, drain, stop."""
 
-    def __init__(self, config: EngineConfig, options: ServiceOptions, faces: Sequence[Face]) -> None:
+    def __init__(self, config: EngineConfig, options: ServiceOptions, faces: Sequence[Frontend]) -> None:
         self._config = config
         self._options = options
         self._faces = faces
@@ -168,7 +168,7 @@ class _Service:
 
     async def _serve(self, info: WorkerInfo) -> None:
         assert self._tokenizer is not None
-        parts = Parts(self._engine, await self._tokenizer, self._metrics, self._served)
+        parts = ServerContext(self._engine, await self._tokenizer, self._metrics, self._served)
         for face in self._faces:
             await face.open(parts)
         for line in described(self._config, info):

@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 
 from cluster.transport.worker_process import Order, find
-from cluster.transport.zmq_hub import Hub
+from cluster.transport.zmq_hub import ZmqHub
 from protos.worker_messages import Died, FromWorker, WorkerId
 from runtime.subprocess import python_command
 
 BODY = "workers.process.main:serve"
 
 
-class ProcessGang:
-    """A `protos.worker_messages.Gang`. Its workers die with it: with the thread that starts them, or when their pipe closes.
+class ProcessWorkerGroup:
+    """A `protos.worker_messages.WorkerGroup`. Its workers die with it: with the thread that starts them, or when their pipe closes.
 
     Args:
         body: "module:function" that is a worker's whole life, called with its `Port`.
@@ -30,7 +30,7 @@ class ProcessGang:
     def __init__(
         self, body: str = BODY, environment: Mapping[str, str] | None = None, *, speaks: str = "", hears: str = ""
     ) -> None:
-        self._hub = Hub(hears=find(speaks) if speaks else FromWorker)
+        self._hub = ZmqHub(hears=find(speaks) if speaks else FromWorker)
         self._body, self._hears = body, hears
         self._environment = {**os.environ, **(environment or {})}
         self._processes: dict[WorkerId, subprocess.Popen[bytes]] = {}
@@ -43,7 +43,7 @@ class ProcessGang:
         return None if process is None else process.pid
 
     def start(self, workers: Seq[WorkerId]) -> None:
-        """See `Gang`."""
+        """See `WorkerGroup`."""
         for worker in workers:
             self._hub.admit(worker)
             process = subprocess.Popen(
@@ -64,15 +64,15 @@ class ProcessGang:
         self._hub.post(worker, Died(f"its process ended ({how})"))
 
     def send(self, worker: WorkerId, message: Any) -> None:
-        """See `Gang`."""
+        """See `WorkerGroup`."""
         self._hub.send(worker, message)
 
     def receive(self, timeout_s: float) -> list[tuple[WorkerId, Any]]:
-        """See `Gang`."""
+        """See `WorkerGroup`."""
         return self._hub.receive(timeout_s)
 
     def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
-        """See `Gang`. It always waits: on this machine that takes no time."""
+        """See `WorkerGroup`. It always waits: on this machine that takes no time."""
         for worker in workers:
             self._hub.forget(worker)
             if worker in self._processes:
@@ -85,7 +85,7 @@ class ProcessGang:
                     process.stdin.close()
 
     def close(self) -> None:
-        """See `Gang`."""
+        """See `WorkerGroup`."""
         if not self._is_closed:
             self._is_closed = True
             self.kill(list(self._processes))

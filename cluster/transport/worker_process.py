@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from cluster.transport.zmq_hub import HubPort
+from cluster.transport.zmq_hub import ZmqPort
 from cluster.transport.zmq_sockets import Endpoint
 from protos.worker_messages import ToWorker, WorkerId
 
@@ -39,7 +39,7 @@ def find(path: str) -> Any:
 
 def perform(order: Order, *place: str) -> None:
     """Connect, and be the worker until its body returns; the body is told its *place* too, where that is known."""
-    port = HubPort(order.endpoint, order.worker, find(order.hears) if order.hears else ToWorker)
+    port = ZmqPort(order.endpoint, order.worker, find(order.hears) if order.hears else ToWorker)
     try:
         find(order.body)(port, *place)
     finally:

@@ -27,7 +27,7 @@ LAST_WORDS_S = 0.02
 """What a worker sent before it died may come in this long after its death was noticed, and goes before it."""
 
 
-class Hub:
+class ZmqHub:
     """The controller's end. `post` may be called from any thread, everything else from one.
 
     Args:
@@ -56,7 +56,7 @@ class Hub:
 
     @property
     def endpoint(self) -> Endpoint:
-        """What a worker needs to open its `HubPort`. Holds keys: hand it over, never log it."""
+        """What a worker needs to open its `ZmqPort`. Holds keys: hand it over, never log it."""
         return self._bound.endpoint
 
     def admit(self, worker: WorkerId) -> None:
@@ -154,7 +154,7 @@ def name_of(worker: WorkerId) -> bytes:
     return f"{worker.role}/{worker.rank}/{worker.incarnation}".encode()
 
 
-class HubPort:
+class ZmqPort:
     """A worker's end: a `protos.worker_messages.Port`.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from proposers.formats import speculators
 from proposers.formats.shared.aux_layers import dflash_layers
 from proposers.formats.shared.layers import LayerDims, context_of, layer_dims, rope_of
-from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, refuse, renamed, taken
+from proposers.formats.shared.layout import Fitted, Shape, Shapes, TensorLayout, refuse, renamed, taken
 from proposers.formats.shared.masks import mask_token
 from proposers.formats.shared.values import (
     Config,
@@ -30,7 +30,7 @@ SPECULATORS_BLOCK = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Fitted):
+class DFlashSpec(Fitted):
     """A DFlash head.
 
     Attributes:
@@ -90,7 +90,7 @@ def tokens_of(config: Config) -> int:
     return block_size_of(config) - (0 if anchor else 1) if is_told else 0
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> DFlashSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
@@ -107,7 +107,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     check_width(
         FORMAT, "target_hidden_size", integer(FORMAT, plain, "target_hidden_size", default=target.hidden), target
     )
-    spec = Spec(
+    spec = DFlashSpec(
         stored={},
         dims=layer_dims(FORMAT, plain, names),
         num_layers=integer(FORMAT, plain, "num_hidden_layers"),
@@ -131,7 +131,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     return replace(spec, stored=stored)
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: DFlashSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return `fc.weight [H, n * Ht]`, `hidden_norm.weight [H]`, `norm.weight [H]`, `layers.{i}.*` as `transformers`
     names a Qwen3 layer, perhaps `embed_tokens.weight [V, H]` and `lm_head.weight [Vd, H]`, and where there are maps
     `target_ids`, int64 `[Vd]`: the target's id of each of the draft's.
@@ -158,7 +158,7 @@ def _windows(config: Config, nested: Config) -> tuple[int | None, ...]:
     return (size if everywhere else None,) * num_layers
 
 
-def _layout(spec: Spec) -> Layout:
+def _layout(spec: DFlashSpec) -> TensorLayout:
     hidden = spec.dims.hidden
     features = spec.target_hidden * len(spec.inputs_of)
     required: dict[str, Shape] = {
@@ -176,4 +176,4 @@ def _layout(spec: Spec) -> Layout:
         required |= ends
     elif spec.draft_size != spec.vocab_size:
         required["lm_head.weight"] = ends["lm_head.weight"]
-    return Layout(FORMAT, required, {**ends, "d2t": (spec.draft_size,), "t2d": (spec.vocab_size,)})
+    return TensorLayout(FORMAT, required, {**ends, "d2t": (spec.draft_size,), "t2d": (spec.vocab_size,)})

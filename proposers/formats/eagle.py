@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proposers.formats.shared.layers import LayerDims, context_of, layer_dims, rope_of
-from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, renamed, taken
+from proposers.formats.shared.layout import Fitted, Shape, Shapes, TensorLayout, renamed, taken
 from proposers.formats.shared.values import (
     Config,
     check_unquantised,
@@ -26,7 +26,7 @@ RULES = ((r"^model\.", ""),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Fitted):
+class EagleSpec(Fitted):
     """An EAGLE head.
 
     Attributes:
@@ -48,7 +48,7 @@ class Spec(Fitted):
     max_model_len: int
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> EagleSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
@@ -65,8 +65,8 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     fc_bias = flag(FORMAT, config, "bias", default=True)
     required = _required(dims, num_layers, fc_bias)
     optional = {"embed_tokens.weight": (vocab_size, dims.hidden)}
-    return Spec(
-        stored=Layout(FORMAT, required, optional).fit(shapes, RULES),
+    return EagleSpec(
+        stored=TensorLayout(FORMAT, required, optional).fit(shapes, RULES),
         dims=dims,
         num_layers=num_layers,
         fc_bias=fc_bias,
@@ -77,7 +77,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     )
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: EagleSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return `fc.weight [H, 2H]`, perhaps `fc.bias [H]` and `embed_tokens.weight [V, H]`, and `layers.{i}.*` as
     `transformers` names a Llama layer; layer 0 without its `input_layernorm`.
     """

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from proposers.formats import speculators
 from proposers.formats.shared.aux_layers import eagle_layers
 from proposers.formats.shared.layers import LayerDims, context_of, layer_dims, rope_of
-from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, refuse, renamed, taken
+from proposers.formats.shared.layout import Fitted, Shape, Shapes, TensorLayout, refuse, renamed, taken
 from proposers.formats.shared.values import (
     Config,
-    Target,
+    TargetDims,
     check_unquantised,
     check_vocabulary,
     check_width,
@@ -37,7 +37,7 @@ MAPS = ("d2t", "t2d")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Fitted):
+class Eagle3Spec(Fitted):
     """An EAGLE-3 head.
 
     Attributes:
@@ -85,7 +85,7 @@ def features_of(config: Config, target_config: Config) -> tuple[int, ...]:
     return eagle_layers(FORMAT, plain, target_of(target_config)) if _uses_aux(plain) else ()
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> Eagle3Spec:
     """Check a checkpoint by its config and the shapes of its tensors; a P-EAGLE one may be read as EAGLE-3.
 
     Raises:
@@ -94,7 +94,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     return read_as(FORMAT, config, target_config, shapes)
 
 
-def read_as(title: str, config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read_as(title: str, config: Config, target_config: Config, shapes: Shapes) -> Eagle3Spec:
     """See `read`; *title* is what messages call the checkpoint."""
     check_unquantised(title, config)
     plain, target = speculators.flattened(config), target_of(target_config)
@@ -105,7 +105,7 @@ def read_as(title: str, config: Config, target_config: Config, shapes: Shapes) -
     check_width(title, "target_hidden_size", integer(title, plain, "target_hidden_size", default=target.hidden), target)
     inputs_of = features_of(config, target_config)
     nested = section(plain, "eagle_config")
-    spec = Spec(
+    spec = Eagle3Spec(
         stored={},
         dims=dims,
         num_layers=integer(title, plain, "num_hidden_layers", default=1),
@@ -130,7 +130,7 @@ def read_as(title: str, config: Config, target_config: Config, shapes: Shapes) -
     return replace(spec, stored=stored)
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: Eagle3Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return `layers.{i}.*` as `transformers` names a Llama layer (layer 0 also `hidden_norm.weight [H]`, its queries,
     keys and values `[., 2H]`), `norm.weight [H]`, and as the spec says `fc.weight [H, features]`,
     `input_norm.weight [features]`, `fc_norm.{i}.weight [Ht]`, `embed_tokens.weight [V, H]`, `lm_head.weight [Vd, H]`,
@@ -149,7 +149,7 @@ def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.
     return found
 
 
-def _layout(title: str, spec: Spec, mask: Shape | None) -> Layout:
+def _layout(title: str, spec: Eagle3Spec, mask: Shape | None) -> TensorLayout:
     """Return the tensors of a checkpoint of *spec*, whose `mask_hidden` has the shape *mask*: ones may stand in it."""
     hidden, dims = spec.dims.hidden, spec.dims
     required: dict[str, Shape] = {"norm.weight": (hidden,), "layers.0.hidden_norm.weight": (hidden,)}
@@ -172,7 +172,7 @@ def _layout(title: str, spec: Spec, mask: Shape | None) -> Layout:
         required["lm_head.weight"] = ends["lm_head.weight"]
     maps: dict[str, Shape] = {"d2t": (spec.draft_size,), "t2d": (spec.vocab_size,)}
     whole = mask if mask and math.prod(mask) == spec.features else (1, 1, spec.features)
-    return Layout(title, required, {**ends, **maps, MASK: whole})
+    return TensorLayout(title, required, {**ends, **maps, MASK: whole})
 
 
 def _uses_aux(config: Config) -> bool:
@@ -180,7 +180,7 @@ def _uses_aux(config: Config) -> bool:
     return flag(FORMAT, {**config, **nested}, "use_aux_hidden_state", default=True)
 
 
-def _check(title: str, config: Config, spec: Spec, target: Target) -> None:
+def _check(title: str, config: Config, spec: Eagle3Spec, target: TargetDims) -> None:
     count = integer(title, config, "num_aux_hidden_states", default=len(spec.inputs_of))
     if count != len(spec.inputs_of):
         refuse(title, f"num_aux_hidden_states is {count}, but it names {len(spec.inputs_of)} layers of the target")

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from proposers.formats.shared.layers import LayerDims, context_of, layer_dims, rope_of
-from proposers.formats.shared.layout import Fitted, Layout, Rules, Shape, Shapes, refuse, renamed, taken
+from proposers.formats.shared.layout import Fitted, Rules, Shape, Shapes, TensorLayout, refuse, renamed, taken
 from proposers.formats.shared.values import (
     Config,
-    Target,
+    TargetDims,
     check_unquantised,
     check_vocabulary,
     check_width,
@@ -32,7 +32,7 @@ UNUSED = (r"^prefix\.embed_tokens\.", r"(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Fitted):
+class HydraSpec(Fitted):
     """Hydra heads.
 
     Attributes:
@@ -58,7 +58,7 @@ class Spec(Fitted):
     max_model_len: int
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> HydraSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
@@ -77,7 +77,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     return replace(spec, stored=_layout(spec).fit(shapes, rules))
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: HydraSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return, for head i and block k, `blocks.{i}.{k}.weight [H, in]` and `.bias [H]`; for the first block of grounded
     heads, which reads `in = (i + 2) H`, also `blocks.{i}.0.res.weight [H, in]` and `.res.bias [H]`; `heads.{i}.weight
     [V, H]` and perhaps `.bias [V]`; with a prefix `prefix.layers.0.*`, as `transformers` names a Llama layer, and
@@ -114,8 +114,10 @@ def _rules(arch: str, num_blocks: int) -> Rules:
     )
 
 
-def _spec(config: Config, target_config: Config, target: Target, num_blocks: int, names: Mapping[str, str]) -> Spec:
-    return Spec(
+def _spec(
+    config: Config, target_config: Config, target: TargetDims, num_blocks: int, names: Mapping[str, str]
+) -> HydraSpec:
+    return HydraSpec(
         stored={},
         width=target.hidden,
         num_heads=integer(FORMAT, config, "hydra_num_heads"),
@@ -134,7 +136,7 @@ def _prefix(target_config: Config, names: Mapping[str, str]) -> LayerDims:
     return layer_dims(FORMAT, target_config, [name for name in names if name.startswith("prefix.")])
 
 
-def _blocks(spec: Spec) -> dict[str, Shape]:
+def _blocks(spec: HydraSpec) -> dict[str, Shape]:
     wanted: dict[str, Shape] = {}
     for i in range(spec.num_heads):
         for k in range(spec.num_blocks):
@@ -146,13 +148,13 @@ def _blocks(spec: Spec) -> dict[str, Shape]:
     return wanted
 
 
-def _first_of(spec: Spec, name: str) -> str:
+def _first_of(spec: HydraSpec, name: str) -> str:
     """Return the name of the block that *name* repeats: the first of those behind the wide one."""
     part, head, block, leaf = name.split(".", 3)
     return f"{part}.{head}.{min(int(block), 1 if spec.grounded else 0)}.{leaf}"
 
 
-def _layout(spec: Spec) -> Layout:
+def _layout(spec: HydraSpec) -> TensorLayout:
     blocks = _blocks(spec)
     required = {name: shape for name, shape in blocks.items() if _first_of(spec, name) == name}
     for i in range(spec.num_heads):
@@ -162,4 +164,4 @@ def _layout(spec: Spec) -> Layout:
     if spec.prefix is not None:
         required |= spec.prefix.tensors("prefix.layers.0.")
         required["prefix.norm.weight"] = (spec.width,)
-    return Layout(FORMAT, required, blocks, UNUSED)
+    return TensorLayout(FORMAT, required, blocks, UNUSED)

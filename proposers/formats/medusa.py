@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, numbered, refuse, renamed, taken
+from proposers.formats.shared.layout import Fitted, Shape, Shapes, TensorLayout, numbered, refuse, renamed, taken
 from proposers.formats.shared.values import Config, check_unquantised, check_vocabulary, check_width, integer, target_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ Output = Literal["own", "shared", "target"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Fitted):
+class MedusaSpec(Fitted):
     """Medusa heads.
 
     Attributes:
@@ -55,7 +55,7 @@ class Spec(Fitted):
     head_size: int
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> MedusaSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Published configs often name fewer heads than there are: those that are there count.
@@ -73,7 +73,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
         integer(FORMAT, config, "medusa_num_heads", "num_heads", default=1), numbered(names, r"blocks\.(\d+)\.")
     )
     head_size = integer(FORMAT, config, "truncated_vocab_size", default=target.vocab_size)
-    spec = Spec(
+    spec = MedusaSpec(
         stored={},
         width=target.hidden,
         num_heads=num_heads,
@@ -87,7 +87,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     return replace(spec, stored=_layout(spec, unused).fit(shapes, RULES))
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: MedusaSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return `blocks.{head}.{block}.weight [H, H]` and `.bias [H]`, and by `output`: `heads.{head}.weight [Vh, H]`,
     `head.weight [Vh, H]` or nothing; with a truncated vocabulary also `target_ids`, the target's id of each row, int64.
 
@@ -113,7 +113,7 @@ def _is_whole_model(names: Mapping[str, str]) -> bool:
     return any(stored.startswith("medusa_head.") for stored in names.values())
 
 
-def _layout(spec: Spec, unused: tuple[str, ...]) -> Layout:
+def _layout(spec: MedusaSpec, unused: tuple[str, ...]) -> TensorLayout:
     width, heads = spec.width, range(spec.num_heads)
     required: dict[str, Shape] = {}
     for i in heads:
@@ -129,4 +129,4 @@ def _layout(spec: Spec, unused: tuple[str, ...]) -> Layout:
         required["token_map"] = (spec.head_size,)
     elif spec.head_size > spec.vocab_size:
         refuse(FORMAT, f"truncated_vocab_size is {spec.head_size}, but the target's vocabulary has {spec.vocab_size}")
-    return Layout(FORMAT, required, unused=unused)
+    return TensorLayout(FORMAT, required, unused=unused)

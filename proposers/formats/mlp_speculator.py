@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, refuse, taken
+from proposers.formats.shared.layout import Fitted, Shape, Shapes, TensorLayout, refuse, taken
 from proposers.formats.shared.values import (
     Config,
     check_unquantised,
@@ -23,7 +23,7 @@ RULES = ((r"^(model\.)?speculator\.", ""),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Fitted):
+class MLPSpeculatorSpec(Fitted):
     """An MLP speculator.
 
     Attributes:
@@ -43,7 +43,7 @@ class Spec(Fitted):
     scale_input: bool
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> MLPSpeculatorSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
@@ -62,8 +62,8 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
         refuse(FORMAT, "n_predict in its config must be at least 1, got 0")
     wanted = _wanted(vocab_size, width, inner, num_heads)
     required = {name: shape for name, shape in wanted.items() if not tied or name == shared(name)}
-    stored = Layout(FORMAT, required, wanted).fit(shapes, RULES)
-    return Spec(
+    stored = TensorLayout(FORMAT, required, wanted).fit(shapes, RULES)
+    return MLPSpeculatorSpec(
         stored=stored,
         width=width,
         inner=inner,
@@ -74,7 +74,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     )
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: MLPSpeculatorSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return, for every head i: `emb.{i}.weight [V, inner]`, `proj.{i}.weight [inner, width if i == 0 else inner]`,
     `ln.{i}.weight`, `ln.{i}.bias [inner]` and `head.{i}.weight [V, inner]`.
 

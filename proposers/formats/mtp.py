@@ -14,10 +14,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from proposers.formats import speculators
-from proposers.formats.shared.layout import COMPUTED, Fitted, Layout, Rules, Shape, Shapes, numbered, refuse, renamed
+from proposers.formats.shared.layout import (
+    COMPUTED,
+    Fitted,
+    Rules,
+    Shape,
+    Shapes,
+    TensorLayout,
+    numbered,
+    refuse,
+    renamed,
+)
 from proposers.formats.shared.values import (
     Config,
-    Target,
+    TargetDims,
     check_unquantised,
     check_vocabulary,
     integer,
@@ -61,7 +71,7 @@ EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Fitted):
+class MtpSpec(Fitted):
     """MTP heads.
 
     Attributes:
@@ -108,7 +118,7 @@ def prefixes(config: Config) -> tuple[str, ...]:
     return (*(f"model.layers.{first + i}." for i in range(count)), *PREFIXES.values())
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> MtpSpec:
     """Check the heads by the model's config and the shapes of its tensors, of which those of heads are looked at.
 
     Raises:
@@ -127,7 +137,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     return replace(spec, stored=_layout(spec, style, names).fit(heads, rules))
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: MtpSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return for each head i `layers.{i}.embed_norm.weight`, `.state_norm.weight`, `.norm.weight [H]`, `.proj.weight
     [H, 2H]`, `.block.*` with the names and shapes of `spec.block`, and perhaps `.embed_tokens.weight` and
     `.head.weight [V, H]`. Experts that are stored one by one are stacked; what heads share is the same tensor.
@@ -159,11 +169,11 @@ def _numbering(style: Style, config: Config) -> Rules:
     return tuple((rf"^model\.layers\.{first + i}\.", f"{i}.") for i in range(num_heads(config)))
 
 
-def _spec(config: Config, target: Target, style: Style, names: Mapping[str, str]) -> Spec:
+def _spec(config: Config, target: TargetDims, style: Style, names: Mapping[str, str]) -> MtpSpec:
     from proposers.formats.causal import last_layer_shapes  # noqa: PLC0415 - what is asked of the config alone needs none
 
     stored = numbered(names, r"layers\.(\d+)\.")
-    return Spec(
+    return MtpSpec(
         stored={},
         hidden=target.hidden,
         num_layers=num_heads(config) or stored,
@@ -181,7 +191,7 @@ def _spec(config: Config, target: Target, style: Style, names: Mapping[str, str]
     )
 
 
-def _layout(spec: Spec, style: Style, names: Mapping[str, str]) -> Layout:
+def _layout(spec: MtpSpec, style: Style, names: Mapping[str, str]) -> TensorLayout:
     required: dict[str, Shape] = {}
     for i in range(spec.num_layers):
         required |= _glue("shared." if style == "qwen" else f"layers.{i}.", spec.hidden)
@@ -191,7 +201,7 @@ def _layout(spec: Spec, style: Style, names: Mapping[str, str]) -> Layout:
             required[f"layers.{i}.embed_tokens.weight"] = (spec.vocab_size, spec.hidden)
         if spec.own_head:
             required[f"layers.{i}.head.weight"] = (spec.vocab_size, spec.hidden)
-    return Layout(FORMAT, required, unused=(COMPUTED,))
+    return TensorLayout(FORMAT, required, unused=(COMPUTED,))
 
 
 def _glue(prefix: str, hidden: int) -> dict[str, Shape]:

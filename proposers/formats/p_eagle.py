@@ -17,13 +17,13 @@ features_of = eagle3.features_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(eagle3.Spec):
+class ParallelEagleSpec(eagle3.Eagle3Spec):
     """An EAGLE-3 head with a mask; `mask_token_id` is an id of the target."""
 
     mask_token_id: int
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> ParallelEagleSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
@@ -33,10 +33,10 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     if eagle3.MASK not in spec.stored:
         refuse(FORMAT, f"{eagle3.MASK} should be [1, 1, {spec.features}], but the checkpoint has no such tensor")
     mask = mask_token(FORMAT, speculators.flattened(config), spec.vocab_size)
-    return Spec(**vars(spec), mask_token_id=mask)
+    return ParallelEagleSpec(**vars(spec), mask_token_id=mask)
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: ParallelEagleSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return what `eagle3.load` does, and `mask_hidden [features]`: what goes into `fc` at masked places."""
     mask_F = tensors[spec.stored[eagle3.MASK]].reshape(-1)
     return {**eagle3.load(spec, tensors), eagle3.MASK: mask_F}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proposers.formats.shared.layout import Fitted, Layout, Shapes, taken
+from proposers.formats.shared.layout import Fitted, Shapes, TensorLayout, taken
 from proposers.formats.shared.masks import mask_token
 from proposers.formats.shared.values import Config, check_unquantised, integer
 
@@ -15,7 +15,7 @@ FORMAT = "pard"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Fitted):
+class PardSpec(Fitted):
     """A causal model with a mask token. It serves a family of targets, whose vocabularies may be padded otherwise.
 
     Attributes:
@@ -29,7 +29,7 @@ class Spec(Fitted):
     max_model_len: int
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> PardSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
@@ -41,14 +41,14 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     vocab_size = integer(FORMAT, config, "vocab_size")
     mask = mask_token(FORMAT, config, vocab_size)
     stored, tied = model_shapes(FORMAT, config)
-    return Spec(
-        stored=Layout(FORMAT, stored, tied).fit(shapes),
+    return PardSpec(
+        stored=TensorLayout(FORMAT, stored, tied).fit(shapes),
         vocab_size=vocab_size,
         mask_token_id=mask,
         max_model_len=integer(FORMAT, config, "max_position_embeddings"),
     )
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: PardSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return the weights as `transformers` names them; those that are tied are there if they are stored."""
     return taken(spec, tensors)

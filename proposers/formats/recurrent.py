@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from proposers.formats.shared.layout import Fitted, Layout, Shape, Shapes, taken
+from proposers.formats.shared.layout import Fitted, Shape, Shapes, TensorLayout, taken
 from proposers.formats.shared.values import (
     Config,
     check_unquantised,
@@ -23,7 +23,7 @@ TARGETS_OWN = r"^(llm|base_model)\."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Fitted):
+class RecurrentSpec(Fitted):
     """A recurrent drafter.
 
     Attributes:
@@ -43,7 +43,7 @@ class Spec(Fitted):
     vocab_size: int
 
 
-def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
+def read(config: Config, target_config: Config, shapes: Shapes) -> RecurrentSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
@@ -56,7 +56,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     check_vocabulary(FORMAT, vocab_size, target)
     check_width(FORMAT, "hidden_size", width, target)
     exit_width = integer(FORMAT, config, "exit_dim", default=2 * width)
-    spec = Spec(
+    spec = RecurrentSpec(
         stored={},
         width=width,
         exit=exit_width,
@@ -68,7 +68,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Spec:
     return replace(spec, stored=_layout(spec).fit(shapes, _rules(spec.num_blocks)))
 
 
-def load(spec: Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def load(spec: RecurrentSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return `blocks.{j}.weight [E, E]`, `blocks.{j}.bias [E]`, `head.weight [V, E]`; where there is an input, its
     `input_proj.weight [E, 2H]`, `input_proj.bias [E]`; for a learned recurrence `rnn_u.weight [H, H]`, `rnn_u.bias [H]`
     and `rnn_w.weight [H, H]`.
@@ -84,7 +84,7 @@ def _rules(num_blocks: int) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _layout(spec: Spec) -> Layout:
+def _layout(spec: RecurrentSpec) -> TensorLayout:
     width, exit_width = spec.width, spec.exit
     required: dict[str, Shape] = {"head.weight": (spec.vocab_size, exit_width)}
     for j in range(spec.num_blocks):
@@ -93,4 +93,4 @@ def _layout(spec: Spec) -> Layout:
         required |= {"input_proj.weight": (exit_width, 2 * width), "input_proj.bias": (exit_width,)}
     if spec.is_rnn:
         required |= {"rnn_u.weight": (width, width), "rnn_u.bias": (width,), "rnn_w.weight": (width, width)}
-    return Layout(FORMAT, required, unused=(TARGETS_OWN,))
+    return TensorLayout(FORMAT, required, unused=(TARGETS_OWN,))

@@ -27,14 +27,14 @@ _MULTIPLIER, _MIXER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD9
 _TOKEN_BYTES = 4 + 4 + len(SIZES) * (4 + 4)
 
 
-class Found(NamedTuple):
+class AnswerMatch(NamedTuple):
     """The longest match of one row: its length, and the places behind it, most recent first."""
 
     length: int
     places: list[int]
 
 
-class PastTexts:
+class AnswerIndex:
     """The outputs of the last requests, of each tenant apart.
 
     Args:
@@ -127,7 +127,7 @@ class PastTexts:
         ends = np.append(starts[1:], True)
         heads[bucket_P[ends]] = places[ends]
 
-    def longest(self, salts: Seq[str], patterns: Seq[Seq[int]]) -> list[Found]:
+    def longest(self, salts: Seq[str], patterns: Seq[Seq[int]]) -> list[AnswerMatch]:
         """Return for each row where the longest suffix of its pattern stands in its tenant's texts.
 
         Args:
@@ -192,7 +192,7 @@ class PastTexts:
         return lines
 
 
-def _longest(num_rows: int, row_P: Places, place_P: Places, length_P: Places) -> list[Found]:
+def _longest(num_rows: int, row_P: Places, place_P: Places, length_P: Places) -> list[AnswerMatch]:
     """Return the places of each row's longest matches, in the order given; *row_P* rises."""
     longest_R = np.zeros(num_rows, np.int64)
     np.maximum.at(longest_R, row_P, length_P)
@@ -200,7 +200,7 @@ def _longest(num_rows: int, row_P: Places, place_P: Places, length_P: Places) ->
     num_best_R = np.bincount(row_P[is_best_P], minlength=num_rows)
     places = iter(place_P[is_best_P].tolist())
     return [
-        Found(length, list(islice(places, number)))
+        AnswerMatch(length, list(islice(places, number)))
         for length, number in zip(longest_R.tolist(), num_best_R.tolist(), strict=True)
     ]
 

@@ -10,14 +10,14 @@ from typing import ClassVar, Protocol, Self
 import torch
 
 from proposers.shared.chains import Chains
-from proposers.shared.dynamic_tree import Shape, Tree
+from proposers.shared.dynamic_tree import Tree, TreeShape
 from protos.config.engine import SpeculativeConfig
 from protos.draft_module import DraftRunner, Module, on_a_worker
 from protos.interfaces import DraftRow
 from protos.messages import Draft
 
 
-class Recycling(Module, Protocol):
+class AutoregressiveModule(Module, Protocol):
     """A module whose states are fed back.
 
     Attributes:
@@ -35,11 +35,11 @@ class Recycling(Module, Protocol):
         ...
 
 
-class RecyclingProposer:
+class AutoregressiveProposer:
     """Drafts a chain, or a tree where `width` is more than 1, with a module that is fed its own states.
 
     Args:
-        runner: runs a `Recycling` module.
+        runner: runs a `AutoregressiveModule` module.
         width: most children of a node, and nodes of a level that get any.
         depth: levels of a tree, and the longest chain.
     """
@@ -48,14 +48,14 @@ class RecyclingProposer:
     method: ClassVar[str]
 
     def __init__(self, runner: DraftRunner, width: int, depth: int) -> None:
-        self.runner, self.shape = runner, Shape(width, depth)
-        self.module: Recycling = runner.module
+        self.runner, self.shape = runner, TreeShape(width, depth)
+        self.module: AutoregressiveModule = runner.module
 
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
         """See `protos.draft_module.LearnedProposer`."""
         runner = on_a_worker(runner, cls.method)
-        shape = Shape.of(config)
+        shape = TreeShape.of(config)
         return cls(runner, shape.width, min(shape.depth, runner.module.most))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:

@@ -43,7 +43,7 @@ Step = Callable[[int], object]
 """Told how many of the `DEPTH.bit_length()` passes of sorting are done."""
 
 
-class Found(NamedTuple):
+class DatastoreMatch(NamedTuple):
     """The longest match of one row, and the places behind it."""
 
     length: int
@@ -129,7 +129,7 @@ class Datastore:
     def __len__(self) -> int:
         return self._num_tokens
 
-    def longest(self, contexts: Seq[Seq[int]]) -> list[Found]:
+    def longest(self, contexts: Seq[Seq[int]]) -> list[DatastoreMatch]:
         """Return for each context where its longest suffix of at most `DEPTH` tokens stands: some of these places."""
         wanted_RD = self._reversed(contexts)
         nearest_RN = self._search(wanted_RD)[:, None] + np.arange(-NEIGHBOURS, NEIGHBOURS)
@@ -143,7 +143,7 @@ class Datastore:
         is_best_RN = (length_RN == longest_R[:, None]) & is_inside_RN
         places = iter(place_RN[is_best_RN].tolist())
         return [
-            Found(longest, list(islice(places, number)))
+            DatastoreMatch(longest, list(islice(places, number)))
             for longest, number in zip(longest_R.tolist(), is_best_RN.sum(1).tolist(), strict=True)
         ]
 

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from proposers.formats.shared.layers import LayerDims
 from proposers.formats.shared.layout import Shapes
 from proposers.formats.shared.values import Config
-from protos.draft_module import LayerShape, Parts
+from protos.draft_module import DraftWeights, LayerShape
 from protos.errors import ModelError
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -35,7 +35,7 @@ class Layers:
     """
 
     def __init__(
-        self, dims: LayerDims, num_layers: int, rope: Mapping[str, Any], max_model_len: int, parts: Parts
+        self, dims: LayerDims, num_layers: int, rope: Mapping[str, Any], max_model_len: int, parts: DraftWeights
     ) -> None:
         self.dims, self.num_layers = dims, num_layers
         # Its config has a field for everything; which of the layers are Llama's is decided below.
@@ -74,7 +74,7 @@ class Layers:
         """Return a new RMS norm."""
         return LlamaRMSNorm(width, self.dims.eps)
 
-    def rope(self, parts: Parts) -> Any:
+    def rope(self, parts: DraftWeights) -> Any:
         """Return a new module that makes `Rope` of states and positions; it holds no weights."""
         return LlamaRotaryEmbedding(self.config).to(parts.device)
 
@@ -86,7 +86,7 @@ def through(layers: nn.ModuleList, states_1TH: torch.Tensor, rope: Rope) -> torc
     return states_1TH
 
 
-def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], parts: Parts) -> None:
+def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
     """Give *module*, made on the meta device, its weights, and leave it in eval mode, without gradients.
 
     Weights that are tied stay tied; the first of their names is enough.
@@ -143,7 +143,7 @@ class Format(Protocol[Spec]):
         ...
 
 
-def stored(format_of: Format[Spec], parts: Parts) -> tuple[Spec, dict[str, torch.Tensor]]:
+def stored(format_of: Format[Spec], parts: DraftWeights) -> tuple[Spec, dict[str, torch.Tensor]]:
     """Read the draft's checkpoint: what it is, and its tensors. Raises `ModelError` where it does not fit."""
     tensors = parts.tensors()
     spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))

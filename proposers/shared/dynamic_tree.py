@@ -66,14 +66,14 @@ def _draft(kept: Seq[int], tokens_M: Seq[int], parents_M: Seq[int]) -> Draft:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeShape:
     """How trees grow: *width* children behind each node that is fed, on at most *depth* levels."""
 
     width: int
     depth: int
 
     @classmethod
-    def of(cls, config: SpeculativeConfig) -> "Shape":
+    def of(cls, config: SpeculativeConfig) -> "TreeShape":
         """Return the shape that *config* asks for; without branches, a chain of all tokens."""
         width = config.eagle_topk
         if config.draft_shape == "tree" and width == 1:
@@ -91,7 +91,7 @@ class Shape:
         return max(1, min(self.width, k // max(1, self.depth_of(k) - 1)))
 
 
-CHAINS = Shape(1, MAX_SPECULATIVE_TOKENS)
+CHAINS = TreeShape(1, MAX_SPECULATIVE_TOKENS)
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Tree:
         shape: of the trees.
     """
 
-    def __init__(self, runner: DraftRunner, rows: Seq[DraftRow], behind: Behind, shape: Shape) -> None:
+    def __init__(self, runner: DraftRunner, rows: Seq[DraftRow], behind: Behind, shape: TreeShape) -> None:
         self._runner, self._rows, self._behind, self._shape = runner, rows, behind, shape
 
     def grow(self, states_RX: torch.Tensor) -> list[Draft]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from proposers.shared.chains import Chains
-from proposers.shared.static_tree import Level, StaticTree
+from proposers.shared.static_tree import StaticTree, TreeLevel
 from protos.config.engine import SpeculativeConfig
 from protos.draft_module import DraftRunner, LayerShape, Module, on_a_worker
 from protos.interfaces import DraftRow
@@ -179,7 +179,7 @@ class HeadsProposer:
         }
         return [drafts[row.slot] for row in rows]
 
-    def _guesses(self, ranked: Seq[DraftRow], depths: Seq[int], levels: Seq[Level]) -> Iterator[torch.Tensor]:
+    def _guesses(self, ranked: Seq[DraftRow], depths: Seq[int], levels: Seq[TreeLevel]) -> Iterator[torch.Tensor]:
         """Yield the ids of each level, `[R, M]`, for the first R rows: those whose trees are so deep."""
         states_RPS, ids_RP = self.begin(ranked)[:, None], self.runner.newest(ranked)[:, None]
         paths_RPD = ids_RP[:, :, None][:, :, :0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from proposers.shared.ngram_index import Places
 from proposers.shared.prediction import Prediction
-from protos.interfaces import DraftRow, Follower
+from protos.interfaces import DraftRow, SequenceListener
 from protos.messages import Draft, Request
 
 SLICE = 2048
@@ -21,7 +21,7 @@ GROWTH = 128
 
 
 @dataclass(slots=True, eq=False)
-class Followed:
+class IndexedSequence:
     """One sequence: its tokens, which are the controller's, and what is known of where they stood.
 
     Attributes:
@@ -61,27 +61,27 @@ class Followed:
         return self.prediction.follow(self.tokens[self.prompt_len :], k) if self.prediction else []
 
 
-class Following(Follower):
+class SequenceIndex(SequenceListener):
     """A proposer that indexes every sequence, and guesses row by row."""
 
     def __init__(self) -> None:
-        self._followed: dict[int, Followed] = {}
-        self._unprepared: deque[Followed] = deque()
-        self._grown: list[Followed] = []
+        self._followed: dict[int, IndexedSequence] = {}
+        self._unprepared: deque[IndexedSequence] = deque()
+        self._grown: list[IndexedSequence] = []
 
     @abstractmethod
     def index(self) -> Places:
         """Return an empty index of the sizes that are looked for."""
 
     @abstractmethod
-    def guess(self, row: DraftRow, followed: Followed) -> Draft:
+    def guess(self, row: DraftRow, followed: IndexedSequence) -> Draft:
         """Return a draft of at most `row.k` tokens for one row; an empty one without a confident guess."""
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft a row; rows that nobody told of in `begin` are indexed anew each time."""
         return [self.guess(row, one) for row, one in zip(rows, self.follow(rows), strict=True)]
 
-    def follow(self, rows: Seq[DraftRow]) -> list[Followed]:
+    def follow(self, rows: Seq[DraftRow]) -> list[IndexedSequence]:
         """Return what is kept of the rows' sequences, brought up to date as far as a slice goes."""
         self._grown = [self._followed.get(row.key) or self._anew(row) for row in rows]
         for followed, row in zip(self._grown, rows, strict=True):
@@ -89,8 +89,8 @@ class Following(Follower):
         self._take_growth(SLICE)
         return self._grown
 
-    def _anew(self, row: DraftRow) -> Followed:
-        followed = Followed(self.index(), row.token_ids)
+    def _anew(self, row: DraftRow) -> IndexedSequence:
+        followed = IndexedSequence(self.index(), row.token_ids)
         followed.prepare(len(row.token_ids))
         return followed
 
@@ -106,12 +106,12 @@ class Following(Follower):
                 self._wait(grown)
         return budget
 
-    def _wait(self, followed: Followed) -> None:
+    def _wait(self, followed: IndexedSequence) -> None:
         followed.is_waiting = True
         self._unprepared.append(followed)
 
     def prepare(self) -> None:
-        """See `Follower`: what was just committed, then the oldest prompts."""
+        """See `SequenceListener`: what was just committed, then the oldest prompts."""
         budget = self._take_growth(SLICE)
         self._grown = []
         while budget > 0 and self._unprepared:
@@ -122,15 +122,15 @@ class Following(Follower):
             budget -= taken
 
     def begin(self, key: int, request: Request) -> None:
-        """See `Follower`."""
+        """See `SequenceListener`."""
         prompt = request.prompt_token_ids
         prediction = Prediction(request.prediction_token_ids) if request.prediction_token_ids else None
-        followed = Followed(self.index(), prompt, len(prompt), request.cache_salt, prediction)
+        followed = IndexedSequence(self.index(), prompt, len(prompt), request.cache_salt, prediction)
         self._followed[key] = followed
         self._wait(followed)
 
     def end(self, key: int, token_ids: Seq[int]) -> None:
-        """See `Follower`."""
+        """See `SequenceListener`."""
         followed = self._followed.pop(key, None)
         if followed is not None:
             followed.is_over = True

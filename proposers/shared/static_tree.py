@@ -32,7 +32,7 @@ def rate(choice: Choice, decay: float) -> float:
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """The M nodes of one depth, and how they come about.
 
     Attributes:
@@ -97,7 +97,7 @@ class StaticTree:
         return max(map(len, self.choices), default=0)
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[TreeLevel, ...]:
         """The nodes by depth, guessed behind the nodes that they follow; the first level's one point is the root."""
         found, points = [], [-1]
         for nodes in self._by_depth():
@@ -107,7 +107,7 @@ class StaticTree:
         return tuple(found)
 
     @cached_property
-    def flat_levels(self) -> tuple[Level, ...]:
+    def flat_levels(self) -> tuple[TreeLevel, ...]:
         """The nodes by depth where guesses do not depend on those before them: each level has one point."""
         return tuple(self._level(nodes, [0] * len(nodes), [0]) for nodes in self._by_depth())
 
@@ -117,9 +117,9 @@ class StaticTree:
             for depth in range(1, self.depth + 1)
         ]
 
-    def _level(self, nodes: list[int], froms: list[int], points: list[int]) -> Level:
+    def _level(self, nodes: list[int], froms: list[int], points: list[int]) -> TreeLevel:
         ranks = [self.choices[node][-1] for node in nodes]
-        return Level(tuple(nodes), np.array(froms), np.array(ranks), max(ranks) + 1, np.array(points, np.int64))
+        return TreeLevel(tuple(nodes), np.array(froms), np.array(ranks), max(ranks) + 1, np.array(points, np.int64))
 
     def first(self, count: int) -> "StaticTree":
         """Return the tree of the first *count* nodes, always the same object."""

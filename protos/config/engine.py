@@ -16,8 +16,8 @@ MAX_SPECULATIVE_TOKENS = 64
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Placement = Literal["dedicated", "colocated"]
-AcceptanceRule = Literal["coupled", "standard", "block", "synthetic"]
-BY_LAWS: frozenset[AcceptanceRule] = frozenset({"standard", "block"})
+RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
+BY_LAWS: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
 """Rules that judge by p/q: what was drafted must have been drawn by a law of its own."""
 LogFormat = Literal["text", "json"]
 
@@ -119,7 +119,7 @@ class SpeculativeConfig:
     lookahead_guesses: int = Field(default=7, gt=0)
     disable_by_batch_size: int | None = Field(default=None, gt=0)
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
-    rejection_sample_method: AcceptanceRule = "coupled"
+    rejection_sample_method: RejectionSampleMethod = "coupled"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     synthetic_acceptance_rates: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = None
     synthetic_acceptance_length: float | None = Field(default=None, ge=1.0)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from protos.config.engine import BY_LAWS, MAX_SPECULATIVE_TOKENS, AcceptanceRule, SpeculativeConfig
+from protos.config.engine import BY_LAWS, MAX_SPECULATIVE_TOKENS, RejectionSampleMethod, SpeculativeConfig
 from protos.config.method import (
     MODEL_FREE,
     NGRAM_MODELS,
@@ -77,7 +77,7 @@ REFUSED = {
 }
 NEUTRAL: tuple[object, ...] = (None, False, "auto", {}, [], ())
 LOSSY = ("fly", "typical", "typical_acceptance_sampler", "typical_acceptance")
-RULES: tuple[AcceptanceRule, ...] = get_args(AcceptanceRule)
+RULES: tuple[RejectionSampleMethod, ...] = get_args(RejectionSampleMethod)
 KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__)
 SETTLED = frozenset({"parallel_drafting"})
 """Keys that say what the method is, and nothing more."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence as Seq
 
 from protos.config.engine import CacheConfig
 from protos.messages import Row, Step, TokenOutput, Verdict
-from runtime.core.proposing import Drafting
-from runtime.core.request_queue import Roster
+from runtime.core.proposing import ControllerProposers
+from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import Sequence
 from runtime.core.stats import EngineCounters
 
@@ -13,7 +13,9 @@ from runtime.core.stats import EngineCounters
 class Committer:
     """Applies verdicts row by row, ends what is finished, and publishes full blocks to the prefix cache."""
 
-    def __init__(self, roster: Roster, drafting: Drafting, counters: EngineCounters, cache: CacheConfig) -> None:
+    def __init__(
+        self, roster: RequestQueue, drafting: ControllerProposers, counters: EngineCounters, cache: CacheConfig
+    ) -> None:
         self._roster = roster
         self._drafting = drafting
         self._blocks = roster.blocks

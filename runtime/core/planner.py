@@ -6,8 +6,8 @@ from protos.config.engine import CacheConfig, SchedulerConfig
 from protos.interfaces import Needs
 from protos.messages import NewSequence, Request, Row
 from runtime.core.block_manager import Chain
-from runtime.core.proposing import Drafting, Part
-from runtime.core.request_queue import Roster
+from runtime.core.proposing import ControllerProposers, ScheduledSequence
+from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import Sequence
 from runtime.core.speculation_policy import Policy
 from runtime.core.stats import EngineCounters
@@ -22,8 +22,8 @@ class Planner:
     def __init__(
         self,
         config: SchedulerConfig,
-        roster: Roster,
-        drafting: Drafting,
+        roster: RequestQueue,
+        drafting: ControllerProposers,
         counters: EngineCounters,
         cache: CacheConfig,
         *,
@@ -42,7 +42,7 @@ class Planner:
         self._draft_needs = draft_needs  # what the draft worker reads of what the target computes
         self._generations = count(1)
 
-    def plan(self, policy: Policy, *, can_draft: bool = True) -> list[Part]:
+    def plan(self, policy: Policy, *, can_draft: bool = True) -> list[ScheduledSequence]:
         """Return the parts of the next step, in order of arrival, with their blocks secured.
 
         Where the draft worker cannot *draft*, rows get only what proposers beside the controller guess.
@@ -59,7 +59,7 @@ class Planner:
             parts += self._admit_waiting(policy, budget)
         return parts
 
-    def _share_budget(self, policy: Policy) -> list[Part]:
+    def _share_budget(self, policy: Policy) -> list[ScheduledSequence]:
         """Share the token budget among running rows; guesses leave one token to every row behind them."""
         parts = []
         budget = self._config.max_num_batched_tokens
@@ -74,14 +74,14 @@ class Planner:
             parts.append(part)
         return parts
 
-    def _part(self, sequence: Sequence, budget: int) -> Part | None:
+    def _part(self, sequence: Sequence, budget: int) -> ScheduledSequence | None:
         """Return what of a sequence fits the budget: all that is unfed, or a chunk, or nothing."""
         length = sequence.num_unfed
         if length > budget:
             length = budget if self._config.enable_chunked_prefill else 0
         if sequence.owes_prompt_logprobs:
             length = self._score(length)
-        return Part(sequence, length) if length > 0 else None
+        return ScheduledSequence(sequence, length) if length > 0 else None
 
     def _score(self, length: int) -> int:
         """Return how many of *length* prompt tokens may have their logits computed in this step; count them."""
@@ -89,7 +89,7 @@ class Planner:
         self._num_scored += length
         return length
 
-    def _want_guesses(self, part: Part, policy: Policy, budget: int) -> None:
+    def _want_guesses(self, part: ScheduledSequence, policy: Policy, budget: int) -> None:
         """Set `k`. The target adds a token of its own to what it accepts: one fewer than may still come."""
         sequence = part.sequence
         can_ask_worker = self._can_draft and (sequence.is_decoding or self._draft_needs == "none")
@@ -97,7 +97,7 @@ class Planner:
             room = sequence.max_len - len(sequence.token_ids) - 1
             part.k = max(0, min(policy.guesses(sequence.request), room, budget))
 
-    def _secure_known(self, parts: list[Part]) -> list[Part]:
+    def _secure_known(self, parts: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Get blocks for the tokens that are known, preempting the youngest where blocks run short."""
         for part in parts:
             sequence = part.sequence
@@ -108,14 +108,14 @@ class Planner:
                 sequence.block_ids += self._blocks.allocate(missing)
         return [part for part in parts if part.sequence.is_running]
 
-    def _secure_drafts(self, parts: list[Part]) -> None:
+    def _secure_drafts(self, parts: list[ScheduledSequence]) -> None:
         """Get the guesses, and blocks for them as far as blocks are free."""
         self._drafting.fill(parts, can_ask_worker=self._can_draft)
         for part in parts:
             if part.k:
                 self._secure_draft(part)
 
-    def _secure_draft(self, part: Part) -> None:
+    def _secure_draft(self, part: ScheduledSequence) -> None:
         block_ids = part.sequence.block_ids
         missing = self._blocks.blocks_for(part.end + part.k) - len(block_ids)
         if missing > 0:
@@ -124,8 +124,8 @@ class Planner:
         if room < part.k:
             part.shrink(room)
 
-    def _admit_waiting(self, policy: Policy, budget: int) -> list[Part]:
-        parts: list[Part] = []
+    def _admit_waiting(self, policy: Policy, budget: int) -> list[ScheduledSequence]:
+        parts: list[ScheduledSequence] = []
         while self._roster.waiting and self._roster.has_slot and budget > 0:
             part = self._admit_first(policy, budget)
             if part is None:
@@ -136,7 +136,7 @@ class Planner:
         self._secure_drafts(parts)
         return parts
 
-    def _admit_first(self, policy: Policy, budget: int) -> Part | None:
+    def _admit_first(self, policy: Policy, budget: int) -> ScheduledSequence | None:
         """Let the first waiting sequence run if all it knows fits, and one block more for each running one."""
         sequence = self._roster.waiting[0]
         if sequence.owes_prompt_logprobs and self._num_scored >= self._max_scored:
@@ -156,7 +156,7 @@ class Planner:
         sequence.start_after(num_cached, hit, chain)
         self._count_admission(sequence, num_cached)
         length = min(sequence.num_unfed, budget)
-        part = Part(sequence, self._score(length) if sequence.owes_prompt_logprobs else length)
+        part = ScheduledSequence(sequence, self._score(length) if sequence.owes_prompt_logprobs else length)
         sequence.block_ids += self._blocks.allocate(self._blocks.blocks_for(part.end) - len(hit))
         return part
 
@@ -201,13 +201,13 @@ class Planner:
             sequence.first_ran(num_cached)
             self._counters.prompt_tokens += len(sequence.token_ids)
 
-    def introduce(self, parts: list[Part]) -> list[NewSequence]:
+    def introduce(self, parts: list[ScheduledSequence]) -> list[NewSequence]:
         """Tell the workers in full of the sequences that have just taken a slot."""
         return [
             _introduce(part.sequence, next(self._generations)) for part in parts if not part.sequence.num_told_tokens
         ]
 
-    def row(self, part: Part) -> Row:
+    def row(self, part: ScheduledSequence) -> Row:
         """Tell the workers what of this part they do not know yet."""
         sequence = part.sequence
         known_len = len(sequence.token_ids)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from protos.draft_tree import NO_DRAFT, first_of, sane
-from protos.interfaces import DraftRow, Follower, Proposer
+from protos.interfaces import DraftRow, Proposer, SequenceListener
 from protos.messages import Draft
 from runtime.core.sequence import Sequence
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ScheduledSequence:
     """One sequence's part of the step being planned; becomes a `Row`."""
 
     sequence: Sequence
@@ -44,7 +44,7 @@ class Part:
             self.draft = first_of(self.draft, k) if k else None
 
 
-class Drafting:
+class ControllerProposers:
     """Fills in the drafts of parts that want some. A proposer that fails costs guesses, never a request.
 
     Args:
@@ -60,7 +60,7 @@ class Drafting:
         self._proposers = tuple(proposers)
         self._methods = tuple(methods) or (None,) * len(proposers)
         self._worker_method = methods[-1] if methods and has_worker else None
-        self._followers = [proposer for proposer in proposers if isinstance(proposer, Follower)]
+        self._followers = [proposer for proposer in proposers if isinstance(proposer, SequenceListener)]
         self._vocab_size = vocab_size
         self._has_worker = has_worker
         self.num_failures = 0
@@ -71,7 +71,7 @@ class Drafting:
         """Whether somebody beside the controller proposes."""
         return bool(self._proposers)
 
-    def fill(self, parts: Seq[Part], *, can_ask_worker: bool) -> None:
+    def fill(self, parts: Seq[ScheduledSequence], *, can_ask_worker: bool) -> None:
         """Set `draft` and `k` of every part with `k > 0`; what is left without a draft but with a `k`, a worker drafts.
 
         Where there is none, or nobody *can ask* it now, rows without a guess go on without.
@@ -86,7 +86,7 @@ class Drafting:
             if part.draft is None and not (can_ask_worker and part.takes(self._worker_method)):
                 part.shrink(0)
 
-    def _fill_by(self, proposer: Proposer, parts: list[Part]) -> None:
+    def _fill_by(self, proposer: Proposer, parts: list[ScheduledSequence]) -> None:
         began = time.monotonic()
         rows = [DraftRow(part.sequence.slot, part.k, part.sequence.token_ids, part.sequence.key) for part in parts]
         for part, draft in zip(parts, self._propose(proposer, rows), strict=True):
@@ -125,7 +125,7 @@ class Drafting:
         for follower in self._followers:
             self._tell(follower, lambda to: to.end(sequence.key, sequence.token_ids))
 
-    def _tell(self, follower: Follower, say: Callable[[Follower], None]) -> None:
+    def _tell(self, follower: SequenceListener, say: Callable[[SequenceListener], None]) -> None:
         try:
             say(follower)
         except Exception:

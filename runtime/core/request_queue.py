@@ -12,7 +12,7 @@ def _nobody(sequence: Sequence) -> None:
     """Nobody asks."""
 
 
-class Roster:
+class RequestQueue:
     """The queues, the worker slots and the blocks. Owned by the `Scheduler`.
 
     `running` and `waiting` are in order of arrival, and everything running arrived before everything

@@ -12,8 +12,8 @@ from protos.messages import Abort, Request, RoundPlan, Row, StepCosts, TokenOutp
 from runtime.core.block_manager import BlockManager
 from runtime.core.committer import Committer
 from runtime.core.planner import Planner
-from runtime.core.proposing import Drafting
-from runtime.core.request_queue import Roster
+from runtime.core.proposing import ControllerProposers
+from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import Sequence
 from runtime.core.speculation_policy import Policy
 from runtime.core.stats import EngineCounters, EngineStats
@@ -55,9 +55,9 @@ class Scheduler:
         self._info = info
         self._detokenizers = detokenizers
         self._counters = EngineCounters()
-        self._drafting = Drafting(proposers, info.vocab_size, has_worker=has_worker, methods=info.methods)
+        self._drafting = ControllerProposers(proposers, info.vocab_size, has_worker=has_worker, methods=info.methods)
         blocks = BlockManager(info.num_blocks, info.block_size)
-        self._roster = Roster(config.max_num_seqs, blocks, self._drafting.end)
+        self._roster = RequestQueue(config.max_num_seqs, blocks, self._drafting.end)
         self._planner = Planner(
             config,
             self._roster,

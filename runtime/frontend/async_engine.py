@@ -31,9 +31,9 @@ from runtime.frontend.admission import ROOMY, Admission, QueueLimits, num_prompt
 from runtime.frontend.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
 from runtime.frontend.client import EngineState, Prompt, RequestMaker
 from runtime.frontend.keys import TENANT
-from runtime.frontend.stream_queue import PATIENT, Delivery, Delta, ReadingLimits
+from runtime.frontend.stream_queue import PATIENT, Delta, ReadingLimits, StreamQueue
 from runtime.metrics.prometheus import Metrics
-from runtime.text.tokenizer_pool import Tokenising
+from runtime.text.tokenizer_pool import TokenizerPool
 
 log = logging.getLogger("slipstream")
 
@@ -86,7 +86,7 @@ class AsyncEngine:
         self._timeout_s = timeout_s
         self._reading = reading
         self._admission = Admission(queue)
-        self._tokenising = Tokenising()
+        self._tokenising = TokenizerPool()
         self._channel = channel
         self._make_preprocessor = make_preprocessor
         self._preprocessor: RequestMaker | None = None
@@ -98,7 +98,7 @@ class AsyncEngine:
         self._stats = EngineStats()
         self._heard_at = time.monotonic()
         self._is_draining = False
-        self._deliveries: dict[str, Delivery] = {}
+        self._deliveries: dict[str, StreamQueue] = {}
 
     async def start(self, say: Say = log.info) -> WorkerInfo:
         """Start the controller and wait until it serves; *say* is told what it does, line by line.
@@ -210,20 +210,20 @@ class AsyncEngine:
                 alarm.cancel()
             self._leave(delivery)
 
-    def _set_alarm(self, delivery: Delivery, timeout_s: float | None) -> asyncio.TimerHandle | None:
+    def _set_alarm(self, delivery: StreamQueue, timeout_s: float | None) -> asyncio.TimerHandle | None:
         if timeout_s is None:
             return None
         error = DeadlineExceededError(f"the request took longer than its time-out of {timeout_s:g} s and was given up")
         return asyncio.get_running_loop().call_later(timeout_s, self._give_up, delivery, error)
 
-    def _enter(self, requests: Sequence[Request]) -> Delivery:
+    def _enter(self, requests: Sequence[Request]) -> StreamQueue:
         self.check_open(len(requests), num_prompt_tokens(requests))
         names = [request.request_id for request in requests]
         for name in names:
             if name in self._deliveries:
                 raise InvalidRequestError(f"request_id {name!r} is already being answered", "request_id")
         self._admission.enter(requests)
-        delivery = Delivery({name: index for index, name in enumerate(names)}, self._reading)
+        delivery = StreamQueue({name: index for index, name in enumerate(names)}, self._reading)
         self._deliveries.update(dict.fromkeys(names, delivery))
         for request in requests:
             if self.metrics:
@@ -231,14 +231,14 @@ class AsyncEngine:
         self._channel.send(Mail(requests=tuple(requests)))
         return delivery
 
-    def _give_up(self, delivery: Delivery, error: SlipstreamError) -> None:
+    def _give_up(self, delivery: StreamQueue, error: SlipstreamError) -> None:
         """Abort what is left of a stream at once, whether its reader looks or not."""
         if self.metrics:
             self.metrics.turned_away(error)
         delivery.fail(error)
         self._leave(delivery)
 
-    def _leave(self, delivery: Delivery) -> None:
+    def _leave(self, delivery: StreamQueue) -> None:
         """Abort the requests of a stream that nobody listens to any more."""
         names = [name for name in delivery.open if self._deliveries.get(name) is delivery]
         for name in names:

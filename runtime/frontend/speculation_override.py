@@ -11,7 +11,7 @@ from protos.validation import shown
 PARAM = "speculative_config"
 
 
-class Wish(msgspec.Struct, frozen=True):
+class SpeculationOverride(msgspec.Struct, frozen=True):
     """One request's `speculative_config`. None: as the server is configured."""
 
     enabled: bool = True
@@ -19,7 +19,7 @@ class Wish(msgspec.Struct, frozen=True):
     method: str | None = None
 
 
-def speculating(requests: Sequence[Request], wish: Wish, info: WorkerInfo) -> list[Request]:
+def speculating(requests: Sequence[Request], wish: SpeculationOverride, info: WorkerInfo) -> list[Request]:
     """Return *requests* with what they wish of speculation.
 
     Raises:

@@ -64,7 +64,7 @@ def weight(output: TokenOutput) -> int:
     return len(output.token_ids) + sum(len(entry.token_ids) for entry in entries)
 
 
-class Delivery:
+class StreamQueue:
     """The inbox of one stream. Belongs to its event loop; the engine puts, one reader takes.
 
     Args:

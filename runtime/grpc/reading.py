@@ -8,7 +8,7 @@ from protos import slipstream_v1_pb2 as pb
 from protos.errors import InvalidRequestError
 from protos.sampling import MAX_LOGPROBS, SamplingParams
 from protos.validation import shown
-from runtime.frontend.speculation_override import Wish
+from runtime.frontend.speculation_override import SpeculationOverride
 from runtime.http.app import REQUEST_ID
 
 
@@ -42,9 +42,9 @@ def given(message: Any, name: str, *, default: bool) -> bool:
     return bool(getattr(message, name)) if message.HasField(name) else default
 
 
-def wish(message: pb.SpeculativeConfig) -> Wish:
+def wish(message: pb.SpeculativeConfig) -> SpeculationOverride:
     """Return what a request wants of speculation."""
-    return Wish(**_fields(message))
+    return SpeculationOverride(**_fields(message))
 
 
 def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:

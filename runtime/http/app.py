@@ -15,7 +15,7 @@ from runtime.http.chat import chat_job
 from runtime.http.completions import completion_job
 from runtime.http.errors import ApiError
 from runtime.http.render import Decoder, TokenTexts
-from runtime.http.responding import Job, respond_in_chunks, respond_whole
+from runtime.http.responding import CompletionJob, respond_in_chunks, respond_whole
 from runtime.http.responses import ModelList
 from runtime.http.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from runtime.http.server.guard import Guard
@@ -91,7 +91,7 @@ def _add_generation_routes(app: FastAPI, server: Server) -> None:
         return await _respond(server, http, body, await chat_job(server, body))
 
 
-async def _respond(server: Server, http: Request, body: GenerationRequest, job: Job) -> Response:
+async def _respond(server: Server, http: Request, body: GenerationRequest, job: CompletionJob) -> Response:
     job = replace(job, timeout_s=body.timeout, pacing=server.options.pacing)
     if body.stream:
         return respond_in_chunks(server.engine, job)

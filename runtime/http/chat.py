@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from protos.messages import TokenOutput
 from runtime.http.render import TokenTexts, chat_logprobs, prompt_logprobs
-from runtime.http.responding import Choice, Envelope, Job, marked
+from runtime.http.responding import Choice, CompletionJob, Envelope, marked
 from runtime.http.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -22,7 +22,7 @@ from runtime.http.responses import (
     ChatMessage,
     FunctionCall,
     FunctionDelta,
-    RequestMetrics,
+    ResponseMetrics,
     ToolCall,
     ToolCallDelta,
     Usage,
@@ -30,7 +30,7 @@ from runtime.http.responses import (
 from runtime.http.schemas import ChatCompletionRequest
 from runtime.http.server.server import Server
 from runtime.http.tools.choice import ToolUse
-from runtime.http.tools.parser import CallPart, CallReader, Found
+from runtime.http.tools.parser import CallPart, CallReader, ParsedCalls
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ChatEnvelope(Envelope):
         self,
         choices: list[Any],
         usage: Usage | UnsetType | None = UNSET,
-        metrics: RequestMetrics | UnsetType = UNSET,
+        metrics: ResponseMetrics | UnsetType = UNSET,
     ) -> msgspec.Struct:
         """See `Envelope`."""
         return self.kind(self.id, self.created, self.model, choices, usage=usage, metrics=metrics)
@@ -73,7 +73,7 @@ class _ChatChoice(Choice):
     def _read(self, reader: CallReader, output: TokenOutput) -> str:
         """Note the calls in the new text; return what of it is none."""
         found = reader.push(output.text)
-        ended = reader.finish() if output.finish_reason is not None else Found()
+        ended = reader.finish() if output.finish_reason is not None else ParsedCalls()
         kept = [part for part in (*found.parts, *ended.parts) if self._use.is_parallel or part.index == 0]
         self.calls += kept
         # As with the public API: an answer is "tool_calls" where the model chose to call, not where it had to.
@@ -145,7 +145,7 @@ def _call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-async def chat_job(server: Server, body: ChatCompletionRequest) -> Job:
+async def chat_job(server: Server, body: ChatCompletionRequest) -> CompletionJob:
     """Validate everything *body* asks for; nothing is scheduled yet.
 
     Raises:
@@ -163,4 +163,4 @@ async def chat_job(server: Server, body: ChatCompletionRequest) -> Job:
     kind, writer = (ChatCompletionChunk, ChatChunkWriter) if body.stream else (ChatCompletion, ChatWriter)
     choices = [writer(index, body, server.texts, use) for index in range(len(group))]
     envelope = ChatEnvelope(kind, request_id, int(time.time()), model)
-    return Job([group], choices, envelope, body.wants_usage, server.spec_metrics(body), server.origins(body))
+    return CompletionJob([group], choices, envelope, body.wants_usage, server.spec_metrics(body), server.origins(body))

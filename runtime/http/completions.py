@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from protos.messages import Request, TokenOutput
 from runtime.http.render import LogprobsWriter, TokenTexts, prompt_logprobs
-from runtime.http.responding import Choice, Envelope, Job, marked
-from runtime.http.responses import Completion, CompletionChoice, CompletionLogprobs, RequestMetrics, Usage
+from runtime.http.responding import Choice, CompletionJob, Envelope, marked
+from runtime.http.responses import Completion, CompletionChoice, CompletionLogprobs, ResponseMetrics, Usage
 from runtime.http.schemas import CompletionRequest
 from runtime.http.server.server import Server
 
@@ -29,7 +29,7 @@ class CompletionEnvelope(Envelope):
         self,
         choices: list[Any],
         usage: Usage | UnsetType | None = UNSET,
-        metrics: RequestMetrics | UnsetType = UNSET,
+        metrics: ResponseMetrics | UnsetType = UNSET,
     ) -> msgspec.Struct:
         """See `Envelope`."""
         return Completion(self.id, self.created, self.model, choices, usage=usage, metrics=metrics)
@@ -78,7 +78,7 @@ class CompletionWriter(Choice):
         return self._logprobs.completion([*self.prompt_logprobs, *self.logprobs], self._request.prompt_token_ids[0])
 
 
-async def completion_job(server: Server, body: CompletionRequest) -> Job:
+async def completion_job(server: Server, body: CompletionRequest) -> CompletionJob:
     """Validate everything *body* asks for; nothing is scheduled yet.
 
     Raises:
@@ -100,7 +100,7 @@ async def completion_job(server: Server, body: CompletionRequest) -> Job:
         ]
         await asyncio.sleep(0)  # a large batch must not hold up everyone's tokens
     envelope = CompletionEnvelope(request_id, int(time.time()), model)
-    return Job(groups, choices, envelope, body.wants_usage, server.spec_metrics(body), server.origins(body))
+    return CompletionJob(groups, choices, envelope, body.wants_usage, server.spec_metrics(body), server.origins(body))
 
 
 def _echoed(prompt: str | list[int], request: Request, texts: TokenTexts) -> str:

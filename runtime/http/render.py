@@ -18,7 +18,7 @@ from runtime.http.responses import (
     PromptDetails,
     PromptLogprob,
     PromptLogprobs,
-    RequestMetrics,
+    ResponseMetrics,
     SpeculativeDecoding,
     TopLogprob,
     Usage,
@@ -139,10 +139,10 @@ def usage(groups: Sequence[Sequence[Request]], num_generated: int, num_cached: i
 
 def speculation(
     stats: Sequence[SpeculationStats | None], steps: Sequence[Step], *, is_detailed: bool
-) -> RequestMetrics:
+) -> ResponseMetrics:
     """Return the statistics of all choices together; *steps* are those in which they had drafts."""
     figures = SpeculativeDecodingMetrics.of(total(stats))
-    return RequestMetrics(
+    return ResponseMetrics(
         SpeculativeDecoding(
             **asdict(figures),
             acceptance_histogram_by_draft_length=_by_length(steps),

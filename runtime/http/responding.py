@@ -24,7 +24,7 @@ from runtime.frontend.stream_queue import Delta
 from runtime.http.errors import ApiError, as_api_error, error_body
 from runtime.http.origins import Origins
 from runtime.http.render import speculation, usage
-from runtime.http.responses import RequestMetrics, Usage
+from runtime.http.responses import ResponseMetrics, Usage
 from runtime.http.schemas import GenerationRequest, SpecMetrics
 from runtime.http.server.server import Server
 
@@ -85,13 +85,13 @@ class Envelope(ABC):
         self,
         choices: list[Any],
         usage: Usage | UnsetType | None = UNSET,
-        metrics: RequestMetrics | UnsetType = UNSET,
+        metrics: ResponseMetrics | UnsetType = UNSET,
     ) -> msgspec.Struct:
         """Return a response, or a chunk of a stream."""
 
 
 @dataclass(frozen=True)
-class Job:
+class CompletionJob:
     """One HTTP request for tokens, validated and ready to run.
 
     `groups` holds the requests of each prompt; flattened, they are in the order of `choices`.
@@ -128,17 +128,17 @@ class Job:
             self.origins.add(delta.index, delta.output)
         return choice
 
-    def metrics(self, *, is_last: bool = True) -> RequestMetrics | UnsetType:
+    def metrics(self, *, is_last: bool = True) -> ResponseMetrics | UnsetType:
         """Return the statistics and origins that were asked for; statistics only with the last chunk."""
         metrics = self._statistics() if is_last else UNSET
         if self.origins is None:
             return metrics
         told = self.origins.take()
         if metrics is UNSET:
-            return RequestMetrics(token_origins=told) if told else UNSET
+            return ResponseMetrics(token_origins=told) if told else UNSET
         return msgspec.structs.replace(metrics, token_origins=told)
 
-    def _statistics(self) -> RequestMetrics | UnsetType:
+    def _statistics(self) -> ResponseMetrics | UnsetType:
         if self.spec_metrics == "none":
             return UNSET
         steps = [step for choice in self.choices for step in choice.steps]
@@ -166,14 +166,14 @@ def marked(group: Sequence[Request], body: GenerationRequest, server: Server) ->
     ]
 
 
-async def respond_whole(engine: EngineClient, job: Job, http: HttpRequest) -> Response:
+async def respond_whole(engine: EngineClient, job: CompletionJob, http: HttpRequest) -> Response:
     """Answer with one JSON body."""
     await _unless_gone(http, _collect(engine, job))
     body = job.envelope.wrap([choice.write() for choice in job.choices], job.usage(), job.metrics())
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-async def _collect(engine: EngineClient, job: Job) -> None:
+async def _collect(engine: EngineClient, job: CompletionJob) -> None:
     async with aclosing(engine.stream(job.requests, job.timeout_s)) as deltas:
         async for delta in deltas:
             job.take(delta)
@@ -215,13 +215,13 @@ class EventStream(StreamingResponse):
             await super().stream_response(send)
 
 
-def respond_in_chunks(engine: EngineClient, job: Job) -> Response:
+def respond_in_chunks(engine: EngineClient, job: CompletionJob) -> Response:
     """Answer with server-sent events. Raises, while the status can still say so, as `EngineClient.check_open`."""
     engine.check_open(len(job.requests), num_prompt_tokens(job.requests))
     return EventStream(_events(engine, job))
 
 
-async def _events(engine: EngineClient, job: Job) -> AsyncGenerator[bytes, None]:
+async def _events(engine: EngineClient, job: CompletionJob) -> AsyncGenerator[bytes, None]:
     packet = job.pacing.packet
     try:
         async with aclosing(_chunks(engine, job)) as groups:
@@ -237,7 +237,7 @@ def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def _chunks(engine: EngineClient, job: Job) -> AsyncGenerator[list[msgspec.Struct], None]:
+async def _chunks(engine: EngineClient, job: CompletionJob) -> AsyncGenerator[list[msgspec.Struct], None]:
     """Yield chunks as tokens come, grouped by packet; usage and statistics at the end, where they were asked for."""
     async with (
         aclosing(engine.stream(job.requests, job.timeout_s)) as deltas,
@@ -249,7 +249,7 @@ async def _chunks(engine: EngineClient, job: Job) -> AsyncGenerator[list[msgspec
         yield [job.envelope.wrap([], job.usage(), job.metrics())]
 
 
-def _written(job: Job, batch: Sequence[Delta]) -> list[msgspec.Struct]:
+def _written(job: CompletionJob, batch: Sequence[Delta]) -> list[msgspec.Struct]:
     """Return a chunk for each choice that *batch* has news of."""
     touched = {choice.index: choice for choice in [job.take(delta) for delta in batch]}
     news = [choice for choice in touched.values() if choice.has_news]

@@ -70,7 +70,7 @@ class StepOrigins(msgspec.Struct, frozen=True):
     tokens: list[TokenOrigin]
 
 
-class RequestMetrics(msgspec.Struct, frozen=True):
+class ResponseMetrics(msgspec.Struct, frozen=True):
     """Per-request statistics, and where the tokens of this response or chunk came from."""
 
     speculative_decoding: SpeculativeDecoding | UnsetType = UNSET
@@ -117,7 +117,7 @@ class Completion(msgspec.Struct, frozen=True):
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType | None = UNSET
-    metrics: RequestMetrics | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -221,7 +221,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: list[ChatChoice]
     object: Literal["chat.completion"] = "chat.completion"
     usage: Usage | UnsetType | None = UNSET
-    metrics: RequestMetrics | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True):
@@ -233,7 +233,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True):
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
-    metrics: RequestMetrics | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
-from runtime.frontend.speculation_override import Wish
+from runtime.frontend.speculation_override import SpeculationOverride
 from runtime.http.forms import FormFields
 from runtime.http.tools.choice import Tool, ToolChoice, ToolOptions, ToolUse, tool_use
 from runtime.http.unsupported_fields import NEUTRAL, NO_TOOLS, Neutral, screen
@@ -88,7 +88,7 @@ class TextPart(BaseModel):
     text: str
 
 
-class Prediction(BaseModel):
+class PredictionField(BaseModel):
     """What the answer is expected to be: it makes the answer faster, and changes no token."""
 
     model_config = STRICT
@@ -132,7 +132,7 @@ class GenerationRequest(RequestBody, FormFields):
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
     timeout: Annotated[float, Field(gt=0.0, le=LONGEST_TIMEOUT_S)] | None = None
-    prediction: Prediction | None = None
+    prediction: PredictionField | None = None
     speculative_config: SpeculativeOptions | None = None
     per_request_spec_decode_metrics: SpecMetrics | None = None
     token_origins: bool | None = None
@@ -146,9 +146,13 @@ class GenerationRequest(RequestBody, FormFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def wish(self) -> Wish:
+    def wish(self) -> SpeculationOverride:
         """What is asked of speculation."""
-        return Wish() if self.speculative_config is None else Wish(**self.speculative_config.model_dump())
+        return (
+            SpeculationOverride()
+            if self.speculative_config is None
+            else SpeculationOverride(**self.speculative_config.model_dump())
+        )
 
     def sampling(self, defaults: Mapping[str, Any], **mapped: object) -> SamplingParams:
         """Return the sampling parameters, *defaults* where none are given.

@@ -1,6 +1,6 @@
-"""`GangExecutor`: rounds run by a gang of worker processes, which may die, hang and come back. DESIGN section 4.
+"""`DistributedExecutor`: rounds run by a gang of worker processes, which may die, hang and come back. DESIGN section 4.
 
-The controller's thread is the only one here. Whatever happens to a worker arrives as mail of the `Gang`. A draft that
+The controller's thread is the only one here. Whatever happens to a worker arrives as mail of the `WorkerGroup`. A draft that
 is lost is replaced beside the rounds (`runtime.supervision.draft_supervisor`); a target rank that is lost ends the whole target group:
 `run` raises `TargetLostError`, and `rebuild` starts the next group.
 """
@@ -21,7 +21,6 @@ from protos.worker_messages import (
     Allocate,
     Died,
     FromWorker,
-    Gang,
     Loaded,
     Placed,
     Plan,
@@ -30,13 +29,14 @@ from protos.worker_messages import (
     Setup,
     Stop,
     WorkerFailed,
+    WorkerGroup,
     WorkerId,
 )
 from runtime.core.timing import Phases
-from runtime.supervision.draft_supervisor import DraftKeeper
-from runtime.supervision.kv_sizing import Sizing
-from runtime.supervision.startup import RANK_0, Devices, Squad, StartError
-from runtime.supervision.watchdog import Clock, Pace, Watch
+from runtime.supervision.draft_supervisor import DraftSupervisor
+from runtime.supervision.kv_sizing import KVSizing
+from runtime.supervision.startup import RANK_0, Devices, GroupStartup, StartError
+from runtime.supervision.watchdog import Clock, Pace, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def has_draft_worker(config: EngineConfig) -> bool:
     return registry.worker_method(speculative) is not None
 
 
-class GangExecutor:
+class DistributedExecutor:
     """An `Executor` over T target ranks and at most one draft.
 
     Args:
@@ -76,7 +76,7 @@ class GangExecutor:
 
     def __init__(
         self,
-        gang: Gang,
+        gang: WorkerGroup,
         config: EngineConfig,
         say: Say = logger.info,
         clock: Clock = time.monotonic,
@@ -89,13 +89,13 @@ class GangExecutor:
         self._world = config.parallel.tensor_parallel_size
         self._setup = Setup(_CONFIG.dump_json(config).decode(), WorkerId("target"), self._world, "cpu", backend)
         self._devices = Devices(config.model.device, may_share=may_share_devices)
-        self._watch = Watch(clock)
+        self._watch = Watchdog(clock)
         has_draft = has_draft_worker(config)
-        self._keeper = DraftKeeper(gang, self._watch, self._draft_squad) if has_draft else None
+        self._keeper = DraftSupervisor(gang, self._watch, self._draft_squad) if has_draft else None
         self._targets = tuple(WorkerId("target", rank) for rank in range(self._world))
-        self._squad: Squad | None = None
+        self._squad: GroupStartup | None = None
         self._squad_since = 0.0
-        self._sizing = Sizing()
+        self._sizing = KVSizing()
         self._pace = Pace({})
         self._phases = Phases()
         self._failure: SlipstreamError | None = None  # why the squad that is being started cannot be
@@ -189,19 +189,21 @@ class GangExecutor:
 
     # Starting.
 
-    def _begin(self, workers: tuple[WorkerId, ...], size: Callable[[Mapping[WorkerId, Loaded]], Allocate]) -> Squad:
+    def _begin(
+        self, workers: tuple[WorkerId, ...], size: Callable[[Mapping[WorkerId, Loaded]], Allocate]
+    ) -> GroupStartup:
         self._failure = None
-        self._squad = squad = Squad(self._gang, workers, self._setup, self._devices, size)
+        self._squad = squad = GroupStartup(self._gang, workers, self._setup, self._devices, size)
         self._squad_since = self._said_at = self._clock()
         squad.start()
         return squad
 
-    def _draft_squad(self, worker: WorkerId) -> Squad:
+    def _draft_squad(self, worker: WorkerId) -> GroupStartup:
         """Return what starts a draft after the first one."""
         self._devices.release([WorkerId("draft", 0, worker.incarnation - 1)])
-        return Squad(self._gang, (worker,), self._setup, self._devices, self._sizing.as_before)
+        return GroupStartup(self._gang, (worker,), self._setup, self._devices, self._sizing.as_before)
 
-    def _describe(self, squad: Squad) -> WorkerInfo:
+    def _describe(self, squad: GroupStartup) -> WorkerInfo:
         for worker in squad.workers:
             loaded = squad.loaded[worker]
             self._say(f"{worker} on {squad.devices[worker]}: {loaded.weight_bytes / 2**20:.0f} MiB of weights")
@@ -209,7 +211,7 @@ class GangExecutor:
         speculates = self._config.speculative is not None
         return msgspec.structs.replace(self._sizing.info, speculates=speculates, costs=self._costs(squad))
 
-    def _costs(self, squad: Squad) -> StepCosts | None:
+    def _costs(self, squad: GroupStartup) -> StepCosts | None:
         """Return what was measured of compiled models; eager ones were only timed to know a hang when we see one."""
         if self._config.model.enforce_eager:
             return None
@@ -217,7 +219,7 @@ class GangExecutor:
         draft_s = rank_0.draft_s if self._keeper is None else squad.measured(self._keeper.worker).step_s
         return StepCosts(rank_0.step_s, draft_s)
 
-    def _enter_service(self, squad: Squad) -> None:
+    def _enter_service(self, squad: GroupStartup) -> None:
         """The targets are ready for plans; so is a draft that was started with them."""
         self._squad = None
         self._pace = Pace(squad.measured(self._targets[RANK_0]).step_s)
@@ -291,7 +293,7 @@ class GangExecutor:
         else:
             self._tell_keeper(worker, message)
 
-    def _start_on(self, squad: Squad, worker: WorkerId, message: FromWorker) -> None:
+    def _start_on(self, squad: GroupStartup, worker: WorkerId, message: FromWorker) -> None:
         try:
             squad.take(worker, message)
         except StartError as failure:
@@ -373,7 +375,7 @@ class GangExecutor:
         logger.warning("the target group could not be started: %s", failure)
         self._squad = None
 
-    def _check_placement(self, squad: Squad) -> None:
+    def _check_placement(self, squad: GroupStartup) -> None:
         waited = self._clock() - self._squad_since
         if waited > self._rebuild_timeout_s:
             raise PlacementError(

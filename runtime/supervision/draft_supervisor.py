@@ -15,17 +15,17 @@ from protos.worker_messages import (
     Drafted,
     FormPair,
     FromWorker,
-    Gang,
     Heartbeat,
     PairFailed,
     PairReady,
     RoundDone,
     StoreAddress,
     WorkerFailed,
+    WorkerGroup,
     WorkerId,
 )
-from runtime.supervision.startup import Squad, StartError
-from runtime.supervision.watchdog import Watch
+from runtime.supervision.startup import GroupStartup, StartError
+from runtime.supervision.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,10 @@ STUCK_S = 10.0
 PAIRS_PER_DRAFT = 3
 """After so many pairs in a row that failed, the draft is replaced."""
 
-MakeSquad = Callable[[WorkerId], Squad]
+MakeStartup = Callable[[WorkerId], GroupStartup]
 
 
-class DraftKeeper:
+class DraftSupervisor:
     """The draft's life as the controller sees it. Used by the executor's thread alone.
 
     Args:
@@ -54,12 +54,12 @@ class DraftKeeper:
         make_squad: makes the squad that starts a draft.
     """
 
-    def __init__(self, gang: Gang, watch: Watch, make_squad: MakeSquad) -> None:
+    def __init__(self, gang: WorkerGroup, watch: Watchdog, make_squad: MakeStartup) -> None:
         self._gang, self._watch, self._make_squad = gang, watch, make_squad
         self.worker = WorkerId("draft")
         self.num_drafted = 0
         self._drafted: Drafted | None = None  # the newest
-        self._squad: Squad | None = None
+        self._squad: GroupStartup | None = None
         self._is_ready = False
         self._target: WorkerId | None = None
         self._store: StoreAddress | None = None
@@ -188,7 +188,7 @@ class DraftKeeper:
         self._squad = self._make_squad(self.worker)
         self._squad.start()
 
-    def _start_on(self, squad: Squad, worker: WorkerId, message: FromWorker) -> None:
+    def _start_on(self, squad: GroupStartup, worker: WorkerId, message: FromWorker) -> None:
         try:
             squad.take(worker, message)
         except (StartError, SlipstreamError) as error:

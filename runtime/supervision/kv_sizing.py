@@ -12,7 +12,7 @@ ENOUGH = 0.97
 """A worker that replaces another may find a little less free memory: the part that is kept free makes up for it."""
 
 
-class Sizing:
+class KVSizing:
     """The blocks that everybody holds: the minimum over the workers of the first start; later ones get as many."""
 
     def __init__(self) -> None:

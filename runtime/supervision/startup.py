@@ -8,12 +8,12 @@ from protos.worker_messages import (
     Allocate,
     Died,
     FromWorker,
-    Gang,
     Loaded,
     Placed,
     Setup,
     StoreAddress,
     WorkerFailed,
+    WorkerGroup,
     WorkerId,
     WorkerReady,
 )
@@ -81,7 +81,7 @@ class StartError(Exception):
         self.error: SlipstreamError = ERRORS.get(kind, EngineDeadError)(text)
 
 
-class Squad:
+class GroupStartup:
     """Brings its workers from placement to readiness; every phase waits for all of them.
 
     Args:
@@ -92,7 +92,7 @@ class Squad:
         size: see `Size`.
     """
 
-    def __init__(self, gang: Gang, workers: Seq[WorkerId], setup: Setup, devices: Devices, size: Size) -> None:
+    def __init__(self, gang: WorkerGroup, workers: Seq[WorkerId], setup: Setup, devices: Devices, size: Size) -> None:
         self.workers = tuple(workers)
         self._gang, self._setup, self._devices, self._size = gang, setup, devices, size
         self._placed: dict[WorkerId, Placed] = {}

@@ -54,7 +54,7 @@ class _Life:
     limit_s: float
 
 
-class Watch:
+class Watchdog:
     """Measures silence and rounds in *watched* time, so that neither a paused controller nor group forming counts.
 
     Args:

@@ -32,7 +32,7 @@ STEPS = 48
 Message = TypeVar("Message")
 
 
-class Hello(msgspec.Struct, frozen=True):
+class GrammarSetup(msgspec.Struct, frozen=True):
     """What the process is told first: the vocabulary, and how many bytes of memory it may have beside it."""
 
     tokenizer_json: str
@@ -41,7 +41,7 @@ class Hello(msgspec.Struct, frozen=True):
     memory_bytes: int
 
 
-class Answer(msgspec.Struct, frozen=True):
+class GrammarReply(msgspec.Struct, frozen=True):
     """Why a grammar, or the vocabulary, cannot be used; None where it can."""
 
     refusal: str | None = None
@@ -64,16 +64,16 @@ def main() -> None:
 
 
 def _serve() -> None:
-    hello = _read(Hello)
+    hello = _read(GrammarSetup)
     try:
         words = vocabulary(hello.tokenizer_json, hello.vocab_size, hello.eos_ids)
     except GrammarError as error:
-        _write(Answer(str(error)))
+        _write(GrammarReply(str(error)))
         return
     _limit_memory(hello.memory_bytes)
-    _write(Answer())
+    _write(GrammarReply())
     while True:
-        _write(Answer(tried(_read(Grammar), words)))
+        _write(GrammarReply(tried(_read(Grammar), words)))
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -127,5 +127,5 @@ def _exactly(count: int) -> bytes:
     return bytes(data)
 
 
-def _write(answer: Answer) -> None:
+def _write(answer: GrammarReply) -> None:
     os.write(WRITE, framed(answer))

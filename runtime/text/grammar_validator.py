@@ -17,7 +17,7 @@ import msgspec
 from protos.errors import InvalidRequestError, OverloadedError, SlipstreamError
 from protos.structured import Grammar, StructuredOutputsParams, grammar_of
 from runtime.subprocess import python_command
-from runtime.text.grammar_process import LENGTH, Answer, Hello, framed
+from runtime.text.grammar_process import LENGTH, GrammarReply, GrammarSetup, framed
 from runtime.text.tokenizer import Tokenizer
 
 PARAM = "structured_outputs"
@@ -135,7 +135,7 @@ class GrammarChecker:
             if self._tokenizer is None:
                 raise InvalidRequestError(f"{PARAM} is text, but skip_tokenizer_init is set", PARAM)
             text = self._tokenizer.backend_tokenizer.to_str()
-            hello = Hello(text, self._vocab_size, self._eos_ids, self.limits.memory_bytes)
+            hello = GrammarSetup(text, self._vocab_size, self._eos_ids, self.limits.memory_bytes)
             process = _Process()
             try:
                 refusal = process.ask(hello, self.limits.start_s)
@@ -181,7 +181,7 @@ class _Process:
         except OSError:
             raise _EndedError from None
         size = LENGTH.unpack(self._read(LENGTH.size, until))[0]
-        return msgspec.msgpack.decode(self._read(size, until), type=Answer).refusal
+        return msgspec.msgpack.decode(self._read(size, until), type=GrammarReply).refusal
 
     def _read(self, count: int, until: float) -> bytes:
         assert self._popen.stdout is not None

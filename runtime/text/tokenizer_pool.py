@@ -16,7 +16,7 @@ LONGEST_S = 20.0
 RETRY_S = 10.0
 
 
-class Tokenising:
+class TokenizerPool:
     """Owns the threads. They cannot be stopped: what takes too long is refused, and holds its place until it ends.
 
     Belongs to one event loop. The threads are daemons, so that a text nobody waits for does not hold up the end.

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cluster.bench import report as bench_report
-from cluster.bench.client import Measured, Target
-from cluster.bench.datasets import Prompt, Wanted, load
-from cluster.bench.load import Acceptance, Load, Run, put, read_acceptance
+from cluster.bench.client import BenchTarget, RequestTiming
+from cluster.bench.datasets import BenchPrompt, DatasetOptions, load
+from cluster.bench.load import AcceptanceCounts, Load, LoadRun, put, read_acceptance
 from cluster.cli import bench as cli_bench
 from protos.errors import ConfigError
 from runtime.core.stats import EngineStats
@@ -21,7 +21,9 @@ from tests.support.serving.fake_server import served
 
 
 def test_made_up_prompts_depend_on_the_seed_alone() -> None:
-    first, again, other = (load(Wanted(num_prompts=5, input_len=7, output_len=3, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        load(DatasetOptions(num_prompts=5, input_len=7, output_len=3, seed=seed)) for seed in (1, 1, 2)
+    )
     assert first == again != other
     assert {(len(str(prompt.content).split()), prompt.max_tokens) for prompt in first} == {(7, 3)}
     assert len({str(prompt.content) for prompt in first}) == 5, "a prefix cache must not answer"
@@ -31,18 +33,18 @@ def test_files_are_read_by_their_suffix(tmp_path: Path) -> None:
     talk = tmp_path / "talk.json"
     turns = [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "because " * 10}]
     talk.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}, "no"]), encoding="utf-8")
-    assert load(Wanted(str(talk), num_prompts=2)) == [Prompt("why?", 20)] * 2
+    assert load(DatasetOptions(str(talk), num_prompts=2)) == [BenchPrompt("why?", 20)] * 2
     lines = tmp_path / "lines.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": "a", "output_tokens": 9}, {"messages": [{"role": "user", "content": "b"}]}]
     lines.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
-    found = load(Wanted("custom", lines, num_prompts=3))
+    found = load(DatasetOptions("custom", lines, num_prompts=3))
     assert len(found) == 3
     assert {str(prompt.content): prompt.max_tokens for prompt in found} == {"a": 9, str(rows[1]["messages"]): 256}
-    assert {prompt.max_tokens for prompt in load(Wanted(str(lines), num_prompts=2, output_len=4))} == {4}
+    assert {prompt.max_tokens for prompt in load(DatasetOptions(str(lines), num_prompts=2, output_len=4))} == {4}
 
 
 def test_the_shipped_workload_is_one_too() -> None:
-    prompts = load(Wanted("workload", num_prompts=8))
+    prompts = load(DatasetOptions("workload", num_prompts=8))
     assert all(prompt.content and prompt.max_tokens > 1 for prompt in prompts)
 
 
@@ -61,7 +63,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content:
     if content is not None:
         path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
-        load(Wanted(str(path)))
+        load(DatasetOptions(str(path)))
 
 
 def test_arrivals_have_the_rate_and_the_evenness_asked_for() -> None:
@@ -76,23 +78,23 @@ def test_arrivals_have_the_rate_and_the_evenness_asked_for() -> None:
 
 
 def test_bodies_fit_the_endpoint() -> None:
-    target = Target("http://x", "/v1/chat/completions", "m", "key", {"temperature": 0.5})
-    body = target.body(Prompt("hi", 5))
+    target = BenchTarget("http://x", "/v1/chat/completions", "m", "key", {"temperature": 0.5})
+    body = target.body(BenchPrompt("hi", 5))
     assert body["messages"] == [{"role": "user", "content": "hi"}]
     assert (body["model"], body["max_tokens"], body["temperature"], body["stream"]) == ("m", 5, 0.5, True)
     assert target.headers == {"authorization": "Bearer key"}
-    assert Target("http://x", "/v1/completions", "m").body(Prompt("hi", 5))["prompt"] == "hi"
+    assert BenchTarget("http://x", "/v1/completions", "m").body(BenchPrompt("hi", 5))["prompt"] == "hi"
 
 
-def measured(first_s: float, gaps: Sequence[float], tokens: int) -> Measured:
-    return Measured(0.0, first_s, first_s + sum(gaps), list(gaps), 1 + len(gaps), 10, tokens)
+def measured(first_s: float, gaps: Sequence[float], tokens: int) -> RequestTiming:
+    return RequestTiming(0.0, first_s, first_s + sum(gaps), list(gaps), 1 + len(gaps), 10, tokens)
 
 
 def test_figures_are_what_numpy_makes_of_the_same_times() -> None:
     rng = np.random.default_rng(0)
     requests = [measured(rng.uniform(0.1, 1), rng.uniform(0.01, 0.1, 9), 19) for _ in range(30)]
-    failed = Measured(0.0, error="429: try later")
-    found = bench_report.figures(Run([*requests, failed], 5.0, None))
+    failed = RequestTiming(0.0, error="429: try later")
+    found = bench_report.figures(LoadRun([*requests, failed], 5.0, None))
     assert (found["completed"], found["failed"], found["errors"]) == (30, 1, ["429: try later"])
     assert found["output_throughput"] == 30 * 19 / 5.0
     first_ms = [1000 * one.first_s for one in requests if one.first_s is not None]
@@ -103,7 +105,7 @@ def test_figures_are_what_numpy_makes_of_the_same_times() -> None:
         for percent in (50, 90, 95, 99):
             assert found[f"p{percent}_{name}_ms"] == pytest.approx(np.percentile(values, percent))
     assert "spec_decode_acceptance_rate" not in found
-    nothing = bench_report.figures(Run([failed], 5.0, None))
+    nothing = bench_report.figures(LoadRun([failed], 5.0, None))
     assert nothing["p99_ttft_ms"] is None
     assert len(bench_report.tables(nothing)) == 2
 
@@ -112,9 +114,9 @@ def test_acceptance_is_read_from_what_a_server_publishes() -> None:
     stats = EngineStats(drafting_rounds=10, proposed=40, accepted=25, accepted_per_pos=(10, 8, 5, 2))
     before = read_acceptance(Metrics("m", lambda: EngineStats(drafting_rounds=4, proposed=16)).render().decode())
     after = read_acceptance(Metrics("m", lambda: stats).render().decode())
-    assert before == Acceptance(4, 16)
-    assert after == Acceptance(10, 40, 25, {0: 10, 1: 8, 2: 5, 3: 2})
-    found = bench_report.figures(Run([], 1.0, after.since(before)))
+    assert before == AcceptanceCounts(4, 16)
+    assert after == AcceptanceCounts(10, 40, 25, {0: 10, 1: 8, 2: 5, 3: 2})
+    found = bench_report.figures(LoadRun([], 1.0, after.since(before)))
     assert found["spec_decode_acceptance_rate"] == 25 / 24
     assert found["spec_decode_acceptance_length"] == 1 + 25 / 6
     assert read_acceptance("process_cpu_seconds_total 1\n") is None
@@ -184,14 +186,16 @@ def test_a_server_that_is_not_there_is_said_in_a_line() -> None:
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
 
 
-async def asked_of(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], count: int) -> Run:
+async def asked_of(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], count: int
+) -> LoadRun:
     """Ask a server that answers like that, three requests at a time."""
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
         return await put(
-            Target(address, "/v1/completions", "m"),
-            [Prompt("hi", 1)] * count,
+            BenchTarget(address, "/v1/completions", "m"),
+            [BenchPrompt("hi", 1)] * count,
             Load(max_concurrency=3),
             lambda measured: None,
         )

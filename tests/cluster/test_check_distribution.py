@@ -32,11 +32,11 @@ def off_by(size: int, distance: float) -> tuple[Floats, Floats]:
     return even, even + np.where(np.arange(size) % 2, 1, -1) * 2 * distance / size
 
 
-def group(counts: npt.NDArray[np.int64], prefix: tuple[int, ...] = (), place: Place = "guess") -> law.Group:
-    return law.Group(0, prefix, place, {i: int(count) for i, count in enumerate(counts) if count})
+def group(counts: npt.NDArray[np.int64], prefix: tuple[int, ...] = (), place: Place = "guess") -> law.SampleGroup:
+    return law.SampleGroup(0, prefix, place, {i: int(count) for i, count in enumerate(counts) if count})
 
 
-def drawn(truth: Floats, draws: int, seed: int, prefix: tuple[int, ...] = ()) -> law.Group:
+def drawn(truth: Floats, draws: int, seed: int, prefix: tuple[int, ...] = ()) -> law.SampleGroup:
     return group(np.random.default_rng(seed).multinomial(draws, truth), prefix)
 
 
@@ -217,8 +217,8 @@ def test_places_are_not_told_apart_where_drafts_are_trees() -> None:
 
 def test_the_shallowest_groups_of_enough_draws_are_tested() -> None:
     few, many = {1: law.LEAST_DRAWS - 1}, {1: law.LEAST_DRAWS}
-    groups = [law.Group(0, (i,), "guess", many) for i in range(law.GROUPS_A_PLACE + 5)]
-    groups += [law.Group(0, (0, i), "bonus", few if i else many) for i in range(3)]
+    groups = [law.SampleGroup(0, (i,), "guess", many) for i in range(law.GROUPS_A_PLACE + 5)]
+    groups += [law.SampleGroup(0, (0, i), "bonus", few if i else many) for i in range(3)]
     kept = law.worth_testing(groups)
     assert [g.prefix for g in kept] == [(i,) for i in range(law.GROUPS_A_PLACE)] + [(0, 0)]
     most = 3 * 6 * law.GROUPS_A_PLACE + 6  # six places: with "any" there is no other

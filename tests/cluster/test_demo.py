@@ -33,7 +33,7 @@ def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
 
 def test_batches_take_from_every_stream_and_are_the_same_again(tmp_path: Path) -> None:
     streams = [torch.zeros(100, dtype=torch.int32), torch.ones(100, dtype=torch.int32)]
-    run = trainer.Run(1.0, length=8, batch=4)
+    run = trainer.TrainingRun(1.0, length=8, batch=4)
     trainers = [trainer.Trainer(torch.nn.Linear(2, 2), streams, run, tmp_path / "none.pt") for _ in range(2)]
     batches = [each._batch() for each in trainers]
     assert batches[0].tolist() == [[i % 2] * 8 for i in range(4)]
@@ -53,7 +53,7 @@ def test_a_draft_for_ones_own_target_learns_from_text_and_from_the_target(
     monkeypatch.setattr(own_text, "TOKENS", 192)
     target = pair()[0]
     untrained = train._new_draft(target)
-    train.train_draft(target, text, work, trainer.Run(minutes=0.5, length=128), out=out)
+    train.train_draft(target, text, work, trainer.TrainingRun(minutes=0.5, length=128), out=out)
     teacher, student = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target, out))
     ids = own_text.load_or_write(target, torch.empty(0), work / "own_text.safetensors")
     assert len(ids) == 8 * 192
@@ -64,5 +64,7 @@ def test_a_draft_for_ones_own_target_learns_from_text_and_from_the_target(
             losses.divergence(model(batch).logits.flatten(0, 1), wanted.flatten(0, 1)) for model in (untrained, student)
         )
     assert after < 0.8 * before
-    train.train_draft(target, text, tmp_path, trainer.Run(minutes=0.001, length=128), out=tmp_path / "on", start=out)
+    train.train_draft(
+        target, text, tmp_path, trainer.TrainingRun(minutes=0.001, length=128), out=tmp_path / "on", start=out
+    )
     assert (tmp_path / "on" / "model.safetensors").exists()

@@ -7,7 +7,7 @@ import torch
 
 from cluster import doctor
 from cluster.cli import main as cli
-from cluster.doctor import DRAFT, TARGET, AilmentError, Examination, Wanted, Ward
+from cluster.doctor import DRAFT, TARGET, CheckFailedError, DoctorOptions, Examination, ProbeProcesses
 from protos.doctor_messages import Measure
 from protos.errors import ConfigError
 from protos.worker_messages import WorkerId
@@ -20,21 +20,21 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def wards() -> Iterator[list[Ward]]:
-    opened: list[Ward] = []
+def wards() -> Iterator[list[ProbeProcesses]]:
+    opened: list[ProbeProcesses] = []
     yield opened
     for ward in opened:
         ward.gang.close()
 
 
-def ward(wards: list[Ward], body: str = doctor.BODY) -> Ward:
-    wards.append(Ward.open(body))
+def ward(wards: list[ProbeProcesses], body: str = doctor.BODY) -> ProbeProcesses:
+    wards.append(ProbeProcesses.open(body))
     return wards[-1]
 
 
-def test_a_sound_machine(wards: list[Ward]) -> None:
+def test_a_sound_machine(wards: list[ProbeProcesses]) -> None:
     place = ward(wards)
-    examination = Examination(Wanted(device="cpu"), place)
+    examination = Examination(DoctorOptions(device="cpu"), place)
     found = {name: check() for name, check in examination.checks()}
     assert list(found) == ["devices", "tp group", "pair group", "pair after a kill"]
     assert found["devices"] == f"torch {torch.__version__}, on the CPU: 2 target rank(s) and a draft"
@@ -53,34 +53,36 @@ def test_a_sound_machine(wards: list[Ward]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "what", "remedy"),
     [
-        (Wanted(world=3), "3 target ranks need as many devices, there are 2", doctor.TOO_FEW),
-        (Wanted(), "target rank 0: group tp on cuda:0: no way", doctor.NCCL),
-        (Wanted(world=2), "group tp on cuda:[01]: no way", doctor.NCCL),
-        (Wanted(device="cpu"), "group tp on cpu: no way", doctor.GLOO),
+        (DoctorOptions(world=3), "3 target ranks need as many devices, there are 2", doctor.TOO_FEW),
+        (DoctorOptions(), "target rank 0: group tp on cuda:0: no way", doctor.NCCL),
+        (DoctorOptions(world=2), "group tp on cuda:[01]: no way", doctor.NCCL),
+        (DoctorOptions(device="cpu"), "group tp on cpu: no way", doctor.GLOO),
     ],
 )
-def test_what_is_wrong_comes_with_a_remedy(wards: list[Ward], wanted: Wanted, what: str, remedy: str) -> None:
-    with pytest.raises(AilmentError, match=what) as caught:
+def test_what_is_wrong_comes_with_a_remedy(
+    wards: list[ProbeProcesses], wanted: DoctorOptions, what: str, remedy: str
+) -> None:
+    with pytest.raises(CheckFailedError, match=what) as caught:
         for _, check_one in Examination(wanted, ward(wards, "tests.support.distributed.bodies:two_devices")).checks():
             check_one()
     assert caught.value.remedy == remedy
 
 
-def test_devices_that_are_left_over_go_to_the_draft(wards: list[Ward]) -> None:
-    examination = Examination(Wanted(), ward(wards, "tests.support.distributed.bodies:two_devices"))
+def test_devices_that_are_left_over_go_to_the_draft(wards: list[ProbeProcesses]) -> None:
+    examination = Examination(DoctorOptions(), ward(wards, "tests.support.distributed.bodies:two_devices"))
     checks = examination.checks()
     text = next(checks)[1]()
     assert text == "2 x A; torch 2.0, CUDA 13.0, NCCL 2.30; target ranks on 1 of 2"
     assert [name for name, _ in checks] == ["tp group", "pair group", "pair after a kill"]
-    full = Examination(Wanted(world=2), ward(wards, "tests.support.distributed.bodies:two_devices"))
+    full = Examination(DoctorOptions(world=2), ward(wards, "tests.support.distributed.bodies:two_devices"))
     checks = full.checks()
     assert next(checks)[1]().endswith("none is left for a draft of its own, so no pair is checked")
     assert [name for name, _ in checks] == ["tp group"]
     assert not full.has_draft
 
 
-def test_a_process_that_does_not_start(wards: list[Ward]) -> None:
-    with pytest.raises(AilmentError, match=r"draft: its process ended \(exit code 1\)") as caught:
+def test_a_process_that_does_not_start(wards: list[ProbeProcesses]) -> None:
+    with pytest.raises(CheckFailedError, match=r"draft: its process ended \(exit code 1\)") as caught:
         ward(wards, "tests.support.distributed.bodies:raise_at_once").admit([DRAFT])
     assert caught.value.remedy == doctor.START
 

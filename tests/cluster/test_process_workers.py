@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.transport.process_workers import ProcessGang
+from cluster.transport.process_workers import ProcessWorkerGroup
 from protos.worker_messages import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerFailed, WorkerId
 from tests.support.distributed.mail import until
 from tests.support.processes import is_running, wait_gone
@@ -21,11 +21,11 @@ DRAFT = WorkerId("draft")
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[[str], ProcessGang]]:
+def make() -> Iterator[Callable[[str], ProcessWorkerGroup]]:
     gangs = []
 
-    def make(body: str) -> ProcessGang:
-        gangs.append(ProcessGang(f"tests.support.distributed.bodies:{body}"))
+    def make(body: str) -> ProcessWorkerGroup:
+        gangs.append(ProcessWorkerGroup(f"tests.support.distributed.bodies:{body}"))
         return gangs[-1]
 
     yield make
@@ -33,7 +33,7 @@ def make() -> Iterator[Callable[[str], ProcessGang]]:
         gang.close()
 
 
-def test_workers_say_where_they_are_and_stop_when_told(make: Callable[[str], ProcessGang]) -> None:
+def test_workers_say_where_they_are_and_stop_when_told(make: Callable[[str], ProcessWorkerGroup]) -> None:
     gang = make("echo")
     gang.start([*RANKS, DRAFT])
     where = dict(until(gang, Placed, Placed, Placed))
@@ -46,7 +46,7 @@ def test_workers_say_where_they_are_and_stop_when_told(make: Callable[[str], Pro
 
 
 @pytest.mark.parametrize(("body", "how"), [("leave", "exit code 3"), ("shoot_oneself", "signal SIGKILL")])
-def test_a_death_is_said_within_a_second(make: Callable[[str], ProcessGang], body: str, how: str) -> None:
+def test_a_death_is_said_within_a_second(make: Callable[[str], ProcessWorkerGroup], body: str, how: str) -> None:
     gang = make(body)
     gang.start([DRAFT])
     until(gang, Placed)
@@ -59,13 +59,13 @@ def test_a_death_is_said_within_a_second(make: Callable[[str], ProcessGang], bod
         assert mail[0] == (DRAFT, WorkerFailed("something is wrong", "ModelError"))
 
 
-def test_a_body_that_raises_ends_its_process(make: Callable[[str], ProcessGang]) -> None:
+def test_a_body_that_raises_ends_its_process(make: Callable[[str], ProcessWorkerGroup]) -> None:
     gang = make("raise_at_once")
     gang.start([DRAFT])
     assert until(gang, Died)[-1] == (DRAFT, Died("its process ended (exit code 1)"))
 
 
-def test_the_killed_are_gone_and_silent_and_can_be_replaced(make: Callable[[str], ProcessGang]) -> None:
+def test_the_killed_are_gone_and_silent_and_can_be_replaced(make: Callable[[str], ProcessWorkerGroup]) -> None:
     gang = make("beat")
     gang.start([RANKS[0], DRAFT])
     until(gang, Placed, Placed, Heartbeat)
@@ -86,9 +86,9 @@ def test_the_killed_are_gone_and_silent_and_can_be_replaced(make: Callable[[str]
 PARENT = """
 import sys, time
 sys.path[:0] = {path!r}
-from cluster.transport.process_workers import ProcessGang
+from cluster.transport.process_workers import ProcessWorkerGroup
 from protos.worker_messages import Placed, WorkerId
-gang = ProcessGang("tests.support.distributed.bodies:beat")
+gang = ProcessWorkerGroup("tests.support.distributed.bodies:beat")
 gang.start([WorkerId("target", 0), WorkerId("draft")])
 pids = []
 while len(pids) < 2:
@@ -109,7 +109,7 @@ def test_workers_die_with_their_parent_even_when_frozen() -> None:
         wait_gone(pids)
 
 
-def test_closing_twice_leaves_nobody(make: Callable[[str], ProcessGang]) -> None:
+def test_closing_twice_leaves_nobody(make: Callable[[str], ProcessWorkerGroup]) -> None:
     gang = make("echo")
     gang.start(RANKS)
     until(gang, Placed)

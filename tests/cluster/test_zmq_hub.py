@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from cluster.transport.zmq_hub import Hub, HubPort, name_of
+from cluster.transport.zmq_hub import ZmqHub, ZmqPort, name_of
 from cluster.transport.zmq_sockets import Endpoint, connect
 from protos.messages import RoundPlan, Row, Verdict
 from protos.worker_messages import Allocate, Died, Heartbeat, Plan, Progress, RoundDone, Stop, WorkerId
@@ -17,16 +17,16 @@ PATIENCE_S = 10.0
 
 
 @pytest.fixture(params=[None, "127.0.0.1"], ids=["ipc", "tcp"])
-def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
-    hub = Hub(request.param)
+def hub(request: pytest.FixtureRequest) -> Iterator[ZmqHub]:
+    hub = ZmqHub(request.param)
     hub.admit(TARGET)
     yield hub
     hub.close()
 
 
 @pytest.fixture
-def port(hub: Hub) -> Iterator[HubPort]:
-    port = HubPort(hub.endpoint, TARGET)
+def port(hub: ZmqHub) -> Iterator[ZmqPort]:
+    port = ZmqPort(hub.endpoint, TARGET)
     yield port
     port.close()
 
@@ -37,7 +37,7 @@ def raw(endpoint: Endpoint) -> "zmq.Socket[bytes]":
     return socket
 
 
-def test_a_round_goes_there_and_back(hub: Hub, port: HubPort) -> None:
+def test_a_round_goes_there_and_back(hub: ZmqHub, port: ZmqPort) -> None:
     plan = Plan(RoundPlan(7, [Row(slot=0, start=3, length=1, known_len=4, k=2, new_token_ids=(5,))], epoch=2))
     port.send(Heartbeat("serving"))
     assert hub.receive(PATIENCE_S) == [(TARGET, Heartbeat("serving"))]
@@ -50,17 +50,17 @@ def test_a_round_goes_there_and_back(hub: Hub, port: HubPort) -> None:
     assert (done.verdicts[0].token_ids, done.verdicts[0].accepted) == ([1, 2], 1)
 
 
-def test_mail_waits_until_its_worker_connects(hub: Hub) -> None:
+def test_mail_waits_until_its_worker_connects(hub: ZmqHub) -> None:
     hub.send(TARGET, Allocate(8, 64))
     hub.send(TARGET, Stop())
-    port = HubPort(hub.endpoint, TARGET)
+    port = ZmqPort(hub.endpoint, TARGET)
     assert hub.receive(0.5) == []  # the hub greets the worker while it waits for mail
     assert [port.receive(PATIENCE_S), port.receive(PATIENCE_S)] == [Allocate(8, 64), Stop()]
     assert port.receive(0.01) is None
     port.close()
 
 
-def test_threads_may_all_send(hub: Hub, port: HubPort) -> None:
+def test_threads_may_all_send(hub: ZmqHub, port: ZmqPort) -> None:
     def talk(number: int) -> None:
         for index in range(50):
             port.send(Progress(f"{number}.{index}"))
@@ -77,7 +77,7 @@ def test_threads_may_all_send(hub: Hub, port: HubPort) -> None:
     assert [text for text in got if text.startswith("2.")] == [f"2.{i}" for i in range(50)]  # each in its order
 
 
-def test_what_cannot_be_read_is_dropped(hub: Hub, port: HubPort) -> None:
+def test_what_cannot_be_read_is_dropped(hub: ZmqHub, port: ZmqPort) -> None:
     stranger = raw(hub.endpoint)
     for frames in (
         [b"nobody", b"x"],
@@ -94,7 +94,7 @@ def test_what_cannot_be_read_is_dropped(hub: Hub, port: HubPort) -> None:
     stranger.close()
 
 
-def test_a_worker_that_is_forgotten_is_not_heard(hub: Hub, port: HubPort) -> None:
+def test_a_worker_that_is_forgotten_is_not_heard(hub: ZmqHub, port: ZmqPort) -> None:
     replacement = WorkerId("target", incarnation=1)
     hub.forget(TARGET)
     hub.admit(replacement)
@@ -107,7 +107,7 @@ def test_a_worker_that_is_forgotten_is_not_heard(hub: Hub, port: HubPort) -> Non
 
 
 def test_keys_let_in_only_their_holder() -> None:
-    hub = Hub("127.0.0.1")
+    hub = ZmqHub("127.0.0.1")
     hub.admit(DRAFT)
     public, secret = (key.decode() for key in zmq.curve_keypair())
     true = hub.endpoint
@@ -121,7 +121,7 @@ def test_keys_let_in_only_their_holder() -> None:
         socket.send_multipart([name_of(DRAFT), msgspec.msgpack.encode(Progress("let me in"))])
     assert hub.receive(0.5) == []
     assert hub.num_dropped == 0
-    port = HubPort(true, DRAFT)
+    port = ZmqPort(true, DRAFT)
     port.send(Progress("with the key"))
     assert hub.receive(PATIENCE_S) == [(DRAFT, Progress("with the key"))]
     for socket in sockets:
@@ -131,7 +131,7 @@ def test_keys_let_in_only_their_holder() -> None:
 
 
 def test_keys_are_fresh_and_never_shown() -> None:
-    one, two = Hub("127.0.0.1"), Hub("127.0.0.1")
+    one, two = ZmqHub("127.0.0.1"), ZmqHub("127.0.0.1")
     secret = one.endpoint.client_secret
     assert secret
     assert secret != two.endpoint.client_secret
@@ -142,7 +142,7 @@ def test_keys_are_fresh_and_never_shown() -> None:
 
 
 def test_the_end_leaves_no_socket_behind() -> None:
-    hub = Hub()
+    hub = ZmqHub()
     place = hub.endpoint.up.removeprefix("ipc://")
     import os
 

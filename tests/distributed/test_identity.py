@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster import assemble
-from cluster.transport.process_workers import ProcessGang
+from cluster.transport.process_workers import ProcessWorkerGroup
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.core.controller import LocalInbox
@@ -85,7 +85,7 @@ def alone(models: Models, speculative: dict[str, Any] | None) -> Engine:
 
 
 def together(models: Models, speculative: dict[str, Any] | None, ranks: int) -> Engine:
-    return over(ProcessGang(PATIENT), configure(models, draft=False, **arguments(speculative, ranks)))
+    return over(ProcessWorkerGroup(PATIENT), configure(models, draft=False, **arguments(speculative, ranks)))
 
 
 @dataclass(frozen=True)

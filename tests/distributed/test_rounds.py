@@ -30,7 +30,7 @@ from workers.draft import wire as draft_table
 from workers.process import draft_rank
 from workers.process import main as rank
 from workers.slots import SlotTable
-from workers.verification.draft_probs import BySlot
+from workers.verification.draft_probs import DraftProbsBySlot
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,9 @@ def test_rows_with_stale_stamps_go_without_and_others_do_not(
 ) -> None:
     encode, spoiled = draft_table.encode, []
 
-    def spoil(slots: SlotTable, rows: Sequence[Row], drafts: Sequence[Draft], laws: BySlot) -> draft_table.Ids:
+    def spoil(
+        slots: SlotTable, rows: Sequence[Row], drafts: Sequence[Draft], laws: DraftProbsBySlot
+    ) -> draft_table.Ids:
         table = encode(slots, rows, drafts, laws)
         table[0, len(spoiled) % 2] -= 1  # the base length, or the generation
         spoiled.append(rows[0].slot)

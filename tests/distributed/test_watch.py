@@ -27,12 +27,12 @@ from protos.worker_messages import (
     WorkerId,
     WorkerReady,
 )
-from runtime.supervision.distributed_executor import GangExecutor
+from runtime.supervision.distributed_executor import DistributedExecutor
 from runtime.supervision.draft_supervisor import MAX_RETRY_S
-from runtime.supervision.kv_sizing import Sizing
+from runtime.supervision.kv_sizing import KVSizing
 from runtime.supervision.startup import Devices
-from runtime.supervision.watchdog import Pace, Watch
-from workers.draft.deadline import Patience
+from runtime.supervision.watchdog import Pace, Watchdog
+from workers.draft.deadline import DraftDeadline
 
 ONE, DRAFT = WorkerId("target"), WorkerId("draft")
 STORE = StoreAddress("127.0.0.1", 1)
@@ -48,7 +48,7 @@ class Clock:
         return self.now
 
 
-def pass_time(watch: Watch, clock: Clock, seconds: float, step_s: float = 0.25) -> None:
+def pass_time(watch: Watchdog, clock: Clock, seconds: float, step_s: float = 0.25) -> None:
     for _ in range(round(seconds / step_s)):
         clock.now += step_s
         watch.look()
@@ -56,7 +56,7 @@ def pass_time(watch: Watch, clock: Clock, seconds: float, step_s: float = 0.25) 
 
 def test_silence_for_three_seconds_is_a_hang_once_a_worker_serves() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = Watchdog(clock)
     watch.add(ONE)
     pass_time(watch, clock, 30)
     assert not watch.silent(), "loading may take as long as it takes"
@@ -71,7 +71,7 @@ def test_silence_for_three_seconds_is_a_hang_once_a_worker_serves() -> None:
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = Watchdog(clock)
     watch.serves(ONE)
     watch.begin_round(0.0)
     clock.now += 3600  # the caller of an offline engine was busy elsewhere, or our own process was stopped
@@ -82,7 +82,7 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
 
 def test_a_healthy_long_round_survives_and_an_overlong_one_does_not() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = Watchdog(clock)
     watch.begin_round(1.1)
     pass_time(watch, clock, 20)
     assert watch.overdue() is None
@@ -112,7 +112,7 @@ def test_the_pace_grows_with_tokens_and_learns_slowness() -> None:
 
 def test_one_deadline_an_outage() -> None:
     clock = Clock()
-    patience = Patience(clock)
+    patience = DraftDeadline(clock)
     assert patience.ask(0, 5) == pytest.approx(0.05)
     patience.missed()
     for number in range(1, 20):
@@ -124,7 +124,7 @@ def test_one_deadline_an_outage() -> None:
 
 def test_a_draft_that_is_on_time_again_is_waited_for_again_though_it_is_slower_than_a_plain_round() -> None:
     clock = Clock()
-    patience = Patience(clock)
+    patience = DraftDeadline(clock)
     patience.ask(0, 5)
     patience.missed()
     patience.ask(1, 5)
@@ -137,7 +137,7 @@ def test_a_draft_that_is_on_time_again_is_waited_for_again_though_it_is_slower_t
 
 
 def test_ids_that_come_before_the_plan_end_an_outage_too() -> None:
-    patience = Patience(Clock())
+    patience = DraftDeadline(Clock())
     patience.ask(0, 5)
     patience.missed()
     patience.arrived(Drafted(1, 1, 0.001))
@@ -145,7 +145,7 @@ def test_ids_that_come_before_the_plan_end_an_outage_too() -> None:
 
 
 def test_the_deadline_follows_the_median_leg_as_far_as_that_can_pay() -> None:
-    patience = Patience(Clock())
+    patience = DraftDeadline(Clock())
     for leg in (0.1, 0.1, 0.1, 5.0):
         patience.arrived(Drafted(0, 1, leg))
     assert patience.limit_s(5) == pytest.approx(0.3)
@@ -219,7 +219,7 @@ class ScriptedGang:
         self.is_closed = True
 
 
-def executor(gang: ScriptedGang, clock: Clock, world: int = 1, *, draft: bool = True) -> GangExecutor:
+def executor(gang: ScriptedGang, clock: Clock, world: int = 1, *, draft: bool = True) -> DistributedExecutor:
     speculative = SpeculativeConfig("draft_model", 3, model="d", placement="dedicated") if draft else None
     config = EngineConfig(
         ModelConfig("m", enforce_eager=True),
@@ -227,7 +227,7 @@ def executor(gang: ScriptedGang, clock: Clock, world: int = 1, *, draft: bool = 
         speculative=speculative,
         parallel=ParallelConfig(tensor_parallel_size=world, executor="ray"),
     )
-    return GangExecutor(gang, config, lambda line: None, clock)
+    return DistributedExecutor(gang, config, lambda line: None, clock)
 
 
 def a_plan(number: int = 0, epoch: int = 0) -> RoundPlan:
@@ -255,7 +255,7 @@ def test_waiting_for_a_place_is_no_hang_and_is_said() -> None:
 
     clock, said = Clock(), []
     config = EngineConfig(ModelConfig("m", enforce_eager=True), CacheConfig(block_size=4))
-    GangExecutor(Crowded(clock), config, said.append, clock).start()
+    DistributedExecutor(Crowded(clock), config, said.append, clock).start()
     assert clock.now >= 400
     assert said.count("waiting for target rank 0 to be placed") == 10
 
@@ -335,7 +335,7 @@ def test_a_draft_that_beats_but_gets_nothing_done_is_replaced() -> None:
     assert gang.killed == [DRAFT]
 
 
-def wait(run: GangExecutor, gang: ScriptedGang, clock: Clock, seconds: int) -> None:
+def wait(run: DistributedExecutor, gang: ScriptedGang, clock: Clock, seconds: int) -> None:
     """Let time pass in which nobody dies."""
     for _ in range(seconds * 4):
         clock.now += 0.25
@@ -414,7 +414,7 @@ def test_a_replacement_may_find_a_little_less_memory() -> None:
     def found(num_blocks: int) -> dict[WorkerId, Loaded]:
         return {ONE: Loaded(WorkerInfo(num_blocks, 4, 1000, 97), 1)}
 
-    sizing = Sizing()
+    sizing = KVSizing()
     settled = sizing.settle(found(1000))
     assert sizing.as_before(found(970)) == sizing.as_before(found(2000)) == settled
     with pytest.raises(EngineDeadError, match="target rank 0 has memory for 969 KV blocks, and 1000 are in use"):

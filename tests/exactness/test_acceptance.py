@@ -36,7 +36,7 @@ def test_shared_noise_keeps_less_than_the_optimum_and_more_than_its_bound() -> N
 @pytest.mark.parametrize("rule", ["standard", "block"])
 def test_chains_are_judged_as_often_as_their_odds_say(rule: str) -> None:
     p_L, q_L = np.array([0.2, 0.5]), np.array([0.8, 0.2])
-    chains = rules.Chains(
+    chains = rules.ChainBatch(
         np.full(2000, 1), np.tile(p_L, (2000, 1, 1)), np.tile(q_L, (2000, 1, 1)), np.zeros((2000, 1), np.int64)
     )
     spread = 5 * np.sqrt(0.25 * 0.75 / (2000 * JUDGEMENTS))

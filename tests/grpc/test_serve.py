@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.cli import main as cli
 from cluster.cli import serve as cli_serve
 from cluster.serving.frontend import bound
-from cluster.serving.grpc_server import GrpcFace, GrpcOptions
+from cluster.serving.grpc_server import GrpcFrontend, GrpcOptions
 from protos import slipstream_v1_pb2_grpc as stubs
 from protos.errors import ConfigError
 from runtime.http.server.limits import GuardOptions
@@ -163,7 +163,7 @@ def test_certificates(told: list[Any], tmp_path: Path) -> None:
 
 
 async def taken(port: int) -> None:
-    await GrpcFace(GrpcOptions(HOST, port), GuardOptions(), 60.0).start()
+    await GrpcFrontend(GrpcOptions(HOST, port), GuardOptions(), 60.0).start()
 
 
 def test_a_taken_port_is_told_with_the_way_out() -> None:

@@ -31,9 +31,9 @@ from runtime.frontend.admission import Admission, QueueLimits
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.keys import TENANT, Keys
 from runtime.frontend.pacing import Aggregate
-from runtime.frontend.stream_queue import KEPT_APART, Delivery, ReadingLimits, joined
+from runtime.frontend.stream_queue import KEPT_APART, ReadingLimits, StreamQueue, joined
 from runtime.http.options import SafetyOptions
-from runtime.text.tokenizer_pool import Tokenising
+from runtime.text.tokenizer_pool import TokenizerPool
 from tests.support.processes import wait_until
 from tests.support.serving import fake_engine
 from tests.support.serving.fake_engine import expected
@@ -291,7 +291,7 @@ def outputs(count: int, **fields: Any) -> list[TokenOutput]:
 
 def test_what_nobody_reads_is_added_up() -> None:
     async def check() -> None:
-        delivery = Delivery({"a": 0, "b": 1}, ReadingLimits())
+        delivery = StreamQueue({"a": 0, "b": 1}, ReadingLimits())
         for output in outputs(1000):
             delivery.put(output)
         delivery.put(TokenOutput("b", [7], "x", finish_reason="stop"))
@@ -357,7 +357,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
 
 def test_tokenising_is_bounded_in_time_and_number() -> None:
     async def check() -> None:
-        tokenising = Tokenising(longest_s=0.3, num_threads=2)
+        tokenising = TokenizerPool(longest_s=0.3, num_threads=2)
         assert await tokenising.run(max, 3, 4) == 4
         with pytest.raises(ZeroDivisionError):
             await tokenising.run(divmod, 1, 0)

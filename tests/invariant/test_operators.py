@@ -12,7 +12,7 @@ from protos.draft_module import LayerShape
 from protos.messages import Draft
 from tests.workers.attention.test_tree_attention import OneRow, filled, normal, rows_of
 from workers.attention.backend import Options
-from workers.attention.batch import Area
+from workers.attention.batch import TreeMask
 from workers.invariant import native, ops
 from workers.invariant import torch as tiled
 from workers.invariant.attention_cuda import SplitAttention
@@ -226,7 +226,7 @@ def test_a_branch_is_attended_as_the_chain_it_is(known: int, window: int, dtype:
         order[node] = known + 4 + at
     moved = torch.tensor([*range(known), *order])
     depths, ancestors = [0, 0, 1, 1, 2, 2, 3, 3], [0b1, 0b10, 0b101, 0b1010, 0b10101, 0b100101, 0b1100101, 0b10010101]
-    area = Area(known, [known + depth for depth in depths], ancestors)
+    area = TreeMask(known, [known + depth for depth in depths], ancestors)
     tree = attended([OneRow(0, tokens, area)], query[:, :, moved], key[:, :, moved], value[:, :, moved], options)
     assert same(tree[:known], chain[:known])
     assert same(tree[[known + node for node in branch]], chain[known : known + 4])

@@ -256,7 +256,7 @@ def test_training_makes_every_head_better(target: Path, teacher: Teacher, lesson
     heads = {method: make(teacher, ids) for method, make in train_heads.MAKERS.items()}
     before = {method: head.loss(lesson).item() for method, head in heads.items()}
     modules = torch.nn.ModuleDict(heads)
-    run = trainer.Run(minutes=0.3, length=48, batch=4)
+    run = trainer.TrainingRun(minutes=0.3, length=48, batch=4)
     work = trainer.Trainer(modules, [ids], run, tmp_path / "state.pt", optimized_by=train_heads._one_each)
     work.train(train_heads.joint_loss(teacher, heads), "heads")
     for method, head in heads.items():
@@ -274,7 +274,7 @@ def test_heads_for_ones_own_target(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (text / path.name).write_text(path.read_text(encoding="utf-8"))
     heldout = next(name for name in map("kept_{}.py".format, range(99)) if corpus.is_heldout(name))
     (text / heldout).write_text("a = 1\n" * 99)
-    material, run = train_heads.Material(text, 8), trainer.Run(minutes=0.2, length=96, batch=2)
+    material, run = train_heads.Material(text, 8), trainer.TrainingRun(minutes=0.2, length=96, batch=2)
     train_once = partial(train_heads.train_heads, demo.pair()[0], ["medusa", "eagle"], material, work, run)
     shares = train_once(out=out)
     assert [len(shares[method]) for method in ("medusa", "eagle")] == [5, 4]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from proposers.lookahead import Ahead, LookaheadProposer, Pool, Shape
+from proposers.lookahead import Ahead, LookaheadProposer, LookaheadShape, Pool
 from protos.config.engine import SpeculativeConfig
 from protos.draft_tree import parents_of
 from protos.errors import ConfigError
@@ -49,7 +49,7 @@ def begin(proposer: LookaheadProposer, prompt: list[int], key: int = 1) -> None:
 
 
 def test_the_window_grows_to_its_levels_and_moves_with_the_text() -> None:
-    shape, target, text = Shape(3, 2, 4), Target(1), [1, 2, 3]
+    shape, target, text = LookaheadShape(3, 2, 4), Target(1), [1, 2, 3]
     ahead = Ahead.of(text, shape, 0)
     first = ahead.levels[0].copy()
     draft = ahead.draft(text, 20)
@@ -75,7 +75,7 @@ def test_the_window_grows_to_its_levels_and_moves_with_the_text() -> None:
 
 
 def test_an_n_gram_found_is_tried_when_its_first_token_comes() -> None:
-    ahead = Ahead.of([9], Shape(2, 2, 4), 0)
+    ahead = Ahead.of([9], LookaheadShape(2, 2, 4), 0)
     ahead.pool.add(5, (6, 7))
     ahead.pool.add(5, (6, 8))
     draft = ahead.draft([9, 5], 20)
@@ -85,7 +85,7 @@ def test_an_n_gram_found_is_tried_when_its_first_token_comes() -> None:
 
 
 def test_probes_are_left_out_where_they_do_not_fit_and_cut_ones_teach_nothing() -> None:
-    ahead = Ahead.of([9], Shape(4, 2, 4), 0)
+    ahead = Ahead.of([9], LookaheadShape(4, 2, 4), 0)
     ahead.pool.add(5, (6, 7))
     assert ahead.draft([9, 5], 4) == Draft((6, 7), (-1, 0), (False, False))
     assert len(ahead.draft([9, 5], 6)) == 6

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proposers.ngram import NgramProposer
 from proposers.shared import continuations as votes
 from proposers.shared import sequence_index as following
-from proposers.shared.answer_index import CHAIN, SIZES, PastTexts
+from proposers.shared.answer_index import CHAIN, SIZES, AnswerIndex
 from proposers.shared.ngram_index import MAX_PLACES, Places
 from proposers.shared.prediction import Prediction
 from proposers.suffix import SuffixProposer
@@ -120,7 +120,7 @@ SALTED = st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.lists(st.integer
 def test_past_texts_are_found_as_by_a_naive_search(
     answers: list[tuple[str, list[int]]], rows: list[tuple[str, list[int]]], limit: int
 ) -> None:
-    past = PastTexts(1 << 20, limit, 24)
+    past = AnswerIndex(1 << 20, limit, 24)
     for salt, answer in answers:
         past.add(salt, answer)
     found = past.longest([salt for salt, _ in rows], [tokens for _, tokens in rows])
@@ -142,7 +142,7 @@ def test_past_texts_are_found_as_by_a_naive_search(
 
 def test_the_ring_forgets_the_oldest_texts_and_stays_within_its_bound() -> None:
     rng = random.Random(0)
-    past = PastTexts(1 << 20, 10_000, 24)
+    past = AnswerIndex(1 << 20, 10_000, 24)
     said = [[rng.randrange(50) for _ in range(rng.randrange(200, 900))] for _ in range(400)]
     for answer in said:
         past.add("", answer)
@@ -154,17 +154,17 @@ def test_the_ring_forgets_the_oldest_texts_and_stays_within_its_bound() -> None:
     assert remembered == [False] * (400 - len(past)) + [True] * len(past)
     for answer, one in list(zip(said, found, strict=True))[-len(past) :]:
         assert past.after(one.places, 24) == [answer[-5:]]
-    assert PastTexts(1 << 20, 10, 24).longest([""], [[1, 2, 3]])[0].length == 0
+    assert AnswerIndex(1 << 20, 10, 24).longest([""], [[1, 2, 3]])[0].length == 0
 
 
 def test_a_text_longer_than_the_ring_loses_its_start() -> None:
-    past = PastTexts(1 << 20, 10, 24)
+    past = AnswerIndex(1 << 20, 10, 24)
     answer = list(range(100_000))
     past.add("", answer)
     past.add("", [5, 6, 7])
     [early, late, new] = past.longest([""] * 3, [answer[10:40], answer[-40:-10], [5, 6]])
     assert (early.length, late.length, past.after(new.places, 9)) == (0, 0, [[7]])
-    past = PastTexts(1 << 20, 10, 24)
+    past = AnswerIndex(1 << 20, 10, 24)
     past.add("", answer)
     assert past.longest([""], [answer[-40:-10]])[0].length == 24
 

@@ -10,7 +10,7 @@ import pytest
 
 from cluster import assemble
 from cluster.settings import engine_config
-from cluster.transport.process_workers import ProcessGang
+from cluster.transport.process_workers import ProcessWorkerGroup
 from proposers import registry
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError, InvalidRequestError
@@ -148,7 +148,7 @@ def test_workers_that_are_processes_import_it_too(
     own: Path, target: Path, heads: dict[str, Any], plain: dict[str, list[int]]
 ) -> None:
     keys = {**heads, "placement": "dedicated"}
-    engine = over(ProcessGang(PATIENT), configure((target, target), speculative_config=keys, num_threads=1))
+    engine = over(ProcessWorkerGroup(PATIENT), configure((target, target), speculative_config=keys, num_threads=1))
     here = sorted(own.glob("asked-*"))
     engine.until_drafting(epoch=1)
     assert_speculated(engine, plain)

@@ -10,7 +10,7 @@ from protos.interfaces import DraftRow, Proposer
 from protos.messages import Draft, Request, WorkerInfo
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import SpeculationPolicy
-from runtime.frontend.speculation_override import Wish, speculating
+from runtime.frontend.speculation_override import SpeculationOverride, speculating
 from tests.support.distributed.fake_worker import make_request
 
 LOADED = WorkerInfo(32, 4, 64, 10, methods=("ngram", "suffix", "draft_model"), num_speculative_tokens=4)
@@ -33,7 +33,7 @@ class Always:
         return [Draft((self.token,) * row.k) for row in rows]
 
 
-def asked(wish: Wish, info: WorkerInfo = LOADED) -> Request:
+def asked(wish: SpeculationOverride, info: WorkerInfo = LOADED) -> Request:
     (request,) = speculating([make_request("a", [1, 2, 3])], wish, info)
     return request
 
@@ -48,24 +48,24 @@ def planned(request: Request, info: WorkerInfo = LOADED, *, k: int = 4) -> tuple
 
 
 def test_a_request_without_a_wish_gets_what_is_configured() -> None:
-    assert planned(asked(Wish())) == (4, (7, 7, 7, 7))
+    assert planned(asked(SpeculationOverride())) == (4, (7, 7, 7, 7))
 
 
 def test_fewer_guesses_and_never_more_than_this_step_has() -> None:
-    assert planned(asked(Wish(num_speculative_tokens=2))) == (2, (7, 7))
-    assert planned(asked(Wish(num_speculative_tokens=4)), k=3) == (3, (7, 7, 7))
+    assert planned(asked(SpeculationOverride(num_speculative_tokens=2))) == (2, (7, 7))
+    assert planned(asked(SpeculationOverride(num_speculative_tokens=4)), k=3) == (3, (7, 7, 7))
 
 
 @pytest.mark.parametrize(
     ("method", "draft"), [("ngram", (7, 7, 7, 7)), ("suffix", (8, 8, 8, 8)), ("draft_model", None)]
 )
 def test_one_method_of_a_cascade(method: str, draft: tuple[int, ...] | None) -> None:
-    assert planned(asked(Wish(method=method))) == (4, draft)
+    assert planned(asked(SpeculationOverride(method=method))) == (4, draft)
 
 
 def test_a_method_beside_the_controller_leaves_nothing_to_the_worker() -> None:
     silent = Scheduler(SchedulerConfig(), CacheConfig(), LOADED, proposers=[Silent(), Always(8)])
-    silent.admit([asked(Wish(method="ngram"))])
+    silent.admit([asked(SpeculationOverride(method="ngram"))])
     config = SpeculativeConfig(method=("ngram", "suffix", "draft_model"), num_speculative_tokens=4)
     (row,) = silent.schedule(SpeculationPolicy(config)).rows
     assert (row.k, row.draft) == (0, None)
@@ -82,22 +82,28 @@ class Silent(Always):
 
 
 def test_no_guesses() -> None:
-    assert planned(asked(Wish(enabled=False))) == (0, None)
-    assert asked(Wish(), PLAIN).speculate
-    assert not asked(Wish(enabled=False), PLAIN).speculate
+    assert planned(asked(SpeculationOverride(enabled=False))) == (0, None)
+    assert asked(SpeculationOverride(), PLAIN).speculate
+    assert not asked(SpeculationOverride(enabled=False), PLAIN).speculate
 
 
 @pytest.mark.parametrize(
     ("wish", "info", "words"),
     [
-        (Wish(num_speculative_tokens=5), LOADED, "num_speculative_tokens must be at most 4.*got 5"),
-        (Wish(num_speculative_tokens=0), LOADED, "must be at least 1, got 0; enabled: false"),
-        (Wish(method="eagle"), LOADED, r"one of those loaded \(ngram, suffix, draft_model\), got 'eagle'"),
-        (Wish(num_speculative_tokens=1), PLAIN, "runs without speculation"),
-        (Wish(method="ngram"), PLAIN, "runs without speculation"),
+        (SpeculationOverride(num_speculative_tokens=5), LOADED, "num_speculative_tokens must be at most 4.*got 5"),
+        (SpeculationOverride(num_speculative_tokens=0), LOADED, "must be at least 1, got 0; enabled: false"),
+        (
+            SpeculationOverride(method="eagle"),
+            LOADED,
+            r"one of those loaded \(ngram, suffix, draft_model\), got 'eagle'",
+        ),
+        (SpeculationOverride(num_speculative_tokens=1), PLAIN, "runs without speculation"),
+        (SpeculationOverride(method="ngram"), PLAIN, "runs without speculation"),
     ],
 )
-def test_more_than_is_loaded_is_refused_with_both_numbers(wish: Wish, info: WorkerInfo, words: str) -> None:
+def test_more_than_is_loaded_is_refused_with_both_numbers(
+    wish: SpeculationOverride, info: WorkerInfo, words: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=words) as refused:
         asked(wish, info)
     assert refused.value.param == "speculative_config"

@@ -14,8 +14,17 @@ import pytest
 
 from cluster.ray import diagnostics as ray_doctor
 from cluster.ray.cluster import available_resources, cluster_resources
-from cluster.ray.placement import Layout, Patience, Placement, check_nodes, cpus_needed, fits, layout, place
-from cluster.ray.workers import Hired, RayGang
+from cluster.ray.placement import (
+    BundleLayout,
+    Placement,
+    PlacementTimeout,
+    check_nodes,
+    cpus_needed,
+    fits,
+    layout,
+    place,
+)
+from cluster.ray.workers import Hired, RayWorkerGroup
 from cluster.settings import engine_config
 from protos.errors import PlacementError
 from protos.worker_messages import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerId
@@ -25,8 +34,8 @@ from tests.support.processes import is_running, wait_gone, wait_until
 ROOT = Path(__file__).parents[2]
 RANKS = [WorkerId("target", 0), WorkerId("target", 1)]
 DRAFT = WorkerId("draft")
-Make = Callable[..., RayGang]
-EVERYBODY = Layout(2, has_draft=True, worker={"CPU": 1.0, "GPU": 1.0}, strategy="STRICT_PACK")
+Make = Callable[..., RayWorkerGroup]
+EVERYBODY = BundleLayout(2, has_draft=True, worker={"CPU": 1.0, "GPU": 1.0}, strategy="STRICT_PACK")
 
 
 def is_given_back() -> bool:
@@ -36,12 +45,12 @@ def is_given_back() -> bool:
 
 @pytest.fixture
 def make(ray_cluster: Any) -> Iterator[Make]:
-    gangs: list[RayGang] = []
+    gangs: list[RayWorkerGroup] = []
     placements: list[Placement] = []
 
-    def make(body: str, plan: Layout = EVERYBODY) -> RayGang:
-        placements.append(place(plan, Patience(PATIENCE_S), lambda line: None))
-        gangs.append(RayGang(placements[-1], f"tests.support.distributed.bodies:{body}"))
+    def make(body: str, plan: BundleLayout = EVERYBODY) -> RayWorkerGroup:
+        placements.append(place(plan, PlacementTimeout(PATIENCE_S), lambda line: None))
+        gangs.append(RayWorkerGroup(placements[-1], f"tests.support.distributed.bodies:{body}"))
         return gangs[-1]
 
     yield make
@@ -135,11 +144,11 @@ def test_a_worker_that_is_stuck_can_be_asked_for_its_stacks(make: Make) -> None:
 
 
 def test_workers_die_with_who_made_them(ray_cluster: Any) -> None:
-    placement = place(EVERYBODY, Patience(PATIENCE_S), lambda line: None)
+    placement = place(EVERYBODY, PlacementTimeout(PATIENCE_S), lambda line: None)
 
     class Owner:
         def hire(self) -> dict[str, int]:
-            self.gang = RayGang(placement, "tests.support.distributed.bodies:beat")
+            self.gang = RayWorkerGroup(placement, "tests.support.distributed.bodies:beat")
             self.gang.start([*RANKS, DRAFT])
             pids = pids_of(until(self.gang, Placed, Placed, Placed))
             return {"owner": os.getpid(), **{str(worker): pid for worker, pid in pids.items()}}
@@ -154,18 +163,18 @@ def test_workers_die_with_who_made_them(ray_cluster: Any) -> None:
 
 
 def test_what_is_waited_for_is_told_with_the_numbers(ray_cluster: Any) -> None:
-    plan = Layout(12, has_draft=True, worker={"CPU": 1.0, "GPU": 1.0}, strategy="STRICT_PACK")
+    plan = BundleLayout(12, has_draft=True, worker={"CPU": 1.0, "GPU": 1.0}, strategy="STRICT_PACK")
     said: list[str] = []
     with pytest.raises(PlacementError, match=r"needs 13 GPUs and 14 CPUs on one node, the cluster has 8 GPUs and 16 C"):
-        place(plan, Patience(60.0, may_grow=False), said.append)
+        place(plan, PlacementTimeout(60.0, may_grow=False), said.append)
     started = time.monotonic()
     with pytest.raises(PlacementError, match="no room within 3 s"):
-        place(plan, Patience(3.0), said.append)
+        place(plan, PlacementTimeout(3.0), said.append)
     assert time.monotonic() - started < 10
     assert len(said) == 1
     assert said[0].startswith("waiting for room in the Ray cluster: needs 13 GPUs")
     with pytest.raises(PlacementError, match="told to stop"):
-        place(plan, Patience(60.0, is_wanted=lambda: False), said.append)
+        place(plan, PlacementTimeout(60.0, is_wanted=lambda: False), said.append)
     wait_until(is_given_back)
 
 
@@ -239,8 +248,8 @@ def test_bundles_follow_from_the_configuration() -> None:
 
 
 def test_bundles_must_be_as_near_as_was_asked() -> None:
-    def plan(strategy: str) -> Layout:
-        return Layout(2, has_draft=True, worker={"CPU": 1.0}, strategy=strategy)
+    def plan(strategy: str) -> BundleLayout:
+        return BundleLayout(2, has_draft=True, worker={"CPU": 1.0}, strategy=strategy)
 
     check_nodes(["a", "b", "b", "c"], plan("PACK"))
     with pytest.raises(PlacementError, match="the 2 target ranks were placed on 2 nodes"):

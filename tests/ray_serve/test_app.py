@@ -176,10 +176,10 @@ def test_a_replica_holds_the_gang() -> None:
 
 
 def test_a_group_that_a_config_made_too_small_is_named() -> None:
-    from cluster.ray.placement import Layout
+    from cluster.ray.placement import BundleLayout
     from cluster.ray.site import check_room
 
-    plan = Layout(2, True, {"CPU": 1.0, "GPU": 1.0}, "PACK")
+    plan = BundleLayout(2, True, {"CPU": 1.0, "GPU": 1.0}, "PACK")
     check_room([{"CPU": 2.0}, *[{"CPU": 4.0, "GPU": 1.0}] * 3], plan)
     with pytest.raises(PlacementError, match="has 3 bundles, the engine needs 4"):
         check_room([{"CPU": 2.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2], plan)

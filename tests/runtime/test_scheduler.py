@@ -7,7 +7,7 @@ from msgspec import structs
 
 from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.errors import ConfigError, EngineDeadError
-from protos.interfaces import DraftRow, DraftService, Follower, InOneProcess, Proposer
+from protos.interfaces import DraftRow, DraftService, InOneProcess, Proposer, SequenceListener
 from protos.messages import Abort, Draft, Request, RoundPlan, SpeculationStats, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.core import planner as planning
@@ -403,7 +403,7 @@ def test_a_dead_executor_ends_every_request_with_an_error() -> None:
     assert controller.scheduler.num_unfinished == 0
 
 
-class Listening(Scripted, Follower):
+class Listening(Scripted, SequenceListener):
     """A proposer that follows sequences, and writes down what it is told."""
 
     def __init__(self, *tokens: int) -> None:

@@ -49,7 +49,7 @@ def speculation(folders: Folders, method: str) -> Options:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Ask:
     """One request; *form* names what it must be like, if anything."""
 
     prompt: str
@@ -57,19 +57,19 @@ class Wish:
     params: SamplingParams
 
 
-def wish(number: int, form: str | None, **options: Any) -> Wish:
+def wish(number: int, form: str | None, **options: Any) -> Ask:
     asked = None if form is None else FORMS[form].asked
     told = {"temperature": 1.0, "max_tokens": 60, "seed": number, "structured_outputs": asked, **options}
-    return Wish(PROMPTS[number % len(PROMPTS)], form, SamplingParams(**told))
+    return Ask(PROMPTS[number % len(PROMPTS)], form, SamplingParams(**told))
 
 
-def wishes() -> list[Wish]:
+def wishes() -> list[Ask]:
     """Every form, drawn, greedy and penalised, beside requests that have none."""
     kinds = ({}, {"temperature": 0.0, "max_tokens": 30}, PENALISED)
     return [wish(i, form, **kinds[i % 3]) for i, form in enumerate((*FORMS, None) * 2)]
 
 
-def requests(engine: Engine, wanted: list[Wish]) -> list[Request]:
+def requests(engine: Engine, wanted: list[Ask]) -> list[Request]:
     make = engine.built.preprocessor.requests
     return [make(each.prompt, each.params, str(i))[0] for i, each in enumerate(wanted)]
 

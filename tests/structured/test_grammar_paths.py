@@ -21,18 +21,18 @@ from tests.support.tree_proposer import random_tree
 from workers.sampling import grammar_slots
 from workers.sampling.grammar_sampler import GrammarSampler, masked
 from workers.sampling.grammar_slots import Grammars
-from workers.sampling.matcher import Bits, Follower
+from workers.sampling.matcher import Bits, GrammarMatcher
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.verification.tree_walk import TreeSampler
+from workers.verification.tree_sampler import TreeSampler
 from workers.verification.verify import accept
 
 VOCAB = vocab_size()
 NAMES = sorted(FORMS)
 
 
-def fresh(name: str, endings: Seq[int] = (EOS,)) -> Follower:
-    return Follower(matcher(FORMS[name].grammar, words()), VOCAB, endings)
+def fresh(name: str, endings: Seq[int] = (EOS,)) -> GrammarMatcher:
+    return GrammarMatcher(matcher(FORMS[name].grammar, words()), VOCAB, endings)
 
 
 def ids_of(bits: Bits) -> list[int]:

@@ -20,7 +20,7 @@ from runtime.http.schemas import ChatCompletionRequest, CompletionRequest
 from runtime.text.grammar_validator import GrammarChecker, GrammarLimits
 from runtime.text.preprocessor import Preprocessor
 from tests.support.structured import EOS, FORMS, PERSON, tokenizer, vocab_size
-from workers.sampling.matcher import Follower
+from workers.sampling.matcher import GrammarMatcher
 
 DEEP = "[" * 30_000 + "]" * 30_000
 BIG = "x" * (10 << 20)
@@ -283,7 +283,7 @@ def spelt(backend: Tokenizer, grammar: Grammar) -> bytes:
     import numpy as np
 
     size, tokens = backend.get_vocab_size(), []
-    follower = Follower(matcher(grammar, vocabulary(backend.to_str(), size + 5, (2,))), size + 5, (2,))
+    follower = GrammarMatcher(matcher(grammar, vocabulary(backend.to_str(), size + 5, (2,))), size + 5, (2,))
     while tokens[-1:] != [2]:
         bits = follower.allowed(0, tokens)
         tokens.append(int(np.flatnonzero(np.unpackbits(bits, count=size + 5, bitorder="little"))[0]))

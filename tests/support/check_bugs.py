@@ -12,7 +12,7 @@ from protos.messages import Draft
 from workers import build
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.verification import rejection as judging_laws
-from workers.verification.acceptance import Judge, Release, SampleAndMatch, Scored
+from workers.verification.acceptance import AcceptanceRule, AcceptedTokens, SampleAndMatch, Scored
 from workers.verification.factory import judge_for
 
 LENIENT = 0.05
@@ -25,7 +25,7 @@ class Lenient(SampleAndMatch):
         super().__init__(sampler)
         self._random = random.Random(4)
 
-    def judge(self, scored: Scored) -> list[Release]:
+    def judge(self, scored: Scored) -> list[AcceptedTokens]:
         chosen_N, at = self._choose(scored), 0
         found = []
         for draft, count in zip(scored.drafts, scored.counts_R.tolist(), strict=True):
@@ -34,19 +34,19 @@ class Lenient(SampleAndMatch):
                 at += count
         return found
 
-    def _walk(self, draft: Draft, chosen: list[int]) -> Release:
+    def _walk(self, draft: Draft, chosen: list[int]) -> AcceptedTokens:
         path: list[int] = []
         for node, guess in enumerate(draft.tokens):
             if guess != chosen[node] and self._random.random() >= LENIENT:
                 break
             path.append(node)
-        return Release(path, [*(draft.tokens[node] for node in path), chosen[len(path)]])
+        return AcceptedTokens(path, [*(draft.tokens[node] for node in path), chosen[len(path)]])
 
 
 class BonusByOtherNoise(SampleAndMatch):
     """Draws the token behind a draft that was accepted whole with noise that is not its index's."""
 
-    def judge(self, scored: Scored) -> list[Release]:
+    def judge(self, scored: Scored) -> list[AcceptedTokens]:
         found, at = [], 0
         releases = iter(super().judge(scored))
         for draft, count in zip(scored.drafts, scored.counts_R.tolist(), strict=True):
@@ -57,24 +57,24 @@ class BonusByOtherNoise(SampleAndMatch):
                 at += count
         return found
 
-    def _with_other_bonus(self, scored: Scored, at: int, release: Release) -> Release:
+    def _with_other_bonus(self, scored: Scored, at: int, release: AcceptedTokens) -> AcceptedTokens:
         rows = slice(at, at + 1)
         logits_1V, slots_1, index_1 = scored.logits_NV[rows], scored.slots_N[rows], scored.index_N[rows]
         (bonus,) = self._sampler.sample(logits_1V, slots_1, index_1 + 100_003).tolist()
-        return Release(release.path, [*release.emitted[:-1], bonus], release.probed)
+        return AcceptedTokens(release.path, [*release.emitted[:-1], bonus], release.probed)
 
 
 class IndexOffByOne(SampleAndMatch):
     """Draws behind guesses with the noise of the position behind."""
 
-    def judge(self, scored: Scored) -> list[Release]:
+    def judge(self, scored: Scored) -> list[AcceptedTokens]:
         starts = torch.tensor(scored.counts_R).cumsum(0).tolist()
         first_N = torch.zeros(len(scored.index_N), dtype=torch.int64)
         first_N[[start for start in [0, *starts[:-1]] if start < len(first_N)]] = 1
         return super().judge(scored._replace(index_N=scored.index_N + (1 - first_N).numpy()))
 
 
-BUGS: dict[str, Callable[[GrammarSampler], Judge]] = {
+BUGS: dict[str, Callable[[GrammarSampler], AcceptanceRule]] = {
     "lenient": Lenient,
     "bonus by other noise": BonusByOtherNoise,
     "index off by one": IndexOffByOne,
@@ -84,7 +84,7 @@ BUGS: dict[str, Callable[[GrammarSampler], Judge]] = {
 def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Have engines that speculate judge by the wrong rule *name*."""
 
-    def wrong(speculative: SpeculativeConfig | None, sampler: GrammarSampler) -> Judge:
+    def wrong(speculative: SpeculativeConfig | None, sampler: GrammarSampler) -> AcceptanceRule:
         return judge_for(None, sampler) if speculative is None else BUGS[name](sampler)
 
     monkeypatch.setattr(build, "judge_for", wrong)

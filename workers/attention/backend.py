@@ -1,7 +1,7 @@
 """Paged attention for any `transformers` causal LM, through one registered attention function.
 
 The tokens of all rows come flattened, `[1, T]`. For each layer the function writes K and V into the paged
-cache and attends row by row, causally by position but for the areas of drafts (`workers.attention.batch.Area`). What a
+cache and attends row by row, causally by position but for the areas of drafts (`workers.attention.batch.TreeMask`). What a
 forward is about (block tables, positions, areas) does not travel through the model: `run_with` makes a backend
 current for the time of one forward, and the runner that owns the backend is the only caller.
 
@@ -21,7 +21,7 @@ import torch
 from transformers import AttentionInterface
 
 from protos.errors import ModelError
-from workers.attention.batch import Areas, Ints
+from workers.attention.batch import Ints, TreeMasks
 
 NAME = "slipstream_paged"
 HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cache_position", "output_attentions"})
@@ -48,7 +48,7 @@ class Rows:
     slots_R: Ints
     blocks_SB: npt.NDArray[np.int32]
     block_size: int
-    areas: Areas | None = None
+    areas: TreeMasks | None = None
     lowest_R: Ints | None = None
 
     @cached_property

@@ -13,7 +13,7 @@ Words = npt.NDArray[np.uint64]
 WORD = 64
 
 
-class Area(NamedTuple):
+class TreeMask(NamedTuple):
     """The end of one row where places are not positions: a draft's tree, or a block that sees itself both ways.
 
     A token's *place* is where its K and V stand, counted along the row's blocks; elsewhere it is the position, too.
@@ -31,7 +31,7 @@ class Area(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Areas:
+class TreeMasks:
     """The areas of a forward's R rows and T tokens, contiguous; A is the size of the largest.
 
     Attributes:
@@ -47,7 +47,7 @@ class Areas:
     seen_TW: Words
 
     @classmethod
-    def of(cls, areas: Seq[Area | None], ends_R: Ints, lengths_R: Ints) -> "Areas":
+    def of(cls, areas: Seq[TreeMask | None], ends_R: Ints, lengths_R: Ints) -> "TreeMasks":
         """Gather the areas of rows that feed `lengths_R` tokens up to the places `ends_R`."""
         sizes_R = np.array([0 if area is None else len(area.positions) for area in areas], np.int64)
         largest = max(1, int(sizes_R.max()))
@@ -90,7 +90,7 @@ class Batch:
     starts_R: Ints
     lengths_R: Ints
     tokens_T: Ints
-    areas: Areas | None = None
+    areas: TreeMasks | None = None
     lowest_R: Ints | None = None
 
     @cached_property
@@ -132,7 +132,7 @@ class Batch:
         starts_R: Ints,
         lengths_R: Ints,
         *,
-        areas: Areas | None = None,
+        areas: TreeMasks | None = None,
         lowest_R: Ints | None = None,
     ) -> "Batch":
         """Build the batch whose tokens stand, by place, in the table `tokens_SL`."""

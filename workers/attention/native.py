@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from workers.attention.backend import Options, Rows
-from workers.attention.batch import Areas, Ints
+from workers.attention.batch import Ints, TreeMasks
 from workers.attention.kv import KVCache
 from workers.attention.torch import CHUNK, TorchAttention
 from workers.native.build import load_function
@@ -72,7 +72,7 @@ class NativeAttention:
         if self._has_long:
             self._plan_long(rows)
 
-    def _plan_areas(self, areas: Areas) -> None:
+    def _plan_areas(self, areas: TreeMasks) -> None:
         plan = self._plan
         plan.areas, plan.area_sizes = areas.first_R.ctypes.data, areas.sizes_R.ctypes.data
         plan.area_positions, plan.area_stride = areas.positions_RA.ctypes.data, areas.positions_RA.shape[1]

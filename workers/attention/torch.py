@@ -17,7 +17,7 @@ PART = 1 << 21
 
 
 @dataclass
-class Group:
+class RowGroup:
     """Rows attended together, padded to R rows x Q queries x L keys.
 
     Attributes:
@@ -42,7 +42,7 @@ class Group:
     length: int
     stale_N: torch.Tensor | None
     num_settled: int
-    sight: "Sight | None" = None
+    sight: "AttentionMask | None" = None
     masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
 
     @property
@@ -79,7 +79,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """What queries see where places are not positions: `seen_RQL` aside from windows, `keys_RL` keys' positions."""
 
     seen_RQL: torch.Tensor
@@ -100,7 +100,7 @@ class TorchAttention:
         self.cache = cache
         self.device = cache.keys[0].device
         self._places_T = torch.empty(0, dtype=torch.int64)
-        self._groups: list[Group] = []
+        self._groups: list[RowGroup] = []
         if self.device.type == "cuda":
             # cuDNN plans anew for every size, on the host and for good; with contexts that grow, that is every step.
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -142,7 +142,7 @@ class TorchAttention:
             self._attend_into(output_THE, layer, query_THD, group, options)
 
     def _attend_into(
-        self, output_THE: torch.Tensor, layer: int, query_THD: torch.Tensor, group: Group, options: Options
+        self, output_THE: torch.Tensor, layer: int, query_THD: torch.Tensor, group: RowGroup, options: Options
     ) -> None:
         if group.tokens_RQ is None or group.targets_N is None:
             output_THE.copy_(self._attend(layer, query_THD, group, options))
@@ -152,7 +152,7 @@ class TorchAttention:
             padded_NHE = padded_NHE[group.real_N]
         output_THE.index_copy_(0, group.targets_N, padded_NHE)
 
-    def _attend(self, layer: int, query_NHD: torch.Tensor, group: Group, options: Options) -> torch.Tensor:
+    def _attend(self, layer: int, query_NHD: torch.Tensor, group: RowGroup, options: Options) -> torch.Tensor:
         """Attend for the N = R x Q queries of one group; returns a contiguous `[N, heads, value_size]`."""
         shape = self.cache.shapes[layer]
         rows, queries = group.positions_RQ.shape
@@ -177,7 +177,7 @@ class TorchAttention:
             )
         return torch.cat(found, 1).reshape(rows * queries, -1, shape.value_size)
 
-    def _gather(self, pages: torch.Tensor, group: Group) -> torch.Tensor:
+    def _gather(self, pages: torch.Tensor, group: RowGroup) -> torch.Tensor:
         """Return the group's keys or values, `[R, kv_heads, L, size]`."""
         gathered = pages.index_select(0, group.blocks_N)  # a copy, which may be changed
         if group.stale_N is not None:
@@ -185,7 +185,7 @@ class TorchAttention:
         rows = group.positions_RQ.shape[0]
         return gathered.view(rows, -1, *pages.shape[2:])[:, : group.length].transpose(1, 2)
 
-    def _group(self, rows: Rows, members: Ints) -> Group:
+    def _group(self, rows: Rows, members: Ints) -> RowGroup:
         starts_R, lengths_R = rows.starts_R[members], rows.lengths_R[members]
         contexts_R = starts_R + lengths_R
         block_size = self.cache.block_size
@@ -199,7 +199,7 @@ class TorchAttention:
         real = np.arange(queries_Q.shape[1]) < lengths_R[:, None]
         tokens_RQ = queries_Q + rows.offsets_R[members][:, None]
         is_special = rows.special_R is not None and bool(rows.special_R[members[0]])
-        return Group(
+        return RowGroup(
             tokens_RQ=None if in_order else self._tensor(tokens_RQ),
             real_N=None if real.all() else self._tensor(np.flatnonzero(real)),
             targets_N=None if in_order else self._tensor(tokens_RQ[real]),
@@ -211,9 +211,9 @@ class TorchAttention:
             sight=self._sight(rows, members, queries_Q, length) if is_special else None,
         )
 
-    def _sight(self, rows: Rows, members: Ints, queries_RQ: Ints, length: int) -> Sight:
+    def _sight(self, rows: Rows, members: Ints, queries_RQ: Ints, length: int) -> AttentionMask:
         keys_RL = rows.positions(members, np.tile(np.arange(length), (len(members), 1)))
-        return Sight(self._tensor(rows.seen(members, queries_RQ, length)), self._tensor(keys_RL))
+        return AttentionMask(self._tensor(rows.seen(members, queries_RQ, length)), self._tensor(keys_RL))
 
     def _tensor(self, array: Ints | Flags) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

@@ -73,7 +73,7 @@ class _Memory:
             raise OSError(FAILURES[self.call.outcome])
 
 
-class NearGroup:
+class SharedMemoryGroup:
     """A `Group` over `_Memory`; what is too large for it, and what two ranks say to each other, goes over *far*."""
 
     def __init__(self, far: Group, name: str, memory: _Memory, timeout_s: float) -> None:
@@ -178,7 +178,7 @@ def near(group: Group, name: str, timeout_s: float) -> Group:
         place = _Place(*group.broadcast(torch.tensor(made, dtype=torch.int64)).tolist())
         memory = _opened(place, group)
         all_have_it = _count(memory is not None, group) == group.size
-    return NearGroup(group, name, memory, timeout_s) if memory is not None and all_have_it else group
+    return SharedMemoryGroup(group, name, memory, timeout_s) if memory is not None and all_have_it else group
 
 
 def bytes_for(size: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from protos.interfaces import Needs
 from workers.attention.backend import Flags
-from workers.attention.batch import Areas, Batch, Ints
+from workers.attention.batch import Batch, Ints, TreeMasks
 from workers.draft.validity import BlockValidity
 from workers.features import Waiting
 from workers.model.module_runner import DraftForward, Entries
@@ -120,7 +120,7 @@ class DraftCache:
         return output_RX
 
     def feed_with(
-        self, slots_R: Ints, counts_R: Ints, tokens_N: Ints, features_NX: torch.Tensor | None, areas: Areas | None
+        self, slots_R: Ints, counts_R: Ints, tokens_N: Ints, features_NX: torch.Tensor | None, areas: TreeMasks | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed all that is known, and `counts_R` drafted tokens behind it, which are forgotten.
 

@@ -20,7 +20,7 @@ from protos.worker_messages import Drafted, FormPair, FromWorker, PairFailed, Pa
 from workers.device import set_device, side_stream
 from workers.distributed.groups import Group, address_towards, connect_store, form, let_go
 from workers.draft.announce import Announcer, Listener
-from workers.draft.deadline import FLOOR_S, Patience
+from workers.draft.deadline import FLOOR_S, DraftDeadline
 from workers.draft.feature_channel import DRAFT, TARGET, FeatureReceiver, FeatureSender, Shipped
 from workers.draft.wire import Ids
 
@@ -76,7 +76,7 @@ class DraftReceiver:
         send: Send,
         *,
         device: torch.device,
-        patience: Patience,
+        patience: DraftDeadline,
         features: FeatureSender | None = None,
     ) -> None:
         self.epoch = epoch
@@ -314,7 +314,7 @@ def join_as_target(
             announcer: Announcer[Shipped] = Announcer(store, _features(order))
             features = FeatureSender(order.epoch, back, announcer, send, device=device)
         undo.pop_all()
-    patience = Patience(time.monotonic, floor_s)
+    patience = DraftDeadline(time.monotonic, floor_s)
     return DraftReceiver(order.epoch, group, listener, send, device=device, patience=patience, features=features)
 
 

@@ -12,7 +12,7 @@ MEMORY = 32
 """Legs and steps that the medians are of."""
 
 
-class Patience:
+class DraftDeadline:
     """Counts from when target 0 could verify. Used under its owner's lock.
 
     After a miss nothing is waited for until the draft is on time again: until ids of a round arrive no later than the

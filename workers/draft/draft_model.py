@@ -1,7 +1,7 @@
 """The draft of a process: loaded beside a target or alone, given tables, asked for guesses, told what came of them.
 
 Loading has two steps, because how many KV blocks there are is settled in between: `load_draft` reads weights, and
-`DraftSide.of` makes caches. Everything that runs a draft (one process, a target rank, a draft rank) does these two.
+`DraftEngine.of` makes caches. Everything that runs a draft (one process, a target rank, a draft rank) does these two.
 """
 
 import logging
@@ -22,9 +22,9 @@ from protos.errors import ConfigError
 from protos.interfaces import DraftRow
 from protos.messages import Draft, RoundPlan, Row, Verdict
 from workers.attention.kv import bytes_per_block
-from workers.draft.checkpoint_parts import DraftParts, Lender, ResidentLender, StoredLender
 from workers.draft.sampling import drawing_for
 from workers.draft.vocab_map import Dictionary, translated
+from workers.draft.weights import DraftCheckpoint, Lender, ResidentLender, StoredLender
 from workers.draft.worker import DraftWorker, Proposes
 from workers.features import Features
 from workers.model.loader import LoadedModel, load, pick_device, pick_dtype
@@ -33,7 +33,7 @@ from workers.model.runner import ModelRunner, weight_bytes
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
-from workers.verification.draft_probs import BySlot
+from workers.verification.draft_probs import DraftProbsBySlot
 from workers.weights.building import BUILDING
 from workers.weights.hub import HEADS, describe, fetch, fetch_ends, fetch_tokenizer
 
@@ -132,7 +132,7 @@ class ModuleDraft:
 
 
 @dataclass(frozen=True)
-class DraftSide:
+class DraftEngine:
     """A draft that is ready: the worker that keeps it level, and the proposer that guesses with it.
 
     `width` is that of the target's features of one token.
@@ -145,7 +145,7 @@ class DraftSide:
     @classmethod
     def of(
         cls, draft: LoadedDraft, config: EngineConfig, slots: SlotTable, sampler: Sampler, *, num_blocks: int, say: Say
-    ) -> "DraftSide":
+    ) -> "DraftEngine":
         """Give a loaded draft its cache, and make its proposer."""
         speculative = speculation_of(config)
         worker = DraftWorker(
@@ -170,7 +170,7 @@ class DraftSide:
             logger.exception("the draft failed; these rows go on without guesses")
             return [NO_DRAFT] * len(asked)
 
-    def laws(self, rows: Seq[Row], drafts: Seq[Draft]) -> BySlot:
+    def laws(self, rows: Seq[Row], drafts: Seq[Draft]) -> DraftProbsBySlot:
         """Return what *drafts*, which `ask` has just said, were drawn from."""
         return self.worker.laws([row.slot for row in rows], drafts)
 
@@ -309,7 +309,7 @@ def _load_module(
     folder = None if speculative.model is None else fetch(_model_of(config, speculative), HEADS)
     described = target if speculative.model is None else describe(_model_of(config, speculative))
     spec = learned.features_of(speculative, described, target)
-    parts = DraftParts(folder, folder or source, described, target, lender, dtype, device)
+    parts = DraftCheckpoint(folder, folder or source, described, target, lender, dtype, device)
     with BUILDING:
         module = learned.build(speculative, parts)
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])

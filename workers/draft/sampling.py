@@ -20,7 +20,7 @@ from protos.validation import warn_once
 from workers.sampling.noise import DRAFT, path_keys, row_keys, stream_seeds
 from workers.sampling.sample import COLDEST, Ints, short_law, without_replacement
 from workers.sampling.sampler import Sampler
-from workers.verification.draft_probs import LAW_SIZE, Laws, families
+from workers.verification.draft_probs import DRAFT_PROBS_SIZE, DraftProbs, families
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Points(NamedTuple):
     paths_ND: Ints | None
 
 
-class Drawing(Protocol):
+class DraftSampler(Protocol):
     """Chooses guesses by logits over the target's vocabulary, float32 `[N, V]`.
 
     `by_path` says that it has to know what was drafted before.
@@ -66,12 +66,12 @@ class Drawing(Protocol):
         """Return *width* guesses for each point, best first, int64 `[N, W]`, and their scores, float32 `[N, W]`."""
         ...
 
-    def laws(self, slot: int, draft: Draft) -> Laws | None:
+    def laws(self, slot: int, draft: Draft) -> DraftProbs | None:
         """Return what *draft* of this round was drawn from; None where it was not drawn, or that is not known."""
         ...
 
 
-class SharedNoise:
+class CoupledNoise:
     """By the target's own pipeline and noise, for sample and match."""
 
     by_path = False
@@ -83,18 +83,18 @@ class SharedNoise:
         """Nothing is remembered."""
 
     def one(self, logits_NV: torch.Tensor, points: Points) -> torch.Tensor:
-        """See `Drawing`."""
+        """See `DraftSampler`."""
         return self._sampler.sample(logits_NV, points.slots_N, points.index_N)
 
     def several(self, logits_NV: torch.Tensor, points: Points, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Drawing` and `Sampler.best`."""
+        """See `DraftSampler` and `Sampler.best`."""
         return self._sampler.best(logits_NV, points.slots_N, points.index_N, width)
 
     def laws(self, slot: int, draft: Draft) -> None:
         """It is the target that draws."""
 
 
-class OwnNoise:
+class IndependentNoise:
     """By short laws (`workers.verification.draft_probs`) and a stream of its own; or the likeliest, for greedy rows or where it is to.
 
     Args:
@@ -108,22 +108,22 @@ class OwnNoise:
 
     @property
     def by_path(self) -> bool:
-        """See `Drawing`."""
+        """See `DraftSampler`."""
         return self._draws
 
     def begin(self) -> None:
-        """See `Drawing`."""
+        """See `DraftSampler`."""
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._places: dict[tuple[int, Path], tuple[int, int]] = {}
-        self._read: list[Laws] = []
+        self._read: list[DraftProbs] = []
 
     def one(self, logits_NV: torch.Tensor, points: Points) -> torch.Tensor:
-        """See `Drawing`. Penalties and the like count what was drafted before."""
+        """See `DraftSampler`. Penalties and the like count what was drafted before."""
         edited_NV = self._sampler.edited(logits_NV, points.slots_N, points.index_N)
         return self.several(edited_NV, points, 1)[0][:, 0]
 
     def several(self, logits_NV: torch.Tensor, points: Points, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Drawing`. What is drawn is in the order drawn, and scored by its rank."""
+        """See `DraftSampler`. What is drawn is in the order drawn, and scored by its rank."""
         ids_NW = logits_NV.topk(width, 1).indices
         scores_NW = logits_NV.log_softmax(1).gather(1, ids_NW)
         drawn_N = self._draws & (self._sampler.limits(points.slots_N).temperature >= COLDEST)
@@ -134,16 +134,16 @@ class OwnNoise:
             scores_NW[at] = torch.tensor(BY_RANK[:width], device=logits_NV.device)
         return ids_NW, scores_NW
 
-    def laws(self, slot: int, draft: Draft) -> Laws | None:
-        """See `Drawing`."""
+    def laws(self, slot: int, draft: Draft) -> DraftProbs | None:
+        """See `DraftSampler`."""
         places = [self._places.get((slot, path)) for path in _inner_paths(draft)]
         found = [place for place in places if place is not None]
         if not places or len(found) < len(places):
             return None
         self._read += [
-            Laws(ids_NL.cpu().numpy(), q_NL.cpu().numpy()) for ids_NL, q_NL in self._batches[len(self._read) :]
+            DraftProbs(ids_NL.cpu().numpy(), q_NL.cpu().numpy()) for ids_NL, q_NL in self._batches[len(self._read) :]
         ]
-        return Laws(
+        return DraftProbs(
             np.stack([self._read[batch].ids_ML[n] for batch, n in found]),
             np.stack([self._read[batch].q_ML[n] for batch, n in found]),
         )
@@ -152,7 +152,7 @@ class OwnNoise:
         slots_N, index_N, paths_ND = points
         seeds_N = stream_seeds(self._sampler.seeds(slots_N), DRAFT, self._sampler.slots.known_len[slots_N])
         keys_N = row_keys(seeds_N, index_N)
-        ids_NL, q_NL = short_law(logits_NV, self._sampler.limits(slots_N), LAW_SIZE)
+        ids_NL, q_NL = short_law(logits_NV, self._sampler.limits(slots_N), DRAFT_PROBS_SIZE)
         if paths_ND is None:
             warn_once(
                 "a proposer does not say behind which tokens it makes candidates (paths of "
@@ -179,8 +179,8 @@ def _inner_paths(draft: Draft) -> list[Path]:
     return [paths[node] for node in families(draft)]
 
 
-def drawing_for(speculative: SpeculativeConfig, sampler: Sampler) -> Drawing:
+def drawing_for(speculative: SpeculativeConfig, sampler: Sampler) -> DraftSampler:
     """Return how the draft of *speculative* chooses its guesses: as the rule that judges them wants it."""
     if speculative.rejection_sample_method in ("standard", "block"):
-        return OwnNoise(sampler, draws=speculative.draws_guesses)
-    return SharedNoise(sampler)
+        return IndependentNoise(sampler, draws=speculative.draws_guesses)
+    return CoupledNoise(sampler)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from workers.attention.batch import Area
+from workers.attention.batch import TreeMask
 
 
 @dataclass
@@ -22,14 +22,14 @@ class Grown:
         self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
         self._ways.append(1 << node | (0 if parent < 0 else self._ways[parent]))
 
-    def area(self, first: int, num_before: int) -> Area:
+    def area(self, first: int, num_before: int) -> TreeMask:
         """Return what the nodes see that are fed now, behind *num_before* others; the first stands at place *first*."""
-        return Area(first, [first + depth for depth in self._depths], self._ways[num_before:])
+        return TreeMask(first, [first + depth for depth in self._depths], self._ways[num_before:])
 
 
-def whole_block(first: int, size: int) -> Area | None:
+def whole_block(first: int, size: int) -> TreeMask | None:
     """Return the area of a block from place *first* on in which every token sees all; None where it is empty."""
-    return Area(first, range(first, first + size), [(1 << size) - 1] * size) if size else None
+    return TreeMask(first, range(first, first + size), [(1 << size) - 1] * size) if size else None
 
 
 def plant(trees: Seq[Grown], row_N: Seq[int], parents_N: Seq[int]) -> list[int]:

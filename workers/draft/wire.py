@@ -14,7 +14,7 @@ from protos.draft_tree import NO_DRAFT, parents_of, sane
 from protos.messages import Draft, Row
 from workers.distributed.groups import Group
 from workers.slots import SlotTable
-from workers.verification.draft_probs import LAW_SIZE, NO_LAWS, BySlot, Laws, families
+from workers.verification.draft_probs import DRAFT_PROBS_SIZE, NO_DRAFT_PROBS, DraftProbs, DraftProbsBySlot, families
 
 Ids = npt.NDArray[np.int32]
 
@@ -23,7 +23,7 @@ STAMP = 3
 GENERATION = 0x7FFFFFFF
 
 
-def encode(slots: SlotTable, rows: Seq[Row], drafts: Seq[Draft], laws: BySlot = NO_LAWS) -> Ids:
+def encode(slots: SlotTable, rows: Seq[Row], drafts: Seq[Draft], laws: DraftProbsBySlot = NO_DRAFT_PROBS) -> Ids:
     """Return what crosses the pair: each row's base length, generation, count, ids, links if there is a tree, and laws.
 
     int32, `[R, 3 + K]` where all are chains, else `[R, 3 + 2 * K]`; K is the most nodes that a row may have. With laws
@@ -41,7 +41,7 @@ def encode(slots: SlotTable, rows: Seq[Row], drafts: Seq[Draft], laws: BySlot = 
     return np.concatenate((table, _law_columns(rows, laws, width)), 1) if laws else table
 
 
-def _law_columns(rows: Seq[Row], laws: BySlot, width: int) -> Ids:
+def _law_columns(rows: Seq[Row], laws: DraftProbsBySlot, width: int) -> Ids:
     """Return the laws of rows as int32 `[R, 2 * K * L]`; L is what the longest of them needs."""
     size = max(1, *(int((found.q_ML > 0).sum(1).max(initial=0)) for found in laws.values()))
     ids_RKL = np.zeros((len(rows), width, size), np.int32)
@@ -70,17 +70,17 @@ def decode(slots: SlotTable, rows: Seq[Row], table: Ids, vocab_size: int, law_si
     ]
 
 
-def laws_in(rows: Seq[Row], drafts: Seq[Draft], table: Ids) -> BySlot:
+def laws_in(rows: Seq[Row], drafts: Seq[Draft], table: Ids) -> DraftProbsBySlot:
     """Return the laws that came with *drafts*, by slot, as they were told: whether they make sense is for the judge."""
-    width, shares = _shares(rows, table, LAW_SIZE)
+    width, shares = _shares(rows, table, DRAFT_PROBS_SIZE)
     size = (shares - 1) // 2
     if size < 1:
-        return NO_LAWS
+        return NO_DRAFT_PROBS
     first = STAMP + (2 - shares % 2) * width
     ids_RKL = table[:, first : first + width * size].reshape(len(rows), width, size).astype(np.int64)
     bits_RKL = np.ascontiguousarray(table[:, first + width * size :]).reshape(len(rows), width, size)
     return {
-        row.slot: Laws(ids_RKL[r, :count], bits_RKL[r, :count].view(np.float32))
+        row.slot: DraftProbs(ids_RKL[r, :count], bits_RKL[r, :count].view(np.float32))
         for r, (row, draft) in enumerate(zip(rows, drafts, strict=True))
         if (count := len(families(draft)))
     }

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from protos.draft_module import Level
 from protos.interfaces import DraftRow, Needs
 from protos.messages import Draft
-from workers.attention.batch import Areas, Batch, Ints
+from workers.attention.batch import Batch, Ints, TreeMasks
 from workers.draft.cache import DraftCache
-from workers.draft.sampling import Drawing, Points, SharedNoise
+from workers.draft.sampling import CoupledNoise, DraftSampler, Points
 from workers.draft.tree import Grown, plant, whole_block
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.module_runner import DraftForward, Entries
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.verification.draft_probs import Laws
+from workers.verification.draft_probs import DraftProbs
 
 _NOTHING = Draft(())
 
@@ -63,13 +63,13 @@ class DraftWorker:
         *,
         needs: Needs = "none",
         shift: int = 0,
-        drawing: Drawing | None = None,
+        drawing: DraftSampler | None = None,
     ) -> None:
         self.forward, self.slots, self.sampler = forward, slots, sampler
         self.max_catch_up = max_catch_up
         self.needs = needs
         self._shift = shift
-        self._drawing: Drawing = drawing or SharedNoise(sampler)
+        self._drawing: DraftSampler = drawing or CoupledNoise(sampler)
         self.forget()
 
     def forget(self) -> None:
@@ -99,7 +99,7 @@ class DraftWorker:
         self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
         return self._ask(proposer, rows, near)
 
-    def laws(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, Laws]:
+    def laws(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, DraftProbs]:
         """Return what the drafts of this round were drawn from, by slot; of those that were drawn."""
         if not self._drawing.by_path:
             return {}
@@ -200,7 +200,7 @@ class DraftWorker:
         first_M = self._cache.ends(slots_M)
         starts_M, ends_M = first_M + before_M, first_M + before_M + lengths_M
         self._cache.check_room(slots_M, ends_M)
-        areas = Areas.of(
+        areas = TreeMasks.of(
             [
                 self._trees[slot].area(first, count)
                 for slot, first, count in zip(slots_M.tolist(), first_M.tolist(), before_M.tolist(), strict=True)
@@ -227,7 +227,7 @@ class DraftWorker:
         areas = None
         if sees_all:
             first_R = self._cache.ends(slots_R)
-            areas = Areas.of(
+            areas = TreeMasks.of(
                 [whole_block(first, size) for first, size in zip(first_R.tolist(), counts_R.tolist(), strict=True)],
                 first_R + counts_R,
                 first_R - self._cache.held[slots_R] + counts_R,

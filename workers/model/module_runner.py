@@ -57,7 +57,7 @@ class Entries:
     features_TX: torch.Tensor | None = None
 
 
-class Shape(Protocol):
+class ModuleShape(Protocol):
     """What the draft worker must know of what it runs."""
 
     @property
@@ -81,7 +81,7 @@ class DraftForward(Protocol):
         ...
 
     @property
-    def loaded(self) -> Shape:
+    def loaded(self) -> ModuleShape:
         """Its context, vocabulary and layers."""
         ...
 

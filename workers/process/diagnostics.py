@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
-from protos.doctor_messages import FromExamined, Join, Joined, Measure, Measured, Part, Seen, ToExamined, Trouble
+from protos.doctor_messages import FromExamined, Join, Joined, Leave, Measure, Measured, Seen, ToExamined, Trouble
 from protos.worker_messages import Stop, StoreAddress
 from workers.device import set_device
 from workers.distributed.groups import Group, GroupError, connect_store, form, open_store
-from workers.distributed.shm_group import PLACE_BYTES, NearGroup, form_near
+from workers.distributed.shm_group import PLACE_BYTES, SharedMemoryGroup, form_near
 
 GROUP_S = 20.0
 """Forming a group, and each operation, takes at most this long where nothing is wrong."""
@@ -19,7 +19,7 @@ PATTERN = 151
 SHARED = f"shared memory (above {PLACE_BYTES >> 20} MiB gloo)"
 
 
-class Port(Protocol):
+class DiagnosticsPort(Protocol):
     """This end of the channel to the doctor."""
 
     def send(self, message: FromExamined) -> None:
@@ -31,7 +31,7 @@ class Port(Protocol):
         ...
 
 
-def serve(port: Port) -> None:
+def serve(port: DiagnosticsPort) -> None:
     """Do what the doctor says, until told to stop."""
     _store, address = open_store()
     port.send(look(address))
@@ -42,7 +42,7 @@ def serve(port: Port) -> None:
     examined.close()
 
 
-def _obey(examined: "Examined", order: Join | Measure | Part, port: Port) -> None:
+def _obey(examined: "Examined", order: Join | Measure | Leave, port: DiagnosticsPort) -> None:
     answer: FromExamined | None
     try:
         answer = examined.do(order)
@@ -71,7 +71,7 @@ class Examined:
     def __init__(self) -> None:
         self._groups: dict[str, tuple[Group, torch.device]] = {}
 
-    def do(self, order: Join | Measure | Part) -> Joined | Measured | None:
+    def do(self, order: Join | Measure | Leave) -> Joined | Measured | None:
         """Carry out *order* and return the answer. Raises `GroupError`."""
         if isinstance(order, Join):
             return self._join(order)
@@ -88,7 +88,7 @@ class Examined:
         join = form_near if order.is_near else partial(form, is_vital=False)
         group = join(order.group, store, order.rank, order.size, order.backend, device=device, timeout_s=GROUP_S)
         self._groups[order.group] = group, device
-        return Joined(time.perf_counter() - started, SHARED if isinstance(group, NearGroup) else order.backend)
+        return Joined(time.perf_counter() - started, SHARED if isinstance(group, SharedMemoryGroup) else order.backend)
 
     def close(self) -> None:
         """Leave all groups."""

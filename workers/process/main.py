@@ -39,7 +39,7 @@ from workers.distributed.groups import LOOPBACK, Group, Solo, address_towards, c
 from workers.distributed.shm_group import form_near
 from workers.draft.channel import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.draft.deadline import FLOOR_S
-from workers.draft.draft_model import DraftSide, LoadedDraft, feature_spec, load_draft, wants_costs
+from workers.draft.draft_model import DraftEngine, LoadedDraft, feature_spec, load_draft, wants_costs
 from workers.model.loader import LoadedModel, load
 from workers.model.runner import ModelRunner, weight_bytes
 from workers.process.draft_rank import DraftRank
@@ -48,7 +48,7 @@ from workers.sampling.grammar_words import with_grammars
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
-from workers.verification.draft_probs import LAW_SIZE
+from workers.verification.draft_probs import DRAFT_PROBS_SIZE
 from workers.verification.factory import judge_for
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class _Loading:
         local = (
             None
             if draft is None
-            else DraftSide.of(draft, config, slots, sampler, num_blocks=allocate.num_blocks, say=self._say)
+            else DraftEngine.of(draft, config, slots, sampler, num_blocks=allocate.num_blocks, say=self._say)
         )
         step_s = runner.measure(self._measured(config.scheduler.max_num_seqs * (self._max_draft + 1)))
         draft_s = {} if local is None else self._draft_costs(local)
@@ -237,7 +237,12 @@ class _Loading:
         worker = TargetWorker(runner, slots, grammars, spec.needs, judge_for(config.speculative, grammars))
         draws = config.speculative is not None and config.speculative.draws_guesses
         return TargetRank(
-            self._port.send, tp, worker, Pairing(self._port.send, join), local, law_size=LAW_SIZE if draws else 0
+            self._port.send,
+            tp,
+            worker,
+            Pairing(self._port.send, join),
+            local,
+            law_size=DRAFT_PROBS_SIZE if draws else 0,
         )
 
     def draft(self) -> DraftRank:
@@ -250,7 +255,7 @@ class _Loading:
         info = WorkerInfo(self._room(draft.bytes_per_block(self._block_size)), self._block_size, 0, 0)
         slots, sampler, allocate = self._settle(info, None, draft)
         self._warm_up()
-        side = DraftSide.of(draft, config, slots, sampler, num_blocks=allocate.num_blocks, say=self._say)
+        side = DraftEngine.of(draft, config, slots, sampler, num_blocks=allocate.num_blocks, say=self._say)
         step_s = self._draft_costs(side)
         self._ready(slots, WorkerReady(step_s))
 
@@ -334,7 +339,7 @@ class _Loading:
         """Return up to how many tokens steps are measured: far where costs are asked for, else to know a hang."""
         return min(MEASURED_TOKENS if wants_costs(self._config) else PACE_TOKENS, most)
 
-    def _draft_costs(self, side: DraftSide) -> dict[int, float]:
+    def _draft_costs(self, side: DraftEngine) -> dict[int, float]:
         """Measure the draft where somebody asks: how long it may take is not judged by it."""
         num_rows = min(MEASURED_TOKENS, self._config.scheduler.max_num_seqs)
         return side.measure(num_rows, self._max_draft) if wants_costs(self._config) else {}

@@ -10,18 +10,18 @@ from protos.messages import Draft, RoundPlan, Row
 from protos.worker_messages import FormPair, FromWorker, Plan, RoundDone, Stop, ToWorker
 from workers.distributed.groups import Group
 from workers.draft.channel import Arrival, DraftReceiver, Pairing
-from workers.draft.draft_model import DraftSide
+from workers.draft.draft_model import DraftEngine
 from workers.draft.wire import agree, decode, laws_in
 from workers.slots import SlotTable
 from workers.target import TargetWorker
-from workers.verification.draft_probs import NO_LAWS, BySlot
+from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
 
 
-class Found(NamedTuple):
+class GatheredDrafts(NamedTuple):
     """Drafts, what they were drawn from as far as that is told, and whether the draft missed its deadline."""
 
     drafts: Seq[Draft]
-    laws: BySlot = NO_LAWS
+    laws: DraftProbsBySlot = NO_DRAFT_PROBS
     missed: bool = False
 
 
@@ -43,7 +43,7 @@ class TargetRank:
         tp: Group,
         worker: TargetWorker,
         pairing: Pairing[DraftReceiver],
-        local: DraftSide | None = None,
+        local: DraftEngine | None = None,
         *,
         law_size: int = 0,
     ) -> None:
@@ -75,7 +75,7 @@ class TargetRank:
             r for r, row in enumerate(plan.rows) if row.k and (row.draft is None or self._slots.constrained[row.slot])
         ]
         drafts = [row.draft or NO_DRAFT for row in plan.rows]
-        waited, found = 0.0, Found(())
+        waited, found = 0.0, GatheredDrafts(())
         if unsettled:
             began = time.monotonic()
             found = self._gather(plan, [plan.rows[r] for r in unsettled])
@@ -88,7 +88,7 @@ class TargetRank:
             self._worker.follow(plan.rows, drafts)
         self.round = plan.round
 
-    def _judge(self, plan: RoundPlan, found: Found, waited: float) -> None:
+    def _judge(self, plan: RoundPlan, found: GatheredDrafts, waited: float) -> None:
         began = time.monotonic()
         verdicts = self._worker.score(plan.rows, found.drafts, found.laws)
         took, forward_s = time.monotonic() - began, self._worker.forward_s
@@ -101,33 +101,33 @@ class TargetRank:
             if end.features is not None:
                 end.features.post(plan.round, self._worker.kept(plan.rows, verdicts))
 
-    def _gather(self, plan: RoundPlan, rows: list[Row]) -> Found:
+    def _gather(self, plan: RoundPlan, rows: list[Row]) -> GatheredDrafts:
         """Return the drafts of *rows* as rank 0 has them.
 
         All ranks obey rank 0's one message, so that none can disagree on the shape of the forward.
         """
-        found = self._found(plan, rows) if self._tp.rank == 0 else Found([NO_DRAFT] * len(rows))
+        found = self._found(plan, rows) if self._tp.rank == 0 else GatheredDrafts([NO_DRAFT] * len(rows))
         if self._tp.size > 1:
             found = found._replace(drafts=agree(self._tp, rows, found.drafts, self._device))
         return found
 
-    def _found(self, plan: RoundPlan, rows: list[Row]) -> Found:
+    def _found(self, plan: RoundPlan, rows: list[Row]) -> GatheredDrafts:
         """Return the drafts of *rows*, those in the plan and those that were waited for, as far as grammars allow."""
         wanting = [r for r, row in enumerate(rows) if row.draft is None]
-        drafts, told = [row.draft or NO_DRAFT for row in rows], Found(())
+        drafts, told = [row.draft or NO_DRAFT for row in rows], GatheredDrafts(())
         if wanting:
             told = self._drafts(plan, [rows[r] for r in wanting])
             for r, draft in zip(wanting, told.drafts, strict=True):
                 drafts[r] = draft
         return told._replace(drafts=self._worker.prune(rows, drafts))
 
-    def _drafts(self, plan: RoundPlan, rows: list[Row]) -> Found:
+    def _drafts(self, plan: RoundPlan, rows: list[Row]) -> GatheredDrafts:
         if self._local is not None:
             drafts = self._local.ask(rows)
-            return Found(drafts, self._local.laws(rows, drafts))
+            return GatheredDrafts(drafts, self._local.laws(rows, drafts))
         end = self._pairing.end(plan.epoch)
         arrival = Arrival(None) if end is None else end.collect(plan.round, max(row.k for row in rows))
         if arrival.table is None:
-            return Found([NO_DRAFT] * len(rows), missed=arrival.missed)
+            return GatheredDrafts([NO_DRAFT] * len(rows), missed=arrival.missed)
         drafts = decode(self._slots, rows, arrival.table, self._worker.sampler.vocab_size, self._law_size)
-        return Found(drafts, laws_in(rows, drafts, arrival.table) if self._law_size else NO_LAWS)
+        return GatheredDrafts(drafts, laws_in(rows, drafts, arrival.table) if self._law_size else NO_DRAFT_PROBS)

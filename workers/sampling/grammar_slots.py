@@ -20,7 +20,7 @@ from protos.draft_tree import NO_DRAFT
 from protos.guidance import GrammarError, matcher
 from protos.messages import Draft, NewSequence, Row
 from protos.structured import Grammar
-from workers.sampling.matcher import Bits, Follower
+from workers.sampling.matcher import Bits, GrammarMatcher
 from workers.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class _Followed:
     """
 
     joined: int
-    compiled: "Future[Follower]"
+    compiled: "Future[GrammarMatcher]"
     settled: int = 0
     reason: str | None = None
     takes_guesses: bool = True
@@ -104,7 +104,7 @@ class Grammars:
         return self._of(slot).reason
 
     def allowed(self, slots_N: Seq[int], index_N: Seq[int]) -> list[Bits]:
-        """Return which ids may be chosen at each index, as `Follower.allowed`; none where the grammar cannot say."""
+        """Return which ids may be chosen at each index, as `GrammarMatcher.allowed`; none where the grammar cannot say."""
         asked: dict[int, list[int]] = {}
         for slot, index in zip(slots_N, index_N, strict=True):
             asked.setdefault(slot, []).append(index)
@@ -137,12 +137,12 @@ class Grammars:
 
     # What is done in threads.
 
-    def _masking(self, slot: int, wanted: Seq[int], made: dict[int, Bits]) -> Callable[[Follower], None]:
+    def _masking(self, slot: int, wanted: Seq[int], made: dict[int, Bits]) -> Callable[[GrammarMatcher], None]:
         first, tokens = self._tail(slot, max(wanted))
         start = first - int(self._slots.prompt_len[slot])
         return partial(_mask, start=start, texts={index: tokens[: index - first] for index in wanted}, made=made)
 
-    def _pruning(self, slot: int, draft: Draft) -> Callable[[Follower], Draft]:
+    def _pruning(self, slot: int, draft: Draft) -> Callable[[GrammarMatcher], Draft]:
         first, tokens = self._tail(slot, int(self._slots.known_len[slot]))
         return partial(_prune, start=first - int(self._slots.prompt_len[slot]), tokens=tokens, draft=draft)
 
@@ -152,7 +152,7 @@ class Grammars:
         tokens: list[int] = self._slots.tokens[slot, first:end].tolist()
         return first, tokens
 
-    def _run(self, jobs: Mapping[int, Callable[[Follower], T]], within_s: float, give_up: GiveUp) -> dict[int, T]:
+    def _run(self, jobs: Mapping[int, Callable[[GrammarMatcher], T]], within_s: float, give_up: GiveUp) -> dict[int, T]:
         """Return what came of each slot's job; of those that failed or took too long, *give_up* is told why."""
         ready = self._ready(jobs)
         futures = {self._following.submit(jobs[slot], follower): slot for slot, follower in ready.items()}
@@ -174,7 +174,7 @@ class Grammars:
             give_up(slot, TOO_SLOW.format(within_s))
         return waited
 
-    def _ready(self, slots: Mapping[int, object]) -> dict[int, Follower]:
+    def _ready(self, slots: Mapping[int, object]) -> dict[int, GrammarMatcher]:
         """Return what follows each slot's sequence, once its grammar is compiled; leave out those that failed."""
         compiling = {slot: self._of(slot).compiled for slot in slots if self._of(slot).reason is None}
         _, late = wait(compiling.values(), COMPILE_S)
@@ -195,7 +195,7 @@ class Grammars:
         followed = self._of(slot)
         followed.compiled, followed.settled, followed.takes_guesses = self._begin(slot), 0, False
 
-    def _settle(self, slot: int, follower: Follower) -> None:
+    def _settle(self, slot: int, follower: GrammarMatcher) -> None:
         """What is committed, and followed, is there to stay."""
         known = int(self._slots.known_len[slot] - self._slots.prompt_len[slot])
         self._of(slot).settled = min(follower.num_fed, known)
@@ -210,14 +210,14 @@ class Grammars:
             found = self._followed[slot] = _Followed(joined, self._begin(slot))
         return found
 
-    def _begin(self, slot: int) -> "Future[Follower]":
+    def _begin(self, slot: int) -> "Future[GrammarMatcher]":
         sampling = self._slots.sampling[slot]
         assert sampling.grammar is not None, "only asked of slots with a grammar"
         endings = tuple(dict.fromkeys((*self._eos_ids, *sampling.stop_ids)))
         return self._compilers.submit(self._follow, self._compiling(sampling.grammar), endings)
 
-    def _follow(self, compiled: "Future[LLMatcher]", endings: Seq[int]) -> Follower:
-        return Follower(compiled.result().deep_copy(), self._vocab_size, endings)
+    def _follow(self, compiled: "Future[LLMatcher]", endings: Seq[int]) -> GrammarMatcher:
+        return GrammarMatcher(compiled.result().deep_copy(), self._vocab_size, endings)
 
     def _compiling(self, grammar: Grammar) -> "Future[LLMatcher]":
         """Return the matcher of *grammar*, which nobody moves: sequences with the same one copy it."""
@@ -250,11 +250,11 @@ def _went_well(slot: int, future: "Future[Any]", give_up: GiveUp) -> bool:
     return error is None
 
 
-def _mask(follower: Follower, start: int, texts: Mapping[int, Seq[int]], made: dict[int, Bits]) -> None:
+def _mask(follower: GrammarMatcher, start: int, texts: Mapping[int, Seq[int]], made: dict[int, Bits]) -> None:
     """Make masks one by one: what is made stays made, whatever comes of the next."""
     for index, tokens in texts.items():
         made[index] = follower.allowed(start, tokens)
 
 
-def _prune(follower: Follower, start: int, tokens: Seq[int], draft: Draft) -> Draft:
+def _prune(follower: GrammarMatcher, start: int, tokens: Seq[int], draft: Draft) -> Draft:
     return follower.prune(start, tokens, draft)

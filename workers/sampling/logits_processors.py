@@ -81,7 +81,7 @@ def _ends_with(output: Ints, prefix: tuple[int, ...]) -> bool:
     return len(output) >= len(prefix) and output[len(output) - len(prefix) :].tolist() == list(prefix)
 
 
-class LogitEdits:
+class LogitsProcessors:
     """Applies every row's edits; remembers by slot what does not change from step to step.
 
     Args:

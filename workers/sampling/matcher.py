@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Bits = npt.NDArray[np.uint8]
 
 
-class Follower:
+class GrammarMatcher:
     """A matcher that stands behind some output of one sequence, and moves to any other by rolling back.
 
     Every method raises `GrammarError` where the matcher fails or is over a limit; it is of no use afterwards.

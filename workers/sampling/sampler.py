@@ -15,7 +15,7 @@ import torch
 
 from protos.messages import Sampling
 from workers.native.build import KernelUnavailableError
-from workers.sampling.logits_processors import LogitEdits, changes_logits
+from workers.sampling.logits_processors import LogitsProcessors, changes_logits
 from workers.sampling.noise import row_keys, signed
 from workers.sampling.sample import COLDEST, Ints, Limits, best, choose, greedy, law
 from workers.sampling.sample_native import NativeChooser
@@ -41,7 +41,7 @@ class Sampler:
     def __init__(self, slots: SlotTable, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.slots, self.vocab_size = slots, vocab_size
         self._on_host = torch.device(device).type == "cpu"
-        self._edits = LogitEdits(slots, vocab_size, torch.device(device))
+        self._edits = LogitsProcessors(slots, vocab_size, torch.device(device))
         num_slots = len(slots.joined)
         self._joined_S: Ints = np.full(num_slots, -1, np.int64)
         self._seed_S: Ints = np.zeros(num_slots, np.int64)

@@ -15,8 +15,8 @@ from protos.messages import Draft, Row
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.noise import ACCEPT, row_keys, stream_seeds, uniform
 from workers.sampling.sample import Floats, Ints
-from workers.verification.draft_probs import NO_LAWS, BySlot
-from workers.verification.tree_walk import TreeSampler
+from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
+from workers.verification.tree_sampler import TreeSampler
 from workers.verification.verify import accept
 
 
@@ -39,10 +39,10 @@ class Scored(NamedTuple):
     slots_N: Ints
     index_N: Ints
     has_trees: bool
-    laws: BySlot = NO_LAWS
+    laws: DraftProbsBySlot = NO_DRAFT_PROBS
 
 
-class Release(NamedTuple):
+class AcceptedTokens(NamedTuple):
     """What a round yields for one row that samples.
 
     Attributes:
@@ -56,14 +56,14 @@ class Release(NamedTuple):
     probed: Seq[int] = ()
 
 
-class Judge(Protocol):
+class AcceptanceRule(Protocol):
     """A rule of acceptance."""
 
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
         """Return *drafts* without what a grammar forbids, as far as that may be left out."""
         ...
 
-    def judge(self, scored: Scored) -> list[Release]:
+    def judge(self, scored: Scored) -> list[AcceptedTokens]:
         """Return what the round yields for each row that samples, in order."""
         ...
 
@@ -75,19 +75,19 @@ class SampleAndMatch:
         self._sampler = sampler
 
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
-        """See `Judge`: what is forbidden could never be accepted."""
+        """See `AcceptanceRule`: what is forbidden could never be accepted."""
         return self._sampler.prune(rows, drafts)
 
-    def judge(self, scored: Scored) -> list[Release]:
-        """See `Judge`."""
+    def judge(self, scored: Scored) -> list[AcceptedTokens]:
+        """See `AcceptanceRule`."""
         chosen_N, at = self._choose(scored), 0
-        found: list[Release] = []
+        found: list[AcceptedTokens] = []
         for draft, count in zip(scored.drafts, scored.counts_R.tolist(), strict=True):
             if count:
                 chosen = chosen_N[at : at + count]
                 path = accept(draft, chosen)
                 emitted = [chosen[0], *(chosen[node + 1] for node in path)]
-                found.append(Release(path, emitted, _probed(draft, chosen) if draft.probes else ()))
+                found.append(AcceptedTokens(path, emitted, _probed(draft, chosen) if draft.probes else ()))
                 at += count
         return found
 
@@ -116,11 +116,11 @@ class Synthetic:
         self._sampler, self._rates_K = sampler, np.array(rates)
 
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
-        """See `Judge`."""
+        """See `AcceptanceRule`."""
         return self._sampler.prune(rows, drafts)
 
-    def judge(self, scored: Scored) -> list[Release]:
-        """See `Judge`. Probes are answered by nobody: -1."""
+    def judge(self, scored: Scored) -> list[AcceptedTokens]:
+        """See `AcceptanceRule`. Probes are answered by nobody: -1."""
         sampling_R = np.flatnonzero(scored.counts_R)
         first_R = (np.cumsum(scored.counts_R) - scored.counts_R)[sampling_R]
         slots_R, known_R = scored.slots_N[first_R], scored.index_N[first_R]
@@ -134,7 +134,7 @@ class Synthetic:
             scored.logits_NV[torch.from_numpy(ends_R)], slots_R, known_R + np.array([len(path) for path in paths])
         ).tolist()
         return [
-            Release(path, [*(draft.tokens[node] for node in path), own], [-1] * sum(draft.probes))
+            AcceptedTokens(path, [*(draft.tokens[node] for node in path), own], [-1] * sum(draft.probes))
             for draft, path, own in zip(drafts, paths, own_R, strict=True)
         ]
 

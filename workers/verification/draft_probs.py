@@ -2,7 +2,7 @@
 
 Children of one node are drawn from one law, one after another without replacement. So a draft has a law for each node
 that has children, the root included, in the order in which their first children come; a chain has one for each guess.
-Laws are short (`LAW_SIZE`), and what was drawn was drawn from them as they are: so a rule is exact however little they
+Laws are short (`DRAFT_PROBS_SIZE`), and what was drawn was drawn from them as they are: so a rule is exact however little they
 are like the draft's whole opinion.
 """
 
@@ -21,12 +21,12 @@ from workers.verification.rejection_math_trees import Children, certain, without
 
 Flags = npt.NDArray[np.bool_]
 
-LAW_SIZE = 64
+DRAFT_PROBS_SIZE = 64
 """Ids of a law at most."""
 
 
 @dataclass(frozen=True)
-class Laws:
+class DraftProbs:
     """The laws of one draft, M of them, as they were drawn from.
 
     Attributes:
@@ -38,8 +38,8 @@ class Laws:
     q_ML: npt.NDArray[np.float32]
 
 
-BySlot = Mapping[int, Laws]
-NO_LAWS: BySlot = {}
+DraftProbsBySlot = Mapping[int, DraftProbs]
+NO_DRAFT_PROBS: DraftProbsBySlot = {}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def families(draft: Draft) -> dict[int, list[int]]:
     return found
 
 
-def sound(drafts: Seq[Draft], laws: Seq[Laws], vocab_size: int) -> list[bool]:
+def sound(drafts: Seq[Draft], laws: Seq[DraftProbs], vocab_size: int) -> list[bool]:
     """Say of each draft whether these are laws, one for each of its families: of ids that there are, each once."""
     found = [_fits(draft, each) for draft, each in zip(drafts, laws, strict=True)]
     sizes = [each.ids_ML.shape[1] if fits else 0 for fits, each in zip(found, laws, strict=True)]
@@ -84,12 +84,12 @@ def sound(drafts: Seq[Draft], laws: Seq[Laws], vocab_size: int) -> list[bool]:
     return found
 
 
-def _fits(draft: Draft, laws: Laws) -> bool:
+def _fits(draft: Draft, laws: DraftProbs) -> bool:
     count, (num_laws, size) = len(draft) if draft.is_chain else len(families(draft)), laws.ids_ML.shape
-    return laws.ids_ML.shape == laws.q_ML.shape and 0 < count == num_laws and 0 < size <= LAW_SIZE
+    return laws.ids_ML.shape == laws.q_ML.shape and 0 < count == num_laws and 0 < size <= DRAFT_PROBS_SIZE
 
 
-def drawn_from(draft: Draft, laws: Laws) -> dict[int, Drawn]:
+def drawn_from(draft: Draft, laws: DraftProbs) -> dict[int, Drawn]:
     """Return what is judged behind each node of *draft* that has children.
 
     A child that its law lacks came when there was nothing left to draw; neither it nor what came later is ever kept.
@@ -132,7 +132,7 @@ class ChainTable(NamedTuple):
     is_id_RKL: Flags
 
     @classmethod
-    def of(cls, drafts: Seq[Draft], laws: Seq[Laws | None]) -> "ChainTable":
+    def of(cls, drafts: Seq[Draft], laws: Seq[DraftProbs | None]) -> "ChainTable":
         """Lay out chains with their *laws*; None for one whose guesses are certain."""
         counts_R = np.array([len(draft) for draft in drafts])
         sizes_R = np.array([1 if found is None else found.ids_ML.shape[1] for found in laws])

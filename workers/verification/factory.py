@@ -2,14 +2,14 @@
 
 from protos.config.engine import SpeculativeConfig
 from workers.sampling.grammar_sampler import GrammarSampler
-from workers.verification.acceptance import Judge, SampleAndMatch, Synthetic
-from workers.verification.rejection import ByLaws
+from workers.verification.acceptance import AcceptanceRule, SampleAndMatch, Synthetic
+from workers.verification.rejection import RejectionSampler
 
 
-def judge_for(speculative: SpeculativeConfig | None, sampler: GrammarSampler) -> Judge:
+def judge_for(speculative: SpeculativeConfig | None, sampler: GrammarSampler) -> AcceptanceRule:
     """Return the judge that *speculative* asks for; sample and match, which is plain sampling, where it is None."""
     if speculative is None or speculative.rejection_sample_method == "coupled":
         return SampleAndMatch(sampler)
     if speculative.rejection_sample_method == "synthetic":
         return Synthetic(sampler, speculative.synthetic_rates)
-    return ByLaws(sampler, speculative.rejection_sample_method, draws=speculative.draws_guesses)
+    return RejectionSampler(sampler, speculative.rejection_sample_method, draws=speculative.draws_guesses)

@@ -19,8 +19,8 @@ from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.noise import gumbel, row_keys
 from workers.sampling.sample import COLDEST, Floats, Ints
 from workers.verification import rejection_math as rules
-from workers.verification.acceptance import Release, Scored, thresholds
-from workers.verification.draft_probs import ChainTable, Drawn, Laws, chosen, drawn_from, sound
+from workers.verification.acceptance import AcceptedTokens, Scored, thresholds
+from workers.verification.draft_probs import ChainTable, DraftProbs, Drawn, chosen, drawn_from, sound
 from workers.verification.rejection_math_trees import ROOT, block_tree, first_kept, last_of_path, standard_node
 
 CACHED, ELEMENTS = 1 << 17, 1 << 24
@@ -45,7 +45,7 @@ class _Case:
     slot: int
     known: int
     draft: Draft
-    laws: Laws | None
+    laws: DraftProbs | None
     path: list[int] = field(default_factory=list)
     scale: float = 1.0
     ids_L: Ints | None = None
@@ -66,7 +66,7 @@ class _Case:
         self.scale, self.left_L = scale, left_L
 
 
-class ByLaws:
+class RejectionSampler:
     """Keeps guesses by p/q.
 
     Args:
@@ -84,7 +84,7 @@ class ByLaws:
         pruned = self._sampler.prune(rows, certain)
         return [draft if self._is_drawn(row) else less for row, draft, less in zip(rows, drafts, pruned, strict=True)]
 
-    def judge(self, scored: Scored) -> list[Release]:
+    def judge(self, scored: Scored) -> list[AcceptedTokens]:
         """See `Judge`. Probes are answered by the likeliest token, which tells nothing of noise that is yet to come."""
         cases = self._cases(scored)
         chains = [case for case in cases if case.draft.is_chain and case.draft.tokens]
@@ -94,7 +94,7 @@ class ByLaws:
                 judge(scored, some, self._thresholds(some))
         own = self._own_tokens(scored, cases)
         return [
-            Release(case.path, [*(case.draft.tokens[node] for node in case.path), y], self._probed(scored, case))
+            AcceptedTokens(case.path, [*(case.draft.tokens[node] for node in case.path), y], self._probed(scored, case))
             for case, y in zip(cases, own, strict=True)
         ]
 
@@ -136,7 +136,7 @@ class ByLaws:
         is_guess_RK = table.is_id_RKL.any(2)
         p_RKL = np.zeros_like(table.q_RKL)
         p_RKL[is_guess_RK] = self._laws_at(scored, place_RK[is_guess_RK], table.ids_RKL[is_guess_RK])
-        chains = rules.Chains(table.counts_R, p_RKL * table.is_id_RKL, table.q_RKL, table.guess_RK)
+        chains = rules.ChainBatch(table.counts_R, p_RKL * table.is_id_RKL, table.q_RKL, table.guess_RK)
         kept = (rules.standard if self._rule == "standard" else rules.block)(chains, u_RK)
         for r, (case, count) in enumerate(zip(cases, kept.counts_R.tolist(), strict=True)):
             case.path = list(range(count))

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 NONE_LEFT = -1
 
 
-class Chains(NamedTuple):
+class ChainBatch(NamedTuple):
     """The chains of R rows of a round, filled up with zeros.
 
     Attributes:
@@ -51,25 +51,25 @@ class Kept(NamedTuple):
     left_RL: Floats
 
 
-def standard(chains: Chains, u_RK: Floats) -> Kept:
+def standard(chains: ChainBatch, u_RK: Floats) -> Kept:
     """Keep guesses up to the first whose u is not below p/q; left is (p - q)+."""
     is_kept_RK = u_RK < standard_odds(chains)
     return _kept(chains, is_kept_RK.cumprod(1).sum(1), np.ones((len(u_RK), u_RK.shape[1] + 1)))
 
 
-def block(chains: Chains, u_RK: Floats) -> Kept:
+def block(chains: ChainBatch, u_RK: Floats) -> Kept:
     """Keep guesses up to the last whose u is below its odds; left is (P p - q)+, with P as in `block_odds`."""
     is_kept_RK = u_RK < block_odds(chains)
     place_K = np.arange(1, u_RK.shape[1] + 1)
     return _kept(chains, (is_kept_RK * place_K).max(1, initial=0), _path_odds(chains))
 
 
-def standard_odds(chains: Chains) -> Floats:
+def standard_odds(chains: ChainBatch) -> Floats:
     """Return for each guess how likely it is kept when those before it are: min(1, p/q), `[R, K]`."""
     return np.minimum(1.0, _ratios(chains))
 
 
-def block_odds(chains: Chains) -> Floats:
+def block_odds(chains: ChainBatch) -> Floats:
     """Return for each guess how likely it is kept when none behind it is, `[R, K]`.
 
     With P_0 = 1 and P_i = min(1, P_(i-1) p/q), that is Z / (Z + 1 - P_i), Z the mass of (P_i p - q)+ behind guess i;
@@ -85,7 +85,7 @@ def block_odds(chains: Chains) -> Floats:
     return np.where(place_K <= chains.counts_R[:, None], odds_RK, 0.0)
 
 
-def _ratios(chains: Chains) -> Floats:
+def _ratios(chains: ChainBatch) -> Floats:
     """Return p/q of each guess, `[R, K]`; 0 where its law cannot have drawn it, and behind a row's last."""
     p_RK, q_RK = (
         np.take_along_axis(law_RKL, chains.guess_RK[:, :, None], 2)[:, :, 0] for law_RKL in (chains.p_RKL, chains.q_RKL)
@@ -94,7 +94,7 @@ def _ratios(chains: Chains) -> Floats:
     return np.where(np.arange(ratio_RK.shape[1]) < chains.counts_R[:, None], ratio_RK, 0.0)
 
 
-def _path_odds(chains: Chains) -> Floats:
+def _path_odds(chains: ChainBatch) -> Floats:
     """Return P_0 ... P_K, `[R, K + 1]`."""
     ratio_RK = _ratios(chains)
     path = [np.ones(len(ratio_RK))]
@@ -103,7 +103,7 @@ def _path_odds(chains: Chains) -> Floats:
     return np.stack(path, 1)
 
 
-def _kept(chains: Chains, counts_R: Ints, scales_RK: Floats) -> Kept:
+def _kept(chains: ChainBatch, counts_R: Ints, scales_RK: Floats) -> Kept:
     """Say what is left behind *counts_R* guesses, if p counts there `scales_RK[:, counts_R]` times."""
     rows_R = np.arange(len(counts_R))
     at_R = np.minimum(counts_R, chains.p_RKL.shape[1] - 1)

@@ -22,7 +22,7 @@ TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Configurations, indices, tokenizers and templates."""
 WANTED_FILES = ("*.safetensors", *TEXTS)
 HEADS = (*WANTED_FILES, "*.bin", "*.pt")
-"""What checkpoints of heads may consist of; read by `workers.draft.checkpoint_parts`."""
+"""What checkpoints of heads may consist of; read by `workers.draft.weights`."""
 UNWANTED_FILES = ("original/*", "consolidated*", "onnx/*")
 OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<layer>\d+)\.")
 

@@ -37,7 +37,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """*width* consecutive rows that belong to *units* equal heads (or columns), which stay whole.
 
     `copied` says that with fewer units than ranks, several ranks may hold the same one.
@@ -117,13 +117,13 @@ class Shares:
         width = module.get_parameter("down_proj").shape[down_dim]
         if gate_up[2 if paired else 1] != 2 * width:
             raise ModelError(f"{self.name}: {name} holds gates and ups of {gate_up}, but downs {width} wide")
-        inner = Part(width, width, f"inner columns in {name}")
+        inner = TensorPart(width, width, f"inner columns in {name}")
         if not paired:
             return {
                 "gate_up_proj": Cut.of(1, self._pieces([inner, inner])),
                 "down_proj": Cut.of(2, self._pieces([inner])),
             }
-        pairs = self._pieces([Part(2 * width, width, inner.what)])
+        pairs = self._pieces([TensorPart(2 * width, width, inner.what)])
         return {
             "gate_up_proj": Cut.of(2, pairs),
             "gate_up_proj_bias": Cut.of(1, pairs),
@@ -135,24 +135,24 @@ class Shares:
         # Outputs are summed over ranks, so one rank alone may add the bias.
         return {} if self.rank == 0 else {key: None}
 
-    def _part(self, width: int, name: str, *, in_heads: bool) -> Part:
+    def _part(self, width: int, name: str, *, in_heads: bool) -> TensorPart:
         *_, parent, leaf = name.split(".")
         if not in_heads or parent not in ATTENTION:
-            return Part(width, width, f"columns in {name}")
+            return TensorPart(width, width, f"columns in {name}")
         return self._kv_part(width) if leaf in KEYS_AND_VALUES else self._head_part(width)
 
-    def _head_part(self, width: int) -> Part:
-        return Part(width, self.heads, "attention heads")
+    def _head_part(self, width: int) -> TensorPart:
+        return TensorPart(width, self.heads, "attention heads")
 
-    def _kv_part(self, width: int) -> Part:
-        return Part(width, self.kv_heads, "key/value heads", copied=True)
+    def _kv_part(self, width: int) -> TensorPart:
+        return TensorPart(width, self.kv_heads, "key/value heads", copied=True)
 
-    def _qkv(self, width: int) -> list[Part]:
+    def _qkv(self, width: int) -> list[TensorPart]:
         size = width // (self.heads + 2 * self.kv_heads)
         keys = self._kv_part(self.kv_heads * size)
         return [self._head_part(self.heads * size), keys, keys]
 
-    def _pieces(self, parts: Seq[Part]) -> list[tuple[int, int]]:
+    def _pieces(self, parts: Seq[TensorPart]) -> list[tuple[int, int]]:
         """Return this rank's rows of each of *parts*, which lie behind one another."""
         pieces = []
         offset = 0
@@ -163,7 +163,7 @@ class Shares:
             offset += part.width
         return pieces
 
-    def _units(self, part: Part) -> tuple[int, int]:
+    def _units(self, part: TensorPart) -> tuple[int, int]:
         if part.units % self.ranks == 0:
             each = part.units // self.ranks
             return self.rank * each, (self.rank + 1) * each

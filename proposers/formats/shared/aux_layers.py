@@ -7,12 +7,12 @@ nothing at all, which means the inputs of layers 2, n / 2 and n - 3.
 """
 
 from proposers.formats.shared.layout import refuse
-from proposers.formats.shared.values import Config, Target, integers, section
+from proposers.formats.shared.values import Config, TargetDims, integers, section
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def eagle_layers(title: str, config: Config, target: Target) -> tuple[int, ...]:
+def eagle_layers(title: str, config: Config, target: TargetDims) -> tuple[int, ...]:
     """Return the layers whose inputs an EAGLE-3 draft reads; raises `ModelError` where the target has none such."""
     inputs = integers(title, config, KEY)
     outputs = integers(title, section(config, "eagle_config"), KEY)
@@ -20,7 +20,7 @@ def eagle_layers(title: str, config: Config, target: Target) -> tuple[int, ...]:
     return _checked(title, inputs or tuple(i + 1 for i in outputs) or default, target)
 
 
-def dflash_layers(title: str, config: Config, target: Target) -> tuple[int, ...]:
+def dflash_layers(title: str, config: Config, target: TargetDims) -> tuple[int, ...]:
     """Return the layers whose inputs a DFlash draft reads; raises `ModelError` where there are none, or no such."""
     outputs = integers(title, section(config, "dflash_config"), "target_layer_ids")
     outputs = outputs or integers(title, config, "target_layer_ids")
@@ -30,7 +30,7 @@ def dflash_layers(title: str, config: Config, target: Target) -> tuple[int, ...]
     return _checked(title, found, target)
 
 
-def _checked(title: str, layers: tuple[int, ...], target: Target) -> tuple[int, ...]:
+def _checked(title: str, layers: tuple[int, ...], target: TargetDims) -> tuple[int, ...]:
     for layer in layers:
         if not 0 <= layer <= target.layers:
             refuse(title, f"it reads the input of layer {layer}, but the target has {target.layers} layers")

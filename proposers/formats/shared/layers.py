@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proposers.formats.shared.layout import Shape, refuse
-from proposers.formats.shared.values import Config, Target, flag, integer, number, section
+from proposers.formats.shared.values import Config, TargetDims, flag, integer, number, section
 
 MLA = "kv_lora_rank"
 
@@ -126,7 +126,7 @@ def _written(config: Config) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def context_of(title: str, config: Config, target: Target) -> int:
+def context_of(title: str, config: Config, target: TargetDims) -> int:
     """Return the positions a head is made for: the target's, where its own config states fewer.
 
     Published heads say 2048 because they were trained on texts that short; their positions are rotary, and cutting

@@ -25,7 +25,7 @@ COMPUTED = r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """The tensors of one checkpoint, by canonical name.
 
     Attributes:

@@ -11,7 +11,7 @@ TRUE, FALSE = ("true", "1"), ("false", "0")
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetDims:
     """What readers must know of the target.
 
     Attributes:
@@ -27,9 +27,9 @@ class Target:
     max_model_len: int
 
 
-def target_of(config: Config) -> Target:
+def target_of(config: Config) -> TargetDims:
     """Return the dimensions of a target; raises `ModelError` where its config does not tell them."""
-    return Target(
+    return TargetDims(
         hidden=integer("target", config, "hidden_size", "n_embd", "d_model"),
         layers=integer("target", config, "num_hidden_layers", "n_layer"),
         vocab_size=integer("target", config, "vocab_size"),
@@ -96,7 +96,7 @@ def section(config: Config, key: str) -> Config:
     return value if isinstance(value, Mapping) else {}
 
 
-def check_vocabulary(title: str, size: int, target: Target) -> None:
+def check_vocabulary(title: str, size: int, target: TargetDims) -> None:
     """Refuse a draft whose ids are not the target's; raises `ModelError` with both sizes."""
     if size != target.vocab_size:
         refuse(
@@ -106,7 +106,7 @@ def check_vocabulary(title: str, size: int, target: Target) -> None:
         )
 
 
-def check_width(title: str, key: str, size: int, target: Target) -> None:
+def check_width(title: str, key: str, size: int, target: TargetDims) -> None:
     """Refuse a draft that reads states of another width than the target's; raises `ModelError` with both."""
     if size != target.hidden:
         refuse(

@@ -28,7 +28,7 @@ class CallPart:
 
 
 @dataclass
-class Found:
+class ParsedCalls:
     """What was made of some text."""
 
     content: str = ""
@@ -92,11 +92,11 @@ class CallReader(ABC):
         self.num_calls = 0
 
     @abstractmethod
-    def push(self, text: str) -> Found:
+    def push(self, text: str) -> ParsedCalls:
         """Take more of the answer."""
 
     @abstractmethod
-    def finish(self) -> Found:
+    def finish(self) -> ParsedCalls:
         """Return what was held back: nothing more comes."""
 
 
@@ -106,23 +106,23 @@ class Scanner(CallReader):
     def __init__(self) -> None:
         super().__init__()
         self._held = ""  # of which it is not known yet what it is
-        self._found = Found()
+        self._found = ParsedCalls()
         self._state: Callable[[], bool] = self._outside
         self._end = ObjectEnd()
         self._scanned = 0  # characters of `_held` that `_end` has seen
 
-    def push(self, text: str) -> Found:
+    def push(self, text: str) -> ParsedCalls:
         """See `CallReader`."""
         self._held += text
         while self._state():
             pass
-        found, self._found = self._found, Found()
+        found, self._found = self._found, ParsedCalls()
         return found
 
-    def finish(self) -> Found:
+    def finish(self) -> ParsedCalls:
         """See `CallReader`."""
         self._give_rest()
-        found, self._found = self._found, Found()
+        found, self._found = self._found, ParsedCalls()
         return found
 
     @abstractmethod
@@ -308,17 +308,17 @@ class NamedReader(CallReader):
         super().__init__()
         self._name = name
 
-    def push(self, text: str) -> Found:
+    def push(self, text: str) -> ParsedCalls:
         """See `CallReader`."""
         if not text:
-            return Found()
+            return ParsedCalls()
         name = None if self.num_calls else self._name
         self.num_calls = 1
-        return Found(parts=[CallPart(0, name, text)])
+        return ParsedCalls(parts=[CallPart(0, name, text)])
 
-    def finish(self) -> Found:
+    def finish(self) -> ParsedCalls:
         """See `CallReader`."""
-        return Found()
+        return ParsedCalls()
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -16,7 +16,7 @@ from protos.config.engine import SpeculativeConfig
 from protos.errors import ModelError
 from tests.support.models import synthetic, synthetic_layers, tiny_models
 from tests.support.models.synthetic import Synthetic
-from workers.draft.checkpoint_parts import DraftParts, ResidentLender
+from workers.draft.weights import DraftCheckpoint, ResidentLender
 
 WIDTH, VOCAB = 32, 96
 MADE: dict[str, Callable[[Path], Synthetic]] = {
@@ -69,7 +69,7 @@ def build(made: Synthetic, folder: Path, base: Path) -> Any:
     made.write(folder)
     own = made.method != "mtp"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    parts = DraftParts(
+    parts = DraftCheckpoint(
         folder if own else None,
         folder,
         made.config,
@@ -173,7 +173,7 @@ def test_a_pickle_that_runs_code(method: str, sound: Synthetic, tmp_path: Path, 
     (folder / "empty.pt").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({stored: Trap()}, protocol=2))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    parts = DraftParts(
+    parts = DraftCheckpoint(
         folder,
         folder,
         sound.config,
@@ -196,7 +196,7 @@ def test_a_damaged_target_says_so(tmp_path: Path, target: Path) -> None:
     save_file({"0.0.linear.weight": torch.zeros(WIDTH, WIDTH)}, folder / "heads.safetensors")
     (folder / "heads.safetensors").write_bytes((folder / "heads.safetensors").read_bytes()[:100])
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    parts = DraftParts(
+    parts = DraftCheckpoint(
         folder,
         folder,
         made.config,

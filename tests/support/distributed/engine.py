@@ -15,10 +15,10 @@ from protos.config.arguments import parse
 from protos.config.engine import EngineConfig
 from protos.messages import Abort, Request, RoundPlan, Sampling, Verdict
 from protos.sampling import SamplingParams
-from protos.worker_messages import Drafted, Gang, Port, RoundDone
+from protos.worker_messages import Drafted, Port, RoundDone, WorkerGroup
 from runtime.core.controller import LocalInbox
-from runtime.supervision.distributed_executor import GangExecutor
-from tests.support.distributed.thread_workers import ThreadGang, ThreadPort
+from runtime.supervision.distributed_executor import DistributedExecutor
+from tests.support.distributed.thread_workers import ThreadPort, ThreadWorkerGroup
 from tests.support.models.tiny_models import build, perturb
 from workers.process import main as rank
 
@@ -94,7 +94,7 @@ class Engine:
     """A controller over some executor, driven to the end; `rounds` has what was planned and found."""
 
     built: assemble.Assembled
-    gang: ThreadGang | None = None
+    gang: ThreadWorkerGroup | None = None
     rounds: list[tuple[RoundPlan, list[Verdict]]] = field(default_factory=list)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, str | None] = field(default_factory=dict)
@@ -193,13 +193,13 @@ def said_plainly(models: Models) -> dict[str, list[int]]:
     return outputs
 
 
-def over(workers: Gang, config: EngineConfig) -> Engine:
+def over(workers: WorkerGroup, config: EngineConfig) -> Engine:
     """An engine whose rounds *workers* run."""
 
-    def make(config: EngineConfig, say: Any) -> GangExecutor:
-        return GangExecutor(workers, config, say)
+    def make(config: EngineConfig, say: Any) -> DistributedExecutor:
+        return DistributedExecutor(workers, config, say)
 
-    threads = workers if isinstance(workers, ThreadGang) else None
+    threads = workers if isinstance(workers, ThreadWorkerGroup) else None
     return Engine(assemble.build(config, LocalInbox(), print, make), threads)
 
 
@@ -211,7 +211,7 @@ def threaded(
     on_start: Callable[[ThreadPort], None] = lambda port: None,
 ) -> Engine:
     """An engine over a gang of threads."""
-    return over(ThreadGang(body or partial(rank.serve, floor_s=floor_s), on_start), config)
+    return over(ThreadWorkerGroup(body or partial(rank.serve, floor_s=floor_s), on_start), config)
 
 
 def late_comer(may_come: threading.Event, floor_s: float = 1.0) -> Callable[[Port], None]:

@@ -2,13 +2,13 @@
 
 import time
 
-from protos.worker_messages import FromWorker, Gang, WorkerId
+from protos.worker_messages import FromWorker, WorkerGroup, WorkerId
 
 PATIENCE_S = 120.0
 Mail = list[tuple[WorkerId, FromWorker]]
 
 
-def until(gang: Gang, *wanted: type) -> Mail:
+def until(gang: WorkerGroup, *wanted: type) -> Mail:
     """Return mail until there was a message of each wanted type."""
     mail: Mail = []
     missing, deadline = list(wanted), time.monotonic() + PATIENCE_S

@@ -57,8 +57,8 @@ class ThreadPort:
             return message
 
 
-class ThreadGang:
-    """A `protos.worker_messages.Gang`. `ports` are those of all workers that ever were.
+class ThreadWorkerGroup:
+    """A `protos.worker_messages.WorkerGroup`. `ports` are those of all workers that ever were.
 
     Args:
         body: a worker's life.

@@ -12,13 +12,13 @@ from tests.support.exactness.cells import PAIRS, TREE, Cell
 from tests.support.exactness.engine import Shape
 from tests.support.exactness.statistics import Ints
 from tests.support.exactness.texts import Texts
-from workers.sampling.logits_processors import LogitEdits
+from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.noise import ACCEPT, row_keys, stream_seeds, uniform
 from workers.sampling.sampler import Sampler
 from workers.verification import rejection_math as rules
-from workers.verification.acceptance import Release, SampleAndMatch, Scored
-from workers.verification.rejection import ByLaws
-from workers.verification.rejection_math import Chains, Floats
+from workers.verification.acceptance import AcceptedTokens, SampleAndMatch, Scored
+from workers.verification.rejection import RejectionSampler
+from workers.verification.rejection_math import ChainBatch, Floats
 
 LENIENCE = 0.02
 Plant = Callable[[pytest.MonkeyPatch, Cell | Texts], None]
@@ -38,7 +38,7 @@ def too_lenient(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
     """Guesses that should go are kept, 2 % of them."""
     odds_of = rules.standard_odds
 
-    def lenient(chains: Chains) -> Floats:
+    def lenient(chains: ChainBatch) -> Floats:
         odds_RK = odds_of(chains)
         return np.where(np.arange(odds_RK.shape[1]) < chains.counts_R[:, None], odds_RK + LENIENCE * (1 - odds_RK), 0.0)
 
@@ -76,12 +76,14 @@ def bonus_from_q(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
     """Where all guesses are kept, the token behind them is the draft's."""
     assert isinstance(cell, Cell)
     draft_VV = torch.from_numpy(PAIRS[cell.pair][1])
-    for judge in (SampleAndMatch, ByLaws):
+    for judge in (SampleAndMatch, RejectionSampler):
         patch.setattr(judge, "judge", _with_bonus(judge.judge, draft_VV))
 
 
-def _with_bonus(judge: Callable[..., list[Release]], draft_VV: torch.Tensor) -> Callable[..., list[Release]]:
-    def wrong(self: SampleAndMatch | ByLaws, scored: Scored) -> list[Release]:
+def _with_bonus(
+    judge: Callable[..., list[AcceptedTokens]], draft_VV: torch.Tensor
+) -> Callable[..., list[AcceptedTokens]]:
+    def wrong(self: SampleAndMatch | RejectionSampler, scored: Scored) -> list[AcceptedTokens]:
         found = judge(self, scored)
         sampler = Sampler(self._sampler.slots, len(draft_VV))
         for row, draft, release in zip(scored.rows, scored.drafts, found, strict=True):
@@ -97,13 +99,13 @@ def _with_bonus(judge: Callable[..., list[Release]], draft_VV: torch.Tensor) -> 
 
 def penalties_late(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
     """Behind a guess, the guess itself does not count yet."""
-    apply_ = LogitEdits.apply_
+    apply_ = LogitsProcessors.apply_
 
-    def late(self: LogitEdits, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
+    def late(self: LogitsProcessors, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
         known_N = self._slots.known_len[slots_N]
         apply_(self, logits_NV, slots_N, index_N - (index_N > known_N))
 
-    patch.setattr(LogitEdits, "apply_", late)
+    patch.setattr(LogitsProcessors, "apply_", late)
 
 
 def off_by_one(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:

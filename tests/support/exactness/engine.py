@@ -20,7 +20,7 @@ from protos.draft_module import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling, WorkerInfo
 from tests.support.exactness.statistics import Ints, Law
 from workers.attention.batch import Batch
-from workers.draft.draft_model import DraftSide
+from workers.draft.draft_model import DraftEngine
 from workers.draft.sampling import drawing_for
 from workers.draft.worker import DraftWorker, Proposes
 from workers.model.module_runner import Entries
@@ -188,7 +188,7 @@ class World:
             TableForward(self.target, slots, num_blocks), slots, masking, judge=judge_for(config, masking)
         )
         info = WorkerInfo(num_blocks, block_size, max_len, self.target.vocab, (self.eos,), speculates=True)
-        return UniExecutor(info, slots, target, DraftSide(drafter, proposer))
+        return UniExecutor(info, slots, target, DraftEngine(drafter, proposer))
 
 
 def _no_words() -> object:

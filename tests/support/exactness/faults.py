@@ -26,7 +26,7 @@ from runtime.core.scheduler import Scheduler
 from tests.support.exactness.engine import TableForward, World
 from tests.support.exactness.statistics import Ints
 from tests.support.tree_proposer import random_tree
-from workers.draft.draft_model import DraftSide
+from workers.draft.draft_model import DraftEngine
 from workers.draft.worker import DraftWorker, Proposes
 from workers.uni import UniExecutor
 
@@ -98,7 +98,7 @@ class Faulty(UniExecutor):
     def __init__(self, whole: UniExecutor, dice: random.Random) -> None:
         assert whole.draft is not None
         self.proposer = Failing(whole.draft.proposer, dice)
-        super().__init__(whole.info, whole.slots, whole.target, DraftSide(whole.draft.worker, self.proposer))
+        super().__init__(whole.info, whole.slots, whole.target, DraftEngine(whole.draft.worker, self.proposer))
         self.dice, self.epoch, self.away, self.losses = dice, 1, 0, 0
 
     @property

@@ -48,7 +48,7 @@ def seen(mask_TT: torch.Tensor) -> Iterator[None]:
 
 @dataclass
 class FakeParts:
-    """`protos.draft_module.Parts` from tensors in memory."""
+    """`protos.draft_module.DraftWeights` from tensors in memory."""
 
     stored: dict[str, torch.Tensor]
     config: Mapping[str, Any]

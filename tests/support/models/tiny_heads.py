@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import DraftRunner, FeatureSpec, LayerShape, Parts
+from protos.draft_module import DraftRunner, DraftWeights, FeatureSpec, LayerShape
 from protos.interfaces import DraftRow
 from protos.messages import Draft
 from workers.draft.worker import DraftWorker
@@ -62,7 +62,7 @@ class Last(nn.Module):
     layers: tuple[LayerShape, ...] = ()
     shift = 0
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: DraftWeights) -> None:
         super().__init__()
         self.matrix = parts.tensors("head.")["matrix"].to(parts.device, parts.dtype)
         self.embed, self.head = parts.embedding(), parts.head()
@@ -80,7 +80,7 @@ class All(nn.Module):
 
     shift = 1
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: DraftWeights) -> None:
         super().__init__()
         config = parts.config
         self.model = (
@@ -121,7 +121,7 @@ class LastProposer:
         return FeatureSpec("last")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> Any:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Any:
         return Last(parts)
 
     @classmethod
@@ -162,7 +162,7 @@ class AllProposer(LastProposer):
         return FeatureSpec("all", TAPPED)
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: Parts) -> Any:
+    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Any:
         return All(parts)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:

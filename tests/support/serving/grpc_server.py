@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import grpc
 
-from cluster.serving.frontend import Face, Parts
-from cluster.serving.grpc_server import GrpcFace, GrpcOptions
-from cluster.serving.http_server import HttpFace, HttpOptions
+from cluster.serving.frontend import Frontend, ServerContext
+from cluster.serving.grpc_server import GrpcFrontend, GrpcOptions
+from cluster.serving.http_server import HttpFrontend, HttpOptions
 from cluster.serving.tls import TlsFiles
 from protos import slipstream_v1_pb2 as pb
 from protos import slipstream_v1_pb2_grpc as stubs
@@ -46,9 +46,9 @@ class Served:
             ("fake", "org/alias"), "1.2.3", unlisted_names=("/models/fake",), guard=guard, pacing=pacing
         )
         self._loop = loop
-        self._http = HttpFace(HttpOptions(HOST, 0, http_tls), ConnectionLimits())
-        self._grpc = GrpcFace(GrpcOptions(HOST, 0, grpc_tls), guard, stall_s)
-        self._faces: list[Face] = [self._http, self._grpc]
+        self._http = HttpFrontend(HttpOptions(HOST, 0, http_tls), ConnectionLimits())
+        self._grpc = GrpcFrontend(GrpcOptions(HOST, 0, grpc_tls), guard, stall_s)
+        self._faces: list[Frontend] = [self._http, self._grpc]
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -78,7 +78,7 @@ class Served:
         await self.engine.start()
         assert self.engine.metrics is not None
         for face in self._faces:
-            await face.open(Parts(self.engine, tokenizer, self.engine.metrics, self.options))
+            await face.open(ServerContext(self.engine, tokenizer, self.engine.metrics, self.options))
         self._tasks = [asyncio.create_task(face.serve()) for face in self._faces]
 
     async def stop(self) -> None:

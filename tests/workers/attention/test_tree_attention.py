@@ -14,7 +14,7 @@ from protos.draft_module import LayerShape
 from protos.draft_tree import ancestors, depths
 from protos.messages import Draft
 from workers.attention.backend import AttentionBackend, Options, Rows
-from workers.attention.batch import Area, Areas
+from workers.attention.batch import TreeMask, TreeMasks
 from workers.attention.kv import KVCache
 from workers.attention.native import NativeAttention
 from workers.attention.torch import TorchAttention
@@ -33,7 +33,7 @@ class OneRow:
 
     start: int
     length: int
-    area: Area | None = None
+    area: TreeMask | None = None
     lowest: int = 0
 
     def position(self, place: int) -> int:
@@ -60,7 +60,7 @@ def rows_of(rows: list[OneRow]) -> Rows:
     blocks_SB = np.random.default_rng(0).permutation(len(rows) * width).astype(np.int32).reshape(-1, width)
     areas = None
     if any(row.area for row in rows):
-        areas = Areas.of([row.area for row in rows], starts_R + lengths_R, lengths_R)
+        areas = TreeMasks.of([row.area for row in rows], starts_R + lengths_R, lengths_R)
     offsets_R = np.cumsum(lengths_R) - lengths_R
     return Rows(
         starts_R,
@@ -75,7 +75,7 @@ def rows_of(rows: list[OneRow]) -> Rows:
 
 
 @st.composite
-def areas(draw: st.DrawFn, known: int) -> tuple[Area, int]:
+def areas(draw: st.DrawFn, known: int) -> tuple[TreeMask, int]:
     """An area behind *known* tokens, and how many of its tokens are fed now: a tree, perhaps grown in two steps,
     or a block of which every token sees whatever it likes."""
     size = draw(st.one_of(st.integers(1, 8), st.integers(30, 70)))
@@ -83,9 +83,9 @@ def areas(draw: st.DrawFn, known: int) -> tuple[Area, int]:
     fed = draw(st.integers(1, size))
     if draw(st.booleans()):
         draft = Draft((0,) * size, tuple(dice.randrange(-1, node) for node in range(size)))
-        return Area(known, [known - 1 + depth for depth in depths(draft)], ancestors(draft)[size - fed :]), fed
+        return TreeMask(known, [known - 1 + depth for depth in depths(draft)], ancestors(draft)[size - fed :]), fed
     seen = [dice.getrandbits(size) | 1 << node for node in range(size - fed, size)]
-    return Area(known, [known + dice.randrange(size) for _ in range(size)], seen), fed
+    return TreeMask(known, [known + dice.randrange(size) for _ in range(size)], seen), fed
 
 
 @st.composite
@@ -170,7 +170,7 @@ def test_kernel_torch_and_masks_spelt_out_agree(
 
 def tree_row(parents: tuple[int, ...], known: int, lowest: int = 0) -> OneRow:
     draft = Draft((0,) * len(parents), parents)
-    area = Area(known, [known - 1 + depth for depth in depths(draft)], ancestors(draft))
+    area = TreeMask(known, [known - 1 + depth for depth in depths(draft)], ancestors(draft))
     return OneRow(known - 1, len(parents) + 1, area, lowest)
 
 
@@ -212,7 +212,7 @@ def test_rows_without_an_area_are_computed_as_if_alone() -> None:
 
 def test_a_mask_of_one_token_may_have_any_number_of_words() -> None:
     size = 200
-    area = Area(3, [3] * size, [1 << size - 1 | 1 << 130 | 1])
+    area = TreeMask(3, [3] * size, [1 << size - 1 | 1 << 130 | 1])
     laid_out = rows_of([OneRow(3 + size - 1, 1, area)])
     assert laid_out.areas is not None
     seen = laid_out.seen(np.array([0]), np.array([[0]]), 3 + size)

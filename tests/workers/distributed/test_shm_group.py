@@ -17,13 +17,13 @@ from protos.worker_messages import StoreAddress
 from tests.support.distributed.ranks import Result, on_ranks, told_of_a_silent_peer
 from workers.distributed import shm_group as near_group
 from workers.distributed.groups import Group, GroupError, TorchGroup, connect_store, form, open_store
-from workers.distributed.shm_group import PLACE_BYTES, NearGroup, near
+from workers.distributed.shm_group import PLACE_BYTES, SharedMemoryGroup, near
 
 
-def nearby(size: int, work: Callable[[NearGroup], Result], *, timeout_s: float = 60.0) -> list[Result]:
+def nearby(size: int, work: Callable[[SharedMemoryGroup], Result], *, timeout_s: float = 60.0) -> list[Result]:
     def on_rank(far: Group) -> Result:
         group = near(far, "tp", timeout_s)
-        assert isinstance(group, NearGroup)
+        assert isinstance(group, SharedMemoryGroup)
         try:
             return work(group)
         finally:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
 from tests.support.models import tiny_models
-from tests.workers.draft.test_checkpoint_parts import CPU, FAMILIES, assert_lends
-from workers.draft.checkpoint_parts import StoredLender, read_tensors
+from tests.workers.draft.test_weights import CPU, FAMILIES, assert_lends
+from workers.draft.weights import StoredLender, read_tensors
 from workers.weights import hub as fetching
 from workers.weights.hub import describe, fetch, fetch_ends, fetch_tokenizer, shards_by_tensor
 

@@ -21,8 +21,8 @@ from tests.support.distributed.engine import Engine, configure, late_comer, thre
 from tests.support.models import synthetic_layers, tiny_models
 from workers.draft.wire import STAMP, decode, encode, laws_in
 from workers.slots import SlotTable
-from workers.verification.draft_probs import LAW_SIZE, Laws, chosen, drawn_from, sound
-from workers.verification.rejection import ByLaws
+from workers.verification.draft_probs import DRAFT_PROBS_SIZE, DraftProbs, chosen, drawn_from, sound
+from workers.verification.rejection import RejectionSampler
 
 VOCAB = 23
 ROOM: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}
@@ -135,8 +135,10 @@ def test_without_a_draft_every_token_is_what_it_is_without_speculation(rule: str
 
 def test_a_greedy_draft_is_certain_of_its_guesses(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    judge = ByLaws.judge
-    monkeypatch.setattr(ByLaws, "judge", lambda self, scored: told.append(len(scored.laws)) or judge(self, scored))
+    judge = RejectionSampler.judge
+    monkeypatch.setattr(
+        RejectionSampler, "judge", lambda self, scored: told.append(len(scored.laws)) or judge(self, scored)
+    )
     engine = started(
         models, models.speculative("tree", rejection_sample_method="standard", draft_sample_method="greedy")
     )
@@ -145,13 +147,19 @@ def test_a_greedy_draft_is_certain_of_its_guesses(models: Models, monkeypatch: p
     assert set(told) == {0}
 
 
-def broken(laws: Laws) -> list[Laws]:
+def broken(laws: DraftProbs) -> list[DraftProbs]:
     """Laws that make no sense, each in its own way."""
-    twice, unknown, no_number = (Laws(laws.ids_ML.copy(), laws.q_ML.copy()) for _ in range(3))
+    twice, unknown, no_number = (DraftProbs(laws.ids_ML.copy(), laws.q_ML.copy()) for _ in range(3))
     twice.ids_ML[0, 1] = twice.ids_ML[0, 0]
     unknown.ids_ML[0, 0] = VOCAB
     no_number.q_ML[0, 0] = np.nan
-    return [twice, unknown, no_number, Laws(laws.ids_ML[:0], laws.q_ML[:0]), Laws(laws.ids_ML[:, :1], laws.q_ML)]
+    return [
+        twice,
+        unknown,
+        no_number,
+        DraftProbs(laws.ids_ML[:0], laws.q_ML[:0]),
+        DraftProbs(laws.ids_ML[:, :1], laws.q_ML),
+    ]
 
 
 @pytest.mark.parametrize("fault", [*range(5), None])
@@ -160,7 +168,7 @@ def test_laws_that_are_missing_or_make_no_sense_cost_guesses_alone(
 ) -> None:
     """Then every row goes on as without a draft."""
     monkeypatch.setattr(
-        "workers.draft.draft_model.DraftSide.laws",
+        "workers.draft.draft_model.DraftEngine.laws",
         lambda side, rows, drafts: (
             {}
             if fault is None
@@ -227,8 +235,8 @@ def test_what_a_grammar_forbids_is_left_out_only_where_it_was_not_drawn() -> Non
     rows[2] = Row(2, 0, 3, 3, k=2, draft=Draft((7, 8)))
     drafts = [Draft((1, 2)), Draft((3, 4)), Draft((7, 8))]
     sampler: Any = SimpleNamespace(slots=slots, prune=lambda rows, drafts: [NO_DRAFT for _ in drafts])
-    assert ByLaws(sampler, "standard", draws=True).prune(rows, drafts) == [drafts[0], NO_DRAFT, NO_DRAFT]
-    assert ByLaws(sampler, "block", draws=False).prune(rows, drafts) == [NO_DRAFT] * 3
+    assert RejectionSampler(sampler, "standard", draws=True).prune(rows, drafts) == [drafts[0], NO_DRAFT, NO_DRAFT]
+    assert RejectionSampler(sampler, "block", draws=False).prune(rows, drafts) == [NO_DRAFT] * 3
 
 
 # Rates that are given.
@@ -280,10 +288,10 @@ def table_of(drafts: list[Draft]) -> tuple[SlotTable, list[Row]]:
     return slots, rows
 
 
-def some_laws(count: int, size: int, seed: int = 0) -> Laws:
+def some_laws(count: int, size: int, seed: int = 0) -> DraftProbs:
     rng = np.random.default_rng(seed)
     ids_ML = np.stack([rng.permutation(VOCAB)[:size] for _ in range(count)])
-    return Laws(ids_ML, -np.sort(-rng.dirichlet(np.ones(size), count).astype(np.float32), 1))
+    return DraftProbs(ids_ML, -np.sort(-rng.dirichlet(np.ones(size), count).astype(np.float32), 1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
@@ -296,7 +304,7 @@ def test_laws_cross_the_pair(size: int, with_tree: bool) -> None:
     told = encode(slots, rows, drafts, laws)
     assert told.shape == (4, STAMP + 5 * (1 + with_tree + 2 * size))
     assert decode(slots, rows, told, VOCAB) == [NO_DRAFT] * 4  # where no laws are to come
-    found = decode(slots, rows, told, VOCAB, LAW_SIZE)
+    found = decode(slots, rows, told, VOCAB, DRAFT_PROBS_SIZE)
     assert found == drafts
     came = laws_in(rows, found, told)
     for slot, expected in laws.items():
@@ -316,8 +324,8 @@ def test_tables_without_laws_bring_none_and_too_wide_ones_nothing() -> None:
     drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
     slots, rows = table_of(drafts)
     assert laws_in(rows, drafts, encode(slots, rows, drafts)) == {}
-    wide = np.zeros((2, STAMP + 5 * (3 + 2 * LAW_SIZE)), np.int32)
-    assert decode(slots, rows, wide, VOCAB, LAW_SIZE) == [NO_DRAFT] * 2
+    wide = np.zeros((2, STAMP + 5 * (3 + 2 * DRAFT_PROBS_SIZE)), np.int32)
+    assert decode(slots, rows, wide, VOCAB, DRAFT_PROBS_SIZE) == [NO_DRAFT] * 2
 
 
 def test_certain_guesses_leave_out_probes_and_what_was_guessed_twice() -> None:

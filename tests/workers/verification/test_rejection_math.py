@@ -152,7 +152,7 @@ def whole(p_V: Floats, scale: float, ids: Seq[int], left_L: Floats | None) -> Fl
 # Chains.
 
 
-def chain_of(target: Model, draft: Model, guesses: Text, width: int) -> tuple[rules.Chains, list[list[int]]]:
+def chain_of(target: Model, draft: Model, guesses: Text, width: int) -> tuple[rules.ChainBatch, list[list[int]]]:
     """Return one chain as the rules are given it, its laws those ids that the draft has, and which those are."""
     shape = (1, len(guesses), width)
     p_RKL, q_RKL, guess_RK, ids = np.zeros(shape), np.zeros(shape), np.zeros(shape[:2], np.int64), []
@@ -162,7 +162,7 @@ def chain_of(target: Model, draft: Model, guesses: Text, width: int) -> tuple[ru
         p_RKL[0, i, : len(own)], q_RKL[0, i, : len(own)] = target(guesses[:i])[own], law_V[own]
         guess_RK[0, i] = own.index(guess)
         ids.append(own)
-    return rules.Chains(np.array([len(guesses)]), p_RKL, q_RKL, guess_RK), ids
+    return rules.ChainBatch(np.array([len(guesses)]), p_RKL, q_RKL, guess_RK), ids
 
 
 def probability(model: Model, text: Text) -> float:
@@ -236,7 +236,8 @@ def test_chains_of_a_batch_do_not_know_of_each_other(rule: str) -> None:
         for whole_R, own_R in zip(filled, chain[1:], strict=True):
             whole_R[r, : len(guesses[r])] = own_R[0]
     together = judge(
-        rules.Chains(np.array([len(each) for each in guesses]), filled[0], filled[1], filled[2].astype(np.int64)), u_RK
+        rules.ChainBatch(np.array([len(each) for each in guesses]), filled[0], filled[1], filled[2].astype(np.int64)),
+        u_RK,
     )
     assert together.counts_R[2] == 0
     for r in (0, 1, 3):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from protos.errors import ModelError
 from tests.support.models import tiny_models
-from workers.draft.checkpoint_parts import Lender, ResidentLender, StoredLender, read_tensors
+from workers.draft.weights import Lender, ResidentLender, StoredLender, read_tensors
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "gemma2", "cohere", "granite", "opt", "gpt2", "mixtral", "gpt_bigcode", "phi")

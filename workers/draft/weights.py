@@ -38,7 +38,7 @@ class Lender(Protocol):
         ...
 
     def head(self) -> Head:
-        """Return the head, as `protos.draft_module.Parts` says."""
+        """Return the head, as `protos.draft_module.DraftWeights` says."""
         ...
 
 
@@ -125,8 +125,8 @@ def _with(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Modu
 
 
 @dataclass(frozen=True)
-class DraftParts:
-    """See `protos.draft_module.Parts`. `source` is the folder that tensors are read from."""
+class DraftCheckpoint:
+    """See `protos.draft_module.DraftWeights`. `source` is the folder that tensors are read from."""
 
     folder: Path | None
     source: Path
