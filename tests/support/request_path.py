@@ -1,0 +1,46 @@
+"""Which files and classes one `LLM.generate` passes, on one process: `python -m tests.support.request_path`.
+
+Counted are the files of this repository whose functions are entered between the call and its return, on any thread.
+The engine is the default one (the demo pair, speculation on), built before the count begins.
+"""
+
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def trace(root: Path = ROOT, **arguments: Any) -> Counter[str]:
+    """Return how often functions of each file were entered, by the file's path in *root*."""
+    from slipstream import LLM, SamplingParams
+
+    entered: Counter[str] = Counter()
+    prefix = f"{root}/"
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(prefix) and ".venv" not in name:
+            entered[name.removeprefix(prefix)] += 1
+
+    with LLM(enforce_eager=True, **arguments) as llm:
+        threading.setprofile_all_threads(profile) if hasattr(threading, "setprofile_all_threads") else None
+        sys.setprofile(profile)
+        llm.generate("def read_lines(path):", SamplingParams(max_tokens=16))
+        sys.setprofile(None)
+    return entered
+
+
+def main() -> None:
+    """Print the files, and how many there are."""
+    entered = trace(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
+    for name, count in sorted(entered.items()):
+        print(f"{count:6d}  {name}")
+    print(f"{len(entered)} files")
+
+
+if __name__ == "__main__":
+    main()
