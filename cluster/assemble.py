@@ -14,6 +14,7 @@ from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, ModelError
 from protos.interfaces import Executor, Proposer
 from protos.messages import WorkerInfo
+from protos.progress import ProgressCallback
 from runtime.core.controller import Controller, Inbox, LocalInbox
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import Policy, make_policy, settled
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Say = Callable[[str], None]
 WHOLE_MODELS = frozenset({"draft_model", "pard"})
 
 
@@ -51,11 +51,14 @@ class Assembled:
         self.executor.shutdown()
 
 
-MakeExecutor = Callable[[EngineConfig, Say], Executor]
+MakeExecutor = Callable[[EngineConfig, ProgressCallback], Executor]
 
 
 def build(
-    config: EngineConfig, inbox: Inbox | None = None, say: Say = logger.info, make_executor: MakeExecutor | None = None
+    config: EngineConfig,
+    inbox: Inbox | None = None,
+    say: ProgressCallback = logger.info,
+    make_executor: MakeExecutor | None = None,
 ) -> Assembled:
     """Load models and tokenizer, and wire scheduler, proposer and executor together.
 
@@ -99,7 +102,7 @@ def _with_speculation(info: WorkerInfo, speculative: SpeculativeConfig | None) -
     return structs.replace(info, methods=speculative.methods, num_speculative_tokens=speculative.num_speculative_tokens)
 
 
-def _policy(config: EngineConfig, info: WorkerInfo, say: Say) -> Policy:
+def _policy(config: EngineConfig, info: WorkerInfo, say: ProgressCallback) -> Policy:
     """Return the policy of *config*, its threshold derived from measured costs where the user set none."""
     if config.speculative is None:
         return make_policy(None)
@@ -108,7 +111,7 @@ def _policy(config: EngineConfig, info: WorkerInfo, say: Say) -> Policy:
     return make_policy(speculative)
 
 
-def _uni(config: EngineConfig, say: Say) -> Executor:
+def _uni(config: EngineConfig, say: ProgressCallback) -> Executor:
     from workers.build import build_uni  # noqa: PLC0415 - torch loads when an engine is built, not before
 
     return build_uni(config, say)

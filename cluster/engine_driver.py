@@ -14,10 +14,11 @@ from cluster import assemble
 from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, SlipstreamError
 from protos.messages import Abort, Request, TokenOutput, WorkerInfo
+from protos.progress import ProgressCallback
 from runtime.core.controller import LocalInbox
 from runtime.core.stats import EngineStats
 from runtime.frontend.async_engine import START_ERRORS
-from runtime.frontend.channel import IDLE_S, Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
+from runtime.frontend.channel import IDLE_S, Channel, Failed, Mail, Outputs, Ready, Report, Said
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 
 SILENCE_S = 30.0
@@ -80,7 +81,7 @@ class Engine(Protocol):
 class LocalEngine:
     """Everything in the caller's thread: a step runs when it is asked for."""
 
-    def __init__(self, config: EngineConfig, say: Say) -> None:
+    def __init__(self, config: EngineConfig, say: ProgressCallback) -> None:
         self._inbox = LocalInbox()
         self.assembled = assemble.build(config, self._inbox, say)
         self.info = self.assembled.info
@@ -129,7 +130,7 @@ class ChannelEngine:
         EngineDeadError: it ended for another reason.
     """
 
-    def __init__(self, config: EngineConfig, channel: Channel, say: Say) -> None:
+    def __init__(self, config: EngineConfig, channel: Channel, say: ProgressCallback) -> None:
         self._reports: Reports = queue.Queue()
         self._held: deque[Report | SlipstreamError] = deque()  # came while somebody waited for a snapshot
         self._stats, self._num_tokens = EngineStats(), 0
@@ -147,7 +148,7 @@ class ChannelEngine:
             self.shutdown()
             raise
 
-    def _start(self, say: Say) -> WorkerInfo:
+    def _start(self, say: ProgressCallback) -> WorkerInfo:
         """Return what the engine says of itself once it serves; meanwhile pass on what it is doing."""
         self._carrier.start(self._reports)
         stage, since = "the engine", time.monotonic()

@@ -1,7 +1,6 @@
 """Builds the `uni` executor: loads the models, sizes the KV cache, warms up."""
 
 import logging
-from collections.abc import Callable
 
 import torch
 from msgspec import structs
@@ -10,6 +9,7 @@ from protos.config.engine import CacheConfig, EngineConfig
 from protos.draft_module import FeatureSpec
 from protos.errors import ConfigError
 from protos.messages import StepCosts, WorkerInfo
+from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
 from workers.draft.draft_model import DraftEngine, LoadedDraft, load_draft, wants_costs
 from workers.model.capture import Taps
@@ -26,10 +26,9 @@ logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 4 << 30  # where nothing is said, at most this much of main memory, as vLLM does
 MEASURED_TOKENS = 512  # step costs are measured up to this many tokens
-Say = Callable[[str], None]
 
 
-def build_uni(config: EngineConfig, say: Say = logger.info) -> UniExecutor:
+def build_uni(config: EngineConfig, say: ProgressCallback = logger.info) -> UniExecutor:
     """Load everything *config* names into this process.
 
     Args:

@@ -19,10 +19,11 @@ from cluster.check import distribution
 from cluster.check import identity as checking_identity
 from cluster.check.answers import Answer, Place
 from cluster.check.distribution import LEAST_DRAWS, DistributionVerdict
-from cluster.check.engine_run import Counts, EngineRun, Ids, RunJob, Say, Tick
+from cluster.check.engine_run import Counts, EngineRun, Ids, RunJob, Tick
 from cluster.check.identity import ALLOWANCES, NONE_ALLOWED, Allowance, Asked, IdentityVerdict, Part
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
+from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
 
@@ -164,7 +165,7 @@ class _Material:
         return {**found, "sampled": [answer for _, answer in self.sampled]}
 
 
-def examine(config: EngineConfig, wanted: CheckOptions, say: Say, bars: Bars) -> Report:
+def examine(config: EngineConfig, wanted: CheckOptions, say: ProgressCallback, bars: Bars) -> Report:
     """Run both engines, one after the other, and judge.
 
     Raises:

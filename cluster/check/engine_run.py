@@ -17,12 +17,12 @@ from cluster.llm import make_engine
 from protos.config.engine import EngineConfig
 from protos.errors import SlipstreamError
 from protos.messages import Request, TokenLogprobs, TokenOutput
+from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from runtime.text.preprocessor import Prompt
 
 Floats = npt.NDArray[np.float64]
 Ids = tuple[int, ...]
-Say = Callable[[str], None]
 Tick = Callable[[], None]
 
 LAWS_AT_ONCE = 16
@@ -60,7 +60,7 @@ class EngineRun:
         ConfigError, ModelError, PlacementError: as engines do.
     """
 
-    def __init__(self, config: EngineConfig, say: Say) -> None:
+    def __init__(self, config: EngineConfig, say: ProgressCallback) -> None:
         self._engine = make_engine(config, say)
         self._num_requests = 0
         self.dtype = self._engine.info.dtype

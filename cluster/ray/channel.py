@@ -23,7 +23,8 @@ from cluster.transport.engine_process import CONFIG
 from cluster.transport.process_workers import BODY
 from cluster.transport.zmq_sockets import Bound, Socket
 from protos.config.engine import EngineConfig
-from runtime.frontend.channel import Failed, Mail, Report, Said, Say
+from protos.progress import ProgressCallback
+from runtime.frontend.channel import Failed, Mail, Report, Said
 from runtime.frontend.process_channel import STOP_GRACE_S
 
 LAST_REPORTS_MS = 50
@@ -78,7 +79,7 @@ class RayChannel:
         hired.ended.add_done_callback(notice)
         self._watcher = asyncio.create_task(self._watch(hired, ended, deliver))
 
-    def _place(self, say: Say) -> None:
+    def _place(self, say: ProgressCallback) -> None:
         """Wait for room in the cluster; runs in a thread."""
         self._placement = self._site.take(self._config, say, lambda: not self._unwanted.is_set())
 

@@ -17,7 +17,8 @@ from cluster.transport.process_workers import BODY
 from cluster.transport.zmq_sockets import Endpoint, Socket, connect
 from protos.config.engine import EngineConfig
 from protos.interfaces import Executor
-from runtime.frontend.channel import Report, Say, serve_controller
+from protos.progress import ProgressCallback
+from runtime.frontend.channel import Report, serve_controller
 from runtime.frontend.process_channel import SocketInbox
 from runtime.metrics.logs import log_to_stderr
 from runtime.supervision.distributed_executor import DistributedExecutor
@@ -67,7 +68,7 @@ class ControllerActor(Parked):
             logging.shutdown()
             os._exit(1)  # whoever watches must see that this did not end well
 
-    def _make_executor(self, config: EngineConfig, say: Say) -> Executor:
+    def _make_executor(self, config: EngineConfig, say: ProgressCallback) -> Executor:
         gang = RayWorkerGroup(self._placement, self._body)
         # Whoever asks for a part of a GPU wants others on the same one.
         shares = self._placement.plan.worker.get("GPU", 1.0) < 1.0

@@ -12,10 +12,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.ray import cluster as ray_cluster
 from protos.config.engine import EngineConfig
 from protos.errors import PlacementError
+from protos.progress import ProgressCallback
 from protos.worker_messages import WorkerId
 from runtime.supervision.distributed_executor import has_draft_worker
 
-Say = Callable[[str], None]
 Resources = Mapping[str, float]
 
 CONTROLLER = 0
@@ -139,7 +139,7 @@ def actor_options(group: PlacementGroup, bundle: int, resources: Resources) -> d
     }
 
 
-def place(plan: BundleLayout, patience: PlacementTimeout, say: Say) -> Placement:
+def place(plan: BundleLayout, patience: PlacementTimeout, say: ProgressCallback) -> Placement:
     """Wait until the cluster has room for all bundles; *say* is told what is waited for.
 
     Raises:
@@ -157,7 +157,7 @@ def place(plan: BundleLayout, patience: PlacementTimeout, say: Say) -> Placement
     return placed
 
 
-def _wait(group: PlacementGroup, plan: BundleLayout, patience: PlacementTimeout, say: Say) -> None:
+def _wait(group: PlacementGroup, plan: BundleLayout, patience: PlacementTimeout, say: ProgressCallback) -> None:
     started = time.monotonic()
     say_at = started + FIRST_WORD_S
     while not group.wait(POLL_S):

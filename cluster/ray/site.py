@@ -22,15 +22,15 @@ from cluster.ray.placement import (
 )
 from protos.config.engine import EngineConfig
 from protos.errors import PlacementError
+from protos.progress import ProgressCallback
 
-Say = Callable[[str], None]
 IsWanted = Callable[[], bool]
 
 
 class Site(Protocol):
     """A place for one engine. `take` and `give_back` once each; either may be called from any thread."""
 
-    def take(self, config: EngineConfig, say: Say, is_wanted: IsWanted) -> Placement:
+    def take(self, config: EngineConfig, say: ProgressCallback, is_wanted: IsWanted) -> Placement:
         """Return where the engine's parts go, having waited for room; *say* is told of that.
 
         Raises:
@@ -50,7 +50,7 @@ class OwnSite:
         self._membership: Membership | None = None
         self._placement: Placement | None = None
 
-    def take(self, config: EngineConfig, say: Say, is_wanted: IsWanted) -> Placement:
+    def take(self, config: EngineConfig, say: ProgressCallback, is_wanted: IsWanted) -> Placement:
         """See `Site`."""
         say(ray_cluster.way_in())
         self._membership = member = Membership(cpus_needed(config))
@@ -72,7 +72,7 @@ class OwnSite:
 class ReplicaSite:
     """The placement group of the Serve replica that this process is: Serve made it, and takes it back itself."""
 
-    def take(self, config: EngineConfig, say: Say, is_wanted: IsWanted) -> Placement:
+    def take(self, config: EngineConfig, say: ProgressCallback, is_wanted: IsWanted) -> Placement:
         """See `Site`. There is no waiting: the replica runs because all of its bundles are in place."""
         del is_wanted
         group = get_current_placement_group()

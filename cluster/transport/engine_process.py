@@ -4,7 +4,8 @@ from pydantic import TypeAdapter
 
 from cluster import assemble
 from protos.config.engine import EngineConfig
-from runtime.frontend.channel import Inbox, Say
+from protos.progress import ProgressCallback
+from runtime.frontend.channel import Inbox
 from runtime.frontend.process_channel import serve_child
 from runtime.metrics.logs import log_to_stderr
 
@@ -12,7 +13,7 @@ CONFIG = TypeAdapter(EngineConfig)
 """How the configuration crosses the process boundary: as JSON, validated again on the other side."""
 
 
-def build(config: str, inbox: Inbox, say: Say) -> assemble.Assembled:
+def build(config: str, inbox: Inbox, say: ProgressCallback) -> assemble.Assembled:
     """Build the engine that *config*, as JSON, describes."""
     parsed = CONFIG.validate_json(config)
     log_to_stderr(parsed.log_format)

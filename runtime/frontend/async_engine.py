@@ -25,10 +25,11 @@ from protos.errors import (
     SlowReaderError,
 )
 from protos.messages import Request, WorkerInfo
+from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from runtime.core.stats import EngineStats
 from runtime.frontend.admission import ROOMY, Admission, QueueLimits, num_prompt_tokens
-from runtime.frontend.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said, Say
+from runtime.frontend.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said
 from runtime.frontend.client import EngineState, Prompt, RequestMaker
 from runtime.frontend.keys import TENANT
 from runtime.frontend.stream_queue import PATIENT, Delta, ReadingLimits, StreamQueue
@@ -94,13 +95,13 @@ class AsyncEngine:
         self._ready: asyncio.Future[WorkerInfo] | None = None
         self._failure: SlipstreamError | None = None
         self._has_died = asyncio.Event()
-        self._say: Say = log.info
+        self._say: ProgressCallback = log.info
         self._stats = EngineStats()
         self._heard_at = time.monotonic()
         self._is_draining = False
         self._deliveries: dict[str, StreamQueue] = {}
 
-    async def start(self, say: Say = log.info) -> WorkerInfo:
+    async def start(self, say: ProgressCallback = log.info) -> WorkerInfo:
         """Start the controller and wait until it serves; *say* is told what it does, line by line.
 
         Raises:

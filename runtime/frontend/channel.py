@@ -17,6 +17,7 @@ import msgspec
 
 from protos.errors import SlipstreamError
 from protos.messages import Abort, Request, TokenOutput, WorkerInfo
+from protos.progress import ProgressCallback
 from runtime.core.stats import EngineStats
 
 log = logging.getLogger("slipstream")
@@ -64,8 +65,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Report = Ready | Said | Outputs | Failed
-
-Say = Callable[[str], None]
 
 
 class Inbox(Protocol):
@@ -144,7 +143,7 @@ def run_controller(host: Host, inbox: Inbox, post: Callable[[Outputs], None]) ->
             post(Outputs(outputs, stats))
 
 
-def serve_controller(build: Callable[[Say], Host], inbox: Inbox, post: Callable[[Report], None]) -> bool:
+def serve_controller(build: Callable[[ProgressCallback], Host], inbox: Inbox, post: Callable[[Report], None]) -> bool:
     """Build a host and run it to its end, reporting progress, readiness and failure. False after a failure."""
     host = None
     try:
@@ -213,7 +212,7 @@ class ThreadChannel:
         build: called in that thread with the inbox the controller must read, and with what tells of progress.
     """
 
-    def __init__(self, build: Callable[[Inbox, Say], Host]) -> None:
+    def __init__(self, build: Callable[[Inbox, ProgressCallback], Host]) -> None:
         self._build = build
         self._inbox = ThreadInbox()
         self._thread: threading.Thread | None = None

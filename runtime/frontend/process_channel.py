@@ -23,7 +23,8 @@ import zmq
 import zmq.asyncio
 
 from protos.messages import Abort, Request, TokenOutput
-from runtime.frontend.channel import IDLE_S, Failed, Host, Inbox, Mail, Report, Say, serve_controller, unpack
+from protos.progress import ProgressCallback
+from runtime.frontend.channel import IDLE_S, Failed, Host, Inbox, Mail, Report, serve_controller, unpack
 
 STOP_GRACE_S = 5.0
 """A child that was told to stop is killed after this long."""
@@ -199,7 +200,7 @@ def _end_with_parent(folder: str) -> None:
     os._exit(1)
 
 
-def serve_child(build: Callable[[str, Inbox, Say], Host]) -> NoReturn:
+def serve_child(build: Callable[[str, Inbox, ProgressCallback], Host]) -> NoReturn:
     """Be the child of a `ProcessChannel`: build from the configuration, serve, and exit: 1 after a failure, else 0.
 
     Args:

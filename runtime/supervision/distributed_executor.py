@@ -17,6 +17,7 @@ from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, PlacementError, SlipstreamError, TargetLostError
 from protos.interfaces import ALWAYS_UP, DraftService, PhaseTimes
 from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
+from protos.progress import ProgressCallback
 from protos.worker_messages import (
     Allocate,
     Died,
@@ -40,7 +41,6 @@ from runtime.supervision.watchdog import Clock, Pace, Watchdog
 
 logger = logging.getLogger(__name__)
 
-Say = Callable[[str], None]
 
 POLL_S = 0.25
 """While nothing comes in, hangs are looked for this often."""
@@ -78,7 +78,7 @@ class DistributedExecutor:
         self,
         gang: WorkerGroup,
         config: EngineConfig,
-        say: Say = logger.info,
+        say: ProgressCallback = logger.info,
         clock: Clock = time.monotonic,
         *,
         backend: str = "",

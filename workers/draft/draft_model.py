@@ -6,7 +6,6 @@ Loading has two steps, because how many KV blocks there are is settled in betwee
 
 import logging
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,6 +20,7 @@ from protos.draft_tree import NO_DRAFT, sane
 from protos.errors import ConfigError
 from protos.interfaces import DraftRow
 from protos.messages import Draft, RoundPlan, Row, Verdict
+from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
 from workers.draft.sampling import drawing_for
 from workers.draft.vocab_map import Dictionary, translated
@@ -39,7 +39,6 @@ from workers.weights.hub import HEADS, describe, fetch, fetch_ends, fetch_tokeni
 
 logger = logging.getLogger(__name__)
 
-Say = Callable[[str], None]
 REHEARSALS = 3  # of which the fastest counts
 
 
@@ -70,7 +69,7 @@ class LoadedDraft(Protocol):
         """Return what a KV block takes."""
         ...
 
-    def forward(self, slots: SlotTable, num_blocks: int, say: Say) -> DraftForward:
+    def forward(self, slots: SlotTable, num_blocks: int, say: ProgressCallback) -> DraftForward:
         """Give it a cache; compile where that wins."""
         ...
 
@@ -95,7 +94,7 @@ class LanguageDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
 
-    def forward(self, slots: SlotTable, num_blocks: int, say: Say) -> DraftForward:
+    def forward(self, slots: SlotTable, num_blocks: int, say: ProgressCallback) -> DraftForward:
         """See `LoadedDraft`."""
         runner = ModelRunner(self.loaded, slots, num_blocks, slots.block_size)
         if not self.is_eager:
@@ -126,7 +125,7 @@ class ModuleDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
 
-    def forward(self, slots: SlotTable, num_blocks: int, say: Say) -> ModuleRunner:
+    def forward(self, slots: SlotTable, num_blocks: int, say: ProgressCallback) -> ModuleRunner:
         """See `LoadedDraft`."""
         return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size)
 
@@ -144,7 +143,14 @@ class DraftEngine:
 
     @classmethod
     def of(
-        cls, draft: LoadedDraft, config: EngineConfig, slots: SlotTable, sampler: Sampler, *, num_blocks: int, say: Say
+        cls,
+        draft: LoadedDraft,
+        config: EngineConfig,
+        slots: SlotTable,
+        sampler: Sampler,
+        *,
+        num_blocks: int,
+        say: ProgressCallback,
     ) -> "DraftEngine":
         """Give a loaded draft its cache, and make its proposer."""
         speculative = speculation_of(config)
@@ -246,7 +252,7 @@ def feature_spec(config: EngineConfig) -> FeatureSpec:
     return learned.features_of(speculative, draft, target)
 
 
-def load_draft(config: EngineConfig, beside: LoadedModel | None, say: Say) -> LoadedDraft | None:
+def load_draft(config: EngineConfig, beside: LoadedModel | None, say: ProgressCallback) -> LoadedDraft | None:
     """Load what drafts on a worker, None where nothing does.
 
     Args:
@@ -270,7 +276,7 @@ def load_draft(config: EngineConfig, beside: LoadedModel | None, say: Say) -> Lo
     return LanguageDraft(loaded, is_eager, dictionary)
 
 
-def _dictionary(config: EngineConfig, draft: LoadedModel, say: Say) -> Dictionary:
+def _dictionary(config: EngineConfig, draft: LoadedModel, say: ProgressCallback) -> Dictionary:
     model = config.model
     vocab_size = int(describe(model)["vocab_size"])
     found = Dictionary.between(fetch_tokenizer(model), draft.folder, vocab_size, draft.vocab_size)

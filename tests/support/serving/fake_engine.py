@@ -21,11 +21,12 @@ from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.errors import ModelError
 from protos.interfaces import InOneProcess
 from protos.messages import RoundPlan, Row, TokenLogprobs, Verdict, WorkerInfo
+from protos.progress import ProgressCallback
 from runtime.core.controller import Controller
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import make_policy
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.channel import Inbox, Say, ThreadChannel
+from runtime.frontend.channel import Inbox, ThreadChannel
 from runtime.frontend.process_channel import serve_child
 from runtime.metrics.prometheus import Metrics
 from runtime.text.detokenizer import DetokenizerFactory
@@ -173,7 +174,7 @@ class FakeHost:
 
 def build(
     inbox: Inbox,
-    say: Say,
+    say: ProgressCallback,
     max_model_len: int = 512,
     speculative: SpeculativeConfig | None = None,
     kind: type[HashExecutor] = HashExecutor,
@@ -216,7 +217,7 @@ def local_engine(
     return engine
 
 
-def build_child(config: str, inbox: Inbox, say: Say) -> FakeHost:
+def build_child(config: str, inbox: Inbox, say: ProgressCallback) -> FakeHost:
     """Build what *config* names: an `EngineConfig` as JSON, of which only the name and the length count."""
     model = json.loads(config)["model"]
     if model["model"] == "refuse":
