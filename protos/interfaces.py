@@ -106,7 +106,7 @@ class Executor(Protocol):
 
     @property
     def drafting(self) -> DraftService:
-        """Whether the draft worker can be counted on now; changes only in `run`, `attend` and `rebuild`."""
+        """Whether the draft worker can be counted on now; changes only in `run`, `poll` and `rebuild`."""
         ...
 
     @property
@@ -126,8 +126,8 @@ class Executor(Protocol):
         """
         ...
 
-    def attend(self) -> None:
-        """Take note, without waiting, of what happened since the last call. Raises `TargetLostError`."""
+    def poll(self) -> None:
+        """Read what the workers sent since the last call, without waiting. Raises `TargetLostError`."""
         ...
 
     def rebuild(self, for_s: float) -> bool:
@@ -157,7 +157,7 @@ class InOneProcess:
         """Not measured, unless it says otherwise."""
         return PhaseTimes()
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Nothing happens between rounds."""
 
     def rebuild(self, for_s: float) -> bool:

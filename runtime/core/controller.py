@@ -123,7 +123,7 @@ class Controller:
         if self._is_lost:
             self._is_lost = not self.executor.rebuild(REBUILD_SLICE_S)
         else:
-            self.executor.attend()
+            self.executor.poll()
         return not self._is_lost
 
     def _guarded(self, when: str, act: Callable[[], Result], ended: list[TokenOutput]) -> Result | None:

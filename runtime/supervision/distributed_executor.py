@@ -156,7 +156,7 @@ class DistributedExecutor:
         self._count_round(done)
         return list(done.verdicts)
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """See `Executor`."""
         self._pump(0.0)
         self._check()

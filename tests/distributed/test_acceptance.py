@@ -154,7 +154,7 @@ def lose_draft(engine: Engine) -> None:
     engine.gang.newest("draft").crash()
 
     def is_known() -> bool:
-        executor.attend()
+        executor.poll()
         return not executor.drafting.is_up
 
     wait_until(is_known)

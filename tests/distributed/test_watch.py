@@ -306,14 +306,14 @@ def test_a_draft_that_says_nothing_any_more_is_replaced_beside_the_rounds() -> N
     while run.drafting.epoch == 1:
         clock.now += 0.5
         gang.say(ONE, Heartbeat("serving"))
-        run.attend()
+        run.poll()
         run.run(a_plan(number, run.drafting.epoch))
         number += 1
         assert number < 12
     assert gang.killed == [DRAFT]
     while not run.drafting.is_up:
         clock.now += 0.1
-        run.attend()
+        run.poll()
     assert run.drafting.epoch == 2
     assert dict(run.drafting.changes) == {"started": 1, "lost": 1, "revived": 1}
     assert gang.started[-1] == WorkerId("draft", 0, 1)
@@ -341,7 +341,7 @@ def wait(run: DistributedExecutor, gang: ScriptedGang, clock: Clock, seconds: in
         clock.now += 0.25
         for worker in gang.started:
             gang.say(worker, Heartbeat("serving"))
-        run.attend()
+        run.poll()
 
 
 def test_a_pair_that_breaks_is_formed_again_and_a_draft_that_cannot_be_paired_is_replaced() -> None:
@@ -350,7 +350,7 @@ def test_a_pair_that_breaks_is_formed_again_and_a_draft_that_cannot_be_paired_is
     run = executor(gang, clock)
     run.start()
     gang.say(ONE, PairFailed(1, "connection reset"))
-    run.attend()
+    run.poll()
     assert not run.drafting.is_up
     wait(run, gang, clock, 2)
     assert run.drafting.epoch == 2
@@ -389,9 +389,9 @@ def test_a_draft_that_served_long_is_replaced_at_once_even_if_its_pair_broke_fir
         wait(run, gang, clock, 20)
         assert run.drafting.is_up
         gang.say(ONE, PairFailed(run.drafting.epoch, "connection reset"))
-        run.attend()
+        run.poll()
         gang.say(gang.started[-1], Died("signal SIGKILL"))
-        run.attend()
+        run.poll()
         wait(run, gang, clock, 2)
         assert run.drafting.is_up
         assert len(gang.started) == 2 + number
@@ -451,7 +451,7 @@ def test_mail_of_a_worker_that_was_replaced_is_nobodys() -> None:
         pass
     gang.killed.clear()
     gang.say(ONE, Died("again"))
-    run.attend()
+    run.poll()
     gang.started.append(ONE)
     gang.say(ONE, RoundDone(1, [Verdict(0, [9])]))
     assert [verdict.token_ids for verdict in run.run(a_plan(1))] == [[1]]
@@ -465,7 +465,7 @@ def test_losing_the_targets_again_and_again_is_the_end() -> None:
     for loss in range(4):
         gang.say(WorkerId("target", 0, loss), Died("signal SIGSEGV"))
         with pytest.raises(TargetLostError):
-            run.attend()
+            run.poll()
         if loss == 3:
             break
         while not run.rebuild(0.1):

@@ -118,7 +118,7 @@ class Engine:
         """Let time pass, but no round, until a draft serves as this pair."""
         executor, end = self.built.executor, time.monotonic() + 60
         while executor.drafting.epoch < epoch:
-            executor.attend()
+            executor.poll()
             assert time.monotonic() < end, "the draft does not come back"
             time.sleep(0.01)
 

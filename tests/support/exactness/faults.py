@@ -110,7 +110,7 @@ class Faulty(UniExecutor):
     def drafting(self) -> DraftService:
         return DraftService(not self.away, self.epoch)
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         if self.away:
             self.away -= 1
         elif self.dice.random() < DEATH:
