@@ -33,7 +33,7 @@ class DFlashNet(nn.Module):
 
 
 class DFlashModule(nn.Module):
-    """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; its output are states, `[1, T, H]`.
+    """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; outputs states, `[1, T, H]`.
 
     What is fed beside a token is `[H + 1]` wide: the context made of the target's states and a one for known tokens,
     zeros for places of a block.

@@ -58,7 +58,7 @@ class EagleModule(nn.Module):
         return through(self.net.layers, states_1TH, self.rope(states_1TH, positions_1T))
 
     def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `proposers.shared.autoregressive.AutoregressiveModule`: the target's head reads the states, which are fed back as they are."""
+        """See `proposers.shared.autoregressive.AutoregressiveModule`: states are fed back unchanged."""
         return self.head(states_NH).float(), states_NH
 
 

@@ -109,7 +109,10 @@ class Eagle3Module(nn.Module):
         return through(self.net.layers[1:], states_1TH, rope)
 
     def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `proposers.shared.autoregressive.AutoregressiveModule`: states are fed back before the norm, after it only by `norm_output`."""
+        """See `proposers.shared.autoregressive.AutoregressiveModule`.
+
+        States are fed back before the norm; after it with `norm_output`.
+        """
         normed_NH = self.net.norm(states_NH)
         return self.to_target(self.head(normed_NH)), normed_NH if self._spec.norm_output else states_NH
 

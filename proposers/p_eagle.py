@@ -17,7 +17,7 @@ from protos.draft_module import DraftWeights
 
 
 class ParallelEagleModule(Eagle3Module):
-    """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; its output are states, `[1, T, H]`."""
+    """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; outputs states, `[1, T, H]`."""
 
     lead = -1
     sees_all = False

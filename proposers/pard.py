@@ -19,7 +19,7 @@ from protos.draft_module import DraftWeights, FeatureSpec
 
 
 class PardModule(nn.Module):
-    """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; its output are states, `[1, T, H]`."""
+    """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; outputs states, `[1, T, H]`."""
 
     shift = 0
     lead = -1

@@ -44,7 +44,7 @@ class RecurrentNet(nn.Module):
 
 
 class Recurrent(HeadsModule):
-    """See `proposers.shared.heads.Heads`. What is handed on is the target's state and the recurrent one together, `[N, 2H]`.
+    """See `proposers.shared.heads.Heads`. The carried state is the target's and the recurrent one, `[N, 2H]`.
 
     The one head serves any number of steps.
     """

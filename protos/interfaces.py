@@ -18,7 +18,8 @@ class DraftRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence that wants a draft of at most `k` tokens after its `token_ids`.
 
     `token_ids` is given to proposers beside the controller, and is only theirs to read; learned ones read the draft
-    worker's own tables by `slot`. `key` is the sequence's for life, as a `SequenceListener` was told, and 0 where nobody was.
+    worker's own tables by `slot`. `key` is the sequence's for life, as a `SequenceListener` was told, and 0 where
+    nobody was.
     """
 
     slot: int

@@ -1,7 +1,7 @@
 """Structured output: what a user may ask of the form of an answer, and what is told of it to the target's sampler.
 
-The shape of `StructuredOutputsParams` is vLLM's. Whether a grammar means anything, `runtime.text.grammar_validator` finds out before a
-request is admitted; what it allows at each position, `workers.sampling.matcher` does.
+The shape of `StructuredOutputsParams` is vLLM's. Whether a grammar means anything, `runtime.text.grammar_validator`
+finds out before a request is admitted; what it allows at each position, `workers.sampling.matcher` does.
 """
 
 import json

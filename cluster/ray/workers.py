@@ -94,7 +94,7 @@ def why(ended: "Future[Any]") -> str:
 
 
 class RayWorkerGroup:
-    """A `protos.worker_messages.WorkerGroup`. Made in bundle 0, by the process whose actors the workers will be: they die with it.
+    """A `protos.worker_messages.WorkerGroup`. Made in bundle 0 by the process that owns the actors: they die with it.
 
     Args:
         placement: the replica's bundles.
@@ -110,7 +110,7 @@ class RayWorkerGroup:
         self._is_closed = False
 
     def start(self, workers: Seq[WorkerId]) -> None:
-        """See `WorkerGroup`. An actor whose bundle's node is gone waits until Ray has found another place for the bundle."""
+        """See `WorkerGroup`. An actor whose bundle's node is gone waits until Ray has placed the bundle again."""
         for worker in workers:
             self._hub.admit(worker)
             order = msgspec.msgpack.encode(Order(self._hub.endpoint, worker, self._body))

@@ -1,7 +1,8 @@
 """Sends requests that begin alike to the replica that has computed that beginning already.
 
 A proxy of Ray Serve chooses the replica before it reads the body, so a middleware there reads it first and writes the
-digests of the prompt's first blocks into the session header, which routers see. `cluster.ray_serve.router` does the choosing.
+digests of the prompt's first blocks into the session header, which routers see. `cluster.ray_serve.router` does the
+choosing.
 """
 
 from collections import OrderedDict

@@ -28,8 +28,8 @@ ENDED = 256
 class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """Ray Serve makes one for each proxy; each knows only what it has sent itself.
 
-    Beginnings come as digests in the session id, see `cluster.ray_serve.affinity`; where there is none, or nobody knows it, the
-    less busy of two replicas is taken.
+    Beginnings come as digests in the session id, see `cluster.ray_serve.affinity`; where there is none, or nobody knows
+    it, the less busy of two replicas is taken.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:

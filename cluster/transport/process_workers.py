@@ -19,7 +19,7 @@ BODY = "workers.process.main:serve"
 
 
 class ProcessWorkerGroup:
-    """A `protos.worker_messages.WorkerGroup`. Its workers die with it: with the thread that starts them, or when their pipe closes.
+    """A `protos.worker_messages.WorkerGroup`. Workers end with the thread that starts them, or when their pipe closes.
 
     Args:
         body: "module:function" that is a worker's whole life, called with its `Port`.

@@ -1,4 +1,4 @@
-"""What front ends (HTTP, gRPC) need of an engine, wherever it runs; `runtime.frontend.async_engine` has the one there is."""
+"""What frontends (HTTP, gRPC) need of an engine; `runtime.frontend.async_engine` implements it."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal, Protocol

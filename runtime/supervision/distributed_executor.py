@@ -1,8 +1,8 @@
 """`DistributedExecutor`: rounds run by a gang of worker processes, which may die, hang and come back. DESIGN section 4.
 
-The controller's thread is the only one here. Whatever happens to a worker arrives as mail of the `WorkerGroup`. A draft that
-is lost is replaced beside the rounds (`runtime.supervision.draft_supervisor`); a target rank that is lost ends the whole target group:
-`run` raises `TargetLostError`, and `rebuild` starts the next group.
+The controller's thread is the only one here. Whatever happens to a worker arrives as mail of the `WorkerGroup`. A draft
+that is lost is replaced beside the rounds (`runtime.supervision.draft_supervisor`); a target rank that is lost ends the
+whole target group: `run` raises `TargetLostError`, and `rebuild` starts the next group.
 """
 
 import logging

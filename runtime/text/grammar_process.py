@@ -1,7 +1,7 @@
 """The process in which grammars are tried out: it may take too long, or too much, and is killed then.
 
-Started by `runtime.text.grammar_validator`. It reads frames from standard input and answers each on standard output; it ends when its
-parent closes the pipe. A frame is its length as four bytes, then msgpack.
+Started by `runtime.text.grammar_validator`. It reads frames from standard input and answers each on standard output; it
+ends when its parent closes the pipe. A frame is its length as four bytes, then msgpack.
 """
 
 import os

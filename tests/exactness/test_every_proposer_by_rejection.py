@@ -3,7 +3,8 @@
 The reference is `transformers`: its law behind every text that came up. All tests of this file together raise a false
 alarm with probability 1e-6 at most, and seeds are fixed. Full: each case and shape under both rules, 20,000 texts of
 three tokens, which see a total variation of 2 % that is alike behind all texts in 97 of 100 cases
-(`tests.support.exactness.statistics.power`); quick: 100 texts of some that `tests.workers.verification.test_rejection_engine` leaves out.
+(`tests.support.exactness.statistics.power`); quick: 100 texts of some that
+`tests.workers.verification.test_rejection_engine` leaves out.
 """
 
 import json

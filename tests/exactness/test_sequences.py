@@ -2,7 +2,8 @@
 
 Each token's law depends on all of the text before, and with penalties on how often each token was said, so that a
 wrong condition behind a rejection, a wrong bonus token or a stale cache entry moves the joint law. First by rounds
-alone, then through controller and scheduler with every fault of `tests.support.exactness.faults` at once. All tests of this
+alone, then through controller and scheduler with every fault of `tests.support.exactness.faults` at once. All tests of
+this
 file together raise a false alarm with probability 1e-6 at most. Quick: 1,500 texts a cell, 700 with faults, which see
 a total variation of some 15 % between joint laws; full: 20,000 and 8,000, which see 4 and 7 %.
 """

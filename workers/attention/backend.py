@@ -1,8 +1,8 @@
 """Paged attention for any `transformers` causal LM, through one registered attention function.
 
 The tokens of all rows come flattened, `[1, T]`. For each layer the function writes K and V into the paged
-cache and attends row by row, causally by position but for the areas of drafts (`workers.attention.batch.TreeMask`). What a
-forward is about (block tables, positions, areas) does not travel through the model: `run_with` makes a backend
+cache and attends row by row, causally by position but for the areas of drafts (`workers.attention.batch.TreeMask`).
+What a forward is about (block tables, positions, areas) does not travel through the model: `run_with` makes a backend
 current for the time of one forward, and the runner that owns the backend is the only caller.
 
 No mask function is registered: `transformers` then builds no mask at all for this name, which is what we

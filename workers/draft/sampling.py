@@ -95,7 +95,7 @@ class CoupledNoise:
 
 
 class IndependentNoise:
-    """By short laws (`workers.verification.draft_probs`) and a stream of its own; or the likeliest, for greedy rows or where it is to.
+    """By short laws (`workers.verification.draft_probs`) and a separate stream; the likeliest for greedy rows.
 
     Args:
         sampler: knows what the requests ask for.

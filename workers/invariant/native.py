@@ -1,4 +1,4 @@
-"""The operators of `workers.invariant.trace` on CPUs (`native/invariant.cpp`): one fixed order of operations a number."""
+"""The operators of `workers.invariant.trace` on CPUs (`native/invariant.cpp`) in a fixed order."""
 
 import ctypes
 from functools import cache

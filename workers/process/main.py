@@ -1,6 +1,7 @@
 """The whole life of a worker process of a gang: say where it is, be told who it is, load, warm up, serve until stopped.
 
-Called with a `Port` to the controller by whatever started the process. `DESIGN` section 4; `protos.worker_messages` has the words.
+Called with a `Port` to the controller by whatever started the process. `DESIGN` section 4; `protos.worker_messages` has
+the words.
 """
 
 import logging

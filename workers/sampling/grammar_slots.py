@@ -1,7 +1,7 @@
 """The grammars of all sequences on target 0, by slot: compiled once, followed in threads, given up when too slow.
 
-A grammar was tried out before its request was admitted (`runtime.text.grammar_validator`), but no trial walks every path. So whatever
-a matcher does happens in a thread, and a sequence whose matcher does not answer in time fails alone.
+A grammar was tried out before its request was admitted (`runtime.text.grammar_validator`), but no trial walks every
+path. So whatever a matcher does happens in a thread, and a sequence whose matcher does not answer in time fails alone.
 """
 
 import logging
@@ -104,7 +104,7 @@ class Grammars:
         return self._of(slot).reason
 
     def allowed(self, slots_N: Seq[int], index_N: Seq[int]) -> list[Bits]:
-        """Return which ids may be chosen at each index, as `GrammarMatcher.allowed`; none where the grammar cannot say."""
+        """Return which ids may be chosen at each index, as `GrammarMatcher.allowed`; none if it fails."""
         asked: dict[int, list[int]] = {}
         for slot, index in zip(slots_N, index_N, strict=True):
             asked.setdefault(slot, []).append(index)

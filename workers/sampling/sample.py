@@ -1,7 +1,7 @@
 """Choosing a token from processed logits: argmax of log p + Gumbel noise over what top-k, top-p and min-p leave.
 
-`choose` is the definition, in torch, on any device; `workers.sampling.sample_native` gives the same ids on CPUs, many times
-faster. Everything in both is local to a row, so a row's token does not depend on the rows beside it.
+`choose` is the definition, in torch, on any device; `workers.sampling.sample_native` gives the same ids on CPUs, many
+times faster. Everything in both is local to a row, so a row's token does not depend on the rows beside it.
 
 What is left, as in vLLM: tokens whose probability is at least `min_p` times the greatest; of those the `top_k` most
 likely (all that tie with the last one); of those, renormalised, the shortest list, most likely first and lowest id

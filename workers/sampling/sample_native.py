@@ -1,4 +1,4 @@
-"""Choosing tokens on CPUs by a small C++ function (`native/choice.cpp`): `workers.sampling.sample.choose`, only faster."""
+"""`workers.sampling.sample.choose` on CPUs in C++ (`native/choice.cpp`)."""
 
 import ctypes
 

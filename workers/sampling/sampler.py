@@ -1,9 +1,10 @@
 """The one sampling pipeline: every token, of target and draft, speculative or not, is chosen here.
 
 y = argmax over v of (log p(v) + g(seed, index, v)) at temperature > 0, argmax of log p at 0, where p is what edits
-(`workers.sampling.logits_processors`), temperature and limits (`workers.sampling.sample`) make of the logits, and g is keyed noise
-(`workers.sampling.noise`). A choice depends on the row's logits, its slot's tokens before the index, and the request: on
-nothing else in the batch. DESIGN section 5.
+(`workers.sampling.logits_processors`), temperature and limits (`workers.sampling.sample`) make of the logits, and g is
+keyed noise
+(`workers.sampling.noise`). A choice depends on the row's logits, its slot's tokens before the index, and the request:
+on nothing else in the batch. DESIGN section 5.
 """
 
 import logging
@@ -114,8 +115,8 @@ class Sampler:
         """Return the *width* likeliest choices, best first, int64 `[N, W]`, and their log-probabilities.
 
         Edits are left out. Otherwise as `sample`, which would choose the first; where fewer than *width* ids can be
-        chosen, others follow. A row that is drawn has the log-probabilities of `workers.sampling.sample.best`: what is likely is
-        likely with this noise. A greedy one has those of its logits.
+        chosen, others follow. A row that is drawn has the log-probabilities of `workers.sampling.sample.best`: what is
+        likely is likely with this noise. A greedy one has those of its logits.
         """
         self._refresh(slots_N)
         logits_NV = logits_NV[:, : self.vocab_size]

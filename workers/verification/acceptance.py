@@ -1,7 +1,7 @@
 """Judging a round: how much of each draft is kept, and what the target says behind it.
 
-`SampleAndMatch` is the default, the rule "coupled" (DESIGN section 5). `workers.verification.rejection` judges by p/q, and
-`Synthetic` does not judge at all: for load tests.
+`SampleAndMatch` is the default, the rule "coupled" (DESIGN section 5). `workers.verification.rejection` judges by p/q,
+and `Synthetic` does not judge at all: for load tests.
 """
 
 from collections.abc import Sequence as Seq

@@ -2,8 +2,8 @@
 
 Children of one node are drawn from one law, one after another without replacement. So a draft has a law for each node
 that has children, the root included, in the order in which their first children come; a chain has one for each guess.
-Laws are short (`DRAFT_PROBS_SIZE`), and what was drawn was drawn from them as they are: so a rule is exact however little they
-are like the draft's whole opinion.
+Laws are short (`DRAFT_PROBS_SIZE`), and what was drawn was drawn from them as they are: so a rule is exact however
+little they are like the draft's whole opinion.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,7 @@
-"""Judging by p/q, by the rules "standard" and "block" of `workers.verification.rejection_math`: p at the guesses first, then what is left.
+"""Judging by p/q, by the rules "standard" and "block" of `workers.verification.rejection_math`.
 
-What a draft was drawn from comes with it (`workers.verification.draft_probs`); one that was not drawn but chosen is certain of its guesses,
+What a draft was drawn from comes with it (`workers.verification.draft_probs`); one that was not drawn but chosen is
+certain of its guesses,
 which is a law as well. Where a law should be and is not, or makes no sense, the row goes on without guesses: whether a
 draft came never depends on what it says.
 """

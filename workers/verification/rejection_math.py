@@ -8,7 +8,8 @@ token drawn behind it from what is *left*, have together the law of the target a
 
 Pure functions over float64 arrays on the host, where a law is a few ids and their probabilities: beyond them q is 0,
 and what is left is p times one number, the *scale*. Noise that a draft shares with its target would spoil them all.
-For trees there is `workers.verification.rejection_math_trees`. Shapes: R rows, K guesses of a chain, L ids of a law, V ids of all.
+For trees there is `workers.verification.rejection_math_trees`. Shapes: R rows, K guesses of a chain, L ids of a law, V
+ids of all.
 """
 
 from typing import NamedTuple

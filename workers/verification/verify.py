@@ -1,6 +1,7 @@
 """Acceptance by sample and match: follow the draft while it says what the target itself chose.
 
-The target's ordinary sampler has already chosen a token y behind every scored position (`workers.sampling.sampler`), with
+The target's ordinary sampler has already chosen a token y behind every scored position (`workers.sampling.sampler`),
+with
 noise that does not depend on the draft. So whatever is accepted, the emitted tokens are the target's own; the draft
 only decides how many of them one round yields. DESIGN section 5.
 """

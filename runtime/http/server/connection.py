@@ -1,4 +1,4 @@
-"""Connections of the server of our own: how many, how large a head, how slow. Bodies are `runtime.http.server.guard`'s."""
+"""Limits on connections: number, size of a head, timeouts. Bodies: `runtime.http.server.guard`."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,7 @@
 """Rules that judge by p/q, on whole engines: what they must leave alone, and what may go wrong on the way.
 
-That the law of what they emit is the target's, `tests.workers.verification.test_rejection_math` proves of the rules and the exactness suite measures.
+That the law of what they emit is the target's, `tests.workers.verification.test_rejection_math` proves of the rules and
+the exactness suite measures.
 """
 
 import threading
