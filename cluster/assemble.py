@@ -12,10 +12,10 @@ from proposers import registry
 from proposers.shared.datastore import Datastore, fingerprint
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, ModelError
-from protos.interfaces import Executor, Proposer
+from protos.interfaces import Executor, Inbox, Proposer
 from protos.messages import WorkerInfo
 from protos.progress import ProgressCallback
-from runtime.core.controller import Controller, Inbox, LocalInbox
+from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import Policy, make_policy, settled
 from runtime.text.detokenizer import DetokenizerFactory

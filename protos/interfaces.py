@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 import msgspec
 
 from protos.config.engine import SpeculativeConfig
-from protos.messages import Draft, Request, RoundPlan, Verdict, WorkerInfo
+from protos.messages import Abort, Draft, Request, RoundPlan, TokenOutput, Verdict, WorkerInfo
 
 if TYPE_CHECKING:
     from protos.draft_module import DraftRunner
@@ -100,6 +100,20 @@ class PhaseTimes(msgspec.Struct, frozen=True, gc=False):
     score_s: float = 0.0
     verify_s: float = 0.0
     late_drafts: int = 0
+
+
+class Inbox(Protocol):
+    """Where a controller reads new requests and aborts. `stopped` is True once its loop must end."""
+
+    stopped: bool
+
+    def drain(self) -> list[Request | Abort]:
+        """Return everything that has arrived, in order, without waiting."""
+        ...
+
+    def wait(self) -> list[TokenOutput]:
+        """Wait a short time for something to arrive; return no outputs."""
+        ...
 
 
 class Executor(Protocol):

@@ -4,8 +4,8 @@ from pydantic import TypeAdapter
 
 from cluster import assemble
 from protos.config.engine import EngineConfig
+from protos.interfaces import Inbox
 from protos.progress import ProgressCallback
-from runtime.frontend.channel import Inbox
 from runtime.frontend.process_channel import serve_child
 from runtime.metrics.logs import log_to_stderr
 

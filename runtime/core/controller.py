@@ -3,12 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from msgspec import structs
 
 from protos.errors import EngineDeadError, TargetLostError
-from protos.interfaces import Executor, PhaseTimes
+from protos.interfaces import Executor, Inbox, PhaseTimes
 from protos.messages import TokenOutput
 from runtime.core.scheduler import Command, Scheduler
 from runtime.core.speculation_policy import Policy
@@ -23,22 +23,11 @@ REBUILD_SLICE_S = 0.1
 Result = TypeVar("Result")
 
 
-class Inbox(Protocol):
-    """Where new requests and aborts come from."""
-
-    def drain(self) -> list[Command]:
-        """Return what came in since the last time, without waiting."""
-        ...
-
-    def wait(self) -> list[TokenOutput]:
-        """Return, with nothing to show, when something has come in or it is time to look around."""
-        ...
-
-
 class LocalInbox:
-    """The inbox of an engine in the caller's own thread; there is nobody to wait for."""
+    """The inbox of an engine that is stepped by its caller: `wait` returns at once."""
 
     def __init__(self) -> None:
+        self.stopped = False
         self._commands: list[Command] = []
 
     def put(self, commands: Iterable[Command]) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from protos.errors import SlipstreamError
+from protos.interfaces import Inbox
 from protos.messages import Abort, Request, TokenOutput, WorkerInfo
 from protos.progress import ProgressCallback
 from runtime.core.stats import EngineStats
@@ -65,20 +66,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Report = Ready | Said | Outputs | Failed
-
-
-class Inbox(Protocol):
-    """What the controller reads. Only the controller's thread calls it."""
-
-    stopped: bool
-
-    def drain(self) -> list[Request | Abort]:
-        """Return everything that has arrived, in order, without waiting."""
-        ...
-
-    def wait(self) -> list[TokenOutput]:
-        """Wait up to `IDLE_S` until something has arrived; return no outputs."""
-        ...
 
 
 class Steps(Protocol):

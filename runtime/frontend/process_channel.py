@@ -22,9 +22,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from protos.interfaces import Inbox
 from protos.messages import Abort, Request, TokenOutput
 from protos.progress import ProgressCallback
-from runtime.frontend.channel import IDLE_S, Failed, Host, Inbox, Mail, Report, serve_controller, unpack
+from runtime.frontend.channel import IDLE_S, Failed, Host, Mail, Report, serve_controller, unpack
 
 STOP_GRACE_S = 5.0
 """A child that was told to stop is killed after this long."""
@@ -163,7 +164,7 @@ class SocketInbox:
         self._decoder = msgspec.msgpack.Decoder(Mail)
 
     def drain(self) -> list[Request | Abort]:
-        """See `runtime.frontend.channel.Inbox`."""
+        """See `Inbox`."""
         messages: list[Request | Abort] = []
         while self._socket.poll(0):
             mail = self._decoder.decode(self._socket.recv())
@@ -172,7 +173,7 @@ class SocketInbox:
         return messages
 
     def wait(self) -> list[TokenOutput]:
-        """See `runtime.frontend.channel.Inbox`."""
+        """See `Inbox`."""
         if not self.stopped:
             self._socket.poll(round(IDLE_S * 1000))
         return []

@@ -19,14 +19,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.errors import ModelError
-from protos.interfaces import InOneProcess
+from protos.interfaces import Inbox, InOneProcess
 from protos.messages import RoundPlan, Row, TokenLogprobs, Verdict, WorkerInfo
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import make_policy
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.channel import Inbox, ThreadChannel
+from runtime.frontend.channel import ThreadChannel
 from runtime.frontend.process_channel import serve_child
 from runtime.metrics.prometheus import Metrics
 from runtime.text.detokenizer import DetokenizerFactory
