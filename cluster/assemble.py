@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import structs
 
@@ -21,9 +21,6 @@ from runtime.core.speculation_policy import Policy, make_policy, settled
 from runtime.text.detokenizer import DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 from runtime.text.sampling_defaults import usual_tokens
-
-if TYPE_CHECKING:
-    from cluster.ray.channel import RayChannel
 
 logger = logging.getLogger(__name__)
 
@@ -115,22 +112,6 @@ def _uni(config: EngineConfig, say: ProgressCallback) -> Executor:
     from workers.build import build_uni  # noqa: PLC0415 - torch loads when an engine is built, not before
 
     return build_uni(config, say)
-
-
-def ray_channel(config: EngineConfig) -> "RayChannel":
-    """Return the way to a controller on Ray, which is loaded only here.
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
-    try:
-        from cluster.ray.channel import RayChannel  # noqa: PLC0415 - engines in one process work without Ray
-    except ImportError as error:
-        raise ConfigError(
-            f"several workers need Ray, which cannot be loaded ({error}): pip install 'ray[serve]>=2.56'"
-            ", or use tensor_parallel_size 1 and placement colocated"
-        ) from None
-    return RayChannel(config)
 
 
 def beside_controller(speculative: SpeculativeConfig | None) -> list[Proposer]:

@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from cluster import shadowing
-from cluster.assemble import ray_channel
-from cluster.engine_driver import ChannelEngine, Engine, LocalEngine
+from cluster.engine import make_engine
 from cluster.settings import engine_config
 from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, InvalidRequestError
@@ -232,13 +231,6 @@ class LLM:
         for output in outputs:
             if output.request_id in self._arrived:  # else nobody waits for it any more
                 self._arrived[output.request_id].append(output)
-
-
-def make_engine(config: EngineConfig, say: Callable[[str], None]) -> Engine:
-    """Build what *config* asks for: in this thread, or on Ray."""
-    if config.parallel.executor == "uni":
-        return LocalEngine(config, say)
-    return ChannelEngine(config, ray_channel(config), say)
 
 
 class _Bar:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.check.answers import Answer, Growing
-from cluster.llm import make_engine
+from cluster.engine import make_engine
 from protos.config.engine import EngineConfig
 from protos.errors import SlipstreamError
 from protos.messages import Request, TokenLogprobs, TokenOutput

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster import assemble
+from cluster.channels import process_channel
 from cluster.cli.options import API_KEY_VARIABLE
 from cluster.cli.version import version
 from cluster.ray.channel import RayChannel
@@ -15,21 +16,18 @@ from cluster.ray.metrics import Mirror
 from cluster.ray.site import ReplicaSite
 from cluster.ray_serve.arguments import ServerArguments
 from cluster.serving.startup_info import described, served_names
-from cluster.transport.engine_process import CONFIG
 from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError
 from protos.messages import WorkerInfo
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.channel import Channel
 from runtime.frontend.client import EngineClient
-from runtime.frontend.process_channel import ProcessChannel
 from runtime.grpc.answering import Answering
 from runtime.grpc.health import is_ready
 from runtime.http.app import ServerOptions, create_app
 from runtime.http.render import Decoder, TokenTexts
 from runtime.metrics.logs import log_ended, log_to_stderr
 from runtime.metrics.prometheus import Metrics, log_summaries
-from runtime.subprocess import python_command
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 from runtime.text.sampling_defaults import sampling_defaults
 
@@ -171,5 +169,5 @@ def _tokenizer(config: EngineConfig, settings: ServerArguments) -> Decoder:
 def _channel(config: EngineConfig) -> Channel:
     """Return the way to a controller beside this process, or in its placement group."""
     if config.parallel.executor == "uni":
-        return ProcessChannel(python_command("cluster.transport.engine_process"), CONFIG.dump_json(config).decode())
+        return process_channel(config)
     return RayChannel(config, site=ReplicaSite())

@@ -5,20 +5,18 @@ import logging
 import signal
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from cluster import assemble
+from cluster.channels import controller_channel
 from cluster.serving.frontend import Frontend, ServerContext
 from cluster.serving.grpc_server import GrpcFrontend, GrpcOptions
 from cluster.serving.http_server import HttpFrontend, HttpOptions
 from cluster.serving.startup_info import Stages, described, served_names
-from cluster.transport.engine_process import CONFIG
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.channel import Channel
-from runtime.frontend.process_channel import ProcessChannel
 from runtime.http.app import ServerOptions
 from runtime.http.options import SafetyOptions
 from runtime.http.render import Decoder
@@ -26,7 +24,6 @@ from runtime.http.schemas import SpecMetrics
 from runtime.http.tools.choice import ToolOptions
 from runtime.metrics.logs import log_ended, log_to_stderr
 from runtime.metrics.prometheus import Metrics, log_summaries
-from runtime.subprocess import python_command
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 from runtime.text.sampling_defaults import sampling_defaults
 
@@ -67,21 +64,6 @@ def serve(config: EngineConfig, options: ServiceOptions) -> None:
     if options.grpc is not None:
         faces.append(GrpcFrontend(options.grpc, options.safety.guard, options.safety.read_timeout))
     asyncio.run(_Service(config, options, faces).run())
-
-
-class KillableChannel(Channel, Protocol):
-    """A channel whose controller can be ended at once."""
-
-    def kill(self) -> None:
-        """End the controller, without waiting."""
-        ...
-
-
-def controller_channel(config: EngineConfig) -> KillableChannel:
-    """Return the way to a controller where *config* wants it: in a child process, or on Ray."""
-    if config.parallel.executor == "uni":
-        return ProcessChannel(python_command("cluster.transport.engine_process"), CONFIG.dump_json(config).decode())
-    return assemble.ray_channel(config)
 
 
 class _Service:

@@ -35,16 +35,17 @@ SERVE = """
 import sys
 sys.path[:0] = {path!r}
 from tests.support.serving import fake_engine
+from cluster import channels
 from cluster.serving import service
 from cluster.serving.grpc_server import GrpcOptions
 from cluster.serving.http_server import HttpOptions
 from protos.config.engine import EngineConfig, ModelConfig
 from runtime.subprocess import python_command
 service.load_tokenizer = lambda config: fake_engine.tokenizer()
-service.python_command = lambda module: python_command("tests.support.serving.fake_engine")
+channels.python_command = lambda module: python_command("tests.support.serving.fake_engine")
 config = EngineConfig(ModelConfig({model!r}, max_model_len={length}))
-faces = HttpOptions("127.0.0.1", 0), GrpcOptions("127.0.0.1", {port})
-service.serve(config, service.ServiceOptions("1", *faces, grace_s=200))
+servers = HttpOptions("127.0.0.1", 0), GrpcOptions("127.0.0.1", {port})
+service.serve(config, service.ServiceOptions("1", *servers, grace_s=200))
 """
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

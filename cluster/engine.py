@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from cluster import assemble
+from cluster.channels import ray_channel
 from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, SlipstreamError
 from protos.messages import Abort, Request, TokenOutput, WorkerInfo
@@ -79,40 +80,29 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Everything in the caller's thread: a step runs when it is asked for."""
+    """Runs the controller in the caller's thread: each `step` is one round."""
 
-    def __init__(self, config: EngineConfig, say: ProgressCallback) -> None:
+    def __init__(self, config: EngineConfig, report: ProgressCallback) -> None:
         self._inbox = LocalInbox()
-        self.assembled = assemble.build(config, self._inbox, say)
+        self.assembled = assemble.build(config, self._inbox, report)
         self.info = self.assembled.info
         self.tokenizer = self.assembled.tokenizer
         self.preprocessor = self.assembled.preprocessor
-
-    def put(self, requests: Sequence[Request]) -> None:
-        """See `Engine`."""
-        self._inbox.put(requests)
+        # These do what the controller does, without a call in between.
+        self.put = self._inbox.put
+        self.step = self.assembled.controller.step
+        self.stats = self.assembled.controller.stats
+        self.shutdown = self.assembled.shutdown
 
     def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
         """See `Engine`."""
         self._inbox.put([Abort(tuple(request_ids))])
         return self.step()
 
-    def step(self) -> list[TokenOutput]:
-        """See `Engine`."""
-        return self.assembled.controller.step()
-
     @property
     def last_words(self) -> list[TokenOutput]:
         """See `Engine`."""
         return self.assembled.controller.last_words
-
-    def stats(self) -> EngineStats:
-        """See `Engine`."""
-        return self.assembled.controller.stats()
-
-    def shutdown(self) -> None:
-        """See `Engine`."""
-        self.assembled.shutdown()
 
 
 class ChannelEngine:
@@ -249,3 +239,10 @@ class _Carrier:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def make_engine(config: EngineConfig, report: ProgressCallback) -> Engine:
+    """Build an engine: in the caller's thread for the executor `uni`, else with its controller on Ray."""
+    if config.parallel.executor == "uni":
+        return LocalEngine(config, report)
+    return ChannelEngine(config, ray_channel(config), report)
