@@ -14,7 +14,7 @@ from protos.config.engine import SpeculativeConfig
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
 from runtime.grpc import reading
-from tests.support.serving.fake_engine import expected, local_engine, ranked, tokenizer
+from tests.support.serving.fake_engine import expected, ids, local_engine, ranked
 from tests.support.serving.grpc_server import Served, answer, request, serving
 
 LONG = 100_000
@@ -33,10 +33,6 @@ def served() -> Iterator[Served]:
 def stub(served: Served) -> Iterator[Any]:
     with served.stub() as found:
         yield found
-
-
-def ids(text: str) -> list[int]:
-    return list(tokenizer().encode(text))
 
 
 # Answers

@@ -79,6 +79,11 @@ def letters() -> list[int]:
     return [bare_tokenizer().token_to_id(char) for char in "abcdefghijklmnopqrstuvwxyzĠ"]
 
 
+def ids(text: str) -> list[int]:
+    """Return the token ids of *text*."""
+    return list(tokenizer().encode(text))
+
+
 def ranked(history: Sequence[int]) -> list[int]:
     """Return what the fake model holds likely after *history*, best first."""
     said = letters()

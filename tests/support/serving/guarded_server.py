@@ -26,6 +26,13 @@ from tests.support.serving.http_server import Listening
 DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none")
 
 
+async def settled(engine: AsyncEngine) -> None:
+    """Wait until *engine* runs nothing and holds no blocks."""
+    async with asyncio.timeout(60):
+        while (now := engine.stats()).num_running or now.num_waiting or now.kv_usage:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # snapshots come without an event
+
+
 @dataclass(frozen=True)
 class Guarded:
     """A running server. What is asked of the engine is asked on its own event loop."""
@@ -61,13 +68,7 @@ class Guarded:
 
     def idle(self) -> None:
         """Wait until the controller runs and keeps nothing."""
-
-        async def settled() -> None:
-            async with asyncio.timeout(60):
-                while (now := self.engine.stats()).num_running or now.num_waiting or now.kv_usage:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)  # snapshots come without an event
-
-        asyncio.run_coroutine_threadsafe(settled(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(settled(self.engine), self.loop).result()
 
 
 def guarded_engine(safety: SafetyOptions, max_model_len: int = 512) -> AsyncEngine:

@@ -1,0 +1,100 @@
+"""Limits of tokenization, request headers, bodies and connections."""
+
+import asyncio
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from protos.errors import (
+    InvalidRequestError,
+    OverloadedError,
+)
+from runtime.text.tokenizer_pool import TokenizerPool
+from tests.support.processes import wait_until
+from tests.support.serving import fake_engine
+from tests.support.serving.guarded_server import guarded
+
+LONG = 20_000
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+
+def test_tokenising_is_bounded_in_time_and_number() -> None:
+    async def check() -> None:
+        tokenising = TokenizerPool(longest_s=0.3, num_threads=2)
+        assert await tokenising.run(max, 3, 4) == 4
+        with pytest.raises(ZeroDivisionError):
+            await tokenising.run(divmod, 1, 0)
+        asked = [tokenising.run(time.sleep, 1.0) for _ in range(3)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(each) for each in found] == [InvalidRequestError, InvalidRequestError, OverloadedError]
+        with pytest.raises(OverloadedError):
+            await tokenising.run(max, 3, 4)  # both threads are still asleep
+        await asyncio.sleep(1.0)
+        assert await tokenising.run(max, 3, 4) == 4
+
+    asyncio.run(check())
+
+
+def test_long_texts_are_tokenised_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    def encode(self: Any, *args: Any, **options: Any) -> list[int]:
+        threads.add(threading.current_thread().name)
+        return [5]
+
+    with guarded() as served:
+        kind = type(fake_engine.tokenizer())
+        monkeypatch.setattr(kind, "encode", encode)
+        long = "ab " * LONG
+        bodies = [{"prompt": [5], "prediction": {"type": "content", "content": long}}, {"prompt": [5]}]
+        for body in bodies:
+            assert served.post(max_tokens=2, **body).status_code == 200
+        assert threads == {"slipstream-tokenise"}
+        assert served.post("/tokenize", prompt="x").status_code == 200
+        assert threads == {"slipstream-tokenise"}
+
+
+# Connections
+
+
+def test_heads_are_bounded_in_size_number_and_time() -> None:
+    with guarded(header_timeout=0.5) as served:
+        huge = b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 500_000
+        many = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(1000)) + b"\r\n"
+        whole = b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 100_000 + b"\r\n\r\n"
+        for data in (huge, many, whole, b"GET /" + b"a" * 500_000):
+            assert served.raw(data).startswith(b"HTTP/1.1 431 "), data[:40]
+        assert b'"code":"headers_too_large"' in served.raw(many)
+        for data in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: b"):
+            answer = served.raw(data)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b'"code":"header_timeout"' in answer
+        assert served.raw(b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+        assert served.get("/health", headers={"x-a": "a" * 30_000}).status_code == 200
+        for _ in range(2):  # the time of a second head begins with its first byte
+            assert served.get("/health").status_code == 200
+            time.sleep(0.8)
+
+
+def test_bodies_must_come_in_time() -> None:
+    with guarded(body_timeout=0.5) as served:
+        answer = served.raw(HEAD % 1000 + b"{")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"body_timeout"' in answer
+
+
+def test_one_connection_too_many_is_told_so() -> None:
+    with guarded(max_connections=3) as served:
+        held = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(3)]
+
+        def asked() -> bytes:
+            return served.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+
+        wait_until(lambda: asked().startswith(b"HTTP/1.1 503 "), what="three connections")
+        assert b'"code":"too_many_connections"' in asked()
+        for connection in held:
+            connection.close()
+        wait_until(lambda: served.get("/health").status_code == 200, what="room for a connection")
