@@ -11,10 +11,12 @@ from protos.errors import ConfigError
 from protos.messages import StepCosts, WorkerInfo
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
+from workers.device import free_memory
 from workers.draft.draft_model import DraftEngine, LoadedDraft, load_draft, wants_costs
 from workers.model.capture import Taps
-from workers.model.loader import LoadedModel, load
-from workers.model.runner import ModelRunner, free_memory
+from workers.model.loaded import LoadedModel
+from workers.model.loader import load
+from workers.model.runner import ModelRunner
 from workers.sampling.grammar_words import with_grammars
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable

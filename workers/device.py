@@ -1,5 +1,6 @@
-"""Devices and streams of threads that work beside the forward."""
+"""Devices, their memory, and streams of threads other than the forward's."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,3 +43,13 @@ def adopt(tensor: torch.Tensor) -> None:
     """Keep the memory of *tensor*, which another stream has allocated, until this thread's stream is done with it."""
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all weights, shared ones once."""
+    return sum(weight.nbytes for weight in model.parameters())
+
+
+def free_memory() -> int:
+    """Return the bytes of main memory that are free now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -15,8 +15,8 @@ from workers.attention.backend import Options
 from workers.attention.batch import TreeMask
 from workers.invariant import native, ops
 from workers.invariant import torch as tiled
+from workers.invariant.attention import InvariantAttention
 from workers.invariant.attention_cuda import SplitAttention
-from workers.invariant.native import InvariantAttention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

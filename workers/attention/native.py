@@ -1,19 +1,20 @@
 """Paged attention on CPUs by a small C++ kernel (`native/paged_attention.cpp`)."""
 
 import ctypes
+import logging
 
 import numpy as np
 import torch
 
-from workers.attention.backend import Options, Rows
+from workers.attention.backend import AttentionBackend, Options, Rows
 from workers.attention.batch import Ints, TreeMasks
 from workers.attention.kv import KVCache
 from workers.attention.torch import CHUNK, TorchAttention
-from workers.native.build import load_function
+from workers.native.build import DTYPE_CODES, KernelUnavailableError, load_function
+
+logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How kernels name dtypes."""
 
 
 class _Plan(ctypes.Structure):
@@ -114,5 +115,16 @@ class NativeAttention:
             kv_heads=shape.kv_heads,
             key_size=shape.key_size,
             value_size=shape.value_size,
-            kind=KINDS[keys.dtype],
+            kind=DTYPE_CODES[keys.dtype],
         )
+
+
+def pick_attention(cache: KVCache) -> AttentionBackend:
+    """Return the fastest attention this machine has for *cache*."""
+    if cache.keys[0].device.type != "cpu" or cache.keys[0].dtype not in DTYPES:
+        return TorchAttention(cache)
+    try:
+        return NativeAttention(cache)
+    except KernelUnavailableError as error:
+        logger.info("attention runs in plain torch: %s", error)
+        return TorchAttention(cache)

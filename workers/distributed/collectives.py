@@ -1,6 +1,6 @@
 """What ranks exchange within a forward, as operators of torch: they stand in a list of operators like any other.
 
-A list cannot hold a group, so it holds a number by which `Exchanges` are known.
+A list cannot hold a group, so it holds a number by which `Collectives` are known.
 """
 
 import itertools
@@ -12,10 +12,10 @@ from torch.fx.node import has_side_effect
 from workers.distributed.groups import Group
 
 _NUMBERS = itertools.count()
-_KNOWN: "WeakValueDictionary[int, Exchanges]" = WeakValueDictionary()
+_KNOWN: "WeakValueDictionary[int, Collectives]" = WeakValueDictionary()
 
 
-class Exchanges:
+class Collectives:
     """A group within a forward. Results never share memory with what is given."""
 
     def __init__(self, group: Group) -> None:

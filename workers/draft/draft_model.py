@@ -22,14 +22,16 @@ from protos.interfaces import DraftRow
 from protos.messages import Draft, RoundPlan, Row, Verdict
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
+from workers.device import weight_bytes
 from workers.draft.sampling import drawing_for
 from workers.draft.vocab_map import Dictionary, translated
 from workers.draft.weights import DraftCheckpoint, Lender, ResidentLender, StoredLender
 from workers.draft.worker import DraftWorker, Proposes
 from workers.features import Features
-from workers.model.loader import LoadedModel, load, pick_device, pick_dtype
+from workers.model.loaded import LoadedModel
+from workers.model.loader import load, pick_device, pick_dtype
 from workers.model.module_runner import DraftForward, LoadedModule, ModelForward, ModuleRunner
-from workers.model.runner import ModelRunner, weight_bytes
+from workers.model.runner import ModelRunner
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker

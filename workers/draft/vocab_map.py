@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from protos.errors import ModelError
 from workers.attention.batch import Ints
-from workers.model.loader import LoadedModel
+from workers.model.loaded import LoadedModel
 from workers.model.module_runner import DraftForward, Entries, ModelForward
 
 Texts = Mapping[tuple[str, bytes], int]

@@ -10,34 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from protos.errors import ConfigError
-from workers.distributed.collectives import Exchanges
-from workers.invariant import native, ops
-from workers.native.build import KernelUnavailableError
+from workers.distributed.collectives import Collectives
+from workers.invariant import ops
 
 PRODUCTS = 2
 """Of a layer's experts: gates and ups, then downs."""
-
-
-def check_possible(name: str, device: torch.device, ranks: int) -> None:
-    """Refuse what cannot be kept, before any weights are read.
-
-    Raises:
-        ConfigError: there is no compiler for the operators of CPUs, or the ranks do not divide the parts of sums.
-    """
-    if ops.SHARDS % ranks:
-        raise ConfigError(
-            f"batch_invariant adds up sums in {ops.SHARDS} parts, which {ranks} ranks cannot share: "
-            f"tensor_parallel_size must be 1, 2, 4 or {ops.SHARDS}"
-        )
-    if device.type != "cpu":
-        return
-    try:
-        native.check_available()
-    except KernelUnavailableError as error:
-        raise ConfigError(
-            f"{name}: batch_invariant needs operators of its own on a CPU, and {error}; install a C++ "
-            "compiler or leave batch_invariant out"
-        ) from error
 
 
 def lay_out(model: nn.Module) -> None:
@@ -63,7 +40,7 @@ class SummedLinear(nn.Module):
         group: the ranks.
     """
 
-    def __init__(self, linear: nn.Module, group: Exchanges) -> None:
+    def __init__(self, linear: nn.Module, group: Collectives) -> None:
         super().__init__()
         weight = linear.get_parameter("weight")
         weight_NK = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
@@ -88,7 +65,7 @@ class SummedExperts(TorchDispatchMode):
         group: the ranks, each of which holds a part of every inner width; rank 0 alone has the last biases.
     """
 
-    def __init__(self, group: Exchanges) -> None:
+    def __init__(self, group: Collectives) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's own lacks annotations
         self._group = group
         self.products = 0
@@ -110,7 +87,7 @@ class SummedExperts(TorchDispatchMode):
         return False  # as in `workers.invariant.trace.Invariant`
 
 
-def _total(part: torch.Tensor, group: Exchanges) -> torch.Tensor:
+def _total(part: torch.Tensor, group: Collectives) -> torch.Tensor:
     """Return the sum of all ranks' fp32 *part*, added up as a tree of neighbours."""
     if group.size == 1:
         return part
@@ -120,12 +97,12 @@ def _total(part: torch.Tensor, group: Exchanges) -> torch.Tensor:
     return parts[0]
 
 
-def _of_rank_0(bias: torch.Tensor, group: Exchanges) -> torch.Tensor:
+def _of_rank_0(bias: torch.Tensor, group: Collectives) -> torch.Tensor:
     """Return the bias that rank 0 has, and the others have as zeros."""
     return group.all_reduce(bias.detach().clone())
 
 
-def sum_in_order(model: nn.Module, name: str, group: Exchanges) -> nn.Module:
+def sum_in_order(model: nn.Module, name: str, group: Collectives) -> nn.Module:
     """Let the layer or the experts *name* of *model* (counted from it) sum over ranks; return what stands there now.
 
     Raises:
@@ -146,14 +123,14 @@ def sum_in_order(model: nn.Module, name: str, group: Exchanges) -> nn.Module:
     return summed
 
 
-def _sum_experts(experts: nn.Module, group: Exchanges) -> None:
+def _sum_experts(experts: nn.Module, group: Collectives) -> None:
     if "down_proj_bias" in dict(experts.named_parameters(recurse=False)):
         bias = experts.get_parameter("down_proj_bias")
         bias.data = _of_rank_0(bias, group)
     experts.forward = partial(_sum_last, group, experts.forward)
 
 
-def _sum_last(group: Exchanges, forward: Callable[..., torch.Tensor], *args: Any, **named: Any) -> torch.Tensor:
+def _sum_last(group: Collectives, forward: Callable[..., torch.Tensor], *args: Any, **named: Any) -> torch.Tensor:
     mode = SummedExperts(group)
     with mode:
         found = forward(*args, **named)

@@ -6,11 +6,7 @@ from functools import cache
 import torch
 
 from protos.errors import ConfigError
-from workers.attention.native import KINDS, NativeAttention
-from workers.native.build import load_function
-
-EXACTLY = "-ffp-contract=off"
-"""A product and a sum stay two operations where the source has two: a compiler might fuse them here and not there."""
+from workers.native.build import DTYPE_CODES, NO_CONTRACTION, load_function
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -46,23 +42,15 @@ class _Rowwise(ctypes.Structure):
     _fields_ += [("epsilon", ctypes.c_float)]
 
 
-class InvariantAttention(NativeAttention):
-    """Attends every row with a kernel whose bits depend on a query and the keys it sees alone."""
-
-    LONGEST = 1 << 62
-    KERNEL = ("invariant_attention", "slipstream_invariant_attention", EXACTLY)
-
-
 @cache
 def _function(name: str) -> "ctypes._NamedFuncPointer":
-    return load_function("invariant", f"slipstream_{name}", EXACTLY)
+    return load_function("invariant", f"slipstream_{name}", NO_CONTRACTION)
 
 
 def check_available() -> None:
     """Build everything that is needed. Raises `KernelUnavailableError` where it cannot be."""
     for name in ("linear", "each", "mean", "softmax", "layer_norm"):
         _function(name)
-    load_function(*InvariantAttention.KERNEL)
 
 
 def linear(
@@ -164,9 +152,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
 
 
 def _kind(x: torch.Tensor) -> int:
-    if x.dtype not in KINDS:
+    if x.dtype not in DTYPE_CODES:
         raise ConfigError(f"batch_invariant: the model computes in {x.dtype}, of float32, bfloat16 and float16")
-    return KINDS[x.dtype]
+    return DTYPE_CODES[x.dtype]
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from protos.errors import ConfigError, ModelError
 from workers.attention.backend import NAME
 from workers.compile import cpu_computes
 from workers.distributed.groups import Group, Solo
-from workers.invariant.model import check_possible, lay_out
-from workers.invariant.trace import active
-from workers.model.probe import probe
-from workers.model.tensor_parallel import build_share, sum_as_ranks_would
+from workers.model.loaded import ExecutionMode, LoadedModel
+from workers.model.tensor_parallel import Connect, build_shard
+from workers.model.torch_mode import TorchMode
 from workers.weights import families
 from workers.weights.building import BUILDING
 from workers.weights.hub import INDEX, describe, fetch, read_json, shards_by_tensor
@@ -39,41 +37,6 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model ready to run, and what the rest must know of it.
-
-    Attributes:
-        model: the causal LM, in eval mode, without gradients, with paged attention.
-        folder: where the checkpoint lies.
-        vocab_size: rows of the head, padding included.
-        max_model_len: the model's context length, or the user's smaller limit.
-        eos_ids: end-of-sequence ids of generation_config and config, ascending.
-        layers: K and V shape of every layer.
-        notes: what the user should be told.
-        group: the ranks that share it. With several, `model` and `layers` are one rank's, and rank 0 alone gets logits.
-        batch_invariant: its operators must be those of `workers.invariant.trace`.
-    """
-
-    model: torch.nn.Module
-    folder: Path
-    model_type: str
-    vocab_size: int
-    max_model_len: int
-    eos_ids: tuple[int, ...]
-    layers: tuple[LayerShape, ...]
-    dtype: torch.dtype
-    device: torch.device
-    notes: tuple[str, ...] = ()
-    group: Group = field(default_factory=Solo)
-    batch_invariant: bool = False
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks share it."""
-        return self.group.size
-
-
 def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     """Load what *config* names.
 
@@ -83,7 +46,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
 
     Raises:
         ModelError: it cannot be found, read or served; names what and why.
-        ConfigError: `batch_invariant` cannot be kept here, or for this model.
+        ConfigError: this machine or this model does not support the execution mode.
     """
     described = describe(config)
     families.check(described, config.model, config.max_model_len)
@@ -93,14 +56,13 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     dtype, notes = pick_dtype(config.dtype, described, folder, device)
     limit = _context_length(described, config)
     ranks = 1 if group is None else group.size
-    if config.batch_invariant:
-        check_possible(config.model, device, ranks)
+    mode = _mode_of(config)
+    mode.check(config.model, device, ranks)
     if group is None or ranks == 1:
         model = _instantiate(folder, config.model, dtype, device)
     else:
-        model = _instantiate_share(folder, config, dtype, device, group)
-    look = _probe_invariant if config.batch_invariant else probe
-    layers = look(model, config.model, ranks)
+        model = _instantiate_shard(folder, config.model, dtype, device, group, mode.connect)
+    layers = mode.prepare(model, config.model, ranks)
     kind = str(described["model_type"])
     notes += _notes(kind, layers, dtype)
     for note in notes:
@@ -115,22 +77,18 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         layers=layers,
         dtype=dtype,
         device=device,
+        mode=mode,
         notes=notes,
         group=Solo() if group is None else group,
-        batch_invariant=config.batch_invariant,
     )
 
 
-def _probe_invariant(model: Any, name: str, ranks: int) -> tuple[LayerShape, ...]:
-    """As `probe`; besides, every operator of the model is looked at."""
-    if ranks == 1:
-        sum_as_ranks_would(model, name)
-    lay_out(model)
-    try:
-        with active():
-            return probe(model, name, ranks)
-    except ConfigError as error:
-        raise ConfigError(f"{name} (model_type {model.config.model_type!r}): {error}") from error
+def _mode_of(config: ModelConfig) -> ExecutionMode:
+    if not config.batch_invariant:
+        return TorchMode()
+    from workers.invariant.mode import BatchInvariantMode  # noqa: PLC0415 - operators that few users need
+
+    return BatchInvariantMode()
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -235,17 +193,14 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
     return model.eval().requires_grad_(False).to(device)
 
 
-def _instantiate_share(
-    folder: Path, wanted: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group
+def _instantiate_shard(  # noqa: PLR0917
+    folder: Path, name: str, dtype: torch.dtype, device: torch.device, group: Group, connect: Connect
 ) -> Any:
-    """Return one rank's share of the model, checked to be complete."""
-    name = wanted.model
+    """Return one rank's shard of the model, checked to be complete."""
     try:
         with _quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            return build_share(
-                folder, name, config, dtype=dtype, device=device, group=group, batch_invariant=wanted.batch_invariant
-            )
+            return build_shard(folder, name, config, dtype=dtype, device=device, group=group, connect=connect)
     except (OSError, ValueError, KeyError, ImportError) as error:
         if isinstance(error, ModelError | ConfigError):
             raise

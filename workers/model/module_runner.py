@@ -10,7 +10,8 @@ from protos.draft_module import LayerShape
 from workers.attention.backend import Rows, run_with
 from workers.attention.batch import Batch, Ints
 from workers.attention.kv import KVCache
-from workers.model.runner import ModelRunner, pick_attention
+from workers.attention.native import pick_attention
+from workers.model.runner import ModelRunner
 from workers.slots import SlotTable
 
 

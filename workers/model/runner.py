@@ -1,28 +1,19 @@
 """Runs a loaded model over paged KV: a batch of rows in, fp32 logits out."""
 
 import logging
-import os
 import time
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.attention.backend import AttentionBackend, Rows, run_with
+from workers.attention.backend import Rows, run_with
 from workers.attention.batch import Batch, Ints
 from workers.attention.kv import KVCache, bytes_per_block
-from workers.attention.native import DTYPES, NativeAttention
-from workers.attention.torch import TorchAttention
-from workers.compile import Forward, Outputs, Weights, compile_forward
-from workers.distributed.groups import all_agree
-from workers.invariant.attention_cuda import SplitAttention
-from workers.invariant.native import InvariantAttention
-from workers.invariant.trace import invariant, traced
+from workers.compile import Forward, Outputs
 from workers.model.capture import Taps
-from workers.model.loader import LoadedModel
-from workers.native.build import KernelUnavailableError
+from workers.model.loaded import LoadedModel
 from workers.slots import SlotTable
 
 logger = logging.getLogger(__name__)
@@ -45,9 +36,9 @@ class ModelRunner:
         self.device = loaded.device
         self.block_size = block_size
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
-        self.attention = pick_invariant_attention(self.cache) if loaded.batch_invariant else pick_attention(self.cache)
+        self.attention = loaded.mode.attention(self.cache)
         run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
-        self._run: Forward = invariant(run) if loaded.batch_invariant else run
+        self._run = loaded.mode.wrap(run)
 
     @property
     def bytes_per_block(self) -> int:
@@ -61,26 +52,7 @@ class ModelRunner:
         """
         if self.device.type != "cpu":
             return "running eager"
-        if self.loaded.batch_invariant:
-            return self._trace()
-        if self.loaded.ranks > 1:
-            return "running eager: exchanges between ranks are not compiled"
-        weights = Weights(self.loaded.dtype, weight_bytes(self.loaded.model), free_memory())
-        self._run, note = compile_forward(self._run, self._try, weights)
-        logger.info("%s", note)
-        return note
-
-    def _trace(self) -> str:
-        """List the operators of the model once, instead of looking at each in every forward."""
-        # Three tensors, none of which is like what is tried afterwards: an input taken for another, or for a constant,
-        # is found out then.
-        made_up = (
-            torch.arange(9, 2, -1).remainder(self.loaded.vocab_size).unsqueeze(0),
-            torch.arange(11, 18).unsqueeze(0),
-            torch.tensor([4, 1, 6]),
-        )
-        agree = partial(all_agree, self.loaded.group, device=self.device)
-        self._run, note = traced(self._run, made_up, self._try, agree)
+        self._run, note = self.loaded.mode.optimize(self._run, self._try, self.loaded)
         logger.info("%s", note)
         return note
 
@@ -150,32 +122,6 @@ class ModelRunner:
         size = len(array_N)
         tensor = torch.from_numpy(array_N).as_strided((*leading, size), (*(size for _ in leading), 1))
         return tensor.to(self.device, non_blocking=True)
-
-
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of all weights, shared ones once."""
-    return sum(weight.nbytes for weight in model.parameters())
-
-
-def free_memory() -> int:
-    """Return the bytes of main memory that are free now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def pick_attention(cache: KVCache) -> AttentionBackend:
-    """Return the fastest attention this machine has for *cache*."""
-    if cache.keys[0].device.type != "cpu" or cache.keys[0].dtype not in DTYPES:
-        return TorchAttention(cache)
-    try:
-        return NativeAttention(cache)
-    except KernelUnavailableError as error:
-        logger.info("attention runs in plain torch: %s", error)
-        return TorchAttention(cache)
-
-
-def pick_invariant_attention(cache: KVCache) -> AttentionBackend:
-    """Return attention whose bits depend on a query and the keys it sees alone."""
-    return InvariantAttention(cache) if cache.keys[0].device.type == "cpu" else SplitAttention(cache)
 
 
 def _at_least(wanted_N: Ints, count: int) -> Ints:

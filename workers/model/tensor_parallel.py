@@ -15,11 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from protos.errors import ModelError
 from workers.attention.backend import NAME
-from workers.distributed.collectives import Exchanges
-from workers.distributed.groups import Group, Solo
-from workers.invariant.model import sum_in_order
+from workers.distributed.collectives import Collectives
+from workers.distributed.groups import Group
 from workers.weights.building import BUILDING
 from workers.weights.load import Cuts, Filler
 from workers.weights.partition import ATTENTION, Cut, Shares, shares_of
@@ -27,9 +25,10 @@ from workers.weights.plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
 from workers.weights.reader import opened
 
 SUMMED = frozenset({Style.ROWS, Style.SPLIT_INPUT, Style.EXPERTS, Style.EXPERTS_PAIRED})
+Connect = Callable[[Any, Plan, Group], None]
 
 
-def build_share(
+def build_shard(
     folder: Path,
     name: str,
     config: Any,
@@ -37,7 +36,7 @@ def build_share(
     dtype: torch.dtype,
     device: torch.device,
     group: Group,
-    batch_invariant: bool = False,
+    connect: Connect,
 ) -> Any:
     """Return this rank's share of a causal LM, read as slices; no more than that is ever held.
 
@@ -47,15 +46,15 @@ def build_share(
         config: its `transformers` config.
         dtype: of the weights.
         device: where they go.
-        group: the ranks; the forward of the model exchanges over it.
-        batch_invariant: sums over ranks have the order they have on one rank.
+        group: the ranks.
+        connect: attaches the collectives of the model's forward to its modules.
 
     Returns:
         The `transformers` model, in eval mode, without gradients.
 
     Raises:
         ModelError: the model cannot be split, or weights are missing or of the wrong shape.
-        ConfigError: it cannot be split with `batch_invariant`.
+        ConfigError: it cannot be split in this mode.
     """
     kind = str(config.model_type)
     plan = plan_for(config, kind, name)
@@ -65,21 +64,18 @@ def build_share(
     with opened(folder, kind, model.base_model_prefix) as checkpoint:
         Filler(name, checkpoint, _cuts(model, plan, shares), dtype, device).fill(model)
     _count_locally(model, kind, shares)
-    if batch_invariant:
-        _exchange_in_order(model, plan, group)
-    else:
-        _exchange(model, plan, group)
+    connect(model, plan, group)
     return model.eval()
 
 
-def _base_modules(model: Any) -> Mapping[str, nn.Module]:
-    """Return the modules below the base model by name, counted from there."""
+def base_modules(model: Any) -> Mapping[str, nn.Module]:
+    """Return the modules of the base model by their names in it."""
     return dict(model.base_model.named_modules())
 
 
 def _cuts(model: Any, plan: Plan, shares: Shares) -> Cuts:
     cuts: dict[str, Cut | None] = {}
-    for name, module in _base_modules(model).items():
+    for name, module in base_modules(model).items():
         full = f"{model.base_model_prefix}.{name}"
         style = style_of(plan, name)
         if style is not Style.WHOLE:
@@ -104,7 +100,7 @@ def _vocabulary_cuts(model: Any, shares: Shares) -> Cuts:
 
 def _count_locally(model: Any, kind: str, shares: Shares) -> None:
     """Tell attention modules whose code counts heads how many there are here."""
-    for name, module in _base_modules(model).items():
+    for name, module in base_modules(model).items():
         if name.rpartition(".")[2] in ATTENTION:
             for key in LOCAL_NUMBERS.get(kind, ()):
                 setattr(module, key, shares.local(getattr(module, key)))
@@ -121,61 +117,37 @@ def _keep_norms(norm: Any, first: int, last: int) -> None:
     norm.num_heads = last - first
 
 
-def _exchange(model: Any, plan: Plan, group: Group) -> None:
-    """Hang on every module what ranks exchange when it runs."""
-    for name, module in _base_modules(model).items():
+def connect(model: Any, plan: Plan, group: Group) -> None:
+    """Attach to every module the collective that follows it."""
+    for name, module in base_modules(model).items():
         style = style_of(plan, name)
         if style in SUMMED:
-            _split_input(module, module, style, group)
-            module.register_forward_hook(_after(group.all_reduce))
+            split_input(module, module, style, group)
+            module.register_forward_hook(apply_to_output(group.all_reduce))
         if style is Style.GATHERED:
-            module.register_forward_hook(_after(group.all_gather))
-    _exchange_vocabulary(model, group)
+            module.register_forward_hook(apply_to_output(group.all_gather))
+    connect_vocabulary(model, group)
 
 
-def _exchange_in_order(model: Any, plan: Plan, group: Group) -> None:
-    """As `_exchange`; what is summed is summed as one rank alone would, and operators can be listed."""
-    exchanges = Exchanges(group)
-    for name, module in _base_modules(model).items():
-        style = style_of(plan, name)
-        if style in SUMMED:
-            _split_input(module, sum_in_order(model.base_model, name, exchanges), style, group)
-        if style is Style.GATHERED:
-            module.register_forward_hook(_after(exchanges.all_gather))
-    _exchange_vocabulary(model, exchanges)
-
-
-def sum_as_ranks_would(model: Any, name: str) -> None:
-    """Let a model that one rank has whole add up in parts what several ranks would share, as `batch_invariant` wants.
-
-    Args:
-        model: a `transformers` causal LM.
-        name: what the user called it.
-    """
-    try:
-        plan = plan_for(model.config, str(model.config.model_type), name)
-    except ModelError:
-        return  # it cannot be split: there is no other number of ranks to agree with
-    alone = Exchanges(Solo())
-    for layer, module in _base_modules(model).items():
-        if style_of(plan, layer) in SUMMED and isinstance(module, (nn.Linear, Conv1D)):
-            sum_in_order(model.base_model, layer, alone)
-
-
-def _split_input(linear: nn.Module, runs: nn.Module, style: Style, group: Group) -> None:
+def split_input(linear: nn.Module, runs: nn.Module, style: Style, group: Group) -> None:
     """Let *runs*, which has the weights of *linear*, take its own part of inputs that every rank has whole."""
     if style is Style.SPLIT_INPUT:
         width = linear.get_parameter("weight").shape[0 if isinstance(linear, Conv1D) else 1]
         runs.register_forward_pre_hook(partial(_take_own, group.rank * width, width))
 
 
-def _exchange_vocabulary(model: Any, group: Group | Exchanges) -> None:
+def connect_vocabulary(model: Any, group: Group | Collectives) -> None:
+    """Sum embeddings over ranks, and gather logits to rank 0."""
     vocab_size = int(model.config.vocab_size)
-    model.get_output_embeddings().register_forward_hook(_after(partial(_gather_logits, group, vocab_size)))
+    model.get_output_embeddings().register_forward_hook(apply_to_output(partial(_gather_logits, group, vocab_size)))
     model.set_input_embeddings(SharedEmbedding(model.get_input_embeddings(), group))
 
 
-def _after(exchange: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+def apply_to_output(
+    exchange: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+    """Return a forward hook that replaces a module's output by what *exchange* returns for it."""
+
     def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return exchange(output)
 
@@ -186,7 +158,7 @@ def _take_own(start: int, width: int, _module: nn.Module, inputs: tuple[torch.Te
     return inputs[0].narrow(-1, start, width)
 
 
-def _gather_logits(group: Group | Exchanges, vocab_size: int, logits_1NV: torch.Tensor) -> torch.Tensor:
+def _gather_logits(group: Group | Collectives, vocab_size: int, logits_1NV: torch.Tensor) -> torch.Tensor:
     """Return all logits on rank 0, without those of the padding, and `[1, N, 0]` elsewhere."""
     whole = group.gather(logits_1NV)
     if whole is None:
@@ -197,7 +169,7 @@ def _gather_logits(group: Group | Exchanges, vocab_size: int, logits_1NV: torch.
 class SharedEmbedding(nn.Module):
     """An embedding of which each rank holds some rows; every id is looked up where its row is."""
 
-    def __init__(self, rows: nn.Module, group: Group | Exchanges) -> None:
+    def __init__(self, rows: nn.Module, group: Group | Collectives) -> None:
         super().__init__()
         self.rows, self._group = rows, group
         self._count = rows.get_parameter("weight").shape[0]

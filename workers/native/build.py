@@ -10,9 +10,15 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 BUILD_SECONDS = 120
+NO_CONTRACTION = "-ffp-contract=off"
+"""Compiler flag: do not fuse a product and a sum, which would round once instead of twice."""
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The number that stands for a dtype in arguments of kernels."""
 
 
 class KernelUnavailableError(Exception):

@@ -35,14 +35,15 @@ from protos.worker_messages import (
 )
 from workers.attention.kv import bytes_per_block
 from workers.build import MEASURED_TOKENS, cache_memory, taps_for
-from workers.device import set_device
+from workers.device import set_device, weight_bytes
 from workers.distributed.groups import LOOPBACK, Group, Solo, address_towards, connect_store, open_store
 from workers.distributed.shm_group import form_near
 from workers.draft.channel import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.draft.deadline import FLOOR_S
 from workers.draft.draft_model import DraftEngine, LoadedDraft, feature_spec, load_draft, wants_costs
-from workers.model.loader import LoadedModel, load
-from workers.model.runner import ModelRunner, weight_bytes
+from workers.model.loaded import LoadedModel
+from workers.model.loader import load
+from workers.model.runner import ModelRunner
 from workers.process.draft_rank import DraftRank
 from workers.process.target_rank import TargetRank
 from workers.sampling.grammar_words import with_grammars

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from protos.config.engine import ModelConfig
 from protos.guidance import GrammarError, vocabulary
-from workers.model.loader import LoadedModel
+from workers.model.loaded import LoadedModel
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.grammar_slots import Grammars
 from workers.sampling.sampler import Sampler

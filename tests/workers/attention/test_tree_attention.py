@@ -18,8 +18,8 @@ from workers.attention.batch import TreeMask, TreeMasks
 from workers.attention.kv import KVCache
 from workers.attention.native import NativeAttention
 from workers.attention.torch import TorchAttention
+from workers.invariant.attention import InvariantAttention
 from workers.invariant.attention_cuda import SplitAttention
-from workers.invariant.native import InvariantAttention
 
 BLOCK = 8
 BACKENDS = (NativeAttention, TorchAttention, InvariantAttention, SplitAttention)

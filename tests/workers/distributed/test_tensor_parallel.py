@@ -19,7 +19,8 @@ from tests.support.models.tiny_models import FAMILIES, SPECIFIC, build
 from tests.workers.model.test_models import BLOCK, PREFIX, SLOTS, fill, paged_logits, reference_logits, sequences
 from workers.attention.batch import Batch
 from workers.distributed.groups import Group
-from workers.model.loader import LoadedModel, load
+from workers.model.loaded import LoadedModel
+from workers.model.loader import load
 from workers.model.runner import ModelRunner
 from workers.slots import SlotTable
 

@@ -1,0 +1,46 @@
+"""The default execution mode: torch's operators, compiled on CPUs."""
+
+from typing import Any
+
+import torch
+
+from protos.draft_module import LayerShape
+from workers.attention.backend import AttentionBackend
+from workers.attention.kv import KVCache
+from workers.attention.native import pick_attention
+from workers.compile import Forward, Trial, Weights, compile_forward
+from workers.device import free_memory, weight_bytes
+from workers.distributed.groups import Group
+from workers.model.loaded import LoadedModel
+from workers.model.probe import probe
+from workers.model.tensor_parallel import connect
+from workers.weights.plan import Plan
+
+
+class TorchMode:
+    """Runs torch's operators. See `ExecutionMode`."""
+
+    def check(self, name: str, device: torch.device, ranks: int) -> None:
+        """Every model and device is supported."""
+
+    def connect(self, model: Any, plan: Plan, group: Group) -> None:
+        """Reduce and gather outputs with hooks."""
+        connect(model, plan, group)
+
+    def prepare(self, model: Any, name: str, ranks: int) -> tuple[LayerShape, ...]:
+        """Leave weights as they are."""
+        return probe(model, name, ranks)
+
+    def attention(self, cache: KVCache) -> AttentionBackend:
+        """Return the fastest attention of this machine."""
+        return pick_attention(cache)
+
+    def wrap(self, forward: Forward) -> Forward:
+        """Return *forward* itself."""
+        return forward
+
+    def optimize(self, forward: Forward, trial: Trial, loaded: LoadedModel) -> tuple[Forward, str]:
+        """Compile *forward*."""
+        if loaded.ranks > 1:
+            return forward, "running eager: exchanges between ranks are not compiled"
+        return compile_forward(forward, trial, Weights(loaded.dtype, weight_bytes(loaded.model), free_memory()))
