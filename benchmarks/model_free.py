@@ -26,8 +26,9 @@ from demo import pair
 from proposers import registry
 from proposers.shared import datastore
 from protos.config.engine import SpeculativeConfig
-from protos.interfaces import DraftRow, Proposer, SequenceListener
-from protos.messages import Draft, Request, Sampling
+from protos.draft import Draft, DraftRow
+from protos.interfaces import Proposer, SequenceListener
+from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 
 PROPOSE_AT_MOST, UPDATE_AT_MOST, MEMORY_AT_MOST = 2.0, 5.0, 256

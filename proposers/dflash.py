@@ -14,7 +14,8 @@ from proposers.formats import dflash as format_of
 from proposers.shared.decoder import Layers, Rope, TargetVocabulary, fill, stored
 from proposers.shared.one_forward import ParallelProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import DraftWeights, FeatureSpec
+from protos.draft_module import DraftWeights
+from protos.layers import FeatureSpec
 
 
 class DFlashNet(nn.Module):

@@ -11,9 +11,8 @@ import torch
 from proposers.shared.chains import Chains
 from proposers.shared.dynamic_tree import CHAINS, Tree, TreeShape
 from protos.config.engine import SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner, on_a_worker
-from protos.interfaces import DraftRow
-from protos.messages import Draft
 
 
 class DraftModelProposer:

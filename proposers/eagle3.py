@@ -14,7 +14,8 @@ from proposers.formats import eagle3 as format_of
 from proposers.shared.autoregressive import AutoregressiveProposer
 from proposers.shared.decoder import Layers, Rope, TargetVocabulary, fill, stored, through
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_module import DraftWeights, FeatureSpec
+from protos.draft_module import DraftWeights
+from protos.layers import FeatureSpec
 
 
 class WideLayer(nn.Module):

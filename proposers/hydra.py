@@ -17,8 +17,9 @@ from proposers.formats import hydra as checkpoint
 from proposers.shared.decoder import Layers, fill, stored, through
 from proposers.shared.heads import Block, HeadsModule, HeadsProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import DraftWeights, FeatureSpec
-from protos.interfaces import DraftRow
+from protos.draft import DraftRow
+from protos.draft_module import DraftWeights
+from protos.layers import FeatureSpec
 
 
 class Prefix(nn.Module):

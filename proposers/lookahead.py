@@ -16,10 +16,11 @@ from random import Random
 from typing import ClassVar, NamedTuple, Self
 
 from protos.config.engine import SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow, SequenceListener
-from protos.messages import Draft, Request
+from protos.interfaces import SequenceListener
+from protos.messages import Request
 
 MAX_KEYS = 1024
 """First tokens that a pool keeps n-grams for; those that were added to longest ago leave."""

@@ -15,7 +15,8 @@ from proposers.formats import medusa as checkpoint
 from proposers.shared.decoder import TargetVocabulary, fill, stored
 from proposers.shared.heads import Block, HeadsModule, HeadsProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import DraftWeights, FeatureSpec
+from protos.draft_module import DraftWeights
+from protos.layers import FeatureSpec
 
 Output = Callable[[torch.Tensor], torch.Tensor]
 

@@ -17,7 +17,8 @@ from proposers.formats import mlp_speculator as checkpoint
 from proposers.shared.decoder import fill, stored
 from proposers.shared.heads import HeadsModule, HeadsProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import DraftWeights, FeatureSpec
+from protos.draft_module import DraftWeights
+from protos.layers import FeatureSpec
 
 EPSILON = 1e-6
 

@@ -19,7 +19,8 @@ from proposers.formats.causal import model_config
 from proposers.shared.autoregressive import AutoregressiveProposer
 from proposers.shared.decoder import Rope, compute_buffers, fill, layer_shape, shapes_of
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_module import DraftWeights, FeatureSpec
+from protos.draft_module import DraftWeights
+from protos.layers import FeatureSpec
 
 ADDS_ONE = (".embed_norm.weight", ".state_norm.weight", ".norm.weight")
 

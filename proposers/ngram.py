@@ -9,9 +9,8 @@ from typing import ClassVar, Self
 from proposers.shared.ngram_index import Places
 from proposers.shared.sequence_index import IndexedSequence, SequenceIndex
 from protos.config.engine import SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner
-from protos.interfaces import DraftRow
-from protos.messages import Draft
 
 
 class NgramProposer(SequenceIndex):

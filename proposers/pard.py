@@ -15,7 +15,8 @@ from proposers.formats.causal import model_config
 from proposers.shared.decoder import compute_buffers, fill, layer_shape, stored
 from proposers.shared.one_forward import ParallelProposer
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_module import DraftWeights, FeatureSpec
+from protos.draft_module import DraftWeights
+from protos.layers import FeatureSpec
 
 
 class PardModule(nn.Module):

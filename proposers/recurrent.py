@@ -19,9 +19,9 @@ from proposers.shared.dynamic_tree import Nodes
 from proposers.shared.heads import Block, HeadsModule, HeadsProposer
 from proposers.shared.static_tree import StaticTree
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_module import DraftRunner, DraftWeights, FeatureSpec
-from protos.interfaces import DraftRow
-from protos.messages import Draft
+from protos.draft import Draft, DraftRow
+from protos.draft_module import DraftRunner, DraftWeights
+from protos.layers import FeatureSpec
 
 KEPT = 50
 """Ids that stay possible behind a beam."""

@@ -13,10 +13,9 @@ from typing import ClassVar, Self
 from proposers.shared.continuations import NO_GUESS, Texts, Vote, chain, confidence_of, tree
 from proposers.shared.datastore import DEPTH, Datastore
 from protos.config.engine import SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow
-from protos.messages import Draft
 
 SHORTEST = 2
 LONGEST = 10

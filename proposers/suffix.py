@@ -17,9 +17,8 @@ from proposers.shared.continuations import NO_GUESS, Guess, Vote, chain, confide
 from proposers.shared.ngram_index import Places
 from proposers.shared.sequence_index import IndexedSequence, SequenceIndex
 from protos.config.engine import SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner
-from protos.interfaces import DraftRow
-from protos.messages import Draft
 
 OWN_SIZES = (6, 2)
 """Grams of a request's own text that are indexed: a match has two tokens at least."""

@@ -11,43 +11,13 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-import msgspec
-
 from protos.config.engine import SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow, Needs
-from protos.messages import Draft
+from protos.layers import FeatureSpec, LayerShape
 
 if TYPE_CHECKING:
     import torch
-
-
-class LayerShape(NamedTuple):
-    """Heads and head sizes of one layer's K and V (they may differ, as in deepseek_v3)."""
-
-    kv_heads: int
-    key_size: int
-    value_size: int
-
-    @property
-    def elements_per_token(self) -> int:
-        """Numbers cached for one token."""
-        return self.kv_heads * (self.key_size + self.value_size)
-
-
-class FeatureSpec(msgspec.Struct, frozen=True):
-    """Which hidden states of the target a proposer is fed.
-
-    Attributes:
-        needs: "none"; "last": of the newest token the target has computed, the one behind which it chose the newest
-            known token; "all": of every token that is kept, prompts included.
-        inputs_of: decoder layers, from 0, whose *input* is taken (the residual stream; n, the number of layers, means
-            the output of the last one before the final norm), concatenated in this order. Empty: the state that the
-            target's head reads, after the final norm.
-    """
-
-    needs: Needs = "none"
-    inputs_of: tuple[int, ...] = ()
 
 
 class DraftWeights(Protocol):

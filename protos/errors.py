@@ -76,3 +76,13 @@ def failure(reason: str) -> SlipstreamError:
         if reason.startswith(f"{param}: "):
             return InvalidRequestError(reason, param)
     return RequestFailedError(f"the request failed: {reason}")
+
+
+def request_error(message: str, param: str | None) -> InvalidRequestError:
+    """Make the error of a request type."""
+    return InvalidRequestError(message, param)
+
+
+def config_error(message: str, _param: str | None) -> ConfigError:
+    """Make the error of a configuration type."""
+    return ConfigError(message)

@@ -1,31 +1,14 @@
 """The protocols through which the parts meet. `runtime` and `workers` know each other only by these."""
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
 from protos.config.engine import SpeculativeConfig
-from protos.messages import Abort, Draft, Request, RoundPlan, TokenOutput, Verdict, WorkerInfo
-
-if TYPE_CHECKING:
-    from protos.draft_module import DraftRunner
-
-Needs = Literal["none", "last", "all"]
-
-
-class DraftRow(msgspec.Struct, frozen=True, gc=False):
-    """One sequence that wants a draft of at most `k` tokens after its `token_ids`.
-
-    `token_ids` is given to proposers beside the controller, and is only theirs to read; learned ones read the draft
-    worker's own tables by `slot`. `key` is the sequence's for life, as a `SequenceListener` was told, and 0 where
-    nobody was.
-    """
-
-    slot: int
-    k: int
-    token_ids: Seq[int] = ()
-    key: int = 0
+from protos.draft import Draft, DraftRow
+from protos.draft_module import DraftRunner
+from protos.messages import Abort, Request, RoundPlan, TokenOutput, Verdict, WorkerInfo
 
 
 class Proposer(Protocol):
@@ -38,7 +21,7 @@ class Proposer(Protocol):
     on_worker: ClassVar[bool]
 
     @classmethod
-    def create(cls, config: SpeculativeConfig, runner: "DraftRunner | None") -> "Proposer":
+    def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> "Proposer":
         """Return a proposer as *config* asks; *runner* is None beside the controller."""
         ...
 

@@ -9,8 +9,18 @@ from typing import Literal
 
 import msgspec
 
+from protos.draft import Draft
+from protos.layers import Needs
 from protos.sampling import SamplingParams
-from protos.structured import Grammar
+
+Kind = Literal["json_schema", "regex", "lark"]
+
+
+class Grammar(msgspec.Struct, frozen=True, gc=False):
+    """The form that an answer must have, as the grammar library reads it: see `protos.guidance`."""
+
+    kind: Kind
+    text: str
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
@@ -80,27 +90,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     ranks: list[int]
 
 
-class Draft(msgspec.Struct, frozen=True, gc=False):
-    """A guess of what follows: nodes of a tree in topological order.
-
-    `parents[i]` is the index of node i's parent, -1 for the root (the last known token); an empty
-    `parents` is a chain: each token follows the one before. `probes[i]` marks nodes whose outcome is
-    wanted but which are never accepted; empty means none. See `protos.draft_tree`.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...] = ()
-    probes: tuple[bool, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether each token follows the one before."""
-        return not self.parents
-
-
 class NewSequence(msgspec.Struct, frozen=True, gc=False):
     """A sequence that takes a worker slot: told in full. Tokens are prompt + output so far.
 
@@ -159,11 +148,6 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
     moves: Seq[int] = ()
     speculates: bool = False
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nobody runs in this round."""
-        return not self.rows
-
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
     """What a round decided for one row that samples, or the prompt log-probabilities of one that does not.
@@ -190,11 +174,6 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     failed: str | None = None
     probed: Seq[int] = ()
     widths: Seq[int] = ()
-
-    @property
-    def accepted(self) -> int:
-        """How many draft tokens were accepted."""
-        return len(self.path)
 
 
 class SpeculationStats(msgspec.Struct, frozen=True, gc=False):
@@ -269,7 +248,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     speculates: bool = False
     notes: tuple[str, ...] = ()
     costs: StepCosts | None = None
-    draft_needs: Literal["none", "last", "all"] = "none"
+    draft_needs: Needs = "none"
     methods: tuple[str, ...] = ()
     num_speculative_tokens: int = 0
     dtype: str = ""

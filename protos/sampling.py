@@ -1,20 +1,27 @@
-"""`SamplingParams`: what a user may ask of one request, under vLLM's names."""
+"""`SamplingParams` and `StructuredOutputsParams`: the options of one request, under vLLM's names."""
 
+import json
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from protos.errors import InvalidRequestError
-from protos.structured import StructuredOutputsParams
-from protos.validation import request_error, shown, typed
+from protos.errors import InvalidRequestError, request_error
+from protos.validation import shown, typed
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 GREEDY_BELOW = 1e-5
+MAX_GRAMMAR_CHARS = 1 << 18
+MAX_REGEX_CHARS = 1 << 14
+MAX_CHOICES = 4096
+MAX_DEPTH = 96
+"""Nesting limit of JSON schemas, and of brackets in a regular expression or grammar: parsers recurse into both."""
+SOURCES = ("json", "regex", "choice", "grammar", "json_object")
+"""The fields of `StructuredOutputsParams` that define a grammar."""
 
-# vLLM's arguments that change nothing here: what they steer does not exist, or is always so.
+# vLLM's arguments that have no effect here; accepted and ignored.
 HARMLESS = frozenset(
     {
         "output_kind",
@@ -25,7 +32,7 @@ HARMLESS = frozenset(
         "skip_reading_prefix_cache",
     }
 )
-# vLLM's arguments that would change the tokens; refused unless they are left at "nothing asked".
+# vLLM's arguments that would change the tokens; refused unless left at a neutral value.
 REFUSED = {
     "best_of": "use n",
     "use_beam_search": "beam search is not available",
@@ -39,7 +46,7 @@ REFUSED = {
 
 
 def _as_tuple(value: object) -> object:
-    """Let None be empty and one string be a list of one."""
+    """Return an empty tuple for None, and a tuple of one for a string."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else value
@@ -50,7 +57,7 @@ def _off_is_zero(value: object) -> object:
 
 
 def _greedy_is_zero(value: float) -> float:
-    """As in vLLM, temperatures too small to divide by mean greedy."""
+    """Return 0 for temperatures too small to divide by, as in vLLM."""
     return 0.0 if value < GREEDY_BELOW else value
 
 
@@ -61,30 +68,95 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
+Source = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+
+
+def _as_json(value: object) -> object:
+    """Return the JSON text of a schema given as a dictionary or a pydantic model class."""
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    if not isinstance(value, dict | bool):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise ValueError(f"must be nested at most {MAX_DEPTH} levels deep") from None
+    except (TypeError, ValueError):
+        raise ValueError("must be a JSON schema: a dictionary of JSON values, or JSON text") from None
+
+
+def _without_backend(given: dict[str, Any]) -> dict[str, Any]:
+    """Drop vLLM's backend options; refuse `structural_tag`."""
+    if given.get("structural_tag") is not None:
+        raise InvalidRequestError("structural_tag is not supported: write a grammar", "structured_outputs")
+    foreign = {"structural_tag", "disable_fallback", "_backend", "_backend_was_auto"}
+    return {name: value for name, value in given.items() if name not in foreign}
+
+
+def _structured_error(message: str, param: str | None) -> Exception:
+    """Make an error whose request field is `structured_outputs`."""
+    return request_error(f"structured_outputs: {message}", "structured_outputs")
+
+
+@typed(_structured_error, _without_backend)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class StructuredOutputsParams:
+    """Constraints on the format of an answer, under vLLM's names; exactly one of the first five must be given.
+
+    `json` is a JSON schema: a dictionary, JSON text or a pydantic model class. `regex` is matched from end to end, in
+    the dialect of Rust's `regex` (no look-around, no back-references). `choice` lists the possible answers.
+    `grammar` is a context-free grammar in the Lark dialect of llguidance. `json_object` allows any JSON object.
+
+    For JSON: `disable_any_whitespace` forbids whitespace between tokens, `whitespace_pattern` is a regex of the
+    whitespace allowed there (default: a space, or a line break with indentation), and `disable_additional_properties`
+    forbids properties that an object's schema does not name.
+
+    Raises:
+        InvalidRequestError: names the value and the limit; `param` is "structured_outputs".
+    """
+
+    json: Annotated[Source | None, BeforeValidator(_as_json)] = None
+    regex: str | None = Field(default=None, max_length=MAX_REGEX_CHARS)
+    choice: tuple[str, ...] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
+    grammar: Source | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = Field(default=None, max_length=256)
+
+    @model_validator(mode="after")
+    def _agree(self) -> "StructuredOutputsParams":
+        given = [name for name in SOURCES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(SOURCES)} must be given, got {' and '.join(given) or 'none'}")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise ValueError("whitespace_pattern and disable_any_whitespace contradict each other")
+        return self
+
+
 def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
-    """Drop vLLM's arguments that mean nothing here; refuse those that would change the tokens."""
+    """Drop vLLM's arguments that have no effect here; refuse those that would change the tokens."""
     for name, instead in REFUSED.items():
         if given.get(name) not in (None, False, (), [], {}):
             raise InvalidRequestError(f"{name} is not supported, got {shown(given[name])}: {instead}", name)
-    form = given.get("structured_outputs")
-    if isinstance(form, dict):
-        given = {**given, "structured_outputs": StructuredOutputsParams(**form)}
+    structured = given.get("structured_outputs")
+    if isinstance(structured, dict):
+        given = {**given, "structured_outputs": StructuredOutputsParams(**structured)}
     return {name: value for name, value in given.items() if name not in HARMLESS and name not in REFUSED}
 
 
 @typed(request_error, _without_foreign)
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class SamplingParams:
-    """Sampling options of one request, under vLLM's names; all are checked here.
+    """Sampling options of one request, under vLLM's names; all are validated here.
 
-    Sequences may be lists, one string, or None for none; they are kept as tuples. `top_k` -1 and 0 mean off,
-    `temperature` 0 (and below 1e-5) greedy. `seed` is a uint64; without one the request gets a random one.
-    `max_tokens` None means up to the end of the context. `logprobs` and `prompt_logprobs` count the most likely tokens
-    told beside the chosen one, -1 for the whole vocabulary. `truncate_prompt_tokens` keeps the prompt's last
-    tokens, -1 as many as fit. `prediction` is what the answer is expected to be, text or token ids: where speculation
-    looks things up (`ngram`, `suffix`), it is looked up there first; it changes no token. `structured_outputs`, or a
-    dictionary of its fields, says what form the answer must have. To change one of all these,
-    `dataclasses.replace(params, temperature=0.0)`.
+    Sequences may be given as lists, a single string, or None; they are stored as tuples. `top_k` -1 and 0 mean off,
+    `temperature` 0 (and below 1e-5) greedy. `seed` is a uint64; without one the request gets a random seed.
+    `max_tokens` None means up to the end of the context. `logprobs` and `prompt_logprobs` are the number of most likely
+    tokens returned in addition to the sampled one, -1 for the whole vocabulary. `truncate_prompt_tokens` keeps the
+    prompt's last tokens, -1 as many as fit. `prediction` is the expected answer, text or token ids: the lookup methods
+    (`ngram`, `suffix`) search it first; it changes no token. `structured_outputs` constrains the format of the answer;
+    a dictionary of its fields will do. To change one option: `dataclasses.replace(params, temperature=0.0)`.
 
     Raises:
         InvalidRequestError: names the value and the limit; `param` is the argument.
@@ -122,7 +194,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.stop and not self.detokenize:
-            raise ValueError("stop strings are looked for in the text: they need detokenize=True")
+            raise ValueError("stop strings are searched for in the text: they need detokenize=True")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0")
         return self

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ArgsKwargs, SchemaValidator
 
-from protos.errors import ConfigError, InvalidRequestError
-
 T = TypeVar("T")
 MakeError = Callable[[str, str | None], Exception]
 Foreign = Callable[[dict[str, Any]], dict[str, Any]]
@@ -79,16 +77,6 @@ def one_line(error: ValidationError, known: Collection[str]) -> tuple[str, str |
 def _said(kind: str, message: str, numbers: Mapping[str, Any]) -> str:
     limit = LIMITS.get(kind)
     return message.replace("Input should be", "must be") if limit is None else limit.format(**numbers)
-
-
-def request_error(message: str, param: str | None) -> InvalidRequestError:
-    """The error of request types."""
-    return InvalidRequestError(message, param)
-
-
-def config_error(message: str, param: str | None) -> ConfigError:
-    """The error of configuration types."""
-    return ConfigError(message)
 
 
 def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[T]]:

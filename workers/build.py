@@ -6,8 +6,8 @@ import torch
 from msgspec import structs
 
 from protos.config.engine import CacheConfig, EngineConfig
-from protos.draft_module import FeatureSpec
 from protos.errors import ConfigError
+from protos.layers import FeatureSpec
 from protos.messages import StepCosts, WorkerInfo
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from protos.interfaces import Needs
+from protos.layers import Needs
 from protos.messages import Row, Verdict
 from workers.attention.batch import Ints
 

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import torch
 
-from protos.draft_tree import ancestors, depths, widths
-from protos.interfaces import Needs
-from protos.messages import Draft, NewSequence, Row, TokenLogprobs, Verdict
+from protos.draft import Draft
+from protos.layers import Needs
+from protos.messages import NewSequence, Row, TokenLogprobs, Verdict
 from workers.attention.batch import Batch, Ints, TreeMask, TreeMasks
 from workers.features import Features, kept
 from workers.model.runner import ModelRunner
@@ -74,7 +74,7 @@ def _areas(rows: Seq[Row], drafts: Seq[Draft], ends_R: Ints, lengths_R: Ints) ->
 def _area(row: Row, draft: Draft) -> TreeMask | None:
     if draft.is_chain:
         return None
-    return TreeMask(row.known_len, [row.known_len - 1 + depth for depth in depths(draft)], ancestors(draft))
+    return TreeMask(row.known_len, [row.known_len - 1 + depth for depth in draft.depths()], draft.ancestor_masks())
 
 
 class TargetWorker:
@@ -234,5 +234,5 @@ def _with_tree(verdict: Verdict, draft: Draft, probed: Seq[int]) -> Verdict:
     """Add what only verdicts over trees have."""
     if draft.is_chain:
         return verdict
-    guesses = widths(draft)
+    guesses = draft.widths()
     return msgspec.structs.replace(verdict, proposed=sum(guesses), widths=guesses, probed=probed)

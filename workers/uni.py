@@ -3,9 +3,9 @@
 import time
 from collections.abc import Sequence as Seq
 
-from protos.draft_tree import NO_DRAFT
+from protos.draft import NO_DRAFT, Draft
 from protos.interfaces import InOneProcess, PhaseTimes
-from protos.messages import Draft, RoundPlan, Row, Verdict, WorkerInfo
+from protos.messages import RoundPlan, Row, Verdict, WorkerInfo
 from workers.draft.draft_model import DraftEngine
 from workers.slots import SlotTable
 from workers.target import TargetWorker

@@ -12,9 +12,8 @@ import torch
 from proposers.shared.chains import Chains
 from proposers.shared.dynamic_tree import Tree, TreeShape
 from protos.config.engine import SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner, Module, on_a_worker
-from protos.interfaces import DraftRow
-from protos.messages import Draft
 
 
 class AutoregressiveModule(Module, Protocol):

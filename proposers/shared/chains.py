@@ -5,8 +5,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from protos.config.engine import MAX_SPECULATIVE_TOKENS
-from protos.interfaces import DraftRow
-from protos.messages import Draft
+from protos.draft import Draft, DraftRow
 
 
 class Chains:

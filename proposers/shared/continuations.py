@@ -10,7 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from protos.config.engine import SpeculativeConfig
-from protos.messages import Draft
+from protos.draft import Draft
 
 Texts = Seq[Seq[int]]
 

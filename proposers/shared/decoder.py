@@ -12,8 +12,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from proposers.formats.shared.layers import LayerDims
 from proposers.formats.shared.layout import Shapes
 from proposers.formats.shared.values import Config
-from protos.draft_module import DraftWeights, LayerShape
+from protos.draft_module import DraftWeights
 from protos.errors import ModelError
+from protos.layers import LayerShape
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of the positions of a forward, `[1, T, D]` each."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner, Level
-from protos.interfaces import DraftRow
-from protos.messages import Draft
 
 Behind = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """From states `[N, X]` behind nodes of a depth to logits `[N, V]` and what is fed beside their children `[N, Y]`.

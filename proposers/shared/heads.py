@@ -17,9 +17,9 @@ from torch import nn
 from proposers.shared.chains import Chains
 from proposers.shared.static_tree import StaticTree, TreeLevel
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import DraftRunner, LayerShape, Module, on_a_worker
-from protos.interfaces import DraftRow
-from protos.messages import Draft
+from protos.draft import Draft, DraftRow
+from protos.draft_module import DraftRunner, Module, on_a_worker
+from protos.layers import LayerShape
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ import torch
 
 from proposers.shared.chains import Chains
 from protos.config.engine import SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner, Module, on_a_worker
-from protos.interfaces import DraftRow
-from protos.messages import Draft
 
 
 class MaskedModule(Module, Protocol):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from proposers.shared.ngram_index import Places
 from proposers.shared.prediction import Prediction
-from protos.interfaces import DraftRow, SequenceListener
-from protos.messages import Draft, Request
+from protos.draft import Draft, DraftRow
+from protos.interfaces import SequenceListener
+from protos.messages import Request
 
 SLICE = 2048
 """Tokens that are taken in at a time, over all sequences: about a millisecond."""

@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from protos.draft import Draft
 from protos.errors import ConfigError
-from protos.messages import Draft
 
 Choice = tuple[int, ...]
 Ints = npt.NDArray[np.int64]

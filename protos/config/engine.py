@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from protos.validation import config_error, shown, typed
+from protos.errors import config_error
+from protos.validation import shown, typed
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 MAX_SPECULATIVE_TOKENS = 64

@@ -63,7 +63,7 @@ class Committer:
         widths = verdict.widths or (1,) * verdict.proposed
         if sequence.finish_reason is not None:
             widths = widths[:kept]
-        accepted = min(verdict.accepted, kept)
+        accepted = min(len(verdict.path), kept)
         sequence.speculation.add(widths, accepted)
         self._counters.speculation.add(widths, accepted)
         return Step(sum(widths), accepted, len(widths))

@@ -68,7 +68,7 @@ class Controller:
             return ended
         began = time.monotonic()
         plan = self.scheduler.schedule(self.policy, self.executor.drafting)
-        if plan.is_empty:
+        if not plan.rows:
             return ended or self.inbox.wait()
         verdicts = self._guarded(f"in round {plan.round}", lambda: self.executor.run(plan), ended)
         if verdicts is None:

@@ -3,7 +3,7 @@
 from itertools import count
 
 from protos.config.engine import CacheConfig, SchedulerConfig
-from protos.interfaces import Needs
+from protos.layers import Needs
 from protos.messages import NewSequence, Request, Row
 from runtime.core.block_manager import Chain
 from runtime.core.proposing import ControllerProposers, ScheduledSequence

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from protos.draft_tree import NO_DRAFT, first_of, sane
-from protos.interfaces import DraftRow, Proposer, SequenceListener
-from protos.messages import Draft
+from protos.draft import NO_DRAFT, Draft, DraftRow
+from protos.interfaces import Proposer, SequenceListener
 from runtime.core.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class ScheduledSequence:
         """Keep the first *k* nodes of the draft."""
         self.k = k
         if self.draft is not None:
-            self.draft = first_of(self.draft, k) if k else None
+            self.draft = self.draft.first(k) if k else None
 
 
 class ControllerProposers:
@@ -98,7 +97,7 @@ class ControllerProposers:
         try:
             drafts = proposer.propose(rows)
             if len(drafts) == len(rows):
-                return [sane(draft, row.k, self._vocab_size) for draft, row in zip(drafts, rows, strict=True)]
+                return [draft.valid_prefix(row.k, self._vocab_size) for draft, row in zip(drafts, rows, strict=True)]
             logger.warning("%s returned %d drafts for %d rows", type(proposer).__name__, len(drafts), len(rows))
         except Exception:
             logger.exception("%s failed; these rows go on without its guesses", type(proposer).__name__)

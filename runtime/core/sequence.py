@@ -129,7 +129,7 @@ class Sequence:
         """
         known_len = len(self.token_ids)
         kept = self.append(verdict.token_ids)
-        accepted = min(verdict.accepted, kept)
+        accepted = min(len(verdict.path), kept)
         self.num_computed = known_len + accepted
         return kept
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from protos.guidance import GrammarError, matcher, trouble, vocabulary
-from protos.structured import Grammar
+from protos.messages import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 from protos.errors import InvalidRequestError, OverloadedError, SlipstreamError
-from protos.structured import Grammar, StructuredOutputsParams, grammar_of
+from protos.messages import Grammar
+from protos.structured import StructuredOutputsParams, grammar_of
 from runtime.subprocess import python_command
 from runtime.text.grammar_process import LENGTH, GrammarReply, GrammarSetup, framed
 from runtime.text.tokenizer import Tokenizer

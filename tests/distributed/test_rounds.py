@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from protos.draft import Draft
 from protos.errors import EngineDeadError, PlacementError
-from protos.messages import Abort, Draft, Request, Row
+from protos.messages import Abort, Request, Row
 from protos.worker_messages import Port
 from tests.support.distributed.engine import (
     PATIENT_S,

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from protos.config.engine import ModelConfig
+from protos.draft import Draft
 from protos.errors import ConfigError
-from protos.messages import Draft, NewSequence, RoundPlan, Row, Sampling
+from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from tests.support.distributed.ranks import in_memory
 from tests.support.models.tiny_models import FAMILIES, SPECIFIC, build
 from tests.workers.model.test_models import reference_logits

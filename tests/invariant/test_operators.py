@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.draft_module import LayerShape
-from protos.messages import Draft
+from protos.draft import Draft
+from protos.layers import LayerShape
 from tests.workers.attention.test_tree_attention import OneRow, filled, normal, rows_of
 from workers.attention.backend import Options
 from workers.attention.batch import TreeMask

@@ -14,9 +14,8 @@ from proposers.recurrent import RecurrentProposer
 from proposers.shared.heads import HeadsProposer
 from proposers.shared.static_tree import StaticTree
 from protos.config.engine import SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow
-from protos.messages import Draft
 from tests.support.models.dense_runner import DenseRunner, FakeParts, Text
 from tests.support.models.published import Weights, linear, rms
 

@@ -6,16 +6,15 @@ import pytest
 
 from proposers.lookahead import Ahead, LookaheadProposer, LookaheadShape, Pool
 from protos.config.engine import SpeculativeConfig
-from protos.draft_tree import parents_of
+from protos.draft import Draft, DraftRow
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow
-from protos.messages import Draft, Request, Sampling
+from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from workers.verification.verify import accept
 
 
 def path_to(draft: Draft, node: int) -> list[int]:
-    parents, tokens = parents_of(draft), []
+    parents, tokens = draft.node_parents(), []
     while node >= 0:
         tokens.append(draft.tokens[node])
         node = parents[node]

@@ -16,7 +16,7 @@ from proposers.shared.ngram_index import MAX_PLACES, Places
 from proposers.shared.prediction import Prediction
 from proposers.suffix import SuffixProposer
 from protos.config.engine import SpeculativeConfig
-from protos.interfaces import DraftRow
+from protos.draft import DraftRow
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 

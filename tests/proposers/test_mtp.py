@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from proposers.mtp import MtpProposer
-from protos.interfaces import DraftRow
+from protos.draft import DraftRow
 from tests.support.models import published
 from tests.support.models.dense_runner import DenseRunner, FakeParts, Text
 from tests.support.models.drafter_world import CONFIG, ROWS

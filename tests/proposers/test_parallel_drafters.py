@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from proposers.dflash import DFlashProposer
 from proposers.p_eagle import ParallelEagleProposer
 from proposers.pard import PardProposer
-from protos.interfaces import DraftRow
+from protos.draft import DraftRow
 from tests.support.models.drafter_world import (
     CONFIG,
     HEAD,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from proposers import registry
 from proposers.ngram import NgramProposer
 from protos.config.engine import SpeculativeConfig
+from protos.draft import DraftRow
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow
 
 
 @pytest.mark.parametrize("name", registry.names())

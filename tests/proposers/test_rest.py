@@ -13,8 +13,8 @@ from cluster.cli import main as cli
 from proposers.rest import RestProposer
 from proposers.shared.datastore import DEPTH, NEIGHBOURS, Datastore, fingerprint, write
 from protos.config.engine import ModelConfig, SpeculativeConfig
+from protos.draft import DraftRow
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow
 from runtime.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_pairs
 

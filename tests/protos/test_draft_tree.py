@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.draft_tree import NO_DRAFT, ancestors, depths, first_of, sane, widths
-from protos.messages import Draft, NewSequence, RoundPlan, Row, Sampling
+from protos.draft import NO_DRAFT, Draft
+from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from runtime.core.sequence import SpeculationCounts
 from tests.support.tree_proposer import random_tree
 from workers.draft.wire import STAMP, agree, decode, encode
@@ -24,7 +24,7 @@ def at_random(low: int, high: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 anything = st.builds(Draft, at_random(-1, VOCAB), at_random(-2, 6), st.lists(st.booleans(), max_size=7).map(tuple))
 trees = st.builds(
-    lambda size, seed: first_of(random_tree((1, 2, 3), size, VOCAB, random.Random(seed)), size),
+    lambda size, seed: random_tree((1, 2, 3), size, VOCAB, random.Random(seed)).first(size),
     st.integers(1, 9),
     st.integers(0, 10_000),
 )
@@ -34,7 +34,7 @@ chains = at_random(0, VOCAB - 1).map(Draft)
 @given(st.one_of(anything, trees, chains), st.integers(0, 8))
 @settings(max_examples=400, deadline=None)
 def test_whatever_comes_out_can_be_scored(draft: Draft, k: int) -> None:
-    found = sane(draft, k, VOCAB)
+    found = draft.valid_prefix(k, VOCAB)
     size = len(found)
     assert size <= k
     assert found.tokens == draft.tokens[:size]
@@ -44,34 +44,34 @@ def test_whatever_comes_out_can_be_scored(draft: Draft, k: int) -> None:
     assert len(found.probes) in {0, size}
     assert not (found.is_chain and found.probes)
     assert not size or not found.probes or any(found.probes)
-    assert sane(found, k, VOCAB) == found
+    assert found.valid_prefix(k, VOCAB) == found
 
 
 @given(st.one_of(trees, chains))
 @settings(max_examples=200, deadline=None)
 def test_what_is_well_formed_stays_as_it_is(draft: Draft) -> None:
-    assert sane(draft, len(draft), VOCAB) == draft
+    assert draft.valid_prefix(len(draft), VOCAB) == draft
 
 
 def test_malformed_drafts_are_cut_or_dropped() -> None:
-    assert sane(Draft((1, 2), (-1,)), 9, VOCAB) == NO_DRAFT
-    assert sane(Draft((1, 2), probes=(True,)), 9, VOCAB) == NO_DRAFT
-    assert sane(Draft((1, 2, 3), (-1, 1, 0)), 9, VOCAB) == Draft((1,))
-    assert sane(Draft((1, 2, 3), (-1, -1, -2)), 9, VOCAB) == Draft((1, 2), (-1, -1))
-    assert sane(Draft((1, VOCAB, 3), (-1, -1, 0)), 9, VOCAB) == Draft((1,))
-    assert sane(Draft((1, 2), probes=(False, True)), 9, VOCAB) == Draft((1, 2), (-1, 0), (False, True))
-    assert sane(Draft((1, 2, 3), (-1, 0, 0), (False,) * 3), 2, VOCAB) == Draft((1, 2))
+    assert Draft((1, 2), (-1,)).valid_prefix(9, VOCAB) == NO_DRAFT
+    assert Draft((1, 2), probes=(True,)).valid_prefix(9, VOCAB) == NO_DRAFT
+    assert Draft((1, 2, 3), (-1, 1, 0)).valid_prefix(9, VOCAB) == Draft((1,))
+    assert Draft((1, 2, 3), (-1, -1, -2)).valid_prefix(9, VOCAB) == Draft((1, 2), (-1, -1))
+    assert Draft((1, VOCAB, 3), (-1, -1, 0)).valid_prefix(9, VOCAB) == Draft((1,))
+    assert Draft((1, 2), probes=(False, True)).valid_prefix(9, VOCAB) == Draft((1, 2), (-1, 0), (False, True))
+    assert Draft((1, 2, 3), (-1, 0, 0), (False,) * 3).valid_prefix(2, VOCAB) == Draft((1, 2))
 
 
 def test_depths_ancestors_and_widths_of_one_tree() -> None:
     #  0 - 2 - 4      node 1 is a probe, so 3 is never reached
     #  1 - 3   5 under 2
     draft = Draft((1, 2, 3, 4, 5, 6), (-1, -1, 0, 1, 2, 2), (False, True, False, False, False, False))
-    assert depths(draft) == [1, 1, 2, 2, 3, 3]
-    assert ancestors(draft) == [0b1, 0b10, 0b101, 0b1010, 0b10101, 0b100101]
-    assert widths(draft) == [1, 1, 2]
-    assert widths(Draft((7, 8))) == [1, 1]
-    assert widths(Draft((7,), (-1,), (True,))) == []
+    assert draft.depths() == [1, 1, 2, 2, 3, 3]
+    assert draft.ancestor_masks() == [0b1, 0b10, 0b101, 0b1010, 0b10101, 0b100101]
+    assert draft.widths() == [1, 1, 2]
+    assert Draft((7, 8)).widths() == [1, 1]
+    assert Draft((7,), (-1,), (True,)).widths() == []
 
 
 def test_positions_are_depths_and_probes_are_no_guesses_in_the_counts() -> None:
@@ -113,7 +113,7 @@ def test_noise_on_the_pair_does_no_harm(drafts: list[Draft], seed: int) -> None:
     dice = np.random.default_rng(seed)
     sent[:, 2:] = dice.integers(-30, 30, sent[:, 2:].shape)
     for row, draft in zip(rows, decode(slots, rows, sent, VOCAB), strict=True):
-        assert sane(draft, row.k, VOCAB) == draft
+        assert draft.valid_prefix(row.k, VOCAB) == draft
     assert decode(slots, rows, np.hstack([sent] * 3), VOCAB) == [NO_DRAFT] * len(rows)
     assert decode(slots, rows, sent[:-1], VOCAB) == [NO_DRAFT] * len(rows)
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.errors import InvalidRequestError
-from protos.interfaces import DraftRow, Proposer
-from protos.messages import Draft, Request, WorkerInfo
+from protos.interfaces import Proposer
+from protos.messages import Request, WorkerInfo
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import SpeculationPolicy
 from runtime.frontend.speculation_override import SpeculationOverride, speculating

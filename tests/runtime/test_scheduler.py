@@ -6,9 +6,10 @@ import pytest
 from msgspec import structs
 
 from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
+from protos.draft import Draft, DraftRow
 from protos.errors import ConfigError, EngineDeadError
-from protos.interfaces import DraftRow, DraftService, InOneProcess, Proposer, SequenceListener
-from protos.messages import Abort, Draft, Request, RoundPlan, SpeculationStats, TokenLogprobs, Verdict, WorkerInfo
+from protos.interfaces import DraftService, InOneProcess, Proposer, SequenceListener
+from protos.messages import Abort, Request, RoundPlan, SpeculationStats, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.core import planner as planning
 from runtime.core.controller import Controller, LocalInbox
@@ -329,7 +330,7 @@ def test_requests_that_can_never_run_are_refused_with_the_numbers() -> None:
     assert long.error == "the prompt has 64 tokens; with max_model_len 64 it must have 1 to 63"
     assert "0 tokens" in empty.error
     assert "max_tokens is 0" in nothing.error
-    assert scheduler.schedule(OFF).is_empty
+    assert not scheduler.schedule(OFF).rows
     with pytest.raises(ConfigError, match="max_model_len 64 is more than the 32 tokens that 8 KV blocks of 4 hold"):
         make(WorkerInfo(8, 4, 64, 10))
 

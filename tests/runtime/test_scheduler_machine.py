@@ -109,8 +109,8 @@ class Lives(RuleBasedStateMachine):
 
     def one_step(self) -> None:
         plan = self.scheduler.schedule(self.policy)
-        assert plan.is_empty == (not self.live)
-        if plan.is_empty:
+        assert (not plan.rows) == (not self.live)
+        if not plan.rows:
             return
         self.check_plan(plan)
         verdicts = self.worker.run(plan)
@@ -168,7 +168,7 @@ class Lives(RuleBasedStateMachine):
             self.one_step()
         self.scheduler.check_integrity()
         assert self.scheduler.stats().kv_usage == 0.0
-        assert self.scheduler.schedule(self.policy).is_empty
+        assert not self.scheduler.schedule(self.policy).rows
 
 
 def run_machine(examples: int, steps: int) -> None:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protos.draft import Draft
 from protos.errors import InvalidRequestError, failure
 from protos.guidance import GrammarError, matcher
-from protos.messages import Draft, NewSequence, Row, Sampling
-from protos.structured import Grammar
+from protos.messages import Grammar, NewSequence, Row, Sampling
 from tests.support.structured import EOS, FORMS, tokenizer, vocab_size, words
 from tests.support.tree_proposer import random_tree
 from workers.sampling import grammar_slots

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from protos.errors import InvalidRequestError, OverloadedError
 from protos.guidance import GrammarError, matcher, vocabulary
-from protos.messages import Request
-from protos.sampling import SamplingParams
-from protos.structured import MAX_DEPTH, Grammar, StructuredOutputsParams, grammar_of
+from protos.messages import Grammar, Request
+from protos.sampling import MAX_DEPTH, SamplingParams
+from protos.structured import StructuredOutputsParams, grammar_of
 from runtime.http.schemas import ChatCompletionRequest, CompletionRequest
 from runtime.text.grammar_validator import GrammarChecker, GrammarLimits
 from runtime.text.preprocessor import Preprocessor

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from protos.config.engine import SpeculativeConfig
-from protos.messages import Draft
+from protos.draft import Draft
 from workers import build
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.verification import rejection as judging_laws

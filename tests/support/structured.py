@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from protos.guidance import vocabulary
-from protos.structured import Grammar, StructuredOutputsParams, grammar_of
+from protos.messages import Grammar
+from protos.structured import StructuredOutputsParams, grammar_of
 from tests.support.models import synthetic_layers, tiny_models
 
 PERSON: dict[str, Any] = {

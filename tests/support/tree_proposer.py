@@ -6,8 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from proposers.draft_model import DraftModelProposer
-from protos.interfaces import DraftRow
-from protos.messages import Draft
+from protos.draft import Draft, DraftRow
 from workers.draft.worker import DraftWorker
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protos.draft_module import LayerShape
+from protos.layers import LayerShape
 
 
 def bytes_per_block(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:

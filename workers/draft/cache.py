@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from protos.interfaces import Needs
+from protos.layers import Needs
 from workers.attention.backend import Flags
 from workers.attention.batch import Batch, Ints, TreeMasks
 from workers.draft.validity import BlockValidity

@@ -15,11 +15,11 @@ import torch
 
 from proposers import registry
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
-from protos.draft_module import FeatureSpec, LearnedProposer
-from protos.draft_tree import NO_DRAFT, sane
+from protos.draft import NO_DRAFT, Draft, DraftRow
+from protos.draft_module import LearnedProposer
 from protos.errors import ConfigError
-from protos.interfaces import DraftRow
-from protos.messages import Draft, RoundPlan, Row, Verdict
+from protos.layers import FeatureSpec
+from protos.messages import RoundPlan, Row, Verdict
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
 from workers.device import weight_bytes
@@ -173,7 +173,7 @@ class DraftEngine:
         try:
             drafts = self.worker.propose(self.proposer, asked)
             vocab_size = self.worker.sampler.vocab_size
-            return [sane(draft, row.k, vocab_size) for draft, row in zip(drafts, asked, strict=True)]
+            return [draft.valid_prefix(row.k, vocab_size) for draft, row in zip(drafts, asked, strict=True)]
         except Exception:
             logger.exception("the draft failed; these rows go on without guesses")
             return [NO_DRAFT] * len(asked)

@@ -14,8 +14,7 @@ import torch
 
 from proposers.shared.static_tree import FIRST_RATE
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from protos.draft_tree import parents_of
-from protos.messages import Draft
+from protos.draft import Draft
 from protos.validation import warn_once
 from workers.sampling.noise import DRAFT, path_keys, row_keys, stream_seeds
 from workers.sampling.sample import COLDEST, Ints, short_law, without_replacement
@@ -174,7 +173,7 @@ def _some(points: Points, part: Ints) -> Points:
 def _inner_paths(draft: Draft) -> list[Path]:
     """Return the tokens that lead to each node with children, in the order of `families`."""
     paths: dict[int, Path] = {-1: ()}
-    for node, (parent, token) in enumerate(zip(parents_of(draft), draft.tokens, strict=True)):
+    for node, (parent, token) in enumerate(zip(draft.node_parents(), draft.tokens, strict=True)):
         paths[node] = (*paths[parent], token)
     return [paths[node] for node in families(draft)]
 

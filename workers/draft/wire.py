@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protos.draft_tree import NO_DRAFT, parents_of, sane
-from protos.messages import Draft, Row
+from protos.draft import NO_DRAFT, Draft
+from protos.messages import Row
 from workers.distributed.groups import Group
 from workers.slots import SlotTable
 from workers.verification.draft_probs import DRAFT_PROBS_SIZE, NO_DRAFT_PROBS, DraftProbs, DraftProbsBySlot, families
@@ -65,7 +65,9 @@ def decode(slots: SlotTable, rows: Seq[Row], table: Ids, vocab_size: int, law_si
     links_end = STAMP + (2 - shares % 2) * width
     ids, links = table[:, STAMP : STAMP + width].tolist(), table[:, STAMP + width : links_end].tolist()
     return [
-        sane(_draft(ids[r], links[r], max(0, count)), row.k, vocab_size) if _is_ours(slots, row, *stamp) else NO_DRAFT
+        _draft(ids[r], links[r], max(0, count)).valid_prefix(row.k, vocab_size)
+        if _is_ours(slots, row, *stamp)
+        else NO_DRAFT
         for r, (row, (*stamp, count)) in enumerate(zip(rows, table[:, :STAMP].tolist(), strict=True))
     ]
 
@@ -123,7 +125,7 @@ def agree(group: Group, rows: Seq[Row], drafts: Seq[Draft], device: torch.device
 
 def _links(draft: Draft) -> list[int]:
     probes = draft.probes or (False,) * len(draft)
-    return [2 * (parent + 1) + probe for parent, probe in zip(parents_of(draft), probes, strict=True)]
+    return [2 * (parent + 1) + probe for parent, probe in zip(draft.node_parents(), probes, strict=True)]
 
 
 def _draft(ids: Seq[int], links: Seq[int], count: int) -> Draft:

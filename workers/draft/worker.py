@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from protos.draft import Draft, DraftRow
 from protos.draft_module import Level
-from protos.interfaces import DraftRow, Needs
-from protos.messages import Draft
+from protos.layers import Needs
 from workers.attention.batch import Batch, Ints, TreeMasks
 from workers.draft.cache import DraftCache
 from workers.draft.sampling import CoupledNoise, DraftSampler, Points

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from protos.draft_module import FeatureSpec
 from protos.errors import ModelError
+from protos.layers import FeatureSpec
 
 Hook = Callable[..., None]
 

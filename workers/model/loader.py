@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protos.config.engine import ModelConfig
-from protos.draft_module import LayerShape
 from protos.errors import ConfigError, ModelError
+from protos.layers import LayerShape
 from workers.attention.backend import NAME
 from workers.compile import cpu_computes
 from workers.distributed.groups import Group, Solo

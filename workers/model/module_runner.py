@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from protos.draft_module import LayerShape
+from protos.layers import LayerShape
 from workers.attention.backend import Rows, run_with
 from workers.attention.batch import Batch, Ints
 from workers.attention.kv import KVCache

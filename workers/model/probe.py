@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from protos.draft_module import LayerShape
 from protos.errors import ModelError
+from protos.layers import LayerShape
 from workers.attention.backend import Options, Rows, run_with
 from workers.distributed.groups import GroupError
 

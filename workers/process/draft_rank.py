@@ -4,9 +4,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from protos.draft_tree import NO_DRAFT, sane
-from protos.interfaces import DraftRow
-from protos.messages import Draft, RoundPlan, Row
+from protos.draft import NO_DRAFT, Draft, DraftRow
+from protos.messages import RoundPlan, Row
 from protos.worker_messages import FormPair, FromWorker, Plan, Stop, ToWorker
 from workers.draft.channel import DraftSender, Pairing
 from workers.draft.wire import encode
@@ -107,7 +106,7 @@ class DraftRank:
         try:
             found = self._worker.propose_at_once(self._proposer, [row.slot for row in plan.rows], rows)
             vocab_size = self._worker.sampler.vocab_size
-            drafts = [sane(draft, row.k, vocab_size) for draft, row in zip(found, rows, strict=True)]
+            drafts = [draft.valid_prefix(row.k, vocab_size) for draft, row in zip(found, rows, strict=True)]
         except Exception:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:

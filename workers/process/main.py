@@ -16,8 +16,8 @@ import torch
 from pydantic import TypeAdapter
 
 from protos.config.engine import EngineConfig
-from protos.draft_module import FeatureSpec
 from protos.errors import ConfigError
+from protos.layers import FeatureSpec
 from protos.messages import WorkerInfo
 from protos.worker_messages import (
     Allocate,

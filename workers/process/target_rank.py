@@ -5,8 +5,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from protos.draft_tree import NO_DRAFT
-from protos.messages import Draft, RoundPlan, Row
+from protos.draft import NO_DRAFT, Draft
+from protos.messages import RoundPlan, Row
 from protos.worker_messages import FormPair, FromWorker, Plan, RoundDone, Stop, ToWorker
 from workers.distributed.groups import Group
 from workers.draft.channel import Arrival, DraftReceiver, Pairing

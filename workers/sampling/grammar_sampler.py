@@ -5,7 +5,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from protos.messages import Draft, NewSequence, Row
+from protos.draft import Draft
+from protos.messages import NewSequence, Row
 from workers.sampling.grammar_slots import Grammars
 from workers.sampling.matcher import Bits
 from workers.sampling.sample import Ints

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from protos.draft_tree import NO_DRAFT
+from protos.draft import NO_DRAFT, Draft
 from protos.guidance import GrammarError, matcher
-from protos.messages import Draft, NewSequence, Row
-from protos.structured import Grammar
+from protos.messages import Grammar, NewSequence, Row
 from workers.sampling.matcher import Bits, GrammarMatcher
 from workers.slots import SlotTable
 

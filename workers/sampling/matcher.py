@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from protos.draft_tree import first_of, parents_of
+from protos.draft import Draft
 from protos.guidance import GrammarError, trouble
-from protos.messages import Draft
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -61,7 +60,7 @@ class GrammarMatcher:
         if self._move(start, tokens) != len(tokens):
             return draft
         if draft.is_chain:
-            return first_of(draft, self._valid(draft.tokens))
+            return draft.first(self._valid(draft.tokens))
         return _without(draft, self._forbidden(draft))
 
     def _move(self, start: int, tokens: Seq[int]) -> int:
@@ -105,7 +104,7 @@ class GrammarMatcher:
         """Return the nodes of a tree that the grammar does not allow, or that hang below such."""
         paths: list[list[int]] = []
         forbidden: set[int] = set()
-        for node, (parent, token) in enumerate(zip(parents_of(draft), draft.tokens, strict=True)):
+        for node, (parent, token) in enumerate(zip(draft.node_parents(), draft.tokens, strict=True)):
             path = [*(paths[parent] if parent >= 0 else []), token]
             paths.append(path)
             if parent in forbidden or self._valid(path) < len(path):
@@ -129,4 +128,4 @@ def _without(draft: Draft, nodes: set[int]) -> Draft:
     kept = [node for node in range(len(draft)) if node not in nodes]
     place = {-1: -1} | {node: i for i, node in enumerate(kept)}
     parents = tuple(place[draft.parents[node]] for node in kept)
-    return first_of(Draft(tuple(draft.tokens[node] for node in kept), parents), len(kept))
+    return Draft(tuple(draft.tokens[node] for node in kept), parents).first(len(kept))

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from protos.draft_tree import parents_of
-from protos.messages import Draft, Row
+from protos.draft import Draft
+from protos.messages import Row
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.noise import ACCEPT, row_keys, stream_seeds, uniform
 from workers.sampling.sample import Floats, Ints
@@ -142,7 +142,7 @@ class Synthetic:
 def _first_path(draft: Draft, count: int) -> list[int]:
     """Return *count* nodes from the root down, or as many as there are, each the first child."""
     path: list[int] = []
-    for node, parent in enumerate(parents_of(draft)):
+    for node, parent in enumerate(draft.node_parents()):
         is_probe = bool(draft.probes and draft.probes[node])
         if len(path) < count and parent == (path[-1] if path else -1) and not is_probe:
             path.append(node)

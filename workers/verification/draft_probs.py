@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protos.draft_tree import parents_of
-from protos.messages import Draft
+from protos.draft import Draft
 from workers.verification.rejection_math import Floats, Ints, normalised
 from workers.verification.rejection_math_trees import Children, certain, without_elders
 
@@ -58,7 +57,7 @@ class Drawn:
 def families(draft: Draft) -> dict[int, list[int]]:
     """Return the children of each node that has any, -1 for the root, in the order of the first of them."""
     found: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents_of(draft)):
+    for node, parent in enumerate(draft.node_parents()):
         found.setdefault(parent, []).append(node)
     return found
 

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from protos.draft_tree import NO_DRAFT, parents_of
-from protos.messages import Draft, Row
+from protos.draft import NO_DRAFT, Draft
+from protos.messages import Row
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.noise import gumbel, row_keys
 from workers.sampling.sample import COLDEST, Floats, Ints
@@ -275,7 +275,7 @@ def _ends(cases: Seq[_Case]) -> Ints:
 
 def _path_to(draft: Draft, node: int) -> list[int]:
     """Return the nodes from the root down to one, itself included."""
-    parents, path = parents_of(draft), list[int]()
+    parents, path = draft.node_parents(), list[int]()
     while node != ROOT:
         path.insert(0, node)
         node = parents[node]

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from protos.messages import Draft
+from protos.draft import Draft
 from workers.attention.batch import Ints
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.verification.verify import Walk

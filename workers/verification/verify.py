@@ -8,8 +8,7 @@ only decides how many of them one round yields. DESIGN section 5.
 
 from collections.abc import Sequence as Seq
 
-from protos.draft_tree import parents_of
-from protos.messages import Draft
+from protos.draft import Draft
 
 
 class Walk:
@@ -64,7 +63,7 @@ def _common_start(draft: Seq[int], y: Seq[int]) -> int:
 
 def _children(draft: Draft) -> dict[tuple[int, int], int]:
     """Map (parent, token) to the first such node that may be accepted."""
-    parents = parents_of(draft)
+    parents = draft.node_parents()
     probes = draft.probes or (False,) * len(draft)
     children: dict[tuple[int, int], int] = {}
     for node, (parent, token, probe) in enumerate(zip(parents, draft.tokens, probes, strict=True)):

@@ -9,8 +9,8 @@ import torch
 from proposers.eagle import EagleProposer
 from proposers.eagle3 import Eagle3Proposer
 from proposers.mtp import MtpProposer
+from protos.draft import DraftRow
 from protos.errors import ModelError
-from protos.interfaces import DraftRow
 from tests.proposers.test_attention_drafters import VARIANTS, H, Variant, eagle_tensors
 from tests.proposers.test_mtp import Written
 from tests.support.models.drafter_world import CONFIG, HEAD, K, V, World, random_tensors, world

@@ -151,7 +151,7 @@ class Engine:
 
     @property
     def accepted(self) -> int:
-        return sum(verdict.accepted for _, verdicts in self.rounds for verdict in verdicts)
+        return sum(len(verdict.path) for _, verdicts in self.rounds for verdict in verdicts)
 
     @property
     def missed(self) -> int:

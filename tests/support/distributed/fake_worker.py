@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from protos.draft_tree import parents_of, sane, widths
-from protos.interfaces import DraftRow, InOneProcess
-from protos.messages import Draft, Request, RoundPlan, Row, Sampling, TokenLogprobs, Verdict, WorkerInfo
+from protos.draft import Draft, DraftRow
+from protos.interfaces import InOneProcess
+from protos.messages import Request, RoundPlan, Row, Sampling, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from tests.support.tree_proposer import nonsense, random_tree
 from workers.slots import SlotTable
@@ -176,19 +176,19 @@ class FakeWorker(InOneProcess):
         path = accept(draft, said)
         kept = [said[0], *(said[1 + node] for node in path)]
         logprobs = [TokenLogprobs([token], [0.0], [1]) for token in kept]
-        guesses = widths(draft)
+        guesses = draft.widths()
         verdict = Verdict(row.slot, kept, sum(guesses), path, logprobs, prompt)
         return verdict if draft.is_chain else msgspec.structs.replace(verdict, widths=guesses)
 
     def _draft(self, prefix: int, k: int) -> Draft:
         if self.plants and k:
-            return sane(tree(prefix, self.dice.randint(1, k), self.dice), k, len(VOCAB))
+            return tree(prefix, self.dice.randint(1, k), self.dice).valid_prefix(k, len(VOCAB))
         return Draft(tuple(guess(prefix, k, self.skill, self.dice)))
 
     def _feed_draft(self, row: Row, prefix: int, draft: Draft) -> list[int]:
         """Write the KV of a draft's nodes behind the known tokens; return the content hash at each."""
         found: list[int] = []
-        for node, (token, parent) in enumerate(zip(draft.tokens, parents_of(draft), strict=True)):
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.node_parents(), strict=True)):
             found.append(extend(prefix if parent < 0 else found[parent], token))
             self._write(row.slot, row.known_len + node, found[-1])
         return found

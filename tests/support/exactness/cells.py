@@ -12,8 +12,7 @@ from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from protos.guidance import vocabulary
-from protos.messages import Sampling
-from protos.structured import Grammar
+from protos.messages import Grammar, Sampling
 from tests.support.exactness.distribution import law
 from tests.support.exactness.engine import Emitted, Shape, Table, TableModel, World, run_rows, tree_law
 from tests.support.exactness.statistics import Finding, Ints, Law, compare, counted

@@ -16,7 +16,7 @@ import torch
 
 from proposers.draft_model import DraftModelProposer
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import LayerShape
+from protos.layers import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling, WorkerInfo
 from tests.support.exactness.statistics import Ints, Law
 from workers.attention.batch import Batch
@@ -265,7 +265,7 @@ def run_rows(
             room = texts_NL.shape[1] - done_N[slot]
             texts_NL[slot, done_N[slot] : done_N[slot] + len(tokens)] = tokens[:room]
             done_N[slot] += len(tokens)
-            accepted_N[slot] += verdict.accepted
+            accepted_N[slot] += len(verdict.path)
             emitted.proposed += verdict.proposed
         emitted.rounds += 1
         rows_R = np.flatnonzero(done_N < length)

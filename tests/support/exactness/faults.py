@@ -16,10 +16,10 @@ import numpy as np
 from msgspec import structs
 
 from protos.config.engine import CacheConfig, SchedulerConfig
-from protos.draft_tree import NO_DRAFT
+from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.errors import TargetLostError
-from protos.interfaces import DraftRow, DraftService
-from protos.messages import Draft, Request, RoundPlan, Sampling, TokenOutput, Verdict, WorkerInfo
+from protos.interfaces import DraftService
+from protos.messages import Request, RoundPlan, Sampling, TokenOutput, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from protos.draft import DraftRow
 from protos.draft_module import Level
-from protos.interfaces import DraftRow
 
 NAME = "dense_for_tests"
 _SEEN: list[torch.Tensor] = []  # the mask [T, T] of the forward that runs

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from protos.config.engine import SpeculativeConfig
-from protos.interfaces import DraftRow
+from protos.draft import DraftRow
 from tests.support.models import published
 from tests.support.models.dense_runner import DenseRunner, FakeParts, Text
 from tests.support.models.published import Drafted, Weights

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from protos.config.engine import SpeculativeConfig
-from protos.draft_module import DraftRunner, DraftWeights, FeatureSpec, LayerShape
-from protos.interfaces import DraftRow
-from protos.messages import Draft
+from protos.draft import Draft, DraftRow
+from protos.draft_module import DraftRunner, DraftWeights
+from protos.layers import FeatureSpec, LayerShape
 from workers.draft.worker import DraftWorker
 
 METHODS = {

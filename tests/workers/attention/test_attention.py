@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.draft_module import LayerShape
+from protos.layers import LayerShape
 from workers.attention import torch as attention_torch
 from workers.attention.backend import Options, Rows
 from workers.attention.kv import KVCache

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.draft_module import LayerShape
-from protos.draft_tree import ancestors, depths
-from protos.messages import Draft
+from protos.draft import Draft
+from protos.layers import LayerShape
 from workers.attention.backend import AttentionBackend, Options, Rows
 from workers.attention.batch import TreeMask, TreeMasks
 from workers.attention.kv import KVCache
@@ -83,7 +82,8 @@ def areas(draw: st.DrawFn, known: int) -> tuple[TreeMask, int]:
     fed = draw(st.integers(1, size))
     if draw(st.booleans()):
         draft = Draft((0,) * size, tuple(dice.randrange(-1, node) for node in range(size)))
-        return TreeMask(known, [known - 1 + depth for depth in depths(draft)], ancestors(draft)[size - fed :]), fed
+        positions = [known - 1 + depth for depth in draft.depths()]
+        return TreeMask(known, positions, draft.ancestor_masks()[size - fed :]), fed
     seen = [dice.getrandbits(size) | 1 << node for node in range(size - fed, size)]
     return TreeMask(known, [known + dice.randrange(size) for _ in range(size)], seen), fed
 
@@ -170,7 +170,7 @@ def test_kernel_torch_and_masks_spelt_out_agree(
 
 def tree_row(parents: tuple[int, ...], known: int, lowest: int = 0) -> OneRow:
     draft = Draft((0,) * len(parents), parents)
-    area = TreeMask(known, [known - 1 + depth for depth in depths(draft)], ancestors(draft))
+    area = TreeMask(known, [known - 1 + depth for depth in draft.depths()], draft.ancestor_masks())
     return OneRow(known - 1, len(parents) + 1, area, lowest)
 
 

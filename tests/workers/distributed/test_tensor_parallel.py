@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from protos.config.engine import ModelConfig
-from protos.draft_module import LayerShape
 from protos.errors import ModelError
+from protos.layers import LayerShape
 from tests.support.distributed.ranks import in_memory, on_ranks
 from tests.support.models.tiny_models import FAMILIES, SPECIFIC, build
 from tests.workers.model.test_models import BLOCK, PREFIX, SLOTS, fill, paged_logits, reference_logits, sequences

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from protos.draft_module import LayerShape, Level
-from protos.interfaces import DraftRow, Needs
+from protos.draft import DraftRow
+from protos.draft_module import Level
+from protos.layers import LayerShape, Needs
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from tests.support.models.dense_runner import NAME as DENSE
 from tests.support.models.dense_runner import DenseRunner, Text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protos.interfaces import DraftRow
+from protos.draft import DraftRow
 from slipstream import SamplingParams
 from tests.support.identity import generate
 from tests.support.models.tiny_models import build

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.interfaces import DraftRow
+from protos.draft import DraftRow
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from tests.support.models.dense_runner import NAME as DENSE
 from tests.support.models.dense_runner import DenseRunner, Text

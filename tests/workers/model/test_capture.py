@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protos.config.engine import ModelConfig
-from protos.draft_module import FeatureSpec
 from protos.errors import ModelError
+from protos.layers import FeatureSpec
 from tests.support.models import tiny_models
 from workers.attention.batch import Batch
 from workers.model.capture import Taps

@@ -10,8 +10,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from protos.config.engine import ModelConfig
-from protos.draft_module import LayerShape
 from protos.errors import ModelError
+from protos.layers import LayerShape
 from tests.support.models.tiny_models import build
 from workers.model import loader
 from workers.model.loader import load

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protos.config.engine import ModelConfig
-from protos.draft_module import LayerShape
+from protos.layers import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from tests.support.models.tiny_models import FAMILIES, build
 from workers.attention.backend import AttentionBackend

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from protos.config.engine import ModelConfig
-from protos.draft_module import FeatureSpec
+from protos.layers import FeatureSpec
 from tests.support.models.tiny_models import build
 from workers.attention.batch import Batch
 from workers.attention.torch import TorchAttention

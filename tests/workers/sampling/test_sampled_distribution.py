@@ -15,7 +15,8 @@ import torch
 from msgspec.structs import replace
 from scipy import stats
 
-from protos.messages import Draft, Sampling
+from protos.draft import Draft
+from protos.messages import Sampling
 from tests.support.exactness.distribution import law as law_behind
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from cluster import assemble
-from protos.draft_tree import NO_DRAFT
-from protos.messages import Draft, NewSequence, Request, RoundPlan, Row, Sampling
+from protos.draft import NO_DRAFT, Draft
+from protos.messages import NewSequence, Request, RoundPlan, Row, Sampling
 from protos.sampling import SamplingParams
 from runtime.core.controller import LocalInbox
 from tests.support.distributed.engine import Engine, configure, late_comer, threaded
@@ -119,7 +119,7 @@ def test_in_one_process(rule: str, kind: str, models: Models, caplog: pytest.Log
     assert seeded_accepted(engine) > 0
     assert "draft" not in caplog.text
     with_logprobs = [verdict for _, verdicts in engine.rounds for verdict in verdicts if verdict.logprobs is not None]
-    assert any(verdict.accepted for verdict in with_logprobs)
+    assert any(verdict.path for verdict in with_logprobs)
     for verdict in with_logprobs:
         assert [each.token_ids[0] for each in verdict.logprobs or ()] == list(verdict.token_ids)
 
@@ -215,7 +215,7 @@ def seeded_accepted(engine: Engine) -> int:
     total, seeded = 0, dict[int, bool]()
     for plan, verdicts in engine.rounds:
         seeded |= {new.slot: new.sampling.temperature > 0 for new in plan.new}
-        total += sum(verdict.accepted for verdict in verdicts if seeded[verdict.slot])
+        total += sum(len(verdict.path) for verdict in verdicts if seeded[verdict.slot])
     return total
 
 
@@ -246,7 +246,7 @@ def test_what_a_grammar_forbids_is_left_out_only_where_it_was_not_drawn() -> Non
 def kept_at_each_depth(engine: Engine) -> tuple[list[int], int]:
     """How often a guess was kept at each depth, and how often three were made."""
     whole = [verdict for _, verdicts in engine.rounds for verdict in verdicts if verdict.proposed == 3]
-    return [sum(verdict.accepted > depth for verdict in whole) for depth in range(3)], len(whole)
+    return [sum(len(verdict.path) > depth for verdict in whole) for depth in range(3)], len(whole)
 
 
 @pytest.mark.parametrize(

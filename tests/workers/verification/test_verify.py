@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.messages import Draft
+from protos.draft import Draft
 from workers.verification.verify import accept
 
 IDS = st.integers(-1, 3)  # few, so that much is accepted; -1: no token could be chosen

@@ -1,0 +1,106 @@
+"""Drafts: chains and trees of draft tokens, and the rows they are wanted for."""
+
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+
+class DraftRow(msgspec.Struct, frozen=True, gc=False):
+    """One sequence that wants a draft of at most `k` tokens after its `token_ids`.
+
+    Attributes:
+        slot: the sequence's place in the draft worker's tables, which learned proposers read.
+        k: most nodes of the draft.
+        token_ids: prompt and output, read-only; given only to proposers in the controller process.
+        key: the sequence's key in the calls of a `SequenceListener`; 0 if none was announced.
+    """
+
+    slot: int
+    k: int
+    token_ids: Seq[int] = ()
+    key: int = 0
+
+
+class Draft(msgspec.Struct, frozen=True, gc=False):
+    """Draft tokens: the nodes of a tree in topological order.
+
+    Attributes:
+        tokens: the token id of each node.
+        parents: index of each node's parent, -1 for the root (the last known token). Empty for a chain: each token
+            follows the one before.
+        probes: marks nodes for which the target's next token is wanted, but which are never accepted. Empty: none.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    probes: tuple[bool, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before."""
+        return not self.parents
+
+    def valid_prefix(self, k: int, vocab_size: int) -> "Draft":
+        """Return the nodes before the first invalid one, at most *k*, in the normal form of `first`.
+
+        A node is valid if its id is below *vocab_size* and its parent comes before it. A draft whose tokens, parents
+        and probes differ in number has no valid node.
+        """
+        size = len(self)
+        if len(self.parents) not in {0, size} or len(self.probes) not in {0, size}:
+            return NO_DRAFT
+        return self.first(min(k, self._num_valid(vocab_size)))
+
+    def _num_valid(self, vocab_size: int) -> int:
+        """Return how many nodes come before the first invalid one."""
+        for node, (token, parent) in enumerate(zip(self.tokens, self.node_parents(), strict=True)):
+            if not (0 <= token < vocab_size and -1 <= parent < node):
+                return node
+        return len(self)
+
+    def first(self, k: int) -> "Draft":
+        """Return the first *k* nodes, which form a tree because parents come before children.
+
+        In normal form: `parents` is empty for a chain, unless it has probes. So a draft that `is_chain` has no probes.
+        """
+        cut = self if len(self) <= k else Draft(self.tokens[:k], self.parents[:k], self.probes[:k])
+        if cut.is_chain and not cut.probes:
+            return cut
+        probes, parents = cut.probes if any(cut.probes) else (), tuple(cut.node_parents())
+        is_straight = parents == tuple(range(-1, len(cut) - 1))
+        return Draft(cut.tokens) if is_straight and not probes else Draft(cut.tokens, parents, probes)
+
+    def node_parents(self) -> Seq[int]:
+        """Return the parent of every node, for chains as well."""
+        return self.parents or range(-1, len(self) - 1)
+
+    def depths(self) -> list[int]:
+        """Return the depth of every node: 1 for children of the root."""
+        found: list[int] = []
+        for parent in self.node_parents():
+            found.append(1 if parent < 0 else found[parent] + 1)
+        return found
+
+    def ancestor_masks(self) -> list[int]:
+        """Return a bit mask for every node: bit j is set if node j is an ancestor of it, or the node itself."""
+        found: list[int] = []
+        for node, parent in enumerate(self.node_parents()):
+            found.append(1 << node | (0 if parent < 0 else found[parent]))
+        return found
+
+    def widths(self) -> list[int]:
+        """Return the number of nodes at each depth, from 1 on, that can be accepted: no probe or descendant of one."""
+        probes = sum(1 << node for node, is_probe in enumerate(self.probes) if is_probe)
+        reachable = [
+            depth for depth, mask in zip(self.depths(), self.ancestor_masks(), strict=True) if not mask & probes
+        ]
+        counts = [0] * max(reachable, default=0)
+        for depth in reachable:
+            counts[depth - 1] += 1
+        return counts
+
+
+NO_DRAFT = Draft(())
