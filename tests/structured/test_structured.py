@@ -44,7 +44,7 @@ UNASKABLE: dict[str, tuple[dict[str, Any], str]] = {
     "what JSON has not": ({"json": {"enum": [{1}]}}, "a dictionary of JSON values"),
     "infinity": ({"json": {"maximum": float("inf")}}, "a dictionary of JSON values"),
     "no choice": ({"choice": []}, "choice must have at least 1 item(s), got 0 items"),
-    "an empty choice": ({"choice": ["a", ""]}, "there would be nothing to answer"),
+    "an empty choice": ({"choice": ["a", ""]}, "the answer would be empty"),
     "many choices": ({"choice": ["a"] * 5000}, "choice must have at most 4096 items, got 5000 items"),
     "long choices": ({"choice": ["a" * 1000] * 300}, "at most 262144 characters in all, got 300000"),
     "a long regex": ({"regex": "a" * 20_000}, "regex must have at most 16384 characters"),
