@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from protos.draft_module import LayerShape
 from protos.errors import ConfigError, ModelError
+from protos.layers import LayerShape
 from workers.attention.backend import AttentionBackend
 from workers.attention.kv import KVCache
 from workers.compile import Forward, Trial

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from protos.draft_module import LayerShape
+from protos.layers import LayerShape
 from workers.attention.backend import AttentionBackend
 from workers.attention.kv import KVCache
 from workers.compile import Forward, Trial

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from protos.draft_module import LayerShape
+from protos.layers import LayerShape
 from workers.attention.backend import AttentionBackend
 from workers.attention.kv import KVCache
 from workers.attention.native import pick_attention
