@@ -11,7 +11,6 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from cluster.cli.console import OUT, show_warnings
-from cluster.cli.version import version
 from protos.config.engine import EngineConfig
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pydantic", "msgspec", "pyzmq",
@@ -28,6 +27,15 @@ VARIABLES = (
     "LD_PRELOAD",
 )
 GIB = 1 << 30
+PACKAGE = "slipstream-serve"
+
+
+def version() -> str:
+    """Return the installed version, or "0+checkout" if the package is not installed."""
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "0+checkout"
 
 
 def show(config: EngineConfig) -> None:

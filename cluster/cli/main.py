@@ -8,9 +8,8 @@ import typer
 
 from cluster import shadowing
 from cluster.cli.console import OUT, show_error
-from cluster.cli.faces import face_options
-from cluster.cli.options import engine_options, safety_options, sampling_options, with_options
-from cluster.cli.version import version
+from cluster.cli.env import version
+from cluster.cli.options import engine_options, safety_options, sampling_options, server_options, with_options
 from cluster.settings import engine_config
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, SlipstreamError
@@ -79,9 +78,9 @@ def generate(
 
 
 @app.command(context_settings=HYPHENS)
-@with_options(faces=face_options(), engine=engine_options(but=("model",)), safety=safety_options())
+@with_options(servers=server_options(), engine=engine_options(but=("model",)), safety=safety_options())
 def serve(
-    faces: dict[str, Any],
+    servers: dict[str, Any],
     engine: dict[str, Any],
     safety: dict[str, Any],
     *,
@@ -102,7 +101,7 @@ def serve(
     config = engine_config({**engine, "model": _one_model(positional_model, model)})
     serve.run(
         config,
-        faces=faces,
+        servers=servers,
         chat_template=chat_template,
         spec_metrics=per_request_spec_decode_metrics,
         grace_s=shutdown_timeout,

@@ -23,6 +23,7 @@ Decorator = Callable[[Command], Command]
 ENGINE_PANEL = "Engine"
 SAMPLING_PANEL = "Sampling"
 SAFETY_PANEL = "Safety"
+SERVERS_PANEL = "Servers"
 SAFETY_KINDS: dict[type, type] = {bool: bool, tuple: tuple}
 API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 """Keys in the environment, with spaces between them, do not show in the list of processes."""
@@ -36,6 +37,19 @@ SHORT = {
     "spec_draft_tp": ("-spec-draft-tp",),
     "model_draft": ("-md",),
 }
+NO_GRPC = -1
+PORT_LIMITS: dict[str, Any] = {"min": 0, "max": 65535}
+SERVER_OPTIONS: dict[str, tuple[object, object, str, dict[str, Any]]] = {
+    "host": (str, "0.0.0.0", "address to listen on", {}),
+    "port": (int, 8000, "port of HTTP; 0 lets the system choose", PORT_LIMITS),
+    "ssl_certfile": (str | None, None, "PEM file: certificate chain of the HTTP server", {}),
+    "ssl_keyfile": (str | None, None, "PEM file: private key of --ssl-certfile", {}),
+    "grpc_port": (int, 9000, "port of gRPC; 0 lets the system choose, -1 is no gRPC", {**PORT_LIMITS, "min": NO_GRPC}),
+    "grpc_tls_cert": (str | None, None, "PEM file: certificate chain of the gRPC server", {}),
+    "grpc_tls_key": (str | None, None, "PEM file: private key of --grpc-tls-cert", {}),
+    "grpc_tls_client_ca": (str | None, None, "PEM file: CA of the certificates that gRPC clients must present", {}),
+}
+"""Option name -> type, default, help, limits: where `slipstream serve` listens, with which certificates."""
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTEGERS = ("max_tokens", "min_tokens", "top_k")
 TEXTS = ("stop", "bad_words")
@@ -87,6 +101,16 @@ def sampling_options(**defaults: Any) -> list[inspect.Parameter]:
         + [one(name, list[str] | None) for name in TEXTS]
         + [one(name, bool) for name in SWITCHES]
     )
+
+
+def server_options() -> list[inspect.Parameter]:
+    """Return the options in `SERVER_OPTIONS`."""
+    return [
+        _parameter(
+            name, kind, typer.Option(default, spelling(name), help=text, rich_help_panel=SERVERS_PANEL, **limits)
+        )
+        for name, (kind, default, text, limits) in SERVER_OPTIONS.items()
+    ]
 
 
 def safety_options() -> list[inspect.Parameter]:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from cluster.cli.faces import NO_GRPC
-from cluster.cli.version import version
+from cluster.cli.env import version
+from cluster.cli.options import NO_GRPC
 from cluster.serving.grpc_server import GrpcOptions
 from cluster.serving.http_server import HttpOptions
 from cluster.serving.service import ServiceOptions, serve
@@ -21,7 +21,7 @@ from runtime.http.tools.choice import ToolOptions
 def run(
     config: EngineConfig,
     *,
-    faces: Mapping[str, Any],
+    servers: Mapping[str, Any],
     chat_template: str | None,
     spec_metrics: str,
     grace_s: int,
@@ -35,7 +35,7 @@ def run(
         raise ConfigError(
             f"per_request_spec_decode_metrics must be one of {', '.join(levels)}, got {shown(spec_metrics)}"
         )
-    http, grpc = _faces(faces)
+    http, grpc = _listen_options(servers)
     serve(
         config,
         ServiceOptions(
@@ -44,8 +44,8 @@ def run(
     )
 
 
-def _faces(given: Mapping[str, Any]) -> tuple[HttpOptions, GrpcOptions | None]:
-    """Return where to listen, certificates checked."""
+def _listen_options(given: Mapping[str, Any]) -> tuple[HttpOptions, GrpcOptions | None]:
+    """Return the options of the HTTP and gRPC servers, with checked certificates; None for no gRPC."""
     host = given["host"]
     tls = tls_files(("ssl_certfile", "ssl_keyfile"), given.get("ssl_certfile"), given.get("ssl_keyfile"))
     http = HttpOptions(host, given["port"], tls)

@@ -1,51 +1,43 @@
-"""A replica's figures in Ray's own metrics, so that whoever scrapes Ray sees every replica.
+"""Exports a replica's metrics through Ray, so that a scrape of Ray covers every replica.
 
-A Serve application has one address for all its replicas: its `/metrics` is that of whichever answers. Ray exports what
-is set here from the replica's own node, as `ray_slipstream_...` with the labels application, deployment and replica.
+A Serve application has one address for all its replicas: `/metrics` there is that of the replica which answers. Ray
+exports these from the replica's own node, as `ray_slipstream_...`, labelled with application, deployment and replica.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from runtime.metrics.prometheus import Metrics
 
+if TYPE_CHECKING:
+    from ray.serve.metrics import Gauge
+
 EVERY_S = 10.0
-"""As often as Ray reports to whoever scrapes it."""
+"""Ray's own reporting interval."""
 
 
-class Gauge(Protocol):
-    """What is needed of `ray.serve.metrics.Gauge`."""
+def serve_gauge(name: str, description: str, labels: tuple[str, ...]) -> "Gauge":
+    """Return one of Ray Serve's gauges."""
+    from ray.serve.metrics import Gauge  # noqa: PLC0415 - only replicas have Serve loaded
 
-    def set(self, value: float, tags: dict[str, str] = ...) -> object:
-        """Take a new value."""
-        ...
-
-
-MakeGauge = Callable[[str, str, tuple[str, ...]], Gauge]
+    return Gauge(name, description=description, tag_keys=labels)  # type: ignore[arg-type] # any number of them
 
 
-def _serve_gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:
-    from ray.serve.metrics import Gauge as ServeGauge  # noqa: PLC0415 - only replicas have Serve loaded
-
-    gauge: Gauge = ServeGauge(name, description=text, tag_keys=labels)  # type: ignore[arg-type] # any number of them
-    return gauge
-
-
-class Mirror:
-    """Sets one of Ray's gauges for each sample. All are gauges: Ray would add to counters and histograms by itself.
+class RayMetrics:
+    """Sets one Ray gauge for each sample. All are gauges: Ray would accumulate counters and histograms itself.
 
     Args:
-        metrics: of this replica.
-        make: makes a gauge out of a name, a text, and the names of its labels.
+        metrics: the replica's metrics.
+        make: makes a gauge from a name, a description and the names of its labels.
     """
 
-    def __init__(self, metrics: Metrics, make: MakeGauge = _serve_gauge) -> None:
+    def __init__(self, metrics: Metrics, make: Callable[[str, str, tuple[str, ...]], "Gauge"] = serve_gauge) -> None:
         self._metrics, self._make = metrics, make
         self._gauges: dict[str, Gauge] = {}
 
     def copy(self) -> None:
-        """Set all gauges to what the figures are now."""
+        """Set all gauges to the current values."""
         for text, sample in self._metrics.samples():
             gauge = self._gauges.get(sample.name)
             if gauge is None:
@@ -53,7 +45,7 @@ class Mirror:
             gauge.set(sample.value, dict(sample.labels))
 
     async def run(self) -> None:
-        """Copy now and then; runs until cancelled."""
+        """Copy every `EVERY_S` seconds, until cancelled."""
         while True:
             self.copy()
             await asyncio.sleep(EVERY_S)

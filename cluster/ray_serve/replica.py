@@ -9,10 +9,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster import assemble
 from cluster.channels import process_channel
+from cluster.cli.env import version
 from cluster.cli.options import API_KEY_VARIABLE
-from cluster.cli.version import version
 from cluster.ray.channel import RayChannel
-from cluster.ray.metrics import Mirror
+from cluster.ray.metrics import RayMetrics
 from cluster.ray.site import ReplicaSite
 from cluster.ray_serve.arguments import ServerArguments
 from cluster.serving.startup_info import described, served_names
@@ -89,7 +89,7 @@ class Replica:
             raise
         for line in described(self._config, info):
             log.info(line)
-        self._beside.append(asyncio.create_task(Mirror(self._metrics).run()))
+        self._beside.append(asyncio.create_task(RayMetrics(self._metrics).run()))
         if not self._config.disable_log_stats:
             self._beside.append(asyncio.create_task(log_summaries(self._metrics)))
 

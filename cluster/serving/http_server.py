@@ -1,43 +1,34 @@
-"""The HTTP server of a service of its own."""
+"""The HTTP server of `slipstream serve`."""
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import uvicorn
 
 from cluster.serving.frontend import ServerContext, bound
-from cluster.serving.startup_info import described, served_names, url_host
+from cluster.serving.startup_info import url_host
 from cluster.serving.tls import TlsFiles
 from runtime.http.app import create_app
 from runtime.http.server.connection import guarded_protocol
 from runtime.http.server.limits import ConnectionLimits
 
-__all__ = ["HttpFrontend", "HttpOptions", "bound", "described", "served_names"]
-
-KEEP_ALIVE_S = 75  # clients keep idle connections for 5 s and more; whoever closes first must not be the server
-BACKLOG = 2048  # connections that may wait to be accepted
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections (5 s and more), so that the client closes first."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 CLOSING_S = 1
-"""Answers that could not be finished in time have this long to say so."""
+"""Seconds in which unfinished answers may send their error."""
 
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """Where and how to listen."""
+    """The address and certificates of the HTTP server."""
 
     host: str = "0.0.0.0"
     port: int = 8000
     tls: TlsFiles | None = None
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the service."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class HttpFrontend:
@@ -48,33 +39,33 @@ class HttpFrontend:
         self._limits = limits
         self._owned = contextlib.ExitStack()
         self._listener: socket.socket | None = None
-        self._server: _Server | None = None
+        self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def num_running(self) -> int:
-        """See `Face`."""
+        """See `Frontend`."""
         return 0 if self._server is None else len(self._server.server_state.tasks)
 
     @property
     def address(self) -> str:
-        """See `Face`."""
+        """See `Frontend`."""
         scheme = "http" if self._options.tls is None else "https"
-        return f"{scheme}://{url_host(self._options.host)}:{self._taken.getsockname()[1]}"
+        return f"{scheme}://{url_host(self._options.host)}:{self._listening.getsockname()[1]}"
 
     @property
-    def _taken(self) -> socket.socket:
+    def _listening(self) -> socket.socket:
         assert self._listener is not None, "not started"
         return self._listener
 
     async def start(self) -> None:
-        """See `Face`."""
+        """See `Frontend`."""
         self._listener = self._owned.enter_context(bound(self._options.host, self._options.port))
 
     async def open(self, parts: ServerContext) -> None:
-        """See `Face`."""
+        """See `Frontend`."""
         tls = self._options.tls
-        self._server = _Server(
+        self._server = uvicorn.Server(
             uvicorn.Config(
                 create_app(parts.engine, parts.tokenizer, parts.metrics, parts.options),
                 http=guarded_protocol(self._limits),
@@ -90,19 +81,24 @@ class HttpFrontend:
                 ssl_keyfile=None if tls is None else tls.key,
             )
         )
-        self._taken.listen(BACKLOG)  # whoever is told the address may connect at once
+        self._listening.listen(BACKLOG)  # clients may connect as soon as the address is printed
 
     async def serve(self) -> None:
-        """See `Face`."""
-        assert self._server is not None, "not open"
+        """See `Frontend`. Runs uvicorn's phases one by one: its `serve` would also take over SIGINT and SIGTERM."""
+        server, sockets = self._server, [self._listening]
+        assert server is not None, "not open"
         self._serving = asyncio.current_task()
-        await self._server.serve(sockets=[self._taken])
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup(sockets)
+        await server.main_loop()
+        await server.shutdown(sockets)
 
     async def look(self) -> None:
-        """See `Face`: `/health` asks the engine itself."""
+        """See `Frontend`. `/health` reads the engine's state itself."""
 
     async def stop(self, *, at_once: bool) -> None:
-        """See `Face`."""
+        """See `Frontend`."""
         if self._server is not None:
             self._server.force_exit = at_once
             self._server.should_exit = True

@@ -13,7 +13,7 @@ import typer
 from cluster.cli import env as cli_env
 from cluster.cli import main as cli
 from cluster.cli import serve as cli_serve
-from cluster.cli.version import version
+from cluster.cli.env import version
 from protos.config import arguments
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.ray.metrics import Mirror
+from cluster.ray.metrics import RayMetrics
 from runtime.core.stats import EngineStats
 from runtime.metrics.prometheus import Metrics
 
@@ -38,7 +38,7 @@ def test_every_sample_is_copied_once_under_our_name() -> None:
 
     stats = EngineStats(num_running=3, accepted_per_pos=(10, 8))
     metrics = Metrics("m", lambda: stats)
-    mirror = Mirror(metrics, make)
+    mirror = RayMetrics(metrics, make)
     mirror.copy()
     stats = EngineStats(num_running=5, accepted_per_pos=(20, 15, 1))
     mirror.copy()
@@ -60,7 +60,7 @@ def test_ray_exports_them(ray_cluster: Any) -> None:
     class Replica:
         def copy(self) -> None:
             stats = EngineStats(num_running=7)
-            self.mirror = Mirror(Metrics("mirrored", lambda: stats))
+            self.mirror = RayMetrics(Metrics("mirrored", lambda: stats))
             self.mirror.copy()
 
     replica = Replica.remote()
