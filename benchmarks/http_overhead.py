@@ -32,7 +32,8 @@ from protos.config.engine import EngineConfig
 from protos.sampling import SamplingParams
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.process_channel import ProcessChannel
-from runtime.http.app import ServerOptions, create_app
+from runtime.http.app import create_app
+from runtime.http.context import ServerOptions
 from runtime.metrics.prometheus import Metrics
 from runtime.subprocess import python_command
 from runtime.text.preprocessor import load_tokenizer

@@ -21,9 +21,8 @@ from cluster.ray_serve.replica import Replica
 from cluster.transport.engine_process import CONFIG
 from protos import slipstream_v1_pb2 as pb
 from runtime.frontend.keys import TENANT
-from runtime.grpc.answering import SERVICE
 from runtime.grpc.errors import StatusError, as_status
-from runtime.grpc.health import ALIVE, NOT_SERVING, SERVING
+from runtime.grpc.health import ALIVE, NOT_SERVING, SERVICE, SERVING
 from runtime.http.server.limits import GuardOptions
 
 Asked = TypeVar("Asked", bound=Message)

@@ -24,7 +24,8 @@ from runtime.frontend.channel import Channel
 from runtime.frontend.client import EngineClient
 from runtime.grpc.answering import Answering
 from runtime.grpc.health import is_ready
-from runtime.http.app import ServerOptions, create_app
+from runtime.http.app import create_app
+from runtime.http.context import ServerOptions
 from runtime.http.render import Decoder, TokenTexts
 from runtime.metrics.logs import log_ended, log_to_stderr
 from runtime.metrics.prometheus import Metrics, log_summaries

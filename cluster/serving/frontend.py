@@ -8,7 +8,7 @@ from typing import Protocol
 
 from protos.errors import ConfigError
 from runtime.frontend.client import EngineClient
-from runtime.http.app import ServerOptions
+from runtime.http.context import ServerOptions
 from runtime.http.render import Decoder
 from runtime.metrics.prometheus import Metrics
 

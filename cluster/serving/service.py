@@ -17,7 +17,7 @@ from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.http.app import ServerOptions
+from runtime.http.context import ServerOptions
 from runtime.http.options import SafetyOptions
 from runtime.http.render import Decoder
 from runtime.http.schemas import SpecMetrics

@@ -1,4 +1,4 @@
-"""What frontends (HTTP, gRPC) need of an engine; `runtime.frontend.async_engine` implements it."""
+"""The engine interface of the HTTP and gRPC frontends, implemented by `runtime.frontend.async_engine.AsyncEngine`."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal, Protocol

@@ -1,4 +1,4 @@
-"""What one request may ask of speculation: less than the engine has loaded, never more. It changes no token."""
+"""The `speculative_config` of one request: restricts the loaded speculation. It changes no token."""
 
 from collections.abc import Sequence
 
@@ -12,52 +12,56 @@ PARAM = "speculative_config"
 
 
 class SpeculationOverride(msgspec.Struct, frozen=True):
-    """One request's `speculative_config`. None: as the server is configured."""
+    """One request's `speculative_config`. None means the server's configuration."""
 
     enabled: bool = True
     num_speculative_tokens: int | None = None
     method: str | None = None
 
 
-def speculating(requests: Sequence[Request], wish: SpeculationOverride, info: WorkerInfo) -> list[Request]:
-    """Return *requests* with what they wish of speculation.
+def apply_override(requests: Sequence[Request], override: SpeculationOverride, info: WorkerInfo) -> list[Request]:
+    """Return *requests* with *override* applied.
 
     Raises:
-        InvalidRequestError: more is wished than is loaded; names both.
+        InvalidRequestError: it exceeds what is loaded; names both.
     """
-    if not info.methods and (wish.num_speculative_tokens is not None or wish.method is not None):
+    if not info.methods and (override.num_speculative_tokens is not None or override.method is not None):
         raise InvalidRequestError(
-            "speculative_config asks for guesses, but this server runs without speculation; leave it out", PARAM
+            "speculative_config requests speculation, but this server runs without speculation; leave it out", PARAM
         )
-    _check_tokens(wish.num_speculative_tokens, info.num_speculative_tokens)
-    _check_method(wish.method, info.methods)
+    _check_tokens(override.num_speculative_tokens, info.num_speculative_tokens)
+    _check_method(override.method, info.methods)
     return [
         msgspec.structs.replace(
-            each, speculate=wish.enabled, num_speculative_tokens=wish.num_speculative_tokens, method=wish.method
+            each,
+            speculate=override.enabled,
+            num_speculative_tokens=override.num_speculative_tokens,
+            method=override.method,
         )
         for each in requests
     ]
 
 
-def _check_tokens(wished: int | None, loaded: int) -> None:
-    if wished is None:
+def _check_tokens(requested: int | None, loaded: int) -> None:
+    if requested is None:
         return
-    if wished < 1:
+    if requested < 1:
         raise InvalidRequestError(
-            f"speculative_config: num_speculative_tokens must be at least 1, got {shown(wished)}; enabled: false turns "
-            "speculation off",
+            f"speculative_config: num_speculative_tokens must be at least 1, got {shown(requested)}; enabled: false "
+            "turns speculation off",
             PARAM,
         )
-    if wished > loaded:
+    if requested > loaded:
         raise InvalidRequestError(
             f"speculative_config: num_speculative_tokens must be at most {loaded}, as the server is configured, got "
-            f"{shown(wished)}",
+            f"{shown(requested)}",
             PARAM,
         )
 
 
-def _check_method(wished: str | None, loaded: Sequence[str]) -> None:
-    if wished is not None and wished not in loaded:
+def _check_method(requested: str | None, loaded: Sequence[str]) -> None:
+    if requested is not None and requested not in loaded:
         raise InvalidRequestError(
-            f"speculative_config: method must be one of those loaded ({', '.join(loaded)}), got {shown(wished)}", PARAM
+            f"speculative_config: method must be one of those loaded ({', '.join(loaded)}), got {shown(requested)}",
+            PARAM,
         )

@@ -18,16 +18,15 @@ from protos.messages import Request
 from protos.sampling import SamplingParams
 from runtime.frontend.client import EngineClient, Prompt
 from runtime.frontend.pacing import UNPACED, Pacing
-from runtime.frontend.speculation_override import speculating
+from runtime.frontend.speculation_override import apply_override
 from runtime.frontend.stream_queue import Delta
 from runtime.grpc import reading
 from runtime.grpc.errors import StatusError, as_status
 from runtime.grpc.writing import SampleWriter, padded
-from runtime.http.app import ServerOptions
+from runtime.http.context import ServerOptions
 from runtime.http.render import TokenTexts
 from runtime.http.schemas import SpecMetrics
 
-SERVICE = "slipstream.v1.GenerationService"
 LONGEST_NAME = 200
 STATES = {
     "starting": pb.SERVER_STATE_STARTING,
@@ -130,10 +129,11 @@ class Answering:
         prompt, params = await self._prompt(message)
         # Clients may name two requests alike, and try one again before its first try is gone.
         prepared = await self._engine.prepare(prompt, params, f"{request_id}-{uuid.uuid4().hex[:12]}")
-        wish, level = reading.wish(message.speculative_config), self._level(message.per_request_spec_decode_metrics)
+        override = reading.speculation_override(message.speculative_config)
+        level = self._level(message.per_request_spec_decode_metrics)
         requests = [
             msgspec.structs.replace(each, cache_salt=message.cache_salt, wants_steps=level == "detailed")
-            for each in speculating(prepared, wish, self._engine.info)
+            for each in apply_override(prepared, override, self._engine.info)
         ]
         streams = reading.given(message, "stream", default=True)
         writers = [

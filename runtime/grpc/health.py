@@ -6,10 +6,12 @@ from typing import Any
 from grpc_health.v1 import health, health_pb2
 
 from runtime.frontend.client import EngineClient
-from runtime.grpc.answering import SERVICE
+
+SERVICE = "slipstream.v1.GenerationService"
+"""The service whose health is readiness: whether requests are accepted."""
 
 ALIVE = ""
-"""The name under which liveness is asked for; that of the service asks for readiness."""
+"""The service name whose health is liveness."""
 
 LOOK_EVERY_S = 0.1
 SERVING = health_pb2.HealthCheckResponse.SERVING

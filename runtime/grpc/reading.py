@@ -9,7 +9,7 @@ from protos.errors import InvalidRequestError
 from protos.sampling import MAX_LOGPROBS, SamplingParams
 from protos.validation import shown
 from runtime.frontend.speculation_override import SpeculationOverride
-from runtime.http.app import REQUEST_ID
+from runtime.http.server.limits import REQUEST_ID
 
 
 def request_id(message: pb.GenerateRequest, in_metadata: str | None = None) -> str:
@@ -42,8 +42,8 @@ def given(message: Any, name: str, *, default: bool) -> bool:
     return bool(getattr(message, name)) if message.HasField(name) else default
 
 
-def wish(message: pb.SpeculativeConfig) -> SpeculationOverride:
-    """Return what a request wants of speculation."""
+def speculation_override(message: pb.SpeculativeConfig) -> SpeculationOverride:
+    """Return the speculation override of a request."""
     return SpeculationOverride(**_fields(message))
 
 

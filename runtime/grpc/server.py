@@ -11,8 +11,8 @@ from grpc_reflection.v1alpha import reflection
 from protos import slipstream_v1_pb2_grpc as stubs
 from protos.errors import ConfigError
 from runtime.frontend.client import EngineClient
-from runtime.grpc.answering import SERVICE, Answering
-from runtime.grpc.health import EngineHealth
+from runtime.grpc.answering import Answering
+from runtime.grpc.health import SERVICE, EngineHealth
 from runtime.grpc.servicer import Gate, GenerationServicer
 from runtime.http.server.limits import GuardOptions
 

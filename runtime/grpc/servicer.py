@@ -13,8 +13,9 @@ from protos import slipstream_v1_pb2 as pb
 from protos import slipstream_v1_pb2_grpc as stubs
 from runtime.frontend.keys import TENANT
 from runtime.grpc import reading
-from runtime.grpc.answering import SERVICE, Answering
+from runtime.grpc.answering import Answering
 from runtime.grpc.errors import StatusError, as_status
+from runtime.grpc.health import SERVICE
 from runtime.http.server.limits import GuardOptions
 
 REQUEST_ID = "request_id"

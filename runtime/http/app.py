@@ -1,6 +1,5 @@
-"""The application: routes, bodies, limits, and figures of what was answered."""
+"""The HTTP application: its routes and middleware."""
 
-import re
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -13,93 +12,91 @@ from runtime.http import errors, openapi, pages, tokenizing
 from runtime.http.bodies import described, json_response, read_body
 from runtime.http.chat import chat_job
 from runtime.http.completions import completion_job
+from runtime.http.context import RouteContext, ServerOptions
 from runtime.http.errors import ApiError
+from runtime.http.job import CompletionJob
 from runtime.http.render import Decoder, TokenTexts
-from runtime.http.responding import CompletionJob, respond_in_chunks, respond_whole
+from runtime.http.responding import respond_in_chunks, respond_whole
 from runtime.http.responses import ModelList
 from runtime.http.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from runtime.http.server.guard import Guard
-from runtime.http.server.server import Server, ServerOptions
+from runtime.http.server.limits import REQUEST_ID
 from runtime.metrics.logs import HTTP_REQUEST_ID
 from runtime.metrics.prometheus import CONTENT_TYPE, Metrics
 
-__all__ = ["Server", "ServerOptions", "create_app"]
-
-REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
-
 
 def create_app(engine: EngineClient, tokenizer: Decoder, metrics: Metrics, options: ServerOptions) -> FastAPI:
-    """Build the application around a started engine, which stays the caller's to close."""
-    server = Server(engine, metrics, options, TokenTexts(tokenizer))
+    """Build the application over a started engine. The caller closes the engine."""
+    context = RouteContext(engine, options, TokenTexts(tokenizer))
     app = FastAPI(title="Slipstream", version=options.version, docs_url=None, redoc_url=None)
     errors.install(app)
-    _add_service_routes(app, server)
-    _add_model_routes(app, server)
-    _add_generation_routes(app, server)
-    tokenizing.add_routes(app, server)
+    _add_service_routes(app, context, metrics)
+    _add_model_routes(app, context)
+    _add_generation_routes(app, context)
+    tokenizing.add_routes(app, context)
     pages.add_routes(app)
     openapi.install(app)
     app.add_middleware(Guard, engine=engine, options=options.guard)
-    app.add_middleware(Observed, metrics=metrics)
+    app.add_middleware(RequestObserver, metrics=metrics)
     return app
 
 
-def _add_service_routes(app: FastAPI, server: Server) -> None:
+def _add_service_routes(app: FastAPI, context: RouteContext, prometheus: Metrics) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """200 while requests are taken, else 503."""
-        if not server.engine.is_alive:
+        """200 while requests are accepted, else 503."""
+        if not context.engine.is_alive:
             raise ApiError(503, "the engine has stopped; its log says why", code="engine_dead")
-        if server.engine.state == "draining":
+        if context.engine.state == "draining":
             raise ApiError(503, "the server is about to stop and takes no new requests", code="draining")
         return Response()
 
     @app.get("/version")
     async def version() -> Response:
-        """The version that runs."""
-        return json_response({"version": server.options.version})
+        """The version of the server."""
+        return json_response({"version": context.options.version})
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Everything in Prometheus' text format."""
-        return Response(server.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        """All metrics in Prometheus' text format."""
+        return Response(prometheus.render(), headers={"content-type": CONTENT_TYPE})
 
 
-def _add_model_routes(app: FastAPI, server: Server) -> None:
+def _add_model_routes(app: FastAPI, context: RouteContext) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
         """The served names."""
-        return json_response(ModelList([server.card(name) for name in server.options.model_names]))
+        return json_response(ModelList([context.card(name) for name in context.options.model_names]))
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """One served name; names may hold slashes."""
-        return json_response(server.card(server.model_name(name)))
+        """One served name, which may contain slashes."""
+        return json_response(context.card(context.model_name(name)))
 
 
-def _add_generation_routes(app: FastAPI, server: Server) -> None:
+def _add_generation_routes(app: FastAPI, context: RouteContext) -> None:
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(http: Request) -> Response:
         """Continue one or several prompts."""
         body = await read_body(http, CompletionRequest)
-        return await _respond(server, http, body, await completion_job(server, body))
+        return await _respond(context, http, body, await completion_job(context, body))
 
     @app.post("/v1/chat/completions", openapi_extra=described(ChatCompletionRequest))
     async def chat_completions(http: Request) -> Response:
         """Answer a conversation."""
         body = await read_body(http, ChatCompletionRequest)
-        return await _respond(server, http, body, await chat_job(server, body))
+        return await _respond(context, http, body, await chat_job(context, body))
 
 
-async def _respond(server: Server, http: Request, body: GenerationRequest, job: CompletionJob) -> Response:
-    job = replace(job, timeout_s=body.timeout, pacing=server.options.pacing)
+async def _respond(context: RouteContext, http: Request, body: GenerationRequest, job: CompletionJob) -> Response:
+    job = replace(job, timeout_s=body.timeout, pacing=context.options.pacing)
     if body.stream:
-        return respond_in_chunks(server.engine, job)
-    return await respond_whole(server.engine, job, http)
+        return respond_in_chunks(context.engine, job)
+    return await respond_whole(context.engine, job, http)
 
 
-class Observed:
-    """Counts answers by route template, and gives each an `x-request-id`: the client's own, or a new one."""
+class RequestObserver:
+    """Counts responses by route template, and adds `x-request-id` to each: the client's own id, or a new one."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app

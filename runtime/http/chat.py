@@ -10,8 +10,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from protos.messages import TokenOutput
+from runtime.http.context import RouteContext
+from runtime.http.job import Choice, CompletionJob, Envelope
 from runtime.http.render import TokenTexts, chat_logprobs, prompt_logprobs
-from runtime.http.responding import Choice, CompletionJob, Envelope, marked
 from runtime.http.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -28,7 +29,6 @@ from runtime.http.responses import (
     Usage,
 )
 from runtime.http.schemas import ChatCompletionRequest
-from runtime.http.server.server import Server
 from runtime.http.tools.choice import ToolUse
 from runtime.http.tools.parser import CallPart, CallReader, ParsedCalls
 
@@ -90,7 +90,7 @@ class _ChatChoice(Choice):
 class ChatWriter(_ChatChoice):
     """One choice of a chat completion."""
 
-    def written(self) -> ChatChoice:
+    def render(self) -> ChatChoice:
         """See `Choice`."""
         shown = UNSET if self.body.prompt_logprobs is None else prompt_logprobs(self.prompt_logprobs, self.texts)
         return ChatChoice(
@@ -110,11 +110,11 @@ class ChatChunkWriter(_ChatChoice):
     role: Literal["assistant"] | UnsetType = "assistant"
 
     @property
-    def has_news(self) -> bool:
+    def has_pending(self) -> bool:
         """See `Choice`."""
-        return bool(self.calls) or super().has_news
+        return bool(self.calls) or super().has_pending
 
-    def written(self) -> ChatChunkChoice:
+    def render(self) -> ChatChunkChoice:
         """See `Choice`."""
         calls = [_delta(part) for part in self.calls] or UNSET
         self.calls = []
@@ -145,22 +145,23 @@ def _call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-async def chat_job(server: Server, body: ChatCompletionRequest) -> CompletionJob:
+async def chat_job(context: RouteContext, body: ChatCompletionRequest) -> CompletionJob:
     """Validate everything *body* asks for; nothing is scheduled yet.
 
     Raises:
         InvalidRequestError: names the field, the value and the limit.
         ApiError: the model is not served.
     """
-    model = server.model_name(body.model)
+    model = context.model_name(body.model)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    use = body.tool_use(server.options.tools)
-    params = use.constrained(body.chat_sampling(server.options.sampling_defaults))
-    prompt = await server.engine.render_chat(body.messages, params, **body.template_options, **use.told)
+    use = body.tool_use(context.options.tools)
+    params = use.constrained(body.chat_sampling(context.options.sampling_defaults))
+    prompt = await context.engine.render_chat(body.messages, params, **body.template_options, **use.told)
     with use.named_in_errors():
-        requests = await server.engine.prepare(prompt, params, request_id)
-    group = marked(requests, body, server)
+        requests = await context.engine.prepare(prompt, params, request_id)
+    group = context.with_options(requests, body)
     kind, writer = (ChatCompletionChunk, ChatChunkWriter) if body.stream else (ChatCompletion, ChatWriter)
-    choices = [writer(index, body, server.texts, use) for index in range(len(group))]
+    choices = [writer(index, body, context.texts, use) for index in range(len(group))]
     envelope = ChatEnvelope(kind, request_id, int(time.time()), model)
-    return CompletionJob([group], choices, envelope, body.wants_usage, server.spec_metrics(body), server.origins(body))
+    spec_metrics, origins = context.spec_metrics(body), context.origins(body)
+    return CompletionJob([group], choices, envelope, body.wants_usage, spec_metrics, origins)

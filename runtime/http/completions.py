@@ -10,11 +10,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from protos.messages import Request, TokenOutput
+from runtime.http.context import RouteContext
+from runtime.http.job import Choice, CompletionJob, Envelope
 from runtime.http.render import LogprobsWriter, TokenTexts, prompt_logprobs
-from runtime.http.responding import Choice, CompletionJob, Envelope, marked
 from runtime.http.responses import Completion, CompletionChoice, CompletionLogprobs, ResponseMetrics, Usage
 from runtime.http.schemas import CompletionRequest
-from runtime.http.server.server import Server
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CompletionWriter(Choice):
                 output = msgspec.structs.replace(output, finish_reason="length")
         super().add(output)
 
-    def written(self) -> CompletionChoice:
+    def render(self) -> CompletionChoice:
         """See `Choice`."""
         logprobs = self._written_logprobs()
         text = (self._echo or "") + self.text
@@ -78,29 +78,30 @@ class CompletionWriter(Choice):
         return self._logprobs.completion([*self.prompt_logprobs, *self.logprobs], self._request.prompt_token_ids[0])
 
 
-async def completion_job(server: Server, body: CompletionRequest) -> CompletionJob:
+async def completion_job(context: RouteContext, body: CompletionRequest) -> CompletionJob:
     """Validate everything *body* asks for; nothing is scheduled yet.
 
     Raises:
         InvalidRequestError: names the field, the value and the limit.
         ApiError: the model is not served.
     """
-    model = server.model_name(body.model)
+    model = context.model_name(body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    prompts, params = body.prompts(), body.completion_sampling(server.options.sampling_defaults)
-    server.engine.check_open(len(prompts) * params.n)  # before any of them is tokenised
+    prompts, params = body.prompts(), body.completion_sampling(context.options.sampling_defaults)
+    context.engine.check_open(len(prompts) * params.n)  # before any of them is tokenised
     groups: list[list[Request]] = []
     choices: list[Choice] = []
     for index, prompt in enumerate(prompts):
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        groups.append(marked(await server.engine.prepare(prompt, params, name), body, server))
-        echoed = _echoed(prompt, groups[-1][0], server.texts) if body.echo else ""
+        groups.append(context.with_options(await context.engine.prepare(prompt, params, name), body))
+        echoed = _echoed(prompt, groups[-1][0], context.texts) if body.echo else ""
         choices += [
-            CompletionWriter(len(choices) + j, each, body, server.texts, echoed) for j, each in enumerate(groups[-1])
+            CompletionWriter(len(choices) + j, each, body, context.texts, echoed) for j, each in enumerate(groups[-1])
         ]
         await asyncio.sleep(0)  # a large batch must not hold up everyone's tokens
     envelope = CompletionEnvelope(request_id, int(time.time()), model)
-    return CompletionJob(groups, choices, envelope, body.wants_usage, server.spec_metrics(body), server.origins(body))
+    spec_metrics, origins = context.spec_metrics(body), context.origins(body)
+    return CompletionJob(groups, choices, envelope, body.wants_usage, spec_metrics, origins)
 
 
 def _echoed(prompt: str | list[int], request: Request, texts: TokenTexts) -> str:

@@ -1,4 +1,4 @@
-"""Where the tokens of an answer came from, told where it was asked for: `token_origins` of a request."""
+"""The `token_origins` of a response: whether each token was drafted and accepted, or sampled by the target."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,8 @@ from runtime.http.render import TokenTexts
 from runtime.http.responses import Origin, StepOrigins, TokenOrigin
 
 
-class Origins:
-    """Writes down where tokens come from, for one response."""
+class OriginRecorder:
+    """Records the origins of the tokens of one response."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -16,7 +16,7 @@ class Origins:
         self._pending: list[StepOrigins] = []
 
     def add(self, index: int, output: TokenOutput) -> None:
-        """Take what a step added to the choice *index*."""
+        """Record the step that added *output* to the choice *index*."""
         step = output.step
         if step is None or not output.token_ids:
             return
@@ -34,9 +34,9 @@ class Origins:
 
 
 def _origins(step: Step, num_tokens: int) -> Iterator[Origin]:
-    """Yield the origin of each token of a step: those accepted, then the target's own, unless the answer ended."""
-    for place in range(num_tokens):
-        if place < step.accepted:
+    """Yield the origin of each token of a step: the accepted ones, then the target's own unless the answer ended."""
+    for position in range(num_tokens):
+        if position < step.accepted:
             yield "accepted"
         elif not step.proposed:
             yield "plain"

@@ -146,8 +146,8 @@ class GenerationRequest(RequestBody, FormFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def wish(self) -> SpeculationOverride:
-        """What is asked of speculation."""
+    def speculation_override(self) -> SpeculationOverride:
+        """The request's `speculative_config`."""
         return (
             SpeculationOverride()
             if self.speculative_config is None

@@ -15,7 +15,7 @@ import pytest
 from protos import slipstream_v1_pb2 as pb
 from runtime.grpc.answering import Answering
 from runtime.grpc.errors import StatusError
-from runtime.http.app import ServerOptions
+from runtime.http.context import ServerOptions
 from runtime.http.render import TokenTexts
 from tests.support.serving.bad_fields import CHAT, COMPLETIONS, CONTEXT, ROWS
 from tests.support.serving.fake_engine import expected, tokenizer

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from runtime.http import pages
-from runtime.http.app import ServerOptions, create_app
+from runtime.http.app import create_app
+from runtime.http.context import ServerOptions
 from tests.support.serving.fake_engine import expected, local_engine, tokenizer
 from tests.support.serving.fake_server import served
 

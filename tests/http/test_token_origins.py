@@ -10,8 +10,9 @@ import pytest
 
 from protos.config.engine import SpeculativeConfig
 from protos.messages import Step, TokenOutput
-from runtime.http.app import ServerOptions, create_app
-from runtime.http.origins import Origins
+from runtime.http.app import create_app
+from runtime.http.context import ServerOptions
+from runtime.http.origins import OriginRecorder
 from runtime.http.render import TokenTexts
 from tests.support.serving.fake_engine import expected, local_engine, tokenizer
 
@@ -37,7 +38,7 @@ class Letters:
     ],
 )
 def test_the_tokens_of_a_step_have_origins(step: Step, num_tokens: int, origins: list[str]) -> None:
-    written = Origins(TokenTexts(Letters()))
+    written = OriginRecorder(TokenTexts(Letters()))
     written.add(0, TokenOutput("r", list(range(1, num_tokens + 1)), step=step))
     [told] = written.take()
     assert [token.origin for token in told.tokens] == origins
@@ -47,7 +48,7 @@ def test_the_tokens_of_a_step_have_origins(step: Step, num_tokens: int, origins:
 
 
 def test_each_choice_counts_its_own_steps() -> None:
-    written = Origins(TokenTexts(Letters()))
+    written = OriginRecorder(TokenTexts(Letters()))
     for index in (0, 1, 0):
         written.add(index, TokenOutput("r", [1], step=Step()))
     written.add(1, TokenOutput("r", finish_reason="stop", step=Step()))

@@ -16,7 +16,7 @@ from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError, InvalidRequestError
 from protos.messages import WorkerInfo
 from runtime.core.controller import LocalInbox
-from runtime.frontend.speculation_override import speculating
+from runtime.frontend.speculation_override import apply_override
 from runtime.http.schemas import CompletionRequest
 from tests.support.distributed.bodies import PATIENT
 from tests.support.distributed.engine import Engine, assert_same, configure, over, quick_turns, requests, threaded
@@ -204,5 +204,5 @@ def test_no_request_can_name_one_that_is_not_loaded(loaded: tuple[str, ...]) -> 
     for asked in ({"method": "os:system"}, {"enabled": True, "method": "my_other_guesses:Echo"}):
         body = CompletionRequest.model_validate({"prompt": "x", "speculative_config": asked})
         with pytest.raises(InvalidRequestError, match="speculative_config"):
-            speculating([make_request("a", [1])], body.wish, info)
+            apply_override([make_request("a", [1])], body.speculation_override, info)
     assert "my_other_guesses" not in sys.modules

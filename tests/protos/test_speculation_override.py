@@ -11,7 +11,7 @@ from protos.interfaces import Proposer
 from protos.messages import Request, WorkerInfo
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import SpeculationPolicy
-from runtime.frontend.speculation_override import SpeculationOverride, speculating
+from runtime.frontend.speculation_override import SpeculationOverride, apply_override
 from tests.support.distributed.fake_worker import make_request
 
 LOADED = WorkerInfo(32, 4, 64, 10, methods=("ngram", "suffix", "draft_model"), num_speculative_tokens=4)
@@ -35,7 +35,7 @@ class Always:
 
 
 def asked(wish: SpeculationOverride, info: WorkerInfo = LOADED) -> Request:
-    (request,) = speculating([make_request("a", [1, 2, 3])], wish, info)
+    (request,) = apply_override([make_request("a", [1, 2, 3])], wish, info)
     return request
 
 

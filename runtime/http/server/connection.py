@@ -1,4 +1,7 @@
-"""Limits on connections: number, size of a head, timeouts. Bodies: `runtime.http.server.guard`."""
+"""Limits on HTTP connections: their number, and the size and delay of request headers.
+
+Bodies are limited by `runtime.http.server.guard`.
+"""
 
 import asyncio
 import contextlib

@@ -1,9 +1,13 @@
-"""Limits of the HTTP face, told when a server is put together."""
+"""Limits of the HTTP server."""
 
+import re
 from dataclasses import dataclass, field
 
 from protos.errors import ConfigError
 from runtime.frontend.keys import Keys
+
+REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+"""What a client may send as the id of its request."""
 
 
 @dataclass(frozen=True)

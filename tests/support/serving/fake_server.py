@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import uvicorn
 
 from protos.config.engine import SpeculativeConfig
-from runtime.http.app import ServerOptions, create_app
+from runtime.http.app import create_app
+from runtime.http.context import ServerOptions
 from tests.support.serving.fake_engine import local_engine, tokenizer
 
 DRAFTING = SpeculativeConfig("fake", num_speculative_tokens=4)

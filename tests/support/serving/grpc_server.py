@@ -17,7 +17,7 @@ from protos import slipstream_v1_pb2_grpc as stubs
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.keys import Keys
 from runtime.frontend.pacing import UNPACED, Pacing
-from runtime.http.app import ServerOptions
+from runtime.http.context import ServerOptions
 from runtime.http.server.limits import ConnectionLimits, GuardOptions
 from tests.support.serving.fake_engine import tokenizer as fake_tokenizer
 

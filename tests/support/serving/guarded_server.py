@@ -16,7 +16,8 @@ from cluster.serving.frontend import bound
 from protos.config.engine import SpeculativeConfig
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.channel import ThreadChannel
-from runtime.http.app import ServerOptions, create_app
+from runtime.http.app import create_app
+from runtime.http.context import ServerOptions
 from runtime.http.options import SafetyOptions
 from runtime.http.server.connection import guarded_protocol
 from runtime.metrics.prometheus import Metrics

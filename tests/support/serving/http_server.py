@@ -15,7 +15,8 @@ import uvicorn
 
 from cluster.serving.frontend import bound
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.http.app import ServerOptions, create_app
+from runtime.http.app import create_app
+from runtime.http.context import ServerOptions
 from tests.support.serving import fake_engine
 
 
