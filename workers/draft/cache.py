@@ -14,7 +14,7 @@ from workers.attention.backend import Flags
 from workers.attention.batch import Batch, Ints, TreeMasks
 from workers.draft.validity import BlockValidity
 from workers.features import Waiting
-from workers.model.module_runner import DraftForward, Entries
+from workers.model.draft_forward import DraftForward
 from workers.slots import SlotTable
 
 
@@ -115,7 +115,7 @@ class DraftCache:
             np.copyto(batch.tokens_T, self.slots.tokens[batch.slots_T, batch.places_T + self.shift])
         self.known_to_draft(batch.tokens_T)
         features_TX = self.waiting.between(slots_R, first_R, end_R) if self.needs == "all" else None
-        output_RX = self.forward.feed(Entries(batch, np.cumsum(lengths_R) - 1, features_TX))
+        output_RX = self.forward.forward(batch, np.cumsum(lengths_R) - 1, features_TX)
         self._note(slots_R, first_R, end_R)
         return output_RX
 
@@ -140,7 +140,7 @@ class DraftCache:
         self.known_to_draft(batch.tokens_T)
         last_R, drafted_N = batch.offsets_R + end_R - first_R - 1, np.flatnonzero(~is_known_T)
         features_TX = self._beside(slots_R, first_R, end_R, is_known_T, features_NX)
-        output_MX = self.forward.feed(Entries(batch, np.concatenate((last_R, drafted_N)), features_TX))
+        output_MX = self.forward.forward(batch, np.concatenate((last_R, drafted_N)), features_TX)
         self._note(slots_R, first_R, end_R)
         return output_MX[: len(last_R)], output_MX[len(last_R) :]
 

@@ -28,9 +28,10 @@ from workers.draft.vocab_map import Dictionary, translated
 from workers.draft.weights import DraftCheckpoint, Lender, ResidentLender, StoredLender
 from workers.draft.worker import DraftWorker, Proposes
 from workers.features import Features
+from workers.model.draft_forward import DraftForward
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device, pick_dtype
-from workers.model.module_runner import DraftForward, LoadedModule, ModelForward, ModuleRunner
+from workers.model.module_runner import LoadedModule, ModuleRunner
 from workers.model.runner import ModelRunner
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -102,7 +103,7 @@ class LanguageDraft:
         if not self.is_eager:
             say("warming up the draft")
             say(f"draft: {runner.warm_up()}")
-        return translated(ModelForward(runner), self.loaded, self.dictionary)
+        return translated(runner, self.loaded, self.dictionary)
 
 
 @dataclass(frozen=True)

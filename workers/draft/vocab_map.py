@@ -16,9 +16,10 @@ import torch
 from tokenizers import Tokenizer
 
 from protos.errors import ModelError
-from workers.attention.batch import Ints
+from workers.attention.batch import Batch, Ints
+from workers.model.draft_forward import DraftForward
 from workers.model.loaded import LoadedModel
-from workers.model.module_runner import DraftForward, Entries, ModelForward
+from workers.model.runner import ModelRunner
 
 Texts = Mapping[tuple[str, bytes], int]
 """Id of each token by kind ("special" or "text") and the bytes it stands for."""
@@ -70,25 +71,25 @@ class Dictionary:
 class TranslatedForward:
     """Runs a draft as if it had the target's vocabulary. See `DraftForward`."""
 
-    def __init__(self, forward: ModelForward, loaded: LoadedModel, dictionary: Dictionary) -> None:
+    def __init__(self, forward: ModelRunner, loaded: LoadedModel, dictionary: Dictionary) -> None:
         self._forward, self._dictionary = forward, dictionary
         self.loaded = replace(loaded, vocab_size=dictionary.vocab_size)
         self.module, self.num_blocks = forward.module, forward.num_blocks
         self._ours_S, self._theirs_S = (ids.to(loaded.device) for ids in (dictionary.ours_S, dictionary.theirs_S))
 
-    def feed(self, entries: Entries) -> torch.Tensor:
+    def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:
         """See `DraftForward`; logits of the target's ids, `[N, V]`."""
-        tokens_T = self._dictionary.to_draft_V[entries.batch.tokens_T]
-        logits_ND = self._forward.feed(replace(entries, batch=replace(entries.batch, tokens_T=tokens_T)))
+        tokens_T = self._dictionary.to_draft_V[batch.tokens_T]
+        logits_ND = self._forward.forward(replace(batch, tokens_T=tokens_T), wanted_N)
         logits_NV = logits_ND.new_full((len(logits_ND), self._dictionary.vocab_size), -torch.inf)
         return logits_NV.index_copy_(1, self._ours_S, logits_ND.index_select(1, self._theirs_S))
 
-    def measure(self, num_rows: int) -> dict[int, float]:
+    def measure(self, max_tokens: int) -> dict[int, float]:
         """See `DraftForward`."""
-        return self._forward.measure(num_rows)
+        return self._forward.measure(max_tokens)
 
 
-def translated(forward: ModelForward, loaded: LoadedModel, dictionary: Dictionary | None) -> DraftForward:
+def translated(forward: ModelRunner, loaded: LoadedModel, dictionary: Dictionary | None) -> DraftForward:
     """Return *forward*, speaking the target's language where there is a dictionary."""
     return forward if dictionary is None else TranslatedForward(forward, loaded, dictionary)
 

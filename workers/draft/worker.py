@@ -22,7 +22,7 @@ from workers.draft.cache import DraftCache
 from workers.draft.sampling import CoupledNoise, DraftSampler, Points
 from workers.draft.tree import Grown, plant, whole_block
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
-from workers.model.module_runner import DraftForward, Entries
+from workers.model.draft_forward import DraftForward
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verification.draft_probs import DraftProbs
@@ -182,7 +182,7 @@ class DraftWorker:
             self._cache.known_to_draft(token_ids.cpu().numpy()),
             lowest_R=self._cache.lowest(slots_R),
         )
-        output_RX = self.forward.feed(Entries(batch, np.arange(len(slots_R)), features))
+        output_RX = self.forward.forward(batch, np.arange(len(slots_R)), features)
         for slot, token in zip(slots_R.tolist(), token_ids.tolist(), strict=True):
             self._fed[slot][1].append(token)  # only now: after a failure it must not count as held
         return output_RX
@@ -210,7 +210,7 @@ class DraftWorker:
         )
         tokens_N = self._cache.known_to_draft(level.tokens_N.cpu().numpy().copy())
         batch = Batch(slots_M, starts_M, lengths_M, tokens_N, areas, self._cache.lowest(slots_M))
-        return self.forward.feed(Entries(batch, np.arange(len(row_N)), level.features_NX))
+        return self.forward.forward(batch, np.arange(len(row_N)), level.features_NX)
 
     def block(
         self,

@@ -31,8 +31,8 @@ class ModelRunner:
     def __init__(
         self, loaded: LoadedModel, slots: SlotTable, num_blocks: int, block_size: int, taps: Taps | None = None
     ) -> None:
-        self.loaded = loaded
-        self.slots = slots
+        self.loaded, self.module = loaded, loaded.model
+        self.slots, self.num_blocks = slots, num_blocks
         self.device = loaded.device
         self.block_size = block_size
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
@@ -76,12 +76,13 @@ class ModelRunner:
         logits_NV.sum().item()  # waits for the device; on ranks without logits, too
         return time.perf_counter() - started
 
-    def forward(self, batch: Batch, wanted_N: Ints) -> torch.Tensor:
+    def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:
         """Run *batch*, writing its K and V.
 
         Args:
             batch: rows whose slots hold the blocks for every position fed.
-            wanted_N: int64, flat indices of the tokens whose logits are wanted.
+            wanted_N: int64, flat indices of the tokens whose logits are returned.
+            features_TX: not read; a draft's module may take features.
 
         Returns:
             fp32 `[N, V]` on the model's device, valid until the next forward at least.

@@ -23,7 +23,6 @@ from workers.attention.batch import Batch
 from workers.draft.draft_model import DraftEngine
 from workers.draft.sampling import drawing_for
 from workers.draft.worker import DraftWorker, Proposes
-from workers.model.module_runner import Entries
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.grammar_slots import Grammars, Words
 from workers.sampling.sampler import Sampler
@@ -101,11 +100,11 @@ class TableForward:
         codes_T = self._write(batch) if not self.model.order else batch.tokens_T
         return self._logits_MV[self.model.pick(codes_T[wanted_N], batch.tokens_T[wanted_N])], None
 
-    def feed(self, entries: Entries) -> torch.Tensor:
-        """See `DraftForward.feed`."""
-        return self.run(entries.batch, entries.wanted_N)[0]
+    def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:
+        """See `DraftForward.forward`."""
+        return self.run(batch, wanted_N)[0]
 
-    def measure(self, num_rows: int) -> dict[int, float]:
+    def measure(self, max_tokens: int) -> dict[int, float]:
         """See `DraftForward.measure`."""
         return {}
 

@@ -1,0 +1,59 @@
+"""What the draft worker runs: a language model, or the module of a learned proposer."""
+
+from typing import Any, Protocol
+
+import torch
+
+from protos.draft_module import LayerShape
+from workers.attention.batch import Batch, Ints
+
+
+class DraftShape(Protocol):
+    """Sizes, dtype and device of a draft model."""
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]: ...  # noqa: D102
+    @property
+    def max_model_len(self) -> int: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+
+
+class DraftForward(Protocol):
+    """Runs a draft model over its own paged KV cache."""
+
+    @property
+    def module(self) -> Any:
+        """What `LearnedProposer.build` returned; for a language model, the model."""
+        ...
+
+    @property
+    def loaded(self) -> DraftShape:
+        """Its context length, vocabulary and layers."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its cache."""
+        ...
+
+    def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:
+        """Run *batch*, writing its K and V.
+
+        Args:
+            batch: rows whose slots hold the blocks for every position fed.
+            wanted_N: int64, flat indices of the tokens whose output is returned.
+            features_TX: fed along with the tokens, where the module takes features.
+
+        Returns:
+            `[N, X]`: hidden states of a module, fp32 logits of a language model.
+        """
+        ...
+
+    def measure(self, max_tokens: int) -> dict[int, float]:
+        """Return seconds of a forward of 1, 2, 4 ... rows, to *max_tokens* at least; empty if not worth measuring."""
+        ...
