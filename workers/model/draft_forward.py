@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
-from protos.draft_module import LayerShape
+from protos.layers import LayerShape
 from workers.attention.batch import Batch, Ints
 
 
