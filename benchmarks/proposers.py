@@ -24,7 +24,7 @@ from benchmarks.shared.sides import Engine
 from benchmarks.shared.workload import Item, Sampling
 from demo import corpus, head, pair
 from proposers.shared import datastore
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 
 ON, OFF = "on", "off"
 HELDOUT, EDITING = "held-out prompts", "functions written again"

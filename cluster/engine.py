@@ -16,8 +16,8 @@ from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, SlipstreamError
 from protos.messages import Abort, Request, TokenOutput, WorkerInfo
 from protos.progress import ProgressCallback
+from protos.stats import EngineStats
 from runtime.core.controller import LocalInbox
-from runtime.core.stats import EngineStats
 from runtime.frontend.async_engine import START_ERRORS
 from runtime.frontend.channel import IDLE_S, Channel, Failed, Mail, Outputs, Ready, Report, Said
 from runtime.text.preprocessor import Preprocessor, load_tokenizer

@@ -16,7 +16,7 @@ from protos.errors import EngineDeadError, InvalidRequestError
 from protos.messages import Request, TokenOutput
 from protos.outputs import RequestOutput
 from protos.sampling import SamplingParams
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 from runtime.frontend.outputs import Decode, OutputCollector, no_text
 from runtime.text.preprocessor import Prompt, as_prompts
 from runtime.text.sampling_defaults import sampling_defaults, usual_tokens

@@ -9,6 +9,7 @@ from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner
 from protos.messages import Abort, Request, RoundPlan, TokenOutput, Verdict, WorkerInfo
+from protos.stats import PhaseTimes
 
 
 class Proposer(Protocol):
@@ -66,23 +67,6 @@ class DraftService(msgspec.Struct, frozen=True, gc=False):
 
 
 ALWAYS_UP = DraftService()
-
-
-class PhaseTimes(msgspec.Struct, frozen=True, gc=False):
-    """Seconds that the phases of all rounds took so far, by the clock of whoever did the work.
-
-    Attributes:
-        propose_s: guesses were made.
-        transfer_s: the target waited for guesses for longer than it took to make them.
-        score_s, verify_s: the target's forward; sampling and judging.
-        late_drafts: rounds in which a draft was waited for in vain.
-    """
-
-    propose_s: float = 0.0
-    transfer_s: float = 0.0
-    score_s: float = 0.0
-    verify_s: float = 0.0
-    late_drafts: int = 0
 
 
 class Inbox(Protocol):

@@ -1,10 +1,24 @@
-"""How a Python process of our own is started."""
+"""Starting Python subprocesses of this package, and folders for the sockets between them."""
 
 import json
 import sys
+import tempfile
+from pathlib import Path
+
+SOCKET_FOLDER_LIMIT = 90
+"""The system limits a socket's path to about 107 bytes; longer temporary folders are not used."""
 
 
 def python_command(module: str) -> list[str]:
     """Return the command that calls `main()` of *module* in a new interpreter with this one's import path."""
     start = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
     return [sys.executable, "-c", start, json.dumps(sys.path)]
+
+
+def socket_folder() -> Path:
+    """Make an empty folder that only this user can read, with a path short enough for sockets in it."""
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+    if len(str(folder)) <= SOCKET_FOLDER_LIMIT:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="slipstream-", dir="/tmp"))

@@ -4,8 +4,9 @@ import time
 from collections.abc import Sequence as Seq
 
 from protos.draft import NO_DRAFT, Draft
-from protos.interfaces import InOneProcess, PhaseTimes
+from protos.interfaces import InOneProcess
 from protos.messages import RoundPlan, Row, Verdict, WorkerInfo
+from protos.stats import PhaseTimes
 from workers.draft.draft_model import DraftEngine
 from workers.slots import SlotTable
 from workers.target import TargetWorker

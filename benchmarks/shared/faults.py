@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from cluster.ray.placement import Placement
 from cluster.ray.workers import is_running
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 
 ANSWER_S = 5.0
 FROZEN_S = 10.0

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from runtime.frontend.process_channel import socket_folder
+from runtime.subprocess import socket_folder
 
 Socket = zmq.Socket[Any]  # asyncio's answer otherwise, and are bound and locked the same
 

@@ -8,11 +8,11 @@ from typing import TypeVar
 from msgspec import structs
 
 from protos.errors import EngineDeadError, TargetLostError
-from protos.interfaces import Executor, Inbox, PhaseTimes
+from protos.interfaces import Executor, Inbox
 from protos.messages import TokenOutput
+from protos.stats import EngineStats, PhaseTimes, SpeculationState
 from runtime.core.scheduler import Command, Scheduler
 from runtime.core.speculation_policy import Policy
-from runtime.core.stats import EngineStats, SpeculationState
 from runtime.core.timing import StepClock
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from protos.config.engine import CacheConfig, SchedulerConfig
 from protos.errors import ConfigError
 from protos.interfaces import ALWAYS_UP, DraftService, Proposer
 from protos.messages import Abort, Request, RoundPlan, Row, StepCosts, TokenOutput, Verdict, WorkerInfo
+from protos.stats import EngineStats
 from runtime.core.block_manager import BlockManager
 from runtime.core.committer import Committer
 from runtime.core.planner import Planner
@@ -16,7 +17,7 @@ from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import Sequence
 from runtime.core.speculation_policy import Policy
-from runtime.core.stats import EngineCounters, EngineStats
+from runtime.core.stats import EngineCounters
 from runtime.text.detokenizer import Detokenizer
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from protos.interfaces import PhaseTimes
 from protos.messages import RoundPlan, StepCosts, TokenOutput
+from protos.stats import PhaseTimes
 from protos.worker_messages import RoundDone
 from runtime.core.threshold import at
 

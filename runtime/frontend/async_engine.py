@@ -27,7 +27,7 @@ from protos.errors import (
 from protos.messages import Request, WorkerInfo
 from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 from runtime.frontend.admission import ROOMY, Admission, QueueLimits, num_prompt_tokens
 from runtime.frontend.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said
 from runtime.frontend.client import EngineState, Prompt, RequestMaker

@@ -19,7 +19,7 @@ from protos.errors import SlipstreamError
 from protos.interfaces import Inbox
 from protos.messages import Abort, Request, TokenOutput, WorkerInfo
 from protos.progress import ProgressCallback
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 
 log = logging.getLogger("slipstream")
 

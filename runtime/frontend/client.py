@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol
 
 from protos.messages import Request, WorkerInfo
 from protos.sampling import SamplingParams
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 from runtime.frontend.stream_queue import Delta
 
 Prompt = Any

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,12 +25,10 @@ from protos.interfaces import Inbox
 from protos.messages import Abort, Request, TokenOutput
 from protos.progress import ProgressCallback
 from runtime.frontend.channel import IDLE_S, Failed, Host, Mail, Report, serve_controller, unpack
+from runtime.subprocess import socket_folder
 
 STOP_GRACE_S = 5.0
 """A child that was told to stop is killed after this long."""
-
-SOCKET_FOLDER_LIMIT = 90
-"""The system allows about 107 bytes for a socket's path; longer temporary folders are not used."""
 
 LIFELINE = 0
 """The child's end of the pipe its parent holds: standard input."""
@@ -42,15 +39,6 @@ class Hello(msgspec.Struct, frozen=True):
 
     folder: str
     config: str
-
-
-def socket_folder() -> Path:
-    """Make an empty folder that only this user can read, with a path short enough for sockets in it."""
-    folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
-    if len(str(folder)) <= SOCKET_FOLDER_LIMIT:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="slipstream-", dir="/tmp"))
 
 
 def _address(folder: Path, name: str) -> str:

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from runtime.core.stats import STEP_TOKENS, EngineStats, SpeculationState
+from protos.stats import STEP_TOKENS, EngineStats, SpeculationState
 
 Stats = Callable[[], EngineStats]
 

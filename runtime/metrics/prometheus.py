@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 
 from protos.errors import DeadlineExceededError, DrainingError, OverloadedError, SlipstreamError, SlowReaderError
 from protos.messages import Request, TokenOutput
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 from runtime.metrics.logs import HTTP_REQUEST_ID, Ended
 from runtime.metrics.metric_families import OwnSnapshot, Published, SharedSnapshot
 from runtime.metrics.summary import Totals, summarised

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 
 
 @dataclass(slots=True)

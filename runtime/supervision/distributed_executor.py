@@ -15,9 +15,10 @@ from pydantic import TypeAdapter
 from proposers import registry
 from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, PlacementError, SlipstreamError, TargetLostError
-from protos.interfaces import ALWAYS_UP, DraftService, PhaseTimes
+from protos.interfaces import ALWAYS_UP, DraftService
 from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
 from protos.progress import ProgressCallback
+from protos.stats import PhaseTimes
 from protos.worker_messages import (
     Allocate,
     Died,

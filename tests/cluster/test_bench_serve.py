@@ -15,7 +15,7 @@ from cluster.bench.datasets import BenchPrompt, DatasetOptions, load
 from cluster.bench.load import AcceptanceCounts, Load, LoadRun, put, read_acceptance
 from cluster.cli import bench as cli_bench
 from protos.errors import ConfigError
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 from runtime.metrics.prometheus import Metrics
 from tests.support.serving.fake_server import served
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from cluster.ray.metrics import RayMetrics
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats
 from runtime.metrics.prometheus import Metrics
 
 LABELS = ("model_name", "engine")

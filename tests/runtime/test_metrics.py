@@ -2,10 +2,9 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos.interfaces import PhaseTimes
 from protos.messages import Request, Sampling, SpeculationStats, TokenOutput
 from protos.sampling import SamplingParams
-from runtime.core.stats import STEP_TOKENS, EngineStats
+from protos.stats import STEP_TOKENS, EngineStats, PhaseTimes
 from runtime.metrics.logs import Ended
 from runtime.metrics.prometheus import Metrics
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from protos.interfaces import PhaseTimes
-from runtime.core.stats import EngineStats
+from protos.stats import EngineStats, PhaseTimes
 from runtime.metrics.prometheus import Metrics
 
 ROOT = Path(__file__).parents[2] / "cluster" / "deploy"

@@ -4,9 +4,9 @@ import pytest
 from msgspec import structs
 
 from protos.config.engine import SpeculativeConfig
-from protos.interfaces import PhaseTimes
 from protos.messages import Request, RoundPlan, Row, Sampling, Step, StepCosts, TokenOutput
 from protos.sampling import SamplingParams
+from protos.stats import PhaseTimes
 from protos.worker_messages import RoundDone
 from runtime.core import timing as phases
 from runtime.core.controller import LocalInbox

@@ -1,0 +1,79 @@
+"""Snapshots of the engine's counters and gauges, as metrics and `LLM.stats` read them."""
+
+from typing import Literal
+
+import msgspec
+
+SpeculationState = Literal["off", "on", "paused", "no_draft"]
+"""Not configured; drafting; paused because of the batch size; paused because the draft worker is lost."""
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+"""Bounds of the histogram of tokens per step."""
+
+
+class PhaseTimes(msgspec.Struct, frozen=True, gc=False):
+    """Seconds spent in each phase over all rounds, by the clock of the process that did the work.
+
+    Attributes:
+        propose_s: drafting.
+        transfer_s: the target's wait for drafts beyond the time spent drafting.
+        score_s, verify_s: the target's forward; sampling and verification.
+        late_drafts: rounds whose draft did not arrive before its deadline.
+    """
+
+    propose_s: float = 0.0
+    transfer_s: float = 0.0
+    score_s: float = 0.0
+    verify_s: float = 0.0
+    late_drafts: int = 0
+
+
+class EngineStats(msgspec.Struct, frozen=True, gc=False):
+    """A snapshot of the engine. Counters count from its start; token counts are of committed tokens.
+
+    Attributes:
+        steps: rounds committed.
+        drafting_rounds: row-rounds in which something was proposed.
+        proposed, accepted, accepted_per_pos: draft tokens; index j is the j-th position of a draft.
+        prefix_queries, prefix_hits: tokens looked up and tokens found in the prefix cache.
+        num_running, num_waiting: requests now.
+        kv_usage: share of KV blocks in use now, 0 to 1.
+        draft_changes: changes of the draft service, by reason.
+        guess_changes: changes of the number of draft tokens with the batch size, by reason.
+        target_losses: losses of the target group.
+        num_speculative_tokens: K now.
+        speculation: its state now.
+        step_tokens: steps by the tokens they fed, draft tokens included: up to each of `STEP_TOKENS`, then above.
+        fed_tokens: the sum over all steps.
+        phases: drafting in the controller process included.
+        steps_s, guessed_s, plain_s: see `runtime.core.timing.StepClock`.
+        target_is_lost, draft_is_away: whether the target is being rebuilt, and whether the draft worker is absent.
+    """
+
+    steps: int = 0
+    drafting_rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_per_pos: tuple[int, ...] = ()
+    draft_failures: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    draft_changes: dict[str, int] = {}
+    guess_changes: dict[str, int] = {}
+    target_losses: int = 0
+    num_speculative_tokens: int = 0
+    speculation: SpeculationState = "off"
+    step_tokens: tuple[int, ...] = ()
+    fed_tokens: int = 0
+    phases: PhaseTimes = PhaseTimes()
+    steps_s: float = 0.0
+    guessed_s: float = 0.0
+    plain_s: float = 0.0
+    target_is_lost: bool = False
+    draft_is_away: bool = False
