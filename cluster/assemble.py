@@ -109,7 +109,7 @@ def _policy(config: EngineConfig, info: WorkerInfo, say: ProgressCallback) -> Po
 
 
 def _uni(config: EngineConfig, say: ProgressCallback) -> Executor:
-    from workers.build import build_uni  # noqa: PLC0415 - torch loads when an engine is built, not before
+    from workers.uni import build_uni  # noqa: PLC0415 - torch loads when an engine is built, not before
 
     return build_uni(config, say)
 

@@ -1,122 +1,182 @@
-"""Builds the `uni` executor: loads the models, sizes the KV cache, warms up."""
+"""Loads models and makes what runs them, for every kind of worker: a target rank, a draft rank, an engine in one process.
 
-import logging
+Loading has two steps, because all workers hold the same number of KV blocks: `load_target` and `load_draft` read
+weights and find out how many blocks fit; once the number is settled, `make_target` and `make_draft` allocate.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from msgspec import structs
 
 from protos.config.engine import CacheConfig, EngineConfig
-from protos.errors import ConfigError
 from protos.layers import FeatureSpec
-from protos.messages import StepCosts, WorkerInfo
+from protos.messages import WorkerInfo
 from protos.progress import ProgressCallback
+from protos.worker_messages import Allocate
 from workers.attention.kv import bytes_per_block
-from workers.device import free_memory
-from workers.draft.draft_model import DraftEngine, LoadedDraft, load_draft, wants_costs
+from workers.distributed.groups import Group
+from workers.draft.engine import DraftEngine, make_engine
+from workers.draft.load import LoadedDraft, feature_spec, load_draft
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load
+from workers.device import free_memory, weight_bytes
 from workers.model.runner import ModelRunner
 from workers.sampling.grammar_words import with_grammars
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
-from workers.uni import UniExecutor
 from workers.verification.factory import judge_for
 
-logger = logging.getLogger(__name__)
+CPU_CACHE_BYTES = 4 << 30
+"""The default KV cache on a CPU takes at most this much memory, as in vLLM."""
+MEASURED_TOKENS = 512
+"""The costs of steps are measured for up to this many tokens; beyond, they grow in proportion."""
 
-CPU_CACHE_BYTES = 4 << 30  # where nothing is said, at most this much of main memory, as vLLM does
-MEASURED_TOKENS = 512  # step costs are measured up to this many tokens
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """One rank's share of the target, and the draft in the same process, if there is one.
+
+    Attributes:
+        model: the share.
+        spec: which features of the target a draft is fed, wherever the draft lives.
+        draft: None where none lives in this process.
+    """
+
+    model: LoadedModel
+    spec: FeatureSpec
+    draft: LoadedDraft | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights."""
+        return weight_bytes(self.model.model) + (0 if self.draft is None else self.draft.num_bytes)
+
+    def info(self, config: EngineConfig) -> WorkerInfo:
+        """Return what the controller needs to know of this rank, with the number of KV blocks that fit."""
+        model, size = self.model, config.cache.block_size
+        each = bytes_per_block(model.layers, size, model.dtype)
+        if self.draft is not None:
+            each += self.draft.bytes_per_block(size)
+        fitting = blocks_that_fit(config.cache, model.device, each)
+        if config.cache.num_blocks is None:
+            fitting = min(fitting, config.scheduler.max_num_seqs * -(-model.max_model_len // size))
+        return WorkerInfo(
+            num_blocks=fitting,
+            block_size=size,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_ids=model.eos_ids,
+            notes=model.notes,
+            speculates=config.speculative is not None,
+            draft_needs=self.spec.needs,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
 
 
-def build_uni(config: EngineConfig, say: ProgressCallback = logger.info) -> UniExecutor:
-    """Load everything *config* names into this process.
+class ReadyTarget(NamedTuple):
+    """A target rank that can run rounds, its local draft if there is one, and the seconds that their steps take.
 
-    Args:
-        config: a parsed configuration.
-        say: told, in a line each, what is being done.
+    `step_s` and `draft_s` map a number of tokens to seconds; empty where they were not measured.
+    """
+
+    worker: TargetWorker
+    draft: DraftEngine | None
+    step_s: dict[int, float]
+    draft_s: dict[int, float]
+
+
+def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, with_draft: bool) -> LoadedTarget:
+    """Load this rank's share of the target; with *with_draft* also the draft that lives in this process.
 
     Raises:
         ModelError, ConfigError: with what is wrong and the numbers.
     """
-    if config.model.num_threads:
-        torch.set_num_threads(config.model.num_threads)
-    say(f"loading {config.model.model}")
-    target = load(config.model)
-    draft = load_draft(config, target, say)
-    info, notes = _size(config, target, draft)
-    for note in (*target.notes, *notes):
-        say(note)
-    max_draft = config.speculative.num_speculative_tokens if config.speculative else 0
-    slots = SlotTable(config.scheduler.max_num_seqs, info.max_model_len, info.block_size, max_draft)
-    sampler = Sampler(slots, target.vocab_size, target.device)
-    spec = FeatureSpec() if draft is None else draft.spec
-    runner = ModelRunner(target, slots, info.num_blocks, info.block_size, taps_for(target, spec))
-    if not config.model.enforce_eager:
-        say("warming up the target")
-        say(f"target: {runner.warm_up()}")
-    side = None if draft is None else DraftEngine.of(draft, config, slots, sampler, num_blocks=info.num_blocks, say=say)
-    costs = measure(config, runner, side)
-    slots.clear()
-    grammars = with_grammars(sampler, config.model, target)
-    worker = TargetWorker(runner, slots, grammars, spec.needs, judge_for(config.speculative, grammars))
-    return UniExecutor(structs.replace(info, costs=costs), slots, worker, side)
+    report(f"loading {config.model.model}")
+    model = load(config.model, tp)
+    draft = load_draft(config, model, report) if with_draft else None
+    spec = FeatureSpec() if tp.rank else feature_spec(config) if draft is None else draft.spec
+    return LoadedTarget(model, spec, draft)
 
 
-def taps_for(target: LoadedModel, spec: FeatureSpec) -> Taps | None:
-    """Return what catches the states that a draft is fed; None where it is fed none."""
-    return None if spec.needs == "none" else Taps(target.model, spec)
+def make_target(
+    config: EngineConfig, loaded: LoadedTarget, allocate: Allocate, report: ProgressCallback, *, pace_tokens: int = 0
+) -> ReadyTarget:
+    """Allocate caches, compile where that pays, and measure steps.
 
-
-def measure(config: EngineConfig, runner: ModelRunner, side: DraftEngine | None) -> StepCosts | None:
-    """Measure what steps cost where somebody asks. Nothing larger than `MEASURED_TOKENS` is run: beyond, costs grow
-    in proportion.
+    Args:
+        config: a parsed configuration.
+        loaded: what `load_target` returned.
+        allocate: the settled number of KV blocks.
+        report: called with a line for each stage.
+        pace_tokens: steps are measured for up to this many tokens even where no threshold is derived from them.
     """
+    slots = make_slots(config, allocate)
+    sampler = Sampler(slots, allocate.vocab_size, loaded.model.device)
+    taps = None if loaded.spec.needs == "none" else Taps(loaded.model.model, loaded.spec)
+    runner = ModelRunner(loaded.model, slots, allocate.num_blocks, slots.block_size, taps)
+    if not config.model.enforce_eager:
+        report("warming up the target")
+        report(f"target: {runner.warm_up()}")
+    draft = None
+    if loaded.draft is not None:
+        draft = make_engine(loaded.draft, config, slots, sampler, num_blocks=allocate.num_blocks, report=report)
+    measured = max(MEASURED_TOKENS if needs_step_costs(config) else 0, pace_tokens)
+    step_s = runner.measure(min(measured, config.scheduler.max_num_seqs * (max_draft(config) + 1))) if measured else {}
+    draft_s = {} if draft is None else measure_draft(config, draft)
+    slots.clear()
+    masked = with_grammars(sampler, config.model, loaded.model)
+    worker = TargetWorker(runner, slots, masked, loaded.spec.needs, judge_for(config.speculative, masked))
+    return ReadyTarget(worker, draft, step_s, draft_s)
+
+
+def make_draft(
+    config: EngineConfig, draft: LoadedDraft, allocate: Allocate, device: torch.device, report: ProgressCallback
+) -> DraftEngine:
+    """Make the engine of a draft that is alone in its process."""
+    slots = make_slots(config, allocate)
+    sampler = Sampler(slots, allocate.vocab_size, device)
+    return make_engine(draft, config, slots, sampler, num_blocks=allocate.num_blocks, report=report)
+
+
+def needs_step_costs(config: EngineConfig) -> bool:
+    """Return True if step timings are needed to derive the batch-size threshold."""
     speculative = config.speculative
-    if speculative is None or not wants_costs(config):
-        return None
-    k, max_rows = speculative.num_speculative_tokens, config.scheduler.max_num_seqs
-    target_s = runner.measure(min(max_rows * (k + 1), MEASURED_TOKENS))
-    return StepCosts(target_s, {} if side is None else side.measure(min(max_rows, MEASURED_TOKENS), k))
-
-
-def _size(config: EngineConfig, target: LoadedModel, draft: LoadedDraft | None) -> tuple[WorkerInfo, tuple[str, ...]]:
-    """Return the block count that all models' caches share, and the context length it leaves."""
-    size = config.cache.block_size
-    each = bytes_per_block(target.layers, size, target.dtype)
-    if draft is not None:
-        each += draft.bytes_per_block(size)
-    enough = config.scheduler.max_num_seqs * -(-target.max_model_len // size)
-    num_blocks = config.cache.num_blocks or min(enough, cache_memory(config.cache, target.device) // each)
-    if num_blocks < 2:
-        raise ConfigError(
-            f"the KV cache holds {num_blocks} blocks of {size} tokens ({each} bytes each); "
-            "it needs 2 at least: give it more memory"
-        )
-    held = num_blocks * size
-    max_model_len = min(target.max_model_len, held)
-    notes = [
-        f"KV cache: {num_blocks} blocks of {size} tokens, {held} tokens, {num_blocks * each / 2**20:.0f} MiB; "
-        f"{held / max_model_len:.1f} sequences of {max_model_len} tokens at once"
-    ]
-    if max_model_len < target.max_model_len:
-        notes.append(f"max_model_len is cut from {target.max_model_len} to {max_model_len}, what the KV cache holds")
-    info = WorkerInfo(
-        num_blocks=num_blocks,
-        block_size=size,
-        max_model_len=max_model_len,
-        vocab_size=target.vocab_size,
-        eos_ids=target.eos_ids,
-        speculates=config.speculative is not None,
-        draft_needs="none" if draft is None else draft.spec.needs,
-        dtype=str(target.dtype).removeprefix("torch."),
+    return (
+        speculative is not None
+        and not config.model.enforce_eager
+        and speculative.disable_by_batch_size is None
+        and speculative.num_speculative_tokens_per_batch_size is None
     )
-    return info, tuple(notes)
 
 
-def cache_memory(cache: CacheConfig, device: torch.device) -> int:
-    """Return the bytes the KV caches may take."""
+def measure_draft(config: EngineConfig, draft: DraftEngine) -> dict[int, float]:
+    """Return seconds of a draft token by number of rows, where a threshold is derived from them; else nothing."""
+    num_rows = min(MEASURED_TOKENS, config.scheduler.max_num_seqs)
+    measured = draft.measure(num_rows, max_draft(config)) if needs_step_costs(config) else {}
+    draft.worker.slots.clear()
+    return measured
+
+
+def make_slots(config: EngineConfig, allocate: Allocate) -> SlotTable:
+    """Return the slot table of a worker."""
+    return SlotTable(config.scheduler.max_num_seqs, allocate.max_model_len, config.cache.block_size, max_draft(config))
+
+
+def max_draft(config: EngineConfig) -> int:
+    """Return the largest number of draft tokens of a row."""
+    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
+
+
+def blocks_that_fit(cache: CacheConfig, device: torch.device, bytes_each: int) -> int:
+    """Return how many KV blocks of *bytes_each* fit; a draft without attention layers has room for any number."""
+    return cache.num_blocks or _cache_bytes(cache, device) // max(1, bytes_each)
+
+
+def _cache_bytes(cache: CacheConfig, device: torch.device) -> int:
+    """Return the bytes that the KV caches may take."""
     if cache.memory_bytes is not None:
         return cache.memory_bytes
     if device.type == "cuda":

@@ -80,8 +80,9 @@ def _area(row: Row, draft: Draft) -> TreeMask | None:
 class TargetWorker:
     """Owns the target's runner and sampler, and the rule by which drafts are judged.
 
-    `needs` says which tokens a draft is fed the features of; `judge` is sample and match where nothing is said;
-    `forward_s` is how long the last forward took; on a GPU, how long it took to ask for it.
+    `needs` are the tokens whose features a draft is fed; `judge` is the acceptance rule, sample and match by default;
+    `forward_s` and `verify_s` are how long the last forward, and sampling and acceptance after it, took (on a GPU,
+    `forward_s` is how long it took to launch).
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class TargetWorker:
     ) -> None:
         self.runner, self.slots, self.sampler, self.needs = runner, slots, sampler, needs
         self._judge: AcceptanceRule = judge or SampleAndMatch(sampler)
-        self.forward_s = 0.0
+        self.forward_s = self.verify_s = 0.0
         self._offsets_R: Ints = np.empty(0, np.int64)
         self._states_TF = torch.empty(0, 0)
 
@@ -151,6 +152,7 @@ class TargetWorker:
         verdicts = self._verdicts(rows, drafts, scoring, releases, logits_NV)
         if len(prompt_P):
             self._add_prompt_logprobs(verdicts, rows, scoring.batch, prompt_P, logits_XV[len(scoring.wanted_N) :])
+        self.verify_s = time.monotonic() - began - self.forward_s
         return [verdict for verdict in verdicts if verdict is not None]
 
     def kept(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:

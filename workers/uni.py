@@ -1,63 +1,83 @@
-"""`UniExecutor`: target, draft and sampler in one process; the round of DESIGN section 4 without a wire."""
+"""The executor of an engine in one process: a target rank whose group has one member and whose draft is local."""
 
-import time
-from collections.abc import Sequence as Seq
+import logging
 
-from protos.draft import NO_DRAFT, Draft
-from protos.interfaces import InOneProcess
-from protos.messages import RoundPlan, Row, Verdict, WorkerInfo
-from protos.stats import PhaseTimes
-from workers.draft.draft_model import DraftEngine
-from workers.slots import SlotTable
-from workers.target import TargetWorker
-from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
+import torch
+from msgspec import structs
+
+from protos.config.engine import EngineConfig
+from protos.interfaces import ALWAYS_UP, DraftService, PhaseTimes
+from protos.kv_blocks import kv_summary, settle_blocks
+from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
+from protos.progress import ProgressCallback
+from protos.worker_messages import RoundDone
+from workers.build import load_target, make_target, needs_step_costs
+from workers.distributed.groups import Solo
+from workers.process.target_rank import TargetRank
+
+logger = logging.getLogger(__name__)
 
 
-class UniExecutor(InOneProcess):
-    """Runs rounds in this process. Built by `workers.build`."""
+class UniExecutor:
+    """An `Executor` without other processes: there is none to wait for, to lose or to rebuild."""
 
-    def __init__(
-        self, info: WorkerInfo, slots: SlotTable, target: TargetWorker, draft: DraftEngine | None = None
-    ) -> None:
-        self.info, self.slots, self.target, self.draft = info, slots, target, draft
+    def __init__(self, info: WorkerInfo, rank: TargetRank) -> None:
+        self.info, self.rank = info, rank
         self._propose_s = self._score_s = self._verify_s = 0.0
 
     @property
+    def drafting(self) -> DraftService:
+        """See `Executor`."""
+        return ALWAYS_UP
+
+    @property
     def times(self) -> PhaseTimes:
-        """See `Executor`. In one process nobody waits for the other's wire."""
+        """See `Executor`."""
         return PhaseTimes(propose_s=self._propose_s, score_s=self._score_s, verify_s=self._verify_s)
 
     def start(self) -> WorkerInfo:
-        """Return what the controller needs to know; everything is loaded already."""
+        """See `Executor`. Everything is loaded already."""
         return self.info
 
     def run(self, plan: RoundPlan) -> list[Verdict]:
-        """Propose, score, verify."""
-        self.slots.apply(plan)
-        self.target.expect(plan.new)
-        self.target.move(plan.moves)
-        drafts, laws = self._propose(plan.rows)
-        began = time.monotonic()
-        verdicts = self.target.score(plan.rows, drafts, laws)
-        self._score_s += self.target.forward_s
-        self._verify_s += time.monotonic() - began - self.target.forward_s
-        if self.draft is not None:
-            self.draft.learn(plan, self.target, verdicts)
-        return verdicts
+        """See `Executor`."""
+        done = self.rank.run(plan)
+        assert done is not None, "a group of one has a result"
+        self.rank.feed_back(plan, done)
+        self._add(done)
+        return list(done.verdicts)
+
+    def poll(self) -> None:
+        """See `Executor`."""
+
+    def rebuild(self, for_s: float) -> bool:
+        """See `Executor`."""
+        return True
 
     def shutdown(self) -> None:
-        """Nothing outlives this object."""
+        """See `Executor`."""
+        self.rank.close()
 
-    def _propose(self, rows: Seq[Row]) -> tuple[Seq[Draft], DraftProbsBySlot]:
-        """Take the drafts that ride in the plan; ask the draft worker for the others, and what they were drawn from."""
-        drafts, laws = [row.draft or NO_DRAFT for row in rows], NO_DRAFT_PROBS
-        wanting = [r for r, row in enumerate(rows) if row.k and row.draft is None]
-        if wanting and self.draft is not None:
-            began = time.monotonic()
-            asking = [rows[r] for r in wanting]
-            found = self.draft.ask(asking)
-            for r, draft in zip(wanting, found, strict=True):
-                drafts[r] = draft
-            laws = self.draft.laws(asking, found)
-            self._propose_s += time.monotonic() - began
-        return self.target.prune(rows, drafts), laws
+    def _add(self, done: RoundDone) -> None:
+        self._propose_s += done.wait_s
+        self._score_s += done.score_s
+        self._verify_s += done.verify_s
+
+
+def build_uni(config: EngineConfig, report: ProgressCallback = logger.info) -> UniExecutor:
+    """Load everything *config* names into this process.
+
+    Raises:
+        ModelError, ConfigError: with what is wrong and the numbers.
+    """
+    if config.model.num_threads:
+        torch.set_num_threads(config.model.num_threads)
+    tp = Solo()
+    loaded = load_target(config, tp, report, with_draft=True)
+    info = loaded.info(config)
+    info, allocate = settle_blocks(info, {"this process": info.num_blocks})
+    for note in (*info.notes, kv_summary(info)):
+        report(note)
+    ready = make_target(config, loaded, allocate, report)
+    costs = StepCosts(ready.step_s, ready.draft_s) if needs_step_costs(config) else None
+    return UniExecutor(structs.replace(info, costs=costs), TargetRank(tp, ready.worker, ready.draft))

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-import msgspec
-
-from protos.errors import ConfigError, EngineDeadError
+from protos.errors import EngineDeadError
+from protos.kv_blocks import kv_summary, settle_blocks
 from protos.messages import WorkerInfo
 from protos.worker_messages import Allocate, Loaded, WorkerId
 
@@ -22,16 +21,8 @@ class KVSizing:
     def settle(self, loaded: Mapping[WorkerId, Loaded]) -> Allocate:
         """Settle the blocks by what the workers of a first start say; raises `ConfigError` where they are too few."""
         info = loaded[min(worker for worker in loaded if worker.role == "target")].info
-        num_blocks = min(said.info.num_blocks for said in loaded.values())
-        if num_blocks < 2:
-            least = min(loaded, key=lambda worker: loaded[worker].info.num_blocks)
-            raise ConfigError(
-                f"the KV cache of {least} holds {num_blocks} blocks of {info.block_size} tokens; it "
-                "needs 2 at least: give it more memory"
-            )
-        max_model_len = min(info.max_model_len, num_blocks * info.block_size)
-        self._info = msgspec.structs.replace(info, num_blocks=num_blocks, max_model_len=max_model_len)
-        self._allocate = Allocate(num_blocks, max_model_len, info.vocab_size)
+        fitting = {str(worker): each.info.num_blocks for worker, each in loaded.items()}
+        self._info, self._allocate = settle_blocks(info, fitting)
         return self._allocate
 
     def as_before(self, loaded: Mapping[WorkerId, Loaded]) -> Allocate:
@@ -56,9 +47,4 @@ class KVSizing:
     @property
     def summary(self) -> str:
         """A line for the user."""
-        info = self.info
-        held = info.num_blocks * info.block_size
-        return (
-            f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens on every worker, {held} tokens; "
-            f"{held / info.max_model_len:.1f} sequences of {info.max_model_len} tokens at once"
-        )
+        return kv_summary(self.info)

@@ -215,7 +215,7 @@ def test_requests_without_a_form_never_come_near(
     engine.put(*requests(engine, [wish(i, None, max_tokens=12) for i in range(3)]))
     finish(engine)
     assert engine.accepted > 0
-    grammars = engine.built.executor.target.sampler._grammars  # type: ignore[attr-defined]
+    grammars = engine.built.executor.rank.worker.sampler._grammars  # type: ignore[attr-defined]
     assert "_following" not in vars(grammars)
     assert not grammars._compiled
     assert not grammars._followed

@@ -1,48 +1,30 @@
-"""The draft of a process: loaded beside a target or alone, given tables, asked for guesses, told what came of them.
+"""Loading what drafts: a language model, or the module of a learned proposer.
 
-Loading has two steps, because how many KV blocks there are is settled in between: `load_draft` reads weights, and
-`DraftEngine.of` makes caches. Everything that runs a draft (one process, a target rank, a draft rank) does these two.
+Loading has two steps, because the number of KV blocks is settled in between: `load_draft` reads the weights, and
+`workers.draft.engine.make_engine` allocates the caches.
 """
 
-import logging
-import time
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-import torch
-
 from proposers import registry
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
-from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.draft_module import LearnedProposer
-from protos.errors import ConfigError
 from protos.layers import FeatureSpec
-from protos.messages import RoundPlan, Row, Verdict
+from protos.errors import ConfigError
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
-from workers.device import weight_bytes
-from workers.draft.sampling import drawing_for
 from workers.draft.vocab_map import Dictionary, translated
 from workers.draft.weights import DraftCheckpoint, Lender, ResidentLender, StoredLender
-from workers.draft.worker import DraftWorker, Proposes
-from workers.features import Features
 from workers.model.draft_forward import DraftForward
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device, pick_dtype
 from workers.model.module_runner import LoadedModule, ModuleRunner
+from workers.device import weight_bytes
 from workers.model.runner import ModelRunner
-from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.target import TargetWorker
-from workers.verification.draft_probs import DraftProbsBySlot
 from workers.weights.building import BUILDING
 from workers.weights.hub import HEADS, describe, fetch, fetch_ends, fetch_tokenizer
-
-logger = logging.getLogger(__name__)
-
-REHEARSALS = 3  # of which the fastest counts
 
 
 class LoadedDraft(Protocol):
@@ -131,110 +113,6 @@ class ModuleDraft:
     def forward(self, slots: SlotTable, num_blocks: int, say: ProgressCallback) -> ModuleRunner:
         """See `LoadedDraft`."""
         return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size)
-
-
-@dataclass(frozen=True)
-class DraftEngine:
-    """A draft that is ready: the worker that keeps it level, and the proposer that guesses with it.
-
-    `width` is that of the target's features of one token.
-    """
-
-    worker: DraftWorker
-    proposer: Proposes
-    width: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        draft: LoadedDraft,
-        config: EngineConfig,
-        slots: SlotTable,
-        sampler: Sampler,
-        *,
-        num_blocks: int,
-        say: ProgressCallback,
-    ) -> "DraftEngine":
-        """Give a loaded draft its cache, and make its proposer."""
-        speculative = speculation_of(config)
-        worker = DraftWorker(
-            draft.forward(slots, num_blocks, say),
-            slots,
-            sampler,
-            config.scheduler.max_num_batched_tokens,
-            needs=draft.spec.needs,
-            shift=draft.shift,
-            drawing=drawing_for(speculative, sampler),
-        )
-        return cls(worker, registry.create(speculative, worker), draft.width)
-
-    def ask(self, rows: Seq[Row]) -> list[Draft]:
-        """Return the drafts of *rows*. A draft that fails costs guesses, never a request."""
-        asked = [DraftRow(row.slot, row.k) for row in rows]
-        try:
-            drafts = self.worker.propose(self.proposer, asked)
-            vocab_size = self.worker.sampler.vocab_size
-            return [draft.valid_prefix(row.k, vocab_size) for draft, row in zip(drafts, asked, strict=True)]
-        except Exception:
-            logger.exception("the draft failed; these rows go on without guesses")
-            return [NO_DRAFT] * len(asked)
-
-    def laws(self, rows: Seq[Row], drafts: Seq[Draft]) -> DraftProbsBySlot:
-        """Return what *drafts*, which `ask` has just said, were drawn from."""
-        return self.worker.laws([row.slot for row in rows], drafts)
-
-    def learn(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict]) -> None:
-        """Take the features of the round that *target* has just scored, if it speculates. Failures cost guesses."""
-        if self.worker.needs == "none" or not plan.speculates:
-            return
-        try:
-            self.worker.receive(target.kept(plan.rows, verdicts))
-            self.worker.absorb([row.slot for row in plan.rows if not row.samples])
-        except Exception:
-            logger.exception("the draft failed to take the target's features; it goes on without them")
-
-    def measure(self, num_rows: int, k: int) -> dict[int, float]:
-        """Return seconds of a guess for 1, 2, 4 ... rows, to *num_rows* at least or all slots. Before any is served."""
-        found = self.worker.forward.measure(num_rows)
-        most = min(num_rows, len(self.worker.slots.known_len))
-        sizes = sorted({*(1 << power for power in range(most.bit_length())), most})
-        return found or {size: self._rehearse(size, k) / k for size in sizes}
-
-    def _rehearse(self, num_rows: int, k: int) -> float:
-        """Return the seconds of *k* guesses for each of *num_rows* made-up sequences."""
-        rows = [DraftRow(slot, k) for slot in range(num_rows)]
-        took = []
-        for _ in range(REHEARSALS):
-            self._pretend(num_rows, k)
-            started = time.perf_counter()
-            self.worker.propose(self.proposer, rows)
-            took.append(time.perf_counter() - started)
-        self.worker.forget()
-        self.worker.slots.clear()
-        return min(took)
-
-    def _pretend(self, num_rows: int, k: int) -> None:
-        """Let every slot have a sequence of two tokens, all of whose blocks are block 0."""
-        slots = self.worker.slots
-        slots.clear()
-        self.worker.forget()
-        slots.known_len[:num_rows] = 2
-        slots.num_blocks[:num_rows] = -(-(2 + k) // slots.block_size)
-        if self.worker.needs != "none":
-            table_M4 = np.array([(slot, 0, 0, 1) for slot in range(num_rows)], np.int64)
-            device, dtype = self.worker.forward.loaded.device, self.worker.forward.loaded.dtype
-            self.worker.receive(Features(table_M4, torch.zeros(num_rows, self.width, dtype=dtype, device=device)))
-
-
-def wants_costs(config: EngineConfig) -> bool:
-    """Whether somebody asks what steps cost: nobody does where nothing speculates, or the user said when to stop."""
-    speculative = config.speculative
-    return (
-        speculative is not None
-        and not config.model.enforce_eager
-        and speculative.disable_by_batch_size is None
-        and speculative.num_speculative_tokens_per_batch_size is None
-    )
 
 
 def speculation_of(config: EngineConfig) -> SpeculativeConfig:

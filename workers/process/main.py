@@ -1,7 +1,6 @@
 """The whole life of a worker process of a gang: say where it is, be told who it is, load, warm up, serve until stopped.
 
-Called with a `Port` to the controller by whatever started the process. `DESIGN` section 4; `protos.worker_messages` has
-the words.
+Called with a `Port` to the controller by whatever started the process. `DESIGN` section 4; `protos.worker_messages` has the words.
 """
 
 import logging
@@ -17,7 +16,6 @@ from pydantic import TypeAdapter
 
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
-from protos.layers import FeatureSpec
 from protos.messages import WorkerInfo
 from protos.worker_messages import (
     Allocate,
@@ -25,6 +23,7 @@ from protos.worker_messages import (
     Heartbeat,
     Loaded,
     Placed,
+    Plan,
     Port,
     Progress,
     Setup,
@@ -33,25 +32,16 @@ from protos.worker_messages import (
     WorkerFailed,
     WorkerReady,
 )
-from workers.attention.kv import bytes_per_block
-from workers.build import MEASURED_TOKENS, cache_memory, taps_for
-from workers.device import set_device, weight_bytes
+from workers.build import blocks_that_fit, load_target, make_draft, make_target, measure_draft
+from workers.device import set_device
 from workers.distributed.groups import LOOPBACK, Group, Solo, address_towards, connect_store, open_store
 from workers.distributed.shm_group import form_near
 from workers.draft.channel import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.draft.deadline import FLOOR_S
-from workers.draft.draft_model import DraftEngine, LoadedDraft, feature_spec, load_draft, wants_costs
-from workers.model.loaded import LoadedModel
-from workers.model.loader import load
-from workers.model.runner import ModelRunner
+from workers.draft.load import load_draft
+from workers.draft.remote import RemoteDraft
 from workers.process.draft_rank import DraftRank
 from workers.process.target_rank import TargetRank
-from workers.sampling.grammar_words import with_grammars
-from workers.sampling.sampler import Sampler
-from workers.slots import SlotTable
-from workers.target import TargetWorker
-from workers.verification.draft_probs import DRAFT_PROBS_SIZE
-from workers.verification.factory import judge_for
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +138,7 @@ def _live(port: Port, setup: Setup, heart: Heart, floor_s: float) -> None:
     if setup.worker.role == "draft":
         _serve_draft(port, loading.draft(), heart)
     else:
-        _serve_target(port, loading.target(floor_s), heart)
+        _serve_target(port, *loading.target(floor_s), heart)
 
 
 def _configured(setup: Setup) -> EngineConfig:
@@ -158,18 +148,26 @@ def _configured(setup: Setup) -> EngineConfig:
     return replace(config, model=replace(config.model, device=kind))
 
 
-def _serve_target(port: Port, rank: TargetRank, heart: Heart) -> None:
+def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, heart: Heart) -> None:
+    """Run every plan that arrives, until told to stop."""
     try:
-        goes_on = True
-        while goes_on:
-            message = port.receive(None)
-            goes_on = message is None or rank.take(message)
-            heart.round = rank.round
+        while not isinstance(message := port.receive(None), Stop):
+            if isinstance(message, Plan):
+                done = rank.run(message.plan)
+                if done is not None:
+                    port.send(done)
+                    rank.feed_back(message.plan, done)
+                heart.round = rank.round
+            elif isinstance(message, FormPair) and remote is not None:
+                remote.form(message)
     finally:
+        if remote is not None:
+            remote.close()
         rank.close()
 
 
 def _serve_draft(port: Port, rank: DraftRank, heart: Heart) -> None:
+    """Draft for every plan that arrives and catch up in between, until told to stop."""
     try:
         while True:
             messages = _all_mail(port, 0.0 if rank.is_behind else None)
@@ -198,10 +196,9 @@ class _Loading:
     def __init__(self, port: Port, setup: Setup, config: EngineConfig, device: torch.device, heart: Heart) -> None:
         self._port, self._setup, self._config, self._device = port, setup, config, device
         self._heart = heart
-        self._pair_backend = setup.backend
 
-    def target(self, floor_s: float) -> TargetRank:
-        """Load this rank's share, and the draft beside it if it lives here; return it ready for plans."""
+    def target(self, floor_s: float) -> tuple[TargetRank, RemoteDraft | None]:
+        """Load this rank's share, and the draft in this process if there is one; return when ready for plans."""
         self._heart.stage = "loading"
         tp = self._join()
         try:
@@ -210,78 +207,56 @@ class _Loading:
             tp.close()  # the other ranks must not wait for this one
             raise
 
-    def _target(self, tp: Group, floor_s: float) -> TargetRank:
-        config = self._config
-        self._say(f"loading {config.model.model}")
-        model = load(config.model, tp)
-        draft = load_draft(config, model, self._say) if self._drafts_here(tp) else None
-        spec = FeatureSpec() if tp.rank else feature_spec(config)
-        slots, sampler, allocate = self._settle(self._target_info(model, draft, spec), model, draft)
-        runner = ModelRunner(model, slots, allocate.num_blocks, slots.block_size, taps_for(model, spec))
-        if not config.model.enforce_eager:
-            self._warm_up()
-            self._say(runner.warm_up())
-        local = (
-            None
-            if draft is None
-            else DraftEngine.of(draft, config, slots, sampler, num_blocks=allocate.num_blocks, say=self._say)
-        )
-        step_s = runner.measure(self._measured(config.scheduler.max_num_seqs * (self._max_draft + 1)))
-        draft_s = {} if local is None else self._draft_costs(local)
-        self._ready(slots, WorkerReady(step_s, draft_s))
+    def _target(self, tp: Group, floor_s: float) -> tuple[TargetRank, RemoteDraft | None]:
+        config, speculative = self._config, self._config.speculative
+        is_local = speculative is not None and speculative.placement == "colocated" and not tp.rank
+        loaded = load_target(config, tp, self._report, with_draft=is_local)
+        allocate = self._settle(loaded.info(config), loaded.num_bytes)
+        ready = make_target(config, loaded, allocate, self._report, pace_tokens=PACE_TOKENS)
+        self._ready(WorkerReady(ready.step_s, ready.draft_s))
+        if ready.draft is not None or tp.rank:
+            return TargetRank(tp, ready.worker, ready.draft), None
 
         def join(order: FormPair) -> DraftReceiver:
             return join_as_target(
-                order, self._port.send, self._pair_backend, self._device, floor_s, has_features=spec.needs != "none"
+                order,
+                self._port.send,
+                self._setup.backend,
+                self._device,
+                floor_s,
+                has_features=loaded.spec.needs != "none",
             )
 
-        grammars = with_grammars(sampler, config.model, model)
-        worker = TargetWorker(runner, slots, grammars, spec.needs, judge_for(config.speculative, grammars))
-        draws = config.speculative is not None and config.speculative.draws_guesses
-        return TargetRank(
-            self._port.send,
-            tp,
-            worker,
-            Pairing(self._port.send, join),
-            local,
-            law_size=DRAFT_PROBS_SIZE if draws else 0,
-        )
+        has_probs = speculative is not None and speculative.draws_guesses
+        remote = RemoteDraft(Pairing(self._port.send, join), ready.worker, has_probs=has_probs)
+        return TargetRank(tp, ready.worker, remote), remote
 
     def draft(self) -> DraftRank:
         """Load the draft; return it ready for plans."""
         config = self._config
         self._heart.stage = "loading"
-        draft = load_draft(config, None, self._say)
+        draft = load_draft(config, None, self._report)
         if draft is None:
-            raise ConfigError("a draft worker was started, but nothing says what it should load")
-        info = WorkerInfo(self._room(draft.bytes_per_block(self._block_size)), self._block_size, 0, 0)
-        slots, sampler, allocate = self._settle(info, None, draft)
-        self._warm_up()
-        side = DraftEngine.of(draft, config, slots, sampler, num_blocks=allocate.num_blocks, say=self._say)
-        step_s = self._draft_costs(side)
-        self._ready(slots, WorkerReady(step_s))
+            raise ConfigError("a draft worker was started, but the configuration names no draft to load")
+        size = config.cache.block_size
+        fitting = blocks_that_fit(config.cache, self._device, draft.bytes_per_block(size))
+        allocate = self._settle(WorkerInfo(fitting, size, 0, 0), draft.num_bytes)
+        engine = make_draft(config, draft, allocate, self._device, self._report)
+        self._ready(WorkerReady(measure_draft(config, engine)))
 
         def join(order: FormPair) -> DraftSender:
             return join_as_draft(
-                order, self._port.send, self._pair_backend, self._device, has_features=draft.spec.needs != "none"
+                order, self._port.send, self._setup.backend, self._device, has_features=draft.spec.needs != "none"
             )
 
-        return DraftRank(self._port.send, side.worker, side.proposer, Pairing(self._port.send, join))
-
-    @property
-    def _block_size(self) -> int:
-        return self._config.cache.block_size
-
-    @property
-    def _max_draft(self) -> int:
-        return self._config.speculative.num_speculative_tokens if self._config.speculative else 0
+        return DraftRank(engine, Pairing(self._port.send, join))
 
     def _join(self) -> Group:
-        """Meet the other target ranks."""
+        """Form the group of all target ranks."""
         setup = self._setup
         if setup.store is None:
             return Solo()
-        self._say(f"meeting {setup.world - 1} other target rank{'s' if setup.world > 2 else ''}")
+        self._report(f"meeting {setup.world - 1} other target rank{'s' if setup.world > 2 else ''}")
         store, host = connect_store(setup.store), address_towards(setup.store.host)
         return form_near(
             "tp",
@@ -294,62 +269,16 @@ class _Loading:
             timeout_s=TP_TIMEOUT_S,
         )
 
-    def _drafts_here(self, tp: Group) -> bool:
-        """Whether a draft lives in this process."""
-        speculative = self._config.speculative
-        return speculative is not None and speculative.placement == "colocated" and not tp.rank
-
-    def _settle(
-        self, info: WorkerInfo, model: LoadedModel | None, draft: LoadedDraft | None
-    ) -> tuple[SlotTable, Sampler, Allocate]:
-        """Say what was loaded, and make the tables as large as all agree."""
-        num_bytes = (0 if model is None else weight_bytes(model.model)) + (0 if draft is None else draft.num_bytes)
+    def _settle(self, info: WorkerInfo, num_bytes: int) -> Allocate:
+        """Report what was loaded; return how many KV blocks all workers hold."""
         self._port.send(Loaded(info, num_bytes))
         allocate = _wait_for(self._port, Allocate)
-        slots = SlotTable(
-            self._config.scheduler.max_num_seqs, allocate.max_model_len, self._block_size, self._max_draft
-        )
-        return slots, Sampler(slots, allocate.vocab_size, self._device), allocate
-
-    def _target_info(self, model: LoadedModel, beside: LoadedDraft | None, spec: FeatureSpec) -> WorkerInfo:
-        each = bytes_per_block(model.layers, self._block_size, model.dtype)
-        room = self._room(each + (0 if beside is None else beside.bytes_per_block(self._block_size)))
-        if self._config.cache.num_blocks is None:
-            enough = self._config.scheduler.max_num_seqs * -(-model.max_model_len // self._block_size)
-            room = min(room, enough)
-        return WorkerInfo(
-            num_blocks=room,
-            block_size=self._block_size,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            eos_ids=model.eos_ids,
-            notes=model.notes,
-            draft_needs=spec.needs,
-            dtype=str(model.dtype).removeprefix("torch."),
-        )
-
-    def _room(self, bytes_each: int) -> int:
-        """Return how many blocks of this size fit; a draft without layers has room for any number."""
-        cache = self._config.cache
-        return cache.num_blocks or cache_memory(cache, self._device) // max(1, bytes_each)
-
-    def _warm_up(self) -> None:
         self._heart.stage = "warming up"
-        self._say("warming up")
+        return allocate
 
-    def _measured(self, most: int) -> int:
-        """Return up to how many tokens steps are measured: far where costs are asked for, else to know a hang."""
-        return min(MEASURED_TOKENS if wants_costs(self._config) else PACE_TOKENS, most)
-
-    def _draft_costs(self, side: DraftEngine) -> dict[int, float]:
-        """Measure the draft where somebody asks: how long it may take is not judged by it."""
-        num_rows = min(MEASURED_TOKENS, self._config.scheduler.max_num_seqs)
-        return side.measure(num_rows, self._max_draft) if wants_costs(self._config) else {}
-
-    def _ready(self, slots: SlotTable, ready: WorkerReady) -> None:
-        slots.clear()
+    def _ready(self, ready: WorkerReady) -> None:
         self._heart.stage = "serving"
         self._port.send(ready)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self._port.send(Progress(text))

@@ -41,6 +41,20 @@ DraftProbsBySlot = Mapping[int, DraftProbs]
 NO_DRAFT_PROBS: DraftProbsBySlot = {}
 
 
+class ProposedDrafts(NamedTuple):
+    """Drafts of some rows, in order.
+
+    Attributes:
+        drafts: one for each row.
+        probs: the distributions that drafted tokens were drawn from, by slot, where the draft sends them.
+        missed: whether a draft on another worker missed its deadline.
+    """
+
+    drafts: Seq[Draft]
+    probs: DraftProbsBySlot = NO_DRAFT_PROBS
+    missed: bool = False
+
+
 @dataclass(frozen=True)
 class Drawn:
     """What p/q rules judge of one node's children.

@@ -20,9 +20,11 @@ from protos.layers import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling, WorkerInfo
 from tests.support.exactness.statistics import Ints, Law
 from workers.attention.batch import Batch
-from workers.draft.draft_model import DraftEngine
+from workers.distributed.groups import Solo
+from workers.draft.engine import DraftEngine
 from workers.draft.sampling import drawing_for
 from workers.draft.worker import DraftWorker, Proposes
+from workers.process.target_rank import TargetRank
 from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.grammar_slots import Grammars, Words
 from workers.sampling.sampler import Sampler
@@ -187,7 +189,7 @@ class World:
             TableForward(self.target, slots, num_blocks), slots, masking, judge=judge_for(config, masking)
         )
         info = WorkerInfo(num_blocks, block_size, max_len, self.target.vocab, (self.eos,), speculates=True)
-        return UniExecutor(info, slots, target, DraftEngine(drafter, proposer))
+        return UniExecutor(info, TargetRank(Solo(), target, DraftEngine(drafter, proposer)))
 
 
 def _no_words() -> object:

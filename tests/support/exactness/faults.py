@@ -26,8 +26,10 @@ from runtime.core.scheduler import Scheduler
 from tests.support.exactness.engine import TableForward, World
 from tests.support.exactness.statistics import Ints
 from tests.support.tree_proposer import random_tree
-from workers.draft.draft_model import DraftEngine
-from workers.draft.worker import DraftWorker, Proposes
+from workers.distributed.groups import Solo
+from workers.draft.engine import DraftEngine
+from workers.draft.worker import Proposes
+from workers.process.target_rank import TargetRank
 from workers.uni import UniExecutor
 
 NUM_SLOTS, BLOCK_SIZE, BUDGET = 12, 2, 64
@@ -96,15 +98,11 @@ class Faulty(UniExecutor):
     """Loses its draft for a while, and its targets with a round in flight."""
 
     def __init__(self, whole: UniExecutor, dice: random.Random) -> None:
-        assert whole.draft is not None
-        self.proposer = Failing(whole.draft.proposer, dice)
-        super().__init__(whole.info, whole.slots, whole.target, DraftEngine(whole.draft.worker, self.proposer))
+        assert isinstance(whole.rank.source, DraftEngine)
+        self.worker = whole.rank.source.worker
+        self.proposer = Failing(whole.rank.source.proposer, dice)
+        super().__init__(whole.info, TargetRank(Solo(), whole.rank.worker, DraftEngine(self.worker, self.proposer)))
         self.dice, self.epoch, self.away, self.losses = dice, 1, 0, 0
-
-    @property
-    def worker(self) -> DraftWorker:
-        assert self.draft is not None
-        return self.draft.worker
 
     @property
     def drafting(self) -> DraftService:
@@ -131,10 +129,10 @@ class Faulty(UniExecutor):
 
     def _lose(self) -> None:
         self.losses += 1
-        self.slots.clear()
+        self.rank.worker.slots.clear()
         self.worker.forget()
         _clear(self.worker.forward)
-        _clear(self.target.runner)
+        _clear(self.rank.worker.runner)
         raise TargetLostError("the targets are gone")
 
 

@@ -23,9 +23,10 @@ from tests.support.distributed.engine import (
 )
 from tests.support.models import tiny_heads
 from tests.support.models.tiny_heads import METHODS, NOTES, Twin
+from workers.build import needs_step_costs
 from workers.draft import channel as pair
 from workers.draft import feature_channel as feature_pair
-from workers.draft.draft_model import wants_costs
+from workers.draft.engine import DraftEngine
 from workers.uni import UniExecutor
 
 HEADS = tuple(METHODS)
@@ -168,8 +169,8 @@ def test_a_rehearsal_leaves_nothing_behind(
     engine = one_process(models, speculation(heads, method))
     executor = engine.built.executor
     assert isinstance(executor, UniExecutor)
-    assert executor.draft is not None
-    costs = executor.draft.measure(3, K)
+    assert isinstance(executor.rank.source, DraftEngine)
+    costs = executor.rank.source.measure(3, K)
     assert set(costs) == {1, 2, 3}
     assert min(costs.values()) > 0.0
     NOTES.clear()
@@ -194,11 +195,11 @@ def test_rank_0_measures_the_draft_beside_it(models: Models, heads: Heads) -> No
 
 def test_costs_are_measured_where_somebody_asks(models: Models, heads: Heads) -> None:
     asks = speculation(heads, "test_last")
-    assert wants_costs(configure(models, speculative_config=asks, enforce_eager=False))
+    assert needs_step_costs(configure(models, speculative_config=asks, enforce_eager=False))
     for said in ({"disable_by_batch_size": 4}, BY_SIZE):
-        assert not wants_costs(configure(models, speculative_config={**asks, **said}, enforce_eager=False))
-    assert not wants_costs(configure(models, speculative_config=asks, enforce_eager=True))
-    assert not wants_costs(configure(models, draft=False, enforce_eager=False))
+        assert not needs_step_costs(configure(models, speculative_config={**asks, **said}, enforce_eager=False))
+    assert not needs_step_costs(configure(models, speculative_config=asks, enforce_eager=True))
+    assert not needs_step_costs(configure(models, draft=False, enforce_eager=False))
 
 
 def test_features_that_nobody_acknowledges_are_no_longer_sent(

@@ -5,6 +5,7 @@ the exactness suite measures.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from runtime.core.controller import LocalInbox
 from tests.support.distributed.engine import Engine, configure, late_comer, threaded
 from tests.support.models import synthetic_layers, tiny_models
 from workers.draft.wire import STAMP, decode, encode, laws_in
+from workers.draft.worker import DraftWorker
 from workers.slots import SlotTable
 from workers.verification.draft_probs import DRAFT_PROBS_SIZE, DraftProbs, chosen, drawn_from, sound
 from workers.verification.rejection import RejectionSampler
@@ -168,16 +170,12 @@ def test_laws_that_are_missing_or_make_no_sense_cost_guesses_alone(
     fault: int | None, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then every row goes on as without a draft."""
-    monkeypatch.setattr(
-        "workers.draft.draft_model.DraftEngine.laws",
-        lambda side, rows, drafts: (
-            {}
-            if fault is None
-            else {
-                slot: broken(laws)[fault] for slot, laws in side.worker.laws([row.slot for row in rows], drafts).items()
-            }
-        ),
-    )
+    sound = DraftWorker.laws
+
+    def sent(worker: DraftWorker, slots: Sequence[int], drafts: Sequence[Draft]) -> dict[int, DraftProbs]:
+        return {slot: broken(each)[fault] for slot, each in sound(worker, slots, drafts).items() if fault is not None}
+
+    monkeypatch.setattr(DraftWorker, "laws", sent)
     engine = started(models, models.speculative("tree", rejection_sample_method="standard"))
     assert run(engine) == models.plain
     assert engine.proposed() > engine.accepted > 0  # greedy rows need no laws

@@ -1,0 +1,140 @@
+"""The draft engine: a loaded draft with its cache and its proposer, ready to draft.
+
+It runs in a draft worker's process, or in the process of target rank 0. `workers.draft.load` loads its weights.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from proposers import registry
+from protos.config.engine import EngineConfig
+from protos.draft import NO_DRAFT, Draft, DraftRow
+from protos.messages import RoundPlan, Row, Verdict
+from protos.progress import ProgressCallback
+from workers.draft.load import LoadedDraft, speculation_of
+from workers.draft.sampling import drawing_for
+from workers.draft.worker import DraftWorker, Proposes
+from workers.features import Features
+from workers.sampling.sampler import Sampler
+from workers.slots import SlotTable
+from workers.target import TargetWorker
+from workers.verification.draft_probs import ProposedDrafts
+
+logger = logging.getLogger(__name__)
+
+NUM_TRIALS = 3
+"""A proposal is timed this often; the fastest trial counts."""
+
+
+class DraftEngine:
+    """Drafts for the rows of a round. A `DraftSource` of target rank 0 where it lives in the same process.
+
+    Args:
+        worker: runs the draft's module over its paged KV cache.
+        proposer: calls the worker and makes drafts.
+        width: number of features the target sends for each token; 0 where it sends none.
+
+    Attributes:
+        num_failures: rounds in a row in which the proposer raised an exception.
+        last_failure: the last of these exceptions.
+    """
+
+    def __init__(self, worker: DraftWorker, proposer: Proposes, width: int = 0) -> None:
+        self.worker, self.proposer, self.width = worker, proposer, width
+        self.num_failures = 0
+        self.last_failure: Exception | None = None
+
+    def propose(self, plan: RoundPlan, rows: Seq[Row]) -> ProposedDrafts:
+        """Return a draft for each row of *rows*. A failure costs draft tokens, never a request."""
+        return self._proposed(rows, lambda drafted: self.worker.propose(self.proposer, drafted))
+
+    def propose_ready(self, plan: RoundPlan, rows: Seq[Row]) -> ProposedDrafts:
+        """As `propose`, but without waiting: rows whose cache lags far behind get no draft and catch up later."""
+        slots = [row.slot for row in plan.rows]
+        return self._proposed(rows, lambda drafted: self.worker.propose_at_once(self.proposer, slots, drafted))
+
+    def _proposed(self, rows: Seq[Row], propose: Callable[[list[DraftRow]], list[Draft]]) -> ProposedDrafts:
+        drafts = self._checked([DraftRow(row.slot, row.k) for row in rows], propose)
+        return ProposedDrafts(drafts, self.worker.laws([row.slot for row in rows], drafts))
+
+    def _checked(self, rows: list[DraftRow], propose: Callable[[list[DraftRow]], list[Draft]]) -> list[Draft]:
+        """Return what *propose* returns, without tokens that are out of range; no drafts where it fails."""
+        try:
+            vocab_size = self.worker.sampler.vocab_size
+            drafts = [draft.valid_prefix(row.k, vocab_size) for draft, row in zip(propose(rows), rows, strict=True)]
+        except Exception as failure:
+            self.num_failures, self.last_failure = self.num_failures + 1, failure
+            logger.exception("the draft failed; these rows go on without draft tokens")
+            return [NO_DRAFT] * len(rows)
+        self.num_failures = 0
+        return drafts
+
+    def feed_back(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict], seconds: float) -> None:
+        """Take the features of the round that *target* has just scored, if it speculates. Failures cost draft tokens."""
+        if self.worker.needs == "none" or not plan.speculates:
+            return
+        try:
+            self.worker.receive(target.kept(plan.rows, verdicts))
+            self.worker.absorb([row.slot for row in plan.rows if not row.samples])
+        except Exception:
+            logger.exception("the draft failed to take the target's features; it goes on without them")
+
+    def measure(self, num_rows: int, k: int) -> dict[int, float]:
+        """Return seconds of a draft token for 1, 2, 4 ... rows, up to *num_rows* or all slots. Call before serving."""
+        found = self.worker.forward.measure(num_rows)
+        most = min(num_rows, len(self.worker.slots.known_len))
+        sizes = sorted({*(1 << power for power in range(most.bit_length())), most})
+        return found or {size: self._time(size, k) / k for size in sizes}
+
+    def _time(self, num_rows: int, k: int) -> float:
+        """Return the seconds of a proposal of *k* tokens for each of *num_rows* dummy sequences."""
+        rows = [DraftRow(slot, k) for slot in range(num_rows)]
+        took = []
+        for _ in range(NUM_TRIALS):
+            self._add_dummies(num_rows, k)
+            started = time.perf_counter()
+            self.worker.propose(self.proposer, rows)
+            took.append(time.perf_counter() - started)
+        self.worker.forget()
+        self.worker.slots.clear()
+        return min(took)
+
+    def _add_dummies(self, num_rows: int, k: int) -> None:
+        """Put a sequence of two tokens into each slot, all of whose blocks are block 0."""
+        slots = self.worker.slots
+        slots.clear()
+        self.worker.forget()
+        slots.known_len[:num_rows] = 2
+        slots.num_blocks[:num_rows] = -(-(2 + k) // slots.block_size)
+        if self.worker.needs != "none":
+            table_M4 = np.array([(slot, 0, 0, 1) for slot in range(num_rows)], np.int64)
+            device, dtype = self.worker.forward.loaded.device, self.worker.forward.loaded.dtype
+            self.worker.receive(Features(table_M4, torch.zeros(num_rows, self.width, dtype=dtype, device=device)))
+
+
+def make_engine(
+    draft: LoadedDraft,
+    config: EngineConfig,
+    slots: SlotTable,
+    sampler: Sampler,
+    *,
+    num_blocks: int,
+    report: ProgressCallback,
+) -> DraftEngine:
+    """Allocate the cache of a loaded draft, compile it where that pays, and make its proposer."""
+    speculative = speculation_of(config)
+    worker = DraftWorker(
+        draft.forward(slots, num_blocks, report),
+        slots,
+        sampler,
+        config.scheduler.max_num_batched_tokens,
+        needs=draft.spec.needs,
+        shift=draft.shift,
+        drawing=drawing_for(speculative, sampler),
+    )
+    return DraftEngine(worker, registry.create(speculative, worker), draft.width)

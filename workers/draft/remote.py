@@ -1,0 +1,53 @@
+"""Drafts from a worker of its own, as target rank 0 receives them."""
+
+from collections.abc import Sequence as Seq
+
+from protos.draft import NO_DRAFT
+from protos.messages import RoundPlan, Row, Verdict
+from protos.worker_messages import FormPair
+from workers.draft.channel import DraftReceiver, Pairing
+from workers.draft.wire import decode, laws_in
+from workers.target import TargetWorker
+from workers.verification.draft_probs import DRAFT_PROBS_SIZE, NO_DRAFT_PROBS, ProposedDrafts
+
+
+class RemoteDraft:
+    """A `DraftSource` of target rank 0: the draft is in another process and may be late, dead or absent.
+
+    Args:
+        pairing: this end of the channel between target rank 0 and the draft.
+        target: whose slots and vocabulary drafts are checked against.
+        has_probs: whether the draft sends the distributions that it drew its tokens from.
+    """
+
+    def __init__(self, pairing: Pairing[DraftReceiver], target: TargetWorker, *, has_probs: bool = False) -> None:
+        self._pairing, self._target, self._has_probs = pairing, target, has_probs
+
+    def propose(self, plan: RoundPlan, rows: Seq[Row]) -> ProposedDrafts:
+        """Return the drafts that arrive before the deadline; none for rows whose draft extends another text."""
+        end = self._pairing.end(plan.epoch)
+        if end is None:
+            return ProposedDrafts([NO_DRAFT] * len(rows))
+        arrival = end.collect(plan.round, max(row.k for row in rows))
+        if arrival.table is None:
+            return ProposedDrafts([NO_DRAFT] * len(rows), missed=arrival.missed)
+        size = DRAFT_PROBS_SIZE if self._has_probs else 0
+        drafts = decode(self._target.slots, rows, arrival.table, self._target.sampler.vocab_size, size)
+        return ProposedDrafts(drafts, laws_in(rows, drafts, arrival.table) if self._has_probs else NO_DRAFT_PROBS)
+
+    def feed_back(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict], seconds: float) -> None:
+        """Send the features of kept tokens; *seconds* of scoring, which the draft worked through, move the deadline."""
+        end = self._pairing.end(plan.epoch)
+        if end is None:
+            return
+        end.scored(seconds)
+        if end.features is not None:
+            end.features.post(plan.round, target.kept(plan.rows, verdicts))
+
+    def form(self, order: FormPair) -> None:
+        """Begin to form another channel."""
+        self._pairing.form(order)
+
+    def close(self) -> None:
+        """Leave the channel."""
+        self._pairing.close()
