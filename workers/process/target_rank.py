@@ -50,9 +50,10 @@ class TargetRank:
         if self._tp.rank == 0:
             self.worker.expect(plan.new)
         self.worker.move(plan.moves)
+        unsettled = [r for r, row in enumerate(plan.rows) if self._is_unsettled(row)]
         began = time.monotonic()
-        proposed = self._propose(plan)
-        wait_s = time.monotonic() - began
+        proposed = self._propose(plan, unsettled)
+        wait_s = time.monotonic() - began if unsettled else 0.0
         self.round = plan.round
         if self._tp.rank:
             self.worker.follow(plan.rows, proposed.drafts)
@@ -71,13 +72,12 @@ class TargetRank:
         """Leave the group."""
         self._tp.close()
 
-    def _propose(self, plan: RoundPlan) -> ProposedDrafts:
-        """Return the drafts of all rows, the same ones on every rank: those in the plan and those of the source.
+    def _propose(self, plan: RoundPlan, unsettled: list[int]) -> ProposedDrafts:
+        """Return the drafts of all rows, those of rows *unsettled* as rank 0 has them, the same ones on every rank.
 
         All ranks take rank 0's drafts, so that none can disagree on the shape of the forward.
         """
         drafts = [row.draft or NO_DRAFT for row in plan.rows]
-        unsettled = [r for r, row in enumerate(plan.rows) if self._is_unsettled(row)]
         if not unsettled:
             return ProposedDrafts(drafts)
         rows = [plan.rows[r] for r in unsettled]
