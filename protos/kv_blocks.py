@@ -1,4 +1,4 @@
-"""How many KV blocks the workers of an engine hold: all hold the same number, because one block table serves them all."""
+"""The number of KV blocks that each worker holds: the same on all, because one block table serves them all."""
 
 from collections.abc import Mapping
 

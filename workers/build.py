@@ -1,4 +1,4 @@
-"""Loads models and makes what runs them, for every kind of worker: a target rank, a draft rank, an engine in one process.
+"""Loads models and makes what runs them, for every kind of worker: target rank, draft rank, engine in one process.
 
 Loading has two steps, because all workers hold the same number of KV blocks: `load_target` and `load_draft` read
 weights and find out how many blocks fit; once the number is settled, `make_target` and `make_draft` allocate.
@@ -15,13 +15,13 @@ from protos.messages import WorkerInfo
 from protos.progress import ProgressCallback
 from protos.worker_messages import Allocate
 from workers.attention.kv import bytes_per_block
+from workers.device import free_memory, weight_bytes
 from workers.distributed.groups import Group
 from workers.draft.engine import DraftEngine, make_engine
 from workers.draft.load import LoadedDraft, feature_spec, load_draft
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load
-from workers.device import free_memory, weight_bytes
 from workers.model.runner import ModelRunner
 from workers.sampling.grammar_words import with_grammars
 from workers.sampling.sampler import Sampler

@@ -75,7 +75,7 @@ class DraftEngine:
         return drafts
 
     def feed_back(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict], seconds: float) -> None:
-        """Take the features of the round that *target* has just scored, if it speculates. Failures cost draft tokens."""
+        """Take the features of the round that *target* scored, if it speculates. Failures cost draft tokens."""
         if self.worker.needs == "none" or not plan.speculates:
             return
         try:

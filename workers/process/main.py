@@ -1,6 +1,7 @@
-"""The whole life of a worker process of a gang: say where it is, be told who it is, load, warm up, serve until stopped.
+"""The life of a worker process: report its place, load its part, warm up, and serve until told to stop.
 
-Called with a `Port` to the controller by whatever started the process. `DESIGN` section 4; `protos.worker_messages` has the words.
+Whatever started the process calls `serve` with a `Port` to the controller; `protos.worker_messages` defines the
+messages. What the process runs are rounds: `workers.process.target_rank` and `workers.process.draft_rank`.
 """
 
 import logging
@@ -47,20 +48,20 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 TP_TIMEOUT_S = 3600.0
-"""Whether a rank hangs is for the controller to judge; the group itself waits for longer than that can take."""
+"""The controller decides whether a rank hangs; the group itself waits for longer than that takes."""
 PACE_TOKENS = 64
-"""Steps are measured up to this many tokens at least, to tell a slow round from one that hangs."""
+"""Steps are measured for up to this many tokens at least, to tell a slow round from one that hangs."""
 
 _CONFIG = TypeAdapter(EngineConfig)
-Told = TypeVar("Told", Setup, Allocate)
+Order = TypeVar("Order", Setup, Allocate)
 
 
 class StoppedError(Exception):
-    """The controller said stop before the worker was ready."""
+    """The controller sent `Stop` before the worker was ready."""
 
 
-class Heart:
-    """Beats from a thread of its own, saying what the worker does. The worker sets `stage` and `round`."""
+class HeartbeatThread:
+    """Sends heartbeats from a thread of its own. The worker sets `stage` and `round`, which they carry."""
 
     def __init__(self, port: Port) -> None:
         self._port = port
@@ -85,21 +86,21 @@ class Heart:
 
 
 def serve(port: Port, host: str = LOOPBACK, node: str = "", *, floor_s: float = FLOOR_S) -> None:
-    """Be a worker; return when told to stop.
+    """Run a worker until it is told to stop.
 
     Args:
-        port: leads to the controller.
-        host: an address of this machine that the other workers reach.
-        node: names this machine, the same for all its workers; the host name where empty.
-        floor_s: the shortest time that target 0 waits for a draft.
+        port: to the controller.
+        host: an address of this machine that the other workers can reach.
+        node: the name of this machine, the same for all its workers; its host name where empty.
+        floor_s: the shortest deadline of a draft.
 
     Raises:
-        Exception: whatever ended it, after the controller was told.
+        Exception: what ended the worker, after it was reported to the controller.
     """
     try:
         store, address = open_store(host)
         port.send(Placed(host, node or socket.gethostname(), os.getpid(), _devices(), address))
-        with Heart(port) as heart:
+        with HeartbeatThread(port) as heart:
             setup = _wait_for(port, Setup)
             if setup.worker.role != "target" or setup.worker.rank:
                 del store  # only rank 0's is used
@@ -113,13 +114,13 @@ def serve(port: Port, host: str = LOOPBACK, node: str = "", *, floor_s: float = 
 
 
 def _devices() -> tuple[str, ...]:
-    """Return the names of the devices this process sees, unlike ones for unlike devices."""
+    """Return a unique name for each device that this process sees."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     seen = [torch.cuda.get_device_properties(i) for i in range(count)]
     return tuple(f"{device.name} {getattr(device, 'uuid', i)}" for i, device in enumerate(seen))
 
 
-def _wait_for(port: Port, kind: type[Told]) -> Told:
+def _wait_for(port: Port, kind: type[Order]) -> Order:
     message = port.receive(None)
     if isinstance(message, kind):
         return message
@@ -128,7 +129,7 @@ def _wait_for(port: Port, kind: type[Told]) -> Told:
     raise RuntimeError(f"waited for {kind.__name__}, got {type(message).__name__}")
 
 
-def _live(port: Port, setup: Setup, heart: Heart, floor_s: float) -> None:
+def _live(port: Port, setup: Setup, heart: HeartbeatThread, floor_s: float) -> None:
     config = _configured(setup)
     device = torch.device(setup.device)
     set_device(device)
@@ -142,13 +143,13 @@ def _live(port: Port, setup: Setup, heart: Heart, floor_s: float) -> None:
 
 
 def _configured(setup: Setup) -> EngineConfig:
-    """Return the configuration with the device that this worker was given."""
+    """Return the configuration with the device that this worker got."""
     config = _CONFIG.validate_json(setup.config)
     kind: Literal["cpu", "cuda"] = "cpu" if setup.device == "cpu" else "cuda"
     return replace(config, model=replace(config.model, device=kind))
 
 
-def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, heart: Heart) -> None:
+def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, heart: HeartbeatThread) -> None:
     """Run every plan that arrives, until told to stop."""
     try:
         while not isinstance(message := port.receive(None), Stop):
@@ -166,7 +167,7 @@ def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, hear
         rank.close()
 
 
-def _serve_draft(port: Port, rank: DraftRank, heart: Heart) -> None:
+def _serve_draft(port: Port, rank: DraftRank, heart: HeartbeatThread) -> None:
     """Draft for every plan that arrives and catch up in between, until told to stop."""
     try:
         while True:
@@ -181,7 +182,7 @@ def _serve_draft(port: Port, rank: DraftRank, heart: Heart) -> None:
 
 
 def _all_mail(port: Port, timeout_s: float | None) -> list[ToWorker]:
-    """Return everything that has come in, waiting for the first of it."""
+    """Return all messages that have arrived; wait for the first one."""
     messages: list[ToWorker] = []
     message = port.receive(timeout_s)
     while message is not None:
@@ -191,9 +192,11 @@ def _all_mail(port: Port, timeout_s: float | None) -> list[ToWorker]:
 
 
 class _Loading:
-    """From setup to readiness: what both roles have in common, and each one's own."""
+    """Loads what a worker of either role needs, from `Setup` until it is ready for plans."""
 
-    def __init__(self, port: Port, setup: Setup, config: EngineConfig, device: torch.device, heart: Heart) -> None:
+    def __init__(
+        self, port: Port, setup: Setup, config: EngineConfig, device: torch.device, heart: HeartbeatThread
+    ) -> None:
         self._port, self._setup, self._config, self._device = port, setup, config, device
         self._heart = heart
 
