@@ -10,17 +10,17 @@ from typing import Protocol
 from proposers import registry
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.draft_module import LearnedProposer
-from protos.layers import FeatureSpec
 from protos.errors import ConfigError
+from protos.layers import FeatureSpec
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
+from workers.device import weight_bytes
 from workers.draft.vocab_map import Dictionary, translated
 from workers.draft.weights import DraftCheckpoint, Lender, ResidentLender, StoredLender
 from workers.model.draft_forward import DraftForward
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device, pick_dtype
 from workers.model.module_runner import LoadedModule, ModuleRunner
-from workers.device import weight_bytes
 from workers.model.runner import ModelRunner
 from workers.slots import SlotTable
 from workers.weights.building import BUILDING
