@@ -6,10 +6,11 @@ import torch
 from msgspec import structs
 
 from protos.config.engine import EngineConfig
-from protos.interfaces import ALWAYS_UP, DraftService, PhaseTimes
+from protos.interfaces import ALWAYS_UP, DraftService
 from protos.kv_blocks import kv_summary, settle_blocks
 from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
 from protos.progress import ProgressCallback
+from protos.stats import PhaseTimes
 from protos.worker_messages import RoundDone
 from workers.build import load_target, make_target, needs_step_costs
 from workers.distributed.groups import Solo
