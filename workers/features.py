@@ -1,4 +1,4 @@
-"""The target's features on their way into a draft: which tokens they belong to, and how long they wait to be fed."""
+"""The target's features (hidden states) that a draft is fed: which tokens they belong to, and those not fed yet."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ SLOT, GENERATION, FIRST, COUNT = range(4)
 
 @dataclass(frozen=True)
 class Features:
-    """Features of tokens that are kept for good.
+    """Features of tokens that were committed.
 
     Attributes:
-        table_M4: int64; runs of tokens that follow each other: slot, generation, first position, count.
+        table_M4: int64; runs of consecutive tokens: slot, generation, first position, count.
         states_NF: the features of all runs, one run after another.
     """
 
@@ -27,11 +27,11 @@ class Features:
 
 
 def kept(needs: Needs, rows: Seq[Row], verdicts: Seq[Verdict], offsets_R: Ints, joined_S: Ints) -> tuple[Ints, Ints]:
-    """Return which of a round's tokens the draft is fed: the table of `Features`, and flat indices of the tokens.
+    """Return whose features the draft is fed after a round: the table of `Features`, and flat indices of the tokens.
 
     Args:
-        needs: "all" of every token that is kept; "last" of the one behind which a row's newest token was chosen.
-        rows: as they were fed: their known tokens, then their drafts.
+        needs: "all": every kept token; "last": the token after which a row's newest token was sampled.
+        rows: in the order in which they were fed: known tokens, then draft tokens.
         verdicts: of the rows that have one.
         offsets_R: int64, flat index of each row's first token.
         joined_S: the generation of each slot.
@@ -52,9 +52,9 @@ def kept(needs: Needs, rows: Seq[Row], verdicts: Seq[Verdict], offsets_R: Ints, 
 
 
 class Waiting:
-    """Features by slot that were not fed yet, `end - len .. end` of each sequence, and the newest one of each.
+    """Features by slot that were not fed yet, positions `end - len .. end` of each sequence, and the newest of each.
 
-    Owned by one draft worker, which empties a slot when another sequence joins it.
+    Owned by one draft worker, which clears a slot when another sequence takes it.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -63,13 +63,13 @@ class Waiting:
         self._newest: list[torch.Tensor | None] = [None] * num_slots
 
     def clear(self, slot: int) -> None:
-        """Forget everything of *slot*."""
+        """Remove all features of *slot*."""
         self.end_S[slot] = 0
         self._chunks[slot] = []
         self._newest[slot] = None
 
     def put(self, slot: int, first: int, states_NX: torch.Tensor) -> bool:
-        """Add the features of positions *first* on; False where a gap lies before them, so that all others are gone."""
+        """Add the features of positions from *first* on. Return False after a gap, which discards all earlier features."""
         end = int(self.end_S[slot])
         follows = self._newest[slot] is not None and first <= end
         fresh_NX = states_NX[end - first :] if follows else states_NX
@@ -88,7 +88,7 @@ class Waiting:
         return torch.stack([state for slot in slots_R if (state := self._newest[slot]) is not None])
 
     def between(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> torch.Tensor:
-        """Return the features of positions `first .. end` of each slot, one slot after another, `[T, X]`."""
+        """Return the features of positions `first .. end` of each slot, concatenated, `[T, X]`."""
         return torch.cat(
             [
                 self._chunk(slot)[first - self.base(slot) : end - self.base(slot)]
@@ -97,17 +97,17 @@ class Waiting:
         )
 
     def drop(self, slots_R: Ints, end_R: Ints) -> None:
-        """Forget the features before position `end` of each slot: they were fed."""
+        """Drop the features before position `end` of each slot, which were fed."""
         for slot, end in zip(slots_R.tolist(), end_R.tolist(), strict=True):
             rest_NX = self._chunk(slot)[end - self.base(slot) :]
             self._chunks[slot] = [rest_NX] if len(rest_NX) else []
 
     def base(self, slot: int) -> int:
-        """Return the position of the first features that wait; of the next to come where none do."""
+        """Return the position of the first features held; of the next ones where none are held."""
         return int(self.end_S[slot]) - sum(len(chunk) for chunk in self._chunks[slot])
 
     def _chunk(self, slot: int) -> torch.Tensor:
-        """Return all features that wait, joined."""
+        """Return all features held for *slot*, concatenated."""
         if len(self._chunks[slot]) > 1:
             self._chunks[slot] = [torch.cat(self._chunks[slot])]
         return self._chunks[slot][0]

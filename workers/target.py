@@ -1,4 +1,4 @@
-"""The target worker: scores every row of a round in one forward, samples, and judges the drafts."""
+"""The target worker: one forward over all rows of a round, then sampling and acceptance."""
 
 import time
 from collections.abc import Sequence as Seq
@@ -23,13 +23,13 @@ from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
 
 @dataclass(frozen=True)
 class Scoring:
-    """One round as the target sees it: row r feeds its known tokens and its draft, and scores `counts_R[r]` positions.
+    """The positions that a round scores. Row r feeds its known tokens and its draft, and scores `counts_R[r]` of them.
 
     Attributes:
-        batch: what is fed.
+        batch: the tokens that are fed.
         counts_R: `1 + k` for rows that sample, else 0.
         wanted_N: flat token index of every scored position, row after row.
-        slots_N, index_N: slot, and position of the token that is being chosen there.
+        slots_N, index_N: the slot, and the position of the token that is sampled there.
     """
 
     batch: Batch
@@ -46,7 +46,7 @@ class Scoring:
 
     @classmethod
     def of(cls, rows: Seq[Row], drafts: Seq[Draft], tokens_SL: Ints) -> "Scoring":
-        """Lay out *rows* with their *drafts*, whose ids already stand in `tokens_SL`."""
+        """Lay out *rows* with their *drafts*, whose ids are in `tokens_SL` already."""
         table = np.array(
             [
                 (row.slot, row.start, row.length, len(draft), row.samples)
@@ -65,7 +65,7 @@ class Scoring:
 
 
 def _areas(rows: Seq[Row], drafts: Seq[Draft], ends_R: Ints, lengths_R: Ints) -> TreeMasks | None:
-    """Return what tells the nodes of trees from one another; None where every draft is a chain."""
+    """Return the attention masks of draft trees; None where every draft is a chain."""
     if all(draft.is_chain for draft in drafts):
         return None
     return TreeMasks.of([_area(row, draft) for row, draft in zip(rows, drafts, strict=True)], ends_R, lengths_R)
@@ -78,7 +78,7 @@ def _area(row: Row, draft: Draft) -> TreeMask | None:
 
 
 class TargetWorker:
-    """Owns the target's runner and sampler, and the rule by which drafts are judged.
+    """Owns the target's runner, its sampler and the acceptance rule.
 
     `needs` are the tokens whose features a draft is fed; `judge` is the acceptance rule, sample and match by default;
     `forward_s` and `verify_s` are how long the last forward, and sampling and acceptance after it, took (on a GPU,
@@ -100,35 +100,35 @@ class TargetWorker:
         self._states_TF = torch.empty(0, 0)
 
     def move(self, moves: Seq[int]) -> None:
-        """Make the moves of a plan, before its forward: see `RoundPlan.moves`."""
+        """Move KV entries as a plan demands, before its forward: see `RoundPlan.moves`."""
         if moves:
             self.runner.cache.move(np.array(moves, np.int64).reshape(-1, 2))
 
     def expect(self, new: Seq[NewSequence]) -> None:
-        """Prepare for sequences that joined the slots, where this rank samples."""
+        """Prepare for new sequences. Called on the rank that samples."""
         self.sampler.expect(new)
 
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
-        """Return *drafts* without what could never be accepted."""
+        """Return *drafts* without tokens that could never be accepted."""
         return self._judge.prune(rows, drafts)
 
     def follow(self, rows: Seq[Row], drafts: Seq[Draft]) -> None:
-        """Run the forward of a round that another rank samples and judges."""
+        """Run the forward of a round; rank 0 samples and accepts."""
         scoring, prompt_P = self._lay_out(rows, drafts)
         self.runner.forward(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
 
     def _lay_out(self, rows: Seq[Row], drafts: Seq[Draft]) -> tuple[Scoring, Ints]:
-        """Put the drafts where scoring looks for them; return what is scored, and prompt positions asked about."""
+        """Write the drafts into the slots; return the scored positions, and those whose prompt logprobs are requested."""
         for row, draft in zip(rows, drafts, strict=True):
             if draft.tokens:
                 self.slots.write_draft(row.slot, draft.tokens)
         scoring = Scoring.of(rows, drafts, self.slots.tokens)
         return scoring, self._prompt_positions(rows, scoring.batch)
 
-    def score(self, rows: Seq[Row], drafts: Seq[Draft], laws: DraftProbsBySlot = NO_DRAFT_PROBS) -> list[Verdict]:
+    def score(self, rows: Seq[Row], drafts: Seq[Draft], probs: DraftProbsBySlot = NO_DRAFT_PROBS) -> list[Verdict]:
         """Return one verdict for each row that samples or owes prompt log-probabilities, in order.
 
-        *laws* are what drafts were drawn from, where the rule asks for it.
+        *probs* are the distributions that draft tokens were drawn from, which some acceptance rules need.
         """
         began = time.monotonic()
         scoring, prompt_P = self._lay_out(rows, drafts)
@@ -137,7 +137,7 @@ class TargetWorker:
         if states_TF is not None:
             self._offsets_R, self._states_TF = scoring.batch.offsets_R, states_TF
         logits_NV = logits_XV[: len(scoring.wanted_N)]
-        releases = self._judge.judge(
+        accepted = self._judge.judge(
             Scored(
                 rows,
                 drafts,
@@ -146,17 +146,17 @@ class TargetWorker:
                 scoring.slots_N,
                 scoring.index_N,
                 scoring.batch.areas is not None,
-                laws,
+                probs,
             )
         )
-        verdicts = self._verdicts(rows, drafts, scoring, releases, logits_NV)
+        verdicts = self._verdicts(rows, drafts, scoring, accepted, logits_NV)
         if len(prompt_P):
             self._add_prompt_logprobs(verdicts, rows, scoring.batch, prompt_P, logits_XV[len(scoring.wanted_N) :])
         self.verify_s = time.monotonic() - began - self.forward_s
         return [verdict for verdict in verdicts if verdict is not None]
 
     def kept(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
-        """Return the features of what was kept of the round just scored, as far as the draft needs them."""
+        """Return the features of the tokens that were kept in the round just scored, as far as the draft needs them."""
         table_M4, fed_N = kept(self.needs, rows, verdicts, self._offsets_R, self.slots.joined)
         with torch.inference_mode():
             at_N = torch.from_numpy(fed_N).to(self._states_TF.device)
@@ -167,29 +167,29 @@ class TargetWorker:
         rows: Seq[Row],
         drafts: Seq[Draft],
         scoring: Scoring,
-        releases: Seq[AcceptedTokens],
+        accepted: Seq[AcceptedTokens],
         logits_NV: torch.Tensor,
     ) -> list[Verdict | None]:
-        """Say what the round yields for each row; None for rows that do not sample."""
+        """Return the verdict of each row; None for rows that do not sample."""
         verdicts: list[Verdict | None] = []
-        at, left = 0, iter(releases)
+        at, left = 0, iter(accepted)
         for row, draft, count in zip(rows, drafts, scoring.counts_R.tolist(), strict=True):
             if not count:
                 verdicts.append(None)
                 continue
-            release = next(left)
-            path, emitted = release.path, release.emitted
+            own = next(left)
+            path, emitted = own.path, own.emitted
             if emitted[0] == -1:
                 why = self.sampler.why_none(row.slot, logits_NV[at : at + count])
                 verdicts.append(Verdict(row.slot, failed=why))
             else:
                 if emitted[-1] == -1:
-                    # As without a draft: the last guess that was right is the row's own token, and ends it perhaps.
-                    # If not, the next round finds no way on behind it.
+                    # No token is allowed after the last accepted one. As without a draft, that one may end the
+                    # sequence; if it does not, the next round fails the row.
                     path, emitted = path[:-1], emitted[:-1]
                 logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
                 verdict = Verdict(row.slot, emitted, len(draft), path, logprobs)
-                verdicts.append(_with_tree(verdict, draft, release.probed))
+                verdicts.append(_with_tree(verdict, draft, own.probed))
             at += count
         return verdicts
 
@@ -203,23 +203,23 @@ class TargetWorker:
         return token_logprobs(logits_NV[scored], emitted, top)
 
     def _prompt_positions(self, rows: Seq[Row], batch: Batch) -> Ints:
-        """Return the flat indices of fed prompt tokens whose successor is a prompt token somebody asks about."""
+        """Return the flat indices of fed prompt tokens after which prompt log-probabilities are requested."""
         sampling, prompt_len = self.slots.sampling, self.slots.prompt_len
-        asking = [
+        requested = [
             r
             for r, row in enumerate(rows)
             if sampling[row.slot].prompt_logprobs is not None and row.start + 1 < prompt_len[row.slot]
         ]
-        if not asking:
+        if not requested:
             return np.empty(0, np.int64)
         rows_T = np.repeat(np.arange(len(rows)), batch.lengths_R)
         inside_T = batch.positions_T + 1 < prompt_len[batch.slots_T]
-        return np.flatnonzero(np.isin(rows_T, asking) & inside_T)
+        return np.flatnonzero(np.isin(rows_T, requested) & inside_T)
 
     def _add_prompt_logprobs(
         self, verdicts: list[Verdict | None], rows: Seq[Row], batch: Batch, prompt_P: Ints, logits_PV: torch.Tensor
     ) -> None:
-        """Give each asking row's verdict the log-probabilities of the prompt tokens that follow those fed."""
+        """Give each requested row's verdict the log-probabilities of the prompt tokens that follow those fed."""
         slots_P, following_P = batch.slots_T[prompt_P], batch.positions_T[prompt_P] + 1
         for r, row in enumerate(rows):
             here = np.flatnonzero(slots_P == row.slot)
@@ -227,14 +227,14 @@ class TargetWorker:
                 continue
             tokens = self.slots.tokens[row.slot, following_P[here]].tolist()
             top = self.slots.sampling[row.slot].prompt_logprobs or 0
-            found = token_logprobs(logits_PV[here[0] : here[-1] + 1], tokens, top)  # a row's tokens lie together
+            found = token_logprobs(logits_PV[here[0] : here[-1] + 1], tokens, top)  # a row's tokens are contiguous
             verdict = verdicts[r] or Verdict(row.slot)
             verdicts[r] = msgspec.structs.replace(verdict, prompt_logprobs=found)
 
 
 def _with_tree(verdict: Verdict, draft: Draft, probed: Seq[int]) -> Verdict:
-    """Add what only verdicts over trees have."""
+    """Add the fields that only verdicts of trees have."""
     if draft.is_chain:
         return verdict
-    guesses = draft.widths()
-    return msgspec.structs.replace(verdict, proposed=sum(guesses), widths=guesses, probed=probed)
+    widths = draft.widths()
+    return msgspec.structs.replace(verdict, proposed=sum(widths), widths=widths, probed=probed)

@@ -28,21 +28,21 @@ from workers.weights.hub import HEADS, describe, fetch, fetch_ends, fetch_tokeni
 
 
 class LoadedDraft(Protocol):
-    """Weights that draft, in place."""
+    """The loaded weights of a draft."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights that only the draft has."""
+        """Size of the weights that only the draft has."""
         ...
 
     @property
     def spec(self) -> FeatureSpec:
-        """What it is fed."""
+        """The features of the target that it is fed."""
         ...
 
     @property
     def width(self) -> int:
-        """Numbers in the target's features of one token."""
+        """Number of features of one token of the target."""
         ...
 
     @property
@@ -51,17 +51,17 @@ class LoadedDraft(Protocol):
         ...
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return what a KV block takes."""
+        """Return the size of a KV block."""
         ...
 
-    def forward(self, slots: SlotTable, num_blocks: int, say: ProgressCallback) -> DraftForward:
-        """Give it a cache; compile where that wins."""
+    def forward(self, slots: SlotTable, num_blocks: int, report: ProgressCallback) -> DraftForward:
+        """Allocate its cache, compile it where that pays, and return what runs it."""
         ...
 
 
 @dataclass(frozen=True)
 class LanguageDraft:
-    """A causal language model; `dictionary` where its vocabulary is another than the target's."""
+    """A causal language model; `dictionary` maps its vocabulary to the target's where they differ."""
 
     loaded: LoadedModel
     is_eager: bool
@@ -79,12 +79,12 @@ class LanguageDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
 
-    def forward(self, slots: SlotTable, num_blocks: int, say: ProgressCallback) -> DraftForward:
+    def forward(self, slots: SlotTable, num_blocks: int, report: ProgressCallback) -> DraftForward:
         """See `LoadedDraft`."""
         runner = ModelRunner(self.loaded, slots, num_blocks, slots.block_size)
         if not self.is_eager:
-            say("warming up the draft")
-            say(f"draft: {runner.warm_up()}")
+            report("warming up the draft")
+            report(f"draft: {runner.warm_up()}")
         return translated(runner, self.loaded, self.dictionary)
 
 
@@ -110,20 +110,20 @@ class ModuleDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
 
-    def forward(self, slots: SlotTable, num_blocks: int, say: ProgressCallback) -> ModuleRunner:
+    def forward(self, slots: SlotTable, num_blocks: int, report: ProgressCallback) -> ModuleRunner:
         """See `LoadedDraft`."""
         return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size)
 
 
 def speculation_of(config: EngineConfig) -> SpeculativeConfig:
-    """Return how *config* speculates. Raises `ConfigError` where it does not."""
+    """Return the speculative part of *config*. Raises `ConfigError` where there is none."""
     if config.speculative is None:
-        raise ConfigError("a draft was started, but nothing says what it should load")
+        raise ConfigError("a draft was started, but the configuration has no speculative_config")
     return config.speculative
 
 
 def feature_spec(config: EngineConfig) -> FeatureSpec:
-    """Return what the draft of *config* is fed, by the two `config.json`; nothing where there is no draft."""
+    """Return the features that the draft of *config* is fed, read from the two `config.json`; none without a draft."""
     speculative = config.speculative
     learned = None if speculative is None else registry.learned(speculative)
     if speculative is None or learned is None:
@@ -133,13 +133,13 @@ def feature_spec(config: EngineConfig) -> FeatureSpec:
     return learned.features_of(speculative, draft, target)
 
 
-def load_draft(config: EngineConfig, beside: LoadedModel | None, say: ProgressCallback) -> LoadedDraft | None:
-    """Load what drafts on a worker, None where nothing does.
+def load_draft(config: EngineConfig, beside: LoadedModel | None, report: ProgressCallback) -> LoadedDraft | None:
+    """Load the draft that runs on a worker; return None where *config* has none.
 
     Args:
         config: a parsed configuration.
-        beside: the target, where a whole one is in this process.
-        say: told, in a line each, what is being done.
+        beside: the target, where this process has it and does not share it with other ranks.
+        report: called with a line for each stage.
 
     Raises:
         ModelError, ConfigError: with what is wrong.
@@ -147,21 +147,21 @@ def load_draft(config: EngineConfig, beside: LoadedModel | None, say: ProgressCa
     speculative = config.speculative
     if speculative is None or registry.worker_method(speculative) is None:
         return None
-    say(f"loading the draft {speculative.model or 'out of the target'}")
+    report(f"loading the draft {speculative.model or 'out of the target'}")
     learned = registry.learned(speculative)
     if learned is not None:
         return _load_module(config, speculative, learned, beside)
     is_eager = config.model.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
     loaded = load(_model_of(config, speculative))
-    dictionary = _dictionary(config, loaded, say) if speculative.use_heterogeneous_vocab else None
+    dictionary = _dictionary(config, loaded, report) if speculative.use_heterogeneous_vocab else None
     return LanguageDraft(loaded, is_eager, dictionary)
 
 
-def _dictionary(config: EngineConfig, draft: LoadedModel, say: ProgressCallback) -> Dictionary:
+def _dictionary(config: EngineConfig, draft: LoadedModel, report: ProgressCallback) -> Dictionary:
     model = config.model
     vocab_size = int(describe(model)["vocab_size"])
     found = Dictionary.between(fetch_tokenizer(model), draft.folder, vocab_size, draft.vocab_size)
-    say(f"{len(found.ours_S)} of the draft's {draft.vocab_size} tokens stand for text that a token of the target is")
+    report(f"{len(found.ours_S)} of the draft's {draft.vocab_size} tokens have the text of a token of the target")
     return found
 
 
@@ -170,7 +170,7 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
     if speculative.model is None:
         raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
     dtype = config.model.dtype if speculative.dtype == "auto" else speculative.dtype
-    # What a draft computes decides nothing: it need not be the same bits.
+    # The output does not depend on the draft, so its results need not be batch-invariant.
     return replace(
         config.model,
         model=speculative.model,
