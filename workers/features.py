@@ -69,7 +69,7 @@ class Waiting:
         self._newest[slot] = None
 
     def put(self, slot: int, first: int, states_NX: torch.Tensor) -> bool:
-        """Add the features of positions from *first* on. Return False after a gap, which discards all earlier features."""
+        """Add the features of positions from *first* on. Return False after a gap, which discards earlier features."""
         end = int(self.end_S[slot])
         follows = self._newest[slot] is not None and first <= end
         fresh_NX = states_NX[end - first :] if follows else states_NX

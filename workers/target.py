@@ -118,7 +118,7 @@ class TargetWorker:
         self.runner.forward(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
 
     def _lay_out(self, rows: Seq[Row], drafts: Seq[Draft]) -> tuple[Scoring, Ints]:
-        """Write the drafts into the slots; return the scored positions, and those whose prompt logprobs are requested."""
+        """Write drafts into the slots; return the scored positions and those whose prompt logprobs are requested."""
         for row, draft in zip(rows, drafts, strict=True):
             if draft.tokens:
                 self.slots.write_draft(row.slot, draft.tokens)

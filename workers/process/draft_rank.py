@@ -29,15 +29,15 @@ class DraftRank:
 
     def __init__(self, engine: DraftEngine, pairing: Pairing[DraftSender]) -> None:
         self._engine, self._worker, self._pairing = engine, engine.worker, pairing
-        self._is_behind = False
+        self._is_catching_up = False
         self._before: RoundPlan | None = None  # the plan before the newest
         self._end: DraftSender | None = None  # of the newest plan's pair
         self.round = -1
 
     @property
-    def is_behind(self) -> bool:
+    def is_catching_up(self) -> bool:
         """Whether `catch_up` has something to do."""
-        return self._is_behind
+        return self._is_catching_up
 
     def take(self, messages: list[ToWorker]) -> bool:
         """Handle the controller's messages, all that have arrived; return False after `Stop`."""
@@ -58,7 +58,7 @@ class DraftRank:
         """Compute a chunk of what the cache lacks."""
         if self._end is not None:
             self._learn(self._end, -1)
-        self._is_behind = self._worker.catch_up_some(CHUNK)
+        self._is_catching_up = self._worker.catch_up_some(CHUNK)
 
     def close(self) -> None:
         """Leave the pair."""
@@ -67,7 +67,7 @@ class DraftRank:
     def _run(self, plan: RoundPlan) -> None:
         """Propose for a round, unless this draft does not take part in it."""
         end = self._end = self._pairing.end(plan.epoch)
-        self._is_behind = end is not None
+        self._is_catching_up = end is not None
         if end is not None:
             began = time.monotonic()
             owed = self._before.round if self._before is not None and self._before.epoch == plan.epoch else -1

@@ -171,7 +171,7 @@ def _serve_draft(port: Port, rank: DraftRank, heart: HeartbeatThread) -> None:
     """Draft for every plan that arrives and catch up in between, until told to stop."""
     try:
         while True:
-            messages = _all_mail(port, 0.0 if rank.is_behind else None)
+            messages = _all_mail(port, 0.0 if rank.is_catching_up else None)
             if not messages:
                 rank.catch_up()
             elif not rank.take(messages):
