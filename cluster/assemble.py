@@ -17,7 +17,7 @@ from protos.messages import WorkerInfo
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation_policy import Policy, make_policy, settled
+from runtime.core.speculation_policy import Policy, make_policy, with_threshold
 from runtime.text.detokenizer import DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 from runtime.text.sampling_defaults import usual_tokens
@@ -103,7 +103,7 @@ def _policy(config: EngineConfig, info: WorkerInfo, say: ProgressCallback) -> Po
     """Return the policy of *config*, its threshold derived from measured costs where the user set none."""
     if config.speculative is None:
         return make_policy(None)
-    speculative, line = settled(config.speculative, info.costs, config.scheduler.max_num_seqs)
+    speculative, line = with_threshold(config.speculative, info.costs, config.scheduler.max_num_seqs)
     say(line)
     return make_policy(speculative)
 

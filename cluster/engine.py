@@ -61,12 +61,12 @@ class Engine(Protocol):
         """Return what came next, maybe nothing.
 
         Raises:
-            EngineDeadError: nothing more will come; what had come is in `last_words`.
+            EngineDeadError: nothing more will come; what had come is in `final_outputs`.
         """
         ...
 
     @property
-    def last_words(self) -> list[TokenOutput]:
+    def final_outputs(self) -> list[TokenOutput]:
         """The final outputs of requests that a dead engine left behind."""
         ...
 
@@ -100,9 +100,9 @@ class LocalEngine:
         return self.step()
 
     @property
-    def last_words(self) -> list[TokenOutput]:
+    def final_outputs(self) -> list[TokenOutput]:
         """See `Engine`."""
-        return self.assembled.controller.last_words
+        return self.assembled.controller.final_outputs
 
 
 class ChannelEngine:
@@ -125,7 +125,7 @@ class ChannelEngine:
         self._held: deque[Report | SlipstreamError] = deque()  # came while somebody waited for a snapshot
         self._stats, self._num_tokens = EngineStats(), 0
         self._failure: SlipstreamError | None = None
-        self.last_words: list[TokenOutput] = []
+        self.final_outputs: list[TokenOutput] = []
         self._carrier = _Carrier(channel)
         self._end = weakref.finalize(self, self._carrier.close)
         self._end.atexit = False  # Ray must not be shut down before

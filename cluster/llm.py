@@ -224,7 +224,7 @@ class LLM:
         try:
             self._hand_out(self._engine.step())
         except EngineDeadError:
-            self._hand_out(self._engine.last_words)  # for the callers whose turn it is not
+            self._hand_out(self._engine.final_outputs)  # for the callers whose turn it is not
             raise
 
     def _hand_out(self, outputs: Sequence[TokenOutput]) -> None:

@@ -39,15 +39,15 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
         num_running, num_waiting: requests now.
         kv_usage: share of KV blocks in use now, 0 to 1.
         draft_changes: changes of the draft service, by reason.
-        guess_changes: changes of the number of draft tokens with the batch size, by reason.
+        speculation_changes: changes of the number of draft tokens with the batch size, by reason.
         target_losses: losses of the target group.
         num_speculative_tokens: K now.
         speculation: its state now.
         step_tokens: steps by the tokens they fed, draft tokens included: up to each of `STEP_TOKENS`, then above.
         fed_tokens: the sum over all steps.
         phases: drafting in the controller process included.
-        steps_s, guessed_s, plain_s: see `runtime.core.timing.StepClock`.
-        target_is_lost, draft_is_away: whether the target is being rebuilt, and whether the draft worker is absent.
+        steps_s, speculative_s, plain_s: see `runtime.core.stats.StepClock`.
+        target_is_lost, draft_is_down: whether the target is being rebuilt, and whether the draft worker is absent.
     """
 
     steps: int = 0
@@ -65,7 +65,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_waiting: int = 0
     kv_usage: float = 0.0
     draft_changes: dict[str, int] = {}
-    guess_changes: dict[str, int] = {}
+    speculation_changes: dict[str, int] = {}
     target_losses: int = 0
     num_speculative_tokens: int = 0
     speculation: SpeculationState = "off"
@@ -73,7 +73,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     fed_tokens: int = 0
     phases: PhaseTimes = PhaseTimes()
     steps_s: float = 0.0
-    guessed_s: float = 0.0
+    speculative_s: float = 0.0
     plain_s: float = 0.0
     target_is_lost: bool = False
-    draft_is_away: bool = False
+    draft_is_down: bool = False

@@ -1,97 +1,53 @@
-"""Guesses for the rows of a step: from proposers beside the controller, the rest left to the draft worker."""
+"""Proposers that run in the controller process, such as n-gram look-up."""
 
 import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.interfaces import Proposer, SequenceListener
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import ScheduledSequence, Sequence
+from runtime.core.stats import EngineCounters
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class ScheduledSequence:
-    """One sequence's part of the step being planned; becomes a `Row`."""
-
-    sequence: Sequence
-    length: int
-    k: int = 0
-    draft: Draft | None = None
-
-    @property
-    def end(self) -> int:
-        """Position behind the known tokens it feeds."""
-        return self.sequence.num_computed + self.length
-
-    @property
-    def samples(self) -> bool:
-        """Whether its newest known token is fed."""
-        return self.length == self.sequence.num_unfed
-
-    def takes(self, method: str | None) -> bool:
-        """Whether its request wants guesses of *method*, as it does of all if it chose none."""
-        return self.sequence.request.method in (None, method)
-
-    def shrink(self, k: int) -> None:
-        """Keep the first *k* nodes of the draft."""
-        self.k = k
-        if self.draft is not None:
-            self.draft = self.draft.first(k) if k else None
-
-
 class ControllerProposers:
-    """Fills in the drafts of parts that want some. A proposer that fails costs guesses, never a request.
+    """Fills in drafts, and reports sequences to proposers that listen. A proposer that fails never fails a request.
 
     Args:
-        proposers: beside the controller, in the order in which they are asked; the first that has a guess for a row
-            supplies it, decided per row and round.
-        vocab_size: ids from here on are no tokens of the target.
-        has_worker: whether rows without a guess may be left to a draft worker.
-        methods: names of the *proposers*, and behind them that of the draft worker's: what requests may choose from.
-            Nobody chooses where there are none.
+        proposers: in order of priority: each row takes the draft of the first that has one for it.
+        vocab_size: draft tokens must be below this.
+        methods: the names of *proposers*, which requests may choose from; empty if they cannot choose.
+        counters: where failures and proposing time are counted.
     """
 
-    def __init__(self, proposers: Seq[Proposer], vocab_size: int, *, has_worker: bool, methods: Seq[str] = ()) -> None:
+    def __init__(self, proposers: Seq[Proposer], vocab_size: int, methods: Seq[str], counters: EngineCounters) -> None:
         self._proposers = tuple(proposers)
         self._methods = tuple(methods) or (None,) * len(proposers)
-        self._worker_method = methods[-1] if methods and has_worker else None
-        self._followers = [proposer for proposer in proposers if isinstance(proposer, SequenceListener)]
+        self._listeners = [proposer for proposer in proposers if isinstance(proposer, SequenceListener)]
         self._vocab_size = vocab_size
-        self._has_worker = has_worker
-        self.num_failures = 0
-        self.propose_s = 0.0  # spent here on guesses, by the clock on the wall
+        self._counters = counters
 
-    @property
-    def is_here(self) -> bool:
-        """Whether somebody beside the controller proposes."""
-        return bool(self._proposers)
-
-    def fill(self, parts: Seq[ScheduledSequence], *, can_ask_worker: bool) -> None:
-        """Set `draft` and `k` of every part with `k > 0`; what is left without a draft but with a `k`, a worker drafts.
-
-        Where there is none, or nobody *can ask* it now, rows without a guess go on without.
-        """
-        wanting = [part for part in parts if part.k]
+    def fill(self, scheduled: Seq[ScheduledSequence]) -> None:
+        """Set `draft` and `k` of the rows with `k > 0` for which a proposer has a draft."""
         for method, proposer in zip(self._methods, self._proposers, strict=False):
-            left = [part for part in wanting if part.draft is None and part.takes(method)]
-            if left:
-                self._fill_by(proposer, left)
-        can_ask_worker = can_ask_worker and self._has_worker
-        for part in wanting:
-            if part.draft is None and not (can_ask_worker and part.takes(self._worker_method)):
-                part.shrink(0)
+            rows = [
+                one
+                for one in scheduled
+                if one.k and one.draft is None and one.sequence.request.method in (None, method)
+            ]
+            if rows:
+                self._fill_with(proposer, rows)
 
-    def _fill_by(self, proposer: Proposer, parts: list[ScheduledSequence]) -> None:
+    def _fill_with(self, proposer: Proposer, scheduled: list[ScheduledSequence]) -> None:
         began = time.monotonic()
-        rows = [DraftRow(part.sequence.slot, part.k, part.sequence.token_ids, part.sequence.key) for part in parts]
-        for part, draft in zip(parts, self._propose(proposer, rows), strict=True):
+        rows = [DraftRow(one.sequence.slot, one.k, one.sequence.token_ids, one.sequence.key) for one in scheduled]
+        for one, draft in zip(scheduled, self._propose(proposer, rows), strict=True):
             if draft.tokens:
-                part.draft, part.k = draft, len(draft)
-        self.propose_s += time.monotonic() - began
+                one.draft, one.k = draft, len(draft)
+        self._counters.propose_s += time.monotonic() - began
 
     def _propose(self, proposer: Proposer, rows: list[DraftRow]) -> list[Draft]:
         try:
@@ -100,33 +56,30 @@ class ControllerProposers:
                 return [draft.valid_prefix(row.k, self._vocab_size) for draft, row in zip(drafts, rows, strict=True)]
             logger.warning("%s returned %d drafts for %d rows", type(proposer).__name__, len(drafts), len(rows))
         except Exception:
-            logger.exception("%s failed; these rows go on without its guesses", type(proposer).__name__)
-        self.num_failures += 1
+            logger.exception("%s failed; these rows get no draft from it", type(proposer).__name__)
+        self._counters.draft_failures += 1
         return [NO_DRAFT] * len(rows)
 
     def prepare(self) -> None:
-        """Let those who follow sequences do a slice of what takes long."""
-        for follower in self._followers:
-            self._tell(follower, lambda to: to.prepare())
+        """Let listeners do a slice of their slow work."""
+        self._notify(lambda listener: listener.prepare())
 
     def begin(self, sequence: Sequence) -> None:
-        """Tell those who follow sequences of a new one."""
-        for follower in self._followers:
-            self._tell(follower, lambda to: to.begin(sequence.key, sequence.request))
+        """Report a new sequence to the listeners."""
+        self._notify(lambda listener: listener.begin(sequence.key, sequence.request))
 
     def grow(self, sequence: Sequence, token_ids: Seq[int], probed: Seq[int]) -> None:
-        """Tell them what a round brought."""
-        for follower in self._followers:
-            self._tell(follower, lambda to: to.grow(sequence.key, token_ids, probed))
+        """Report the tokens that a step added to a sequence, and the target's tokens after the draft's probes."""
+        self._notify(lambda listener: listener.grow(sequence.key, token_ids, probed))
 
     def end(self, sequence: Sequence) -> None:
-        """Tell them that a sequence ended."""
-        for follower in self._followers:
-            self._tell(follower, lambda to: to.end(sequence.key, sequence.token_ids))
+        """Report the end of a sequence."""
+        self._notify(lambda listener: listener.end(sequence.key, sequence.token_ids))
 
-    def _tell(self, follower: SequenceListener, say: Callable[[SequenceListener], None]) -> None:
-        try:
-            say(follower)
-        except Exception:
-            logger.exception("%s failed to take note of a sequence", type(follower).__name__)
-            self.num_failures += 1
+    def _notify(self, call: Callable[[SequenceListener], None]) -> None:
+        for listener in self._listeners:
+            try:
+                call(listener)
+            except Exception:
+                logger.exception("%s failed to record a sequence", type(listener).__name__)
+                self._counters.draft_failures += 1

@@ -1,28 +1,24 @@
-"""Every request in the engine: who waits, who runs, and what the running ones hold."""
+"""Every request in the engine: which wait, which run, and the slots and blocks of those that run."""
 
 from collections import deque
-from collections.abc import Callable
 
-from protos.messages import TokenOutput
 from runtime.core.block_manager import BlockManager
 from runtime.core.sequence import NO_SLOT, Sequence
 
 
-def _nobody(sequence: Sequence) -> None:
-    """Nobody asks."""
-
-
 class RequestQueue:
-    """The queues, the worker slots and the blocks. Owned by the `Scheduler`.
+    """The waiting and running sequences, the worker slots and the blocks. Owned by the `Scheduler`.
 
-    `running` and `waiting` are in order of arrival, and everything running arrived before everything
-    waiting; so the oldest request is always first in line and is never preempted. `departed` is told of every
-    sequence that leaves for good.
+    `running` and `waiting` are in order of arrival, and every running sequence arrived before every waiting one. So
+    the oldest request is always served first and is never preempted.
+
+    Args:
+        num_slots: most sequences that run at once.
+        blocks: the KV blocks.
     """
 
-    def __init__(self, num_slots: int, blocks: BlockManager, departed: Callable[[Sequence], None] = _nobody) -> None:
+    def __init__(self, num_slots: int, blocks: BlockManager) -> None:
         self.blocks = blocks
-        self._departed = departed
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
@@ -39,76 +35,69 @@ class RequestQueue:
         return bool(self._slots)
 
     def find(self, request_id: str) -> Sequence | None:
-        """Return the live sequence of this id."""
+        """Return the unfinished sequence of this id."""
         return self._by_id.get(request_id)
 
-    def everyone(self) -> list[Sequence]:
-        """Return all live sequences."""
+    def unfinished(self) -> list[Sequence]:
+        """Return all waiting and running sequences, in order of arrival."""
         return list(self._by_id.values())
 
-    def enter(self, sequence: Sequence) -> None:
-        """Let a new sequence wait, last in line."""
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence at the end of the waiting ones."""
         self._by_id[sequence.request.request_id] = sequence
         self.waiting.append(sequence)
 
-    def run_first(self) -> Sequence:
-        """Give the first waiting sequence a slot; its blocks are the caller's to set."""
+    def start_first(self) -> Sequence:
+        """Give the first waiting sequence a slot; the caller sets its blocks."""
         sequence = self.waiting.popleft()
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
         return sequence
 
     def preempt_youngest(self) -> None:
-        """Send the youngest running sequence back, first in line, with everything to be computed again."""
+        """Move the youngest running sequence to the front of the waiting ones; all its tokens are computed again."""
+        self._requeue_youngest()
+        self.num_preemptions += 1
+
+    def _requeue_youngest(self) -> None:
         sequence = self.running.pop()
         self._release(sequence)
         self.waiting.appendleft(sequence)
-        self.num_preemptions += 1
 
-    def tell_all_again(self) -> None:
-        """Let the workers be told in full of every running sequence when it runs next."""
-        for sequence in self.running:
-            sequence.num_told_tokens = sequence.num_told_blocks = 0
-
-    def give_up(self) -> None:
-        """Send everything that runs back in line, in order of arrival, and forget what any block holds."""
+    def requeue_all(self) -> None:
+        """Move every running sequence to the front of the waiting ones, and empty the prefix cache."""
         while self.running:
-            sequence = self.running.pop()
-            self._release(sequence)
-            self.waiting.appendleft(sequence)
+            self._requeue_youngest()
         self.blocks.forget_all()
 
-    def depart(self, sequence: Sequence) -> None:
-        """Let a sequence go, with all it holds."""
+    def resend_all(self) -> None:
+        """Send every running sequence in full with its next row."""
+        for sequence in self.running:
+            sequence.num_sent_tokens = sequence.num_sent_blocks = 0
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove an ended sequence and free its slot and blocks."""
         del self._by_id[sequence.request.request_id]
         if sequence.slot == NO_SLOT:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
             self._release(sequence)
-        self._departed(sequence)
-
-    def end(self, sequence: Sequence, finish_reason: str, error: str | None = None) -> TokenOutput:
-        """End a sequence from outside; return its last output."""
-        sequence.finish_reason = finish_reason
-        sequence.error = error
-        self.depart(sequence)
-        return sequence.report()
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.block_ids)
         self._slots.append(sequence.slot)
-        sequence.leave_workers()
+        sequence.release_slot()
 
     def check_integrity(self) -> None:
         """Check blocks, slots and queues against each other.
 
         Raises:
-            RuntimeError: says where they disagree.
+            RuntimeError: they disagree.
         """
         self.blocks.check_integrity([sequence.block_ids for sequence in self._by_id.values()])
         slots = sorted([*self._slots, *(sequence.slot for sequence in self.running)])
         if slots != list(range(self._num_slots)):
             raise RuntimeError(f"slots {slots} are not each of {self._num_slots} once")
-        if [*self.running, *self.waiting] != self.everyone():
-            raise RuntimeError("running and waiting sequences are not all the known ones in order of arrival")
+        if [*self.running, *self.waiting] != self.unfinished():
+            raise RuntimeError("running and waiting sequences are not all unfinished ones in order of arrival")

@@ -1,4 +1,4 @@
-"""The controller's truth: every sequence, its tokens and its blocks."""
+"""Admits requests, plans steps and commits their results."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -8,10 +8,9 @@ from itertools import count
 from protos.config.engine import CacheConfig, SchedulerConfig
 from protos.errors import ConfigError
 from protos.interfaces import ALWAYS_UP, DraftService, Proposer
-from protos.messages import Abort, Request, RoundPlan, Row, StepCosts, TokenOutput, Verdict, WorkerInfo
+from protos.messages import Abort, Request, RoundPlan, Row, Step, StepCosts, TokenOutput, Verdict, WorkerInfo
 from protos.stats import EngineStats
 from runtime.core.block_manager import BlockManager
-from runtime.core.committer import Committer
 from runtime.core.planner import Planner
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
@@ -22,21 +21,22 @@ from runtime.text.detokenizer import Detokenizer
 
 logger = logging.getLogger(__name__)
 
-Command = Request | Abort
 
-
-def without_text(request: Request) -> Detokenizer | None:
-    """The detokenizer of an engine without a tokenizer: none."""
+def no_detokenizer(request: Request) -> Detokenizer | None:
+    """Return None: an engine without a tokenizer returns no text."""
     return None
 
 
 class Scheduler:
-    """Admits requests, plans rounds, commits verdicts. There are no phases: computed tokens catch up with known ones.
+    """Owns every sequence, its tokens and its blocks.
+
+    There are no separate prefill and decode phases: each step feeds known tokens whose KV is not computed yet.
 
     Args:
-        proposers: propose beside the controller, in the order in which they are asked.
-        has_worker: whether rows for which they have no guess may be left to a draft worker.
-        detokenizers: makes each request's detokenizer (`DetokenizerFactory`).
+        info: what the loaded workers returned.
+        proposers: run in the controller process, in order of priority.
+        has_worker: whether a draft worker proposes for rows for which they have no draft.
+        detokenizers: returns a request's detokenizer (`DetokenizerFactory`).
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -50,25 +50,29 @@ class Scheduler:
         *,
         proposers: Seq[Proposer] = (),
         has_worker: bool = True,
-        detokenizers: Callable[[Request], Detokenizer | None] = without_text,
+        detokenizers: Callable[[Request], Detokenizer | None] = no_detokenizer,
     ) -> None:
         _check_limits(config, info)
         self._info = info
         self._detokenizers = detokenizers
         self._counters = EngineCounters()
-        self._drafting = ControllerProposers(proposers, info.vocab_size, has_worker=has_worker, methods=info.methods)
+        self._proposers = (
+            ControllerProposers(proposers, info.vocab_size, info.methods, self._counters) if proposers else None
+        )
         blocks = BlockManager(info.num_blocks, info.block_size)
-        self._roster = RequestQueue(config.max_num_seqs, blocks, self._drafting.end)
+        self._queue = RequestQueue(config.max_num_seqs, blocks)
+        worker_methods = (None, *info.methods[-1:]) if has_worker else ()
         self._planner = Planner(
             config,
-            self._roster,
-            self._drafting,
-            self._counters,
             cache,
-            vocab_size=info.vocab_size,
-            draft_needs=info.draft_needs,
+            info,
+            queue=self._queue,
+            proposers=self._proposers,
+            worker_methods=worker_methods,
+            counters=self._counters,
         )
-        self._committer = Committer(self._roster, self._drafting, self._counters, cache)
+        self._prefix_caching = cache.enable_prefix_caching
+        self._moves: list[int] = []
         self._in_flight: dict[int, list[tuple[Sequence, Row]]] = {}
         self._keys = count(1)
         self._round = 0
@@ -77,41 +81,45 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Requests running or waiting."""
-        return len(self._roster)
+        return len(self._queue)
 
     @property
     def costs(self) -> StepCosts | None:
-        """What steps cost, where it was measured."""
+        """Measured step costs, None if they were not measured."""
         return self._info.costs
 
     @property
     def propose_s(self) -> float:
-        """Seconds spent beside the controller on guesses."""
-        return self._drafting.propose_s
+        """Seconds spent in proposers in the controller process."""
+        return self._counters.propose_s
 
-    def admit(self, commands: Iterable[Command]) -> list[TokenOutput]:
-        """Take new requests and aborts; return what ended by it. An aborted request's blocks are free at once."""
+    def admit(self, commands: Iterable[Request | Abort]) -> list[TokenOutput]:
+        """Queue new requests and abort others; return the last outputs of those that ended.
+
+        The blocks of an aborted request are free at once.
+        """
         outputs: list[TokenOutput] = []
         for command in commands:
             outputs += self._add(command) if isinstance(command, Request) else self._abort(command)
         return outputs
 
     def _add(self, request: Request) -> list[TokenOutput]:
-        if self._roster.find(request.request_id) is not None:
-            logger.warning("request %r is already being served; its second arrival is ignored", request.request_id)
+        if self._queue.find(request.request_id) is not None:
+            logger.warning("request %r is already being served; the second one is ignored", request.request_id)
             return []
-        refusal = self._refusal(request)
-        if refusal is not None:
-            return [TokenOutput(request.request_id, finish_reason="error", error=refusal)]
+        error = self._check_request(request)
+        if error is not None:
+            return [TokenOutput(request.request_id, finish_reason="error", error=error)]
         max_len = min(len(request.prompt_token_ids) + request.max_tokens, self._info.max_model_len)
         sequence = Sequence(request, list(request.prompt_token_ids), max_len, self._detokenizers(request))
         sequence.key = next(self._keys)
-        self._roster.enter(sequence)
-        self._drafting.begin(sequence)
+        self._queue.add(sequence)
+        if self._proposers is not None:
+            self._proposers.begin(sequence)
         return []
 
-    def _refusal(self, request: Request) -> str | None:
-        """Say why a request could never be served. Front ends refuse it earlier, in the user's words."""
+    def _check_request(self, request: Request) -> str | None:
+        """Return why a request can never be served. Frontends check it earlier, and name the user's parameters."""
         num_prompt, limit = len(request.prompt_token_ids), self._info.max_model_len - 1
         if not 1 <= num_prompt <= limit:
             return f"the prompt has {num_prompt} tokens; with max_model_len {limit + 1} it must have 1 to {limit}"
@@ -120,69 +128,162 @@ class Scheduler:
         return None
 
     def _abort(self, abort: Abort) -> list[TokenOutput]:
-        found = [self._roster.find(request_id) for request_id in dict.fromkeys(abort.request_ids)]
-        return [self._roster.end(sequence, "abort") for sequence in found if sequence is not None]
+        found = [self._queue.find(request_id) for request_id in dict.fromkeys(abort.request_ids)]
+        return [self._end(sequence, "abort") for sequence in found if sequence is not None]
+
+    def _end(self, sequence: Sequence, finish_reason: str, error: str | None = None) -> TokenOutput:
+        """End a sequence that did not end by its own tokens; return its last output."""
+        sequence.finish_reason = finish_reason
+        sequence.error = error
+        self._remove(sequence)
+        return sequence.output()
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._queue.remove(sequence)
+        if self._proposers is not None:
+            self._proposers.end(sequence)
 
     def fail_all(self, reason: str) -> list[TokenOutput]:
-        """End every request with an error: nobody is left to serve it."""
-        return [self._roster.end(sequence, "error", reason) for sequence in self._roster.everyone()]
+        """End every request with an error; return their last outputs."""
+        return [self._end(sequence, "error", reason) for sequence in self._queue.unfinished()]
 
     def schedule(self, policy: Policy, drafting: DraftService = ALWAYS_UP) -> RoundPlan:
-        """Plan the next round; empty where nothing can run.
+        """Plan the next step; the plan is empty if nothing can run.
 
-        Every plan that is not empty must be committed, or else all of them given up.
+        Every plan that is not empty must be committed, unless `requeue_all` drops them all.
         """
         if drafting.is_up and drafting.epoch != self._epoch:
             self._epoch = drafting.epoch
-            self._roster.tell_all_again()
-        parts = self._planner.plan(policy, can_draft=drafting.is_up)
-        new = self._planner.introduce(parts)
-        rows = [self._planner.row(part) for part in parts]
-        is_on = any(policy.guesses(part.sequence.request) for part in parts)
-        moves = self._committer.take_moves() if rows else ()
+            self._queue.resend_all()
+        scheduled = self._planner.plan(policy, worker_is_up=drafting.is_up)
+        new = self._planner.new_sequences(scheduled)
+        rows = [self._planner.row(one) for one in scheduled]
+        is_on = any(policy.num_draft_tokens(one.sequence.request) for one in scheduled)
+        moves = self._take_moves() if rows else ()
         plan = RoundPlan(self._round, rows, new, drafting.epoch if is_on and drafting.is_up else 0, moves, is_on)
         if rows:
-            self._in_flight[self._round] = [(part.sequence, row) for part, row in zip(parts, rows, strict=True)]
+            self._in_flight[self._round] = [(one.sequence, row) for one, row in zip(scheduled, rows, strict=True)]
             self._round += 1
         return plan
 
     def commit(self, plan: RoundPlan, verdicts: Seq[Verdict]) -> list[TokenOutput]:
-        """Grow and end sequences by what the workers found; those that ended meanwhile are skipped."""
+        """Apply the workers' verdicts: append tokens, end finished requests, publish full blocks.
+
+        Sequences that were aborted since the plan was made are skipped.
+        """
         self._counters.count_step(sum([row.length + row.k for row in plan.rows]))
         by_slot = {verdict.slot: verdict for verdict in verdicts}
         outputs = []
         for sequence, row in self._in_flight.pop(plan.round):
             if sequence.finish_reason is None:
-                outputs.append(self._committer.commit(sequence, row, by_slot.get(row.slot)))
-        if plan.speculates:
-            self._drafting.prepare()
+                outputs.append(self._commit_row(sequence, row, by_slot.get(row.slot)))
+        if plan.speculates and self._proposers is not None:
+            self._proposers.prepare()
         return [output for output in outputs if output is not None]
 
-    def give_up(self) -> None:
-        """The workers lost all they held: compute every sequence again from its committed tokens, oldest first."""
+    def _commit_row(self, sequence: Sequence, row: Row, verdict: Verdict | None) -> TokenOutput | None:
+        """Apply one row's verdict; None is valid for a row that neither samples nor has prompt log-probabilities."""
+        if verdict is None and row.samples:
+            verdict = Verdict(row.slot, failed="the workers returned no verdict for this row")
+        if verdict is not None and verdict.failed is not None:
+            self._queue.blocks.forget(sequence.block_ids)
+            return self._end(sequence, "error", verdict.failed)
+        if verdict is None or not row.samples:
+            return self._commit_chunk(sequence, row, verdict)
+        return self._commit_tokens(sequence, row, verdict)
+
+    def _commit_chunk(self, sequence: Sequence, row: Row, verdict: Verdict | None) -> TokenOutput | None:
+        """Commit a chunk of a prompt: no new tokens."""
+        sequence.num_computed = row.start + row.length
+        self._publish(sequence)
+        entries = verdict.prompt_logprobs if verdict else None
+        fresh = sequence.new_prompt_logprobs(row.start, entries) if entries else None
+        return sequence.output(prompt_logprobs=fresh) if fresh else None
+
+    def _commit_tokens(self, sequence: Sequence, row: Row, verdict: Verdict) -> TokenOutput:
+        num_new = sequence.append_verdict(verdict)
+        self._move_accepted(sequence, row, verdict.path)
+        if self._proposers is not None:
+            self._proposers.grow(sequence, verdict.token_ids[:num_new], verdict.probed)
+        self._counters.generated_tokens += num_new
+        step = self._count_draft(sequence, verdict, num_new) if verdict.proposed else Step()
+        self._publish(sequence)
+        if sequence.finish_reason is not None:
+            self._remove(sequence)
+        entries = verdict.prompt_logprobs
+        return sequence.output(
+            verdict.token_ids[:num_new],
+            verdict.logprobs[:num_new] if verdict.logprobs is not None else None,
+            sequence.new_prompt_logprobs(row.start, entries) or None if entries else None,
+            step,
+        )
+
+    def _count_draft(self, sequence: Sequence, verdict: Verdict, num_new: int) -> Step:
+        """Count the draft tokens of a row, without those after the end of the sequence."""
+        widths = verdict.widths or (1,) * verdict.proposed
+        if sequence.finish_reason is not None:
+            widths = widths[:num_new]
+        accepted = min(len(verdict.path), num_new)
+        sequence.speculation.add(widths, accepted)
+        self._counters.speculation.add(widths, accepted)
+        return Step(sum(widths), accepted, len(widths))
+
+    def _move_accepted(self, sequence: Sequence, row: Row, path: Seq[int]) -> None:
+        """Have the KV of a tree's accepted nodes moved to where those of a chain would be (`RoundPlan.moves`).
+
+        The moves stay due if the sequence ends: its blocks may already be published.
+        """
+        for index, node in enumerate(path[: sequence.num_computed - row.known_len]):
+            if node != index:
+                source, target = row.known_len + node, row.known_len + index
+                self._moves += self._cache_position(sequence, source), self._cache_position(sequence, target)
+
+    def _cache_position(self, sequence: Sequence, position: int) -> int:
+        """Return the index in the KV cache of a position of the sequence."""
+        size = self._queue.blocks.block_size
+        index, offset = divmod(position, size)
+        return sequence.block_ids[index] * size + offset
+
+    def _take_moves(self) -> list[int]:
+        moves, self._moves = self._moves, []
+        return moves
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Add newly full blocks of computed, committed tokens to the prefix cache."""
+        blocks = self._queue.blocks
+        size = blocks.block_size
+        num_full = sequence.num_computed // size
+        if not self._prefix_caching or num_full == sequence.num_published:
+            return
+        for index in range(sequence.num_published, num_full):
+            content = tuple(sequence.token_ids[index * size : (index + 1) * size])
+            sequence.chain = blocks.publish(sequence.block_ids[index], sequence.chain, content)
+        sequence.num_published = num_full
+
+    def requeue_all(self) -> None:
+        """Drop all plans and KV of lost workers; every sequence is computed again from its tokens, oldest first."""
         self._in_flight.clear()
-        self._committer.take_moves()  # of a cache that is gone
-        self._roster.give_up()
+        self._moves.clear()
+        self._queue.requeue_all()
 
     def stats(self) -> EngineStats:
-        """Return a picture of all counters and gauges."""
-        roster = self._roster
-        self._counters.preemptions = roster.num_preemptions
-        self._counters.draft_failures = self._drafting.num_failures
-        usage = 1 - roster.blocks.num_free / roster.blocks.num_blocks
-        return self._counters.snapshot(len(roster.running), len(roster.waiting), usage)
+        """Return a snapshot of all counters and gauges."""
+        queue = self._queue
+        self._counters.preemptions = queue.num_preemptions
+        usage = 1 - queue.blocks.num_free / queue.blocks.num_blocks
+        return self._counters.snapshot(len(queue.running), len(queue.waiting), usage)
 
     def check_integrity(self) -> None:
-        """Check blocks, slots and queues against each other. Raises RuntimeError where they disagree."""
-        self._roster.check_integrity()
+        """Check blocks, slots and queues against each other. Raises RuntimeError if they disagree."""
+        self._queue.check_integrity()
 
 
 def _check_limits(config: SchedulerConfig, info: WorkerInfo) -> None:
-    room = info.num_blocks * info.block_size
-    if info.max_model_len > room:
+    capacity = info.num_blocks * info.block_size
+    if info.max_model_len > capacity:
         raise ConfigError(
-            f"max_model_len {info.max_model_len} is more than the {room} tokens that {info.num_blocks} KV blocks of "
-            f"{info.block_size} hold; lower max_model_len or give the cache more memory"
+            f"max_model_len {info.max_model_len} is more than the {capacity} tokens that {info.num_blocks} KV blocks "
+            f"of {info.block_size} hold; lower max_model_len or give the cache more memory"
         )
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < info.max_model_len:
         raise ConfigError(

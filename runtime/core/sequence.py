@@ -1,9 +1,10 @@
-"""The mutable state of one request, and how its tokens grow."""
+"""The mutable state of one request, and its row in the step being planned."""
 
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from protos.draft import Draft
 from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput, Verdict
 from runtime.core.block_manager import Chain
 from runtime.text.detokenizer import Detokenizer
@@ -21,7 +22,7 @@ class SpeculationCounts:
     accepted_per_pos: list[int] = field(default_factory=list)
 
     def add(self, widths: Seq[int], accepted: int) -> None:
-        """Count one round in which something was proposed: how many tokens at each position of the draft, from 1 on."""
+        """Count one draft: `widths[i]` tokens were proposed at position i, and *accepted* of all were accepted."""
         self.steps += 1
         self.proposed += sum(widths)
         self.accepted += accepted
@@ -38,20 +39,20 @@ class SpeculationCounts:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in the engine. Owned by the `Scheduler`: nobody else writes to it.
+    """One request in the engine. Only the `Scheduler` and its parts change it.
 
     Attributes:
         token_ids: prompt and committed output.
-        max_len: length at which `max_tokens` or the context ends it.
-        num_computed: tokens from the front whose KV is in `block_ids`.
-        slot: its place in the workers' tables while it runs, else `NO_SLOT`.
-        key: names it for life, from 1 on; what proposers beside the controller follow it by.
-        num_told_tokens / num_told_blocks: how much of `token_ids` and `block_ids` the workers know.
-        chain / num_published: the content of its first `num_published` blocks, as the prefix cache knows it.
+        max_len: length at which `max_tokens` or the context length ends it.
+        num_computed: leading tokens whose KV is in `block_ids`.
+        slot: its index in the workers' tables while it runs, else `NO_SLOT`.
+        key: unique for the life of the engine, from 1; proposers in the controller process identify it by this.
+        num_sent_tokens / num_sent_blocks: how much of `token_ids` and `block_ids` was sent to the workers.
+        chain / num_published: the prefix cache's identity of its first `num_published` blocks.
         num_cached_tokens: prompt tokens found in the prefix cache when it first ran, None before.
-        arrived_at / queued_s: when it came, by this process's clock, and the seconds until it first ran, None before.
-        num_prompt_logprobs: prompt positions 1 .. whose log-probabilities were emitted.
-        finish_reason / stop_reason / error: why it ended; None while it lives.
+        arrived_at / queued_s: arrival on the monotonic clock; seconds until it first ran, None before.
+        num_prompt_logprobs: prompt positions, from 1, whose log-probabilities were emitted.
+        finish_reason / stop_reason / error: why it ended; None while it is unfinished.
     """
 
     request: Request
@@ -62,8 +63,8 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     slot: int = NO_SLOT
     key: int = 0
-    num_told_tokens: int = 0
-    num_told_blocks: int = 0
+    num_sent_tokens: int = 0
+    num_sent_blocks: int = 0
     chain: Chain = ""
     num_published: int = 0
     num_cached_tokens: int | None = None
@@ -77,27 +78,27 @@ class Sequence:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has a place on the workers."""
+        """Whether it has a worker slot."""
         return self.slot != NO_SLOT
 
     @property
-    def num_unfed(self) -> int:
+    def num_uncomputed(self) -> int:
         """Known tokens whose KV is still to be computed; at least 1."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its newest output is unfed."""
-        return self.num_unfed == 1 and len(self.token_ids) > len(self.request.prompt_token_ids)
+        """Whether all but its newest output token are computed."""
+        return self.num_uncomputed == 1 and len(self.token_ids) > len(self.request.prompt_token_ids)
 
     @property
-    def owes_prompt_logprobs(self) -> bool:
-        """Whether the next token it feeds is one of the prompt whose successor's log-probability was asked for."""
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether the request wants prompt log-probabilities, and the next token to compute predicts a prompt token."""
         request = self.request
         return request.sampling.prompt_logprobs is not None and self.num_computed + 1 < len(request.prompt_token_ids)
 
     def append(self, token_ids: Seq[int]) -> int:
-        """Grow by new tokens up to the first that ends the sequence; return how many were kept."""
+        """Append tokens up to and including the first that ends the sequence; return how many."""
         for index, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
             if self._ends_with(token_id):
@@ -122,49 +123,48 @@ class Sequence:
         self.finish_reason = "stop"
         self.stop_reason = reason
 
-    def absorb(self, verdict: Verdict) -> int:
-        """Grow by a verdict's tokens, and move `num_computed` with them; return how many were kept.
+    def append_verdict(self, verdict: Verdict) -> int:
+        """Append a verdict's tokens and advance `num_computed`; return how many tokens were appended.
 
-        The KV of an accepted draft is that of the token it became; the last token's is still to come.
+        The KV of accepted draft tokens is already computed; that of the last token is not.
         """
         known_len = len(self.token_ids)
-        kept = self.append(verdict.token_ids)
-        accepted = min(len(verdict.path), kept)
-        self.num_computed = known_len + accepted
-        return kept
+        num_appended = self.append(verdict.token_ids)
+        self.num_computed = known_len + min(len(verdict.path), num_appended)
+        return num_appended
 
-    def take_prompt_logprobs(self, start: int, entries: Seq[TokenLogprobs]) -> Seq[TokenLogprobs]:
+    def new_prompt_logprobs(self, start: int, entries: Seq[TokenLogprobs]) -> Seq[TokenLogprobs]:
         """Return those of *entries*, for positions `start + 1 ...`, that were not emitted before."""
         fresh = entries[max(0, self.num_prompt_logprobs - start) :]
         self.num_prompt_logprobs = max(self.num_prompt_logprobs, start + len(entries))
         return fresh
 
-    def first_ran(self, num_cached: int) -> None:
-        """It got its first place on the workers, behind *num_cached* tokens of the prefix cache."""
+    def mark_started(self, num_cached: int) -> None:
+        """Record that it got a slot for the first time, after *num_cached* tokens of the prefix cache."""
         self.num_cached_tokens = num_cached
         self.queued_s = time.monotonic() - self.arrived_at
 
     def start_after(self, num_cached: int, block_ids: list[int], chain: Chain) -> None:
-        """Begin behind a prefix found in the cache; *block_ids* becomes the sequence's own list."""
+        """Begin after a prefix found in the cache; *block_ids* becomes the sequence's own list."""
         self.num_computed = num_cached
         self.block_ids = block_ids
         self.chain = chain
         self.num_published = len(block_ids)
 
-    def leave_workers(self) -> None:
-        """Forget blocks and slot; everything is to be computed and told again."""
+    def release_slot(self) -> None:
+        """Drop blocks and slot; all tokens must be computed and sent again."""
         self.start_after(0, [], self.request.cache_salt)
         self.slot = NO_SLOT
-        self.num_told_tokens = self.num_told_blocks = 0
+        self.num_sent_tokens = self.num_sent_blocks = 0
 
-    def report(
+    def output(
         self,
         token_ids: Seq[int] = (),
         logprobs: Seq[TokenLogprobs] | None = None,
         prompt_logprobs: Seq[TokenLogprobs] | None = None,
         step: Step | None = None,
     ) -> TokenOutput:
-        """Return what a step added; the last report carries the speculation statistics and the rest of the text."""
+        """Return what a step added; the last output also has the speculation statistics and the rest of the text."""
         ended = self.finish_reason is not None
         return TokenOutput(
             self.request.request_id,
@@ -185,3 +185,29 @@ class Sequence:
         if self.detokenizer is None:
             return ""
         return self.detokenizer.take() if self.finish_reason is None else self.detokenizer.finish()
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledSequence:
+    """One sequence in the step being planned; becomes a `Row`. `length` known tokens are fed, then *k* draft tokens."""
+
+    sequence: Sequence
+    length: int
+    k: int = 0
+    draft: Draft | None = None
+
+    @property
+    def end(self) -> int:
+        """Position after the last known token fed."""
+        return self.sequence.num_computed + self.length
+
+    @property
+    def samples(self) -> bool:
+        """Whether its newest known token is fed."""
+        return self.length == self.sequence.num_uncomputed
+
+    def shrink(self, k: int) -> None:
+        """Keep the first *k* nodes of the draft."""
+        self.k = k
+        if self.draft is not None:
+            self.draft = self.draft.first(k) if k else None

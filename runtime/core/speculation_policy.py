@@ -1,7 +1,13 @@
-"""How many guesses a row gets. Never changes what comes out, only how fast."""
+"""How many draft tokens a row gets. This changes the speed, never the output.
+
+Above some batch size speculation costs more than it gains. That threshold is derived from the step costs measured in
+warm-up. A plain step of b rows costs t(b) and gives b tokens. With K draft tokens per row a step costs
+K d(b) + t(b (K + 1)) and gives b (1 + a + ... + a^K) tokens, where a is the rate at which draft tokens are accepted
+(Leviathan et al. 2023).
+"""
 
 import logging
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,17 +17,19 @@ from typing import Protocol
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import Request, StepCosts
-from runtime.core.threshold import ASSUMED_ACCEPTANCE, derive
 
 logger = logging.getLogger(__name__)
 
 RESUME_STEPS = 16
 
+ASSUMED_ACCEPTANCE = 0.7
+"""Acceptance rate of a typical trained draft of the same family; the true rate is known only while serving."""
+
 
 class Policy(Protocol):
-    """Asked once a step, then once for each row that samples.
+    """Called once per step, then once for each row that samples.
 
-    `limit` is the largest K there can be, 0 where nobody speculates; `current` is this step's; `changes` counts changes
+    `limit` is the largest K there can be, 0 without speculation; `current` is this step's; `changes` counts changes
     of K by reason.
     """
 
@@ -35,30 +43,30 @@ class Policy(Protocol):
     def changes(self) -> Mapping[str, int]: ...  # noqa: D102
 
     def begin_step(self, num_decoding: int) -> None:
-        """Learn how many rows decode in this step; rows still reading their prompt do not count."""
+        """Set K for a step with *num_decoding* decoding rows; rows still reading their prompt do not count."""
         ...
 
-    def guesses(self, request: Request) -> int:
-        """Return the most draft tokens this row may get now."""
+    def num_draft_tokens(self, request: Request) -> int:
+        """Return the most draft tokens that this request's row may get in this step."""
         ...
 
 
 class NoSpeculation:
-    """What runs when speculation is not configured."""
+    """The policy without speculation: K is 0."""
 
     limit = current = 0
     changes: Mapping[str, int] = MappingProxyType({})
 
     def begin_step(self, num_decoding: int) -> None:
-        """Nothing depends on it."""
+        """Do nothing."""
 
-    def guesses(self, request: Request) -> int:
+    def num_draft_tokens(self, request: Request) -> int:
         """Return 0."""
         return 0
 
 
 class BatchSizeSwitch:
-    """Off above `limit` decoding rows; on again once at most 0.8 of it were seen for 16 steps in a row."""
+    """Turns off above `limit` decoding rows; on again after 16 steps in a row with at most 0.8 of it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -67,7 +75,7 @@ class BatchSizeSwitch:
         self.is_on = True
 
     def update(self, num_decoding: int) -> str | None:
-        """Take one step into account; return the reason where the switch moved."""
+        """Record one step; return the reason if the switch changed."""
         if num_decoding > self._limit:
             return self._turn_off()
         self._calm_steps = self._calm_steps + 1 if num_decoding <= self._resume_at else 0
@@ -83,16 +91,20 @@ class BatchSizeSwitch:
 
 
 class BatchSizeTable:
-    """`[start, end, K]` ranges, inclusive; sizes between and behind them carry the K before."""
+    """K by batch size: inclusive ranges `[start, end, K]`; sizes between and after them have the K of the range before.
+
+    Raises:
+        ConfigError: the ranges do not start at 1, do not rise, or have a K outside 0 .. *limit*.
+    """
 
     def __init__(self, ranges: tuple[tuple[int, int, int], ...], limit: int) -> None:
         _check_table(ranges, limit)
         self._starts = [start for start, _, _ in ranges]
-        self._guesses = [guesses for _, _, guesses in ranges]
+        self._ks = [k for _, _, k in ranges]
 
-    def guesses(self, num_decoding: int) -> int:
+    def k(self, num_decoding: int) -> int:
         """Return K for this many decoding rows."""
-        return self._guesses[bisect_right(self._starts, max(1, num_decoding)) - 1]
+        return self._ks[bisect_right(self._starts, max(1, num_decoding)) - 1]
 
 
 def _check_table(ranges: tuple[tuple[int, int, int], ...], limit: int) -> None:
@@ -100,30 +112,30 @@ def _check_table(ranges: tuple[tuple[int, int, int], ...], limit: int) -> None:
     if not ranges or ranges[0][0] != 1:
         raise ConfigError(f"{name} must begin with a range from batch size 1, got {list(ranges)}")
     previous_end = 0
-    for start, end, guesses in ranges:
+    for start, end, k in ranges:
         if not previous_end < start <= end:
-            raise ConfigError(f"{name}: range {[start, end, guesses]} must rise and lie behind {previous_end}")
-        if not 0 <= guesses <= limit:
-            raise ConfigError(f"{name}: K = {guesses} is outside 0..{limit} (num_speculative_tokens)")
+            raise ConfigError(f"{name}: range {[start, end, k]} must rise and start after {previous_end}")
+        if not 0 <= k <= limit:
+            raise ConfigError(f"{name}: K = {k} is outside 0..{limit} (num_speculative_tokens)")
         previous_end = end
 
 
 class SpeculationPolicy:
-    """Fixed K, or by batch size. `changes` counts changes of K by reason."""
+    """Fixed K, or K by batch size. `changes` counts changes of K by reason."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         limit, table = config.disable_by_batch_size, config.num_speculative_tokens_per_batch_size
-        self._fixed = config.num_speculative_tokens
+        self._limit = config.num_speculative_tokens
         self._switch = BatchSizeSwitch(limit) if limit is not None else None
-        self._table = BatchSizeTable(table, self._fixed) if table is not None else None
-        self._from_table = self._table.guesses(1) if self._table else self._fixed
+        self._table = BatchSizeTable(table, self._limit) if table is not None else None
+        self._from_table = self._table.k(1) if self._table else self._limit
         self._current = self._from_table
         self.changes: Counter[str] = Counter()
 
     @property
     def limit(self) -> int:
         """K as configured."""
-        return self._fixed
+        return self._limit
 
     @property
     def current(self) -> int:
@@ -131,9 +143,9 @@ class SpeculationPolicy:
         return self._current
 
     def begin_step(self, num_decoding: int) -> None:
-        """Settle K for this step."""
+        """Set K for this step."""
         if self._table:
-            self._follow_table(self._table.guesses(num_decoding))
+            self._update_from_table(self._table.k(num_decoding))
         if self._switch:
             reason = self._switch.update(num_decoding)
             if reason:
@@ -142,13 +154,13 @@ class SpeculationPolicy:
                 logger.info("speculation is %s: %d rows decode (%s)", state, num_decoding, reason)
         self._current = self._from_table if self._switch is None or self._switch.is_on else 0
 
-    def _follow_table(self, guesses: int) -> None:
-        if guesses != self._from_table:
-            self._from_table = guesses
+    def _update_from_table(self, k: int) -> None:
+        if k != self._from_table:
+            self._from_table = k
             self.changes["batch_size_table"] += 1
 
-    def guesses(self, request: Request) -> int:
-        """Return K of this step, or as many as a request wants, if those are fewer."""
+    def num_draft_tokens(self, request: Request) -> int:
+        """Return K of this step, or the request's own limit if that is lower."""
         if not request.speculate:
             return 0
         wanted = request.num_speculative_tokens
@@ -156,31 +168,62 @@ class SpeculationPolicy:
 
 
 def make_policy(config: SpeculativeConfig | None) -> Policy:
-    """Return the policy *config* asks for.
+    """Return the policy for *config*, None for no speculation.
 
     Raises:
-        ConfigError: the table of batch sizes does not make sense.
+        ConfigError: the table of batch sizes is not valid.
     """
     return NoSpeculation() if config is None else SpeculationPolicy(config)
 
 
-def settled(config: SpeculativeConfig, costs: StepCosts | None, max_rows: int) -> tuple[SpeculativeConfig, str]:
-    """Return *config* with its batch-size threshold, and a line about it.
+def with_threshold(config: SpeculativeConfig, costs: StepCosts | None, max_rows: int) -> tuple[SpeculativeConfig, str]:
+    """Return *config* with its batch-size threshold, and a line that describes it.
 
-    The user's own threshold or table stands; else it is derived from *costs*, where they were measured, for batches
-    of at most *max_rows*.
+    The user's own threshold or table takes precedence. Otherwise the threshold is derived from *costs*, if they were
+    measured, for batches of at most *max_rows*.
     """
     if config.num_speculative_tokens_per_batch_size is not None:
-        return config, "speculation: guesses by batch size, as configured"
+        return config, "speculation: draft tokens by batch size, as configured"
     limit = config.disable_by_batch_size
     if limit is not None:
         return config, f"speculation: off above {limit} decoding rows, as configured"
     if costs is None:
         return config, "speculation: on at every batch size (no step costs were measured)"
-    limit = derive(costs, config.num_speculative_tokens, max_rows)
+    limit = derive_threshold(costs, config.num_speculative_tokens, max_rows)
     if limit is None:
         return config, f"speculation: on at every batch size up to {max_rows}, by measured step costs"
     return replace(config, disable_by_batch_size=limit), (
         f"speculation: off above {limit} decoding rows, by measured step costs at an assumed acceptance of "
         f"{ASSUMED_ACCEPTANCE:.0%}; disable_by_batch_size sets another threshold"
     )
+
+
+def derive_threshold(costs: StepCosts, k: int, max_rows: int) -> int | None:
+    """Return the largest batch size at which *k* draft tokens pay off, None if they do up to *max_rows*.
+
+    At least 1: a single request always speculates.
+    """
+    for rows in range(2, max_rows + 1):
+        if speedup(costs, k, rows) < 1.0:
+            return rows - 1
+    return None
+
+
+def speedup(costs: StepCosts, k: int, rows: int, acceptance: float = ASSUMED_ACCEPTANCE) -> float:
+    """Return how many times faster *rows* decoding rows are with *k* draft tokens each than without."""
+    tokens = sum(acceptance**i for i in range(k + 1))
+    draft_s = k * interpolate(costs.draft_s, rows) if costs.draft_s else 0.0
+    return tokens * interpolate(costs.target_s, rows) / (draft_s + interpolate(costs.target_s, rows * (k + 1)))
+
+
+def interpolate(seconds: Mapping[int, float], tokens: int) -> float:
+    """Return the seconds for *tokens*: linear between measured sizes, proportional above the largest."""
+    sizes = sorted(seconds)
+    above = bisect_left(sizes, tokens)
+    if above == len(sizes):
+        return seconds[sizes[-1]] * tokens / sizes[-1]
+    if above == 0 or sizes[above] == tokens:
+        return seconds[sizes[above]]
+    low, high = sizes[above - 1], sizes[above]
+    share = (tokens - low) / (high - low)
+    return seconds[low] * (1 - share) + seconds[high] * share

@@ -1,18 +1,22 @@
-"""Engine-wide counters."""
+"""Engine-wide counters and step timing."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protos.stats import STEP_TOKENS, EngineStats
+from protos.messages import RoundPlan, StepCosts, TokenOutput
+from protos.stats import STEP_TOKENS, EngineStats, PhaseTimes
 from runtime.core.sequence import SpeculationCounts
+from runtime.core.speculation_policy import interpolate
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What the `Scheduler` counts as it goes."""
+    """What the `Scheduler` and its parts count."""
 
     steps: int = 0
     draft_failures: int = 0
+    propose_s: float = 0.0
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -23,20 +27,20 @@ class EngineCounters:
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     def count_step(self, num_tokens: int) -> None:
-        """A step that fed so many tokens was committed."""
+        """Count a committed step that fed *num_tokens*."""
         self.steps += 1
         self.fed_tokens += num_tokens
         self.step_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def snapshot(self, num_running: int, num_waiting: int, kv_usage: float) -> EngineStats:
-        """Return the counts with the gauges given."""
-        guesses = self.speculation
+        """Return the counts with the given gauges."""
+        speculation = self.speculation
         return EngineStats(
             steps=self.steps,
-            drafting_rounds=guesses.steps,
-            proposed=guesses.proposed,
-            accepted=guesses.accepted,
-            accepted_per_pos=tuple(guesses.accepted_per_pos),
+            drafting_rounds=speculation.steps,
+            proposed=speculation.proposed,
+            accepted=speculation.accepted,
+            accepted_per_pos=tuple(speculation.accepted_per_pos),
             draft_failures=self.draft_failures,
             preemptions=self.preemptions,
             prompt_tokens=self.prompt_tokens,
@@ -49,3 +53,38 @@ class EngineCounters:
             num_waiting=num_waiting,
             kv_usage=kv_usage,
         )
+
+
+class StepClock:
+    """Times whole steps, and estimates what plain decoding would have taken for the tokens of speculative ones.
+
+    A plain step gives every row one token. It costs the forward of one token per row, as measured in warm-up, plus all
+    that the speculative step spent outside its forward and its drafting. Without measured costs nothing is estimated.
+
+    Attributes:
+        steps_s: seconds of all steps, from planning to committing.
+        speculative_s: of those, the steps with drafts in which every row decoded.
+        plain_s: the estimated seconds of plain steps for the tokens of the latter.
+    """
+
+    def __init__(self, costs: StepCosts | None) -> None:
+        self._target_s = {} if costs is None else costs.target_s
+        self._before = PhaseTimes()
+        self.steps_s = self.speculative_s = self.plain_s = 0.0
+
+    def add(self, plan: RoundPlan, outputs: Sequence[TokenOutput], times: PhaseTimes, seconds: float) -> None:
+        """Add a committed step that took *seconds*; *times* are those of all steps so far."""
+        self.steps_s += seconds
+        before, self._before = self._before, times
+        if not (plan.speculates and self._target_s and all(row.samples and row.length == 1 for row in plan.rows)):
+            return
+        speculation_s = _speculation_s(times) - _speculation_s(before)
+        num_rows = len(plan.rows)
+        plain_s = interpolate(self._target_s, num_rows) + max(0.0, seconds - speculation_s)
+        self.speculative_s += seconds
+        self.plain_s += plain_s * sum([len(output.token_ids) for output in outputs]) / num_rows
+
+
+def _speculation_s(times: PhaseTimes) -> float:
+    """Return the seconds that differ from a plain step: drafting, and the forward over draft tokens."""
+    return times.propose_s + times.transfer_s + times.score_s

@@ -129,7 +129,7 @@ class AsyncEngine:
             return "starting"
         if self._is_draining:
             return "draining"
-        return "degraded" if self._stats.target_is_lost or self._stats.draft_is_away else "live"
+        return "degraded" if self._stats.target_is_lost or self._stats.draft_is_down else "live"
 
     @property
     def silence_s(self) -> float:

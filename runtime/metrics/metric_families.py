@@ -121,7 +121,7 @@ class OwnSnapshot(Collector):
             "spec_decode_changes",
             "Times speculation changed with the batch size, by reason",
             ["reason"],
-            _keyed(stats.guess_changes),
+            _keyed(stats.speculation_changes),
         )
         yield make.gauge(
             "spec_decode_num_speculative_tokens", "Most draft tokens a row gets now", stats.num_speculative_tokens
@@ -133,7 +133,7 @@ class OwnSnapshot(Collector):
         yield make.counter(
             "spec_decode_step_seconds",
             "Seconds of steps with guesses in which every row decoded, where step costs were measured",
-            stats.guessed_s,
+            stats.speculative_s,
         )
         yield make.counter(
             "spec_decode_plain_step_seconds",

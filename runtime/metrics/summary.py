@@ -42,9 +42,9 @@ def _speculation(now: EngineStats, before: EngineStats) -> str:
         return {"paused": ", speculation paused at this batch size", "no_draft": ", no draft"}.get(now.speculation, "")
     accepted = now.accepted - before.accepted
     line = f", accept {accepted / drafts:.1f}/{proposed / drafts:.1f}, {accepted / proposed:.0%}"
-    guessed_s, plain_s = now.guessed_s - before.guessed_s, now.plain_s - before.plain_s
-    if guessed_s > 0:
-        line += f", est. speed-up {plain_s / guessed_s:.2f}x"
+    speculative_s, plain_s = now.speculative_s - before.speculative_s, now.plain_s - before.plain_s
+    if speculative_s > 0:
+        line += f", est. speed-up {plain_s / speculative_s:.2f}x"
     line += f", K={now.num_speculative_tokens}"
     steps_s, propose_s = now.steps_s - before.steps_s, now.phases.propose_s - before.phases.propose_s
     return line + (f", draft {propose_s / steps_s:.0%} of step" if steps_s > 0 and propose_s > 0 else "")

@@ -34,11 +34,11 @@ from protos.worker_messages import (
     WorkerGroup,
     WorkerId,
 )
-from runtime.core.timing import Phases
 from runtime.supervision.draft_supervisor import DraftSupervisor
 from runtime.supervision.kv_sizing import KVSizing
+from runtime.supervision.round_times import PhaseTotals, RoundTimePredictor
 from runtime.supervision.startup import RANK_0, Devices, GroupStartup, StartError
-from runtime.supervision.watchdog import Clock, Pace, Watchdog
+from runtime.supervision.watchdog import Clock, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +97,8 @@ class DistributedExecutor:
         self._squad: GroupStartup | None = None
         self._squad_since = 0.0
         self._sizing = KVSizing()
-        self._pace = Pace({})
-        self._phases = Phases()
+        self._pace = RoundTimePredictor({})
+        self._phases = PhaseTotals()
         self._failure: SlipstreamError | None = None  # why the squad that is being started cannot be
         self._loss: str | None = None  # why the serving targets are lost
         self._done: RoundDone | None = None
@@ -153,7 +153,7 @@ class DistributedExecutor:
         self._watch.begin_round(self._pace.predict(num_tokens))
         done = self._await(plan.round)
         self._watch.end_round()
-        self._pace.learn(num_tokens, self._watch.now - began)
+        self._pace.update(num_tokens, self._watch.now - began)
         self._count_round(done)
         return list(done.verdicts)
 
@@ -223,7 +223,7 @@ class DistributedExecutor:
     def _enter_service(self, squad: GroupStartup) -> None:
         """The targets are ready for plans; so is a draft that was started with them."""
         self._squad = None
-        self._pace = Pace(squad.measured(self._targets[RANK_0]).step_s)
+        self._pace = RoundTimePredictor(squad.measured(self._targets[RANK_0]).step_s)
         self._num_rounds = 0
         self._served_since = self._watch.now
         for worker in self._targets:

@@ -1,7 +1,7 @@
 """Who is silent, and whether a round takes too long. DESIGN section 4: a hang is no heartbeat, or an overlong step."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from protos.worker_messages import WorkerId
@@ -16,36 +16,6 @@ STEP_S = 5.0
 STEP_FACTOR = 20.0
 BLINK_S = 1.0
 """Longest time between two looks that counts: time in which nobody looked says nothing about the workers."""
-
-
-class Pace:
-    """Predicts the seconds of a round from its tokens: measured in warm-up, corrected by what rounds really took."""
-
-    def __init__(self, step_s: Mapping[int, float]) -> None:
-        self._points = sorted(step_s.items())
-        self._slowness = 1.0
-
-    def predict(self, num_tokens: int) -> float:
-        """Return the seconds a round of this many tokens should take; 0.0 where nothing is known."""
-        return self._slowness * self._measured(num_tokens)
-
-    def learn(self, num_tokens: int, seconds: float) -> None:
-        """Take a finished round into account. Slowness is believed at once and forgotten slowly."""
-        expected = self._measured(num_tokens)
-        if expected > 0:
-            self._slowness = max(1.0, seconds / expected, self._slowness * 0.99)
-
-    def _measured(self, num_tokens: int) -> float:
-        """Interpolate; beyond the last point every token costs what it does there."""
-        if not self._points:
-            return 0.0
-        before = (0, self._points[0][1])
-        for tokens, seconds in self._points:
-            if num_tokens <= tokens:
-                share = (num_tokens - before[0]) / (tokens - before[0])
-                return before[1] + share * (seconds - before[1])
-            before = tokens, seconds
-        return before[1] * num_tokens / before[0]
 
 
 @dataclass(slots=True)

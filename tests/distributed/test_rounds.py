@@ -253,7 +253,7 @@ def test_three_failed_rebuilds_end_every_request_with_an_error(gang: StartGang) 
     engine.gang.newest("target").crash()
     with pytest.raises(EngineDeadError, match="could not be rebuilt in 3 attempts"):
         engine.until(lambda: False)
-    words = engine.built.controller.last_words
+    words = engine.built.controller.final_outputs
     assert len(words) == open_now > 0
     assert all(word.finish_reason == "error" and "3 attempts" in (word.error or "") for word in words)
     assert engine.gang.newest("target").worker.incarnation == 3
@@ -278,7 +278,7 @@ def test_targets_without_a_place_are_an_error_in_time_and_aborts_are_heard_meanw
     engine.until(lambda: engine.reasons.get("0") == "abort")
     with pytest.raises(PlacementError, match=r"no place was found for target rank 0 .*within 2 s"):
         engine.until(lambda: False)
-    assert len(engine.built.controller.last_words) == len(requests()) - 1
+    assert len(engine.built.controller.final_outputs) == len(requests()) - 1
 
 
 def test_above_the_threshold_the_draft_gets_no_work(

@@ -125,7 +125,7 @@ class Counted:
         guessing = self.guessing()
         assert all(guessing[1 : off.start])
         assert all(guessing[off.stop : -1])  # in the last round there may be one token left to say
-        changes = self.engine.built.controller.stats().guess_changes
+        changes = self.engine.built.controller.stats().speculation_changes
         assert changes == {"batch_size_rose": 1, "batch_size_fell": 1}
 
 

@@ -30,8 +30,9 @@ from protos.worker_messages import (
 from runtime.supervision.distributed_executor import DistributedExecutor
 from runtime.supervision.draft_supervisor import MAX_RETRY_S
 from runtime.supervision.kv_sizing import KVSizing
+from runtime.supervision.round_times import RoundTimePredictor
 from runtime.supervision.startup import Devices
-from runtime.supervision.watchdog import Pace, Watchdog
+from runtime.supervision.watchdog import Watchdog
 from workers.draft.deadline import DraftDeadline
 
 ONE, DRAFT = WorkerId("target"), WorkerId("draft")
@@ -98,16 +99,16 @@ def test_a_healthy_long_round_survives_and_an_overlong_one_does_not() -> None:
 
 
 def test_the_pace_grows_with_tokens_and_learns_slowness() -> None:
-    pace = Pace({1: 0.1, 64: 0.2})
+    pace = RoundTimePredictor({1: 0.1, 64: 0.2})
     assert pace.predict(1) == pytest.approx(0.1)
     assert pace.predict(64) == pytest.approx(0.2)
     assert pace.predict(6400) == pytest.approx(20)
-    pace.learn(64, 2.0)
+    pace.update(64, 2.0)
     assert pace.predict(64) == pytest.approx(2.0)
     for _ in range(1000):
-        pace.learn(64, 0.2)
+        pace.update(64, 0.2)
     assert pace.predict(64) == pytest.approx(0.2)
-    assert Pace({}).predict(1000) == 0
+    assert RoundTimePredictor({}).predict(1000) == 0
 
 
 def test_one_deadline_an_outage() -> None:

@@ -133,7 +133,7 @@ def test_it_says_the_same_when_it_goes_off_and_on_again(
         keys["num_speculative_tokens_per_batch_size"] = [[a, b, 24 if k else 0] for a, b, k in table]
     with engine(demo_pair, keys) as llm:
         run = identity.collect(llm, prompts(demo_pair.target), params(0.0))
-        changes = llm.stats().guess_changes
+        changes = llm.stats().speculation_changes
     assert run.outputs == off[0.0].outputs
     assert changes["batch_size_table"] >= 2
     run.assert_speculated()

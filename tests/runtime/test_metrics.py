@@ -87,11 +87,11 @@ def test_figures_of_our_own_have_only_our_name() -> None:
         phases=PhaseTimes(2.0, 0.5, 4.0, 1.0, late_drafts=3),
         draft_failures=6,
         draft_changes={"lost": 2},
-        guess_changes={"batch_size_rose": 3},
+        speculation_changes={"batch_size_rose": 3},
         target_losses=1,
         num_speculative_tokens=4,
         speculation="on",
-        guessed_s=8.0,
+        speculative_s=8.0,
         plain_s=12.0,
     )
     text = Metrics("m", lambda: stats).render().decode()
@@ -144,7 +144,7 @@ def test_the_summary_tells_what_happened_since_the_last_one() -> None:
         prefix_hits=1,
         steps_s=4.0,
         phases=PhaseTimes(0.44),
-        guessed_s=2.0,
+        speculative_s=2.0,
         plain_s=3.8,
         num_speculative_tokens=5,
     )

@@ -22,7 +22,10 @@ LABELS = re.compile(r"\b(slipstream_\w+)\{([^}]*)\}")
 def published() -> tuple[set[str], dict[str, set[str]]]:
     """Return the names of all samples a server gives, and the labels of each."""
     stats = EngineStats(
-        accepted_per_pos=(1,), draft_changes={"lost": 1}, guess_changes={"batch_size_rose": 1}, phases=PhaseTimes(1.0)
+        accepted_per_pos=(1,),
+        draft_changes={"lost": 1},
+        speculation_changes={"batch_size_rose": 1},
+        phases=PhaseTimes(1.0),
     )
     metrics = Metrics("m", lambda: stats)
     metrics.answered("GET", "/", 200)

@@ -15,7 +15,7 @@ def series(policy: Policy, sizes: list[int]) -> list[int]:
     found = []
     for size in sizes:
         policy.begin_step(size)
-        found.append(policy.guesses(REQUEST))
+        found.append(policy.num_draft_tokens(REQUEST))
     return found
 
 
@@ -36,8 +36,8 @@ def test_not_configured_is_zero() -> None:
 def test_a_request_may_want_none() -> None:
     policy = configured()
     policy.begin_step(1)
-    assert policy.guesses(make_request("r", [1], speculate=False)) == 0
-    assert policy.guesses(REQUEST) == 5
+    assert policy.num_draft_tokens(make_request("r", [1], speculate=False)) == 0
+    assert policy.num_draft_tokens(REQUEST) == 5
 
 
 def test_off_above_the_limit_and_on_again_when_it_has_been_calm() -> None:
@@ -69,7 +69,7 @@ def test_table_and_limit_together() -> None:
     [
         (((2, 3, 1),), "must begin with a range from batch size 1"),
         ((), "must begin with a range from batch size 1"),
-        (((1, 4, 3), (4, 5, 1)), r"range \[4, 5, 1\] must rise and lie behind 4"),
+        (((1, 4, 3), (4, 5, 1)), r"range \[4, 5, 1\] must rise and start after 4"),
         (((1, 4, 3), (6, 5, 1)), r"range \[6, 5, 1\] must rise"),
         (((1, 4, 6),), r"K = 6 is outside 0\.\.5"),
         (((1, 4, -1),), r"K = -1 is outside 0\.\.5"),

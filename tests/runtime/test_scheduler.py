@@ -400,7 +400,7 @@ def test_a_dead_executor_ends_every_request_with_an_error() -> None:
     inbox.put([make_request("a", [1]), make_request("b", [1])])
     with pytest.raises(EngineDeadError, match="round 0: OSError: device lost"):
         controller.step()
-    assert [(o.request_id, o.finish_reason) for o in controller.last_words] == [("a", "error"), ("b", "error")]
+    assert [(o.request_id, o.finish_reason) for o in controller.final_outputs] == [("a", "error"), ("b", "error")]
     assert controller.scheduler.num_unfinished == 0
 
 

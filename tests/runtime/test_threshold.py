@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from protos.config.engine import SpeculativeConfig
 from protos.messages import StepCosts
-from runtime.core.speculation_policy import settled
-from runtime.core.threshold import at, derive, gain
+from runtime.core.speculation_policy import derive_threshold, interpolate, speedup, with_threshold
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
@@ -19,23 +18,23 @@ def costs(flat_to: int, draft: float = 0.1) -> StepCosts:
 
 
 def test_guessing_pays_while_tokens_are_free() -> None:
-    assert derive(costs(flat_to=10**6), 4, 128) is None
-    assert gain(costs(flat_to=10**6), 4, 1) == pytest.approx((1 - 0.7**5) / 0.3 / 1.4)
+    assert derive_threshold(costs(flat_to=10**6), 4, 128) is None
+    assert speedup(costs(flat_to=10**6), 4, 1) == pytest.approx((1 - 0.7**5) / 0.3 / 1.4)
 
 
 def test_guessing_stops_where_tokens_cost() -> None:
-    limit = derive(costs(flat_to=64), 4, 128)
+    limit = derive_threshold(costs(flat_to=64), 4, 128)
     assert limit is not None
     assert 64 // 5 < limit < 64
-    assert gain(costs(flat_to=64), 4, limit) >= 1 > gain(costs(flat_to=64), 4, limit + 1)
+    assert speedup(costs(flat_to=64), 4, limit) >= 1 > speedup(costs(flat_to=64), 4, limit + 1)
 
 
 def test_a_single_request_gets_what_was_asked_for() -> None:
-    assert derive(costs(flat_to=1, draft=1.0), 4, 64) == 1
+    assert derive_threshold(costs(flat_to=1, draft=1.0), 4, 64) == 1
 
 
 def test_guesses_beside_the_controller_cost_nothing() -> None:
-    free, paid = derive(costs(64, draft=0.0), 4, 256), derive(costs(64), 4, 256)
+    free, paid = derive_threshold(costs(64, draft=0.0), 4, 256), derive_threshold(costs(64), 4, 256)
     assert free is not None
     assert paid is not None
     assert free > paid
@@ -43,7 +42,7 @@ def test_guesses_beside_the_controller_cost_nothing() -> None:
 
 @given(st.dictionaries(st.integers(1, 512), st.floats(1e-4, 10.0), min_size=1), st.integers(1, 2048))
 def test_costs_between_sizes_lie_between_their_costs(seconds: dict[int, float], tokens: int) -> None:
-    found = at(seconds, tokens)
+    found = interpolate(seconds, tokens)
     if tokens <= max(seconds):
         assert min(seconds.values()) * 0.999 <= found <= max(seconds.values()) * 1.001
     else:
@@ -58,14 +57,14 @@ def configured(**options: object) -> SpeculativeConfig:
 
 def test_the_users_own_threshold_stands() -> None:
     for mine in (configured(disable_by_batch_size=3), configured(num_speculative_tokens_per_batch_size=((1, 9, 2),))):
-        config, line = settled(mine, costs(64), 128)
+        config, line = with_threshold(mine, costs(64), 128)
         assert config == mine
         assert "as configured" in line
 
 
 def test_a_threshold_is_derived_and_said() -> None:
-    config, line = settled(configured(), costs(64), 128)
-    assert config.disable_by_batch_size == derive(costs(64), 4, 128)
+    config, line = with_threshold(configured(), costs(64), 128)
+    assert config.disable_by_batch_size == derive_threshold(costs(64), 4, 128)
     assert f"off above {config.disable_by_batch_size} decoding rows" in line
-    assert settled(configured(), None, 128)[0].disable_by_batch_size is None
-    assert "up to 128" in settled(configured(), costs(10**6), 128)[1]
+    assert with_threshold(configured(), None, 128)[0].disable_by_batch_size is None
+    assert "up to 128" in with_threshold(configured(), costs(10**6), 128)[1]

@@ -1,6 +1,5 @@
 """Where the time of rounds goes, and what plain decoding would have taken."""
 
-import pytest
 from msgspec import structs
 
 from protos.config.engine import SpeculativeConfig
@@ -8,23 +7,23 @@ from protos.messages import Request, RoundPlan, Row, Sampling, Step, StepCosts, 
 from protos.sampling import SamplingParams
 from protos.stats import PhaseTimes
 from protos.worker_messages import RoundDone
-from runtime.core import timing as phases
 from runtime.core.controller import LocalInbox
-from runtime.core.timing import Phases, StepClock
+from runtime.core.stats import StepClock
+from runtime.supervision.round_times import PhaseTotals
 from tests.support.serving import fake_engine
 
 COSTS = StepCosts({1: 1.0, 2: 1.5, 8: 3.0})
 
 
 def test_waiting_beyond_the_drafts_own_time_is_transfer() -> None:
-    added = Phases()
+    added = PhaseTotals()
     added.add(RoundDone(0, [], wait_s=0.5, score_s=1.0, verify_s=0.25), propose_s=0.375)
     added.add(RoundDone(1, [], wait_s=0.125, score_s=1.0, verify_s=0.25, draft_missed=True), propose_s=0.5)
     assert added.times == PhaseTimes(0.875, 0.125, 2.0, 0.5, late_drafts=1)
 
 
 def test_a_draft_in_the_targets_process_is_what_that_waits_for() -> None:
-    added = Phases()
+    added = PhaseTotals()
     added.add(RoundDone(0, [], wait_s=0.5, score_s=1.0, verify_s=0.25), propose_s=None)
     assert added.times == PhaseTimes(0.5, 0.0, 1.0, 0.25)
 
@@ -33,28 +32,23 @@ def plan(rows: int, length: int = 1, *, speculates: bool = True) -> RoundPlan:
     return RoundPlan(0, [Row(slot, 5, length, 6, k=3) for slot in range(rows)], speculates=speculates)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
-    """A clock that says 10 s whenever it is asked."""
-    monkeypatch.setattr(phases.time, "monotonic", lambda: 10.0)
-    return StepClock(COSTS)
-
-
-def test_a_step_is_set_against_plain_steps_for_its_tokens(clock: StepClock) -> None:
+def test_a_step_is_set_against_plain_steps_for_its_tokens() -> None:
+    clock = StepClock(COSTS)
     outputs = [TokenOutput("a", [1, 2, 3]), TokenOutput("b", [1])]
-    clock.stepped(plan(2), outputs, PhaseTimes(propose_s=0.5, score_s=3.0, verify_s=0.25), began=6.0)
-    assert clock.steps_s == clock.guessed_s == 4.0
+    clock.add(plan(2), outputs, PhaseTimes(propose_s=0.5, score_s=3.0, verify_s=0.25), seconds=4.0)
+    assert clock.steps_s == clock.speculative_s == 4.0
     # Two plain steps of 1.5 s, each with the half second that this one spent on neither guessing nor scoring.
     assert clock.plain_s == 2 * (1.5 + 0.5)
 
 
-def test_only_steps_of_guessing_and_decoding_count(clock: StepClock) -> None:
-    clock.stepped(plan(2, length=4), [], PhaseTimes(), began=8.0)
-    clock.stepped(plan(2, speculates=False), [], PhaseTimes(), began=9.0)
-    assert (clock.steps_s, clock.guessed_s, clock.plain_s) == (3.0, 0.0, 0.0)
+def test_only_steps_of_guessing_and_decoding_count() -> None:
+    clock = StepClock(COSTS)
+    clock.add(plan(2, length=4), [], PhaseTimes(), seconds=2.0)
+    clock.add(plan(2, speculates=False), [], PhaseTimes(), seconds=1.0)
+    assert (clock.steps_s, clock.speculative_s, clock.plain_s) == (3.0, 0.0, 0.0)
     unmeasured = StepClock(None)
-    unmeasured.stepped(plan(2), [], PhaseTimes(), began=8.0)
-    assert (unmeasured.steps_s, unmeasured.guessed_s) == (2.0, 0.0)
+    unmeasured.add(plan(2), [], PhaseTimes(), seconds=2.0)
+    assert (unmeasured.steps_s, unmeasured.speculative_s) == (2.0, 0.0)
 
 
 def ask(name: str, **fields: object) -> Request:

@@ -53,7 +53,7 @@ class FromThePast:
         self.step += 1
         self.current = self.step % (self.limit + 1)
 
-    def guesses(self, request: Request) -> int:
+    def num_draft_tokens(self, request: Request) -> int:
         return (self.current + self.accepted[request.request_id]) % (self.limit + 1)
 
     def hear(self, outputs: Seq[TokenOutput]) -> None:
@@ -189,8 +189,8 @@ def live(world: World, samplings: Seq[Sampling], prompt: Seq[int], length: int, 
             texts[int(output.request_id)] += output.token_ids
             if output.step is not None:
                 depths[output.step.proposed] += 1
-        if dice.random() < PREEMPTION and scheduler._roster.running:
-            scheduler._roster.preempt_youngest()
+        if dice.random() < PREEMPTION and scheduler._queue.running:
+            scheduler._queue.preempt_youngest()
             forced += 1
     stats = controller.stats()
     return Lives(
