@@ -27,8 +27,7 @@ import uvicorn
 from benchmarks.shared import measure, workload
 from cluster import assemble
 from cluster.settings import engine_config
-from cluster.transport.engine_process import CONFIG
-from protos.config.engine import EngineConfig
+from protos.config.engine import EngineConfig, to_json
 from protos.sampling import SamplingParams
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.process_channel import ProcessChannel
@@ -74,7 +73,7 @@ class Served:
         config = self._config
         tokenizer: Any = load_tokenizer(config.model)
         metrics = Metrics("bench")
-        channel = ProcessChannel(python_command("cluster.transport.engine_process"), CONFIG.dump_json(config).decode())
+        channel = ProcessChannel(python_command("cluster.transport.engine_process"), to_json(config))
 
         async def preprocessor(info: Any) -> Any:
             return assemble.preprocessor(config, info, tokenizer)

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from cluster.transport.engine_process import CONFIG
-from protos.config.engine import EngineConfig
+from protos.config.engine import EngineConfig, to_json
 from protos.errors import ConfigError
 from runtime.frontend.process_channel import ProcessChannel
 from runtime.subprocess import python_command
@@ -19,7 +18,7 @@ def controller_channel(config: EngineConfig) -> "ProcessChannel | RayChannel":
 
 def process_channel(config: EngineConfig) -> ProcessChannel:
     """Return the channel to a controller in a child process."""
-    return ProcessChannel(python_command("cluster.transport.engine_process"), CONFIG.dump_json(config).decode())
+    return ProcessChannel(python_command("cluster.transport.engine_process"), to_json(config))
 
 
 def ray_channel(config: EngineConfig) -> "RayChannel":

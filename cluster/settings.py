@@ -8,7 +8,7 @@ from typing import Any
 import demo
 from proposers import registry
 from proposers.formats import detect
-from protos.config import aliases, arguments, speculation
+from protos.config import aliases, argument_names, arguments, speculation
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 
@@ -23,7 +23,7 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: names the argument, the value, and the limit or what to do instead.
     """
-    wanted = arguments.normalised(given)
+    wanted = argument_names.normalised(given)
     if wanted.get("model") is None:
         wanted = _with_demo(wanted)
     cache = wanted.get("download_dir")
@@ -35,13 +35,13 @@ def _with_demo(wanted: dict[str, Any]) -> dict[str, Any]:
     """Fill in the demo target, and its draft unless speculation is turned off or goes another way."""
     target, draft = demo.pair()
     filled = {"served_model_name": DEMO_NAME, **wanted, "model": str(target)}
-    asked = wanted.get(arguments.SPECULATIVE, {})
+    asked = wanted.get(argument_names.SPECULATIVE, {})
     keys = {str(key).replace("-", "_"): value for key, value in speculation.mapping(asked).items()}
     named = keys.keys() | aliases.collect(wanted).keys()
-    is_off = arguments.SPECULATIVE in wanted and not keys
+    is_off = argument_names.SPECULATIVE in wanted and not keys
     if not is_off and IMPLYING.isdisjoint(named):
         guesses = {} if TOKENS in named else {TOKENS: DEMO_GUESSES}
-        filled[arguments.SPECULATIVE] = {**guesses, **keys, "model": str(draft)}
+        filled[argument_names.SPECULATIVE] = {**guesses, **keys, "model": str(draft)}
     return filled
 
 

@@ -124,24 +124,3 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Free everything. May be called twice."""
         ...
-
-
-class InOneProcess:
-    """The part of an `Executor` that has no other process to lose."""
-
-    @property
-    def drafting(self) -> DraftService:
-        """See `Executor`."""
-        return ALWAYS_UP
-
-    @property
-    def times(self) -> PhaseTimes:
-        """Not measured, unless it says otherwise."""
-        return PhaseTimes()
-
-    def poll(self) -> None:
-        """Nothing happens between rounds."""
-
-    def rebuild(self, for_s: float) -> bool:
-        """Nothing was lost."""
-        return True

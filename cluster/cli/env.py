@@ -8,10 +8,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from cluster.cli.console import OUT, show_warnings
-from protos.config.engine import EngineConfig
+from protos.config.engine import EngineConfig, to_json
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pydantic", "msgspec", "pyzmq",
             "numpy", "fastapi", "uvicorn", "ray", "flashinfer-python", "triton")  # fmt: skip
@@ -57,7 +55,7 @@ def report(config: EngineConfig) -> dict[str, dict[str, str]]:
         "Ray": dict(_ray()),
         "Tools": {name: shutil.which(name) or "not found" for name in ("g++", "ninja", "nvcc")},
         "Environment": {name: os.environ.get(name, "not set") for name in VARIABLES},
-        "Configuration": {"json": TypeAdapter(EngineConfig).dump_json(config).decode()},
+        "Configuration": {"json": to_json(config)},
     }
 
 

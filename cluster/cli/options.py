@@ -11,7 +11,7 @@ import typer
 import yaml  # type: ignore[import-untyped]
 from pydantic.fields import FieldInfo
 
-from protos.config import aliases, arguments
+from protos.config import aliases, argument_names
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
 from protos.validation import did_you_mean
@@ -68,9 +68,9 @@ def _parameter(name: str, kind: object, option: Any) -> inspect.Parameter:
 def _engine_parameter(name: str, shown: str | None) -> inspect.Parameter:
     """Return the option of one engine argument; without a text to show it is taken, but not listed."""
     flags = [spelling(name), *SHORT.get(name, ())]
-    if name in arguments.FLAGS:
+    if name in argument_names.FLAGS:
         flags[0] += "/--no-" + name.replace("_", "-")
-    kind = bool | None if name in arguments.FLAGS else str | None
+    kind = bool | None if name in argument_names.FLAGS else str | None
     option = typer.Option(
         None, *flags, help=shown, hidden=shown is None, show_default=False, rich_help_panel=ENGINE_PANEL
     )
@@ -79,9 +79,10 @@ def _engine_parameter(name: str, shown: str | None) -> inspect.Parameter:
 
 def engine_options(*, but: tuple[str, ...] = ()) -> list[inspect.Parameter]:
     """Return an option for every engine argument; those that only redirect or warn are not listed by `--help`."""
-    shown = {option.name: option.help for option in arguments.KEPT} | {arguments.SPECULATIVE: SPECULATIVE_HELP}
+    shown = {option.name: option.help for option in argument_names.KEPT}
+    shown[argument_names.SPECULATIVE] = SPECULATIVE_HELP
     shown |= {name: f"same as {spelling(key)[2:]}" for name, key in aliases.SHORTCUTS.items()}
-    hidden = sorted(arguments.NAMES - shown.keys())
+    hidden = sorted(argument_names.NAMES - shown.keys())
     texts: dict[str, str | None] = {**shown, **dict.fromkeys(hidden)}
     return [_engine_parameter(name, text) for name, text in texts.items() if name not in but]
 
@@ -173,7 +174,7 @@ def _defaults(path: Path, known: set[str]) -> dict[str, Any]:
     defaults = {}
     for key, value in _yaml(path).items():
         name = str(key).replace("-", "_")
-        name = arguments.ALIASES.get(name, name)
+        name = argument_names.ALIASES.get(name, name)
         if name not in known or name == "config":
             raise ConfigError(f"{path}: unknown option {str(key)!r}{did_you_mean(name, known)}")
         defaults[name] = json.dumps(value) if _is_json(name, value) else value
@@ -182,7 +183,7 @@ def _defaults(path: Path, known: set[str]) -> dict[str, Any]:
 
 def _is_json(name: str, value: object) -> bool:
     """Whether *value* must become the text that the option of an engine argument takes."""
-    return isinstance(value, Mapping) or (isinstance(value, list) and name in arguments.NAMES)
+    return isinstance(value, Mapping) or (isinstance(value, list) and name in argument_names.NAMES)
 
 
 def _yaml(path: Path) -> Mapping[str, Any]:

@@ -19,10 +19,9 @@ from cluster.ray.controller import ControllerActor
 from cluster.ray.placement import CONTROLLER, Placement
 from cluster.ray.site import OwnSite, Site
 from cluster.ray.workers import Hired, why
-from cluster.transport.engine_process import CONFIG
 from cluster.transport.process_workers import BODY
 from cluster.transport.zmq_sockets import Bound, Socket
-from protos.config.engine import EngineConfig
+from protos.config.engine import EngineConfig, to_json
 from protos.progress import ProgressCallback
 from runtime.frontend.channel import Failed, Mail, Report, Said
 from runtime.frontend.process_channel import STOP_GRACE_S
@@ -98,7 +97,7 @@ class RayChannel:
             remote(ControllerActor)
             .options(**self._placement.options(CONTROLLER, "controller"))
             .remote(
-                CONFIG.dump_json(self._config).decode(),
+                to_json(self._config),
                 msgspec.msgpack.encode(self._bound.endpoint),
                 self._placement,
                 passed_on(),

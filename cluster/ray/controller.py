@@ -12,10 +12,9 @@ from cluster.ray.actors import Parked
 from cluster.ray.cluster import adopt
 from cluster.ray.placement import Placement
 from cluster.ray.workers import RayWorkerGroup
-from cluster.transport.engine_process import CONFIG
 from cluster.transport.process_workers import BODY
 from cluster.transport.zmq_sockets import Endpoint, Socket, connect
-from protos.config.engine import EngineConfig
+from protos.config.engine import EngineConfig, from_json
 from protos.interfaces import Executor
 from protos.progress import ProgressCallback
 from runtime.frontend.channel import Report, serve_controller
@@ -41,7 +40,7 @@ class ControllerActor(Parked):
         self, config: str, endpoint: bytes, placement: Placement, environment: dict[str, str], body: str = BODY
     ) -> None:
         adopt(environment)
-        self._config = CONFIG.validate_json(config)
+        self._config = from_json(config)
         log_to_stderr(self._config.log_format)
         self._endpoint = msgspec.msgpack.decode(endpoint, type=Endpoint)
         self._placement, self._body = placement, body

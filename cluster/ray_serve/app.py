@@ -18,8 +18,8 @@ from ray.serve.grpc_util import RayServegRPCContext
 from cluster.ray_serve.arguments import ServeArguments, ServerArguments
 from cluster.ray_serve.deployment import deployed, planned
 from cluster.ray_serve.replica import Replica
-from cluster.transport.engine_process import CONFIG
 from protos import slipstream_v1_pb2 as pb
+from protos.config.engine import from_json, to_json
 from runtime.frontend.keys import TENANT
 from runtime.grpc.errors import StatusError, as_status
 from runtime.grpc.health import ALIVE, NOT_SERVING, SERVICE, SERVING
@@ -42,7 +42,7 @@ class Ingress:
     """
 
     async def __init__(self, config: str, settings: str) -> None:  # type: ignore[misc]  # as Serve takes it
-        self._replica = Replica(CONFIG.validate_json(config), ServerArguments.model_validate_json(settings))
+        self._replica = Replica(from_json(config), ServerArguments.model_validate_json(settings))
         await self._replica.start()
         self._answering = self._replica.answering()
 
@@ -137,6 +137,6 @@ def build_app(args: ServeArguments) -> serve.Application:
     """
     plan, config = planned(args.config)
     app: serve.Application = deployed(Ingress, plan, config, args.server).bind(
-        CONFIG.dump_json(config).decode(), args.server.model_dump_json()
+        to_json(config), args.server.model_dump_json()
     )
     return app

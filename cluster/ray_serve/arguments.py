@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from cluster.cli.options import API_KEY_VARIABLE
 from cluster.settings import chat_template_text, engine_config
-from protos.config import arguments
+from protos.config import argument_names
 from protos.config.engine import EngineConfig
 from protos.validation import did_you_mean
 from runtime.http.options import SafetyOptions
@@ -93,8 +93,8 @@ class ServeArguments(BaseModel):
             name = str(spelt).replace("-", "_")
             if name in ELSEWHERE:
                 raise ValueError(f"{name} is not taken here: {ELSEWHERE[name]}")
-            if name not in SERVER and name not in arguments.NAMES:
-                raise ValueError(f"unknown argument {str(spelt)!r}{did_you_mean(name, SERVER | arguments.NAMES)}")
+            if name not in SERVER and name not in argument_names.NAMES:
+                raise ValueError(f"unknown argument {str(spelt)!r}{did_you_mean(name, SERVER | argument_names.NAMES)}")
             parts["server" if name in SERVER else "engine"][name] = value
         return parts
 

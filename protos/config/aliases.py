@@ -1,6 +1,6 @@
-"""Arguments outside `speculative_config` that speak of speculation: vLLM's removed ones, and other engines'.
+"""Arguments outside `speculative_config` that configure speculation: vLLM's removed ones, and other engines'.
 
-Each becomes one or two keys of `speculative_config`, with one warning that says so.
+Each becomes one or two keys of `speculative_config`, with a warning that names them.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from protos.validation import shown, warn_once
 
 Keys = dict[str, Any]
 
-# vLLM's own short forms of today: nothing to warn of.
+# vLLM's own short forms, accepted without a warning.
 SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 RENAMED = {
     # vLLM until 0.8
@@ -86,10 +86,10 @@ NAMES = frozenset(SHORTCUTS) | frozenset(RENAMED) | frozenset(TRANSLATED)
 
 
 def collect(arguments: Mapping[str, Any]) -> Keys:
-    """Return the `speculative_config` keys that *arguments* (underscored names) ask for outside of it.
+    """Return the `speculative_config` keys that *arguments* (names with underscores) set outside of it.
 
     Raises:
-        ConfigError: two of them say different things, or one would be lossy.
+        ConfigError: two of them contradict each other, or one would be lossy.
     """
     keys: Keys = {}
     for name in sorted(NAMES & arguments.keys(), key=_rank):
@@ -97,18 +97,18 @@ def collect(arguments: Mapping[str, Any]) -> Keys:
             continue
         for key, value in _translate(name, arguments[name]).items():
             if name != DRAFT_TOKENS and keys.setdefault(key, value) != value:
-                raise ConfigError(f"{name} asks for {key} {shown(value)}, another argument for {shown(keys[key])}")
+                raise ConfigError(f"{name} sets {key} to {shown(value)}, another argument to {shown(keys[key])}")
             keys.update(_counted(keys, value) if name == DRAFT_TOKENS else {})
     return keys
 
 
 def _rank(name: str) -> tuple[bool, str]:
-    """What SGLang's number of draft tokens means hangs on the others."""
+    """Sort SGLang's number of draft tokens last: its meaning depends on the others."""
     return name == DRAFT_TOKENS, name
 
 
 def _counted(keys: Keys, tokens: object) -> Keys:
-    """SGLang counts the root of a tree among its draft tokens; how long a chain is, its steps tell if they are told."""
+    """Return K for SGLang's number of draft tokens (a tree's root counts); for chains its steps take precedence."""
     if "num_speculative_tokens" in keys:
         return {}
     if str(keys.get("eagle_topk", 1)) != "1" and str(tokens).isdecimal():
@@ -121,7 +121,7 @@ def _translate(name: str, value: object) -> Keys:
         return {SHORTCUTS[name]: value}
     if name in TRANSLATED:
         keys = TRANSLATED[name](value)
-        warn_once(f"{name} is not an argument of Slipstream; it was read as speculative_config={shown(keys)}")
+        warn_once(f"{name} is not an argument of Slipstream; it was translated to speculative_config={shown(keys)}")
         return keys
     warn_once(f"{name} is deprecated; write speculative_config={{{RENAMED[name]!r}: ...}}")
     return {RENAMED[name]: value}

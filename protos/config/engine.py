@@ -1,12 +1,12 @@
-"""Frozen engine configuration: validated once, at the edge, then passed in parts to whoever needs that part.
+"""The engine's configuration: frozen dataclasses, validated on construction.
 
-`protos.config.arguments` turns what users write (vLLM's argument names, flags, YAML, removed names) into these.
+`protos.config.arguments` builds them from user arguments.
 """
 
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 
 from protos.errors import config_error
@@ -18,8 +18,8 @@ MAX_SPECULATIVE_TOKENS = 64
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Placement = Literal["dedicated", "colocated"]
 RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
-BY_LAWS: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
-"""Rules that judge by p/q: what was drafted must have been drawn by a law of its own."""
+PROBABILISTIC_RULES: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
+"""Rules that accept with probability p/q: draft tokens must be sampled from a known distribution q."""
 LogFormat = Literal["text", "json"]
 
 
@@ -28,8 +28,8 @@ LogFormat = Literal["text", "json"]
 class ModelConfig:
     """Which weights, and how they are loaded. `model` is a Hub id or a folder.
 
-    `generation_config` says whose sampling defaults count: the model's own ("auto"), nobody's ("vllm"), a folder's.
-    `batch_invariant`: the logits of a position are the same bits, whatever is computed beside it and on how many ranks.
+    `generation_config` is the source of sampling defaults: the model ("auto"), none ("vllm"), or a folder.
+    `batch_invariant`: the logits of a position are bitwise the same for every batch and number of ranks.
     """
 
     model: str
@@ -50,7 +50,7 @@ class ModelConfig:
 @typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class CacheConfig:
-    """The paged KV cache. `num_blocks` wins over `memory_bytes`, which wins over `memory_utilization`."""
+    """The paged KV cache. `num_blocks` overrides `memory_bytes`, which overrides `memory_utilization`."""
 
     block_size: int = Field(default=16, gt=0, le=256)
     num_blocks: int | None = Field(default=None, gt=0)
@@ -62,7 +62,7 @@ class CacheConfig:
 @typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class SchedulerConfig:
-    """Who runs in a step. `max_num_batched_tokens` counts known and draft tokens of all rows."""
+    """Limits of one step. `max_num_batched_tokens` counts known and draft tokens of all rows."""
 
     max_num_seqs: int = Field(default=64, gt=0, le=8192)
     max_num_batched_tokens: int = Field(default=2048, gt=0, le=2**22)
@@ -72,25 +72,26 @@ class SchedulerConfig:
 @typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class SpeculativeConfig:
-    """How guesses are made and judged. `method` names a registered proposer, several for a cascade.
+    """How draft tokens are proposed and verified. `method` names a registered proposer, or several for a cascade.
 
     Attributes:
-        num_speculative_tokens: nodes of a draft at most, be it a chain or a tree.
-        speculative_token_tree: nodes of a tree of settled shape, as paths of ranks, parents first; None: the method's.
-        eagle_topk: children of a node and nodes fed of a level, where trees are grown; beams of `recurrent`; 1: chains.
-        num_steps: levels of a grown tree; None: the method's.
-        draft_shape: a chain, a tree with branches, or what is best for the method.
-        use_heterogeneous_vocab: the tokenizer of `draft_model` is another than the target's.
+        num_speculative_tokens: most nodes of a draft, a chain or a tree.
+        speculative_token_tree: nodes of a static tree, as paths of ranks, parents first; None: the method's default.
+        eagle_topk: children of a node and nodes fed per level of a dynamic tree; beams of `recurrent`; 1: chains.
+        num_steps: levels of a dynamic tree; None: the method's default.
+        draft_shape: a chain, a tree with branches, or the method's default.
+        use_heterogeneous_vocab: `draft_model` has another tokenizer than the target.
         suffix_decoding_max_bytes: memory for all past answers together.
-        datastore: file that `slipstream build-datastore` wrote, for `rest`.
+        datastore: file written by `slipstream build-datastore`, for `rest`.
         lookahead_window, lookahead_ngram, lookahead_guesses: W, N and G of Fu et al. 2024; a draft has up to
             (W + G) * (N - 1) nodes.
-        rejection_sample_method: the rule of acceptance. "coupled": sample and match, with shared noise; "standard" and
-            "block": by p/q; "synthetic": by rates given, whatever the target says.
-        draft_sample_method: under "standard" and "block", whether a learned draft draws its guesses, or says the
-            likeliest ones; means nothing under the others.
-        synthetic_acceptance_rates: how often the guess at each depth is kept, and all before it.
-        synthetic_acceptance_length: tokens of a round on average, the target's own included.
+        rejection_sample_method: the acceptance rule. "coupled": accept draft tokens equal to the sampled ones, with
+            shared noise; "standard" and "block": rejection sampling with probability p/q; "synthetic": at given rates,
+            regardless of the target.
+        draft_sample_method: with "standard" and "block", whether a learned draft samples its tokens or takes the most
+            likely ones; no effect otherwise.
+        synthetic_acceptance_rates: probability that the draft token at each depth and all before it are accepted.
+        synthetic_acceptance_length: mean number of tokens per round, the target's own included.
     """
 
     method: str | tuple[str, ...]
@@ -101,7 +102,7 @@ class SpeculativeConfig:
     max_model_len: int | None = Field(default=None, gt=0)
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: int = Field(default=1, ge=1, le=1)
-    placement: Placement | None = None  # `arguments.parse` settles it: dedicated on ray, colocated on uni
+    placement: Placement | None = None  # `arguments.parse` sets the default: dedicated on ray, colocated on uni
     speculative_token_tree: tuple[tuple[int, ...], ...] | None = None
     eagle_topk: int = Field(default=1, gt=0, le=MAX_SPECULATIVE_TOKENS)
     num_steps: int | None = Field(default=None, gt=0, le=MAX_SPECULATIVE_TOKENS)
@@ -161,26 +162,28 @@ class SpeculativeConfig:
 
     @model_validator(mode="after")
     def _tree_without_gaps(self) -> "SpeculativeConfig":
-        """What is drawn without replacement is tried in the order drawn: to leave one out would tilt the rest."""
-        choices = set(self.speculative_token_tree or ()) if self.rejection_sample_method in BY_LAWS else set()
+        """Siblings are sampled without replacement and verified in order: a gap would bias the rest."""
+        if self.rejection_sample_method not in PROBABILISTIC_RULES:
+            return self
+        choices = set(self.speculative_token_tree or ())
         for choice in sorted(choices):
             before = (*choice[:-1], choice[-1] - 1)
             if choice[-1] and before not in choices:
                 raise ValueError(
-                    f"speculative_token_tree has {list(choice)} but not {list(before)}: under "
+                    f"speculative_token_tree has {list(choice)} but not {list(before)}: with "
                     f"rejection_sample_method {self.rejection_sample_method!r} the children of a node "
                     "must be its first ones"
                 )
         return self
 
     @property
-    def draws_guesses(self) -> bool:
-        """Whether a learned draft draws its guesses, by laws that the rule is told."""
-        return self.rejection_sample_method in BY_LAWS and self.draft_sample_method == "probabilistic"
+    def samples_drafts(self) -> bool:
+        """Whether a learned draft samples its tokens from distributions that the acceptance rule reads."""
+        return self.rejection_sample_method in PROBABILISTIC_RULES and self.draft_sample_method == "probabilistic"
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
-        """How often the guess at each depth is kept; of all that have the length asked for, those that vary least."""
+        """Acceptance rate at each depth; for a given length, 1 up to that depth, and the fraction after it."""
         if self.synthetic_acceptance_length is None:
             return self.synthetic_acceptance_rates or ()
         wanted = self.synthetic_acceptance_length - 1
@@ -188,20 +191,20 @@ class SpeculativeConfig:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """In the order in which they are asked: one, or several in a cascade."""
+        """One method, or those of a cascade in order."""
         return (self.method,) if isinstance(self.method, str) else self.method
 
 
 @typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """How many devices, and who places them.
+    """How many devices, and how they are placed.
 
     Attributes:
         placement_strategy: of the placement group: STRICT_PACK is one node, PACK one node for the targets, SPREAD many.
-        worker_resources: what each worker asks Ray for, such as {"GPU": 0.5}; None for one GPU where there are any.
-        placement_timeout_s: how long a start waits for room in the cluster.
-        rebuild_timeout_s: how long a lost target group waits for room.
+        worker_resources: Ray resources of each worker, such as {"GPU": 0.5}; None for one GPU, if there are any.
+        placement_timeout_s: seconds a start waits for room in the cluster.
+        rebuild_timeout_s: seconds a lost target group waits for room.
     """
 
     tensor_parallel_size: int = Field(default=1, gt=0)
@@ -215,7 +218,7 @@ class ParallelConfig:
 @typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class EngineConfig:
-    """Everything an engine is built from. `seed` makes the seeds of requests without one repeatable."""
+    """The whole configuration. `seed` makes the seeds of requests without one repeatable."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -227,3 +230,16 @@ class EngineConfig:
     disable_log_stats: bool = False
     log_requests: bool = False
     log_format: LogFormat = "text"
+
+
+_JSON = TypeAdapter(EngineConfig)
+
+
+def to_json(config: EngineConfig) -> str:
+    """Return *config* as JSON text, to send it to another process."""
+    return _JSON.dump_json(config).decode()
+
+
+def from_json(text: str) -> EngineConfig:
+    """Return the configuration that `to_json` wrote."""
+    return _JSON.validate_json(text)

@@ -1,4 +1,4 @@
-"""Which method is meant: what users call it, what the checkpoint says, and what to say where the two disagree."""
+"""Infers the method from `speculative_config` and the checkpoint, and refuses contradictions."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ Methods = str | tuple[str, ...]
 
 
 class Described(NamedTuple):
-    """What a checkpoint says of itself.
+    """What a checkpoint's files state.
 
     Attributes:
-        method: what it is for; "draft_model" for a whole causal model; None where that cannot be told.
-        num_tokens: how many tokens it was made to guess, where it says so.
-        source: the words that say so, for messages.
-        verifier: the target it was made for, where it names one that is meant to be served with it.
+        method: the method it is for; "draft_model" for a whole causal model; None if unknown.
+        num_tokens: number of tokens it was trained to draft, if stated.
+        source: where `num_tokens` stands, for messages.
+        verifier: the target it is to be served with, if it names one.
     """
 
     method: str | None = None
@@ -28,9 +28,9 @@ class Described(NamedTuple):
 
 UNKNOWN = Described()
 Detect = Callable[[str, str | None], Described]
-"""Describes the checkpoint of a Hub id or a folder, at a revision: unknown where it cannot be reached.
+"""Describes the checkpoint of a Hub id or folder at a revision; `UNKNOWN` if it cannot be reached.
 
-Raises `ModelError` for drafts of kinds that are not available.
+Raises `ModelError` for kinds of drafts that are not supported.
 """
 
 NGRAM_MODELS = ("ngram", "[ngram]")
@@ -56,19 +56,19 @@ METHOD_ALIASES = {
     "peagle": "p_eagle",
 }
 PARALLEL = {"eagle3": "p_eagle", "draft_model": "pard"}
-"""What `parallel_drafting` makes of methods that can draft one token after another, too."""
+"""The parallel variants of autoregressive methods, chosen by `parallel_drafting`."""
 ALREADY_PARALLEL = frozenset({*PARALLEL.values(), "dflash"})
 RUNS_AS = {"p_eagle": "eagle3", "pard": "draft_model", "mtp": "draft_model"}
-"""Methods of checkpoints that can also be used otherwise, where that is asked for."""
+"""Methods of checkpoints that can also be used with another method, on request."""
 
 
 def nothing_known(_model: str, _revision: str | None) -> Described:
-    """A `Detect` that knows nothing."""
+    """A `Detect` that always returns `UNKNOWN`."""
     return UNKNOWN
 
 
 def method_name(method: str) -> str:
-    """Return today's name of *method*; `<family>_mtp` is `mtp` for every family. Import paths stay as they are."""
+    """Return the current name of *method*; `<family>_mtp` is `mtp`. Import paths are returned unchanged."""
     if is_import_path(method):
         return method.strip()
     name = method.strip().lower().replace("-", "_")
@@ -81,54 +81,55 @@ def names_of(method: Methods) -> tuple[str, ...]:
 
 
 def is_import_path(method: str) -> bool:
-    """Whether *method* is a class of the user's own, `package.module:Class`, and no name of ours."""
+    """Whether *method* is a user's class, `package.module:Class`, rather than the name of a method."""
     return ":" in method
 
 
 def infer(keys: Keys, found: Described) -> Methods:
-    """Return the method that *keys* name, or else imply: by n-gram keys, by the checkpoint, by there being a model.
+    """Return the method that *keys* name, or else the one implied by n-gram keys, the checkpoint, or a model.
 
     Args:
         keys: of `speculative_config`, normalised.
-        found: what its `model` says of itself; for `mtp` without one, what the target says.
+        found: description of its `model`; for `mtp` without one, of the target.
 
     Raises:
-        ConfigError: nothing implies a method, or the checkpoint is for another; names that.
+        ConfigError: no method is implied, or the checkpoint is for another one, which the message names.
     """
     method = keys.get("method")
     if isinstance(method, str):
-        return _settled(method_name(method), keys, found)
+        return _resolved(method_name(method), keys, found)
     if method is not None:
         names = _cascade(method)
-        return tuple(_settled(name, keys, found) if _has_checkpoint(name, keys) else name for name in names)
+        return tuple(_resolved(name, keys, found) if _has_checkpoint(name, keys) else name for name in names)
     if is_ngram(keys):
         return "ngram"
     if keys.get("model") is None:
         raise ConfigError("speculative_config needs a method or a draft model, got " + shown(dict(keys)))
-    return _settled(found.method or "draft_model", keys, found)
+    return _resolved(found.method or "draft_model", keys, found)
 
 
 def is_ngram(keys: Keys) -> bool:
-    """Whether keys without a method ask for prompt lookup."""
+    """Whether keys without a method imply prompt lookup."""
     model = keys.get("model")
     return model in NGRAM_MODELS or (model is None and bool({"prompt_lookup_max", "prompt_lookup_min"} & set(keys)))
 
 
 def checkpoint(keys: Keys, target: str | None, target_revision: str | None) -> tuple[str, str | None] | None:
-    """Return the Hub id or folder, and its revision, of the draft's weights; None where nobody needs to look at them:
-    there are none, or what they are for is known to a class of the user's alone.
+    """Return the Hub id or folder, and revision, of the checkpoint to describe.
+
+    None if the draft has no weights, or only a user's class reads them.
     """
     model, method = keys.get("model"), keys.get("method")
     listed = [method] if isinstance(method, str) else method if isinstance(method, list | tuple) else []
     names = [method_name(name) for name in listed if isinstance(name, str)]
     if model is not None:
-        is_looked_at = not names or any(_has_checkpoint(name, keys) for name in names)
-        return (str(model), keys.get("revision")) if is_looked_at and model not in NGRAM_MODELS else None
+        is_described = not names or any(_has_checkpoint(name, keys) for name in names)
+        return (str(model), keys.get("revision")) if is_described and model not in NGRAM_MODELS else None
     return (target, target_revision) if target is not None and "mtp" in names else None
 
 
 def _has_checkpoint(name: str, keys: Keys) -> bool:
-    """Whether *name* has weights of a public format."""
+    """Whether method *name* has weights in a public format."""
     if name in MODEL_FREE or is_import_path(name):
         return False
     return name == "mtp" or keys.get("model") is not None
@@ -140,11 +141,11 @@ def _cascade(method: object) -> tuple[str, ...]:
     return tuple(method_name(name) for name in method)
 
 
-def _settled(name: str, keys: Keys, found: Described) -> str:
-    """Return *name* as `parallel_drafting` and the checkpoint turn it."""
+def _resolved(name: str, keys: Keys, found: Described) -> str:
+    """Return method *name*, or its variant according to `parallel_drafting` and the checkpoint."""
     parallel = keys.get("parallel_drafting")
     if parallel is None and found.method == "p_eagle" and name == "eagle3":
-        return "p_eagle"  # whose checkpoints are called EAGLE-3 elsewhere, and draft in parallel by themselves
+        return "p_eagle"  # other engines call these checkpoints EAGLE-3
     if parallel:
         name = PARALLEL.get(name, name)
         if name not in ALREADY_PARALLEL:
@@ -159,7 +160,7 @@ def _settled(name: str, keys: Keys, found: Described) -> str:
 
 
 def _check(name: str, keys: Keys, found: Described) -> None:
-    """Refuse to use a checkpoint for what it is not; what it lacks to be used in parallel, its reader can name."""
+    """Raise if the checkpoint is for another method, unless that one may be used as *name*."""
     if not _has_checkpoint(name, keys) or found.method in (None, name) or RUNS_AS.get(str(found.method)) == name:
         return
     if keys.get("parallel_drafting") and PARALLEL.get(str(found.method)) == name:

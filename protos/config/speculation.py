@@ -1,16 +1,14 @@
-"""What users write about speculation -> `SpeculativeConfig`: vLLM's keys, and the names of yesterday and next door."""
+"""Builds a `SpeculativeConfig` from `speculative_config`: vLLM's keys, with removed and other engines' names."""
 
 import json
-import logging
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from protos.config.engine import BY_LAWS, MAX_SPECULATIVE_TOKENS, RejectionSampleMethod, SpeculativeConfig
+from protos.config.engine import PROBABILISTIC_RULES, RejectionSampleMethod, SpeculativeConfig
 from protos.config.method import (
     MODEL_FREE,
     NGRAM_MODELS,
     UNKNOWN,
-    Described,
     Detect,
     Methods,
     checkpoint,
@@ -19,16 +17,12 @@ from protos.config.method import (
     names_of,
     nothing_known,
 )
+from protos.config.num_tokens import by_batch_size, num_tokens
 from protos.config.tree import STEPS, TOKENS, TOPK, TREE, shaped
 from protos.errors import ConfigError
 from protos.validation import did_you_mean, shown, warn_once
 
-logger = logging.getLogger("slipstream")
-
 Keys = dict[str, Any]
-DEFAULT_TOKENS = 5
-REST_TOKENS = 16
-LOOKAHEAD = ("lookahead_window", "lookahead_ngram", "lookahead_guesses")
 NEEDS_MODEL = frozenset({
     "draft_model", "medusa", "hydra", "mlp_speculator", "recurrent", "eagle", "eagle3", "p_eagle", "pard", "dflash",
 })  # fmt: skip
@@ -60,7 +54,7 @@ BOOLEANS = frozenset({
     "disable_eagle_block_drop", "disable_lookahead_block_hashes", "use_local_argmax_reduction",
     "enable_adaptive_verification", "disable_logprobs", "disable_mqa_scorer",
 })  # fmt: skip
-# Cannot change the answer, and steer nothing that exists here (or nothing of the chosen method).
+# Have no effect here, or none with the chosen method, and cannot change the answer.
 HARMLESS = frozenset({
     "disable_padded_drafter_batch", "disable_eagle_block_drop", "disable_lookahead_block_hashes",
     "use_local_argmax_reduction", "enable_adaptive_verification", "disable_logprobs", "disable_mqa_scorer",
@@ -80,7 +74,7 @@ LOSSY = ("fly", "typical", "typical_acceptance_sampler", "typical_acceptance")
 RULES: tuple[RejectionSampleMethod, ...] = get_args(RejectionSampleMethod)
 KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__)
 SETTLED = frozenset({"parallel_drafting"})
-"""Keys that say what the method is, and nothing more."""
+"""Keys that only choose the method."""
 
 
 def read(
@@ -89,16 +83,16 @@ def read(
     detect: Detect = nothing_known,
     target: tuple[str, str | None] | None = None,
 ) -> SpeculativeConfig | None:
-    """Return the configuration that *given* (a dict or JSON text) asks for, None where it asks for none.
+    """Return the configuration for *given*, None if that is empty.
 
     Args:
-        given: what the user wrote.
-        methods: the proposers there are, None to take any name. Import paths are taken, and tried by who loads them.
+        given: `speculative_config`, as a dict or JSON text.
+        methods: the available methods; None accepts any name. Import paths are accepted, and checked when loaded.
         detect: describes checkpoints.
         target: the target's Hub id or folder, and its revision.
 
     Raises:
-        ConfigError: names the key, the value, and what would be right.
+        ConfigError: names the key, the value, and what is allowed.
     """
     keys = _normalised(mapping(given))
     if not keys:
@@ -107,14 +101,14 @@ def read(
     found = detect(*where) if where else UNKNOWN
     method = infer(keys, found)
     _check_available(method, methods)
-    keys = _with_rule(keys)
+    keys = _with_acceptance_rule(keys)
     _check_draft_tensor_parallel_size(keys)
     _check_keys(keys)
     keys = shaped(method, keys)
     fields = {key: value for key, value in keys.items() if key in KNOWN}
     fields |= _lookup_lengths(keys)
-    fields |= {"method": method, "model": _model(method, keys, target), TOKENS: _tokens(method, keys, found)}
-    fields |= _by_batch_size(keys, fields[TOKENS])
+    fields |= {"method": method, "model": _model(method, keys, target), TOKENS: num_tokens(method, keys, found)}
+    fields |= by_batch_size(keys, fields[TOKENS])
     try:
         return SpeculativeConfig(**fields)
     except ConfigError as error:
@@ -122,7 +116,7 @@ def read(
 
 
 def mapping(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return *given*, read from JSON if it is text; empty for None."""
+    """Return *given*, parsed from JSON if it is text; empty for None."""
     if isinstance(given, str):
         given = _json(given)
     if given is None:
@@ -142,7 +136,7 @@ def _json(text: str) -> Any:
 
 
 def _normalised(given: Mapping[str, Any]) -> Keys:
-    """Return *given* with today's names, string booleans read, and nothing for what is None."""
+    """Return *given* under current names, with string booleans parsed and None values dropped."""
     keys: Keys = {}
     for spelt, value in given.items():
         name = str(spelt).replace("-", "_")
@@ -171,34 +165,34 @@ def _check_available(method: Methods, methods: Collection[str] | None) -> None:
             )
 
 
-def _with_rule(keys: Keys) -> Keys:
-    """Settle the rule of acceptance. What is lossy is refused as such, or warned of where it is meant to be."""
-    asked = {key: str(keys[key]) for key in ("acceptance_method", "rejection_sample_method") if key in keys}
-    for key, rule in asked.items():
+def _with_acceptance_rule(keys: Keys) -> Keys:
+    """Return *keys* with one `rejection_sample_method`; lossy ones are refused, except "synthetic", with a warning."""
+    given = {key: str(keys[key]) for key in ("acceptance_method", "rejection_sample_method") if key in keys}
+    for key, rule in given.items():
         if rule in LOSSY:
             raise ConfigError(f"speculative_config: {key} {rule!r} is lossy: it changes the answer; leave it out")
         if rule not in (*RULES, "rejection_sampler"):
             raise ConfigError(
                 f"speculative_config: {key} {shown(rule)} is not available; choose one of: {', '.join(RULES)}"
             )
-    rules = {rule for rule in asked.values() if rule != "rejection_sampler"}
+    rules = {rule for rule in given.values() if rule != "rejection_sampler"}
     if len(rules) > 1:
         raise ConfigError(
-            f"speculative_config: acceptance_method says {shown(asked['acceptance_method'])}, "
-            f"rejection_sample_method {shown(asked['rejection_sample_method'])}; give one"
+            f"speculative_config: acceptance_method is {shown(given['acceptance_method'])}, "
+            f"rejection_sample_method {shown(given['rejection_sample_method'])}; give one"
         )
     rule = rules.pop() if rules else RULES[0]
     if rule == "synthetic":
         warn_once(
-            "rejection_sample_method 'synthetic' CHANGES THE ANSWER: guesses are kept at a rate that was given, "
+            "rejection_sample_method 'synthetic' CHANGES THE ANSWER: draft tokens are accepted at a given rate, "
             "right or wrong; for load tests only"
         )
-    if "draft_sample_method" in keys and rule not in BY_LAWS:
+    if "draft_sample_method" in keys and rule not in PROBABILISTIC_RULES:
         warn_once(
-            f"speculative_config: draft_sample_method has no meaning under rejection_sample_method {rule!r} and "
+            f"speculative_config: draft_sample_method has no effect with rejection_sample_method {rule!r} and "
             "is ignored"
         )
-    return {key: value for key, value in keys.items() if key not in asked} | {"rejection_sample_method": rule}
+    return {key: value for key, value in keys.items() if key not in given} | {"rejection_sample_method": rule}
 
 
 def _check_draft_tensor_parallel_size(keys: Keys) -> None:
@@ -216,13 +210,13 @@ def _check_keys(keys: Keys) -> None:
             if value not in NEUTRAL:
                 raise ConfigError(f"speculative_config: {key} is not supported, got {shown(value)}: {REFUSED[key]}")
         elif key in HARMLESS:
-            warn_once(f"speculative_config: {key} has no meaning here and is ignored")
+            warn_once(f"speculative_config: {key} has no effect here and is ignored")
         elif key not in KNOWN | SETTLED:
             raise ConfigError(f"speculative_config: unknown key {key!r}{did_you_mean(key, KNOWN)}")
 
 
 def _lookup_lengths(keys: Keys) -> Keys:
-    """Mirror whichever end of the n-gram range was left out; both left out are the defaults."""
+    """Return the n-gram range: an end that is missing equals the other; empty (the defaults) if both are."""
     given = [keys[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if key in keys]
     if not given:
         return {}
@@ -230,16 +224,16 @@ def _lookup_lengths(keys: Keys) -> Keys:
 
 
 def _model(method: Methods, keys: Keys, target: tuple[str, str | None] | None) -> str | None:
-    """Return where the draft's checkpoint is; None where there is none, or where it is the target's own."""
+    """Return the Hub id or folder of the draft's checkpoint; None if there is none, or it is the target's own."""
     model = keys.get("model")
     names = names_of(method)
     if model in NGRAM_MODELS:
         model = None
     if "mtp" in names and target is not None and (str(model), keys.get("revision")) == target:
         return None
-    needy = sorted(NEEDS_MODEL.intersection(names))
-    if model is None and needy:
-        raise ConfigError(f"speculative_config: method {needy[0]!r} needs a model: a Hub id or a folder")
+    needing = sorted(NEEDS_MODEL.intersection(names))
+    if model is None and needing:
+        raise ConfigError(f"speculative_config: method {needing[0]!r} needs a model: a Hub id or a folder")
     if model is not None and MODEL_FREE.issuperset(names):
         raise ConfigError(
             f"speculative_config: method {shown(method)} uses no draft model, got model {shown(str(model))}"
@@ -249,61 +243,3 @@ def _model(method: Methods, keys: Keys, target: tuple[str, str | None] | None) -
             "speculative_config: method 'rest' needs a datastore: the file that `slipstream build-datastore` wrote"
         )
     return None if model is None else str(model)
-
-
-def _tokens(method: Methods, keys: Keys, found: Described) -> object:
-    """K: as given, else the most the table by batch size asks for, what the checkpoint says, what is usual."""
-    table = keys.get("num_speculative_tokens_per_batch_size")
-    if "num_speculative_tokens" not in keys and table:
-        return max(1, *(k for _, _, k in _table(table, MAX_SPECULATIVE_TOKENS)))
-    names = names_of(method)
-    if TOKENS not in keys and found.num_tokens and found.method in names:
-        logger.info("num_speculative_tokens is %d: %s of the checkpoint", found.num_tokens, found.source)
-        return min(found.num_tokens, MAX_SPECULATIVE_TOKENS)
-    return keys.get(TOKENS, _usual_tokens(method, keys))
-
-
-def _usual_tokens(method: Methods, keys: Keys) -> object:
-    """Suffix decoding guesses as far as it may; look-ahead needs room for its window and its guesses."""
-    if method == "suffix":
-        return _capped(keys.get("suffix_decoding_max_tree_depth", SpeculativeConfig.suffix_decoding_max_tree_depth))
-    if method == "lookahead":
-        window, size, guesses = (keys.get(name, getattr(SpeculativeConfig, name)) for name in LOOKAHEAD)
-        if all(type(number) is int for number in (window, size, guesses)):
-            return _capped((window + guesses) * (size - 1))
-    return REST_TOKENS if method == "rest" else DEFAULT_TOKENS
-
-
-def _capped(tokens: object) -> object:
-    return max(1, min(tokens, MAX_SPECULATIVE_TOKENS)) if type(tokens) is int else tokens
-
-
-def _by_batch_size(keys: Keys, most: object) -> Keys:
-    value = keys.get("num_speculative_tokens_per_batch_size")
-    if value is None:
-        return {}
-    if "disable_by_batch_size" in keys:
-        raise ConfigError(
-            "speculative_config: disable_by_batch_size and num_speculative_tokens_per_batch_size both say when to "
-            "speculate less; give one"
-        )
-    limit = most if isinstance(most, int) else MAX_SPECULATIVE_TOKENS
-    return {"num_speculative_tokens_per_batch_size": _table(value, limit)}
-
-
-def _table(value: object, limit: int) -> tuple[tuple[int, int, int], ...]:
-    """Check rows `[first batch size, last, K]`: from 1 on, rising, without overlap; gaps keep the K before."""
-    name = "speculative_config: num_speculative_tokens_per_batch_size"
-    if not isinstance(value, list | tuple) or not value:
-        raise ConfigError(f"{name} must be a list of [start, end, K], got {shown(value)}")
-    rows: list[tuple[int, int, int]] = []
-    for row in value:
-        if not isinstance(row, list | tuple) or len(row) != 3 or not all(type(number) is int for number in row):
-            raise ConfigError(f"{name}: each row must be three integers [start, end, K], got {shown(row)}")
-        start, end, k = row
-        if start > end or (start != 1 if not rows else start <= rows[-1][1]):
-            raise ConfigError(f"{name}: rows must start at batch size 1 and rise without overlap, got {shown(row)}")
-        if not 0 <= k <= limit:
-            raise ConfigError(f"{name}: K must be from 0 to {limit}, got {k} in {shown(row)}")
-        rows.append((start, end, k))
-    return tuple(rows)

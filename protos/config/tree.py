@@ -1,4 +1,4 @@
-"""The keys that shape a draft: static trees as Medusa and vLLM write them, and the widths and depths of SGLang's."""
+"""The keys that shape a draft: static trees as in Medusa and vLLM, widths and depths as in SGLang."""
 
 import ast
 from collections.abc import Collection, Mapping
@@ -15,19 +15,19 @@ Path = tuple[int, ...]
 TREE, TOPK, STEPS, TOKENS = "speculative_token_tree", "eagle_topk", "num_steps", "num_speculative_tokens"
 SHAPE = "draft_shape"
 STATIC = frozenset({"medusa", "hydra", "mlp_speculator", "recurrent"})
-"""Methods that draft trees of a shape that is given."""
+"""Methods that draft static trees."""
 GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
-"""Methods that grow trees where guesses are confident."""
+"""Methods that draft dynamic trees (EAGLE-2)."""
 BRANCHING = GROWN | {"recurrent"}
-"""Methods that take a width: the children of a node, or the beams of a search."""
+"""Methods that take a width: the children of a node, or the beams of a beam search."""
 DEFAULT_STEPS = 5
 
 
 def shaped(method: Methods, keys: Mapping[str, Any]) -> Keys:
-    """Return *keys* with their tree checked and brought into the form that *method* takes.
+    """Return *keys* with their tree checked and converted for *method*.
 
-    A tree without branches becomes a number of tokens. Methods that grow their trees take the width, depth and size of
-    a given one. Without `num_speculative_tokens`, the shape tells it.
+    A tree without branches becomes a number of tokens. For methods with dynamic trees, a given tree becomes its width,
+    depth and size. `num_speculative_tokens` defaults to the size of the shape.
 
     Raises:
         ConfigError: the tree is malformed, or the method cannot draft it.
@@ -36,14 +36,14 @@ def shaped(method: Methods, keys: Mapping[str, Any]) -> Keys:
     names = set(names_of(method))
     may_branch = not names.isdisjoint(BRANCHING) or any(map(is_import_path, names))
     if TREE in shape:
-        _give_tree(shape, paths(shape.pop(TREE)), names)
+        _set_tree(shape, paths(shape.pop(TREE)), names)
     width, steps = (_number(shape, key) for key in (TOPK, STEPS))
     if width == 1:
         shape.setdefault(SHAPE, "chain")
     if width is not None and width > 1 and not may_branch:
         raise ConfigError(
             f"speculative_config: {TOPK} must be 1 for method {shown(method)}, got {width}: "
-            f"it grows no tree; {', '.join(sorted(BRANCHING))} do"
+            f"it drafts no tree; {', '.join(sorted(BRANCHING))} do"
         )
     if width in (None, 1) and steps is not None and not may_branch:
         del shape[STEPS]
@@ -59,7 +59,7 @@ def paths(value: object) -> tuple[Path, ...]:
         value: a list of lists of ranks, or its text: `"[(0,), (0, 0), (1,)]"`.
 
     Raises:
-        ConfigError: it is something else, or a node stands there without the one it hangs on.
+        ConfigError: it is not a list of paths, or a node's parent is missing.
     """
     nodes = _read(value)
     if not nodes or not all(isinstance(node, list | tuple) and node for node in nodes):
@@ -71,9 +71,7 @@ def paths(value: object) -> tuple[Path, ...]:
         if not all(type(rank) is int and rank >= 0 for rank in node):
             raise ConfigError(f"speculative_config: {TREE}: ranks must be whole numbers from 0, got {shown(node)}")
         if node[:-1] and node[:-1] not in found:
-            raise ConfigError(
-                f"speculative_config: {TREE} has {shown(node)}, but not {shown(node[:-1])}, on which it hangs"
-            )
+            raise ConfigError(f"speculative_config: {TREE} has {shown(node)}, but not its parent {shown(node[:-1])}")
     return tuple(sorted(found, key=lambda node: (len(node), node)))
 
 
@@ -85,8 +83,8 @@ def _read(value: object) -> list[Any]:
     return list(read) if isinstance(read, list | tuple) else []
 
 
-def _give_tree(shape: Keys, tree: tuple[Path, ...], names: Collection[str]) -> None:
-    """Put *tree* into *shape* as the methods *names* take it."""
+def _set_tree(shape: Keys, tree: tuple[Path, ...], names: Collection[str]) -> None:
+    """Set the keys of *shape* for *tree* with the methods *names*."""
     depth, width = len(tree[-1]), 1 + max(rank for node in tree for rank in node)
     if width == 1:
         shape |= {SHAPE: "chain"}
@@ -98,8 +96,8 @@ def _give_tree(shape: Keys, tree: tuple[Path, ...], names: Collection[str]) -> N
         shape |= {TOPK: width, STEPS: depth}
         shape.setdefault(TOKENS, min(MAX_SPECULATIVE_TOKENS, len(tree)))
         warn_once(
-            f"speculative_config: {TREE}: these trees are grown where guesses are confident; the one given was "
-            f"read as {TOPK} {width}, {STEPS} {depth}"
+            f"speculative_config: {TREE}: this method drafts dynamic trees; the static tree was converted to "
+            f"{TOPK} {width}, {STEPS} {depth}"
         )
     else:
         raise ConfigError(

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 
 import msgspec
-from pydantic import TypeAdapter
 
 from proposers import registry
-from protos.config.engine import EngineConfig
+from protos.config.engine import EngineConfig, to_json
 from protos.errors import EngineDeadError, PlacementError, SlipstreamError, TargetLostError
 from protos.interfaces import ALWAYS_UP, DraftService
 from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
@@ -52,8 +51,6 @@ STEADY_ROUNDS, STEADY_S = 50, 60.0
 DRAFT_AT_START_S = 60.0
 """The start waits this long for the first pair, then goes on without."""
 
-_CONFIG = TypeAdapter(EngineConfig)
-
 
 def has_draft_worker(config: EngineConfig) -> bool:
     """Whether *config* asks for a draft on a worker of its own."""
@@ -88,7 +85,7 @@ class DistributedExecutor:
         self._gang, self._config, self._say, self._clock = gang, config, say, clock
         self._rebuild_timeout_s = config.parallel.rebuild_timeout_s
         self._world = config.parallel.tensor_parallel_size
-        self._setup = Setup(_CONFIG.dump_json(config).decode(), WorkerId("target"), self._world, "cpu", backend)
+        self._setup = Setup(to_json(config), WorkerId("target"), self._world, "cpu", backend)
         self._devices = Devices(config.model.device, may_share=may_share_devices)
         self._watch = Watchdog(clock)
         has_draft = has_draft_worker(config)

@@ -14,7 +14,7 @@ from cluster.cli import env as cli_env
 from cluster.cli import main as cli
 from cluster.cli import serve as cli_serve
 from cluster.cli.env import version
-from protos.config import arguments
+from protos.config import argument_names, arguments
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError
 from tests.support.models import tiny_pairs
@@ -99,12 +99,12 @@ def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any
         "log_format": "json",
     }
     given = ["serve"]
-    for option in arguments.KEPT:
+    for option in argument_names.KEPT:
         flag = "--" + option.name.replace("_", "-")
         given += [flag] if option.is_flag else [flag, values.get(option.name, "64")]
     run(*given)
     ((config, _),) = served
-    python = {o.name: True if o.is_flag else values.get(o.name, "64") for o in arguments.KEPT}
+    python = {o.name: True if o.is_flag else values.get(o.name, "64") for o in argument_names.KEPT}
     assert config == arguments.parse(python)
 
 

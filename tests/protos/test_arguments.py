@@ -5,10 +5,9 @@ import logging
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from protos.config import arguments
-from protos.config.engine import EngineConfig, SpeculativeConfig
+from protos.config.engine import EngineConfig, SpeculativeConfig, from_json, to_json
 from protos.config.method import Described
 from protos.errors import ConfigError
 from protos.validation import warn_once
@@ -170,8 +169,7 @@ def test_model_is_needed() -> None:
 
 def test_it_crosses_processes_as_json() -> None:
     config = parse(speculative_config={"model": "d", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 9, 0]]})
-    adapter = TypeAdapter(EngineConfig)
-    assert adapter.validate_json(adapter.dump_json(config)) == config
+    assert from_json(to_json(config)) == config
 
 
 # Speculation
@@ -261,7 +259,7 @@ SYNTHETIC = {"model": "d", "num_speculative_tokens": 3, "rejection_sample_method
         ({"model": "d", "acceptance_method": "typical_acceptance_sampler"}, "lossy"),
         ({"model": "d", "quantization": "fp8"}, "quantization is not supported"),
         ({"method": "ngram", "parallel_drafting": "True"}, "parallel_drafting is not possible with method 'ngram'"),
-        ({"method": "ngram", "eagle_topk": 8}, "eagle_topk must be 1 for method 'ngram', got 8: it grows no tree"),
+        ({"method": "ngram", "eagle_topk": 8}, "eagle_topk must be 1 for method 'ngram', got 8: it drafts no tree"),
         ({"method": "ngram", "speculative_token_tree": "[(0,), (1,)]"}, "has branches, but ngram cannot draft them"),
         ({"model": "d", "enforce_eager": "maybe"}, "enforce_eager must be true or false"),
         ({"model": "d", "prompt_lookup_min": 0}, "prompt_lookup_min must be greater than 0"),
@@ -313,7 +311,7 @@ def test_typical_acceptance_is_refused_under_its_old_name_too() -> None:
 
 def test_contradictions_are_named() -> None:
     given = {"speculative_config": {"model": "d", "num_speculative_tokens": 3}, "num_speculative_tokens": 4}
-    assert "speculative_config says num_speculative_tokens 3" in refusal(**given)
+    assert "speculative_config sets num_speculative_tokens to 3" in refusal(**given)
 
 
 @pytest.mark.parametrize(
@@ -341,10 +339,10 @@ def test_lossy_thresholds_are_refused() -> None:
 
 def test_rules_of_acceptance() -> None:
     draft = {"model": "d", "num_speculative_tokens": 3}
-    assert not speculative(**draft).draws_guesses
+    assert not speculative(**draft).samples_drafts
     for rule in ("standard", "block"):
-        assert speculative(**draft, rejection_sample_method=rule).draws_guesses
-        assert not speculative(**draft, rejection_sample_method=rule, draft_sample_method="greedy").draws_guesses
+        assert speculative(**draft, rejection_sample_method=rule).samples_drafts
+        assert not speculative(**draft, rejection_sample_method=rule, draft_sample_method="greedy").samples_drafts
     both = speculative(**draft, acceptance_method="rejection_sampler", rejection_sample_method="block")
     assert both.rejection_sample_method == "block"
     assert speculative(**SYNTHETIC, synthetic_acceptance_rates=[0.9, 0.5, 0.5]).synthetic_rates == (0.9, 0.5, 0.5)
@@ -357,4 +355,4 @@ def test_what_changes_the_answer_or_means_nothing_is_warned_of(caplog: pytest.Lo
     speculative(**SYNTHETIC, synthetic_acceptance_length=2.0)
     speculative(model="d", draft_sample_method="greedy")
     assert "CHANGES THE ANSWER" in caplog.text
-    assert "draft_sample_method has no meaning under rejection_sample_method 'coupled'" in caplog.text
+    assert "draft_sample_method has no effect with rejection_sample_method 'coupled'" in caplog.text

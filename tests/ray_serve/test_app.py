@@ -24,7 +24,7 @@ from cluster.ray_serve.affinity import (
     session_of,
 )
 from cluster.ray_serve.arguments import ELSEWHERE, SERVER, ServeArguments, ServerArguments
-from protos.config import arguments
+from protos.config import argument_names
 from protos.errors import ConfigError, EngineDeadError, PlacementError
 from runtime.grpc.errors import StatusError
 
@@ -153,7 +153,7 @@ def test_serve_takes_what_the_command_takes() -> None:
     command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     options = {parameter.name for parameter in command.params}
     elsewhere = {"host", "port", "grpc_host", "grpc_port", "shutdown_timeout", "config", "positional_model", *ELSEWHERE}
-    taken = SERVER | arguments.NAMES
+    taken = SERVER | argument_names.NAMES
     missing = {name for name in options if name not in taken | elsewhere and "tls" not in name and "ssl" not in name}
     assert not missing
 

@@ -8,7 +8,7 @@ from msgspec import structs
 from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.errors import ConfigError, EngineDeadError
-from protos.interfaces import DraftService, InOneProcess, Proposer, SequenceListener
+from protos.interfaces import DraftService, Proposer, SequenceListener
 from protos.messages import Abort, Request, RoundPlan, SpeculationStats, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.core import planner as planning
@@ -17,6 +17,7 @@ from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import NoSpeculation, Policy, SpeculationPolicy, make_policy
 from runtime.text.detokenizer import DetokenizerFactory
 from tests.support.distributed.fake_worker import EOS, FakeWorker, make_request, tiny_tokenizer
+from tests.support.in_one_process import InOneProcess
 
 INFO = WorkerInfo(num_blocks=32, block_size=4, max_model_len=64, vocab_size=10, speculates=True)
 OFF = NoSpeculation()

@@ -181,5 +181,5 @@ def _inner_paths(draft: Draft) -> list[Path]:
 def drawing_for(speculative: SpeculativeConfig, sampler: Sampler) -> DraftSampler:
     """Return how the draft of *speculative* chooses its guesses: as the rule that judges them wants it."""
     if speculative.rejection_sample_method in ("standard", "block"):
-        return IndependentNoise(sampler, draws=speculative.draws_guesses)
+        return IndependentNoise(sampler, draws=speculative.samples_drafts)
     return CoupledNoise(sampler)

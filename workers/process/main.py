@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 import torch
-from pydantic import TypeAdapter
 
-from protos.config.engine import EngineConfig
+from protos.config.engine import EngineConfig, from_json
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
 from protos.worker_messages import (
@@ -52,7 +51,6 @@ TP_TIMEOUT_S = 3600.0
 PACE_TOKENS = 64
 """Steps are measured for up to this many tokens at least, to tell a slow round from one that hangs."""
 
-_CONFIG = TypeAdapter(EngineConfig)
 Order = TypeVar("Order", Setup, Allocate)
 
 
@@ -144,7 +142,7 @@ def _live(port: Port, setup: Setup, heart: HeartbeatThread, floor_s: float) -> N
 
 def _configured(setup: Setup) -> EngineConfig:
     """Return the configuration with the device that this worker got."""
-    config = _CONFIG.validate_json(setup.config)
+    config = from_json(setup.config)
     kind: Literal["cpu", "cuda"] = "cpu" if setup.device == "cpu" else "cuda"
     return replace(config, model=replace(config.model, device=kind))
 
@@ -230,7 +228,7 @@ class _Loading:
                 has_features=loaded.spec.needs != "none",
             )
 
-        has_probs = speculative is not None and speculative.draws_guesses
+        has_probs = speculative is not None and speculative.samples_drafts
         remote = RemoteDraft(Pairing(self._port.send, join), ready.worker, has_probs=has_probs)
         return TargetRank(tp, ready.worker, remote), remote
 

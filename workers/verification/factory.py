@@ -12,4 +12,4 @@ def judge_for(speculative: SpeculativeConfig | None, sampler: GrammarSampler) ->
         return SampleAndMatch(sampler)
     if speculative.rejection_sample_method == "synthetic":
         return Synthetic(sampler, speculative.synthetic_rates)
-    return RejectionSampler(sampler, speculative.rejection_sample_method, draws=speculative.draws_guesses)
+    return RejectionSampler(sampler, speculative.rejection_sample_method, draws=speculative.samples_drafts)

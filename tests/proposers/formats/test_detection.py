@@ -252,7 +252,7 @@ def test_static_trees(written: object, nodes: object) -> None:
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ("[(0, 0)]", "has (0, 0), but not (0,), on which it hangs"),
+        ("[(0, 0)]", "has (0, 0), but not its parent (0,)"),
         ("[(0,), (-1,)]", "whole numbers from 0"),
         ("nonsense", "must be a list of paths"),
         ([], "must be a list of paths"),

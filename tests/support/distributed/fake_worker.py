@@ -11,9 +11,9 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from protos.draft import Draft, DraftRow
-from protos.interfaces import InOneProcess
 from protos.messages import Request, RoundPlan, Row, Sampling, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
+from tests.support.in_one_process import InOneProcess
 from tests.support.tree_proposer import nonsense, random_tree
 from workers.slots import SlotTable
 from workers.verification.verify import accept

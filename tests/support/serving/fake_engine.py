@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.errors import ModelError
-from protos.interfaces import Inbox, InOneProcess
+from protos.interfaces import Inbox
 from protos.messages import RoundPlan, Row, TokenLogprobs, Verdict, WorkerInfo
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller
@@ -31,6 +31,7 @@ from runtime.frontend.process_channel import serve_child
 from runtime.metrics.prometheus import Metrics
 from runtime.text.detokenizer import DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
+from tests.support.in_one_process import InOneProcess
 
 EOS = 0
 TEMPLATE = (

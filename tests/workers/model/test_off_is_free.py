@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster import assemble
 from protos.config.arguments import parse
-from protos.interfaces import Executor, InOneProcess
+from protos.interfaces import Executor
 from protos.messages import Request, RoundPlan, Sampling, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.core.controller import LocalInbox
+from tests.support.in_one_process import InOneProcess
 from tests.support.models.tiny_models import build
 
 ALWAYS_OFF = [[1, 1000, 0]]
