@@ -23,7 +23,7 @@ from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load
 from workers.model.runner import ModelRunner
-from workers.sampling.grammar_words import with_grammars
+from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
@@ -127,7 +127,8 @@ def make_target(
     step_s = runner.measure(min(measured, config.scheduler.max_num_seqs * (max_draft(config) + 1))) if measured else {}
     draft_s = {} if draft is None else measure_draft(config, draft)
     slots.clear()
-    masked = with_grammars(sampler, config.model, loaded.model)
+    model = loaded.model
+    masked = sampler.with_grammars(load_grammar_masks(config.model, slots, model.vocab_size, model.eos_ids))
     worker = TargetWorker(runner, slots, masked, loaded.spec.needs, judge_for(config.speculative, masked))
     return ReadyTarget(worker, draft, step_s, draft_s)
 

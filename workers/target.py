@@ -14,11 +14,12 @@ from protos.messages import NewSequence, Row, TokenLogprobs, Verdict
 from workers.attention.batch import Batch, Ints, TreeMask, TreeMasks
 from workers.features import Features, kept
 from workers.model.runner import ModelRunner
-from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.logprobs import token_logprobs
+from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verification.acceptance import AcceptanceRule, AcceptedTokens, SampleAndMatch, Scored
 from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
+from workers.verification.probes import accept_with_probes, with_probed
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class TargetWorker:
         self,
         runner: ModelRunner,
         slots: SlotTable,
-        sampler: GrammarSampler,
+        sampler: Sampler,
         needs: Needs = "none",
         judge: AcceptanceRule | None = None,
     ) -> None:
@@ -137,19 +138,23 @@ class TargetWorker:
         if states_TF is not None:
             self._offsets_R, self._states_TF = scoring.batch.offsets_R, states_TF
         logits_NV = logits_XV[: len(scoring.wanted_N)]
-        accepted = self._judge.judge(
-            Scored(
-                rows,
-                drafts,
-                scoring.counts_R,
-                logits_NV,
-                scoring.slots_N,
-                scoring.index_N,
-                scoring.batch.areas is not None,
-                probs,
-            )
+        scored = Scored(
+            rows,
+            drafts,
+            scoring.counts_R,
+            logits_NV,
+            scoring.slots_N,
+            scoring.index_N,
+            scoring.batch.areas is not None,
+            probs,
         )
+        if scored.has_trees and any(draft.probes for draft in drafts):
+            accepted, probed = accept_with_probes(self._judge, scored, self.slots)
+        else:
+            accepted, probed = self._judge.accept(scored), {}
         verdicts = self._verdicts(rows, drafts, scoring, accepted, logits_NV)
+        if probed:
+            verdicts = [with_probed(verdict, probed) for verdict in verdicts]
         if len(prompt_P):
             self._add_prompt_logprobs(verdicts, rows, scoring.batch, prompt_P, logits_XV[len(scoring.wanted_N) :])
         self.verify_s = time.monotonic() - began - self.forward_s
@@ -172,15 +177,14 @@ class TargetWorker:
     ) -> list[Verdict | None]:
         """Return the verdict of each row; None for rows that do not sample."""
         verdicts: list[Verdict | None] = []
-        at, left = 0, iter(accepted)
+        at, remaining = 0, iter(accepted)
         for row, draft, count in zip(rows, drafts, scoring.counts_R.tolist(), strict=True):
             if not count:
                 verdicts.append(None)
                 continue
-            own = next(left)
-            path, emitted = own.path, own.emitted
+            path, emitted = next(remaining)
             if emitted[0] == -1:
-                why = self.sampler.why_none(row.slot, logits_NV[at : at + count])
+                why = self.sampler.failure_reason(row.slot, logits_NV[at : at + count])
                 verdicts.append(Verdict(row.slot, failed=why))
             else:
                 if emitted[-1] == -1:
@@ -189,7 +193,7 @@ class TargetWorker:
                     path, emitted = path[:-1], emitted[:-1]
                 logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
                 verdict = Verdict(row.slot, emitted, len(draft), path, logprobs)
-                verdicts.append(_with_tree(verdict, draft, own.probed))
+                verdicts.append(_with_tree(verdict, draft))
             at += count
         return verdicts
 
@@ -232,9 +236,9 @@ class TargetWorker:
             verdicts[r] = msgspec.structs.replace(verdict, prompt_logprobs=found)
 
 
-def _with_tree(verdict: Verdict, draft: Draft, probed: Seq[int]) -> Verdict:
+def _with_tree(verdict: Verdict, draft: Draft) -> Verdict:
     """Add the fields that only verdicts of trees have."""
     if draft.is_chain:
         return verdict
     widths = draft.widths()
-    return msgspec.structs.replace(verdict, proposed=sum(widths), widths=widths, probed=probed)
+    return msgspec.structs.replace(verdict, proposed=sum(widths), widths=widths)

@@ -15,7 +15,7 @@ from benchmarks.shared.workload import Item
 from protos.messages import Sampling
 from slipstream import LLM, SamplingParams
 from workers.sampling.noise import ACCEPT, DRAFT, row_keys, stream_seeds, uniform
-from workers.sampling.sample import Ints, Limits, short_law, without_replacement
+from workers.sampling.sample import Ints, Limits, top_distribution, without_replacement
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verification import rejection_math as rules
@@ -96,7 +96,7 @@ class Models:
         fed, laws, places = [last_R], [], []
         for step in range(k):
             logits_RV = self.draft(fed[-1][:, None], past_key_values=before[1], use_cache=True).logits[:, -1]
-            ids_RL, q_RL = short_law(logits_RV, limits, DRAFT_PROBS_SIZE)
+            ids_RL, q_RL = top_distribution(logits_RV, limits, DRAFT_PROBS_SIZE)
             keys_R = torch.from_numpy(row_keys(seeds_R, np.full(len(seeds_R), step)))
             drawn_R1 = without_replacement(ids_RL, q_RL, keys_R, 1)
             fed.append(drawn_R1[:, 0])
@@ -171,7 +171,7 @@ class Draws:
         index_N = np.full(SEEDS, index)
         y_N = self._sampler.sample(target_V.expand(SEEDS, -1), self._slots_N, index_N)
         d_N = self._sampler.sample(draft_V.expand(SEEDS, -1), self._slots_N, index_N)
-        two_N2, _ = self._sampler.best(draft_V.expand(SEEDS, -1), self._slots_N, index_N, 2)
+        two_N2, _ = self._sampler.candidates(draft_V.expand(SEEDS, -1), self._slots_N, index_N, 2)
         return float((y_N == d_N).double().mean()), float((two_N2 == y_N[:, None]).any(1).double().mean())
 
     def standard(self, text: Text, first: int) -> Floats:
@@ -184,7 +184,7 @@ class Draws:
         )
 
     def _kept(self, target_V: torch.Tensor, draft_V: torch.Tensor, index: int) -> float:
-        ids_NL, q_NL = short_law(draft_V.expand(SEEDS, -1), self._limits, DRAFT_PROBS_SIZE)
+        ids_NL, q_NL = top_distribution(draft_V.expand(SEEDS, -1), self._limits, DRAFT_PROBS_SIZE)
         known_N = np.full(SEEDS, index)
         keys = torch.from_numpy(row_keys(stream_seeds(self._slots_N, DRAFT, known_N), known_N))
         place_N1 = (ids_NL == without_replacement(ids_NL, q_NL, keys, 1)).int().argmax(1, keepdim=True)

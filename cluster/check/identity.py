@@ -17,7 +17,7 @@ import torch
 
 from cluster.check.answers import ORIGINS, Answer, Origin
 from workers.sampling.noise import gumbel, row_keys, signed
-from workers.sampling.sample import COLDEST
+from workers.sampling.sample import MIN_TEMPERATURE
 
 Floats = npt.NDArray[np.float64]
 Part = Literal["greedy", "seeded"]
@@ -45,7 +45,7 @@ class Allowance:
 
     def gap_at(self, temperature: float) -> float:
         """Return the gap below which tokens tie at *temperature*, in logits over it."""
-        return max(self.gap, self.logit_gap / (temperature if temperature >= COLDEST else 1.0))
+        return max(self.gap, self.logit_gap / (temperature if temperature >= MIN_TEMPERATURE else 1.0))
 
     def tolerance_at(self, temperature: float) -> float:
         """Return how far, relatively, probabilities at *temperature* may be off."""
@@ -170,7 +170,7 @@ def scores(logprobs_V: Floats, asked: Asked, index: int) -> Floats:
         asked: whose seed and temperature.
         index: position in prompt + output, whose noise is added.
     """
-    if asked.temperature < COLDEST:
+    if asked.temperature < MIN_TEMPERATURE:
         return logprobs_V
     key = torch.from_numpy(row_keys(np.array([signed(asked.seed)]), np.array([index])))
     noise_V = gumbel(key, torch.arange(len(logprobs_V))).numpy()
@@ -186,7 +186,7 @@ def explain(difference: Difference, logprobs_V: Floats, allowance: Allowance) ->
     ours, theirs = difference.with_token, difference.without_token
     both_there = ours >= 0 and theirs >= 0
     behind = best - float(min(score_V[ours], score_V[theirs])) if both_there else float("inf")
-    law_V = np.exp(logprobs_V / (asked.temperature if asked.temperature >= COLDEST else 1.0))
+    law_V = np.exp(logprobs_V / (asked.temperature if asked.temperature >= MIN_TEMPERATURE else 1.0))
     return Finding(
         asked.part,
         asked.prompt,
@@ -204,7 +204,7 @@ def explain(difference: Difference, logprobs_V: Floats, allowance: Allowance) ->
 
 
 def _chosen_with(token: int, logprobs_V: Floats, asked: Asked, index: int) -> tuple[str, ...]:
-    if asked.temperature < COLDEST:
+    if asked.temperature < MIN_TEMPERATURE:
         return ()
     ways = {name: scores(logprobs_V, asked, index + off) for off, name in OTHER_NOISE.items() if index + off >= 0}
     ways[WITHOUT_NOISE] = logprobs_V

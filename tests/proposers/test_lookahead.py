@@ -10,7 +10,7 @@ from protos.draft import Draft, DraftRow
 from protos.errors import ConfigError
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
-from workers.verification.verify import accept
+from tests.support.tree_proposer import accept_without_probes
 
 
 def path_to(draft: Draft, node: int) -> list[int]:
@@ -33,7 +33,7 @@ class Target:
     def run(self, text: list[int], draft: Draft) -> tuple[list[int], list[int]]:
         """Return new tokens and what is said behind the probes, as the target worker does."""
         y = [self.after(text), *(self.after(text + path_to(draft, node)) for node in range(len(draft)))]
-        path = accept(draft, y)
+        path = accept_without_probes(draft, y)
         probed = [y[1 + node] for node, probe in enumerate(draft.probes) if probe]
         return [y[0], *(y[1 + node] for node in path)], probed
 

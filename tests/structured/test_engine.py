@@ -153,7 +153,7 @@ def test_what_a_grammar_forbids_is_not_scored(
         engine = started(folders, speculation(folders, "draft_model"))
         running.append(engine)
         if not prunes:
-            monkeypatch.setattr(grammar_slots.Grammars, "prune", lambda self, rows, drafts: drafts)
+            monkeypatch.setattr(grammar_slots.SlotGrammars, "prune", lambda self, rows, drafts: drafts)
         assert_same(engine, plain)
         scored.append((engine.accepted, engine.proposed()))
     (accepted, proposed), (accepted_unpruned, proposed_unpruned) = scored
@@ -209,13 +209,13 @@ def test_requests_without_a_form_never_come_near(
         raise AssertionError("nobody asked for a form")
 
     for name in ("allowed", "prune", "_run"):
-        monkeypatch.setattr(grammar_slots.Grammars, name, never)
+        monkeypatch.setattr(grammar_slots.SlotGrammars, name, never)
     engine = started(folders, speculation(folders, "draft_model"))
     running.append(engine)
     engine.put(*requests(engine, [wish(i, None, max_tokens=12) for i in range(3)]))
     finish(engine)
     assert engine.accepted > 0
-    grammars = engine.built.executor.rank.worker.sampler._grammars  # type: ignore[attr-defined]
+    grammars = engine.built.executor.rank.worker.sampler._masks.grammars  # type: ignore[attr-defined]
     assert "_following" not in vars(grammars)
     assert not grammars._compiled
     assert not grammars._followed

@@ -19,13 +19,13 @@ from protos.messages import Grammar, NewSequence, Row, Sampling
 from tests.support.structured import EOS, FORMS, tokenizer, vocab_size, words
 from tests.support.tree_proposer import random_tree
 from workers.sampling import grammar_slots
-from workers.sampling.grammar_sampler import GrammarSampler, masked
-from workers.sampling.grammar_slots import Grammars
+from workers.sampling.grammar_masks import GrammarMasks, masked
+from workers.sampling.grammar_slots import SlotGrammars
 from workers.sampling.matcher import Bits, GrammarMatcher
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.verification.tree_sampler import TreeSampler
-from workers.verification.verify import accept
+from workers.verification.acceptance import SampleAndMatch, Scored
+from workers.verification.probes import accept_with_probes
 
 VOCAB = vocab_size()
 NAMES = sorted(FORMS)
@@ -131,17 +131,17 @@ def is_allowed(name: str, output: list[int], path: Seq[int]) -> bool:
     return True
 
 
-def engine_of(sequences: Seq[tuple[str | None, list[int], Sampling]], **options: Any) -> GrammarSampler:
+def engine_of(sequences: Seq[tuple[str | None, list[int], Sampling]], **options: Any) -> Sampler:
     """A target's sampler whose slots hold a prompt of two tokens and some output each."""
     slots = SlotTable(len(sequences), 64, 4)
-    grammars = Grammars(slots, VOCAB, (EOS,), words)
+    grammars = SlotGrammars(slots, VOCAB, (EOS,), words)
     new = [
         NewSequence(slot, [1, 7, *output], 2, replaced(sampling, name))
         for slot, (name, output, sampling) in enumerate(sequences)
     ]
     for each in new:
         slots._join(each)
-    sampler = GrammarSampler(Sampler(slots, VOCAB), grammars)
+    sampler = Sampler(slots, VOCAB).with_grammars(GrammarMasks(slots, grammars))
     sampler.expect(new)
     return sampler
 
@@ -152,7 +152,7 @@ def replaced(sampling: Sampling, name: str | None) -> Sampling:
     return msgspec.structs.replace(sampling, grammar=None if name is None else FORMS[name].grammar)
 
 
-def said(sampler: GrammarSampler, slot: int, logits_of: Any) -> int:
+def said(sampler: Sampler, slot: int, logits_of: Any) -> int:
     """Choose one token behind all that is known of a slot."""
     at = int(sampler.slots.known_len[slot])
     logits = logits_of(tuple(sampler.slots.tokens[slot, :at].tolist()))
@@ -202,10 +202,9 @@ def a_draft(true: list[int], dice: random.Random) -> Draft:
     return Draft((*right, *(dice.randrange(VOCAB) for _ in range(dice.randint(0, 2)))))
 
 
-def judged(sampler: GrammarSampler, drafts: Seq[Draft]) -> list[list[int]]:
+def judged(sampler: Sampler, drafts: Seq[Draft]) -> list[list[int]]:
     """Return what each slot would emit, with logits that depend on the path to each node."""
     slots = sampler.slots
-    emitted: list[list[int]] = []
     layouts = []
     for slot, draft in enumerate(drafts):
         slots.write_draft(slot, draft.tokens)
@@ -218,14 +217,11 @@ def judged(sampler: GrammarSampler, drafts: Seq[Draft]) -> list[list[int]]:
         *(np.concatenate([each[i] for each in layouts]) for i in (1, 2)),
     )
     counts = np.array([len(each[1]) for each in layouts])
-    if all(draft.is_chain for draft in drafts):
-        chosen = sampler.sample(logits_NV, slots_N, index_N).tolist()
-    else:
-        chosen = TreeSampler(sampler, logits_NV, slots_N, index_N).choose(drafts, counts)
-    for draft, first in zip(drafts, np.cumsum(counts) - counts, strict=True):
-        y = chosen[first : first + len(draft) + 1]
-        emitted.append([y[0], *(y[1 + node] for node in accept(draft, y))])
-    return emitted
+    has_trees = not all(draft.is_chain for draft in drafts)
+    rows = [Row(slot, 0, 0, 0) for slot in range(len(drafts))]
+    scored = Scored(rows, drafts, counts, logits_NV, slots_N, index_N, has_trees)
+    accepted, _ = accept_with_probes(SampleAndMatch(sampler), scored, slots)
+    return [emitted for _, emitted in accepted]
 
 
 def test_the_mask_leaves_no_number_as_it_is() -> None:
@@ -267,12 +263,12 @@ def test_who_is_too_slow_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("choice", "choice", None)
     sampler = engine_of([(name, [], Sampling(slot, 0.0)) for slot, name in enumerate(names)])
     with ThreadPoolExecutor(1) as pool:
-        sampler._grammars._of(0).compiled = pool.submit(Slow, done)  # type: ignore[arg-type]
+        sampler._masks.grammars._of(0).compiled = pool.submit(Slow, done)  # type: ignore[arg-type]
         logits_NV = torch.randn(3, VOCAB)
         chosen = sampler.sample(logits_NV, np.arange(3), np.full(3, 2)).tolist()
         done.set()
     assert chosen[0] == -1
-    assert "0.3 s" in sampler.why_none(0, logits_NV[:1])
+    assert "0.3 s" in sampler.failure_reason(0, logits_NV[:1])
     assert is_allowed("choice", [], [chosen[1]])
     assert chosen[2] == int(logits_NV[2].argmax())
     assert sampler.sample(logits_NV, np.arange(3), np.full(3, 2)).tolist() == chosen
@@ -307,7 +303,7 @@ def test_what_a_guess_leads_to_fails_nobody(is_slow: bool, prunes: bool, monkeyp
     monkeypatch.setattr(grammar_slots, "PRUNE_S", 0.3)
     sequences = [("choice", [], Sampling(0, 0.0)), ("regex", [], Sampling(1, 0.0))]
     sampler, plain = engine_of(sequences), engine_of(sequences)
-    grammars, done, guess = sampler._grammars, threading.Event(), Draft((5, 6))
+    grammars, done, guess = sampler._masks.grammars, threading.Event(), Draft((5, 6))
     logits_NV = torch.randn(4, VOCAB)
     with ThreadPoolExecutor(1) as pool:
         grammars._of(0).compiled = pool.submit(Brittle, "choice", done if is_slow else None)  # type: ignore[arg-type]
@@ -331,12 +327,12 @@ def test_what_cannot_be_followed_fails_alone() -> None:
         raise GrammarError("nobody can read this")
 
     slots = SlotTable(2, 64, 4)
-    sampler = GrammarSampler(Sampler(slots, VOCAB), Grammars(slots, VOCAB, (EOS,), unreadable))
+    sampler = Sampler(slots, VOCAB).with_grammars(GrammarMasks(slots, SlotGrammars(slots, VOCAB, (EOS,), unreadable)))
     for slot, grammar in enumerate((Grammar("regex", "a"), None)):
         slots._join(NewSequence(slot, [1, 7], 2, Sampling(slot, 0.0, grammar=grammar)))
     logits_NV = torch.randn(2, VOCAB)
     assert sampler.sample(logits_NV, np.arange(2), np.full(2, 2)).tolist() == [-1, int(logits_NV[1].argmax())]
-    assert sampler.why_none(0, logits_NV[:1]) == "structured_outputs: nobody can read this"
+    assert sampler.failure_reason(0, logits_NV[:1]) == "structured_outputs: nobody can read this"
 
 
 def test_a_vocabulary_is_read_ahead_and_again_where_that_failed() -> None:
@@ -349,8 +345,8 @@ def test_a_vocabulary_is_read_ahead_and_again_where_that_failed() -> None:
         return words()
 
     slots = SlotTable(1, 64, 4)
-    grammars = Grammars(slots, VOCAB, (EOS,), at_third_try)
-    sampler = GrammarSampler(Sampler(slots, VOCAB), grammars)
+    grammars = SlotGrammars(slots, VOCAB, (EOS,), at_third_try)
+    sampler = Sampler(slots, VOCAB).with_grammars(GrammarMasks(slots, grammars))
     grammars.load()
     chosen = []
     for _ in range(2):
@@ -369,9 +365,9 @@ def test_clients_are_not_blamed_for_a_vocabulary_that_cannot_be_read(caplog: pyt
 
     slots = SlotTable(1, 64, 4)
     slots._join(NewSequence(0, [1, 7], 2, replaced(Sampling(0, 0.0), "choice")))
-    sampler = GrammarSampler(Sampler(slots, VOCAB), Grammars(slots, VOCAB, (EOS,), unreadable))
+    sampler = Sampler(slots, VOCAB).with_grammars(GrammarMasks(slots, SlotGrammars(slots, VOCAB, (EOS,), unreadable)))
     assert said(sampler, 0, logits_of) == -1
-    reason = sampler.why_none(0, torch.zeros(1, VOCAB))
+    reason = sampler.failure_reason(0, torch.zeros(1, VOCAB))
     assert not isinstance(failure(reason), InvalidRequestError)
     assert "secret" not in reason
     assert "/secret/path" in caplog.text
@@ -381,6 +377,6 @@ def test_nothing_left_is_said_to_be_so() -> None:
     sampler = engine_of([("choice", [], Sampling(0, 0.0, allowed_ids=(EOS,)))])
     logits_NV = torch.randn(1, VOCAB)
     assert sampler.sample(logits_NV, np.array([0]), np.array([2])).tolist() == [-1]
-    assert "no token is left" in sampler.why_none(0, logits_NV)
-    assert isinstance(failure(sampler.why_none(0, logits_NV)), InvalidRequestError)
-    assert "NaN" in sampler.why_none(0, logits_NV * torch.nan)
+    assert "no token is left" in sampler.failure_reason(0, logits_NV)
+    assert isinstance(failure(sampler.failure_reason(0, logits_NV)), InvalidRequestError)
+    assert "NaN" in sampler.failure_reason(0, logits_NV * torch.nan)

@@ -10,8 +10,8 @@ import torch
 from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft
 from workers import build
-from workers.sampling.grammar_sampler import GrammarSampler
-from workers.verification import rejection as judging_laws
+from workers.sampling.sampler import Sampler
+from workers.verification import rejection
 from workers.verification.acceptance import AcceptanceRule, AcceptedTokens, SampleAndMatch, Scored
 from workers.verification.factory import judge_for
 
@@ -21,12 +21,12 @@ LENIENT = 0.05
 class Lenient(SampleAndMatch):
     """Accepts a guess that is not the target's token, once in 20 times."""
 
-    def __init__(self, sampler: GrammarSampler) -> None:
+    def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
         self._random = random.Random(4)
 
-    def judge(self, scored: Scored) -> list[AcceptedTokens]:
-        chosen_N, at = self._choose(scored), 0
+    def accept(self, scored: Scored) -> list[AcceptedTokens]:
+        chosen_N, at = self._sample(scored), 0
         found = []
         for draft, count in zip(scored.drafts, scored.counts_R.tolist(), strict=True):
             if count:
@@ -46,9 +46,9 @@ class Lenient(SampleAndMatch):
 class BonusByOtherNoise(SampleAndMatch):
     """Draws the token behind a draft that was accepted whole with noise that is not its index's."""
 
-    def judge(self, scored: Scored) -> list[AcceptedTokens]:
+    def accept(self, scored: Scored) -> list[AcceptedTokens]:
         found, at = [], 0
-        releases = iter(super().judge(scored))
+        releases = iter(super().accept(scored))
         for draft, count in zip(scored.drafts, scored.counts_R.tolist(), strict=True):
             if count:
                 release = next(releases)
@@ -61,20 +61,20 @@ class BonusByOtherNoise(SampleAndMatch):
         rows = slice(at, at + 1)
         logits_1V, slots_1, index_1 = scored.logits_NV[rows], scored.slots_N[rows], scored.index_N[rows]
         (bonus,) = self._sampler.sample(logits_1V, slots_1, index_1 + 100_003).tolist()
-        return AcceptedTokens(release.path, [*release.emitted[:-1], bonus], release.probed)
+        return AcceptedTokens(release.path, [*release.emitted[:-1], bonus])
 
 
 class IndexOffByOne(SampleAndMatch):
     """Draws behind guesses with the noise of the position behind."""
 
-    def judge(self, scored: Scored) -> list[AcceptedTokens]:
+    def accept(self, scored: Scored) -> list[AcceptedTokens]:
         starts = torch.tensor(scored.counts_R).cumsum(0).tolist()
         first_N = torch.zeros(len(scored.index_N), dtype=torch.int64)
         first_N[[start for start in [0, *starts[:-1]] if start < len(first_N)]] = 1
-        return super().judge(scored._replace(index_N=scored.index_N + (1 - first_N).numpy()))
+        return super().accept(scored._replace(index_N=scored.index_N + (1 - first_N).numpy()))
 
 
-BUGS: dict[str, Callable[[GrammarSampler], AcceptanceRule]] = {
+BUGS: dict[str, Callable[[Sampler], AcceptanceRule]] = {
     "lenient": Lenient,
     "bonus by other noise": BonusByOtherNoise,
     "index off by one": IndexOffByOne,
@@ -84,7 +84,7 @@ BUGS: dict[str, Callable[[GrammarSampler], AcceptanceRule]] = {
 def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Have engines that speculate judge by the wrong rule *name*."""
 
-    def wrong(speculative: SpeculativeConfig | None, sampler: GrammarSampler) -> AcceptanceRule:
+    def wrong(speculative: SpeculativeConfig | None, sampler: Sampler) -> AcceptanceRule:
         return judge_for(None, sampler) if speculative is None else BUGS[name](sampler)
 
     monkeypatch.setattr(build, "judge_for", wrong)
@@ -96,4 +96,4 @@ def resample_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     def ends(self: Any, scale: float, left_L: object) -> None:
         """Forget what is left."""
 
-    monkeypatch.setattr(judging_laws._Case, "ends", ends)
+    monkeypatch.setattr(rejection._Case, "ends", ends)

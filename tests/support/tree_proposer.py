@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from proposers.draft_model import DraftModelProposer
 from protos.draft import Draft, DraftRow
 from workers.draft.worker import DraftWorker
+from workers.verification.acceptance import accept
+from workers.verification.probes import acceptable_nodes, subtree
 
 
 def random_tree(true: Seq[int], size: int, vocab_size: int, dice: random.Random) -> Draft:
@@ -31,6 +33,13 @@ def random_tree(true: Seq[int], size: int, vocab_size: int, dice: random.Random)
         if is_true:
             true_nodes.append(node)
     return Draft(tuple(tokens), tuple(parents), tuple(probes) if any(probes) else ())
+
+
+def accept_without_probes(draft: Draft, choices: Seq[int]) -> list[int]:
+    """Accept as the target worker does for drafts with probes."""
+    nodes = acceptable_nodes(draft)
+    path = accept(subtree(draft, nodes), [choices[0], *(choices[1 + node] for node in nodes)])
+    return [nodes[node] for node in path]
 
 
 @dataclass

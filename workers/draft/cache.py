@@ -5,14 +5,14 @@ target's features (`Module.shift`).
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from protos.layers import Needs
 from workers.attention.backend import Flags
-from workers.attention.batch import Batch, Ints, TreeMasks
-from workers.draft.validity import BlockValidity
+from workers.attention.batch import Batch, Ints, TreeMask, TreeMasks
 from workers.features import Waiting
 from workers.model.draft_forward import DraftForward
 from workers.slots import SlotTable
@@ -201,3 +201,84 @@ def _agreeing(fed: Seq[int], known: Seq[int]) -> int:
         if ours != true:
             return count
     return len(fed)
+
+
+class BlockValidity:
+    """Which positions of which block contents the draft's cache holds: of each block one run, `begin .. filled`."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.version: Ints = np.full(num_blocks, -1, np.int64)
+        self.begin: Ints = np.zeros(num_blocks, np.int64)
+        self.filled: Ints = np.zeros(num_blocks, np.int64)
+
+    def prefix(self, blocks: Seq[int], versions: Seq[int]) -> int:
+        """Return how many leading positions of a sequence with these blocks are held."""
+        held = 0
+        for block, version in zip(blocks, versions, strict=True):
+            if self.version[block] != version or self.begin[block]:
+                break
+            held += int(self.filled[block])
+            if self.filled[block] < self.block_size:
+                break
+        return held
+
+    def run_before(self, blocks: Seq[int], versions: Seq[int], end: int) -> int:
+        """Return where the unbroken run of held positions that reaches up to *end* begins; *end* where none does."""
+        begin = end
+        while begin > 0:
+            i = (begin - 1) // self.block_size
+            block, base = blocks[i], i * self.block_size
+            if self.version[block] != versions[i] or base + self.filled[block] < begin:
+                break
+            begin = base + int(min(self.begin[block], begin - base))
+            if begin > base:
+                break
+        return begin
+
+    def mark(self, blocks: Seq[int], versions: Seq[int], first: int, end: int) -> None:
+        """Note that a sequence's positions *first* to *end* are held.
+
+        What was noted of a block before stays noted where it reaches up to *first*, and is forgotten otherwise.
+        """
+        for i in range(first // self.block_size, -(-end // self.block_size)):
+            block, base = blocks[i], i * self.block_size
+            offset = max(0, first - base)
+            if self.version[block] != versions[i] or self.filled[block] < offset or self.begin[block] > offset:
+                self.begin[block] = offset
+            self.version[block] = versions[i]
+            self.filled[block] = min(self.block_size, end - base)
+
+
+@dataclass
+class Grown:
+    """The nodes of one row's tree, in the order in which they were fed."""
+
+    _depths: list[int] = field(default_factory=list)
+    _ways: list[int] = field(default_factory=list)  # bit j: node j lies on the way from the root, or is the node
+
+    def __len__(self) -> int:
+        return len(self._depths)
+
+    def add(self, parent: int) -> None:
+        """Add a node behind another, -1 for the root."""
+        node = len(self._depths)
+        self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
+        self._ways.append(1 << node | (0 if parent < 0 else self._ways[parent]))
+
+    def area(self, first: int, num_before: int) -> TreeMask:
+        """Return what the nodes see that are fed now, behind *num_before* others; the first stands at place *first*."""
+        return TreeMask(first, [first + depth for depth in self._depths], self._ways[num_before:])
+
+
+def whole_block(first: int, size: int) -> TreeMask | None:
+    """Return the area of a block from place *first* on in which every token sees all; None where it is empty."""
+    return TreeMask(first, range(first, first + size), [(1 << size) - 1] * size) if size else None
+
+
+def plant(trees: Seq[Grown], row_N: Seq[int], parents_N: Seq[int]) -> list[int]:
+    """Add a level's nodes to the trees of their rows; return how many nodes each tree had before."""
+    before = [len(tree) for tree in trees]
+    for row, parent in zip(row_N, parents_N, strict=True):
+        trees[row].add(parent)
+    return before

@@ -17,7 +17,7 @@ from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.draft import Draft
 from protos.validation import warn_once
 from workers.sampling.noise import DRAFT, path_keys, row_keys, stream_seeds
-from workers.sampling.sample import COLDEST, Ints, short_law, without_replacement
+from workers.sampling.sample import MIN_TEMPERATURE, Ints, top_distribution, without_replacement
 from workers.sampling.sampler import Sampler
 from workers.verification.draft_probs import DRAFT_PROBS_SIZE, DraftProbs, families
 
@@ -87,7 +87,7 @@ class CoupledNoise:
 
     def several(self, logits_NV: torch.Tensor, points: Points, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftSampler` and `Sampler.best`."""
-        return self._sampler.best(logits_NV, points.slots_N, points.index_N, width)
+        return self._sampler.candidates(logits_NV, points.slots_N, points.index_N, width)
 
     def laws(self, slot: int, draft: Draft) -> None:
         """It is the target that draws."""
@@ -118,14 +118,14 @@ class IndependentNoise:
 
     def one(self, logits_NV: torch.Tensor, points: Points) -> torch.Tensor:
         """See `DraftSampler`. Penalties and the like count what was drafted before."""
-        edited_NV = self._sampler.edited(logits_NV, points.slots_N, points.index_N)
+        edited_NV = self._sampler.processed(logits_NV, points.slots_N, points.index_N)
         return self.several(edited_NV, points, 1)[0][:, 0]
 
     def several(self, logits_NV: torch.Tensor, points: Points, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftSampler`. What is drawn is in the order drawn, and scored by its rank."""
         ids_NW = logits_NV.topk(width, 1).indices
         scores_NW = logits_NV.log_softmax(1).gather(1, ids_NW)
-        drawn_N = self._draws & (self._sampler.limits(points.slots_N).temperature >= COLDEST)
+        drawn_N = self._draws & (self._sampler.limits(points.slots_N).temperature >= MIN_TEMPERATURE)
         if drawn_N.any():
             part = np.flatnonzero(drawn_N)
             at = torch.from_numpy(part).to(logits_NV.device)
@@ -151,7 +151,7 @@ class IndependentNoise:
         slots_N, index_N, paths_ND = points
         seeds_N = stream_seeds(self._sampler.seeds(slots_N), DRAFT, self._sampler.slots.known_len[slots_N])
         keys_N = row_keys(seeds_N, index_N)
-        ids_NL, q_NL = short_law(logits_NV, self._sampler.limits(slots_N), DRAFT_PROBS_SIZE)
+        ids_NL, q_NL = top_distribution(logits_NV, self._sampler.limits(slots_N), DRAFT_PROBS_SIZE)
         if paths_ND is None:
             warn_once(
                 "a proposer does not say behind which tokens it makes candidates (paths of "

@@ -18,9 +18,8 @@ from protos.draft import Draft, DraftRow
 from protos.draft_module import Level
 from protos.layers import Needs
 from workers.attention.batch import Batch, Ints, TreeMasks
-from workers.draft.cache import DraftCache
+from workers.draft.cache import DraftCache, Grown, plant, whole_block
 from workers.draft.sampling import CoupledNoise, DraftSampler, Points
-from workers.draft.tree import Grown, plant, whole_block
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.draft_forward import DraftForward
 from workers.sampling.sampler import Sampler

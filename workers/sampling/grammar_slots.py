@@ -62,7 +62,7 @@ class _Followed:
     takes_guesses: bool = True
 
 
-class Grammars:
+class SlotGrammars:
     """What the grammars of the sequences in the slots allow. Used by one thread; owns the threads it works in.
 
     Args:

@@ -18,11 +18,6 @@ Ints = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.float32]
 
 
-def changes_logits(sampling: Sampling) -> bool:
-    """Say whether the request has any option of this module."""
-    return _adds(sampling) or penalises(sampling)
-
-
 def penalises(sampling: Sampling) -> bool:
     """Say whether the request has a penalty, for which tokens must be counted."""
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)

@@ -1,10 +1,10 @@
-"""Choosing a token from processed logits: argmax of log p + Gumbel noise over what top-k, top-p and min-p leave.
+"""Sampling a token from processed logits: argmax of log p + Gumbel noise over the tokens top-k, top-p and min-p leave.
 
-`choose` is the definition, in torch, on any device; `workers.sampling.sample_native` gives the same ids on CPUs, many
-times faster. Everything in both is local to a row, so a row's token does not depend on the rows beside it.
+`sample` is the definition, in torch, on any device; `workers.sampling.sample_native` gives the same ids on CPUs, many
+times faster. Both treat every row separately, so a row's token does not depend on the other rows.
 
-What is left, as in vLLM: tokens whose probability is at least `min_p` times the greatest; of those the `top_k` most
-likely (all that tie with the last one); of those, renormalised, the shortest list, most likely first and lowest id
+As in vLLM, these tokens are left: those whose probability is at least `min_p` times the greatest; of those the `top_k`
+most likely (with all ties of the last one); of those, renormalised, the shortest list, most likely first and lowest id
 first among equals, that holds `top_p` of the mass. Probability masses are counted in whole units of 2^-34 of the
 greatest, so that sums do not depend on the order of summation.
 """
@@ -21,15 +21,15 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]
 
-FAILED = -1
+NO_TOKEN = -1
 UNITS = 2.0**34
-COLDEST = 1e-5  # temperatures below are greedy, as in vLLM
-LIKELY = 1024  # ids among which limits are applied where only a guess is wanted
+MIN_TEMPERATURE = 1e-5  # temperatures below are greedy, as in vLLM
+MAX_CANDIDATES = 1024  # most likely ids to which limits are applied for draft tokens
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How each of N rows is drawn: float32 temperature, int64 top-k, float64 top-p and min-p.
+    """Sampling parameters of each of N rows: float32 temperature, int64 top-k, float64 top-p and min-p.
 
     `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
     """
@@ -41,7 +41,7 @@ class Limits:
 
     @property
     def are_off(self) -> npt.NDArray[np.bool_]:
-        """Which rows have none but a temperature."""
+        """Which rows have only a temperature."""
         off_N: npt.NDArray[np.bool_] = (self.top_k == 0) & (self.top_p >= 1.0) & (self.min_p == 0.0)
         return off_N
 
@@ -50,64 +50,64 @@ class Limits:
         return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
-def choose(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """Return the chosen ids, int64 `[N]`; -1 for rows whose greatest logit is not finite.
+def sample(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Return the sampled ids, int64 `[N]`; -1 for rows whose greatest logit is not finite.
 
     Args:
-        logits_NV: float32, after all edits.
+        logits_NV: float32, processed.
         keys_N: int64, from `workers.sampling.noise.row_keys`.
         limits: of each row.
     """
     scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
     if limits.are_off.all():
-        score_NV, ids_NV = _free_scores(scaled_NV, keys_N)
+        score_NV, ids_NV = _scores_without_limits(scaled_NV, keys_N)
     else:
         ordered = scaled_NV.sort(dim=1, descending=True, stable=True)
         score_NV, ids_NV = _scores(ordered.values, ordered.indices, keys_N, limits), ordered.indices
     winner_NV = score_NV == score_NV.amax(1, keepdim=True)
     chosen_N = torch.where(winner_NV, ids_NV, logits_NV.shape[1]).amin(1)
-    return torch.where(logits_NV.amax(1).isfinite(), chosen_N, FAILED)
+    return torch.where(logits_NV.amax(1).isfinite(), chosen_N, NO_TOKEN)
 
 
-def _free_scores(scaled_NV: torch.Tensor, keys_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores of rows without limits, and whose they are; nothing need be sorted for them."""
+def _scores_without_limits(scaled_NV: torch.Tensor, keys_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of rows without limits, and their ids; these rows need no sorting."""
     ids_NV = torch.arange(scaled_NV.shape[1], device=scaled_NV.device).expand_as(scaled_NV)
     return scaled_NV + gumbel(keys_N[:, None], ids_NV), ids_NV
 
 
-def best(
+def candidates(
     logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the *width* ids of highest score, best first, int64 `[N, W]`: `choose` names the first. As `choose`.
+    """Return the *width* ids of highest score, best first, int64 `[N, W]`, and their log-probabilities, float32.
 
-    With them come log-probabilities, float32 `[N, W]`: how likely each is what somebody chooses who has the same noise
-    and much the same logits, which is the softmax of the scores. -inf where the limits leave no more ids.
+    Arguments as for `sample`, which returns the first. The log-probabilities are those of the softmax of the scores:
+    how likely a model with the same noise and similar logits samples the id; -inf where the limits leave no more ids.
 
-    For guesses: where any row has limits, only the `LIKELY` likeliest ids take part, which is nearly always what limits
-    leave. Sorting whole vocabularies would take longer than the guesses save.
+    For draft tokens: if any row has limits, they apply to the `MAX_CANDIDATES` most likely ids only, which is nearly
+    always all that the limits leave. Sorting whole vocabularies would take longer than the draft tokens save.
     """
     scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
     if limits.are_off.all():
-        score_NV, ids_NV = _free_scores(scaled_NV, keys_N)
+        score_NV, ids_NV = _scores_without_limits(scaled_NV, keys_N)
     else:
-        likely = scaled_NV.topk(min(max(LIKELY, width), logits_NV.shape[1]), 1)
+        likely = scaled_NV.topk(min(max(MAX_CANDIDATES, width), logits_NV.shape[1]), 1)
         score_NV, ids_NV = _scores(likely.values, likely.indices, keys_N, limits), likely.indices
     found = score_NV.topk(width, 1)
     return ids_NV.gather(1, found.indices), (found.values - score_NV.logsumexp(1, keepdim=True)).float()
 
 
 def _column(limit: Logits | Ints | Floats, like: torch.Tensor) -> torch.Tensor:
-    """Return one of the limits as a tensor `[N, 1]` beside others."""
+    """Return one of the limits as a tensor `[N, 1]` on the device of *like*."""
     return torch.from_numpy(limit).to(like.device)[:, None]
 
 
 def _scores(sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """Return log p + noise up to a constant a row, float64 `[N, V]`, -inf for what the limits cut.
+    """Return log p + noise, up to a constant per row, float64 `[N, V]`; -inf for ids that the limits exclude.
 
     Args:
-        sorted_NV: logits over temperature, falling.
-        ids_NV: whose they are.
-        keys_N: as in `choose`.
+        sorted_NV: logits over temperature, in descending order.
+        ids_NV: their ids.
+        keys_N: as for `sample`.
         limits: of each row.
     """
     keep_NV = _left_by(limits, sorted_NV)
@@ -115,7 +115,7 @@ def _scores(sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor,
 
 
 def _left_by(limits: Limits, sorted_NV: torch.Tensor) -> torch.Tensor:
-    """Return which of the logits over temperature, falling, the limits leave; bool `[N, V]`."""
+    """Return which of the logits over temperature, in descending order, the limits leave; bool `[N, V]`."""
     vocab = sorted_NV.shape[1]
     top_k_N1, top_p_N1, min_p_N1 = (_column(limit, sorted_NV) for limit in (limits.top_k, limits.top_p, limits.min_p))
     weight_NV = (sorted_NV - sorted_NV[:, :1]).exp()
@@ -128,21 +128,22 @@ def _left_by(limits: Limits, sorted_NV: torch.Tensor) -> torch.Tensor:
     return keep_NV
 
 
-def law(logits_NV: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """Return the law that `choose` draws by, float64 `[N, V]`; zeros for rows whose greatest logit is not finite."""
+def distribution(logits_NV: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Return the distribution of `sample`, float64 `[N, V]`; zeros for rows whose greatest logit is not finite."""
     scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
     if not limits.are_off.all():
         ordered = scaled_NV.sort(dim=1, descending=True, stable=True)
         left_NV = ordered.values.masked_fill(~_left_by(limits, ordered.values), -torch.inf)
         scaled_NV = torch.empty_like(left_NV).scatter_(1, ordered.indices, left_NV)
-    law_NV = scaled_NV.softmax(1, dtype=torch.float64)
-    return law_NV.masked_fill_(~logits_NV.amax(1, keepdim=True).isfinite(), 0.0)
+    p_NV = scaled_NV.softmax(1, dtype=torch.float64)
+    return p_NV.masked_fill_(~logits_NV.amax(1, keepdim=True).isfinite(), 0.0)
 
 
-def short_law(logits_NV: torch.Tensor, limits: Limits, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a law of the *size* likeliest ids alone, for guesses: int64 `[N, L]` and float32 `[N, L]`, falling.
+def top_distribution(logits_NV: torch.Tensor, limits: Limits, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a distribution over the *size* most likely ids, to draft from: int64 ids and float32 q, `[N, L]`.
 
-    It adds up to 1; ids that the limits cut have 0, and so have all where the greatest logit is not finite.
+    In descending order of q, which sums to 1; ids that the limits exclude have 0, and so have all ids of a row whose
+    greatest logit is not finite.
     """
     likely = (logits_NV / _column(limits.temperature, logits_NV)).topk(min(size, logits_NV.shape[1]), 1)
     left_NL = likely.values
@@ -151,16 +152,16 @@ def short_law(logits_NV: torch.Tensor, limits: Limits, size: int) -> tuple[torch
     return likely.indices, torch.where(left_NL[:, :1].isfinite(), left_NL.softmax(1), 0.0)
 
 
-def without_replacement(ids_NL: torch.Tensor, law_NL: torch.Tensor, keys_N: torch.Tensor, width: int) -> torch.Tensor:
-    """Draw *width* of a law's ids, one after another, int64 `[N, W]`: the greatest of log q + noise, in that order.
+def without_replacement(ids_NL: torch.Tensor, q_NL: torch.Tensor, keys_N: torch.Tensor, width: int) -> torch.Tensor:
+    """Sample *width* ids without replacement, int64 `[N, W]`: the greatest of log q + noise, in that order.
 
-    Where fewer have a probability, others follow.
+    Where fewer ids have a probability, others follow.
     """
-    score_NL = law_NL.double().log() + gumbel(keys_N[:, None], ids_NL)
+    score_NL = q_NL.double().log() + gumbel(keys_N[:, None], ids_NL)
     return ids_NL.gather(1, score_NL.topk(width, 1).indices)
 
 
 def greedy(logits_NV: torch.Tensor) -> torch.Tensor:
-    """Return the most likely ids, the lowest among equals; -1 for rows whose greatest logit is not finite."""
+    """Return the most likely ids, the lowest id among equals; -1 for rows whose greatest logit is not finite."""
     ids_N = logits_NV.argmax(1)
-    return torch.where(logits_NV.gather(1, ids_N[:, None])[:, 0].isfinite(), ids_N, FAILED)
+    return torch.where(logits_NV.gather(1, ids_N[:, None])[:, 0].isfinite(), ids_N, NO_TOKEN)

@@ -1,138 +1,182 @@
-"""The one sampling pipeline: every token, of target and draft, speculative or not, is chosen here.
+"""The one sampling pipeline: samples every token, of target and draft, with and without speculation.
 
-y = argmax over v of (log p(v) + g(seed, index, v)) at temperature > 0, argmax of log p at 0, where p is what edits
-(`workers.sampling.logits_processors`), temperature and limits (`workers.sampling.sample`) make of the logits, and g is
-keyed noise
-(`workers.sampling.noise`). A choice depends on the row's logits, its slot's tokens before the index, and the request:
-on nothing else in the batch. DESIGN section 5.
+y = argmax over v of (log p(v) + g(seed, index, v)) at temperature > 0, argmax of log p at 0, where p is what logits
+processors (`workers.sampling.logits_processors`), temperature and limits (`workers.sampling.sample`) make of the
+logits, and g is keyed Gumbel noise (`workers.sampling.noise`). A token depends on the row's logits, its slot's tokens
+before the index, and the request: on nothing else in the batch.
 """
 
+import copy
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from protos.messages import Sampling
+from protos.draft import Draft
+from protos.messages import NewSequence, Row, Sampling
 from workers.native.build import KernelUnavailableError
-from workers.sampling.logits_processors import LogitsProcessors, changes_logits
-from workers.sampling.noise import row_keys, signed
-from workers.sampling.sample import COLDEST, Ints, Limits, best, choose, greedy, law
-from workers.sampling.sample_native import NativeChooser
+from workers.sampling.logits_processors import LogitsProcessors
+from workers.sampling.noise import row_keys
+from workers.sampling.sample import MIN_TEMPERATURE, Ints, Limits, candidates, distribution, greedy, sample
+from workers.sampling.sample_native import NativeSampler
 from workers.slots import SlotTable
+
+if TYPE_CHECKING:
+    from workers.sampling.grammar_masks import GrammarMasks
 
 logger = logging.getLogger(__name__)
 
-Rows = tuple[torch.Tensor, Ints, Ints]  # logits, slots and index of N rows
-Chooser = Callable[[torch.Tensor, Ints, Ints], torch.Tensor]
+Batch = tuple[torch.Tensor, Ints, Ints]  # logits, slots and index of N rows
+SampleFunction = Callable[[torch.Tensor, Ints, Ints], torch.Tensor]
 Flags = npt.NDArray[np.bool_]
-EDIT_ELEMENTS = 1 << 15  # logits edited at a time on the host, so that they stay in the processor's cache
+BLOCK_ELEMENTS = 1 << 15  # logits processed at a time on the host, so that they stay in the processor's cache
+NOT_A_NUMBER = "the model's logits for this sequence are not numbers (NaN)"
+NOTHING_LEFT = (
+    "structured_outputs: no token is left to choose: the grammar forbids all that allowed_token_ids, bad_words, "
+    "logit_bias and min_tokens allow"
+)
 
 
 class Sampler:
-    """Chooses tokens by the parameters in a worker's slot table.
+    """Samples tokens by the parameters in a worker's slot table.
 
     Args:
         slots: owned by the worker; read only.
-        vocab_size: number of ids that may be chosen; logits may have more columns (padding), which are ignored.
-        device: where the logits live.
+        vocab_size: number of ids that may be sampled; logits may have more columns (padding), which are ignored.
+        device: of the logits.
     """
 
     def __init__(self, slots: SlotTable, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.slots, self.vocab_size = slots, vocab_size
         self._on_host = torch.device(device).type == "cpu"
-        self._edits = LogitsProcessors(slots, vocab_size, torch.device(device))
+        self._processors = LogitsProcessors(slots, vocab_size, torch.device(device))
+        self._masks: GrammarMasks | None = None
         num_slots = len(slots.joined)
         self._joined_S: Ints = np.full(num_slots, -1, np.int64)
-        self._seed_S: Ints = np.zeros(num_slots, np.int64)
+        self._seed_S = np.zeros(num_slots, np.uint64)
         self._limits_S = Limits(
             np.ones(num_slots, np.float32), np.zeros(num_slots, np.int64), np.ones(num_slots), np.zeros(num_slots)
         )
-        self._edited_S = np.zeros(num_slots, np.bool_)
-        self._choose: Chooser = self._native() or self._choose_in_torch
+        self._has_processors_S = np.zeros(num_slots, np.bool_)
+        self._sample: SampleFunction = self._native() or self._sample_in_torch
+
+    def with_grammars(self, masks: "GrammarMasks") -> "Sampler":
+        """Return a sampler that never samples what a grammar forbids; it shares this one's state of the slots."""
+        other = copy.copy(self)
+        other._masks = masks
+        return other
+
+    def expect(self, new: Seq[NewSequence]) -> None:
+        """Begin to compile the grammars of new sequences, which are in the slots already."""
+        if self._masks is not None and any(each.sampling.grammar is not None for each in new):
+            self._masks.grammars.expect(new)
+
+    def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
+        """Return *drafts* without tokens that the grammars forbid, which could never be accepted."""
+        constrained_S = self.slots.constrained
+        if self._masks is None or not any(
+            draft.tokens and constrained_S[row.slot] for row, draft in zip(rows, drafts, strict=True)
+        ):
+            return drafts
+        return self._masks.grammars.prune(rows, drafts)
 
     def sample(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        """Return the chosen ids, int64 `[N]` on the logits' device; -1 for rows from which none can be chosen.
+        """Return the sampled ids, int64 `[N]` on the logits' device; -1 for rows that have no token left.
 
         Args:
             logits_NV: float32, raw; not changed.
             slots_N: int64, the slot of each row.
-            index_N: int64, the position in prompt + output of the token being chosen. The tokens before it,
-                drafted ones included, stand in `slots.tokens[slot, :index]`.
+            index_N: int64, the position in prompt + output of the token being sampled. The tokens before it,
+                drafted ones included, are in `slots.tokens[slot, :index]`.
         """
         if not len(slots_N):
             return torch.empty(0, dtype=torch.int64, device=logits_NV.device)
         self._refresh(slots_N)
-        rows = (logits_NV[:, : self.vocab_size], slots_N, index_N)
-        return by_part(self._edited_S[slots_N], self._edit_and_choose, self._choose, rows)
+        batch = (self._masked(logits_NV, slots_N, index_N), slots_N, index_N)
+        return by_part(self._has_processors_S[slots_N], self._process_and_sample, self._sample, batch)
 
-    def law(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        """Return the law by which `sample` chooses, float64 `[N, V]` on the logits' device; arguments as there.
+    def distribution(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        """Return the distribution of `sample`, float64 `[N, V]` on the logits' device; arguments as there.
 
-        That of a greedy row is certain; rows from which none can be chosen have zeros.
+        A greedy row's is a point mass; rows that have no token left are zeros.
         """
-        self._refresh(slots_N)
-        logits_NV = self.edited(logits_NV, slots_N, index_N)
+        logits_NV = self.processed(logits_NV, slots_N, index_N)
         limits = self._limits_S.at(slots_N)
-        drawn_N, free_N = limits.temperature >= COLDEST, limits.are_off
-        if drawn_N.all() and (free_N.all() or not free_N.any()):
-            return law(logits_NV, limits)
-        law_NV = torch.zeros(logits_NV.shape, dtype=torch.float64, device=logits_NV.device)
-        for part in (np.flatnonzero(drawn_N & free_N), np.flatnonzero(drawn_N & ~free_N)):
+        is_random_N, free_N = limits.temperature >= MIN_TEMPERATURE, limits.are_off
+        if is_random_N.all() and (free_N.all() or not free_N.any()):
+            return distribution(logits_NV, limits)
+        p_NV = torch.zeros(logits_NV.shape, dtype=torch.float64, device=logits_NV.device)
+        for part in (np.flatnonzero(is_random_N & free_N), np.flatnonzero(is_random_N & ~free_N)):
             if len(part):
                 at = torch.from_numpy(part).to(logits_NV.device)
-                law_NV[at] = law(logits_NV[at], limits.at(part))
-        if not drawn_N.all():
-            at = torch.from_numpy(np.flatnonzero(~drawn_N)).to(logits_NV.device)
+                p_NV[at] = distribution(logits_NV[at], limits.at(part))
+        if not is_random_N.all():
+            at = torch.from_numpy(np.flatnonzero(~is_random_N)).to(logits_NV.device)
             ids_M = greedy(logits_NV[at])
-            law_NV[at, ids_M.clamp_min(0)] = (ids_M >= 0).double()
-        return law_NV
+            p_NV[at, ids_M.clamp_min(0)] = (ids_M >= 0).double()
+        return p_NV
 
-    def edited(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        """Return the logits as requests want them edited, float32 `[N, vocab_size]`; arguments as for `sample`."""
+    def processed(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        """Return the logits after grammar masks and processors, `[N, vocab_size]`; arguments as for `sample`."""
         self._refresh(slots_N)
-        logits_NV = logits_NV[:, : self.vocab_size]
-        if not self._edited_S[slots_N].any():
+        logits_NV = self._masked(logits_NV, slots_N, index_N)
+        if not self._has_processors_S[slots_N].any():
             return logits_NV
-        edited_NV = logits_NV.clone()
-        self._edits.apply_(edited_NV, slots_N, index_N)
-        return edited_NV
+        processed_NV = logits_NV.clone()
+        self._processors.apply_(processed_NV, slots_N, index_N)
+        return processed_NV
 
     def seeds(self, slots_N: Ints) -> Ints:
         """Return the seeds of the sequences in some slots: the bits of uint64 as int64, `[N]`."""
         self._refresh(slots_N)
-        return self._seed_S[slots_N]
+        return self._seed_S.view(np.int64)[slots_N]
 
     def limits(self, slots_N: Ints) -> Limits:
-        """Return how the sequences in some slots are drawn."""
+        """Return temperature, top-k, top-p and min-p of the sequences in some slots."""
         self._refresh(slots_N)
         return self._limits_S.at(slots_N)
 
-    def best(
+    def candidates(
         self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the *width* likeliest choices, best first, int64 `[N, W]`, and their log-probabilities.
+        """Return the *width* best candidates, best first, int64 `[N, W]`, and their log-probabilities.
 
-        Edits are left out. Otherwise as `sample`, which would choose the first; where fewer than *width* ids can be
-        chosen, others follow. A row that is drawn has the log-probabilities of `workers.sampling.sample.best`: what is
-        likely is likely with this noise. A greedy one has those of its logits.
+        The first is what `sample` returns, but for logits processors and grammars, which are left out. Where fewer than
+        *width* ids can be sampled, others follow. Rows with a temperature have the log-probabilities of
+        `workers.sampling.sample.candidates`, given their noise; greedy ones those of their logits.
         """
         self._refresh(slots_N)
         logits_NV = logits_NV[:, : self.vocab_size]
         ids_NW = logits_NV.topk(width, 1).indices
         log_q_NW = torch.log_softmax(logits_NV, 1).gather(1, ids_NW)
         limits = self._limits_S.at(slots_N)
-        drawn_N, free_N = limits.temperature >= COLDEST, limits.are_off
-        for part in (np.flatnonzero(drawn_N & free_N), np.flatnonzero(drawn_N & ~free_N)):
+        is_random_N, free_N = limits.temperature >= MIN_TEMPERATURE, limits.are_off
+        for part in (np.flatnonzero(is_random_N & free_N), np.flatnonzero(is_random_N & ~free_N)):
             if len(part):
                 at = torch.from_numpy(part).to(logits_NV.device)
                 keys = self._keys(slots_N[part], index_N[part]).to(logits_NV.device)
-                ids_NW[at], log_q_NW[at] = best(logits_NV[at], keys, limits.at(part), width)
+                ids_NW[at], log_q_NW[at] = candidates(logits_NV[at], keys, limits.at(part), width)
         return ids_NW, log_q_NW
 
+    def failure_reason(self, slot: int, logits_MV: torch.Tensor) -> str:
+        """Return why no token could be sampled for the sequence in *slot*, from the logits of its positions."""
+        if self._masks is None or not self.slots.constrained[slot]:
+            return NOT_A_NUMBER
+        reason = self._masks.grammars.reason(slot)
+        return reason or (NOT_A_NUMBER if bool(logits_MV.isnan().any()) else NOTHING_LEFT)
+
+    def _masked(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        logits_NV = logits_NV[:, : self.vocab_size]
+        if self._masks is None or not self.slots.constrained[slots_N].any():
+            return logits_NV
+        return self._masks.apply(logits_NV, slots_N, index_N)
+
     def _refresh(self, slots_N: Ints) -> None:
-        """Read the parameters of the slots that a sequence joined since they were last read."""
+        """Read the parameters of slots whose sequence has changed since they were last read."""
         changed_N = self._joined_S[slots_N] != self.slots.joined[slots_N]
         if changed_N.any():
             for slot in np.unique(slots_N[changed_N]).tolist():
@@ -140,67 +184,85 @@ class Sampler:
 
     def _read(self, slot: int, sampling: Sampling) -> None:
         self._joined_S[slot] = self.slots.joined[slot]
-        self._seed_S[slot] = signed(sampling.seed)
+        self._seed_S[slot] = sampling.seed
         self._limits_S.temperature[slot] = sampling.temperature
         self._limits_S.top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
         self._limits_S.top_p[slot] = sampling.top_p
         self._limits_S.min_p[slot] = sampling.min_p
-        self._edited_S[slot] = changes_logits(sampling)
-        self._edits.join(slot)
+        had_processors, has_processors = self._has_processors_S[slot], changes_logits(sampling)
+        if had_processors or has_processors:
+            self._processors.join(slot)
+        self._has_processors_S[slot] = has_processors
 
-    def _edit_and_choose(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        size = max(1, EDIT_ELEMENTS // self.vocab_size) if self._on_host else len(slots_N)
+    def _process_and_sample(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        size = max(1, BLOCK_ELEMENTS // self.vocab_size) if self._on_host else len(slots_N)
         return torch.cat(
             [
-                self._edit_block(logits_NV[at], slots_N[at], index_N[at])
+                self._process_block(logits_NV[at], slots_N[at], index_N[at])
                 for at in (slice(first, first + size) for first in range(0, len(slots_N), size))
             ]
         )
 
-    def _edit_block(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        edited_NV = logits_NV.clone()
-        self._edits.apply_(edited_NV, slots_N, index_N)
-        return self._choose(edited_NV, slots_N, index_N)
+    def _process_block(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        processed_NV = logits_NV.clone()
+        self._processors.apply_(processed_NV, slots_N, index_N)
+        return self._sample(processed_NV, slots_N, index_N)
 
-    def _native(self) -> Chooser | None:
+    def _native(self) -> SampleFunction | None:
         if not self._on_host:
             return None
         try:
-            return NativeChooser(self._seed_S, self._limits_S).choose
+            return NativeSampler(self._seed_S, self._limits_S).sample
         except KernelUnavailableError as error:
             logger.info("sampling runs in plain torch: %s", error)
             return None
 
-    def _choose_in_torch(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        drawn_N = self._limits_S.temperature[slots_N] >= COLDEST
-        return by_part(drawn_N, self._draw, _greedy, (logits_NV, slots_N, index_N))
+    def _sample_in_torch(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        is_random_N = self._limits_S.temperature[slots_N] >= MIN_TEMPERATURE
+        return by_part(is_random_N, self._sample_with_noise, _greedy, (logits_NV, slots_N, index_N))
 
-    def _draw(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        """Draw for rows without limits apart: only the others need their vocabulary sorted."""
+    def _sample_with_noise(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+        """Sample rows without limits separately: only the others need their vocabulary sorted."""
         free_N = self._limits_S.at(slots_N).are_off
-        return by_part(free_N, self._draw_alike, self._draw_alike, (logits_NV, slots_N, index_N))
+        return by_part(free_N, self._sample_alike, self._sample_alike, (logits_NV, slots_N, index_N))
 
-    def _draw_alike(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
+    def _sample_alike(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         keys_N = self._keys(slots_N, index_N).to(logits_NV.device)
-        return choose(logits_NV, keys_N, self._limits_S.at(slots_N))
+        return sample(logits_NV, keys_N, self._limits_S.at(slots_N))
 
     def _keys(self, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        return torch.from_numpy(row_keys(self._seed_S[slots_N], index_N))
+        return torch.from_numpy(row_keys(self._seed_S.view(np.int64)[slots_N], index_N))
+
+
+def changes_logits(sampling: Sampling) -> bool:
+    """Whether a request has any option that `workers.sampling.logits_processors` applies."""
+    return bool(
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.allowed_ids is not None
+        or sampling.bad_words
+        or sampling.logit_bias
+        or (sampling.min_tokens and sampling.stop_ids)
+    )
 
 
 def _greedy(logits_NV: torch.Tensor, _slots_N: Ints, _index_N: Ints) -> torch.Tensor:
     return greedy(logits_NV)
 
 
-def by_part(first_N: Flags, choose_first: Chooser, choose_rest: Chooser, rows: Rows) -> torch.Tensor:
-    """Let one chooser have the rows marked in `first_N` and the other the rest; copy logits only if both have some."""
+def by_part(first_N: Flags, sample_first: SampleFunction, sample_rest: SampleFunction, batch: Batch) -> torch.Tensor:
+    """Sample the rows marked in `first_N` with one function and the rest with the other.
+
+    Logits are copied only if both have rows.
+    """
     if first_N.all():
-        return choose_first(*rows)
+        return sample_first(*batch)
     if not first_N.any():
-        return choose_rest(*rows)
-    logits_NV, slots_N, index_N = rows
+        return sample_rest(*batch)
+    logits_NV, slots_N, index_N = batch
     ids_N = torch.empty(len(slots_N), dtype=torch.int64, device=logits_NV.device)
-    for part, chooser in ((np.flatnonzero(first_N), choose_first), (np.flatnonzero(~first_N), choose_rest)):
+    for part, function in ((np.flatnonzero(first_N), sample_first), (np.flatnonzero(~first_N), sample_rest)):
         at = torch.from_numpy(part).to(logits_NV.device)
-        ids_N[at] = chooser(logits_NV[at], slots_N[part], index_N[part])
+        ids_N[at] = function(logits_NV[at], slots_N[part], index_N[part])
     return ids_N

@@ -114,16 +114,14 @@ def drawn_from(draft: Draft, laws: DraftProbs) -> dict[int, Drawn]:
 
 
 def chosen(draft: Draft) -> dict[int, Drawn]:
-    """Return what is judged where every guess was certain. Probes are left out, and so is what was guessed twice."""
+    """Return what is judged where every guess was certain. What was guessed twice is left out."""
     found: dict[int, Drawn] = {}
     for node, nodes in families(draft).items():
         first: dict[int, int] = {}
         for child in nodes:
-            if not (draft.probes and draft.probes[child]):
-                first.setdefault(draft.tokens[child], child)
-        if first:
-            children = Children([*first.values()], np.arange(len(first)), certain(len(first)))
-            found[node] = Drawn(np.array([*first], np.int64), children)
+            first.setdefault(draft.tokens[child], child)
+        children = Children([*first.values()], np.arange(len(first)), certain(len(first)))
+        found[node] = Drawn(np.array([*first], np.int64), children)
     return found
 
 

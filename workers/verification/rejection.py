@@ -16,9 +16,9 @@ import torch
 
 from protos.draft import NO_DRAFT, Draft
 from protos.messages import Row
-from workers.sampling.grammar_sampler import GrammarSampler
 from workers.sampling.noise import gumbel, row_keys
-from workers.sampling.sample import COLDEST, Floats, Ints
+from workers.sampling.sample import MIN_TEMPERATURE, Floats, Ints
+from workers.sampling.sampler import Sampler
 from workers.verification import rejection_math as rules
 from workers.verification.acceptance import AcceptedTokens, Scored, thresholds
 from workers.verification.draft_probs import ChainTable, DraftProbs, Drawn, chosen, drawn_from, sound
@@ -76,17 +76,17 @@ class RejectionSampler:
         draws: whether the draft worker draws its guesses, and so owes their laws; else it is certain of them.
     """
 
-    def __init__(self, sampler: GrammarSampler, rule: Rule, *, draws: bool) -> None:
+    def __init__(self, sampler: Sampler, rule: Rule, *, draws: bool) -> None:
         self._sampler, self._rule, self._draws = sampler, rule, draws
 
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
-        """See `Judge`. What was drawn is judged whole: to leave some out by what they say would tilt what is left."""
+        """See `AcceptanceRule`. Sampled drafts are not pruned: leaving out tokens for what they are would bias them."""
         certain = [NO_DRAFT if self._is_drawn(row) else draft for row, draft in zip(rows, drafts, strict=True)]
         pruned = self._sampler.prune(rows, certain)
         return [draft if self._is_drawn(row) else less for row, draft, less in zip(rows, drafts, pruned, strict=True)]
 
-    def judge(self, scored: Scored) -> list[AcceptedTokens]:
-        """See `Judge`. Probes are answered by the likeliest token, which tells nothing of noise that is yet to come."""
+    def accept(self, scored: Scored) -> list[AcceptedTokens]:
+        """See `AcceptanceRule`."""
         cases = self._cases(scored)
         chains = [case for case in cases if case.draft.is_chain and case.draft.tokens]
         trees = [case for case in cases if not case.draft.is_chain]
@@ -95,9 +95,15 @@ class RejectionSampler:
                 judge(scored, some, self._thresholds(some))
         own = self._own_tokens(scored, cases)
         return [
-            AcceptedTokens(case.path, [*(case.draft.tokens[node] for node in case.path), y], self._probed(scored, case))
+            AcceptedTokens(case.path, [*(case.draft.tokens[node] for node in case.path), y])
             for case, y in zip(cases, own, strict=True)
         ]
+
+    def next_tokens(self, scored: Scored, at_M: Ints) -> list[int]:
+        """See `AcceptanceRule`. The most likely tokens, which do not depend on noise that later rounds will use."""
+        p_MV = self._law(scored, at_M)
+        tokens_M: list[int] = torch.where(p_MV.amax(1) > 0, p_MV.argmax(1), -1).tolist()
+        return tokens_M
 
     def _thresholds(self, cases: Seq[_Case]) -> Floats:
         return thresholds(
@@ -108,14 +114,16 @@ class RejectionSampler:
         )
 
     def _is_drawn(self, row: Row) -> bool:
-        return self._draws and row.draft is None and self._sampler.slots.sampling[row.slot].temperature >= COLDEST
+        return (
+            self._draws and row.draft is None and self._sampler.slots.sampling[row.slot].temperature >= MIN_TEMPERATURE
+        )
 
     def _cases(self, scored: Scored) -> list[_Case]:
         """Return the rows that sample; a draft that should have laws and has none that make sense is left out."""
         found, first = [], 0
         for row, draft, count in zip(scored.rows, scored.drafts, scored.counts_R.tolist(), strict=True):
             if count:
-                laws = scored.laws.get(row.slot) if draft.tokens and self._is_drawn(row) else None
+                laws = scored.draft_probs.get(row.slot) if draft.tokens and self._is_drawn(row) else None
                 judged = draft if laws is not None or not self._is_drawn(row) else NO_DRAFT
                 found.append(_Case(first, row.slot, int(scored.index_N[first]), judged, laws))
                 first += count
@@ -225,7 +233,9 @@ class RejectionSampler:
         return [slice(first, first + count) for first in range(0, num_rows, count)]
 
     def _law(self, scored: Scored, at_M: Ints) -> torch.Tensor:
-        return self._sampler.law(scored.logits_NV[_on(at_M, scored)], scored.slots_N[at_M], scored.index_N[at_M])
+        return self._sampler.distribution(
+            scored.logits_NV[_on(at_M, scored)], scored.slots_N[at_M], scored.index_N[at_M]
+        )
 
     def _own_tokens(self, scored: Scored, cases: Seq[_Case]) -> list[int]:
         """Return the token behind each path: as ever where all of p is left, else drawn from what is."""
@@ -258,14 +268,6 @@ class RejectionSampler:
         keys_R = row_keys(self._sampler.seeds(scored.slots_N[at_R]), scored.index_N[at_R])
         noise_RV = gumbel(_on(keys_R, scored)[:, None], torch.arange(p_RV.shape[1], device=p_RV.device))
         return rules.drawn(left_RV, noise_RV)
-
-    def _probed(self, scored: Scored, case: _Case) -> Seq[int]:
-        probes = np.flatnonzero(case.draft.probes)
-        if not len(probes):
-            return ()
-        p_MV = self._law(scored, case.first + 1 + probes)
-        answers: list[int] = torch.where(p_MV.amax(1) > 0, p_MV.argmax(1), -1).tolist()
-        return answers
 
 
 def _ends(cases: Seq[_Case]) -> Ints:

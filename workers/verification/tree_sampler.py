@@ -1,9 +1,8 @@
-"""Choosing tokens along trees: level by level, so that every choice sees the text that really came before it.
+"""Sampling along draft trees: level by level, so that every token is sampled given the tokens accepted before it.
 
 What the sampler does depends on the tokens before a position (penalties, bad words, grammars). In a chain those are the
-drafted ones, wherever it matters; in a tree they are one of many paths. So the trees of a round are walked together:
-the choice behind the root, then behind the child that equals it, and so on, each written into the row's history at
-once.
+draft's; in a tree they are those of one of many paths. So the paths of all trees grow together: sample after the roots,
+then after the children equal to the sampled tokens, and so on; each token is written into its row's history at once.
 """
 
 from collections.abc import Sequence as Seq
@@ -12,35 +11,65 @@ import numpy as np
 import torch
 
 from protos.draft import Draft
-from workers.attention.batch import Ints
-from workers.sampling.grammar_sampler import GrammarSampler
-from workers.verification.verify import Walk
+from workers.sampling.sample import Ints
+from workers.sampling.sampler import Sampler
 
-NOT_CHOSEN = -1
+NOT_SAMPLED = -1
+
+
+class TreePath:
+    """The path through a draft tree that follows the target's tokens.
+
+    Attributes:
+        nodes: accepted so far, root to leaf.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self._children: dict[tuple[int, int], int] = {}  # the first node by (parent, token)
+        for node, (parent, token) in enumerate(zip(draft.node_parents(), draft.tokens, strict=True)):
+            self._children.setdefault((parent, token), node)
+        self.nodes: list[int] = []
+
+    @property
+    def end(self) -> int:
+        """The path's last node; -1 for the root."""
+        return self.nodes[-1] if self.nodes else -1
+
+    def extend(self, token: int) -> bool:
+        """Append the child of `end` that equals *token*; return whether there is one."""
+        child = self._children.get((self.end, token))
+        if child is not None:
+            self.nodes.append(child)
+        return child is not None
+
+
+def tree_path(draft: Draft, sampled: Seq[int]) -> list[int]:
+    """Return the nodes on the path of the target's tokens; see `workers.verification.acceptance.accept`."""
+    path = TreePath(draft)
+    while path.extend(sampled[1 + path.end]):
+        pass
+    return path.nodes
 
 
 class TreeSampler:
-    """Chooses behind the scored positions of one round in which there are trees.
+    """Samples at the scored positions of one round in which there are trees.
 
     Args:
-        sampler: the ordinary pipeline; the choices along trees go into the history that it reads.
-        logits_NV: float32, behind every scored position.
-        slots_N, index_N: int64; slot of each, and position in prompt + output of the token chosen there.
+        sampler: the target's; tokens sampled along trees go into the history that it reads.
+        logits_NV: float32, at every scored position.
+        slots_N, index_N: int64; slot of each, and position in prompt + output of the token sampled there.
     """
 
-    def __init__(self, sampler: GrammarSampler, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
+    def __init__(self, sampler: Sampler, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
         self._sampler, self._logits_NV = sampler, logits_NV
         self._slots_N, self._index_N = slots_N, index_N
-        self._chosen_N: Ints = np.full(len(slots_N), NOT_CHOSEN, np.int64)
+        self._sampled_N: Ints = np.full(len(slots_N), NOT_SAMPLED, np.int64)
 
-    def choose(self, drafts: Seq[Draft], counts_R: Ints) -> list[int]:
-        """Return the choice behind every position; -1 where none could be made, or that no walk came to.
-
-        Chains are chosen all at once, with the trees' roots; probes at the end, and what stands before them then is
-        the row's true text as far as it is known, and any drafted tokens behind it.
+    def sample(self, drafts: Seq[Draft], counts_R: Ints) -> list[int]:
+        """Return the token at every position; -1 where there is none, or off the path.
 
         Args:
-            drafts: of every row.
+            drafts: of every row. Chains are sampled all at once, with the trees' roots.
             counts_R: int64; how many of the positions are each row's: the root and its draft's nodes, or none.
         """
         first_R = (np.cumsum(counts_R) - counts_R).tolist()
@@ -50,36 +79,30 @@ class TreeSampler:
             if count and not draft.is_chain
         ]
         is_chain_N = np.repeat(np.array([draft.is_chain for draft in drafts]), counts_R)
-        roots_W = np.array([first for first, _ in trees], np.int64)
-        self._choose(np.concatenate((np.flatnonzero(is_chain_N), roots_W)))
-        self._walk([(first, Walk(draft)) for first, draft in trees])
-        self._choose(
-            np.array(
-                [first + 1 + node for first, draft in trees for node, is_probe in enumerate(draft.probes) if is_probe],
-                np.int64,
-            )
-        )
-        chosen: list[int] = self._chosen_N.tolist()
-        return chosen
+        roots = np.array([first for first, _ in trees], np.int64)
+        self._sample_at(np.concatenate((np.flatnonzero(is_chain_N), roots)))
+        self._sample_paths([(first, TreePath(draft)) for first, draft in trees])
+        sampled: list[int] = self._sampled_N.tolist()
+        return sampled
 
-    def _walk(self, walks: list[tuple[int, Walk]]) -> None:
-        """Go down all trees, a level at a time; what is chosen behind their roots is known already."""
-        while walks:
-            walks = [(first, walk) for first, walk in walks if self._goes_on(first, walk)]
-            self._choose(np.array([first + 1 + walk.node for first, walk in walks], np.int64))
+    def _sample_paths(self, paths: list[tuple[int, TreePath]]) -> None:
+        """Extend the paths of all trees, a level at a time, from their roots, where tokens are sampled already."""
+        while paths:
+            paths = [(first, path) for first, path in paths if self._extend(first, path)]
+            self._sample_at(np.array([first + 1 + path.end for first, path in paths], np.int64))
 
-    def _goes_on(self, first: int, walk: Walk) -> bool:
-        """Write down what was chosen where a walk stands, and let it go there."""
-        at = first + 1 + walk.node
-        y = int(self._chosen_N[at])
-        if y == NOT_CHOSEN:
+    def _extend(self, first: int, path: TreePath) -> bool:
+        """Write the token sampled at the end of *path* into the row's history, and extend the path by it."""
+        at = first + 1 + path.end
+        token = int(self._sampled_N[at])
+        if token == NOT_SAMPLED:
             return False
-        self._sampler.slots.tokens[self._slots_N[at], self._index_N[at]] = y
-        return walk.take(y)
+        self._sampler.slots.tokens[self._slots_N[at], self._index_N[at]] = token
+        return path.extend(token)
 
-    def _choose(self, at_M: Ints) -> None:
-        """Choose behind some of the positions."""
+    def _sample_at(self, at_M: Ints) -> None:
+        """Sample at some of the positions."""
         if len(at_M):
             logits_MV = self._logits_NV[torch.from_numpy(at_M).to(self._logits_NV.device)]
             ids_M = self._sampler.sample(logits_MV, self._slots_N[at_M], self._index_N[at_M])
-            self._chosen_N[at_M] = ids_M.cpu().numpy()
+            self._sampled_N[at_M] = ids_M.cpu().numpy()

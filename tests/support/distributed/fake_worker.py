@@ -14,9 +14,8 @@ from protos.draft import Draft, DraftRow
 from protos.messages import Request, RoundPlan, Row, Sampling, TokenLogprobs, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from tests.support.in_one_process import InOneProcess
-from tests.support.tree_proposer import nonsense, random_tree
+from tests.support.tree_proposer import accept_without_probes, nonsense, random_tree
 from workers.slots import SlotTable
-from workers.verification.verify import accept
 
 VOCAB = ["a", "b", "c", "ab", "bc", "x", "Ã", "©", "Ġ", "<e>"]
 EOS = 9
@@ -173,7 +172,7 @@ class FakeWorker(InOneProcess):
         assert len(draft) <= row.k
         after = [prefix, *self._feed_draft(row, prefix, draft)]
         said = [target_token(content) for content in after]
-        path = accept(draft, said)
+        path = accept_without_probes(draft, said)
         kept = [said[0], *(said[1 + node] for node in path)]
         logprobs = [TokenLogprobs([token], [0.0], [1]) for token in kept]
         guesses = draft.widths()

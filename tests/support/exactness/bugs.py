@@ -47,7 +47,7 @@ def too_lenient(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 
 def too_lenient_coupled(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
     """Of guesses that are not what the target says, 2 % count as if they were."""
-    sample = SampleAndMatch._choose
+    sample = SampleAndMatch._sample
 
     def lenient(self: SampleAndMatch, scored: Scored) -> list[int]:
         chosen_N = np.array(sample(self, scored))
@@ -57,7 +57,7 @@ def too_lenient_coupled(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
         dice_N = uniform(row_keys(scored.slots_N + ACCEPT, scored.index_N), np.zeros_like(chosen_N))
         return np.where((dice_N < LENIENCE) & ~last_N, guessed_N, chosen_N).tolist()
 
-    patch.setattr(SampleAndMatch, "_choose", lenient)
+    patch.setattr(SampleAndMatch, "_sample", lenient)
 
 
 def resampling_from_p(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
@@ -76,15 +76,15 @@ def bonus_from_q(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
     """Where all guesses are kept, the token behind them is the draft's."""
     assert isinstance(cell, Cell)
     draft_VV = torch.from_numpy(PAIRS[cell.pair][1])
-    for judge in (SampleAndMatch, RejectionSampler):
-        patch.setattr(judge, "judge", _with_bonus(judge.judge, draft_VV))
+    for rule in (SampleAndMatch, RejectionSampler):
+        patch.setattr(rule, "accept", _with_bonus(rule.accept, draft_VV))
 
 
 def _with_bonus(
-    judge: Callable[..., list[AcceptedTokens]], draft_VV: torch.Tensor
+    accept: Callable[..., list[AcceptedTokens]], draft_VV: torch.Tensor
 ) -> Callable[..., list[AcceptedTokens]]:
     def wrong(self: SampleAndMatch | RejectionSampler, scored: Scored) -> list[AcceptedTokens]:
-        found = judge(self, scored)
+        found = accept(self, scored)
         sampler = Sampler(self._sampler.slots, len(draft_VV))
         for row, draft, release in zip(scored.rows, scored.drafts, found, strict=True):
             if release.path and len(release.path) == len(draft):

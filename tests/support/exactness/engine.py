@@ -25,8 +25,8 @@ from workers.draft.engine import DraftEngine
 from workers.draft.sampling import drawing_for
 from workers.draft.worker import DraftWorker, Proposes
 from workers.process.target_rank import TargetRank
-from workers.sampling.grammar_sampler import GrammarSampler
-from workers.sampling.grammar_slots import Grammars, Words
+from workers.sampling.grammar_masks import GrammarMasks
+from workers.sampling.grammar_slots import SlotGrammars, Words
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
@@ -183,10 +183,10 @@ class World:
             drawing=drawing_for(config, sampler),
         )
         proposer: Proposes = DraftModelProposer.create(config, drafter)
-        grammars = Grammars(slots, self.target.vocab, (self.eos,), self.words or _no_words)
-        masking = GrammarSampler(sampler, grammars)
+        grammars = SlotGrammars(slots, self.target.vocab, (self.eos,), self.words or _no_words)
+        masked = sampler.with_grammars(GrammarMasks(slots, grammars))
         target = TargetWorker(
-            TableForward(self.target, slots, num_blocks), slots, masking, judge=judge_for(config, masking)
+            TableForward(self.target, slots, num_blocks), slots, masked, judge=judge_for(config, masked)
         )
         info = WorkerInfo(num_blocks, block_size, max_len, self.target.vocab, (self.eos,), speculates=True)
         return UniExecutor(info, TargetRank(Solo(), target, DraftEngine(drafter, proposer)))

@@ -20,7 +20,7 @@ from protos.messages import Sampling
 from tests.support.exactness.distribution import law as law_behind
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.verification.verify import accept
+from workers.verification.acceptance import accept
 
 Law = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -121,7 +121,7 @@ def test_the_law_is_that_of_the_definitions(name: str) -> None:
     vocab, sampling = 64, EVERY[name]
     raw_V = random_logits(vocab, seed=7)
     slots = next(worlds(sampling, 1, OUTPUT))
-    found_1V = Sampler(slots, vocab).law(torch.from_numpy(raw_V)[None], np.array([0]), slots.known_len[:1])
+    found_1V = Sampler(slots, vocab).distribution(torch.from_numpy(raw_V)[None], np.array([0]), slots.known_len[:1])
     assert np.abs(found_1V[0].numpy() - law(sampling, raw_V.astype(np.float64), OUTPUT)).max() < 1e-6
 
 

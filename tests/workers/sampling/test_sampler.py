@@ -12,8 +12,8 @@ from scipy import stats
 
 from protos.messages import Sampling
 from workers.sampling.noise import gumbel, row_keys
-from workers.sampling.sample import Limits, choose, greedy, law, short_law, without_replacement
-from workers.sampling.sample_native import NativeChooser
+from workers.sampling.sample import Limits, distribution, greedy, sample, top_distribution, without_replacement
+from workers.sampling.sample_native import NativeSampler
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verification.rejection_math import drawn
@@ -78,8 +78,8 @@ def test_native_code_equals_the_definition(vocab: int, step: float, bound: dict[
     table["top_k"] = np.where(table["top_k"] < vocab, table["top_k"], 0)
     limits = Limits(**table)
     seeds, at = np.arange(rows) % 5, np.arange(rows)
-    expected = choose(values, torch.from_numpy(row_keys(seeds, at)), limits)
-    assert NativeChooser(seeds, limits).choose(values, at, at).tolist() == expected.tolist()
+    expected = sample(values, torch.from_numpy(row_keys(seeds, at)), limits)
+    assert NativeSampler(seeds.astype(np.uint64), limits).sample(values, at, at).tolist() == expected.tolist()
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
@@ -226,7 +226,7 @@ def edited(sampling: Sampling, values: torch.Tensor, prompt: list[int], output: 
 
 def edit_with(sampler: Sampler, values: torch.Tensor, slots: SlotTable, index: int) -> torch.Tensor:
     rows, seen = np.array([0]), []
-    sampler._choose = lambda values, *_: seen.append(values) or torch.zeros(1, dtype=torch.int64)  # type: ignore[method-assign]
+    sampler._sample = lambda values, *_: seen.append(values) or torch.zeros(1, dtype=torch.int64)  # type: ignore[method-assign]
     sampler.sample(values, rows, np.array([index]))
     return seen[0]
 
@@ -239,7 +239,7 @@ def test_the_best_are_what_is_likely_with_this_noise() -> None:
     ]
     slots, values = table(*requests), logits(3)
     sampler, rows, index = Sampler(slots, VOCAB), np.arange(3), slots.known_len + 2
-    ids, log_q = sampler.best(values, rows, index, 8)
+    ids, log_q = sampler.candidates(values, rows, index, 8)
     assert ids[:, 0].tolist() == sampler.sample(values, rows, index).tolist()
     for row, request in enumerate(requests):
         scores = values[row].double()
@@ -263,7 +263,7 @@ def test_the_best_of_a_large_vocabulary_begin_with_what_is_sampled() -> None:
     slots, values = table(*requests), logits(rows, vocab)
     sampler, index = Sampler(slots, vocab), slots.known_len + 2
     for some in (np.arange(rows), np.arange(0, rows, 6)):  # among the latter nobody has limits
-        ids, _ = sampler.best(values[some], some, index[some], 4)
+        ids, _ = sampler.candidates(values[some], some, index[some], 4)
         assert ids[:, 0].tolist() == sampler.sample(values[some], some, index[some]).tolist()
 
 
@@ -275,7 +275,7 @@ def test_the_law_is_what_is_sampled_by(vocab: int) -> None:
     index, values = 5 + rows % 4, logits(len(rows), vocab)
     before = values.clone()
     sampler = Sampler(slots, vocab)
-    found = sampler.law(values, rows, index)
+    found = sampler.distribution(values, rows, index)
     assert torch.equal(values, before)
     assert torch.allclose(found.sum(1), torch.ones(len(rows), dtype=torch.float64))
     keys = torch.from_numpy(row_keys(sampler.seeds(rows), index))
@@ -287,14 +287,14 @@ def test_rows_that_fail_have_no_law() -> None:
     values = logits(len(MIXED))
     values[1::3, 9], values[2::3] = torch.nan, -torch.inf
     slots = table(*MIXED)
-    found = Sampler(slots, VOCAB).law(values, np.arange(len(MIXED)), slots.known_len)
+    found = Sampler(slots, VOCAB).distribution(values, np.arange(len(MIXED)), slots.known_len)
     assert found.sum(1).round(decimals=9).tolist() == [float(row % 3 == 0) for row in range(len(MIXED))]
 
 
 def test_a_short_law_is_that_of_the_likeliest_and_draws_without_replacement() -> None:
     values, limits = logits(2), Limits(np.array([0.7, 1.0], np.float32), np.array([3, 0]), np.ones(2), np.zeros(2))
-    ids, q = short_law(values, limits, 8)
-    whole = law(values, limits).float()
+    ids, q = top_distribution(values, limits, 8)
+    whole = distribution(values, limits).float()
     assert q.dtype == torch.float32
     assert torch.allclose(q[0, :3], whole[0].topk(3).values)
     assert (q[0, 3:] == 0).all()

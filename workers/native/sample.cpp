@@ -1,8 +1,9 @@
-// Choosing tokens on CPUs: the same ids as workers/sampling/sample.py:choose, which is the definition, at a fraction of its cost.
+// Sampling on CPUs: the ids of workers/sampling/sample.py:sample, which is the definition, at a fraction of its cost.
 //
-// The values are never sorted as a whole. Without limits the Gumbel race is decided by a lower bound of each token's
-// score, and only what can still win is scored exactly. With limits, tokens above a falling threshold are
-// sorted until the limits are settled, which is after a few dozen as a rule. The struct is mirrored in workers/sampling/sample_native.py.
+// The vocabulary is never sorted as a whole. Without limits, a lower bound of each token's score decides which tokens
+// can still have the highest score, and only those are scored exactly. With limits, tokens above a falling threshold
+// are sorted until the limits are settled, which usually takes a few dozen tokens.
+// workers/sampling/sample_native.py mirrors the struct.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -11,16 +12,16 @@
 
 #include "exp.h"
 
-extern "C" struct Choice {
+extern "C" struct SampleArguments {
     const float* logits;  // rows x vocab, `stride` elements from row to row
     int64_t stride, rows, vocab, threads;
     const int64_t *slots, *index;  // of each row
     const int64_t* seeds;          // of each slot, as are the limits
-    const float* temperature;      // below `coldest`: greedy
+    const float* temperature;      // below `min_temperature`: greedy
     const int64_t* top_k;          // 0: off
     const double *top_p, *min_p;   // 1 and 0: off
-    float coldest;
-    int64_t* chosen;  // of each row; -1 where nothing can be chosen
+    float min_temperature;
+    int64_t* sampled;  // of each row; -1 where no token can be sampled
 };
 
 namespace {
@@ -29,7 +30,7 @@ constexpr int64_t kFailed = -1;
 constexpr uint64_t kStep = 0x9e3779b97f4a7c15u;
 constexpr double kScale = 1.0 / 4503599627370496.0;  // 2^-52
 constexpr float kUnits = 17179869184.0f;             // 2^34
-constexpr double kSlack = 1.0001;                    // covers the fp32 rounding of the race
+constexpr double kSlack = 1.0001;                    // covers the float32 rounding of the bounds
 constexpr float kThresholds[] = {1.0f / 256, 1.0f / 65536, 1e-9f, 0.0f};
 
 inline uint64_t mix(uint64_t word) {  // splitmix64's, as in protos/seeds.py
@@ -72,7 +73,7 @@ struct Scratch {
     std::vector<Candidate> candidates;
 };
 
-// The greatest of n values; NaN where one of them is.
+// The greatest of n values; NaN if one of them is.
 float greatest_of(const float* values, int64_t n) {
     float greatest = -std::numeric_limits<float>::infinity();
     int broken = 0;
@@ -89,9 +90,9 @@ int64_t greedy(const float* logits, int64_t vocab) {
     return std::isfinite(greatest) ? std::find(logits, logits + vocab, greatest) - logits : kFailed;
 }
 
-// argmax of log p + g over everything. Its g is -log(-log(1 - u)), so the winner has the least -log(1 - u) / p, of
-// which u / p is a lower bound, and close to it for the few that can win.
-int64_t race(Scratch& s, uint64_t key, float greatest, int64_t vocab) {
+// argmax of log p + g over all tokens. g is -log(-log(1 - u)), so the argmax has the least -log(1 - u) / p, of which
+// u / p is a lower bound, tight for the few tokens with a high score.
+int64_t sample_free(Scratch& s, uint64_t key, float greatest, int64_t vocab) {
     s.bound.resize(vocab);
     float *bound = s.bound.data(), least = std::numeric_limits<float>::infinity();
     const float* weight = s.weight.data();
@@ -131,7 +132,7 @@ double mass_of_all(const std::vector<float>& weights, double min_p) {
     return total;
 }
 
-// How many of the candidates min-p and top-k leave. `settled` says whether all tokens they leave are candidates.
+// How many of the candidates min-p and top-k leave. `settled`: all tokens they leave are among the candidates.
 int64_t count_likely(const std::vector<Candidate>& c, int64_t top_k, double min_p, bool& settled) {
     int64_t count = static_cast<int64_t>(c.size());
     if (top_k > 0 && top_k <= count) {
@@ -159,10 +160,10 @@ bool cut_nucleus(const std::vector<Candidate>& c, int64_t& count, double top_p, 
     return false;
 }
 
-// argmax of log p + g over what the limits leave.
-int64_t choose_limited(Scratch& s, uint64_t key, int64_t top_k, double top_p, double min_p, int64_t vocab) {
+// argmax of log p + g over the tokens that the limits leave.
+int64_t sample_limited(Scratch& s, uint64_t key, int64_t top_k, double top_p, double min_p, int64_t vocab) {
     int64_t count = 0;
-    double all = -1.0;  // mass of what min-p leaves, once it was needed
+    double all = -1.0;  // mass of the tokens that min-p leaves; negative until it is computed
     for (const float threshold : kThresholds) {
         collect(s, threshold, vocab);
         bool settled = threshold == 0.0f || min_p >= threshold;
@@ -183,11 +184,11 @@ int64_t choose_limited(Scratch& s, uint64_t key, int64_t top_k, double top_p, do
     return best.id;
 }
 
-int64_t choose(const Choice& c, int64_t row, Scratch& s) {
+int64_t sample(const SampleArguments& c, int64_t row, Scratch& s) {
     const float* logits = c.logits + row * c.stride;
     const int64_t slot = c.slots[row], vocab = c.vocab;
     const float temperature = c.temperature[slot];
-    if (temperature < c.coldest) return greedy(logits, vocab);
+    if (temperature < c.min_temperature) return greedy(logits, vocab);
     s.value.resize(vocab);
     s.weight.resize(vocab);
     float *value = s.value.data(), *weight = s.weight.data();
@@ -198,16 +199,16 @@ int64_t choose(const Choice& c, int64_t row, Scratch& s) {
     for (int64_t v = 0; v < vocab; ++v) weight[v] = exp_negative(value[v] - greatest);
     const uint64_t key = row_key(c.seeds[slot], c.index[row]);
     const int64_t top_k = c.top_k[slot];
-    if (top_k <= 0 && c.top_p[slot] >= 1.0 && c.min_p[slot] <= 0.0) return race(s, key, greatest, vocab);
-    return choose_limited(s, key, top_k < vocab ? top_k : 0, c.top_p[slot], c.min_p[slot], vocab);
+    if (top_k <= 0 && c.top_p[slot] >= 1.0 && c.min_p[slot] <= 0.0) return sample_free(s, key, greatest, vocab);
+    return sample_limited(s, key, top_k < vocab ? top_k : 0, c.top_p[slot], c.min_p[slot], vocab);
 }
 
 }  // namespace
 
-extern "C" void slipstream_choose(const Choice* choice) {
-#pragma omp parallel for num_threads(static_cast<int>(choice->threads)) schedule(static) if (choice->rows > 3)
-    for (int64_t row = 0; row < choice->rows; ++row) {
+extern "C" void slipstream_sample(const SampleArguments* arguments) {
+#pragma omp parallel for num_threads(static_cast<int>(arguments->threads)) schedule(static) if (arguments->rows > 3)
+    for (int64_t row = 0; row < arguments->rows; ++row) {
         thread_local Scratch scratch;
-        choice->chosen[row] = choose(*choice, row, scratch);
+        arguments->sampled[row] = sample(*arguments, row, scratch);
     }
 }
