@@ -22,7 +22,7 @@ GANG_TESTS := tests/distributed tests/ray tests/workers/distributed tests/cluste
 	tests/cluster/test_doctor.py
 PROPOSER_TESTS := tests/proposers tests/seeds tests/workers/draft tests/workers/attention tests/workers/model
 SERVING_TESTS := tests/http tests/grpc tests/docs tests/structured tests/ray_serve tests/cluster/test_bench_serve.py \
-	tests/cluster/test_deploy.py tests/runtime/test_logs.py tests/runtime/test_timing.py \
+	tests/cluster/deploy tests/runtime/test_logs.py tests/runtime/test_timing.py \
 	tests/runtime/test_monitoring_files.py
 EXACTNESS_TESTS := tests/exactness tests/invariant tests/workers/verification tests/cluster/test_check_command.py \
 	tests/cluster/test_check_identity.py tests/cluster/test_check_distribution.py

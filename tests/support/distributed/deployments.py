@@ -1,6 +1,7 @@
 """The files that deploy Slipstream, read and judged as those who take them would, in tests."""
 
 import copy
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -9,6 +10,8 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel
+
+from cluster.ray_serve.arguments import ServeArguments
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"
@@ -106,3 +109,63 @@ def docker_steps() -> list[tuple[str, str]]:
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
     return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+PORTS = {"serve": 8000, "serve-grpc": 9000, "dashboard": 8265, "gcs-server": 6379, "metrics": 8080, "client": 10001}
+
+
+def pinned(name: str) -> str:
+    found = re.search(rf"^{re.escape(name)}==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def version() -> str:
+    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def python_minor() -> str:
+    """Return the image's Python as tags spell it: 311."""
+    found = re.search(r"^FROM python:3\.(\d+)-", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert found is not None
+    return f"3{found[1]}"
+
+
+def tag() -> str:
+    return f"slipstream:{version()}-ray{pinned('ray')}-py{python_minor()}"
+
+
+def arguments(config: dict[str, Any]) -> ServeArguments:
+    return ServeArguments.model_validate(config["applications"][0]["args"])
+
+
+def total_of(config: dict[str, Any]) -> dict[str, float]:
+    """Return what one replica takes of a cluster that has GPUs, where it may use them."""
+    from cluster.ray.placement import layout, totals
+    from cluster.ray_serve.deployment import bundles
+
+    engine = arguments(config).config
+    return totals(bundles(layout(engine, {"GPU": 8.0}), engine))
+
+
+def judged(config: dict[str, Any]) -> list[str]:
+    """Return the keys of a Serve config that nobody knows, having had the rest judged by Serve."""
+    from ray.serve.schema import ServeDeploySchema
+
+    ServeDeploySchema.model_validate(config)
+    return unknown_keys(config, ServeDeploySchema)
+
+
+def manifests() -> dict[str, list[dict[str, Any]]]:
+    """Return the resources by overlay; without kubectl only what stands in a file as it is."""
+    if has_kubectl():
+        return {overlay: kustomized(overlay) for overlay in OVERLAYS}
+    return {"base": [load(DEPLOY / "kuberay" / "base" / "rayservice.yaml")]}
+
+
+def pods(service: dict[str, Any]) -> list[dict[str, Any]]:
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    return [group["template"]["spec"] for group in groups]
