@@ -26,7 +26,9 @@ from runtime.text.preprocessor import load_tokenizer
 from tests.support.models import tiny_models
 from tests.support.serving import fake_engine
 from tests.support.serving.http_server import Served, serving
-from tests.support.serving.openai_checks import CHECKS, STRUCTURED, USER, Check, a_parsed_answer, strict
+from tests.support.serving.openai_answers import USER, Check, strict
+from tests.support.serving.openai_checks import CHECKS
+from tests.support.serving.openai_structured_checks import STRUCTURED, a_parsed_answer
 from tests.support.serving.server_process import Running
 
 DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none")

@@ -12,7 +12,8 @@ from protos.errors import ConfigError
 from runtime.http.tools.choice import ToolOptions
 from tests.support.serving.fake_engine import Scripted, local_engine, tokenizer
 from tests.support.serving.http_server import Served, serving
-from tests.support.serving.openai_checks import OTHER, WIDE, strict
+from tests.support.serving.openai_answers import strict
+from tests.support.serving.openai_structured_checks import OTHER, WIDE
 
 TOOLS: Any = [WIDE, OTHER]
 PAINT = '{"color": "red", "is_sure": true}'

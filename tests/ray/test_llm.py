@@ -1,58 +1,27 @@
-"""The whole engine on Ray: the tokens of `uni`, whatever dies under it, and nothing left behind."""
+"""The whole engine on Ray: the tokens of `uni` when workers die or freeze, and no resource leaks."""
 
 import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
-from cluster import assemble
-from cluster.ray.channel import RayChannel
 from cluster.ray.cluster import available_resources
 from cluster.settings import engine_config
 from cluster.transport.process_workers import BODY
-from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, ModelError, PlacementError
-from protos.messages import WorkerInfo
-from protos.sampling import SamplingParams
-from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.channel import STATS_EVERY_S
-from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.preprocessor import load_tokenizer
 from slipstream import LLM
+from tests.support.distributed.ray_engine import LENGTH, PARAMS, PROMPTS, SMALL, Pair, Running, Texts
 from tests.support.identity import perturbed
 from tests.support.models import tiny_pairs
 from tests.support.processes import is_running, wait_gone, wait_until
-
-PROMPTS = [f"{word} and then {number}" for number in range(4) for word in ("once", "def f(x):", "The cat", "zz")]
-LENGTH = 120
-PARAMS = [
-    SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=LENGTH, ignore_eos=True) for i in range(16)
-]
-SMALL: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "num_gpu_blocks_override": 256,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 256,
-}
-RECOVERY_S = 90.0
-Result = TypeVar("Result")
-Texts = list[list[int]]
-
-
-@dataclass(frozen=True)
-class Pair:
-    target: Path
-    draft: Path
-
-    def speculation(self, guesses: int = 3) -> dict[str, Any]:
-        return {"model": str(self.draft), "num_speculative_tokens": guesses, "draft_tensor_parallel_size": 1}
 
 
 @pytest.fixture(scope="module")
@@ -87,76 +56,6 @@ def gives_back(ray_cluster: Any) -> Iterator[None]:
     before = free()
     yield
     wait_until(lambda: free() == before, what=f"{before} free")
-
-
-class Running:
-    """An engine on Ray and the event loop it lives on, driven from a test's thread."""
-
-    def __init__(self, config: EngineConfig, body: str = BODY) -> None:
-        self._config = config
-        self.said: list[str] = []
-        self._loop = asyncio.new_event_loop()
-        self.channel = RayChannel(config, body)
-        self.engine = AsyncEngine(self.channel, self._make_preprocessor)
-        self.do(self.engine.start(self.said.append))
-
-    def do(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return self._loop.run_until_complete(work)
-
-    async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
-        return assemble.preprocessor(self._config, info, load_tokenizer(self._config.model))
-
-    def close(self) -> None:
-        self.do(self.engine.close())
-        self._loop.close()
-
-    def pid(self, who: str) -> int:
-        """Return the process id of the actor *who* is."""
-        import ray
-
-        assert self.channel.placement is not None
-        actor = ray.get_actor(self.channel.placement.name_of(who))
-        return int(ray.get(actor.where.remote(), timeout=10).pid)
-
-    def stream(self, at: dict[int, Callable[[], None]] | None = None) -> Texts:
-        """Stream all prompts at once; act once so many tokens have come in all."""
-        return self.do(self._stream(sorted((at or {}).items())))
-
-    async def _stream(self, acts: list[tuple[int, Callable[[], None]]]) -> Texts:
-        num_tokens = 0
-
-        async def one(index: int) -> list[int]:
-            nonlocal num_tokens
-            ids: list[int] = []
-            async for delta in self.engine.generate(PROMPTS[index], PARAMS[index], f"{time.monotonic_ns()}-{index}"):
-                assert delta.output.error is None
-                ids += delta.output.token_ids
-                num_tokens += len(delta.output.token_ids)
-                while acts and num_tokens >= acts[0][0]:
-                    acts.pop(0)[1]()
-            return ids
-
-        return await asyncio.gather(*(one(index) for index in range(len(PROMPTS))))
-
-    def until(self, condition: Callable[[], bool], seconds: float = RECOVERY_S) -> float:
-        """Let the loop run until *condition*; return how long it took."""
-
-        async def wait() -> None:
-            async with asyncio.timeout(seconds):
-                while not condition():  # noqa: ASYNC110 - snapshots come without an event
-                    await asyncio.sleep(0.02)
-
-        started = time.monotonic()
-        self.do(wait())
-        return time.monotonic() - started
-
-    def changes(self, why: str) -> int:
-        return self.engine.stats().draft_changes.get(why, 0)
-
-    def proposed(self) -> int:
-        """Return how many guesses there were up to now, once nothing runs."""
-        self.until(lambda: self.engine.stats().num_running == 0)
-        return self.engine.stats().proposed
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from tests.support.distributed.ray_serving import BIN, PATIENCE_S, Cluster, Stre
 from tests.support.models import tiny_models, tiny_pairs
 from tests.support.processes import is_running
 from tests.support.serving import fake_engine
-from tests.support.serving.openai_checks import STRUCTURED
+from tests.support.serving.openai_structured_checks import STRUCTURED
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(0)]
 

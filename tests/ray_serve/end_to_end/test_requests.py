@@ -11,7 +11,9 @@ from protos import slipstream_v1_pb2 as pb
 from protos import slipstream_v1_pb2_grpc as stubs
 from tests.support.distributed.ray_requests import LENGTH, PROMPTS, channel, completed, refusal
 from tests.support.distributed.ray_serving import PATIENCE_S, Cluster, until
-from tests.support.serving.openai_checks import CHECKS, Check, a_parsed_answer
+from tests.support.serving.openai_answers import Check
+from tests.support.serving.openai_checks import CHECKS
+from tests.support.serving.openai_structured_checks import a_parsed_answer
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(0)]
 SERVICE = "slipstream.v1.GenerationService"

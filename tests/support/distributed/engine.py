@@ -224,3 +224,6 @@ def late_comer(may_come: threading.Event, floor_s: float = 1.0) -> Callable[[Por
         rank.serve(port, floor_s=floor_s)
 
     return live
+
+
+StartGang = Callable[..., Engine]

@@ -1,80 +1,18 @@
-"""What the real OpenAI client must get from any server of ours: functions of a client and a model's name.
-
-Every answer is validated strictly against the client's own types: nothing is missing, and nothing unknown but what we
-document.
-"""
+"""Checks that any OpenAI-compatible server of ours must pass: functions of a client and a model's name."""
 
 import asyncio
-import json
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import httpx
 import openai
-import pydantic
 import pytest
-from openai.types import Completion
 
-T = TypeVar("T", bound=pydantic.BaseModel)
-Check = Callable[[openai.OpenAI, str], None]
-
-PROMPT = "def add(a, b):\n    return"
-USER: Any = [{"role": "user", "content": "say something"}]
-DOCUMENTED = {
-    "ChatCompletion": {"metrics"},
-    "ChatCompletionChunk": {"metrics"},
-    "Completion": {"metrics"},
-    "CompletionChoice": {"stop_reason", "prompt_logprobs"},
-    "Choice": {"stop_reason", "prompt_logprobs"},
-    "Model": {"max_model_len"},
-}
-"""Fields that we add to the client's types, by type."""
-
-
-def strict(answer: T, **patches: Any) -> T:
-    """Return *answer* once it validates; *patches* replace fields of its choices that the client's type has wrong."""
-    raw = json.loads(answer.model_dump_json(exclude_unset=True, by_alias=True, warnings=False))
-    for choice in raw.get("choices", ()):
-        choice.update(patches)
-        _forget_parsed(choice.get("message", {}))
-    kind = next(base for base in type(answer).__mro__ if "[" not in base.__name__ and "Parsed" not in base.__name__)
-    checked = kind.model_validate_json(json.dumps(raw), strict=True)
-    for name, extras in _extras(checked):
-        assert extras <= DOCUMENTED.get(name, set()), (name, extras)
-    return answer
-
-
-def _forget_parsed(message: dict[str, Any]) -> None:
-    """Remove what the client itself put in."""
-    message.pop("parsed", None)
-    for call in message.get("tool_calls") or ():
-        call.pop("index", None)
-        call["function"].pop("parsed_arguments", None)
-
-
-def _extras(value: object) -> Iterator[tuple[str, set[str]]]:
-    """Yield each model in *value* by name, with the fields that its type does not know."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _extras(item)
-    elif isinstance(value, pydantic.BaseModel):
-        yield type(value).__name__, set(value.model_extra or {})
-        for name in type(value).model_fields:
-            yield from _extras(getattr(value, name))
-
-
-def strict_chunk(chunk: Completion) -> Completion:
-    """Validate a piece of a completion; its type says that it has always ended, which the public API's have not."""
-    ended = all(choice.finish_reason is not None for choice in chunk.choices)
-    return strict(chunk) if ended else strict(chunk, finish_reason="stop")
+from tests.support.serving.openai_answers import PROMPT, USER, Check, strict, strict_chunk
 
 
 def root(client: openai.OpenAI) -> str:
     """Return where the routes are that stand beside `/v1`."""
     return str(client.base_url).rstrip("/").removesuffix("/v1")
-
-
-# Completions
 
 
 def a_completion(client: openai.OpenAI, model: str) -> None:
@@ -149,9 +87,6 @@ def the_same_seed(client: openai.OpenAI, model: str) -> None:
     assert first == second
 
 
-# Chat
-
-
 def a_chat(client: openai.OpenAI, model: str) -> None:
     answer = strict(
         client.chat.completions.create(
@@ -211,9 +146,6 @@ def text_parts_and_earlier_turns(client: openai.OpenAI, model: str) -> None:
         *USER,
     ]
     strict(client.chat.completions.create(model=model, messages=messages, max_tokens=3, stop=["zzz"], seed=1))
-
-
-# Everything else
 
 
 def the_models(client: openai.OpenAI, model: str) -> None:
@@ -296,146 +228,3 @@ CHECKS: tuple[Check, ...] = (
     what_speculation_did, a_stream_that_is_left, many_at_once_and_async,
 )  # fmt: skip
 """For any model with a chat template."""
-
-
-# Answers of a form. The model may be a random one, so what it fills in is bounded.
-
-
-class Verdict(pydantic.BaseModel):
-    """An answer that always ends."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    color: Literal["red", "green"]
-    is_sure: bool
-
-
-WIDE: dict[str, Any] = {"type": "function", "function": {"name": "paint", "parameters": Verdict.model_json_schema()}}
-OTHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "wait",
-        "description": "Do nothing.",
-        "parameters": {
-            "type": "object",
-            "properties": {"long": {"enum": ["1", "2"]}},
-            "required": ["long"],
-            "additionalProperties": False,
-        },
-    },
-}
-ROOM = 700
-"""Tokens that hold any such answer, white space of all its parts included."""
-
-
-def a_parsed_answer(client: openai.OpenAI, model: str) -> None:
-    asked: Any = {"model": model, "messages": USER, "max_tokens": ROOM, "response_format": Verdict, "seed": 5}
-    answer = strict(client.chat.completions.parse(**asked))
-    assert isinstance(answer.choices[0].message.parsed, Verdict)
-    with client.chat.completions.stream(**asked) as stream:
-        for _ in stream:
-            pass
-        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
-
-
-def an_async_parsed_answer(client: openai.OpenAI, model: str) -> None:
-    async def ask() -> object:
-        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, timeout=120) as other:
-            answer = await other.chat.completions.parse(
-                model=model, messages=USER, max_tokens=ROOM, response_format=Verdict, temperature=0
-            )
-        return strict(answer).choices[0].message.parsed
-
-    assert isinstance(asyncio.run(ask()), Verdict)
-
-
-def any_object(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(
-        model=model, messages=USER, max_tokens=40, response_format={"type": "json_object"}, temperature=0
-    )
-    assert (strict(answer).choices[0].message.content or "").lstrip().startswith("{")
-
-
-def a_call_by_name(client: openai.OpenAI, model: str) -> None:
-    asked: Any = {
-        "model": model,
-        "messages": USER,
-        "max_tokens": ROOM,
-        "tools": [OTHER, WIDE],
-        "seed": 3,
-        "tool_choice": {"type": "function", "function": {"name": "paint"}},
-    }
-    (choice,) = strict(client.chat.completions.create(**asked)).choices
-    assert (choice.finish_reason, choice.message.content) == ("stop", None)
-    (call,) = choice.message.tool_calls or ()
-    assert call.type == "function"
-    assert call.function.name == "paint"
-    Verdict.model_validate_json(call.function.arguments)
-    deltas = [strict(chunk).choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
-    parts = [part for delta in deltas for part in delta.tool_calls or ()]
-    assert {part.index for part in parts} == {0}
-    assert [part.function.name for part in parts if part.function and part.function.name] == ["paint"]
-    assert [part.id is not None for part in parts] == [True] + [False] * (len(parts) - 1)
-    assert "".join(part.function.arguments or "" for part in parts if part.function) == call.function.arguments
-
-
-def a_required_call(client: openai.OpenAI, model: str) -> None:
-    asked: Any = {
-        "model": model,
-        "messages": USER,
-        "max_tokens": ROOM,
-        "tools": [OTHER, WIDE],
-        "seed": 4,
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-    }
-    (choice,) = strict(client.chat.completions.create(**asked)).choices
-    assert choice.finish_reason == "tool_calls"
-    (call,) = choice.message.tool_calls or ()
-    assert call.type == "function"
-    assert call.function.name in {"paint", "wait"}
-    with client.chat.completions.stream(**asked) as stream:
-        events = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
-        final = stream.get_final_completion()
-    assert [(event.name, event.arguments) for event in events] == [(call.function.name, call.function.arguments)]
-    assert final.choices[0].finish_reason == "tool_calls"
-
-
-def a_call_that_cannot_be_described(client: openai.OpenAI, model: str) -> None:
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
-    with pytest.raises(openai.BadRequestError, match="tools cannot be called as they are described") as refused:
-        client.chat.completions.create(model=model, messages=USER, tools=[tool], tool_choice="required")
-    assert refused.value.param == "tools"
-
-
-def a_parsed_call(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.parse(
-        model=model,
-        messages=USER,
-        max_tokens=ROOM,
-        tools=[openai.pydantic_function_tool(Verdict)],
-        temperature=0,
-        tool_choice={"type": "function", "function": {"name": "Verdict"}},
-    )
-    (call,) = strict(answer).choices[0].message.tool_calls or ()
-    assert isinstance(call.function.parsed_arguments, Verdict)
-
-
-def a_form_and_tools_at_once(client: openai.OpenAI, model: str) -> None:
-    with pytest.raises(openai.BadRequestError, match="do not go together"):
-        client.chat.completions.create(
-            model=model, messages=USER, tools=[OTHER], tool_choice="required", response_format={"type": "json_object"}
-        )  # type: ignore[call-overload]
-
-
-STRUCTURED: tuple[Check, ...] = (
-    a_parsed_answer,
-    an_async_parsed_answer,
-    any_object,
-    a_call_by_name,
-    a_required_call,
-    a_parsed_call,
-    a_call_that_cannot_be_described,
-    a_form_and_tools_at_once,
-)
-"""For real models whose chat template takes tools."""

@@ -1,0 +1,56 @@
+"""A tiny pair, its tokens without drafts, and engines that end with the test."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from protos.worker_messages import Port
+from tests.support.distributed.engine import (
+    PATIENT_S,
+    Engine,
+    Models,
+    StartGang,
+    configure,
+    quick_turns,
+    said_plainly,
+    threaded,
+    tiny_pair,
+)
+from tests.support.distributed.thread_workers import ThreadPort
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return tiny_pair(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def _quick_turns() -> Iterator[None]:
+    with quick_turns():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(models: Models) -> dict[str, list[int]]:
+    """What every run must say."""
+    return said_plainly(models)
+
+
+@pytest.fixture
+def gang(models: Models) -> Iterator[StartGang]:
+    started: list[Engine] = []
+
+    def start(
+        *,
+        floor_s: float = PATIENT_S,
+        on_start: Callable[[ThreadPort], None] = lambda port: None,
+        body: Callable[[Port], None] | None = None,
+        **arguments: Any,
+    ) -> Engine:
+        started.append(threaded(configure(models, **arguments), floor_s=floor_s, body=body, on_start=on_start))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.built.shutdown()

@@ -1,0 +1,47 @@
+"""A tokenizer saved in a folder, and a preprocessor that uses it."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from protos.config.engine import ModelConfig
+from runtime.text.preprocessor import Preprocessor, load_tokenizer
+
+CORPUS = ["hello world, the future of AI is bright", "def main() -> None: return None"] * 20
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+EOS = 1
+VOCAB = 340
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    where = tmp_path_factory.mktemp("tokenizer")
+    fast.save_pretrained(where)
+    return where
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    loaded = load_tokenizer(ModelConfig(model=str(folder)))
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture
+def preprocessor(tokenizer: PreTrainedTokenizerFast) -> Preprocessor:
+    return Preprocessor(tokenizer, vocab_size=VOCAB, max_model_len=64, capacity=1024, eos_ids=(EOS,), seed=3)

@@ -1,0 +1,67 @@
+"""Grammars in slots, and sampling under them."""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+
+from protos.guidance import matcher
+from protos.messages import NewSequence, Sampling
+from tests.support.structured import EOS, FORMS, vocab_size, words
+from workers.sampling.grammar_masks import GrammarMasks
+from workers.sampling.grammar_slots import SlotGrammars
+from workers.sampling.matcher import Bits, GrammarMatcher
+from workers.sampling.sampler import Sampler
+from workers.slots import SlotTable
+
+VOCAB = vocab_size()
+NAMES = sorted(FORMS)
+
+
+def fresh(name: str, endings: Seq[int] = (EOS,)) -> GrammarMatcher:
+    return GrammarMatcher(matcher(FORMS[name].grammar, words()), VOCAB, endings)
+
+
+def ids_of(bits: Bits) -> list[int]:
+    return np.flatnonzero(np.unpackbits(bits, count=VOCAB, bitorder="little")).tolist()
+
+
+def is_allowed(name: str, output: list[int], path: Seq[int]) -> bool:
+    for i, token in enumerate(path):
+        if EOS in path[:i] or token not in ids_of(fresh(name).allowed(0, [*output, *path[:i]])):
+            return False
+    return True
+
+
+def engine_of(sequences: Seq[tuple[str | None, list[int], Sampling]], **options: Any) -> Sampler:
+    """A target's sampler whose slots hold a prompt of two tokens and some output each."""
+    slots = SlotTable(len(sequences), 64, 4)
+    grammars = SlotGrammars(slots, VOCAB, (EOS,), words)
+    new = [
+        NewSequence(slot, [1, 7, *output], 2, replaced(sampling, name))
+        for slot, (name, output, sampling) in enumerate(sequences)
+    ]
+    for each in new:
+        slots._join(each)
+    sampler = Sampler(slots, VOCAB).with_grammars(GrammarMasks(slots, grammars))
+    sampler.expect(new)
+    return sampler
+
+
+def replaced(sampling: Sampling, name: str | None) -> Sampling:
+    import msgspec
+
+    return msgspec.structs.replace(sampling, grammar=None if name is None else FORMS[name].grammar)
+
+
+def said(sampler: Sampler, slot: int, logits_of: Any) -> int:
+    """Choose one token behind all that is known of a slot."""
+    at = int(sampler.slots.known_len[slot])
+    logits = logits_of(tuple(sampler.slots.tokens[slot, :at].tolist()))
+    return int(sampler.sample(logits[None], np.array([slot]), np.array([at]))[0])
+
+
+def logits_of(history: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash(history) % 2**31)
+    return torch.randn(VOCAB, generator=generator) * 2
