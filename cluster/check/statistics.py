@@ -1,4 +1,4 @@
-"""Statistics of counts against a law: chi-square, exact tails, total variation, and what a test can find."""
+"""Tests of counts against a distribution: chi-square, binomial tails, total variation, and their power."""
 
 import functools
 import math
@@ -9,11 +9,12 @@ import torch
 
 Floats = npt.NDArray[np.float64]
 
-POWER_Z = 1.8808  # normal quantile of 97 %
+POWER_Z = 1.8808
+"""Normal quantile of 97 %."""
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
-    """Return the chance that chi-square with so many degrees of freedom is at least *statistic*."""
+    """Return the probability that chi-square with *freedom* degrees of freedom is at least *statistic*."""
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
@@ -29,10 +30,10 @@ def chi_square_quantile(p_value: float, freedom: int) -> float:
 
 
 def deviance(seen_C: Floats, expected_C: Floats) -> tuple[float, float]:
-    """Return Pearson's statistic and that of the likelihood ratio, for counts `[C]` and what is expected of them.
+    """Return Pearson's statistic and the likelihood-ratio statistic of observed and expected counts `[C]`.
 
-    Both are chi-square where cells are full. In sparse cells Pearson's makes too much of one id that came several
-    times, and the likelihood ratio's mean is too high: so a p-value is the larger of the two's.
+    Both are chi-square for well-filled cells. In sparse cells Pearson's overweights an id that occurs several times,
+    and the likelihood ratio's mean is too high: use the larger of the two p-values.
     """
     pearson = float(((seen_C - expected_C) ** 2 / expected_C).sum())
     ratio_C = np.where(seen_C > 0, seen_C, 1.0) / expected_C
@@ -41,7 +42,7 @@ def deviance(seen_C: Floats, expected_C: Floats) -> tuple[float, float]:
 
 
 def rest_tail(count: float, draws: int, mass: float) -> float:
-    """Bound the chance that *count* or more of so many *draws* have ids of joint probability *mass*.
+    """Bound the probability that *count* or more of *draws* samples have ids of total probability *mass*.
 
     Chernoff's bound, which is never below the binomial tail: exp(-draws * KL(count / draws, mass)).
     """
@@ -57,19 +58,19 @@ def rest_tail(count: float, draws: int, mass: float) -> float:
 
 
 def tv_bound(cells: int, draws: int, limit: float) -> float:
-    """Return what total variation over so many cells exceeds with a chance of at most *limit*.
+    """Return the total variation over *cells* cells that *draws* samples exceed with probability *limit* at most.
 
-    The mean is at most about sqrt(cells / (2 pi draws)); beyond it, McDiarmid's inequality.
+    The mean is at most about sqrt(cells / (2 pi draws)); the rest is McDiarmid's inequality.
     """
     return math.sqrt(cells / (2 * math.pi * draws)) + math.sqrt(math.log(1 / limit) / (2 * draws))
 
 
 def least_tv(freedom: int, draws: int, limit: float, tolerance: float = 0.0) -> float:
-    """Return the total variation of a wrong law that a chi-square test at *limit* finds with 97 %; 1 at most.
+    """Return the total variation that a chi-square test at *limit* detects with a probability of 97 %; 1 at most.
 
-    A law that is off by D has a chi-square distance of at least 4 D^2, so that the statistic is noncentral by at least
-    4 D^2 * draws. Its distribution is taken as normal: mean f + x, variance 2 (f + 2 x). Where expectations may be off
-    by a *tolerance*, at least 2 D - tolerance of the L1 distance is left of D, against (1 + tolerance) draws at most.
+    A distribution at total variation D has a chi-square distance of at least 4 D^2, so the statistic is noncentral by
+    x >= 4 D^2 * draws. It is taken as normal with mean f + x and variance 2 (f + 2 x). If expectations may be off by a
+    relative *tolerance*, at least 2 D - tolerance of the L1 distance remains, against (1 + tolerance) draws at most.
     """
     if not freedom:
         return 1.0

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.support.exactness.statistics import FALSE_ALARM, Law, chi_square, compare, joint, power, tv_bound
+from cluster.check.statistics import tv_bound
+from tests.support.exactness.statistics import FALSE_ALARM, TV_FALSE_ALARM, Law, chi_square, compare, joint, power
 
 NUM_TESTS = 500
 DICE = np.random.default_rng(5)
@@ -50,7 +51,7 @@ def test_chi_square_is_scipys_where_nothing_is_pooled() -> None:
 
 
 def test_the_bound_on_total_variation_is_the_published_one() -> None:
-    assert tv_bound(32, 200_000) == pytest.approx(0.0122, abs=5e-5)
+    assert tv_bound(32, 200_000, TV_FALSE_ALARM) == pytest.approx(0.0122, abs=5e-5)
 
 
 def tilted(law: Law, share: float) -> Law:

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from cluster.check.statistics import chi_square_quantile, chi_square_tail, tv_bound
+
 Law = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -52,11 +54,6 @@ class Finding:
         return f"{self.samples} samples, p = {self.p_value:.3g}, TV {self.tv:.5f} (bound {self.tv_bound:.5f})"
 
 
-def tv_bound(cells: int, samples: int) -> float:
-    """Return the total variation that so many exact samples exceed with probability `TV_FALSE_ALARM` at most."""
-    return float(np.sqrt(cells / (2 * np.pi * samples)) + np.sqrt(np.log(1 / TV_FALSE_ALARM) / (2 * samples)))
-
-
 def compare(counts_CV: Ints, laws_CV: Law) -> Finding:
     """Compare what was emitted in each of C contexts with the law there; a context that never was says nothing.
 
@@ -75,7 +72,7 @@ def compare(counts_CV: Ints, laws_CV: Law) -> Finding:
         p_value = min(1.0, 2 * min(p_value, chi_square(counts_CV.sum(0)[None], expected_CV.sum(0)[None])))
     if counts_CV[laws_CV == 0].any():
         p_value = 0.0
-    return Finding(samples, p_value, tv, tv_bound(int((laws_CV > 0).sum()), samples))
+    return Finding(samples, p_value, tv, tv_bound(int((laws_CV > 0).sum()), samples, TV_FALSE_ALARM))
 
 
 def chi_square(counts_CV: Ints, expected_CV: Law) -> float:
@@ -97,7 +94,7 @@ def chi_square(counts_CV: Ints, expected_CV: Law) -> float:
     if freedom <= 0:
         return 1.0
     statistic = float(((observed - wanted)[used] ** 2 / wanted[used]).sum())
-    return float(stats.chi2.sf(statistic, freedom))
+    return chi_square_tail(statistic, freedom)
 
 
 def power(promised: Law, real: Law, samples: int, num_tests: int) -> float:
@@ -108,7 +105,7 @@ def power(promised: Law, real: Law, samples: int, num_tests: int) -> float:
     used = cells[0] > 0
     distance = float(((cells[1] - cells[0])[used] ** 2 / cells[0][used]).sum() * samples)
     freedom = int(used.sum()) - 1
-    threshold = stats.chi2.isf(FALSE_ALARM / num_tests, freedom)
+    threshold = chi_square_quantile(FALSE_ALARM / num_tests, freedom)
     return float(stats.ncx2.sf(threshold, freedom, distance))
 
 
