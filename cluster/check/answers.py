@@ -1,4 +1,4 @@
-"""What an engine answered, and where each token came from."""
+"""The answers of an engine, and how each of their tokens was chosen."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -7,17 +7,18 @@ from typing import Literal
 
 from protos.messages import Step, TokenOutput
 
-Origin = Literal["guess", "correction", "bonus", "plain"]
-"""An accepted guess; the target's own token for a rejected one; that behind a draft accepted whole; without a draft."""
+Origin = Literal["accepted", "correction", "bonus", "plain"]
+"""How a token was chosen: an accepted draft token; the target's replacement of a rejected one; the target's token after
+a fully accepted draft; the target's token in a round without a draft."""
 
 Place = Literal["prompt", "guess", "draft", "correction", "bonus", "plain", "any"]
-"""How a position was reached: behind the prompt; behind an accepted guess, in the same round; behind a draft accepted
-whole, in the same round; first of a round, behind a correction, a bonus token, or a round without a draft; or nobody
-asks."""
+"""What a position follows, as in the JSON report: the prompt; an accepted draft token of the same round; a fully
+accepted draft of the same round; or, first in its round, a correction, a bonus token, or a round without a draft. "any"
+where these are not told apart."""
 
 PLACES: dict[Place, str] = {
     "prompt": "prompt",
-    "guess": "accepted guess",
+    "guess": "accepted draft token",
     "draft": "whole draft",
     "correction": "correction",
     "bonus": "bonus token",
@@ -25,7 +26,7 @@ PLACES: dict[Place, str] = {
     "any": "any token",
 }
 ORIGINS: dict[Origin, str] = {
-    "guess": "an accepted guess",
+    "accepted": "an accepted draft token",
     "correction": "a correction",
     "bonus": "a bonus token",
     "plain": "a token of a round without a draft",
@@ -34,32 +35,31 @@ ORIGINS: dict[Origin, str] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One request's output. `ended` is the finish reason, or what failed; `branched` says that a draft was a tree."""
+    """One request's output. `finish_reason` may be an error message; `has_tree` is True if some draft was a tree."""
 
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
-    ended: str
-    branched: bool = False
+    finish_reason: str
+    has_tree: bool = False
 
 
 def origins_of(num_tokens: int, step: Step | None) -> list[Origin]:
-    """Return where the tokens of one step came from."""
+    """Return how the tokens of one step were chosen."""
     if step is None or not step.proposed:
         return ["plain"] * num_tokens
-    own: Origin = "bonus" if step.accepted == step.depth else "correction"
-    guesses: list[Origin] = ["guess"] * min(step.accepted, num_tokens)
-    return [*guesses, *[own] * (num_tokens - len(guesses))]
+    last: Origin = "bonus" if step.accepted == step.depth else "correction"
+    accepted: list[Origin] = ["accepted"] * min(step.accepted, num_tokens)
+    return [*accepted, *[last] * (num_tokens - len(accepted))]
 
 
 def places_of(origins: Seq[Origin]) -> list[Place]:
-    """Return how the position of each token of an answer was reached.
+    """Return what the position of each token follows.
 
-    All of it was settled before the token was: a token behind an accepted guess is a bonus if the guess was its
-    draft's last.
+    This is known before the token is drawn: a token after the last accepted draft token of a whole draft is a bonus.
     """
     places: list[Place] = ["prompt"] * min(1, len(origins))
     for before, origin in pairwise(origins):
-        if before == "guess":
+        if before == "accepted":
             places.append("draft" if origin == "bonus" else "guess")
         else:
             places.append(before)
@@ -67,20 +67,20 @@ def places_of(origins: Seq[Origin]) -> list[Place]:
 
 
 @dataclass
-class Growing:
-    """An answer while it comes."""
+class AnswerBuilder:
+    """Collects an answer step by step."""
 
     token_ids: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    branched: bool = False
+    has_tree: bool = False
 
     def add(self, output: TokenOutput) -> None:
-        """Take over what a step added."""
+        """Append the tokens of one step."""
         self.token_ids += output.token_ids
         self.origins += origins_of(len(output.token_ids), output.step)
         if output.step is not None and output.step.proposed != output.step.depth:
-            self.branched = True
+            self.has_tree = True
 
-    def done(self, ended: str) -> Answer:
+    def build(self, finish_reason: str) -> Answer:
         """Return the whole answer."""
-        return Answer(tuple(self.token_ids), tuple(self.origins), ended, self.branched)
+        return Answer(tuple(self.token_ids), tuple(self.origins), finish_reason, self.has_tree)

@@ -1,13 +1,13 @@
-"""Whether speculation leaves the answers alone: what `slipstream check` runs on two engines, one after the other.
+"""Checks that speculation does not change the answers: `slipstream check` runs two engines, one after the other.
 
-(a) The same prompts with and without speculation, greedy and seeded: the same tokens, but for shown floating-point
-ties. (b) Many seeds behind a few prompts with speculation: the tokens have the target's own law, wherever they stand in
-a round. (c) Each difference explained by what the target without speculation says at that position. And something was
-really guessed, accepted and rejected, or nothing of this means anything.
+(a) The same prompts with and without speculation, greedy and seeded, must give the same tokens, except after
+floating-point ties. (b) Tokens sampled with speculation, by many seeds after a few prompts, must follow the target's
+distribution at every kind of position. (c) Each difference is explained by the target's log-probabilities there. The
+check passes only if draft tokens were proposed, accepted and rejected.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,38 +15,40 @@ from typing import Any
 
 import msgspec
 
-from cluster.check import distribution
-from cluster.check import identity as checking_identity
+from cluster.check import distribution, identity
 from cluster.check.answers import Answer, Place
-from cluster.check.distribution import LEAST_DRAWS, DistributionVerdict
-from cluster.check.engine_run import Counts, EngineRun, Ids, RunJob, Tick
-from cluster.check.identity import ALLOWANCES, NONE_ALLOWED, Allowance, Asked, IdentityVerdict, Part
+from cluster.check.coverage import missing_outcomes, parts_without_acceptance, untested_samples
+from cluster.check.distribution import DistributionVerdict
+from cluster.check.engine_run import DraftCounts, EngineRun, Ids, RunJob, Tick
+from cluster.check.identity import ALLOWANCES, NO_TIES, Allowance, ComparedRequest, IdentityVerdict, Part
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
 
-LAW_PROMPTS = 4
-LEAST_LAW_TOKENS, MOST_LAW_TOKENS, BEYOND = 8, 16, 4  # sampled behind a prompt: K + 4, within these
+SAMPLED_PROMPTS = 4
+MIN_SAMPLED_TOKENS, MAX_SAMPLED_TOKENS, EXTRA_TOKENS = 8, 16, 4
+"""Tokens sampled after a prompt: K + `EXTRA_TOKENS`, within these limits."""
 COUPLED = "coupled"
-LOOKAHEAD = "lookahead"  # learns from what the target would say at positions ahead
+LOOKAHEAD = "lookahead"
+"""A method whose proposals depend on the target's choices at later positions."""
 
-Bars = Callable[[str, int], AbstractContextManager[Tick]]
-"""Makes a progress bar of a text and a number of ticks."""
+ProgressBars = Callable[[str, int], AbstractContextManager[Tick]]
+"""Makes a progress bar from a text and a number of ticks."""
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is to be checked on.
+    """What to check.
 
     Attributes:
         prompts: text, token ids, or dictionaries of either; at least one.
-        max_tokens: of each answer that is compared.
-        samples: answers sampled behind each of the first `LAW_PROMPTS` prompts.
+        max_tokens: length of each compared answer.
+        samples: answers sampled after each of the first `SAMPLED_PROMPTS` prompts.
         temperature: of seeded answers and samples.
-        seed: all seeds are made of this one.
-        false_alarm: the chance that (b) finds something where nothing is wrong.
+        seed: all seeds are derived from it.
+        false_alarm: the probability that (b) fails although nothing is wrong.
     """
 
     prompts: Seq[Any]
@@ -57,42 +59,48 @@ class CheckOptions:
     false_alarm: float = 1e-6
 
     @property
-    def law_prompts(self) -> int:
-        """How many prompts are sampled behind."""
-        return min(LAW_PROMPTS, len(self.prompts))
+    def sampled_prompts(self) -> int:
+        """Number of prompts with samples."""
+        return min(SAMPLED_PROMPTS, len(self.prompts))
 
-    def setting(self, law_tokens: int) -> "Setting":
-        """Return this as it is reported."""
+    def setting(self, sampled_tokens: int) -> "Setting":
+        """Return the part of the options that is reported."""
         return Setting(
-            len(self.prompts), self.max_tokens, self.law_prompts, self.samples, law_tokens, self.temperature, self.seed
+            len(self.prompts),
+            self.max_tokens,
+            self.sampled_prompts,
+            self.samples,
+            sampled_tokens,
+            self.temperature,
+            self.seed,
         )
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """How large a check was. `law_prompts` prompts were sampled behind, `law_tokens` tokens `samples` times each."""
+    """The size of a check: `samples` answers of `sampled_tokens` tokens after each of `sampled_prompts` prompts."""
 
     prompts: int
     max_tokens: int
-    law_prompts: int
+    sampled_prompts: int = msgspec.field(name="law_prompts")
     samples: int
-    law_tokens: int
+    sampled_tokens: int = msgspec.field(name="law_tokens")
     temperature: float
     seed: int
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What was found.
+    """The result of a check.
 
     Attributes:
-        dtype: what the target computes in.
+        dtype: of the target's logits.
         rule: `rejection_sample_method`.
-        batch_invariant: whether no ties are allowed, because the engine promises the same bits.
+        batch_invariant: whether ties are disallowed because the engine promises the same bits.
         allowance: what counts as a tie.
-        setting: how much was done.
+        setting: the size of the check.
         with_speculation, without: draft tokens of the two engines.
-        missing: what did not happen, so that the check means little; empty where nothing is.
-        greedy, seeded: identity; None where the rule does not promise that of sampled answers.
-        law: of what is sampled with speculation.
+        missing: outcomes that did not occur, without which the check proves little.
+        greedy, seeded: identity; `seeded` is None for rules that do not promise it.
+        distribution: of the tokens sampled with speculation.
     """
 
     dtype: str
@@ -100,25 +108,25 @@ class Report(msgspec.Struct, frozen=True):
     batch_invariant: bool
     allowance: Allowance
     setting: Setting
-    with_speculation: Counts
-    without: Counts
+    with_speculation: DraftCounts
+    without: DraftCounts
     missing: tuple[str, ...]
     greedy: IdentityVerdict
     seeded: IdentityVerdict | None
-    law: DistributionVerdict
+    distribution: DistributionVerdict = msgspec.field(name="law")
 
     @property
     def passed(self) -> bool:
         """Whether speculation ran and changed nothing."""
         identical = self.greedy.passed and (self.seeded is None or self.seeded.passed)
-        return identical and self.law.passed and not self.missing
+        return identical and self.distribution.passed and not self.missing
 
 
 def rule_of(config: EngineConfig) -> str:
-    """Return the acceptance rule that *config* asks for; refuses what cannot be checked.
+    """Return the acceptance rule of *config*.
 
     Raises:
-        ConfigError: nothing speculates, or the rule changes answers on purpose.
+        ConfigError: speculation is off, or the rule changes answers on purpose.
     """
     if config.speculative is None:
         raise ConfigError(
@@ -134,186 +142,154 @@ def rule_of(config: EngineConfig) -> str:
     return rule
 
 
-def speculating(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:
-    """Return *config* so that it guesses at every batch size, unless the user said when not to."""
+def at_every_batch_size(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:
+    """Return *config* with speculation on at every batch size, unless the user set a threshold."""
     if speculative.disable_by_batch_size is None and speculative.num_speculative_tokens_per_batch_size is None:
         speculative = replace(speculative, disable_by_batch_size=config.scheduler.max_num_seqs)
     return replace(config, speculative=speculative)
 
 
 @dataclass(frozen=True)
-class _Material:
-    """What the engine with speculation said: *answers* to *asked*, and *sampled* ones with their prompts' numbers.
+class _SpeculativeAnswers:
+    """What the engine with speculation answered.
 
-    *by_place* says whether the ways in which positions of these were reached may be told apart.
+    *answers* belong to *requests*; *sampled* are pairs of a prompt's number and an answer. *by_place* is False if
+    positions must not be grouped by what they follow.
     """
 
     dtype: str
-    asked: Seq[Asked]
+    requests: Seq[ComparedRequest]
     answers: Seq[Answer]
     encoded: Seq[Ids]
     sampled: Seq[tuple[int, Answer]]
-    counts: Counts
+    counts: DraftCounts
     by_place: bool
 
     @property
     def parts(self) -> dict[str, list[Answer]]:
-        """All answers, by what they are for."""
+        """All answers by part: "greedy", "seeded", "sampled"."""
         found: dict[str, list[Answer]] = {}
-        for each, answer in zip(self.asked, self.answers, strict=True):
-            found.setdefault(each.part, []).append(answer)
+        for request, answer in zip(self.requests, self.answers, strict=True):
+            found.setdefault(request.part, []).append(answer)
         return {**found, "sampled": [answer for _, answer in self.sampled]}
 
 
-def examine(config: EngineConfig, wanted: CheckOptions, say: ProgressCallback, bars: Bars) -> Report:
-    """Run both engines, one after the other, and judge.
+def examine(config: EngineConfig, options: CheckOptions, report: ProgressCallback, bars: ProgressBars) -> Report:
+    """Run the engine with speculation, then the one without, and compare.
 
     Raises:
-        ConfigError: see `rule_of`; other errors as engines raise them.
+        ConfigError: see `rule_of`. Engines raise other errors.
     """
     rule, speculative, invariant = rule_of(config), config.speculative, config.model.batch_invariant
     assert speculative is not None
-    law_tokens = min(MOST_LAW_TOKENS, max(LEAST_LAW_TOKENS, speculative.num_speculative_tokens + BEYOND))
-    say("check: the engine with speculation")
-    with EngineRun(speculating(config, speculative), say) as side:
-        material = _material(side, wanted, speculative, law_tokens, bars)
-    say("check: the engine without speculation")
-    with EngineRun(replace(config, speculative=None), say) as side:
-        allowance = NONE_ALLOWED if invariant else ALLOWANCES.get(side.dtype, ALLOWANCES["float32"])
-        identity = _identity(side, wanted, material, allowance, bars)
-        law = _law(side, wanted, material, allowance, bars)
-        without = side.counts
-    seeded = identity.get("seeded")
-    lacks = missing(material.counts, without)
-    lacks = lacks or (*unshown(material.parts), *untested(law, has_seeded=seeded is not None))
+    sampled_tokens = speculative.num_speculative_tokens + EXTRA_TOKENS
+    sampled_tokens = min(MAX_SAMPLED_TOKENS, max(MIN_SAMPLED_TOKENS, sampled_tokens))
+    report("check: the engine with speculation")
+    with EngineRun(at_every_batch_size(config, speculative), report) as run:
+        found = _speculate(run, options, speculative, sampled_tokens, bars)
+    report("check: the engine without speculation")
+    with EngineRun(replace(config, speculative=None), report) as run:
+        allowance = NO_TIES if invariant else ALLOWANCES.get(run.dtype, ALLOWANCES["float32"])
+        identities = _check_identity(run, options, found, allowance, bars)
+        sampling = _check_distribution(run, options, found, allowance, bars)
+        without = run.counts
+    seeded = identities.get("seeded")
+    missing = missing_outcomes(found.counts, without) or (
+        *parts_without_acceptance(found.parts),
+        *untested_samples(sampling, has_seeded=seeded is not None),
+    )
     return Report(
-        material.dtype,
+        found.dtype,
         rule,
         invariant,
         allowance,
-        wanted.setting(law_tokens),
-        material.counts,
+        options.setting(sampled_tokens),
+        found.counts,
         without,
-        lacks,
-        identity["greedy"],
+        missing,
+        identities["greedy"],
         seeded,
-        law,
+        sampling,
     )
-
-
-def untested(law: DistributionVerdict, *, has_seeded: bool) -> tuple[str, ...]:
-    """Return what is missing where the law alone can tell of sampled tokens: a test of some that were guessed at."""
-    if has_seeded or any(test.freedom and test.drafted >= LEAST_DRAWS for test in law.tests):
-        return ()
-    return ("no prefix has enough tokens that were guessed at: take more --samples",)
-
-
-def unshown(parts: Mapping[str, Seq[Answer]]) -> tuple[str, ...]:
-    """Return which *parts* have no accepted guess among their answers, so that they prove nothing of speculation."""
-    return tuple(
-        f"no guess was accepted in the {name} answers: was speculation off there, by a batch size say?"
-        for name, answers in parts.items()
-        if not any("guess" in answer.origins for answer in answers)
-    )
-
-
-def missing(with_speculation: Counts, without: Counts) -> tuple[str, ...]:
-    """Return what did not happen, so that identical answers prove little."""
-    lacks = (
-        (with_speculation.proposed == 0, "nothing was guessed: is speculation on, and does the draft work?"),
-        (
-            with_speculation.proposed > 0 and with_speculation.accepted == 0,
-            "no guess was accepted: the draft knows nothing of the target's text, or prompts are too few",
-        ),
-        (
-            with_speculation.proposed > 0 and with_speculation.rejected == 0,
-            "no guess was rejected: a draft that is always right shows little; give more prompts, or a lesser draft",
-        ),
-        (without.proposed > 0, f"the engine without speculation scored {without.proposed} guesses"),
-    )
-    return tuple(text for is_so, text in lacks if is_so)
 
 
 # With speculation.
 
 
-def _material(
-    side: EngineRun, wanted: CheckOptions, speculative: SpeculativeConfig, law_tokens: int, bars: Bars
-) -> _Material:
-    encoded = side.encode(wanted.prompts, SamplingParams(max_tokens=wanted.max_tokens))
-    asked = _asked(encoded, wanted, str(speculative.rejection_sample_method))
-    answers = _answers(side, asked, wanted.max_tokens, bars, "with speculation")
+def _speculate(
+    run: EngineRun, options: CheckOptions, speculative: SpeculativeConfig, sampled_tokens: int, bars: ProgressBars
+) -> _SpeculativeAnswers:
+    encoded = run.encode(options.prompts, SamplingParams(max_tokens=options.max_tokens))
+    requests = _compared_requests(encoded, options, str(speculative.rejection_sample_method))
+    answers = _answers(run, requests, options.max_tokens, bars, "with speculation")
     samples = [
-        _sample(encoded, wanted, prompt, number)
-        for prompt in range(wanted.law_prompts)
-        for number in range(wanted.samples)
+        _sample(encoded, options, prompt, number)
+        for prompt in range(options.sampled_prompts)
+        for number in range(options.samples)
     ]
-    sampled = _answers(side, samples, law_tokens, bars, "sampling with speculation")
+    sampled = _answers(run, samples, sampled_tokens, bars, "sampling with speculation")
     pairs = [(each.prompt, answer) for each, answer in zip(samples, sampled, strict=True)]
     by_place = LOOKAHEAD not in speculative.methods
-    return _Material(side.dtype, asked, answers, encoded, pairs, side.counts, by_place)
+    return _SpeculativeAnswers(run.dtype, requests, answers, encoded, pairs, run.counts, by_place)
 
 
-def _asked(encoded: Seq[Ids], wanted: CheckOptions, rule: str) -> list[Asked]:
-    """Return a greedy sequence of each prompt, and a seeded one where that is promised to be the same."""
-    greedy = [Asked("greedy", i, ids, 0.0, 0) for i, ids in enumerate(encoded)]
+def _compared_requests(encoded: Seq[Ids], options: CheckOptions, rule: str) -> list[ComparedRequest]:
+    """Return a greedy request for each prompt, and a seeded one if the rule promises the same tokens."""
+    greedy = [ComparedRequest("greedy", i, ids, 0.0, 0) for i, ids in enumerate(encoded)]
     if rule != COUPLED:
         return greedy
-    seeded = [Asked("seeded", i, ids, wanted.temperature, mix_seed(wanted.seed, i)) for i, ids in enumerate(encoded)]
-    return greedy + seeded
-
-
-def _sample(encoded: Seq[Ids], wanted: CheckOptions, prompt: int, number: int) -> Asked:
-    """Return a sequence whose seed is nobody else's."""
-    seed = mix_seed(wanted.seed, len(encoded) + prompt * wanted.samples + number)
-    return Asked("seeded", prompt, encoded[prompt], wanted.temperature, seed)
-
-
-def _answers(side: EngineRun, asked: Seq[Asked], max_tokens: int, bars: Bars, text: str) -> list[Answer]:
-    jobs = [
-        RunJob(
-            each.token_ids,
-            SamplingParams(
-                temperature=each.temperature, seed=each.seed, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-            ),
-        )
-        for each in asked
+    return greedy + [
+        ComparedRequest("seeded", i, ids, options.temperature, mix_seed(options.seed, i))
+        for i, ids in enumerate(encoded)
     ]
+
+
+def _sample(encoded: Seq[Ids], options: CheckOptions, prompt: int, number: int) -> ComparedRequest:
+    """Return a request with a seed of its own."""
+    seed = mix_seed(options.seed, len(encoded) + prompt * options.samples + number)
+    return ComparedRequest("seeded", prompt, encoded[prompt], options.temperature, seed)
+
+
+def _answers(
+    run: EngineRun, requests: Seq[ComparedRequest], max_tokens: int, bars: ProgressBars, text: str
+) -> list[Answer]:
+    common = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    jobs = [RunJob(each.token_ids, replace(common, temperature=each.temperature, seed=each.seed)) for each in requests]
     with bars(text, len(jobs)) as tick:
-        return side.answers(jobs, tick)
+        return run.answers(jobs, tick)
 
 
-# Without.
+# Without speculation.
 
 
-def _identity(
-    side: EngineRun, wanted: CheckOptions, material: _Material, allowance: Allowance, bars: Bars
+def _check_identity(
+    run: EngineRun, options: CheckOptions, found: _SpeculativeAnswers, allowance: Allowance, bars: ProgressBars
 ) -> dict[Part, IdentityVerdict]:
-    """Compare part by part, and have each difference explained."""
-    asked, ours = material.asked, material.answers
-    theirs = _answers(side, asked, wanted.max_tokens, bars, "without speculation")
-    apart = checking_identity.differences(asked, ours, theirs)
-    with bars("explaining differences", len(apart)) as tick:
-        laws = side.laws([each.context for each in apart], tick)
-        findings = [checking_identity.explain(each, law_V, allowance) for each, law_V in zip(apart, laws, strict=True)]
+    """Compare the answers part by part, and explain each difference."""
+    requests = found.requests
+    without = _answers(run, requests, options.max_tokens, bars, "without speculation")
+    differences = identity.differences(requests, found.answers, without)
+    with bars("explaining differences", len(differences)) as tick:
+        logprobs = run.next_logprobs([each.context for each in differences], tick)
+        findings = [identity.explain(*each, allowance) for each in zip(differences, logprobs, strict=True)]
     verdicts: dict[Part, IdentityVerdict] = {}
-    for part in dict.fromkeys(each.part for each in asked):
-        answers = [answer for each, answer in zip(asked, ours, strict=True) if each.part == part]
-        verdicts[part] = checking_identity.judge(part, answers, [f for f in findings if f.part == part], allowance)
+    for part in dict.fromkeys(each.part for each in requests):
+        answers = [answer for each, answer in zip(requests, found.answers, strict=True) if each.part == part]
+        verdicts[part] = identity.verdict_of(part, answers, [f for f in findings if f.part == part], allowance)
     return verdicts
 
 
-def _law(
-    side: EngineRun, wanted: CheckOptions, material: _Material, allowance: Allowance, bars: Bars
+def _check_distribution(
+    run: EngineRun, options: CheckOptions, found: _SpeculativeAnswers, allowance: Allowance, bars: ProgressBars
 ) -> DistributionVerdict:
-    groups = distribution.grouped(material.sampled, by_place=material.by_place)
+    groups = distribution.group_samples(found.sampled, by_place=found.by_place)
     tokens: Counter[Place] = Counter()
     for group in groups:
         tokens[group.place] += group.draws
-    tested = distribution.worth_testing(groups)
-    contexts = [(*material.encoded[group.prompt], *group.prefix) for group in tested]
-    tolerance = allowance.tolerance_at(wanted.temperature)
-    with bars("asking for laws", len(contexts)) as tick:
-        told = side.laws(contexts, tick)
-        laws = (distribution.tempered(logprobs_V, wanted.temperature) for logprobs_V in told)
-        return distribution.judge(tested, laws, wanted.false_alarm, tolerance, tokens)
+    tested = distribution.select_groups(groups)
+    contexts = [(*found.encoded[group.prompt], *group.prefix) for group in tested]
+    tolerance = allowance.tolerance_at(options.temperature)
+    with bars("computing distributions", len(contexts)) as tick:
+        logprobs = run.next_logprobs(contexts, tick)
+        probs = (distribution.probs_at(logprobs_V, options.temperature) for logprobs_V in logprobs)
+        return distribution.verdict_of(tested, probs, options.false_alarm, tolerance, tokens)

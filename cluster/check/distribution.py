@@ -1,12 +1,11 @@
-"""Whether sampled tokens have the law they should have: chi-square and total variation, prefix by prefix.
+"""Tests whether sampled tokens follow the target's distribution: chi-square and total variation, prefix by prefix.
 
-Answers to one prompt are a tree of counts. Behind a prefix of the answer the next tokens are independent draws of one
-law, the target's, and that stays so for those of them that came there in one way, since how a position was reached is
-settled before its token is drawn. (Not where a tree's shape, or what lookahead has learnt, depends on noise of
-positions ahead; there the ways are not told apart.) So each such group of draws is a test, and so are all groups of one
-way together.
+After a given prefix of the answer, the next tokens are independent draws from one distribution, the target's. This
+still holds for the draws at one `Place`, because the place is determined before the token is drawn. (It does not hold
+if a tree's shape, or what lookahead has learnt, depends on the noise of later positions; those draws are not split by
+place.) Each such group of draws is a test, and so are all groups of one place together.
 
-Every verdict keeps to a false-alarm rate divided by `MAX_TESTS`, more than are ever made of one report (Bonferroni).
+Each test is held to the false-alarm rate divided by `MAX_TESTS`, an upper bound on their number (Bonferroni).
 """
 
 from collections import Counter, defaultdict
@@ -21,17 +20,20 @@ from cluster.check.answers import Answer, Place, places_of
 from cluster.check.statistics import Floats, chi_square_tail, deviance, least_tv, rest_tail, tv_bound
 
 MAX_TESTS = 3000
-GROUPS_A_PLACE = 150  # three tests each; of six places, with a test of each place as a whole, under `MAX_TESTS`
-LEAST_DRAWS = 20  # of a group that is worth a test: many small ones together find what none finds alone
-LEAST_EXPECTED = 5.0  # draws in a cell of a chi-square test; ids with fewer are one cell
+GROUPS_PER_PLACE = 150
+"""Three tests each at six places, and one test of each place as a whole, stay under `MAX_TESTS`."""
+LEAST_DRAWS = 20
+"""Smaller groups are not tested. Groups of this size detect little alone, but more together."""
+LEAST_EXPECTED = 5.0
+"""Expected draws in a cell of a chi-square test; ids with fewer share one cell."""
 ANY_PLACE: Place = "any"
 
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """Draws of one law: what came behind *prefix* (output tokens) of prompt number *prompt*, reached by *place*.
+    """Draws from one distribution: the tokens after *prefix* (output tokens) of prompt number *prompt*, at *place*.
 
-    *drafted* of them were said in rounds with guesses.
+    *counts* maps token id to count. *drafted* draws were made in rounds with a draft.
     """
 
     prompt: int
@@ -42,18 +44,22 @@ class SampleGroup:
 
     @property
     def draws(self) -> int:
-        """How many there are."""
+        """Number of draws."""
         return sum(self.counts.values())
 
 
 class DistributionTest(msgspec.Struct, frozen=True):
-    """What one group of draws says of its law.
+    """The test of one group of draws.
 
-    `drafted` of its draws were said in rounds with guesses. `cells` counts ids with at least `LEAST_EXPECTED` expected
-    draws, and the rest as one. `p_value` is that of chi-square; `rest_p_value` bounds the chance of so many draws in a
-    rest too small to be a cell. `tv` is the distance of frequencies from the law over the cells, `tv_bound` what it may
-    be; `least_tv` is the smallest error of the law, in total variation over the cells, that this chi-square test finds
-    with 97 %. `token` is the id that is farthest off (-1: the rest), with how often it came and should have come.
+    Attributes:
+        drafted: draws made in rounds with a draft.
+        cells: ids with at least `LEAST_EXPECTED` expected draws, plus one for the rest.
+        p_value: of chi-square.
+        rest_p_value: bounds the probability of so many draws in a rest too small to be a cell.
+        tv: total variation between frequencies and probabilities, over the cells.
+        tv_bound: the most that `tv` may be.
+        least_tv: the smallest total variation that this chi-square test detects with a probability of 97 %.
+        token: the id that is farthest off (-1: the rest), with its `seen` and `expected` counts.
     """
 
     prompt: int
@@ -76,7 +82,7 @@ class DistributionTest(msgspec.Struct, frozen=True):
 
 
 class PlaceTest(msgspec.Struct, frozen=True):
-    """All groups reached in one way together: the sum of their chi-squares, against the sum of their freedoms."""
+    """All groups of one place together: the sum of their chi-squares, against the sum of their degrees of freedom."""
 
     place: Place
     tokens: int
@@ -89,7 +95,7 @@ class PlaceTest(msgspec.Struct, frozen=True):
 
 
 class DistributionVerdict(msgspec.Struct, frozen=True):
-    """Whether the law holds: it does if every group and every place passed. *limit* is what p-values are held to."""
+    """All tests of a report. *limit* is the p-value below which a test fails."""
 
     tests: tuple[DistributionTest, ...]
     places: tuple[PlaceTest, ...]
@@ -98,20 +104,20 @@ class DistributionVerdict(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
+        """Whether every group and every place passed."""
         return all(test.passed for test in self.tests) and all(test.passed for test in self.places)
 
 
 # Grouping.
 
 
-def grouped(answers: Iterable[tuple[int, Answer]], *, by_place: bool = True) -> list[SampleGroup]:
-    """Return the groups of *answers*, each with the number of its prompt, the shallowest and then the largest first.
+def group_samples(answers: Iterable[tuple[int, Answer]], *, by_place: bool = True) -> list[SampleGroup]:
+    """Group the tokens of *answers*, pairs of a prompt's number and an answer; shortest prefix, then largest, first.
 
-    Without *by_place*, and where a draft was a tree, the ways in which a position was reached are not told apart.
+    Without *by_place*, or if any draft was a tree, all draws are grouped under the place "any".
     """
     known = list(answers)
-    by_place = by_place and not any(answer.branched for _, answer in known)
+    by_place = by_place and not any(answer.has_tree for _, answer in known)
     drafted: Counter[tuple[int, tuple[int, ...], Place]] = Counter()
     counts: defaultdict[tuple[int, tuple[int, ...], Place], Counter[int]] = defaultdict(Counter)
     for prompt, answer in known:
@@ -123,41 +129,42 @@ def grouped(answers: Iterable[tuple[int, Answer]], *, by_place: bool = True) -> 
     return sorted(groups, key=lambda group: (len(group.prefix), -group.draws, group.prompt, group.prefix))
 
 
-def worth_testing(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """Return the groups of enough draws, of each place the first `GROUPS_A_PLACE`.
+def select_groups(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
+    """Return the groups with enough draws, the first `GROUPS_PER_PLACE` of each place.
 
-    In the order of `grouped`: whether a group is tested then depends on what was drawn before it alone.
+    In the order of `group_samples`, whether a group is tested depends only on draws at earlier positions.
     """
     taken: Counter[Place] = Counter()
     kept = []
     for group in groups:
-        if group.draws >= LEAST_DRAWS and taken[group.place] < GROUPS_A_PLACE:
+        if group.draws >= LEAST_DRAWS and taken[group.place] < GROUPS_PER_PLACE:
             taken[group.place] += 1
             kept.append(group)
     return kept
 
 
-def tempered(logprobs_V: Floats, temperature: float) -> Floats:
-    """Return the law of what is sampled at *temperature* from log-probabilities: float64 `[V]`, which sum to 1."""
+def probs_at(logprobs_V: Floats, temperature: float) -> Floats:
+    """Return the probabilities of sampling at *temperature* from log-probabilities: float64 `[V]`, which sum to 1."""
     weight_V: Floats = np.exp((logprobs_V - logprobs_V.max()) / temperature)
-    law_V: Floats = weight_V / weight_V.sum()
-    return law_V
+    probs_V: Floats = weight_V / weight_V.sum()
+    return probs_V
 
 
 # Tests.
 
 
-def judged(group: SampleGroup, law_V: Floats, limit: float, tolerance: float = 0.0) -> tuple[DistributionTest, float]:
-    """Test one group against its law; return the test and the statistic of the likelihood ratio.
+def evaluate(
+    group: SampleGroup, probs_V: Floats, limit: float, tolerance: float = 0.0
+) -> tuple[DistributionTest, float]:
+    """Test one group against its distribution; return the test and the likelihood-ratio statistic.
 
     Args:
         group: the draws.
-        law_V: float64, the probability of each id.
-        limit: what each p-value is held to.
-        tolerance: how far, relatively, the law's own probabilities may be off, because they were computed in half
-            precision: counts within that are taken as expected.
+        probs_V: float64, the probability of each id.
+        limit: the p-value below which the test fails.
+        tolerance: relative error of the probabilities (from half precision); counts within it are taken as expected.
     """
-    cells = _cells(group, law_V)
+    cells = _cells(group, probs_V)
     expected_C = np.clip(cells.seen_C, cells.expected_C * (1 - tolerance), cells.expected_C * (1 + tolerance))
     pearson, likelihood = deviance(cells.seen_C, expected_C)
     freedom = len(expected_C) - 1
@@ -190,7 +197,7 @@ def judged(group: SampleGroup, law_V: Floats, limit: float, tolerance: float = 0
 
 @dataclass(frozen=True)
 class _Cells:
-    """Counts and expectations by cell; of the rest, which may be too small for a cell of its own, apart."""
+    """Observed and expected counts by cell, and of the rest, which may be too small for a cell of its own."""
 
     ids: Seq[int]
     seen_C: Floats
@@ -200,46 +207,46 @@ class _Cells:
 
     @property
     def farthest(self) -> tuple[int, int, float]:
-        """Return the cell that is farthest off: id (-1: the rest), how often it came, how often it should have."""
+        """Return the cell that is farthest off: id (-1: the rest), observed count, expected count."""
         far_C = (self.seen_C - self.expected_C) ** 2 / self.expected_C
         at = int(far_C.argmax())
         return self.ids[at], int(self.seen_C[at]), float(self.expected_C[at])
 
 
-def _cells(group: SampleGroup, law_V: Floats) -> _Cells:
+def _cells(group: SampleGroup, probs_V: Floats) -> _Cells:
     draws = group.draws
-    large = np.flatnonzero(law_V * draws >= LEAST_EXPECTED)
-    ids = [int(token) for token in large[np.argsort(-law_V[large], kind="stable")]]
+    large = np.flatnonzero(probs_V * draws >= LEAST_EXPECTED)
+    ids = [int(token) for token in large[np.argsort(-probs_V[large], kind="stable")]]
     seen = [float(group.counts.get(token, 0)) for token in ids]
-    expected = [float(law_V[token]) * draws for token in ids]
+    expected = [float(probs_V[token]) * draws for token in ids]
     rest_seen = draws - int(sum(seen))
-    rest_mass = float(np.delete(law_V, large).sum())
+    rest_mass = float(np.delete(probs_V, large).sum())
     if rest_mass * draws >= LEAST_EXPECTED or not ids:
         ids, seen, expected = [*ids, -1], [*seen, float(rest_seen)], [*expected, rest_mass * draws]
-    else:  # the smallest cell takes it in
+    else:  # the rest joins the smallest cell
         seen[-1] += rest_seen
         expected[-1] += rest_mass * draws
     return _Cells(ids, np.array(seen), np.array(expected), rest_seen, rest_mass)
 
 
-def judge(
+def verdict_of(
     groups: Seq[SampleGroup],
-    laws: Iterable[Floats],
+    probs: Iterable[Floats],
     false_alarm: float,
     tolerance: float = 0.0,
     tokens: Mapping[Place, int] | None = None,
 ) -> DistributionVerdict:
-    """Test *groups*, each against its law, and all of one place together.
+    """Test *groups*, each against its distribution, and all groups of one place together.
 
     Args:
-        groups: as `worth_testing` gives them.
-        laws: float64 `[V]` each, in the order of the groups; may be made as they are asked for.
-        false_alarm: the chance that anything is found where nothing is wrong.
-        tolerance: see `judged`.
-        tokens: how many tokens were sampled at each place, tested or not.
+        groups: from `select_groups`.
+        probs: float64 `[V]` each, in the order of the groups; may be a generator.
+        false_alarm: the probability that any test fails although nothing is wrong.
+        tolerance: see `evaluate`.
+        tokens: number of tokens sampled at each place, tested or not.
     """
     limit = false_alarm / MAX_TESTS
-    tested = [judged(group, law_V, limit, tolerance) for group, law_V in zip(groups, laws, strict=True)]
+    tested = [evaluate(group, probs_V, limit, tolerance) for group, probs_V in zip(groups, probs, strict=True)]
     by_place: defaultdict[Place, list[tuple[DistributionTest, float]]] = defaultdict(list)
     for test, likelihood in tested:
         by_place[test.place].append((test, likelihood))

@@ -1,4 +1,4 @@
-"""What a check found, in tables for people and in JSON."""
+"""The report of a check, as tables and as JSON."""
 
 import math
 from collections.abc import Callable
@@ -15,17 +15,18 @@ from cluster.check.identity import Finding, IdentityVerdict
 
 Decode = Callable[[int], str]
 
-SHOWN = 20  # differences, and tests that failed, in a table; all are in the JSON
+SHOWN = 20
+"""Differences, and failed tests, that are printed; the JSON holds all."""
 PLACES_CAPTION = (
-    f"tokens: those behind prefixes that at least {LEAST_DRAWS} samples share (-: there is none; take more --samples); "
-    "worst: total variation over its bound, of the worst prefix; finds: a law that is off by so much total variation "
-    "behind one prefix is found with 97 %"
+    f"tokens: those after prefixes that at least {LEAST_DRAWS} samples share (-: there is none; take more --samples); "
+    "worst: total variation over its bound, of the worst prefix; finds: the total variation after one prefix that is "
+    "found with a probability of 97 %"
 )
 PASSED, VIOLATED, NOT_SHOWN, SKIPPED = "passed", "VIOLATED", "NOT SHOWN", "skipped"
 
 
 def verdict_line(report: Report) -> str:
-    """Return the last line: passed, or what is wrong."""
+    """Return the last line of the output: passed, or what is wrong."""
     if report.passed:
         return "passed: speculation changes nothing"
     wrong = [
@@ -33,7 +34,7 @@ def verdict_line(report: Report) -> str:
         for name, is_wrong in (
             ("greedy identity", not report.greedy.passed),
             ("seeded identity", report.seeded is not None and not report.seeded.passed),
-            ("the sampled law", not report.law.passed),
+            ("the sampled distribution", not report.distribution.passed),
         )
         if is_wrong
     ]
@@ -43,36 +44,36 @@ def verdict_line(report: Report) -> str:
 
 
 def as_json(report: Report) -> bytes:
-    """Return the whole report as indented JSON; what is infinite becomes null."""
-    told = {"passed": report.passed, "verdict": verdict_line(report), **_plain(report)}
-    return msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n"
+    """Return the whole report as indented JSON; infinite values become null."""
+    content = {"passed": report.passed, "verdict": verdict_line(report), **_plain(report)}
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
 
 def _plain(report: Report) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(report)
-    for part in ("greedy", "seeded", "law"):
-        verdict = getattr(report, part)
+    content: dict[str, Any] = msgspec.to_builtins(report)
+    for part, verdict in (("greedy", report.greedy), ("seeded", report.seeded), ("law", report.distribution)):
         if verdict is not None:
-            told[part]["passed"] = verdict.passed
-    return told
+            content[part]["passed"] = verdict.passed
+    return content
 
 
 def tables(report: Report) -> list[Table]:
     """Return the two tables to print of *report*."""
-    return [_summary(report), _places(report.law)]
+    return [_summary(report), _places(report.distribution)]
 
 
 def lines(report: Report, decode: Decode) -> list[str]:
-    """Return a line for each difference and each wrong law, the worst first; *decode* gives the text of a token id."""
+    """Return a line for each difference and each failed test, the worst first; *decode* returns the text of a token."""
     findings = [*report.greedy.findings, *(report.seeded.findings if report.seeded else ())]
     ordered = sorted(findings, key=lambda finding: finding.is_tie)
-    wrong = sorted((test for test in report.law.tests if not test.passed), key=lambda test: test.p_value)
-    told = [_difference(finding, decode) for finding in ordered[:SHOWN]] + _more(len(ordered), "differences")
-    return told + [_wrong_law(test, decode) for test in wrong[:SHOWN]] + _more(len(wrong), "prefixes with a wrong law")
+    wrong = sorted((test for test in report.distribution.tests if not test.passed), key=lambda test: test.p_value)
+    differing = [_difference(finding, decode) for finding in ordered[:SHOWN]] + _more(len(ordered), "differences")
+    failed = [_failed_test(test, decode) for test in wrong[:SHOWN]]
+    return differing + failed + _more(len(wrong), "prefixes with a wrong distribution")
 
 
 def _more(count: int, what: str) -> list[str]:
-    return [f"... and {count - SHOWN} more {what}; --json tells all"] if count > SHOWN else []
+    return [f"... and {count - SHOWN} more {what}; --json lists all"] if count > SHOWN else []
 
 
 def _summary(report: Report) -> Table:
@@ -84,12 +85,12 @@ def _summary(report: Report) -> Table:
         table.add_row(
             "seeded identity",
             SKIPPED,
-            f"rule {report.rule} promises the law of sampled tokens, not that "
+            f"rule {report.rule} promises the distribution of sampled tokens, not that "
             "they are the same with speculation and without",
         )
     else:
         table.add_row("seeded identity", _result(report.seeded.passed), _identity(report.seeded, report))
-    table.add_row("sampled law", _result(report.law.passed), _law(report))
+    table.add_row("sampled distribution", _result(report.distribution.passed), _distribution(report))
     return table
 
 
@@ -107,8 +108,8 @@ def _result(passed: bool) -> str:
 
 def _counts(counts: Any) -> str:
     if not counts.proposed:
-        return "no guesses"
-    return f"{counts.proposed:,} guesses, {counts.accepted:,} accepted, {counts.rejected:,} rejected"
+        return "no draft tokens"
+    return f"{counts.proposed:,} draft tokens, {counts.accepted:,} accepted, {counts.rejected:,} rejected"
 
 
 def _identity(verdict: IdentityVerdict, report: Report) -> str:
@@ -117,31 +118,31 @@ def _identity(verdict: IdentityVerdict, report: Report) -> str:
         limit = "any number" if verdict.most_ties is None else f"at most {verdict.most_ties}"
         text += f"; {verdict.ties} differ by a floating-point tie ({limit} allowed)"
     if verdict.violations:
-        text += f"; {verdict.violations} differ WITHOUT a tie. {verdict.why}"
+        text += f"; {verdict.violations} differ WITHOUT a tie. {verdict.explanation}"
     return text
 
 
-def _law(report: Report) -> str:
-    law, setting = report.law, report.setting
+def _distribution(report: Report) -> str:
+    verdict, setting = report.distribution, report.setting
     text = (
-        f"{setting.law_prompts} prompts x {setting.samples:,} seeds x {setting.law_tokens} tokens at temperature "
-        f"{setting.temperature:g}; {len(law.tests)} prefixes tested by chi-square and total variation, false-alarm "
-        f"rate {law.false_alarm:g} in all ({law.limit:.2g} for each of up to {MAX_TESTS} tests)"
+        f"{setting.sampled_prompts} prompts x {setting.samples:,} seeds x {setting.sampled_tokens} tokens at "
+        f"temperature {setting.temperature:g}; {len(verdict.tests)} prefixes tested by chi-square and total variation, false-alarm "
+        f"rate {verdict.false_alarm:g} in all ({verdict.limit:.2g} for each of up to {MAX_TESTS} tests)"
     )
-    wrong = [test for test in law.tests if not test.passed]
-    places = [PLACES[place.place] for place in law.places if not place.passed]
+    wrong = [test for test in verdict.tests if not test.passed]
+    places = [PLACES[place.place] for place in verdict.places if not place.passed]
     if wrong:
-        text += f"; the law is WRONG behind {len(wrong)} prefixes"
+        text += f"; the distribution is WRONG after {len(wrong)} prefixes"
     if places:
-        text += f"; over all prefixes together the law is WRONG where reached by: {', '.join(places)}"
+        text += f"; over all prefixes together the distribution is WRONG after: {', '.join(places)}"
     return text
 
 
-def _places(law: DistributionVerdict) -> Table:
-    table = Table("reached by", "prefixes", "tokens", "chi2 (df)", "p", "worst", "finds",
-                  title="The sampled law, by how a position was reached", caption=PLACES_CAPTION)  # fmt: skip
-    for place in law.places:
-        table.add_row(*_place(place, [test for test in law.tests if test.place == place.place]))
+def _places(verdict: DistributionVerdict) -> Table:
+    table = Table("after", "prefixes", "tokens", "chi2 (df)", "p", "worst", "finds",
+                  title="The sampled distribution, by what a position follows", caption=PLACES_CAPTION)  # fmt: skip
+    for place in verdict.places:
+        table.add_row(*_place(place, [test for test in verdict.tests if test.place == place.place]))
     return table
 
 
@@ -156,20 +157,20 @@ def _place(place: PlaceTest, tests: Seq[DistributionTest]) -> list[str]:
 
 
 def _difference(finding: Finding, decode: Decode) -> str:
-    behind = "" if math.isinf(finding.behind) else f", the worse token lies {finding.behind:.2g} behind"
+    shortfall = "" if math.isinf(finding.shortfall) else f", the worse token is {finding.shortfall:.2g} below"
     return (
         f"{finding.part}, prompt {finding.prompt + 1}, token {finding.position + 1}: "
         f"{_token(finding.with_token, decode)} with speculation ({finding.origin}; p {finding.probability:.2g}, rank "
-        f"{finding.rank}), {_token(finding.without_token, decode)} without; top-2 gap {finding.gap:.2g}{behind}: "
+        f"{finding.rank}), {_token(finding.without_token, decode)} without; top-2 gap {finding.gap:.2g}{shortfall}: "
         f"{'a tie' if finding.is_tie else 'NO TIE'}"
     )
 
 
-def _wrong_law(test: DistributionTest, decode: Decode) -> str:
-    behind = "".join(decode(token) for token in test.prefix)
+def _failed_test(test: DistributionTest, decode: Decode) -> str:
+    prefix = "".join(decode(token) for token in test.prefix)
     token = "the rest" if test.token < 0 else _token(test.token, decode)
     return (
-        f"law, prompt {test.prompt + 1} + {behind!r} (reached by: {PLACES[test.place]}): {token} came {test.seen} "
+        f"distribution, prompt {test.prompt + 1} + {prefix!r} (after: {PLACES[test.place]}): {token} came {test.seen} "
         f"times of {test.draws}, {test.expected:.1f} expected; p {min(test.p_value, test.rest_p_value):.2g}, TV "
         f"{test.tv:.3f} (bound {test.tv_bound:.3f}): WRONG"
     )

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cluster.check import check as checking
+from cluster.check import coverage
 from cluster.check.answers import Answer
+from cluster.check.engine_run import DraftCounts
 from cluster.cli import check as cli_check
 from cluster.cli import main as cli
 from protos.errors import ConfigError
@@ -91,7 +92,7 @@ def test_a_right_engine_passes(
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-def test_rules_by_laws_are_not_held_to_seeded_identity(
+def test_rejection_sampling_is_not_held_to_seeded_identity(
     pair: tuple[Path, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str
 ) -> None:
     given = options(pair, prompts, drafted(pair, rejection_sample_method=rule))
@@ -105,11 +106,11 @@ def test_rules_by_laws_are_not_held_to_seeded_identity(
 
 
 @pytest.mark.parametrize(
-    ("bug", "origin", "why"),
+    ("bug", "origin", "explanation"),
     [
-        ("lenient", "an accepted guess", "guesses were accepted that are not the target's choice"),
-        ("bonus by other noise", "a bonus token", "what follows a draft accepted whole is not the target's choice"),
-        ("index off by one", "", "are what the target chooses with the noise of the position behind"),
+        ("lenient", "an accepted draft token", "draft tokens were accepted that are not the target's choice"),
+        ("bonus by other noise", "a bonus token", "the token after a fully accepted draft is not the target's choice"),
+        ("index off by one", "", "are what the target chooses with the noise of the position after"),
     ],
 )
 def test_planted_bugs_are_found_and_explained(
@@ -120,7 +121,7 @@ def test_planted_bugs_are_found_and_explained(
     *,
     bug: str,
     origin: str,
-    why: str,
+    explanation: str,
 ) -> None:
     check_bugs.plant(monkeypatch, bug)
     status, report = run([*given, "--num-prompts", "3"], tmp_path / "report.json")
@@ -128,7 +129,7 @@ def test_planted_bugs_are_found_and_explained(
     assert "identity" in report["verdict"]
     part = report["greedy" if bug == "lenient" else "seeded"]  # the others draw, and only by other noise
     assert part["violations"] > 0
-    assert why in part["why"]
+    assert explanation in part["why"]
     wrong = [finding for finding in part["findings"] if not finding["is_tie"]]
     assert all(finding["behind"] > 1e-4 for finding in wrong)
     assert {finding["origin"] for finding in wrong} == {origin} or not origin
@@ -137,7 +138,7 @@ def test_planted_bugs_are_found_and_explained(
     assert "NO TIE" in shown
 
 
-def test_a_wrong_law_is_found_where_identity_is_not_promised(
+def test_a_wrong_distribution_is_found_where_identity_is_not_promised(
     pair: tuple[Path, Path],
     prompts: Path,
     tmp_path: Path,
@@ -148,62 +149,62 @@ def test_a_wrong_law_is_found_where_identity_is_not_promised(
     standard = drafted(pair, rejection_sample_method="standard")
     given = [*options(pair, prompts, standard), "--samples", "300"]
     status, report = run(given, tmp_path / "report.json")
-    assert (status, report["verdict"]) == (1, "VIOLATED: the sampled law")
+    assert (status, report["verdict"]) == (1, "VIOLATED: the sampled distribution")
     assert report["greedy"]["passed"]
     assert any(not test["passed"] for test in report["law"]["tests"] + report["law"]["places"])
-    assert "law is WRONG" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "distribution is WRONG" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 # Nothing shown.
 
 
-def test_speculation_that_never_guesses_shows_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+def test_speculation_that_never_drafts_shows_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     never = {**NGRAM, "prompt_lookup_min": 60, "prompt_lookup_max": 60}
     status, report = run([*options(pair, prompts, never), "--num-prompts", "1"], tmp_path / "report.json")
     assert (status, report["passed"]) == (1, False)
-    assert report["verdict"].startswith("NOT SHOWN: nothing was guessed")
+    assert report["verdict"].startswith("NOT SHOWN: nothing was drafted")
 
 
 def test_what_must_have_happened() -> None:
-    some, none = checking.Counts(9, 4), checking.Counts(0, 0)
-    assert checking.missing(some, none) == ()
-    for with_speculation, without, says in (
-        (none, none, "nothing was guessed"),
-        (checking.Counts(9, 0), none, "no guess was accepted"),
-        (checking.Counts(9, 9), none, "no guess was rejected"),
-        (some, some, "without speculation scored 9 guesses"),
+    some, none = DraftCounts(9, 4), DraftCounts(0, 0)
+    assert coverage.missing_outcomes(some, none) == ()
+    for with_speculation, without, message in (
+        (none, none, "nothing was drafted"),
+        (DraftCounts(9, 0), none, "no draft token was accepted"),
+        (DraftCounts(9, 9), none, "no draft token was rejected"),
+        (some, some, "without speculation scored 9 draft tokens"),
     ):
-        (text,) = checking.missing(with_speculation, without)
-        assert says in text
+        (text,) = coverage.missing_outcomes(with_speculation, without)
+        assert message in text
 
 
-def test_each_part_must_have_been_guessed_at() -> None:
-    guessed = Answer((1, 2), ("guess", "correction"), "length")
+def test_each_part_must_have_accepted_draft_tokens() -> None:
+    accepted = Answer((1, 2), ("accepted", "correction"), "length")
     plain = Answer((1, 2), ("plain", "correction"), "length")
-    assert checking.unshown({"greedy": [plain, guessed], "sampled": [guessed]}) == ()
-    (text,) = checking.unshown({"greedy": [plain, guessed], "sampled": [plain]})
-    assert "no guess was accepted in the sampled answers" in text
+    assert coverage.parts_without_acceptance({"greedy": [plain, accepted], "sampled": [accepted]}) == ()
+    (text,) = coverage.parts_without_acceptance({"greedy": [plain, accepted], "sampled": [plain]})
+    assert "no draft token was accepted in the sampled answers" in text
 
 
-def test_samples_that_nobody_guessed_at_show_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
-    """Guesses for the eight prompts' first tokens, and then the batch is too large for any."""
+def test_samples_without_drafts_show_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+    """Drafts for the eight prompts' first tokens, and then the batch is too large for any."""
     seldom = {**drafted(pair, rejection_sample_method="standard"), "disable_by_batch_size": 2}
     status, report = run([*options(pair, prompts, seldom), "--samples", "100"], tmp_path / "report.json")
     assert status == 1
-    assert report["verdict"].startswith("NOT SHOWN: no guess was accepted in the sampled answers")
+    assert report["verdict"].startswith("NOT SHOWN: no draft token was accepted in the sampled answers")
     few = drafted(pair, rejection_sample_method="standard")
     hidden = [*options(pair, prompts, few), "--samples", "100", "--temperature", "50"]
     status, report = run(hidden, tmp_path / "report.json")
     assert (status, report["greedy"]["passed"], report["with_speculation"]["accepted"] > 0) == (1, True, True)
     assert not any(test["freedom"] for test in report["law"]["tests"])
-    assert report["verdict"].startswith("NOT SHOWN: no prefix has enough tokens that were guessed at")
+    assert report["verdict"].startswith("NOT SHOWN: no prefix has enough tokens from rounds with a draft")
 
 
 # What is asked for.
 
 
 @pytest.mark.parametrize(
-    ("speculative", "more", "says"),
+    ("speculative", "more", "message"),
     [
         (None, [], "asks for no speculation"),
         (
@@ -217,9 +218,9 @@ def test_samples_that_nobody_guessed_at_show_nothing(pair: tuple[Path, Path], pr
     ],
 )
 def test_refusals(
-    pair: tuple[Path, Path], prompts: Path, speculative: dict[str, Any] | None, more: list[str], says: str
+    pair: tuple[Path, Path], prompts: Path, speculative: dict[str, Any] | None, more: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         cli.app([*options(pair, prompts, speculative), *more], standalone_mode=False)
 
 
