@@ -126,8 +126,8 @@ def _distribution(report: Report) -> str:
     verdict, setting = report.distribution, report.setting
     text = (
         f"{setting.sampled_prompts} prompts x {setting.samples:,} seeds x {setting.sampled_tokens} tokens at "
-        f"temperature {setting.temperature:g}; {len(verdict.tests)} prefixes tested by chi-square and total variation, false-alarm "
-        f"rate {verdict.false_alarm:g} in all ({verdict.limit:.2g} for each of up to {MAX_TESTS} tests)"
+        f"temperature {setting.temperature:g}; {len(verdict.tests)} prefixes tested by chi-square and total variation, "
+        f"false-alarm rate {verdict.false_alarm:g} in all ({verdict.limit:.2g} for each of up to {MAX_TESTS} tests)"
     )
     wrong = [test for test in verdict.tests if not test.passed]
     places = [PLACES[place.place] for place in verdict.places if not place.passed]
