@@ -57,22 +57,22 @@ class Scoring:
         )
         slots_R, starts_R, known_R, drafted_R, samples_R = np.ascontiguousarray(table.T)
         lengths_R = known_R + drafted_R
-        areas = _areas(rows, drafts, starts_R + lengths_R, lengths_R)
-        batch = Batch.from_history(tokens_SL, slots_R, starts_R, lengths_R, areas=areas)
+        tree_masks = _tree_masks(rows, drafts, starts_R + lengths_R, lengths_R)
+        batch = Batch.from_history(tokens_SL, slots_R, starts_R, lengths_R, tree_masks=tree_masks)
         counts_R = (drafted_R + 1) * samples_R
         first_R = batch.offsets_R + known_R - 1 - (np.cumsum(counts_R) - counts_R)
         wanted_N = np.arange(int(counts_R.sum())) + np.repeat(first_R, counts_R)
         return cls(batch, counts_R, wanted_N)
 
 
-def _areas(rows: Seq[Row], drafts: Seq[Draft], ends_R: Ints, lengths_R: Ints) -> TreeMasks | None:
+def _tree_masks(rows: Seq[Row], drafts: Seq[Draft], ends_R: Ints, lengths_R: Ints) -> TreeMasks | None:
     """Return the attention masks of draft trees; None where every draft is a chain."""
     if all(draft.is_chain for draft in drafts):
         return None
-    return TreeMasks.of([_area(row, draft) for row, draft in zip(rows, drafts, strict=True)], ends_R, lengths_R)
+    return TreeMasks.of([_tree_mask(row, draft) for row, draft in zip(rows, drafts, strict=True)], ends_R, lengths_R)
 
 
-def _area(row: Row, draft: Draft) -> TreeMask | None:
+def _tree_mask(row: Row, draft: Draft) -> TreeMask | None:
     if draft.is_chain:
         return None
     return TreeMask(row.known_len, [row.known_len - 1 + depth for depth in draft.depths()], draft.ancestor_masks())
@@ -145,7 +145,7 @@ class TargetWorker:
             logits_NV,
             scoring.slots_N,
             scoring.index_N,
-            scoring.batch.areas is not None,
+            scoring.batch.tree_masks is not None,
             probs,
         )
         if scored.has_trees and any(draft.probes for draft in drafts):

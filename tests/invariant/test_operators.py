@@ -226,8 +226,8 @@ def test_a_branch_is_attended_as_the_chain_it_is(known: int, window: int, dtype:
         order[node] = known + 4 + at
     moved = torch.tensor([*range(known), *order])
     depths, ancestors = [0, 0, 1, 1, 2, 2, 3, 3], [0b1, 0b10, 0b101, 0b1010, 0b10101, 0b100101, 0b1100101, 0b10010101]
-    area = TreeMask(known, [known + depth for depth in depths], ancestors)
-    tree = attended([OneRow(0, tokens, area)], query[:, :, moved], key[:, :, moved], value[:, :, moved], options)
+    tree_mask = TreeMask(known, [known + depth for depth in depths], ancestors)
+    tree = attended([OneRow(0, tokens, tree_mask)], query[:, :, moved], key[:, :, moved], value[:, :, moved], options)
     assert same(tree[:known], chain[:known])
     assert same(tree[[known + node for node in branch]], chain[known : known + 4])
 

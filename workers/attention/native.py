@@ -6,10 +6,11 @@ import logging
 import numpy as np
 import torch
 
-from workers.attention.backend import AttentionBackend, Options, Rows
-from workers.attention.batch import Ints, TreeMasks
+from workers.attention.backend import AttentionBackend, Options
+from workers.attention.batch import AttentionMetadata, Ints, TreeMasks
 from workers.attention.kv import KVCache
-from workers.attention.torch import CHUNK, TorchAttention
+from workers.attention.row_groups import CHUNK
+from workers.attention.torch import TorchAttention
 from workers.native.build import DTYPE_CODES, KernelUnavailableError, load_function
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 class _Plan(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("rows", "tasks", "table_stride", "block_size", "threads")]
     _fields_ += [(name, ctypes.c_void_p) for name in ("starts", "lengths", "offsets", "slots", "blocks", "short_rows")]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("lowest", "areas", "area_sizes", "area_positions", "seen")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("area_stride", "seen_words")]
+    _fields_ += [
+        (name, ctypes.c_void_p) for name in ("first_valid", "trees", "tree_sizes", "tree_positions", "visible")
+    ]
+    _fields_ += [(name, ctypes.c_int64) for name in ("tree_stride", "visible_words")]
 
 
 class _Layer(ctypes.Structure):
@@ -37,9 +40,9 @@ class _Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """Attends short rows with the kernel; rows with long chunks go through torch, whose matrix products are faster."""
+    """Attends short rows with the kernel, and rows with long chunks with torch, whose matrix products are faster."""
 
-    LONGEST = CHUNK  # tokens of a row that the kernel attends
+    LONGEST = CHUNK  # most tokens of a row that the kernel attends
     KERNEL: tuple[str, ...] = ("paged_attention", "slipstream_attention")
 
     def __init__(self, cache: KVCache) -> None:
@@ -52,39 +55,39 @@ class NativeAttention:
         self._call_ref = ctypes.byref(self._call)
         self._layers = [self._describe(index) for index in range(len(cache.shapes))]
         self._layer_refs = [ctypes.byref(layer) for layer in self._layers]
-        self._rows: Rows | None = None
+        self._metadata: AttentionMetadata | None = None
         self._short_rows: Ints = np.empty(0, np.int64)
         self._has_long = False
 
-    def plan(self, rows: Rows) -> None:
-        """Point the kernel at this forward's rows."""
-        self._rows = rows  # keeps the arrays alive
-        self._has_long = int(rows.lengths_R.max()) > self.LONGEST
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Pass this forward's rows to the kernel."""
+        self._metadata = metadata  # keeps the arrays alive
+        self._has_long = int(metadata.lengths_R.max()) > self.LONGEST
         plan = self._plan
-        plan.rows = plan.tasks = len(rows.starts_R)
-        plan.starts, plan.lengths = rows.starts_R.ctypes.data, rows.lengths_R.ctypes.data
-        plan.offsets, plan.slots = rows.offsets_R.ctypes.data, rows.slots_R.ctypes.data
-        plan.blocks, plan.table_stride = rows.blocks_SB.ctypes.data, rows.blocks_SB.shape[1]
+        plan.rows = plan.tasks = len(metadata.starts_R)
+        plan.starts, plan.lengths = metadata.starts_R.ctypes.data, metadata.lengths_R.ctypes.data
+        plan.offsets, plan.slots = metadata.offsets_R.ctypes.data, metadata.slots_R.ctypes.data
+        plan.blocks, plan.table_stride = metadata.blocks_SB.ctypes.data, metadata.blocks_SB.shape[1]
         plan.threads, plan.short_rows = torch.get_num_threads(), None
-        plan.lowest = None if rows.lowest_R is None else rows.lowest_R.ctypes.data
-        plan.areas = None
-        if rows.areas is not None:
-            self._plan_areas(rows.areas)
+        plan.first_valid = None if metadata.first_valid_R is None else metadata.first_valid_R.ctypes.data
+        plan.trees = None
+        if metadata.tree_masks is not None:
+            self._plan_trees(metadata.tree_masks)
         if self._has_long:
-            self._plan_long(rows)
+            self._plan_long(metadata)
 
-    def _plan_areas(self, areas: TreeMasks) -> None:
+    def _plan_trees(self, masks: TreeMasks) -> None:
         plan = self._plan
-        plan.areas, plan.area_sizes = areas.first_R.ctypes.data, areas.sizes_R.ctypes.data
-        plan.area_positions, plan.area_stride = areas.positions_RA.ctypes.data, areas.positions_RA.shape[1]
-        plan.seen, plan.seen_words = areas.seen_TW.ctypes.data, areas.seen_TW.shape[1]
+        plan.trees, plan.tree_sizes = masks.first_R.ctypes.data, masks.sizes_R.ctypes.data
+        plan.tree_positions, plan.tree_stride = masks.positions_RA.ctypes.data, masks.positions_RA.shape[1]
+        plan.visible, plan.visible_words = masks.visible_TW.ctypes.data, masks.visible_TW.shape[1]
 
-    def _plan_long(self, rows: Rows) -> None:
+    def _plan_long(self, metadata: AttentionMetadata) -> None:
         """Leave rows with long chunks to torch."""
-        is_long_R = rows.lengths_R > self.LONGEST
+        is_long_R = metadata.lengths_R > self.LONGEST
         self._short_rows = np.flatnonzero(~is_long_R)
         self._plan.tasks, self._plan.short_rows = len(self._short_rows), self._short_rows.ctypes.data
-        self._torch.plan_members(rows, np.flatnonzero(is_long_R))
+        self._torch.plan_rows(metadata, np.flatnonzero(is_long_R))
 
     def attend(
         self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from protos.layers import Needs
-from workers.attention.backend import Flags
-from workers.attention.batch import Batch, Ints, TreeMask, TreeMasks
+from workers.attention.batch import Batch, Flags, Ints, TreeMask, TreeMasks
 from workers.features import Waiting
 from workers.model.draft_forward import DraftForward
 from workers.slots import SlotTable
@@ -110,7 +109,7 @@ class DraftCache:
     def feed(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> torch.Tensor:
         """Make the entries `first .. end` of each slot from what is known; return what comes behind them, `[R, X]`."""
         lengths_R = end_R - first_R
-        batch = Batch.from_history(self.slots.tokens, slots_R, first_R, lengths_R, lowest_R=self.lowest(slots_R))
+        batch = Batch.from_history(self.slots.tokens, slots_R, first_R, lengths_R, first_valid_R=self.lowest(slots_R))
         if self.shift:
             np.copyto(batch.tokens_T, self.slots.tokens[batch.slots_T, batch.places_T + self.shift])
         self.known_to_draft(batch.tokens_T)
@@ -120,7 +119,12 @@ class DraftCache:
         return output_RX
 
     def feed_with(
-        self, slots_R: Ints, counts_R: Ints, tokens_N: Ints, features_NX: torch.Tensor | None, areas: TreeMasks | None
+        self,
+        slots_R: Ints,
+        counts_R: Ints,
+        tokens_N: Ints,
+        features_NX: torch.Tensor | None,
+        tree_masks: TreeMasks | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed all that is known, and `counts_R` drafted tokens behind it, which are forgotten.
 
@@ -131,7 +135,7 @@ class DraftCache:
         lengths_R = end_R - first_R + counts_R
         self.check_room(slots_R, end_R + counts_R)
         batch = Batch.from_history(
-            self.slots.tokens, slots_R, first_R, lengths_R, areas=areas, lowest_R=self.lowest(slots_R)
+            self.slots.tokens, slots_R, first_R, lengths_R, tree_masks=tree_masks, first_valid_R=self.lowest(slots_R)
         )
         is_known_T = batch.places_T < np.repeat(end_R, lengths_R)
         slots_K, places_K = batch.slots_T[is_known_T], batch.places_T[is_known_T]
@@ -266,7 +270,7 @@ class Grown:
         self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
         self._ways.append(1 << node | (0 if parent < 0 else self._ways[parent]))
 
-    def area(self, first: int, num_before: int) -> TreeMask:
+    def mask(self, first: int, num_before: int) -> TreeMask:
         """Return what the nodes see that are fed now, behind *num_before* others; the first stands at place *first*."""
         return TreeMask(first, [first + depth for depth in self._depths], self._ways[num_before:])
 

@@ -179,7 +179,7 @@ class DraftWorker:
             self._cache.ends(slots_R) + step,
             np.ones_like(slots_R),
             self._cache.known_to_draft(token_ids.cpu().numpy()),
-            lowest_R=self._cache.lowest(slots_R),
+            first_valid_R=self._cache.lowest(slots_R),
         )
         output_RX = self.forward.forward(batch, np.arange(len(slots_R)), features)
         for slot, token in zip(slots_R.tolist(), token_ids.tolist(), strict=True):
@@ -199,16 +199,16 @@ class DraftWorker:
         first_M = self._cache.ends(slots_M)
         starts_M, ends_M = first_M + before_M, first_M + before_M + lengths_M
         self._cache.check_room(slots_M, ends_M)
-        areas = TreeMasks.of(
+        tree_masks = TreeMasks.of(
             [
-                self._trees[slot].area(first, count)
+                self._trees[slot].mask(first, count)
                 for slot, first, count in zip(slots_M.tolist(), first_M.tolist(), before_M.tolist(), strict=True)
             ],
             ends_M,
             lengths_M,
         )
         tokens_N = self._cache.known_to_draft(level.tokens_N.cpu().numpy().copy())
-        batch = Batch(slots_M, starts_M, lengths_M, tokens_N, areas, self._cache.lowest(slots_M))
+        batch = Batch(slots_M, starts_M, lengths_M, tokens_N, tree_masks, self._cache.lowest(slots_M))
         return self.forward.forward(batch, np.arange(len(row_N)), level.features_NX)
 
     def block(
@@ -223,15 +223,15 @@ class DraftWorker:
         """See `DraftRunner`. Raises `ValueError` for more tokens than a row has room for."""
         slots_R = _slots(rows)
         counts_R = np.bincount(row_N.cpu().numpy(), minlength=len(rows))
-        areas = None
+        tree_masks = None
         if sees_all:
             first_R = self._cache.ends(slots_R)
-            areas = TreeMasks.of(
+            tree_masks = TreeMasks.of(
                 [whole_block(first, size) for first, size in zip(first_R.tolist(), counts_R.tolist(), strict=True)],
                 first_R + counts_R,
                 first_R - self._cache.held[slots_R] + counts_R,
             )
-        return self._cache.feed_with(slots_R, counts_R, tokens_N.cpu().numpy(), features_NX, areas)
+        return self._cache.feed_with(slots_R, counts_R, tokens_N.cpu().numpy(), features_NX, tree_masks)
 
     def sample(self, rows: Seq[DraftRow], logits: torch.Tensor, step: int) -> torch.Tensor:
         """See `DraftRunner`: the noise of the position that is guessed."""

@@ -8,8 +8,8 @@ It has been compared with the kernel for CPUs, on a CPU; it has not run on a GPU
 import numpy as np
 import torch
 
-from workers.attention.backend import Options, Rows
-from workers.attention.batch import Ints
+from workers.attention.backend import Options
+from workers.attention.batch import AttentionMetadata, Ints
 from workers.attention.kv import KVCache
 
 SPLIT = 128
@@ -24,19 +24,19 @@ class SplitAttention:
         self.device = cache.keys[0].device
         self._written_T = self._places_TL = self._positions_TL = self._own_T = torch.empty(0, dtype=torch.int64)
 
-    def plan(self, rows: Rows) -> None:
+    def plan(self, metadata: AttentionMetadata) -> None:
         """List the places that every token sees, in order of position; -1 behind its last."""
-        seen, own = zip(*(_seen(rows, row) for row in range(len(rows.starts_R))), strict=True)
+        seen, own = zip(*(_visible(metadata, row) for row in range(len(metadata.starts_R))), strict=True)
         longest = max(len(places) for places_of in seen for places in places_of)
         tokens = sum(map(len, seen))
         places_TL = np.full((-(-tokens // QUERIES) * QUERIES, -(-longest // SPLIT) * SPLIT), -1, np.int64)
         positions_TL = np.zeros_like(places_TL)
         every = ((row, places) for row, places_of in enumerate(seen) for places in places_of)
         for token, (row, places) in enumerate(every):
-            blocks = rows.tables_RB[row, places // rows.block_size]
-            places_TL[token, : len(places)] = blocks * rows.block_size + places % rows.block_size
-            positions_TL[token, : len(places)] = rows.positions(np.array([row]), places[None])[0]
-        self._written_T = self._tensor(rows.places_T)
+            blocks = metadata.tables_RB[row, places // metadata.block_size]
+            places_TL[token, : len(places)] = blocks * metadata.block_size + places % metadata.block_size
+            positions_TL[token, : len(places)] = metadata.positions(np.array([row]), places[None])[0]
+        self._written_T = self._tensor(metadata.cache_index_T)
         self._places_TL, self._positions_TL = self._tensor(places_TL), self._tensor(positions_TL)
         self._own_T = self._tensor(np.pad(np.concatenate(own), (0, len(places_TL) - tokens)))
 
@@ -103,12 +103,12 @@ class _State:
         self.largest_QGS1 = largest_QGS1
 
 
-def _seen(rows: Rows, row: int) -> tuple[list[Ints], Ints]:
+def _visible(metadata: AttentionMetadata, row: int) -> tuple[list[Ints], Ints]:
     """Return the places that each token of a row sees, ascending, and the tokens' positions."""
-    member, queries_1Q = np.array([row]), np.arange(rows.lengths_R[row])[None]
-    start = int(rows.starts_R[row])
-    seen_QL = rows.seen(member, queries_1Q, start + queries_1Q.shape[1])[0]
-    return [np.flatnonzero(seen_L) for seen_L in seen_QL], rows.positions(member, queries_1Q + start)[0]
+    member, queries_1Q = np.array([row]), np.arange(metadata.lengths_R[row])[None]
+    start = int(metadata.starts_R[row])
+    seen_QL = metadata.visible(member, queries_1Q, start + queries_1Q.shape[1])[0]
+    return [np.flatnonzero(seen_L) for seen_L in seen_QL], metadata.positions(member, queries_1Q + start)[0]
 
 
 def _gather(pages: torch.Tensor, places_QL: torch.Tensor) -> torch.Tensor:

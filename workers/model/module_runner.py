@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from protos.layers import LayerShape
-from workers.attention.backend import Rows, run_with
-from workers.attention.batch import Batch, Ints
+from workers.attention.backend import run_with
+from workers.attention.batch import AttentionMetadata, Batch, Ints
 from workers.attention.kv import KVCache
 from workers.attention.native import pick_attention
 from workers.slots import SlotTable
@@ -64,24 +64,12 @@ class ModuleRunner:
 
             if attention is None:
                 return run_module()[self._index(wanted_N)]
-            attention.plan(self._rows(batch))
+            attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size))
             return run_with(attention, run_module)[self._index(wanted_N)]
 
     def measure(self, max_tokens: int) -> dict[int, float]:
         """Measure nothing: most of the cost is in the heads, which the proposer calls."""
         return {}
-
-    def _rows(self, batch: Batch) -> Rows:
-        return Rows(
-            batch.starts_R,
-            batch.lengths_R,
-            batch.offsets_R,
-            batch.slots_R,
-            self.slots.blocks,
-            self.block_size,
-            batch.areas,
-            batch.lowest_R,
-        )
 
     def _tensor(self, array_T: Ints) -> torch.Tensor:
         return self._index(array_T).unsqueeze(0)

@@ -6,7 +6,8 @@ import torch
 
 from protos.errors import ModelError
 from protos.layers import LayerShape
-from workers.attention.backend import Options, Rows, run_with
+from workers.attention.backend import Options, run_with
+from workers.attention.batch import AttentionMetadata
 from workers.distributed.groups import GroupError
 
 
@@ -16,7 +17,7 @@ class Probe:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
 
-    def plan(self, rows: Rows) -> None:
+    def plan(self, metadata: AttentionMetadata) -> None:
         """Nothing to prepare."""
 
     def attend(

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.attention.backend import Rows, run_with
-from workers.attention.batch import Batch, Ints
+from workers.attention.backend import run_with
+from workers.attention.batch import AttentionMetadata, Batch, Ints
 from workers.attention.kv import KVCache, bytes_per_block
 from workers.compile import Forward, Outputs
 from workers.model.capture import Taps
@@ -96,18 +96,7 @@ class ModelRunner:
         return logits_MV[: len(wanted_N)], features_TF
 
     def _call(self, forward: Forward, batch: Batch, blocks_SB: npt.NDArray[np.int32], wanted_N: Ints) -> Outputs:
-        self.attention.plan(
-            Rows(
-                batch.starts_R,
-                batch.lengths_R,
-                batch.offsets_R,
-                batch.slots_R,
-                blocks_SB,
-                self.block_size,
-                batch.areas,
-                batch.lowest_R,
-            )
-        )
+        self.attention.plan(AttentionMetadata.of(batch, blocks_SB, self.block_size))
         # Tensors made inside and outside inference mode are of different kinds to a compiled graph: always inside.
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)

@@ -1,9 +1,10 @@
-// Paged attention whose bits depend on a query and the keys it sees alone: not on its neighbours, on how many tokens were
-// fed at once, on whether the last keys are those of a chain or a branch of a tree, nor on threads and ranks.
+// Batch-invariant paged attention: the result of a query depends only on the query and the keys it attends to. It does
+// not depend on other rows, on how many tokens are fed at once, on whether the last keys are a chain or a branch of a
+// tree, nor on the number of threads and ranks.
 //
-// A query's keys, in order of position, come in tiles of 32 that begin at multiples of 32. Each tile is one step of an
-// online softmax in fp32, with sums in one fixed order (lanes.h). Places that all queries of a task know by the same
-// index are read together; what lies in the last tiles of a tree is gathered for each of its nodes.
+// A query's keys, in order of position, form tiles of 32 that begin at multiples of 32. Each tile is one step of an
+// online softmax in fp32, with sums in one fixed order (lanes.h). Tiles that are the same for all queries of a task are
+// read once; the last tiles of a tree are gathered for each of its nodes.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -31,9 +32,9 @@ struct Task {
     const Plan& plan;
     const Layer& layer;
     const Call& call;
-    const int64_t group, start, token, share, M, D, E, DP, EP;  // DP, EP: D and E in whole vectors
+    const int64_t group, start, token, share, M, D, E, DP, EP;  // DP, EP: D and E rounded up to whole vectors
     const Table table;
-    const View view;
+    const Mask mask;
     Scratch& s;
     const T *keys[kTile], *values[kTile];
 
@@ -41,13 +42,13 @@ struct Task {
          int64_t count, Scratch& s)
         : plan(plan), layer(layer), call(call), group(group), start(plan.starts[row] + first),
           token(plan.offsets[row] + first), share(layer.heads / layer.kv_heads), M(count * share), D(layer.key_size),
-          E(layer.value_size), DP(padded(D)), EP(padded(E)), table(plan, row), view(plan, row), s(s) {
+          E(layer.value_size), DP(padded(D)), EP(padded(E)), table(plan, row), mask(plan, row), s(s) {
         read_queries();
-        // Whole tiles of known places are the same for everybody. Where there is no tree, the last one is, too.
-        const int64_t common = view.size > 0 ? view.area / kTile * kTile : view.area;
-        see_known(common);
-        if (view.size > 0)
-            for (int64_t i = 0; i < count; ++i) see_own(i, common);
+        // Whole tiles of known places are the same for all queries. Without a tree, the last tile is, too.
+        const int64_t common = mask.size > 0 ? mask.tree / kTile * kTile : mask.tree;
+        attend_known(common);
+        if (mask.size > 0)
+            for (int64_t i = 0; i < count; ++i) attend_own(i, common);
         write_output();
     }
 
@@ -61,7 +62,7 @@ struct Task {
         s.total.assign(M, 0.0f);
         s.positions.resize(M);
         for (int64_t m = 0; m < M; ++m) {
-            s.positions[m] = view.position(start + m / share);
+            s.positions[m] = mask.position(start + m / share);
             const T* from = static_cast<const T*>(call.query) + (token + m / share) * call.query_token +
                             head(m) * call.query_head;
             for (int64_t d = 0; d < D; ++d) s.query[m * DP + d] = widen(from[d]) * call.scaling;
@@ -71,47 +72,49 @@ struct Task {
         }
     }
 
-    // The first place that a query at `position` sees.
-    int64_t lowest(int64_t position) const {
-        return std::max(view.lowest, call.window > 0 ? position - call.window + 1 : 0);
+    // Returns the first place that a query at `position` attends to.
+    int64_t first_visible(int64_t position) const {
+        return std::max(mask.first_valid, call.window > 0 ? position - call.window + 1 : 0);
     }
 
-    void see_known(int64_t common) {
+    // Attends all queries to the places before `common`.
+    void attend_known(int64_t common) {
         const auto [least, most] = std::minmax_element(s.positions.begin(), s.positions.end());
-        const int64_t behind = std::min(common, *most + 1);
-        for (int64_t base = lowest(*least) / kTile * kTile; base < behind; base += kTile) {
-            const int64_t n = std::min(kTile, behind - base), skipped = std::max<int64_t>(0, view.lowest - base);
-            table.walk(base + skipped, base + n, [&](int64_t j, int64_t place) { find(skipped + j, place); });
+        const int64_t end = std::min(common, *most + 1);
+        for (int64_t base = first_visible(*least) / kTile * kTile; base < end; base += kTile) {
+            const int64_t n = std::min(kTile, end - base), skipped = std::max<int64_t>(0, mask.first_valid - base);
+            table.for_each(base + skipped, base + n, [&](int64_t j, int64_t index) { find(skipped + j, index); });
             score(0, M, skipped, n);
             for (int64_t m = 0; m < M; ++m)
-                take(m, std::max<int64_t>(0, lowest(s.positions[m]) - base), std::min(n, s.positions[m] + 1 - base));
+                softmax_step(m, std::max<int64_t>(0, first_visible(s.positions[m]) - base),
+                             std::min(n, s.positions[m] + 1 - base));
         }
     }
 
-    // What token i sees from `common` on, in order: known places, and then its branch.
-    void see_own(int64_t i, int64_t common) {
-        const int64_t place = start + i, known = std::min(view.area, place + 1);
+    // Attends token i to the places from `common` on: known ones, then those of its branch.
+    void attend_own(int64_t i, int64_t common) {
+        const int64_t place = start + i, known = std::min(mask.tree, place + 1);
         s.places.clear();
         for (int64_t p = common; p < known; ++p) s.places.push_back(p);
-        if (place >= view.area)
-            for (int64_t node = 0; node < view.size; ++node)
-                if (plan.seen[(token + i) * plan.seen_words + node / 64] >> (node % 64) & 1)
-                    s.places.push_back(view.area + node);
-        // What it does not see comes first. In a tree it does anyway, since positions rise along a branch.
-        const int64_t all = static_cast<int64_t>(s.places.size()), least = lowest(s.positions[i * share]);
-        std::stable_partition(s.places.begin(), s.places.end(), [&](int64_t p) { return view.position(p) < least; });
+        if (place >= mask.tree)
+            for (int64_t node = 0; node < mask.size; ++node)
+                if (plan.visible[(token + i) * plan.visible_words + node / 64] >> (node % 64) & 1)
+                    s.places.push_back(mask.tree + node);
+        // Places outside the window go first. In a tree they are first already, since positions rise along a branch.
+        const int64_t all = static_cast<int64_t>(s.places.size()), least = first_visible(s.positions[i * share]);
+        std::stable_partition(s.places.begin(), s.places.end(), [&](int64_t p) { return mask.position(p) < least; });
         for (int64_t base = 0; base < all; base += kTile) {
             const int64_t n = std::min(kTile, all - base);
             int64_t from = 0;
-            while (from < n && view.position(s.places[base + from]) < least) ++from;
-            for (int64_t j = from; j < n; ++j) find(j, table.place(s.places[base + j]));
+            while (from < n && mask.position(s.places[base + from]) < least) ++from;
+            for (int64_t j = from; j < n; ++j) find(j, table.index(s.places[base + j]));
             score(i * share, share, from, n);
-            for (int64_t m = i * share; m < (i + 1) * share; ++m) take(m, from, n);
+            for (int64_t m = i * share; m < (i + 1) * share; ++m) softmax_step(m, from, n);
         }
     }
 
-    void find(int64_t j, int64_t place) {
-        const int64_t at = place * layer.kv_heads + group;
+    void find(int64_t j, int64_t index) {
+        const int64_t at = index * layer.kv_heads + group;
         keys[j] = static_cast<const T*>(layer.keys) + at * D;
         values[j] = static_cast<const T*>(layer.values) + at * E;
         prefetch(keys[j], D);
@@ -151,20 +154,20 @@ struct Task {
         }
     }
 
-    // One step of query m's softmax: the keys from .. to of the tile are those it sees. Others are never touched: they may
-    // not even be numbers.
-    void take(int64_t m, int64_t from, int64_t to) {
+    // One step of query m's softmax over the keys from .. to of the tile. Values of other keys, which may be NaN, are
+    // never read.
+    void softmax_step(int64_t m, int64_t from, int64_t to) {
         if (from >= to) return;
         float* score = &s.scores[m * kTile];
         if (call.softcap > 0.0f)
             for (int64_t j = from; j < to; ++j) score[j] = std::tanh(score[j] / call.softcap) * call.softcap;
         float largest = s.largest[m];
-        bool broken = false;
+        bool is_broken = false;
         for (int64_t j = from; j < to; ++j) {
             largest = score[j] > largest ? score[j] : largest;
-            broken |= !(score[j] - score[j] == 0.0f);
+            is_broken |= !(score[j] - score[j] == 0.0f);
         }
-        if (broken) {  // an infinite or NaN score: this query's result is NaN, as it would be anywhere
+        if (is_broken) {  // an infinite or NaN score: this query's result is NaN
             s.total[m] = std::numeric_limits<float>::quiet_NaN();
             return;
         }
@@ -190,18 +193,18 @@ struct Task {
         if (e < E) add_some<1>(m, e, from, to, shrink, [&](const T* at) { return load_some(at, E - e); });
     }
 
-    // Adds the weighted values, Parts vectors of them, key after key.
-    template <int Parts, typename Read>
+    // Adds the weighted values key by key, `Vectors` vectors of each.
+    template <int Vectors, typename Read>
     void add_some(int64_t m, int64_t e, int64_t from, int64_t to, float shrink, Read&& read) {
         float* output = &s.output[m * EP + e];
         const float* weight = &s.scores[m * kTile];
-        Lanes total[Parts];
-        for (int i = 0; i < Parts; ++i) total[i] = load(output + i * kLanes) * all(shrink);
+        Lanes total[Vectors];
+        for (int i = 0; i < Vectors; ++i) total[i] = load(output + i * kLanes) * all(shrink);
         for (int64_t j = from; j < to; ++j) {
             const Lanes factor = all(weight[j]);
-            for (int i = 0; i < Parts; ++i) total[i] = fma(factor, read(values[j] + e + i * kLanes), total[i]);
+            for (int i = 0; i < Vectors; ++i) total[i] = fma(factor, read(values[j] + e + i * kLanes), total[i]);
         }
-        for (int i = 0; i < Parts; ++i) store(total[i], output + i * kLanes);
+        for (int i = 0; i < Vectors; ++i) store(total[i], output + i * kLanes);
     }
 
     void write_output() const {
@@ -214,7 +217,7 @@ struct Task {
     }
 };
 
-struct Part {
+struct Chunk {
     int64_t row, first, count;
 };
 
@@ -222,19 +225,19 @@ template <typename T>
 void run(const Plan& plan, const Layer& layer, const Call& call) {
     write<T>(call.key, call.key_head, call.key_token, layer.keys, layer.kv_heads, layer.key_size, plan);
     write<T>(call.value, call.value_head, call.value_token, layer.values, layer.kv_heads, layer.value_size, plan);
-    thread_local std::vector<Part> kept;
-    std::vector<Part>& parts = kept;
-    parts.clear();
+    thread_local std::vector<Chunk> kept;
+    std::vector<Chunk>& chunks = kept;
+    chunks.clear();
     const int64_t step = std::max<int64_t>(1, kQueryHeads * layer.kv_heads / layer.heads);
     for (int64_t row = 0; row < plan.rows; ++row)
         for (int64_t first = 0; first < plan.lengths[row]; first += step)
-            parts.push_back({row, first, std::min(step, plan.lengths[row] - first)});
-    const int64_t tasks = static_cast<int64_t>(parts.size()) * layer.kv_heads;
+            chunks.push_back({row, first, std::min(step, plan.lengths[row] - first)});
+    const int64_t tasks = static_cast<int64_t>(chunks.size()) * layer.kv_heads;
 #pragma omp parallel for num_threads(static_cast<int>(std::min(plan.threads, tasks))) schedule(dynamic)
     for (int64_t task = 0; task < tasks; ++task) {
         thread_local Scratch scratch;
-        const Part& part = parts[task / layer.kv_heads];
-        Task<T>(plan, layer, call, part.row, task % layer.kv_heads, part.first, part.count, scratch);
+        const Chunk& chunk = chunks[task / layer.kv_heads];
+        Task<T>(plan, layer, call, chunk.row, task % layer.kv_heads, chunk.first, chunk.count, scratch);
     }
 }
 

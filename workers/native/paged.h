@@ -1,4 +1,4 @@
-// What all kernels of paged attention share: where K and V lie, what a token sees, and how K and V are written.
+// Shared by all kernels of paged attention: block tables, masks, and writing K and V.
 // The struct layouts are mirrored in workers/attention/native.py.
 #pragma once
 #include <cstdint>
@@ -10,13 +10,13 @@ struct Plan {
     int64_t rows, tasks, table_stride, block_size, threads;
     const int64_t *starts, *lengths, *offsets, *slots;
     const int32_t* blocks;      // ids by slot, `table_stride` from slot to slot
-    const int64_t* short_rows;  // the `tasks` rows this kernel attends, null for all; K and V of all rows are written
-    // Of rows that do not simply see all places up to their own (workers/attention/batch.py, `Area`); null where there are none.
-    const int64_t* lowest;              // by row: the first place that is there
-    const int64_t *areas, *area_sizes;  // by row: the first place of its area, and their number
-    const int64_t* area_positions;      // of the area's places, `area_stride` from row to row
-    const uint64_t* seen;               // by token: bits of the places it sees, `seen_words` words
-    int64_t area_stride, seen_words;
+    const int64_t* short_rows;  // the `tasks` rows to attend, null for all; K and V of all rows are written
+    // Rows with a mask other than the causal one (`TreeMasks` in workers/attention/batch.py); null if there are none.
+    const int64_t* first_valid;         // by row: the first place whose K and V are in the cache
+    const int64_t *trees, *tree_sizes;  // by row: the first place that the tree mask covers, and their number
+    const int64_t* tree_positions;      // of the covered places, `tree_stride` from row to row
+    const uint64_t* visible;            // by token: a bit for each covered place, `visible_words` words
+    int64_t tree_stride, visible_words;
 };
 
 struct Layer {
@@ -37,18 +37,18 @@ struct Call {
 
 namespace {
 
-// Where a position's K and V lie, counted in tokens.
+// The block table of one row. A cache index is counted in tokens: block * block_size + offset.
 struct Table {
     const int32_t* blocks;
     int64_t block_size;
     Table(const Plan& plan, int64_t row)
         : blocks(plan.blocks + plan.slots[row] * plan.table_stride), block_size(plan.block_size) {}
-    int64_t place(int64_t position) const {
-        return blocks[position / block_size] * block_size + position % block_size;
+    int64_t index(int64_t place) const {
+        return blocks[place / block_size] * block_size + place % block_size;
     }
-    // Calls `visit(0, place)`, `visit(1, place)` ... for the positions from .. to, without a division for each.
+    // Calls `visit(i, index)` for i = 0, 1 ... and the cache indices of the places from .. to, without a division each.
     template <typename Visit>
-    void walk(int64_t from, int64_t to, Visit&& visit) const {
+    void for_each(int64_t from, int64_t to, Visit&& visit) const {
         int64_t block = from / block_size, within = from % block_size;
         for (int64_t i = 0; i < to - from; ++i) {
             visit(i, blocks[block] * block_size + within);
@@ -59,20 +59,20 @@ struct Table {
     }
 };
 
-// What the tokens of one row see: the known places from `lowest` up to their own position, then what `seen` says of the
-// places from `area` on.
-struct View {
-    int64_t lowest, area, size;
+// The mask of one row. Tokens attend to the known places from `first_valid` up to their own, and to those of the `size`
+// places from `tree` on whose bits are set in `visible`.
+struct Mask {
+    int64_t first_valid, tree, size;
     const int64_t* positions;
-    View(const Plan& plan, int64_t row)
-        : lowest(plan.lowest ? plan.lowest[row] : 0),
-          area(plan.areas ? plan.areas[row] : plan.starts[row] + plan.lengths[row]),
-          size(plan.areas ? plan.area_sizes[row] : 0),
-          positions(plan.areas ? plan.area_positions + row * plan.area_stride : nullptr) {}
-    int64_t position(int64_t place) const { return place < area ? place : positions[place - area]; }
+    Mask(const Plan& plan, int64_t row)
+        : first_valid(plan.first_valid ? plan.first_valid[row] : 0),
+          tree(plan.trees ? plan.trees[row] : plan.starts[row] + plan.lengths[row]),
+          size(plan.trees ? plan.tree_sizes[row] : 0),
+          positions(plan.trees ? plan.tree_positions + row * plan.tree_stride : nullptr) {}
+    int64_t position(int64_t place) const { return place < tree ? place : positions[place - tree]; }
 };
 
-// Rows lie all over the cache: without being told, the processor would wait for each.
+// Keys and values are scattered over the cache, so the hardware prefetcher does not find them.
 template <typename T>
 void prefetch(const T* from, int64_t size) {
     for (int64_t byte = 0; byte < size * static_cast<int64_t>(sizeof(T)); byte += 64)
@@ -86,10 +86,10 @@ void write(const void* source, int64_t head_stride, int64_t token_stride, void* 
     T* to = static_cast<T*>(pages);
     for (int64_t row = 0; row < plan.rows; ++row) {
         const int64_t start = plan.starts[row];
-        Table(plan, row).walk(start, start + plan.lengths[row], [&](int64_t i, int64_t place) {
+        Table(plan, row).for_each(start, start + plan.lengths[row], [&](int64_t i, int64_t index) {
             const T* token = from + (plan.offsets[row] + i) * token_stride;
             for (int64_t h = 0; h < heads; ++h)
-                std::memcpy(to + (place * heads + h) * size, token + h * head_stride,
+                std::memcpy(to + (index * heads + h) * size, token + h * head_stride,
                             static_cast<size_t>(size) * sizeof(T));
         });
     }

@@ -1,6 +1,6 @@
-// Paged attention for CPUs: reads K and V where they lie instead of gathering them first.
+// Paged attention for CPUs: reads K and V in place instead of gathering them first.
 //
-// One task is one row x one K/V head x a few query tokens. It walks the row's keys in tiles of 32 with an online
+// One task is one row x one K/V head x a few query tokens. It reads the row's keys in tiles of 32 with an online
 // softmax in fp32. Compiled for the machine it runs on (workers/native/build.py). No exceptions, no allocation beyond
 // thread-local scratch.
 #include <algorithm>
@@ -20,29 +20,29 @@ namespace {
 constexpr int64_t kTile = 32;
 constexpr int64_t kQueryHeads = 32;  // query tokens x heads handled by one task, at most (one token at least)
 
-// As many sums as stay in registers besides what they are made of.
+// Vector sums that stay in registers together with their operands.
 #if defined(__AVX512F__)
 constexpr int kSums = 16;
 #else
 constexpr int kSums = 8;
 #endif
-constexpr int kKeys = 4;  // scored at a time: `sums` adds up four vectors in the time of two
+constexpr int kKeys = 4;  // scored at a time: `sums` reduces four vectors in the time of two
 
 struct Scratch {
     std::vector<float> query, output, scores, largest, total;
     std::vector<int64_t> positions;
 };
 
-// The queries of one task, M of them, against one tile of n keys after another. Size is that of keys and values if it is
-// known when this is compiled, else 0.
+// Attends the M queries of one task to the row's keys, a tile of n keys at a time. Size is the head size of keys and
+// values if it is known at compile time, else 0.
 template <typename T, int Size>
 struct Task {
     const Plan& plan;
     const Layer& layer;
     const Call& call;
-    const int64_t group, start, token, share, M, D, E;  // `start` is the first query's place, `token` its index
+    const int64_t group, start, token, share, M, D, E;  // `start`: the first query's place; `token`: its flat index
     const Table table;
-    const View view;
+    const Mask mask;
     Scratch& s;
     int64_t base = 0, n = 0;  // the tile: places base .. base + n
     const T *keys[kTile], *values[kTile];
@@ -51,58 +51,61 @@ struct Task {
          int64_t count, Scratch& s)
         : plan(plan), layer(layer), call(call), group(group), start(plan.starts[row] + first),
           token(plan.offsets[row] + first), share(layer.heads / layer.kv_heads), M(count * share),
-          D(Size ? Size : layer.key_size), E(Size ? Size : layer.value_size), table(plan, row), view(plan, row), s(s) {
+          D(Size ? Size : layer.key_size), E(Size ? Size : layer.value_size), table(plan, row), mask(plan, row), s(s) {
         read_queries();
         const auto [least, most] = std::minmax_element(s.positions.begin(), s.positions.end());
-        see_known(std::max(view.lowest, call.window > 0 ? *least - call.window + 1 : 0), std::min(view.area, *most + 1));
-        if (view.size > 0) see_area(count);
+        attend_known(std::max(mask.first_valid, call.window > 0 ? *least - call.window + 1 : 0),
+                     std::min(mask.tree, *most + 1));
+        if (mask.size > 0) attend_tree(count);
         write_output();
     }
 
-    // Every query sees the keys of the places from .. to as far as its own position.
-    void see_known(int64_t from, int64_t to) {
+    // Attends every query to the keys of the places from .. to, up to its own position.
+    void attend_known(int64_t from, int64_t to) {
         for (base = from; base < to; base += kTile) {
             n = std::min(kTile, to - base);
             find_keys(to);
             score();
-            for (int64_t m = 0; m < M; ++m) soften(m, first(m), last(m));
+            for (int64_t m = 0; m < M; ++m) softmax_step(m, first(m), last(m));
             add_values();
         }
     }
 
-    void see_area(int64_t count) {
-        const int64_t behind = view.area + view.size;
-        for (base = view.area; base < behind; base += kTile) {
-            n = std::min(kTile, behind - base);
-            find_keys(behind);
+    void attend_tree(int64_t count) {
+        const int64_t end = mask.tree + mask.size;
+        for (base = mask.tree; base < end; base += kTile) {
+            n = std::min(kTile, end - base);
+            find_keys(end);
             score();
-            for (int64_t i = 0; i < count; ++i) see_runs(i * share, seen(i));
+            for (int64_t i = 0; i < count; ++i) attend_runs(i * share, visible(i));
         }
     }
 
-    // The keys of this tile of the area that token i sees: a bit each.
-    uint32_t seen(int64_t i) const {
-        const int64_t offset = base - view.area;  // a whole number of tiles
-        uint32_t bits = static_cast<uint32_t>(plan.seen[(token + i) * plan.seen_words + offset / 64] >> (offset % 64));
+    // Returns a bit for each key of this tile of the tree: whether token i attends to it.
+    uint32_t visible(int64_t i) const {
+        const int64_t offset = base - mask.tree;  // a whole number of tiles
+        uint32_t bits = static_cast<uint32_t>(plan.visible[(token + i) * plan.visible_words + offset / 64] >>
+                                              (offset % 64));
         if (n < kTile) bits &= (1u << n) - 1;
         if (call.window > 0)
             for (int64_t j = 0; j < n; ++j)
-                if (s.positions[i * share] - view.positions[offset + j] >= call.window) bits &= ~(1u << j);
+                if (s.positions[i * share] - mask.positions[offset + j] >= call.window) bits &= ~(1u << j);
         return bits;
     }
 
-    // A token's heads, which begin with query m, see these keys: one run of neighbours after another.
-    void see_runs(int64_t m, uint32_t bits) {
+    // Attends a token's heads, the first of which is query m, to these keys: one run of consecutive keys at a time.
+    void attend_runs(int64_t m, uint32_t bits) {
         while (bits) {
             const int64_t from = __builtin_ctz(bits), to = from + __builtin_ctzll(~(uint64_t{bits} >> from));
-            for (int64_t i = 0; i < share; ++i) soften(m + i, from, to);
+            for (int64_t i = 0; i < share; ++i) softmax_step(m + i, from, to);
             for (int64_t i = 0; i < share;) i += add_some(m + i, share - i, from, to);
             bits = to < kTile ? bits & (~0u << to) : 0;
         }
     }
 
     int64_t head(int64_t m) const { return group * share + m % share; }
-    int64_t last(int64_t m) const { return std::min(n, s.positions[m] + 1 - base); }  // behind the last key it sees
+    // The keys of the tile that query m attends to are first(m) .. last(m) - 1.
+    int64_t last(int64_t m) const { return std::min(n, s.positions[m] + 1 - base); }
     int64_t first(int64_t m) const {
         return call.window > 0 ? std::max<int64_t>(0, s.positions[m] - call.window + 1 - base) : 0;
     }
@@ -115,7 +118,7 @@ struct Task {
         s.total.assign(M, 0.0f);
         s.positions.resize(M);
         for (int64_t m = 0; m < M; ++m) {
-            s.positions[m] = view.position(start + m / share);
+            s.positions[m] = mask.position(start + m / share);
             const T* from = static_cast<const T*>(call.query) + (token + m / share) * call.query_token +
                             head(m) * call.query_head;
             for (int64_t d = 0; d < D; ++d) s.query[m * D + d] = widen(from[d]) * call.scaling;
@@ -125,19 +128,22 @@ struct Task {
         }
     }
 
-    // Fetches the tile's keys and values, and begins to fetch the keys of the next one, if it begins before `to`.
+    // Finds the tile's keys and values, and prefetches the keys of the next tile as far as `to`.
     void find_keys(int64_t to) {
-        table.walk(base, base + n, [&](int64_t j, int64_t place) {
-            keys[j] = key(place);
-            values[j] = static_cast<const T*>(layer.values) + (place * layer.kv_heads + group) * E;
+        table.for_each(base, base + n, [&](int64_t j, int64_t index) {
+            keys[j] = key(index);
+            values[j] = static_cast<const T*>(layer.values) + (index * layer.kv_heads + group) * E;
             prefetch(values[j], E);
         });
         std::fill(keys + n, keys + kTile, keys[n - 1]);
-        table.walk(base + n, std::min(base + n + kTile, to), [&](int64_t, int64_t place) { prefetch(key(place), D); });
+        table.for_each(base + n, std::min(base + n + kTile, to),
+                       [&](int64_t, int64_t index) { prefetch(key(index), D); });
     }
-    const T* key(int64_t place) const { return static_cast<const T*>(layer.keys) + (place * layer.kv_heads + group) * D; }
+    const T* key(int64_t index) const {
+        return static_cast<const T*>(layer.keys) + (index * layer.kv_heads + group) * D;
+    }
 
-    // Scores every query against every key of the tile, also those it does not see.
+    // Scores every query against every key of the tile, masked ones included.
     void score() {
         if constexpr (Size > 0) {
             constexpr int kQueries = kSums / kKeys;
@@ -175,20 +181,20 @@ struct Task {
         }
     }
 
-    // Turns a query's scores of some keys into weights relative to its largest score so far; an online softmax.
-    [[gnu::noinline]] void soften(int64_t m, int64_t from, int64_t to) {
+    // Turns a query's scores of some keys into weights relative to its largest score so far: one step of the softmax.
+    [[gnu::noinline]] void softmax_step(int64_t m, int64_t from, int64_t to) {
         if (from >= to) return;
         float* score = &s.scores[m * kTile];
         if (call.softcap > 0.0f)
             for (int64_t j = from; j < to; ++j) score[j] = std::tanh(score[j] / call.softcap) * call.softcap;
         float largest = s.largest[m];
-        int broken = 0;
-#pragma omp simd reduction(max : largest) reduction(| : broken)
+        int is_broken = 0;
+#pragma omp simd reduction(max : largest) reduction(| : is_broken)
         for (int64_t j = from; j < to; ++j) {
             largest = score[j] > largest ? score[j] : largest;
-            broken |= !(score[j] - score[j] == 0.0f);
+            is_broken |= !(score[j] - score[j] == 0.0f);
         }
-        if (broken) {  // an infinite or NaN score: this query's result is NaN, as it would be anywhere
+        if (is_broken) {  // an infinite or NaN score: this query's result is NaN
             s.total[m] = std::numeric_limits<float>::quiet_NaN();
             std::fill(score + from, score + to, 0.0f);
             return;
@@ -206,8 +212,8 @@ struct Task {
             for (int64_t e = 0; e < E; ++e) s.output[m * E + e] *= shrink;
     }
 
-    // Adds the weighted values, for queries that see the same keys together. What a query does not see is never touched:
-    // it may not even be a number.
+    // Adds the weighted values, together for queries that attend to the same keys. Masked values are never read: they
+    // may be NaN.
     void add_values() {
         for (int64_t m = 0; m < M;) {
             const int64_t from = first(m), to = last(m);
@@ -275,7 +281,7 @@ void run(const Plan& plan, const Layer& layer, const Call& call) {
     if (layer.key_size == 128 && layer.value_size == 128) work = attend<T, 128>;
     const int64_t step = std::max<int64_t>(1, kQueryHeads * layer.kv_heads / layer.heads);
     const int64_t tasks = plan.tasks * layer.kv_heads;
-    // A row's heads lie side by side in memory: where there are rows enough, one thread reads them all.
+    // A row's heads are adjacent in memory: if there are rows enough, one thread reads them all.
     const int64_t chunk = plan.tasks >= 4 * plan.threads ? layer.kv_heads : 1;
 #pragma omp parallel for num_threads(static_cast<int>(std::min(plan.threads, tasks))) schedule(dynamic, chunk)
     for (int64_t task = 0; task < tasks; ++task) {

@@ -131,13 +131,13 @@ class TableForward:
 def _before(batch: Batch) -> Ints:
     """Return the place of what each token follows; in a tree, of the last ancestor that it sees."""
     before_T: Ints = batch.places_T - 1
-    areas = batch.areas
-    if areas is None:
+    tree_masks = batch.tree_masks
+    if tree_masks is None:
         return before_T
-    first_T = np.repeat(areas.first_R, batch.lengths_R)
+    first_T = np.repeat(tree_masks.first_R, batch.lengths_R)
     inside_T = batch.places_T - first_T
-    in_tree_T = (inside_T >= 0) & (np.repeat(areas.sizes_R, batch.lengths_R) > 0)
-    seen_T = areas.seen_TW[:, 0] & ~(np.uint64(1) << np.maximum(inside_T, 0).astype(np.uint64))
+    in_tree_T = (inside_T >= 0) & (np.repeat(tree_masks.sizes_R, batch.lengths_R) > 0)
+    seen_T = tree_masks.visible_TW[:, 0] & ~(np.uint64(1) << np.maximum(inside_T, 0).astype(np.uint64))
     last_T = np.frexp(seen_T.astype(np.float64))[1] - 1  # -1 where nothing of the tree is seen
     return np.where(in_tree_T, first_T + last_T, before_T)
 

@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.layers import LayerShape
-from workers.attention import torch as attention_torch
-from workers.attention.backend import Options, Rows
+from workers.attention import row_groups
+from workers.attention.backend import Options
+from workers.attention.batch import AttentionMetadata
 from workers.attention.kv import KVCache
 from workers.attention.native import NativeAttention
-from workers.attention.torch import CHUNK, TorchAttention
+from workers.attention.row_groups import CHUNK
+from workers.attention.torch import TorchAttention
 
 BLOCK = 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -25,12 +27,12 @@ def cache(shape: LayerShape, num_blocks: int, dtype: torch.dtype) -> KVCache:
     return made
 
 
-def rows_of(lengths: list[tuple[int, int]]) -> Rows:
+def rows_of(lengths: list[tuple[int, int]]) -> AttentionMetadata:
     """Rows of (tokens before, tokens fed), their blocks scattered over the cache."""
     before_R, fed_R = (np.array(part, np.int64) for part in zip(*lengths, strict=True))
     width = int((before_R + fed_R).max()) // BLOCK + 1
     blocks_SB = np.random.default_rng(0).permutation(len(lengths) * width).astype(np.int32).reshape(-1, width)
-    return Rows(before_R, fed_R, np.cumsum(fed_R) - fed_R, np.arange(len(lengths)), blocks_SB, BLOCK)
+    return AttentionMetadata(before_R, fed_R, np.cumsum(fed_R) - fed_R, np.arange(len(lengths)), blocks_SB, BLOCK)
 
 
 def normal(heads: int, tokens: int, size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -84,12 +86,12 @@ def test_long_rows_are_attended_in_parts(
         key[:, :, 20], value[:, :, 70] = torch.nan, torch.inf
     options = Options(0.2, window, softcap, torch.linspace(-1, 1, 4) if has_sinks else None)
     found = []
-    for part in (attention_torch.PART, 300):
-        monkeypatch.setattr(attention_torch, "PART", part)
+    for max_scores in (row_groups.MAX_SCORES, 300):
+        monkeypatch.setattr(row_groups, "MAX_SCORES", max_scores)
         attention = TorchAttention(cache(LayerShape(4, 24, 24), rows.blocks_SB.size, torch.float32))
         attention.plan(rows)
         found.append(attention.attend(0, query, key, value, options))
-    assert max(len(group.parts) for group in attention._groups) == 11
+    assert max(len(group.query_slices) for group in attention._groups) == 11
     assert found[0].isnan().any() == is_broken
     assert torch.allclose(found[0], found[1], atol=1e-6, equal_nan=True)
 

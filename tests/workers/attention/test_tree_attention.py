@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from protos.draft import Draft
 from protos.layers import LayerShape
-from workers.attention.backend import AttentionBackend, Options, Rows
-from workers.attention.batch import TreeMask, TreeMasks
+from workers.attention.backend import AttentionBackend, Options
+from workers.attention.batch import AttentionMetadata, TreeMask, TreeMasks
 from workers.attention.kv import KVCache
 from workers.attention.native import NativeAttention
 from workers.attention.torch import TorchAttention
@@ -28,55 +28,57 @@ SHAPES = [((4, 2), (64, 64)), ((4, 4), (24, 16)), ((6, 1), (16, 16))]
 
 @dataclass(frozen=True)
 class OneRow:
-    """A row that feeds *length* tokens from place *start*; nothing below *lowest* is there."""
+    """A row that feeds *length* tokens from place *start*; there are no K and V before *first_valid*."""
 
     start: int
     length: int
-    area: TreeMask | None = None
-    lowest: int = 0
+    tree_mask: TreeMask | None = None
+    first_valid: int = 0
 
     def position(self, place: int) -> int:
-        return place if self.area is None or place < self.area.first else self.area.positions[place - self.area.first]
+        mask = self.tree_mask
+        return place if mask is None or place < mask.first else mask.positions[place - mask.first]
 
     def sees(self, query: int, key: int, window: int) -> bool:
         """Whether the token at place *query* sees the key at place *key*: the rules, one at a time."""
-        if key < self.lowest or (window and self.position(query) - self.position(key) >= window):
+        if key < self.first_valid or (window and self.position(query) - self.position(key) >= window):
             return False
-        if self.area is None or key < self.area.first:
+        if self.tree_mask is None or key < self.tree_mask.first:
             return key <= query
         since_end = self.start + self.length - query
-        if since_end > len(self.area.seen):
+        if since_end > len(self.tree_mask.visible):
             return False
-        return bool(self.area.seen[-since_end] >> (key - self.area.first) & 1)
+        return bool(self.tree_mask.visible[-since_end] >> (key - self.tree_mask.first) & 1)
 
 
-def rows_of(rows: list[OneRow]) -> Rows:
+def rows_of(rows: list[OneRow]) -> AttentionMetadata:
     """The rows, their blocks scattered over the cache."""
-    starts_R, lengths_R, lowest_R = (
-        np.array(part, np.int64) for part in zip(*((row.start, row.length, row.lowest) for row in rows), strict=True)
+    starts_R, lengths_R, first_valid_R = (
+        np.array(part, np.int64)
+        for part in zip(*((row.start, row.length, row.first_valid) for row in rows), strict=True)
     )
     width = int((starts_R + lengths_R).max()) // BLOCK + 1
     blocks_SB = np.random.default_rng(0).permutation(len(rows) * width).astype(np.int32).reshape(-1, width)
-    areas = None
-    if any(row.area for row in rows):
-        areas = TreeMasks.of([row.area for row in rows], starts_R + lengths_R, lengths_R)
+    tree_masks = None
+    if any(row.tree_mask for row in rows):
+        tree_masks = TreeMasks.of([row.tree_mask for row in rows], starts_R + lengths_R, lengths_R)
     offsets_R = np.cumsum(lengths_R) - lengths_R
-    return Rows(
+    return AttentionMetadata(
         starts_R,
         lengths_R,
         offsets_R,
         np.arange(len(rows)),
         blocks_SB,
         BLOCK,
-        areas,
-        lowest_R if lowest_R.any() else None,
+        tree_masks,
+        first_valid_R if first_valid_R.any() else None,
     )
 
 
 @st.composite
-def areas(draw: st.DrawFn, known: int) -> tuple[TreeMask, int]:
-    """An area behind *known* tokens, and how many of its tokens are fed now: a tree, perhaps grown in two steps,
-    or a block of which every token sees whatever it likes."""
+def tree_masks_after(draw: st.DrawFn, known: int) -> tuple[TreeMask, int]:
+    """A mask after *known* tokens, and how many of its tokens are fed now: a tree, perhaps grown in two steps,
+    or a block in which every token attends to random others."""
     size = draw(st.one_of(st.integers(1, 8), st.integers(30, 70)))
     dice = random.Random(draw(st.integers(0, 10_000)))
     fed = draw(st.integers(1, size))
@@ -91,13 +93,13 @@ def areas(draw: st.DrawFn, known: int) -> tuple[TreeMask, int]:
 @st.composite
 def rows(draw: st.DrawFn) -> OneRow:
     known = draw(st.integers(0, 70))
-    kind = draw(st.sampled_from(["plain", "gap", "area", "area with a gap"]))
-    lowest = draw(st.integers(0, known)) if "gap" in kind else 0
-    if "area" not in kind:
-        return OneRow(known, draw(st.integers(1, 20)), lowest=lowest)
-    area, fed = draw(areas(known))
-    before = draw(st.integers(0, min(3, known - lowest))) if fed == len(area.positions) else 0
-    return OneRow(known + len(area.positions) - fed - before, fed + before, area, lowest)
+    kind = draw(st.sampled_from(["plain", "gap", "tree", "tree with a gap"]))
+    first_valid = draw(st.integers(0, known)) if "gap" in kind else 0
+    if "tree" not in kind:
+        return OneRow(known, draw(st.integers(1, 20)), first_valid=first_valid)
+    tree_mask, fed = draw(tree_masks_after(known))
+    before = draw(st.integers(0, min(3, known - first_valid))) if fed == len(tree_mask.positions) else 0
+    return OneRow(known + len(tree_mask.positions) - fed - before, fed + before, tree_mask, first_valid)
 
 
 def filled(shape: LayerShape, num_blocks: int, dtype: torch.dtype = torch.float32) -> KVCache:
@@ -112,7 +114,9 @@ def normal(heads: int, tokens: int, size: int, seed: int) -> torch.Tensor:
     return torch.randn(1, tokens, heads, size, generator=torch.Generator().manual_seed(seed)).transpose(1, 2)
 
 
-def dense(cache: KVCache, rows: Rows, plain: list[OneRow], query: torch.Tensor, options: Options) -> torch.Tensor:
+def dense(
+    cache: KVCache, rows: AttentionMetadata, plain: list[OneRow], query: torch.Tensor, options: Options
+) -> torch.Tensor:
     """Attend token by token, over the places that it sees and no others; K and V stand in *cache* already."""
     found = []
     for r, row in enumerate(plain):
@@ -168,17 +172,17 @@ def test_kernel_torch_and_masks_spelt_out_agree(
         assert (found - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max().item()), make
 
 
-def tree_row(parents: tuple[int, ...], known: int, lowest: int = 0) -> OneRow:
+def tree_row(parents: tuple[int, ...], known: int, first_valid: int = 0) -> OneRow:
     draft = Draft((0,) * len(parents), parents)
-    area = TreeMask(known, [known - 1 + depth for depth in draft.depths()], draft.ancestor_masks())
-    return OneRow(known - 1, len(parents) + 1, area, lowest)
+    tree_mask = TreeMask(known, [known - 1 + depth for depth in draft.depths()], draft.ancestor_masks())
+    return OneRow(known - 1, len(parents) + 1, tree_mask, first_valid)
 
 
 @pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_a_node_never_touches_what_is_beside_it(make: type[AttentionBackend], size: int, softcap: float) -> None:
-    laid_out = rows_of([tree_row((-1, -1, 0, 1), 21, lowest=5), OneRow(4, 1)])
+    laid_out = rows_of([tree_row((-1, -1, 0, 1), 21, first_valid=5), OneRow(4, 1)])
     cache = filled(LayerShape(2, size, size), laid_out.blocks_SB.size)
     query, key, value = (normal(2, 6, size, seed) for seed in range(3))
     backend = make(cache)
@@ -212,9 +216,9 @@ def test_rows_without_an_area_are_computed_as_if_alone() -> None:
 
 def test_a_mask_of_one_token_may_have_any_number_of_words() -> None:
     size = 200
-    area = TreeMask(3, [3] * size, [1 << size - 1 | 1 << 130 | 1])
-    laid_out = rows_of([OneRow(3 + size - 1, 1, area)])
-    assert laid_out.areas is not None
-    seen = laid_out.seen(np.array([0]), np.array([[0]]), 3 + size)
+    tree_mask = TreeMask(3, [3] * size, [1 << size - 1 | 1 << 130 | 1])
+    laid_out = rows_of([OneRow(3 + size - 1, 1, tree_mask)])
+    assert laid_out.tree_masks is not None
+    seen = laid_out.visible(np.array([0]), np.array([[0]]), 3 + size)
     assert np.flatnonzero(seen).tolist() == [0, 1, 2, 3, 133, 202]
-    assert laid_out.areas.seen_TW.shape == (1, math.ceil(size / 64))
+    assert laid_out.tree_masks.visible_TW.shape == (1, math.ceil(size / 64))

@@ -1,0 +1,171 @@
+"""Groups of rows that are attended together in torch: padded to a common shape, with their masks."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from workers.attention.batch import AttentionMetadata, Flags, Ints
+
+CHUNK = 16
+"""Rows that feed more tokens than this are attended one by one."""
+MAX_SCORES = 1 << 21
+"""Queries x keys of such a row that are attended at a time. Scores and masks take memory for each, times heads."""
+
+
+@dataclass
+class RowGroup:
+    """Rows attended together, padded to R rows x Q queries x L keys.
+
+    Attributes:
+        tokens_RQ: flat index of each query; padding repeats the row's last token. None: tokens are in order.
+        real_N: indices of the queries in the flattened `tokens_RQ` that are not padding; None if all are real.
+        targets_N: flat index of each real query; None as `tokens_RQ`.
+        blocks_N: block ids to gather, R x L / block_size of them, flat.
+        positions_RQ: position of each query.
+        length: L, whole blocks for several rows, the exact context for one.
+        stale_N: gathered places past a row's context, or before its first valid one. They are zeroed: what another
+            sequence left there must not reach this one, not even a NaN that a mask hides.
+        num_settled: places visible to all queries of the group. NaN or infinite keys and values of draft tokens past
+            them must not reach the queries before them.
+        mask: which places each query attends to; None for the causal mask.
+    """
+
+    tokens_RQ: torch.Tensor | None
+    real_N: torch.Tensor | None
+    targets_N: torch.Tensor | None
+    blocks_N: torch.Tensor
+    positions_RQ: torch.Tensor
+    length: int
+    stale_N: torch.Tensor | None
+    num_settled: int
+    mask: "AttentionMask | None" = None
+    additive_masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+
+    @property
+    def query_slices(self) -> list[slice]:
+        """The queries that are attended at a time; for several rows, all of them."""
+        rows, queries = self.positions_RQ.shape
+        step = queries if rows > 1 else max(1, MAX_SCORES // self.length)
+        return [slice(first, min(first + step, queries)) for first in range(0, queries, step)]
+
+    def mask_RQL(self, window: int, dtype: torch.dtype, queries: slice) -> torch.Tensor | None:
+        """Return the additive mask of some queries for *window*, made once a forward; None if every key is visible."""
+        key = (window, queries.start)
+        if key not in self.additive_masks:
+            self.additive_masks[key] = self._make_mask(window, dtype, queries)
+        return self.additive_masks[key]
+
+    def _make_mask(self, window: int, dtype: torch.dtype, queries: slice) -> torch.Tensor | None:
+        is_one_full_query = self.positions_RQ.numel() == 1 and self.stale_N is None and self.mask is None
+        if is_one_full_query and not 0 < window < self.length:
+            return None
+        hidden_RQL = self._hidden(window, queries)
+        return torch.zeros(hidden_RQL.shape, dtype=dtype, device=hidden_RQL.device).masked_fill_(hidden_RQL, -torch.inf)
+
+    def _hidden(self, window: int, queries: slice) -> torch.Tensor:
+        positions_RQ = self.positions_RQ[:, queries]
+        if self.mask is not None:
+            return self.mask.hidden(positions_RQ, window, queries)
+        keys_L = torch.arange(self.length, device=self.positions_RQ.device)
+        distance_RQL = positions_RQ.unsqueeze(-1) - keys_L
+        hidden_RQL = distance_RQL < 0
+        if window:
+            hidden_RQL |= distance_RQL >= window
+        return hidden_RQL
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """An explicit mask: `visible_RQL`, sliding windows left out, and the positions of keys, `key_positions_RL`."""
+
+    visible_RQL: torch.Tensor
+    key_positions_RL: torch.Tensor
+
+    def hidden(self, positions_RQ: torch.Tensor, window: int, queries: slice) -> torch.Tensor:
+        """Return which places some queries, at these positions, do not attend to, `[R, Q, L]`."""
+        hidden_RQL = ~self.visible_RQL[:, queries]
+        if not window:
+            return hidden_RQL
+        return hidden_RQL | (positions_RQ.unsqueeze(-1) - self.key_positions_RL.unsqueeze(1) >= window)
+
+
+def group_rows(metadata: AttentionMetadata, rows_M: Ints, device: torch.device) -> list[RowGroup]:
+    """Return groups of the rows *rows_M*, their tensors on *device*."""
+    return [_group(metadata, group, device) for group in partition(metadata, rows_M)]
+
+
+def partition(metadata: AttentionMetadata, rows_M: Ints) -> list[Ints]:
+    """Split rows into groups that are padded to a common shape: long chunks alone, others by similar context.
+
+    Rows with an explicit mask and rows with the causal one are never in one group.
+    """
+    if metadata.is_masked_R is None:
+        return _by_context(metadata, rows_M)
+    is_masked_M = metadata.is_masked_R[rows_M]
+    kinds = (rows_M[~is_masked_M], rows_M[is_masked_M])
+    return [group for rows in kinds if len(rows) for group in _by_context(metadata, rows)]
+
+
+def _by_context(metadata: AttentionMetadata, rows_M: Ints) -> list[Ints]:
+    if len(rows_M) == 1:
+        return [rows_M]
+    contexts_R = metadata.starts_R + metadata.lengths_R
+    groups = [rows_M[i : i + 1] for i in np.flatnonzero(metadata.lengths_R[rows_M] > CHUNK)]
+    short = rows_M[metadata.lengths_R[rows_M] <= CHUNK]
+    while len(short):
+        # A group includes contexts down to half of its longest: padding at most doubles the work.
+        longest = contexts_R[short].max()
+        together = (contexts_R[short] * 2 >= longest) | (longest <= 4 * CHUNK)
+        groups.append(short[together])
+        short = short[~together]
+    return groups
+
+
+def _group(metadata: AttentionMetadata, rows_M: Ints, device: torch.device) -> RowGroup:
+    starts_M, lengths_M = metadata.starts_R[rows_M], metadata.lengths_R[rows_M]
+    contexts_M = starts_M + lengths_M
+    block_size = metadata.block_size
+    num_blocks = -(-int(contexts_M.max()) // block_size)
+    queries_MQ = np.minimum(np.arange(int(lengths_M.max())), lengths_M[:, None] - 1)
+    is_several = len(rows_M) > 1
+    length = num_blocks * block_size if is_several else int(contexts_M[0])
+    stale_N = _stale(metadata, rows_M, length) if is_several or metadata.first_valid_R is not None else None
+    in_order = len(rows_M) == len(metadata.starts_R) and bool((lengths_M == lengths_M[0]).all())
+    in_order = in_order and bool((np.diff(rows_M) == 1).all())
+    is_real_MQ = np.arange(queries_MQ.shape[1]) < lengths_M[:, None]
+    tokens_MQ = queries_MQ + metadata.offsets_R[rows_M][:, None]
+    is_masked = metadata.is_masked_R is not None and bool(metadata.is_masked_R[rows_M[0]])
+    return RowGroup(
+        tokens_RQ=None if in_order else to_device(tokens_MQ, device),
+        real_N=None if is_real_MQ.all() else to_device(np.flatnonzero(is_real_MQ), device),
+        targets_N=None if in_order else to_device(tokens_MQ[is_real_MQ], device),
+        blocks_N=to_device(metadata.tables_RB[rows_M, :num_blocks].reshape(-1), device),
+        positions_RQ=to_device(metadata.positions(rows_M, queries_MQ + starts_M[:, None]), device),
+        length=length,
+        stale_N=None if stale_N is None else to_device(stale_N, device),
+        num_settled=0 if is_masked else length if queries_MQ.shape[1] == 1 else int(starts_M.min()) + 1,
+        mask=_mask(metadata, rows_M, queries_MQ, length, device) if is_masked else None,
+    )
+
+
+def _mask(
+    metadata: AttentionMetadata, rows_M: Ints, queries_MQ: Ints, length: int, device: torch.device
+) -> AttentionMask:
+    key_positions_ML = metadata.positions(rows_M, np.tile(np.arange(length), (len(rows_M), 1)))
+    visible_MQL = metadata.visible(rows_M, queries_MQ, length)
+    return AttentionMask(to_device(visible_MQL, device), to_device(key_positions_ML, device))
+
+
+def _stale(metadata: AttentionMetadata, rows_M: Ints, length: int) -> Ints:
+    """Return the gathered places that hold no K and V of their row, flat."""
+    places_L, contexts_M = np.arange(length), (metadata.starts_R + metadata.lengths_R)[rows_M]
+    is_stale_ML = places_L >= contexts_M[:, None]
+    if metadata.first_valid_R is not None:
+        is_stale_ML |= places_L < metadata.first_valid_R[rows_M][:, None]
+    return np.flatnonzero(is_stale_ML)
+
+
+def to_device(array: Ints | Flags, device: torch.device) -> torch.Tensor:
+    """Return *array* as a contiguous tensor on *device*."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
