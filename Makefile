@@ -1,5 +1,5 @@
 # People and CI use the same targets; each installs what it needs, once.
-#   make serve | test | check | bench | accept-engine | accept-gang | accept-proposers | accept-serving |
+#   make serve | test | check | docs | bench | accept-engine | accept-gang | accept-proposers | accept-serving |
 #        accept-exactness | clean
 # VENV and PYTHON may be given: `make test VENV=/path/to/venv PYTHON=python3.12`.
 
@@ -11,6 +11,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.slipstream-installed
+DOCS_READY := $(VENV)/.slipstream-docs-installed
 OLDEST_READY := $(OLDEST_VENV)/.slipstream-installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 RESULTS := benchmarks/results
@@ -27,7 +28,7 @@ SERVING_TESTS := tests/http tests/grpc tests/docs tests/structured tests/ray_ser
 EXACTNESS_TESTS := tests/exactness tests/invariant tests/workers/verification tests/cluster/test_check_command.py \
 	tests/cluster/test_check_identity.py tests/cluster/test_check_distribution.py
 
-.PHONY: install serve test protos check bench accept-engine accept-gang accept-proposers accept-serving accept-exactness \
+.PHONY: install serve test protos check docs bench accept-engine accept-gang accept-proposers accept-serving accept-exactness \
 	accept-oldest clean
 
 serve: $(READY)
@@ -44,6 +45,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A site in build/site. Strict: a dead link, also from README and CONTRIBUTING, fails. Needs no network once installed.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/docs
 
 bench: $(READY)
 	mkdir -p $(RESULTS)
@@ -95,6 +101,10 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(OLDEST_READY): pyproject.toml constraints.txt

@@ -24,7 +24,7 @@ def free_port() -> int:
 
 def readme_command() -> str:
     """Return the first command of the README's first code block."""
-    block = re.search(r"```\n(.*?)\n```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    block = re.search(r"```bash\n(.*?)\n```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
     assert block is not None
     return block[1].splitlines()[0].split("#")[0].strip()
 
