@@ -19,7 +19,7 @@ from protos.progress import ProgressCallback
 from protos.stats import EngineStats
 from runtime.core.controller import LocalInbox
 from runtime.frontend.async_engine import START_ERRORS
-from runtime.frontend.channel import IDLE_S, Channel, Failed, Mail, Outputs, Ready, Report, Said
+from runtime.frontend.channel import IDLE_S, Channel, Commands, Failed, LoadProgress, Outputs, Ready, Report
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 
 SILENCE_S = 30.0
@@ -106,7 +106,7 @@ class LocalEngine:
 
 
 class ChannelEngine:
-    """A controller elsewhere. An event loop in a thread of its own carries the mail; the caller waits for reports.
+    """An engine whose controller runs elsewhere. An event loop in a background thread exchanges commands and reports.
 
     Ends with `shutdown`, with its last reference, or with the interpreter.
 
@@ -150,7 +150,7 @@ class ChannelEngine:
                 continue
             if isinstance(report, Ready):
                 return report.info
-            if isinstance(report, Said):
+            if isinstance(report, LoadProgress):
                 stage, since = report.text, time.monotonic()
                 say(stage)
             else:
@@ -159,12 +159,12 @@ class ChannelEngine:
     def put(self, requests: Sequence[Request]) -> None:
         """See `Engine`."""
         self._check()
-        self._carrier.send(Mail(requests=tuple(requests)))
+        self._carrier.send(Commands(requests=tuple(requests)))
 
     def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
         """See `Engine`. Does not wait: what still comes for these belongs to nobody."""
         if self._failure is None:
-            self._carrier.send(Mail(aborts=tuple(request_ids)))
+            self._carrier.send(Commands(aborts=tuple(request_ids)))
         return []
 
     def step(self) -> list[TokenOutput]:
@@ -229,9 +229,9 @@ class _Carrier:
         except Exception as error:
             reports.put(EngineDeadError(f"the engine could not be started: {type(error).__name__}: {error}"))
 
-    def send(self, mail: Mail) -> None:
-        """Post *mail*."""
-        self._loop.call_soon_threadsafe(self._channel.send, mail)
+    def send(self, commands: Commands) -> None:
+        """Send *commands*."""
+        self._loop.call_soon_threadsafe(self._channel.send, commands)
 
     def close(self) -> None:
         """Close the channel and end the thread."""

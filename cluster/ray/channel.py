@@ -1,4 +1,4 @@
-"""A front end's way to a controller on Ray: takes its place, starts it, and carries mail over ZMQ."""
+"""A front end's way to a controller on Ray: takes its place, starts it, and carries messages over ZMQ."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from cluster.transport.process_workers import BODY
 from cluster.transport.zmq_sockets import Bound, Socket
 from protos.config.engine import EngineConfig, to_json
 from protos.progress import ProgressCallback
-from runtime.frontend.channel import Failed, Mail, Report, Said
+from runtime.frontend.channel import Commands, Failed, LoadProgress, Report
 from runtime.frontend.process_channel import STOP_GRACE_S
 
 LAST_REPORTS_MS = 50
@@ -58,12 +58,12 @@ class RayChannel:
         """Where the replica is, once it has its place."""
         return self._placement
 
-    async def start(self, deliver: Callable[[Report], None]) -> None:
+    async def start(self, on_report: Callable[[Report], None]) -> None:
         """See `Channel`. Returns when the replica has its place; raises `PlacementError` where it gets none."""
         loop = asyncio.get_running_loop()
 
         def say(text: str) -> None:
-            loop.call_soon_threadsafe(deliver, Said(text))
+            loop.call_soon_threadsafe(on_report, LoadProgress(text))
 
         self._placing = asyncio.ensure_future(asyncio.to_thread(self._place, say))
         await asyncio.shield(self._placing)
@@ -76,7 +76,7 @@ class RayChannel:
                 loop.call_soon_threadsafe(_settle, ended)
 
         hired.ended.add_done_callback(notice)
-        self._watcher = asyncio.create_task(self._watch(hired, ended, deliver))
+        self._watcher = asyncio.create_task(self._watch(hired, ended, on_report))
 
     def _place(self, say: ProgressCallback) -> None:
         """Wait for room in the cluster; runs in a thread."""
@@ -106,34 +106,34 @@ class RayChannel:
         )
         return Hired.hire(actor)
 
-    async def _watch(self, hired: Hired, ended: "asyncio.Future[None]", deliver: Callable[[Report], None]) -> None:
+    async def _watch(self, hired: Hired, ended: "asyncio.Future[None]", on_report: Callable[[Report], None]) -> None:
         """Deliver reports until the controller is gone, then what it had still sent, then that it is gone."""
         assert self._up is not None
-        receiver = asyncio.create_task(self._receive(self._up, deliver))
+        receiver = asyncio.create_task(self._receive(self._up, on_report))
         try:
             await ended
         finally:
             receiver.cancel()
             await asyncio.gather(receiver, return_exceptions=True)
         while await self._up.poll(timeout=LAST_REPORTS_MS):
-            deliver(self._decoder.decode(await self._up.recv()))
-        deliver(Failed(f"the controller is gone: {why(hired.ended)}"))
+            on_report(self._decoder.decode(await self._up.recv()))
+        on_report(Failed(f"the controller is gone: {why(hired.ended)}"))
 
-    async def _receive(self, up: zmq.asyncio.Socket, deliver: Callable[[Report], None]) -> None:
+    async def _receive(self, up: zmq.asyncio.Socket, on_report: Callable[[Report], None]) -> None:
         while True:
-            deliver(self._decoder.decode(await up.recv()))
+            on_report(self._decoder.decode(await up.recv()))
             await asyncio.sleep(0)  # what has come already is received without a pause, and readers need theirs
 
-    def send(self, mail: Mail) -> None:
+    def send(self, commands: Commands) -> None:
         """See `Channel`."""
-        self._post(mail)
+        self._post(commands)
 
-    def _post(self, mail: Mail) -> bool:
-        """Whether the controller was there to be sent *mail*."""
+    def _post(self, commands: Commands) -> bool:
+        """Whether the controller was there to be sent *commands*."""
         if self._down is None or self._down.closed:
             return False
         try:
-            self._down.send(self._encoder.encode(mail), zmq.NOBLOCK)
+            self._down.send(self._encoder.encode(commands), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -146,7 +146,7 @@ class RayChannel:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        if self._controller is not None and self._post(Mail(stop=True)):
+        if self._controller is not None and self._post(Commands(stop=True)):
             with contextlib.suppress(Exception):  # however it ends, it ends
                 await asyncio.wait_for(asyncio.wrap_future(self._controller.ended), STOP_GRACE_S)
         self._give_back()  # in this thread: an interpreter that exits starts no other

@@ -17,8 +17,9 @@ from cluster.transport.zmq_sockets import Endpoint, Socket, connect
 from protos.config.engine import EngineConfig, from_json
 from protos.interfaces import Executor
 from protos.progress import ProgressCallback
-from runtime.frontend.channel import Report, serve_controller
-from runtime.frontend.process_channel import SocketInbox
+from runtime.frontend.channel import Report
+from runtime.frontend.controller_loop import serve_controller
+from runtime.frontend.controller_process import SocketInbox
 from runtime.metrics.logs import log_to_stderr
 from runtime.supervision.distributed_executor import DistributedExecutor
 
@@ -58,7 +59,7 @@ class ControllerActor(Parked):
             up.send(encoder.encode(report))
 
         succeeded = serve_controller(
-            lambda say: assemble.build(self._config, inbox, say, self._make_executor), inbox, post
+            lambda say: assemble.build(self._config, inbox, say, self._make_executor).controller, inbox, post
         )
         up.close(linger=LAST_REPORTS_MS)
         down.close()

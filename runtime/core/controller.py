@@ -14,7 +14,7 @@ from msgspec import structs
 
 from protos.errors import EngineDeadError, TargetLostError
 from protos.interfaces import Executor, Inbox
-from protos.messages import Abort, Request, RoundPlan, TokenOutput, Verdict
+from protos.messages import Abort, Request, RoundPlan, TokenOutput, Verdict, WorkerInfo
 from protos.stats import EngineStats, PhaseTimes, SpeculationState
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import Policy
@@ -61,6 +61,15 @@ class Controller:
         self._clock = StepClock(scheduler.costs)
         self._is_lost = False
         self._num_losses = 0
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The loaded model, as the executor reported it."""
+        return self.scheduler.info
+
+    def shutdown(self) -> None:
+        """Free the executor's workers."""
+        self.executor.shutdown()
 
     def step(self) -> list[TokenOutput]:
         """Run one step; return what it added to each request. While the targets are lost, rebuild them instead.

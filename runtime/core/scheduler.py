@@ -53,7 +53,7 @@ class Scheduler:
         detokenizers: Callable[[Request], Detokenizer | None] = no_detokenizer,
     ) -> None:
         _check_limits(config, info)
-        self._info = info
+        self.info = info
         self._detokenizers = detokenizers
         self._counters = EngineCounters()
         self._proposers = (
@@ -86,7 +86,7 @@ class Scheduler:
     @property
     def costs(self) -> StepCosts | None:
         """Measured step costs, None if they were not measured."""
-        return self._info.costs
+        return self.info.costs
 
     @property
     def propose_s(self) -> float:
@@ -110,7 +110,7 @@ class Scheduler:
         error = self._check_request(request)
         if error is not None:
             return [TokenOutput(request.request_id, finish_reason="error", error=error)]
-        max_len = min(len(request.prompt_token_ids) + request.max_tokens, self._info.max_model_len)
+        max_len = min(len(request.prompt_token_ids) + request.max_tokens, self.info.max_model_len)
         sequence = Sequence(request, list(request.prompt_token_ids), max_len, self._detokenizers(request))
         sequence.key = next(self._keys)
         self._queue.add(sequence)
@@ -120,7 +120,7 @@ class Scheduler:
 
     def _check_request(self, request: Request) -> str | None:
         """Return why a request can never be served. Frontends check it earlier, and name the user's parameters."""
-        num_prompt, limit = len(request.prompt_token_ids), self._info.max_model_len - 1
+        num_prompt, limit = len(request.prompt_token_ids), self.info.max_model_len - 1
         if not 1 <= num_prompt <= limit:
             return f"the prompt has {num_prompt} tokens; with max_model_len {limit + 1} it must have 1 to {limit}"
         if request.max_tokens < 1:

@@ -29,11 +29,12 @@ from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from protos.stats import EngineStats
 from runtime.frontend.admission import ROOMY, Admission, QueueLimits, num_prompt_tokens
-from runtime.frontend.channel import Channel, Failed, Mail, Outputs, Ready, Report, Said
-from runtime.frontend.client import EngineState, Prompt, RequestMaker
+from runtime.frontend.channel import Channel, Commands, Failed, LoadProgress, Outputs, Ready, Report
+from runtime.frontend.client import EngineState, Prompt
 from runtime.frontend.keys import TENANT
 from runtime.frontend.stream_queue import PATIENT, Delta, ReadingLimits, StreamQueue
 from runtime.metrics.prometheus import Metrics
+from runtime.text.preprocessor import Preprocessor
 from runtime.text.tokenizer_pool import TokenizerPool
 
 log = logging.getLogger("slipstream")
@@ -50,7 +51,7 @@ START_ERRORS: dict[str, type[SlipstreamError]] = {
 DRAINING_RETRY_S = 5.0
 """Whoever is turned away by a server that stops is told to look for another one after this long."""
 
-MakePreprocessor = Callable[[WorkerInfo], Awaitable[RequestMaker]]
+MakePreprocessor = Callable[[WorkerInfo], Awaitable[Preprocessor]]
 
 
 def _of_tenant(requests: Sequence[Request]) -> Sequence[Request]:
@@ -90,7 +91,7 @@ class AsyncEngine:
         self._tokenising = TokenizerPool()
         self._channel = channel
         self._make_preprocessor = make_preprocessor
-        self._preprocessor: RequestMaker | None = None
+        self._preprocessor: Preprocessor | None = None
         self._info: WorkerInfo | None = None
         self._ready: asyncio.Future[WorkerInfo] | None = None
         self._failure: SlipstreamError | None = None
@@ -153,7 +154,7 @@ class AsyncEngine:
         return self._info
 
     @property
-    def preprocessor(self) -> RequestMaker:
+    def preprocessor(self) -> Preprocessor:
         """What makes requests. Raises `EngineDeadError` before the start and after the end."""
         self._check_alive()
         if self._preprocessor is None:
@@ -229,7 +230,7 @@ class AsyncEngine:
         for request in requests:
             if self.metrics:
                 self.metrics.submitted(request)
-        self._channel.send(Mail(requests=tuple(requests)))
+        self._channel.send(Commands(requests=tuple(requests)))
         return delivery
 
     def _give_up(self, delivery: StreamQueue, error: SlipstreamError) -> None:
@@ -248,7 +249,7 @@ class AsyncEngine:
             if self.metrics:
                 self.metrics.aborted(name)
         if names and self._failure is None:
-            self._channel.send(Mail(aborts=tuple(names)))
+            self._channel.send(Commands(aborts=tuple(names)))
 
     def check_open(self, num_requests: int = 1, num_tokens: int = 1) -> None:
         """See `EngineClient`."""
@@ -275,7 +276,7 @@ class AsyncEngine:
         self._heard_at = time.monotonic()
         if isinstance(report, Outputs):
             self._take_outputs(report)
-        elif isinstance(report, Said):
+        elif isinstance(report, LoadProgress):
             self._say(report.text)
         elif isinstance(report, Ready):
             if self._ready is not None and not self._ready.done():

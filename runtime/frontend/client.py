@@ -16,26 +16,6 @@ EngineState = Literal["starting", "live", "degraded", "draining", "dead"]
 """`degraded`: requests are taken, but the targets are being rebuilt or the draft is away. `draining`: none are."""
 
 
-class RequestMaker(Protocol):
-    """What the engine needs of `runtime.text.preprocessor.Preprocessor`."""
-
-    def requests(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
-        """Validate and tokenise; one request for each of `params.n` samples. Raises `InvalidRequestError`."""
-        ...
-
-    def chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Any:
-        """Render a conversation by the chat template; return a prompt. Raises `InvalidRequestError`."""
-        ...
-
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of *text*. Raises `InvalidRequestError`."""
-        ...
-
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of *token_ids*. Raises `InvalidRequestError`."""
-        ...
-
-
 class EngineClient(Protocol):
     """How front ends speak to an engine, wherever it runs."""
 

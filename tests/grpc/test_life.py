@@ -9,9 +9,9 @@ from protos import slipstream_v1_pb2 as pb
 from protos import slipstream_v1_pb2_grpc as stubs
 from runtime.frontend.admission import QueueLimits
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.channel import ThreadChannel
 from runtime.frontend.pacing import Aggregate
 from runtime.frontend.stream_queue import ReadingLimits
+from runtime.frontend.thread_channel import ThreadChannel
 from runtime.grpc import server as grpc_server
 from runtime.metrics.prometheus import Metrics
 from tests.support.serving import fake_engine

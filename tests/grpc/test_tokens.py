@@ -11,7 +11,7 @@ from protos import slipstream_v1_pb2 as pb
 from protos.config import arguments
 from protos.messages import WorkerInfo
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.channel import ThreadChannel
+from runtime.frontend.thread_channel import ThreadChannel
 from runtime.metrics.prometheus import Metrics
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 from tests.support.models import tiny_pairs
@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     async def make_preprocessor(info: WorkerInfo) -> Preprocessor:
         return assemble.preprocessor(config, info, tokenizer)
 
-    channel = ThreadChannel(lambda inbox, say: assemble.build(config, inbox, say))
+    channel = ThreadChannel(lambda inbox, say: assemble.build(config, inbox, say).controller)
     with serving(AsyncEngine(channel, make_preprocessor, Metrics("fake")), tokenizer=tokenizer) as running:
         yield running
 

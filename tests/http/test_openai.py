@@ -19,8 +19,8 @@ from protos.errors import OverloadedError
 from protos.messages import Request
 from protos.sampling import SamplingParams
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.channel import ThreadChannel
 from runtime.frontend.stream_queue import Delta
+from runtime.frontend.thread_channel import ThreadChannel
 from runtime.metrics.prometheus import Metrics
 from runtime.text.preprocessor import load_tokenizer
 from tests.support.models import tiny_models
@@ -55,7 +55,7 @@ def real_engine(config: EngineConfig) -> AsyncEngine:
     async def make_preprocessor(info: Any) -> Any:
         return assemble.preprocessor(config, info, tokenizer)
 
-    channel = ThreadChannel(lambda inbox, say: assemble.build(config, inbox, say))
+    channel = ThreadChannel(lambda inbox, say: assemble.build(config, inbox, say).controller)
     metrics = Metrics("fake")
     engine = AsyncEngine(channel, make_preprocessor, metrics)
     metrics.follow(engine.stats)

@@ -15,7 +15,7 @@ from cluster.ray.cluster import available_resources
 from cluster.settings import engine_config
 from cluster.transport.process_workers import BODY
 from protos.errors import EngineDeadError, ModelError, PlacementError
-from runtime.frontend.channel import STATS_EVERY_S
+from runtime.frontend.controller_loop import STATS_EVERY_S
 from runtime.text.preprocessor import load_tokenizer
 from slipstream import LLM
 from tests.support.distributed.ray_engine import LENGTH, PARAMS, PROMPTS, SMALL, Pair, Running, Texts

@@ -26,8 +26,8 @@ from runtime.core.controller import Controller
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import make_policy
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.channel import ThreadChannel
-from runtime.frontend.process_channel import serve_child
+from runtime.frontend.controller_process import serve_child
+from runtime.frontend.thread_channel import ThreadChannel
 from runtime.metrics.prometheus import Metrics
 from runtime.text.detokenizer import DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
@@ -167,25 +167,14 @@ class Scripted(HashExecutor):
         return wanted[min(len(said), len(wanted) - 1)]
 
 
-@dataclass(frozen=True)
-class FakeHost:
-    """What `cluster.assemble.build` gives, without a model."""
-
-    controller: Controller
-    info: WorkerInfo
-
-    def shutdown(self) -> None:
-        pass
-
-
 def build(
     inbox: Inbox,
     say: ProgressCallback,
     max_model_len: int = 512,
     speculative: SpeculativeConfig | None = None,
     kind: type[HashExecutor] = HashExecutor,
-) -> FakeHost:
-    """Return an engine of 4 slots."""
+) -> Controller:
+    """Return the controller of an engine of 4 slots."""
     say("loading nothing")
     info = WorkerInfo(4 * max_model_len // 16, 16, max_model_len, bare_tokenizer().get_vocab_size(), (EOS,))
     if speculative is not None:
@@ -197,7 +186,7 @@ def build(
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), CacheConfig(), info, detokenizers=detokenizers
     )
-    return FakeHost(Controller(scheduler, make_policy(speculative), executor, inbox), info)
+    return Controller(scheduler, make_policy(speculative), executor, inbox)
 
 
 async def make_preprocessor(info: WorkerInfo) -> Preprocessor:
@@ -223,7 +212,7 @@ def local_engine(
     return engine
 
 
-def build_child(config: str, inbox: Inbox, say: ProgressCallback) -> FakeHost:
+def build_child(config: str, inbox: Inbox, say: ProgressCallback) -> Controller:
     """Build what *config* names: an `EngineConfig` as JSON, of which only the name and the length count."""
     model = json.loads(config)["model"]
     if model["model"] == "refuse":

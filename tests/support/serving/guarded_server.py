@@ -15,7 +15,7 @@ import uvicorn
 from cluster.serving.frontend import bound
 from protos.config.engine import SpeculativeConfig
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.channel import ThreadChannel
+from runtime.frontend.thread_channel import ThreadChannel
 from runtime.http.app import create_app
 from runtime.http.context import ServerOptions
 from runtime.http.options import SafetyOptions
