@@ -1,4 +1,4 @@
-"""Measures of the code's structure: `python -m tests.support.measures [ROOT]` prints them, `test_layout` holds them."""
+"""Measures of the code's structure; `python -m tests.support.measures [ROOT]` prints them."""
 
 import ast
 import io
