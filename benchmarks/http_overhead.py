@@ -76,7 +76,7 @@ class Served:
         channel = ProcessChannel(python_command("cluster.transport.engine_process"), to_json(config))
 
         async def preprocessor(info: Any) -> Any:
-            return assemble.preprocessor(config, info, tokenizer)
+            return assemble.make_preprocessor(config, info, tokenizer)
 
         self._engine = AsyncEngine(channel, preprocessor, metrics)
         metrics.follow(self._engine.stats)

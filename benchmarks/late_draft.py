@@ -78,7 +78,7 @@ class Streams:
         )
 
         async def make_preprocessor(info: Any) -> Any:
-            return assemble.preprocessor(config, info, None)
+            return assemble.make_preprocessor(config, info, None)
 
         self._loop, self._count = loop, 0
         self.engine = AsyncEngine(RayChannel(config, f"{__spec__.name}:late"), make_preprocessor)

@@ -153,7 +153,7 @@ async def soak(config: EngineConfig, asked: Sequence[Asked], args: argparse.Name
     channel = RayChannel(config)
 
     async def make_preprocessor(info: WorkerInfo) -> Preprocessor:
-        return assemble.preprocessor(config, info, None)
+        return assemble.make_preprocessor(config, info, None)
 
     engine = AsyncEngine(channel, make_preprocessor)
     try:

@@ -1,4 +1,4 @@
-"""Puts an engine together from a configuration: the one place where `runtime` and `workers` meet."""
+"""Builds an engine from a configuration. The only module that imports both `runtime` and `workers`."""
 
 import logging
 from collections.abc import Callable
@@ -24,12 +24,14 @@ from runtime.text.sampling_defaults import usual_tokens
 
 logger = logging.getLogger(__name__)
 
-WHOLE_MODELS = frozenset({"draft_model", "pard"})
+DRAFT_MODEL_METHODS = frozenset({"draft_model", "pard"})
+"""Methods whose draft is a language model with a tokenizer of its own."""
+REMEDY = ", or set use_heterogeneous_vocab in speculative_config for method 'draft_model'"
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """An engine ready to step. Whoever drives `controller.step()` owns it."""
+    """An engine ready to step. The caller of `controller.step()` owns it."""
 
     config: EngineConfig
     controller: Controller
@@ -40,8 +42,8 @@ class Assembled:
 
     @property
     def preprocessor(self) -> Preprocessor:
-        """Makes requests out of prompts, for this engine's model."""
-        return preprocessor(self.config, self.info, self.tokenizer)
+        """Makes requests from prompts, for this engine's model."""
+        return make_preprocessor(self.config, self.info, self.tokenizer)
 
     def shutdown(self) -> None:
         """Free the workers."""
@@ -54,30 +56,30 @@ MakeExecutor = Callable[[EngineConfig, ProgressCallback], Executor]
 def build(
     config: EngineConfig,
     inbox: Inbox | None = None,
-    say: ProgressCallback = logger.info,
+    report: ProgressCallback = logger.info,
     make_executor: MakeExecutor | None = None,
 ) -> Assembled:
     """Load models and tokenizer, and wire scheduler, proposer and executor together.
 
     Args:
         config: a parsed configuration.
-        inbox: where requests come from; a `LocalInbox` where none is given.
-        say: told, in a line each, what is being done.
-        make_executor: makes what runs the rounds; everything in this process where none is given.
+        inbox: source of requests; default: a `LocalInbox`.
+        report: called with a line for each stage of loading.
+        make_executor: makes the executor; default: the models run in this process.
 
     Raises:
-        ConfigError, ModelError: with what is wrong, the numbers and the way out.
+        ConfigError, ModelError: names the wrong value and its limit.
         PlacementError: there is no room for the workers.
     """
     if make_executor is None and config.parallel.executor == "ray":
-        raise ConfigError("the ray executor runs in a process of its own; reach it over a channel, as LLM does")
+        raise ConfigError("the ray executor runs in a process of its own: use a channel, as LLM does")
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
     if config.speculative and must_share_tokenizer(config.speculative) and tokenizer is not None:
         check_draft_tokenizer(config, config.speculative, tokenizer)
-    proposers = beside_controller(config.speculative)
+    proposers = controller_proposers(config.speculative)
     if config.speculative and config.speculative.datastore and tokenizer is not None:
         check_datastore(config.speculative.datastore, tokenizer)
-    executor = (make_executor or _uni)(config, say)
+    executor = (make_executor or _make_uni_executor)(config, report)
     info = _with_speculation(executor.start(), config.speculative)
     scheduler = Scheduler(
         config.scheduler,
@@ -88,39 +90,39 @@ def build(
         detokenizers=DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
     )
     mailbox = inbox or LocalInbox()
-    controller = Controller(scheduler, _policy(config, info, say), executor, mailbox)
+    controller = Controller(scheduler, _policy(config, info, report), executor, mailbox)
     return Assembled(config, controller, mailbox, executor, info, tokenizer)
 
 
 def _with_speculation(info: WorkerInfo, speculative: SpeculativeConfig | None) -> WorkerInfo:
-    """Tell front ends what requests may choose from."""
+    """Return *info* with the methods and the K that requests may choose from."""
     if speculative is None:
         return info
     return structs.replace(info, methods=speculative.methods, num_speculative_tokens=speculative.num_speculative_tokens)
 
 
-def _policy(config: EngineConfig, info: WorkerInfo, say: ProgressCallback) -> Policy:
-    """Return the policy of *config*, its threshold derived from measured costs where the user set none."""
+def _policy(config: EngineConfig, info: WorkerInfo, report: ProgressCallback) -> Policy:
+    """Return the speculation policy of *config*; its default threshold is derived from measured costs."""
     if config.speculative is None:
         return make_policy(None)
     speculative, line = with_threshold(config.speculative, info.costs, config.scheduler.max_num_seqs)
-    say(line)
+    report(line)
     return make_policy(speculative)
 
 
-def _uni(config: EngineConfig, say: ProgressCallback) -> Executor:
+def _make_uni_executor(config: EngineConfig, report: ProgressCallback) -> Executor:
     from workers.uni import build_uni  # noqa: PLC0415 - torch loads when an engine is built, not before
 
-    return build_uni(config, say)
+    return build_uni(config, report)
 
 
-def beside_controller(speculative: SpeculativeConfig | None) -> list[Proposer]:
-    """Return the proposers that run beside the controller; none where only a worker proposes, or nobody does."""
+def controller_proposers(speculative: SpeculativeConfig | None) -> list[Proposer]:
+    """Return the proposers that run in the controller process."""
     return [] if speculative is None else registry.beside_controller(speculative)
 
 
-def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Preprocessor:
-    """Return what makes requests for a model as described by *info*; *tokenizer* as `load_tokenizer` gave it."""
+def make_preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Preprocessor:
+    """Return a preprocessor for the model that *info* describes; *tokenizer* is from `load_tokenizer`."""
     return Preprocessor(
         tokenizer,
         vocab_size=info.vocab_size,
@@ -132,22 +134,19 @@ def preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Prep
     )
 
 
-WAY_OUT = ", or set use_heterogeneous_vocab in speculative_config for method 'draft_model'"
-
-
 def must_share_tokenizer(speculative: SpeculativeConfig) -> bool:
-    """Whether the draft is a model whose vocabulary could be another than the target's, and nobody said that it is."""
+    """Whether the draft is a language model that must have the target's vocabulary."""
     return (
         speculative.model is not None
-        and not WHOLE_MODELS.isdisjoint(speculative.methods)
+        and not DRAFT_MODEL_METHODS.isdisjoint(speculative.methods)
         and not speculative.use_heterogeneous_vocab
     )
 
 
 def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, tokenizer: Any) -> None:
-    """Refuse a draft that maps text to other ids than the target: its guesses would be noise.
+    """Check that the draft maps tokens to the same ids as the target.
 
-    Vocabularies of different padded sizes are fine; what counts is that shared ids mean the same text.
+    Padded sizes may differ; ids that both have must be the same tokens.
 
     Raises:
         ModelError: names the first token that differs.
@@ -166,21 +165,21 @@ def check_draft_tokenizer(config: EngineConfig, speculative: SpeculativeConfig, 
         if ours.get(token, index) != index:
             raise ModelError(
                 f"the draft {speculative.model} maps {token!r} to id {index}, the target "
-                f"{config.model.model} to id {ours[token]}: they must share a tokenizer{WAY_OUT}"
+                f"{config.model.model} to id {ours[token]}: they must share a tokenizer{REMEDY}"
             )
     shared = len(theirs.keys() & ours.keys())
     if shared < min(len(theirs), len(ours)) // 2:
         raise ModelError(
             f"the draft {speculative.model} shares {shared} of {len(theirs)} tokens with the target "
-            f"{config.model.model}: they must share a tokenizer{WAY_OUT}"
+            f"{config.model.model}: they must share a tokenizer{REMEDY}"
         )
 
 
 def check_datastore(path: str, tokenizer: Any) -> None:
-    """Refuse a datastore that was built with another tokenizer than the target's: its guesses would be noise.
+    """Check that a datastore was built with the target's tokenizer.
 
     Raises:
-        ConfigError: it was, or it cannot be read.
+        ConfigError: it was not, or it cannot be read.
     """
     if Datastore(Path(path)).fingerprint != fingerprint(tokenizer.get_vocab()):
         raise ConfigError(

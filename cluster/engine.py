@@ -133,7 +133,7 @@ class ChannelEngine:
         try:
             self.info = self._start(say)
             self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
-            self.preprocessor = assemble.preprocessor(config, self.info, self.tokenizer)
+            self.preprocessor = assemble.make_preprocessor(config, self.info, self.tokenizer)
         except BaseException:
             self.shutdown()
             raise

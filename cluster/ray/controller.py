@@ -59,7 +59,7 @@ class ControllerActor(Parked):
             up.send(encoder.encode(report))
 
         succeeded = serve_controller(
-            lambda say: assemble.build(self._config, inbox, say, self._make_executor).controller, inbox, post
+            lambda report: assemble.build(self._config, inbox, report, self._make_executor).controller, inbox, post
         )
         up.close(linger=LAST_REPORTS_MS)
         down.close()

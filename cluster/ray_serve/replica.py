@@ -75,7 +75,7 @@ class Replica:
         self._beside: list[asyncio.Task[None]] = []
 
     async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
-        return assemble.preprocessor(self._config, info, self._tokenizer)
+        return assemble.make_preprocessor(self._config, info, self._tokenizer)
 
     async def start(self) -> None:
         """Load the engine; nothing of it is left where that fails.

@@ -146,7 +146,7 @@ class _Service:
 
     async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
         assert self._tokenizer is not None
-        return assemble.preprocessor(self._config, info, await self._tokenizer)
+        return assemble.make_preprocessor(self._config, info, await self._tokenizer)
 
     async def _serve(self, info: WorkerInfo) -> None:
         assert self._tokenizer is not None

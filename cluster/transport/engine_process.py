@@ -1,4 +1,4 @@
-"""The controller's own process: `python -c "... main()"`, started by `cluster.serving.http_server`."""
+"""The controller's child process, started by `cluster.channels.process_channel`."""
 
 from cluster import assemble
 from protos.config.engine import from_json
@@ -9,13 +9,13 @@ from runtime.frontend.controller_process import serve_child
 from runtime.metrics.logs import log_to_stderr
 
 
-def build(config: str, inbox: Inbox, say: ProgressCallback) -> Controller:
-    """Build the engine that *config*, as JSON, describes, and return its controller."""
+def build(config: str, inbox: Inbox, report: ProgressCallback) -> Controller:
+    """Build the engine of *config*, JSON text, and return its controller."""
     parsed = from_json(config)
     log_to_stderr(parsed.log_format)
-    return assemble.build(parsed, inbox, say).controller
+    return assemble.build(parsed, inbox, report).controller
 
 
 def main() -> None:
-    """Serve until the parent says stop or goes away."""
+    """Serve until the parent sends stop or exits."""
     serve_child(build)

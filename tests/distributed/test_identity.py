@@ -81,7 +81,7 @@ def run(engine: Engine, size: Size, name: str) -> Outputs:
 
 def alone(models: Models, speculative: dict[str, Any] | None) -> Engine:
     config = configure(models, draft=False, **arguments(speculative, 0))
-    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+    return Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
 
 
 def together(models: Models, speculative: dict[str, Any] | None, ranks: int) -> Engine:

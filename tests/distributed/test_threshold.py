@@ -131,7 +131,7 @@ class Counted:
 
 def alone(models: Models, arguments: dict[str, Any], *, draft: bool = True) -> Engine:
     """Everything in this thread."""
-    return Engine(assemble.build(configure(models, draft=draft, **arguments), LocalInbox(), say=lambda line: None))
+    return Engine(assemble.build(configure(models, draft=draft, **arguments), LocalInbox(), report=lambda line: None))
 
 
 def plain(models: Models, ramp: Ramp) -> dict[str, list[int]]:

@@ -46,7 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tokenizer = load_tokenizer(config.model)
 
     async def make_preprocessor(info: WorkerInfo) -> Preprocessor:
-        return assemble.preprocessor(config, info, tokenizer)
+        return assemble.make_preprocessor(config, info, tokenizer)
 
     channel = ThreadChannel(lambda inbox, say: assemble.build(config, inbox, say).controller)
     with serving(AsyncEngine(channel, make_preprocessor, Metrics("fake")), tokenizer=tokenizer) as running:

@@ -53,7 +53,7 @@ def real_engine(config: EngineConfig) -> AsyncEngine:
     tokenizer = load_tokenizer(config.model)
 
     async def make_preprocessor(info: Any) -> Any:
-        return assemble.preprocessor(config, info, tokenizer)
+        return assemble.make_preprocessor(config, info, tokenizer)
 
     channel = ThreadChannel(lambda inbox, say: assemble.build(config, inbox, say).controller)
     metrics = Metrics("fake")

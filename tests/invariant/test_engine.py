@@ -46,7 +46,7 @@ def requests() -> list[Request]:
 def run(target: Path, speculative: dict[str, Any] | None, **options: Any) -> tuple[Outputs, Engine]:
     """Return what one process says to all requests at once, and the engine, which has ended."""
     config = configure((target, target), **{"speculative_config": speculative, **ROOM, **EXACTLY, **options})
-    engine = Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+    engine = Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
     engine.put(*requests())
     outputs = engine.finish()
     engine.built.shutdown()

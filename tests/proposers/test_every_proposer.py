@@ -169,7 +169,7 @@ def requests() -> list[Request]:
 def started(target: Path, speculative: Options | None, **arguments: Any) -> Engine:
     """An engine in one process."""
     config = configure((target, target), speculative_config=speculative, **{**ROOM, **arguments})
-    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+    return Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
 
 
 def branched(engine: Engine) -> bool:

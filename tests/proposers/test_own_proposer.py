@@ -103,7 +103,7 @@ ECHO = {"method": "my_guesses:Echo", "num_speculative_tokens": 3}
 
 def one_process(target: Path, speculative: dict[str, Any] | None) -> Engine:
     config = configure((target, target), speculative_config=speculative)
-    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+    return Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
 
 
 def said(engine: Engine) -> dict[str, list[int]]:

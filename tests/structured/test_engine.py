@@ -77,7 +77,7 @@ def requests(engine: Engine, wanted: list[Ask]) -> list[Request]:
 def started(folders: Folders, speculative: Options | None, **options: Any) -> Engine:
     """An engine in one process."""
     config = configure((folders["target"], folders["target"]), speculative_config=speculative, **{**ROOM, **options})
-    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+    return Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
 
 
 def finish(engine: Engine) -> Answers:

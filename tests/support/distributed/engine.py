@@ -181,7 +181,7 @@ def uni(models: Models, *, draft: bool) -> Engine:
             models, speculative_config={"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": K}
         )
     )
-    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+    return Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
 
 
 def said_plainly(models: Models) -> dict[str, list[int]]:

@@ -57,7 +57,7 @@ class Running:
         return self._loop.run_until_complete(work)
 
     async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
-        return assemble.preprocessor(self._config, info, load_tokenizer(self._config.model))
+        return assemble.make_preprocessor(self._config, info, load_tokenizer(self._config.model))
 
     def close(self) -> None:
         self.do(self.engine.close())

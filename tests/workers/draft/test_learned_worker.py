@@ -54,7 +54,7 @@ def _start() -> Iterator[None]:
 def plain(models: Models) -> dict[str, list[int]]:
     engine = Engine(
         assemble.build(
-            configure(models, draft=False, distributed_executor_backend="uni"), LocalInbox(), say=lambda line: None
+            configure(models, draft=False, distributed_executor_backend="uni"), LocalInbox(), report=lambda line: None
         )
     )
     engine.put(*requests())
@@ -69,7 +69,7 @@ def speculation(heads: Heads, method: str, **keys: Any) -> dict[str, Any]:
 
 def one_process(models: Models, speculative: dict[str, Any], **arguments: Any) -> Engine:
     config = configure(models, speculative_config=speculative, **arguments)
-    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+    return Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
 
 
 def assert_drafts_are_right(models: Models, heads: Heads, method: str, most: int = 60) -> None:

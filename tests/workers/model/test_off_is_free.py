@@ -95,7 +95,7 @@ def trace(target: Path, speculative: Mapping[str, Any] | None) -> Trace:
     )
     inbox = LocalInbox()
     inbox.put(requests())
-    engine = assemble.build(config, inbox, say=lambda line: None)
+    engine = assemble.build(config, inbox, report=lambda line: None)
     controller = engine.controller
     controller.executor = executor = Recorder(engine.executor)
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests()}

@@ -86,7 +86,7 @@ GREEDY = [request.request_id for request in requests() if not request.sampling.t
 
 def started(models: Models, speculative: dict[str, Any] | None, **arguments: Any) -> Engine:
     config = configure((models.target, models.target), speculative_config=speculative, **{**ROOM, **arguments})
-    return Engine(assemble.build(config, LocalInbox(), say=lambda line: None))
+    return Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
 
 
 @pytest.fixture(scope="module")
