@@ -16,7 +16,7 @@ import typer
 from cluster.cli import bench, main
 from cluster.cli.options import API_KEY_VARIABLE
 from proposers import registry
-from protos.config import arguments, speculation
+from protos.config import argument_names, speculation
 from tests.docs.test_links import has_module
 from tests.support.documents import ROOT, Piece, blocks, spans
 
@@ -131,7 +131,7 @@ def _serve(words: Sequence[str]) -> None:
     module, _, name = what.partition(":")
     assert action == "run", action
     assert has_module(module, name), what
-    assert {word.partition("=")[0] for word in rest} <= arguments.NAMES
+    assert {word.partition("=")[0] for word in rest} <= argument_names.NAMES
 
 
 def _ray(words: Sequence[str]) -> None:

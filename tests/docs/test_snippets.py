@@ -16,7 +16,7 @@ import yaml
 from cluster import llm
 from cluster.ray_serve.arguments import ServeArguments
 from proposers import registry
-from protos.config import arguments, speculation
+from protos.config import argument_names, arguments, speculation
 from protos.config.engine import SpeculativeConfig
 from protos.sampling import SamplingParams
 from runtime.core.stats import EngineStats
@@ -142,7 +142,7 @@ def test_yaml_is_accepted(block: Piece) -> None:
         ServeArguments.model_validate(value)
     else:
         assert {f"--{key.replace('_', '-')}" for key in value} <= flags()
-        arguments.parse({key: value[key] for key in value.keys() & arguments.NAMES}, methods=registry.names())
+        arguments.parse({key: value[key] for key in value.keys() & argument_names.NAMES}, methods=registry.names())
 
 
 FRAGMENTS = [span for span in spans() if re.match(r'"\w+": ', span.text)]
