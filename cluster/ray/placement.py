@@ -14,7 +14,7 @@ from protos.config.engine import EngineConfig
 from protos.errors import PlacementError
 from protos.progress import ProgressCallback
 from protos.worker_messages import WorkerId
-from runtime.supervision.distributed_executor import has_draft_worker
+from runtime.supervision.draft_supervisor import has_draft_worker
 
 Resources = Mapping[str, float]
 

@@ -1,28 +1,24 @@
-"""`DistributedExecutor`: rounds run by a gang of worker processes, which may die, hang and come back. DESIGN section 4.
+"""`DistributedExecutor`: runs rounds on worker processes, which may die or hang and are then replaced.
 
-The controller's thread is the only one here. Whatever happens to a worker arrives as mail of the `WorkerGroup`. A draft
-that is lost is replaced beside the rounds (`runtime.supervision.draft_supervisor`); a target rank that is lost ends the
-whole target group: `run` raises `TargetLostError`, and `rebuild` starts the next group.
+It has no threads of its own: the controller's thread reads the workers' messages from the `WorkerGroup`, deaths too. A
+lost draft is replaced while rounds go on (`runtime.supervision.draft_supervisor`). A lost target rank ends the whole
+target group: `run` raises `TargetLostError`, and `rebuild` starts the next group
+(`runtime.supervision.target_supervisor`).
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping
 
 import msgspec
 
-from proposers import registry
 from protos.config.engine import EngineConfig, to_json
-from protos.errors import EngineDeadError, PlacementError, SlipstreamError, TargetLostError
 from protos.interfaces import ALWAYS_UP, DraftService
 from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
 from protos.progress import ProgressCallback
 from protos.stats import PhaseTimes
 from protos.worker_messages import (
-    Allocate,
     Died,
     FromWorker,
-    Loaded,
     Placed,
     Plan,
     Progress,
@@ -33,82 +29,72 @@ from protos.worker_messages import (
     WorkerGroup,
     WorkerId,
 )
-from runtime.supervision.draft_supervisor import DraftSupervisor
+from runtime.supervision.draft_supervisor import DraftSupervisor, has_draft_worker
 from runtime.supervision.kv_sizing import KVSizing
 from runtime.supervision.round_times import PhaseTotals, RoundTimePredictor
-from runtime.supervision.startup import RANK_0, Devices, GroupStartup, StartError
+from runtime.supervision.startup import Devices, GroupStartup
+from runtime.supervision.target_supervisor import TargetSupervisor
 from runtime.supervision.watchdog import Clock, Watchdog
 
 logger = logging.getLogger(__name__)
 
-
 POLL_S = 0.25
-"""While nothing comes in, hangs are looked for this often."""
-SAY_EVERY_S = 30.0
-MAX_REBUILDS = 3
-STEADY_ROUNDS, STEADY_S = 50, 60.0
-"""After so many rounds, or so long, a rebuilt group counts as sound, and the rebuilds before it are forgotten."""
+"""Longest wait for messages before hangs are looked for."""
+REPORT_EVERY_S = 30.0
 DRAFT_AT_START_S = 60.0
-"""The start waits this long for the first pair, then goes on without."""
-
-
-def has_draft_worker(config: EngineConfig) -> bool:
-    """Whether *config* asks for a draft on a worker of its own."""
-    speculative = config.speculative
-    if speculative is None or speculative.placement != "dedicated":
-        return False
-    return registry.worker_method(speculative) is not None
+"""`start` waits this long for the draft to be paired, then returns without it."""
 
 
 class DistributedExecutor:
-    """An `Executor` over T target ranks and at most one draft.
+    """An `Executor` over T target ranks and at most one draft worker.
 
     Args:
-        gang: starts, watches and ends the processes; owned by this executor.
+        group: starts, watches and ends the processes; owned by this executor.
         config: a parsed configuration.
-        say: told, in a line each, what is being done and waited for.
+        report: called with a line about each thing that is done or waited for.
         clock: seconds, monotonic.
-        backend: of torch.distributed; "nccl" on devices and "gloo" on CPUs where empty.
-        may_share_devices: whether one device may serve several workers where there are too few.
+        backend: of torch.distributed; if empty, "nccl" on devices and "gloo" on CPUs.
+        may_share_devices: whether one device may serve several workers if there are too few.
     """
 
     def __init__(
         self,
-        gang: WorkerGroup,
+        group: WorkerGroup,
         config: EngineConfig,
-        say: ProgressCallback = logger.info,
+        report: ProgressCallback = logger.info,
         clock: Clock = time.monotonic,
         *,
         backend: str = "",
         may_share_devices: bool = False,
     ) -> None:
-        self._gang, self._config, self._say, self._clock = gang, config, say, clock
-        self._rebuild_timeout_s = config.parallel.rebuild_timeout_s
+        self._group, self._config, self._report_line, self._clock = group, config, report, clock
         self._world = config.parallel.tensor_parallel_size
         self._setup = Setup(to_json(config), WorkerId("target"), self._world, "cpu", backend)
         self._devices = Devices(config.model.device, may_share=may_share_devices)
-        self._watch = Watchdog(clock)
-        has_draft = has_draft_worker(config)
-        self._keeper = DraftSupervisor(gang, self._watch, self._draft_squad) if has_draft else None
-        self._targets = tuple(WorkerId("target", rank) for rank in range(self._world))
-        self._squad: GroupStartup | None = None
-        self._squad_since = 0.0
         self._sizing = KVSizing()
-        self._pace = RoundTimePredictor({})
+        self._watchdog = Watchdog(clock)
+        self._targets = TargetSupervisor(
+            group,
+            self._watchdog,
+            self._setup,
+            self._devices,
+            self._sizing,
+            rebuild_timeout_s=config.parallel.rebuild_timeout_s,
+            report=self._report,
+            clock=clock,
+        )
+        has_draft = has_draft_worker(config)
+        self._draft = DraftSupervisor(group, self._watchdog, self._make_draft_startup) if has_draft else None
+        self._predictor = RoundTimePredictor({})
         self._phases = PhaseTotals()
-        self._failure: SlipstreamError | None = None  # why the squad that is being started cannot be
-        self._loss: str | None = None  # why the serving targets are lost
         self._done: RoundDone | None = None
-        self._num_rebuilds = 0
-        self._num_rounds = 0
-        self._served_since = 0.0
-        self._said_at = clock()
+        self._reported_at = clock()
         self._is_closed = False
 
     @property
     def drafting(self) -> DraftService:
-        """See `Executor`. Proposers beside the controller, and drafts in target 0's process, are always up."""
-        return ALWAYS_UP if self._keeper is None else self._keeper.service
+        """See `Executor`. Proposers in the controller's process and drafts in target 0's process are always up."""
+        return ALWAYS_UP if self._draft is None else self._draft.service
 
     @property
     def times(self) -> PhaseTimes:
@@ -116,64 +102,47 @@ class DistributedExecutor:
         return self._phases.times
 
     def start(self) -> WorkerInfo:
-        """See `Executor`. Returns when every worker is ready, and the first pair is formed if it comes in time."""
+        """See `Executor`. Returns when every worker is ready and the draft is paired, or is late."""
         try:
             return self._start()
         except Exception:
             self.shutdown()
             raise
 
-    def _start(self) -> WorkerInfo:
-        drafts = () if self._keeper is None else (self._keeper.worker,)
-        plural = "" if self._world == 1 else "s"
-        self._say(f"placing {self._world} target rank{plural}" + (" and a draft" if drafts else ""))
-        squad = self._begin((*self._targets, *drafts), self._sizing.settle)
-        while not squad.is_ready:
-            self._pump(POLL_S, squad.waits_for)
-            if self._failure is not None:
-                raise self._failure
-        info = self._describe(squad)
-        self._enter_service(squad)
-        self._await_draft()
-        return info
-
     def run(self, plan: RoundPlan) -> list[Verdict]:
         """See `Executor`."""
         num_tokens = sum(row.length + row.k for row in plan.rows)
         message = Plan(plan)
-        for worker in self._targets:
-            self._gang.send(worker, message)
-        if self._keeper is not None and self._keeper.is_serving:
-            self._gang.send(self._keeper.worker, message)
-            self._keeper.asked(plan.round)
-        began = self._watch.now
-        self._watch.begin_round(self._pace.predict(num_tokens))
-        done = self._await(plan.round)
-        self._watch.end_round()
-        self._pace.update(num_tokens, self._watch.now - began)
+        for worker in self._targets.workers:
+            self._group.send(worker, message)
+        if self._draft is not None and self._draft.is_serving:
+            self._group.send(self._draft.worker, message)
+            self._draft.plan_sent(plan.round)
+        began = self._watchdog.now
+        self._watchdog.begin_round(self._predictor.predict(num_tokens))
+        done = self._await_result(plan.round)
+        self._watchdog.end_round()
+        self._predictor.update(num_tokens, self._watchdog.now - began)
         self._count_round(done)
         return list(done.verdicts)
 
     def poll(self) -> None:
         """See `Executor`."""
-        self._pump(0.0)
-        self._check()
+        self._read_messages(0.0)
+        self._targets.check()
 
     def rebuild(self, for_s: float) -> bool:
         """See `Executor`."""
-        if self._squad is None:
-            self._restart_targets()
-        squad = self._squad
-        if squad is not None:
-            self._pump(for_s, squad.waits_for)
-        if self._failure is not None:
-            self._retry(self._failure)
-        elif squad is not None and squad.is_ready:
-            self._enter_service(squad)
-            self._say("the target group serves again")
+        startup = self._targets.startup or self._restart_targets()
+        self._read_messages(for_s, startup.waits_for)
+        if self._targets.failure is not None:
+            self._targets.drop_startup(self._targets.failure)
+        elif startup.is_ready:
+            self._begin_serving(startup)
+            self._report("the target group serves again")
             return True
-        elif squad is not None and not squad.is_placed:
-            self._check_placement(squad)
+        else:
+            self._targets.check_placement(startup)
         return False
 
     def shutdown(self) -> None:
@@ -181,202 +150,144 @@ class DistributedExecutor:
         if self._is_closed:
             return
         self._is_closed = True
-        for worker in (*self._targets, *(() if self._keeper is None else (self._keeper.worker,))):
-            self._gang.send(worker, Stop())
-        self._gang.close()
+        for worker in (*self._targets.workers, *self._drafts()):
+            self._group.send(worker, Stop())
+        self._group.close()
 
     # Starting.
 
-    def _begin(
-        self, workers: tuple[WorkerId, ...], size: Callable[[Mapping[WorkerId, Loaded]], Allocate]
-    ) -> GroupStartup:
-        self._failure = None
-        self._squad = squad = GroupStartup(self._gang, workers, self._setup, self._devices, size)
-        self._squad_since = self._said_at = self._clock()
-        squad.start()
-        return squad
+    def _start(self) -> WorkerInfo:
+        drafts = self._drafts()
+        plural = "" if self._world == 1 else "s"
+        self._report(f"placing {self._world} target rank{plural}" + (" and a draft" if drafts else ""))
+        startup = self._targets.start(drafts)
+        while not startup.is_ready:
+            self._read_messages(POLL_S, startup.waits_for)
+            if self._targets.failure is not None:
+                raise self._targets.failure
+        info = self._describe(startup)
+        self._begin_serving(startup)
+        self._await_draft()
+        return info
 
-    def _draft_squad(self, worker: WorkerId) -> GroupStartup:
-        """Return what starts a draft after the first one."""
+    def _drafts(self) -> tuple[WorkerId, ...]:
+        return () if self._draft is None else (self._draft.worker,)
+
+    def _make_draft_startup(self, worker: WorkerId) -> GroupStartup:
+        """Return the startup of a draft that replaces another."""
         self._devices.release([WorkerId("draft", 0, worker.incarnation - 1)])
-        return GroupStartup(self._gang, (worker,), self._setup, self._devices, self._sizing.as_before)
+        return GroupStartup(self._group, (worker,), self._setup, self._devices, self._sizing.reuse)
 
-    def _describe(self, squad: GroupStartup) -> WorkerInfo:
-        for worker in squad.workers:
-            loaded = squad.loaded[worker]
-            self._say(f"{worker} on {squad.devices[worker]}: {loaded.weight_bytes / 2**20:.0f} MiB of weights")
-        self._say(self._sizing.summary)
+    def _restart_targets(self) -> GroupStartup:
+        self._done = None
+        if self._draft is not None:
+            self._draft.targets_down()
+        return self._targets.restart()
+
+    def _describe(self, startup: GroupStartup) -> WorkerInfo:
+        """Report devices and memory; return what the controller needs."""
+        for worker in startup.workers:
+            loaded = startup.loaded[worker]
+            self._report(f"{worker} on {startup.devices[worker]}: {loaded.weight_bytes / 2**20:.0f} MiB of weights")
+        self._report(self._sizing.summary)
         speculates = self._config.speculative is not None
-        return msgspec.structs.replace(self._sizing.info, speculates=speculates, costs=self._costs(squad))
+        return msgspec.structs.replace(self._sizing.info, speculates=speculates, costs=self._costs(startup))
 
-    def _costs(self, squad: GroupStartup) -> StepCosts | None:
-        """Return what was measured of compiled models; eager ones were only timed to know a hang when we see one."""
+    def _costs(self, startup: GroupStartup) -> StepCosts | None:
+        """Return the step costs of compiled models; those of eager models only serve to detect hangs."""
         if self._config.model.enforce_eager:
             return None
-        rank_0 = squad.measured(self._targets[RANK_0])
-        draft_s = rank_0.draft_s if self._keeper is None else squad.measured(self._keeper.worker).step_s
+        rank_0 = startup.measured(self._targets.rank_0)
+        draft_s = rank_0.draft_s if self._draft is None else startup.measured(self._draft.worker).step_s
         return StepCosts(rank_0.step_s, draft_s)
 
-    def _enter_service(self, squad: GroupStartup) -> None:
-        """The targets are ready for plans; so is a draft that was started with them."""
-        self._squad = None
-        self._pace = RoundTimePredictor(squad.measured(self._targets[RANK_0]).step_s)
-        self._num_rounds = 0
-        self._served_since = self._watch.now
-        for worker in self._targets:
-            self._watch.serves(worker)
-        if self._keeper is not None:
-            if self._keeper.worker in squad.workers:
-                self._keeper.arrived()
-            if squad.store is not None:
-                self._keeper.targets_up(self._targets[RANK_0], squad.store)
+    def _begin_serving(self, startup: GroupStartup) -> None:
+        """The targets wait for plans, and so does a draft that was started with them."""
+        self._targets.begin_serving()
+        self._predictor = RoundTimePredictor(startup.measured(self._targets.rank_0).step_s)
+        if self._draft is not None:
+            if self._draft.worker in startup.workers:
+                self._draft.mark_ready()
+            if startup.store is not None:
+                self._draft.targets_up(self._targets.rank_0, startup.store)
 
     def _await_draft(self) -> None:
         until = self._clock() + DRAFT_AT_START_S
-        while self._keeper is not None and not self._keeper.is_serving:
+        while self._draft is not None and not self._draft.is_serving:
             if self._clock() > until:
-                self._say(f"going on without the draft: still waiting for {self._keeper.waits_for}")
+                self._report(f"going on without the draft: still waiting for {self._draft.waits_for}")
                 return
-            self._pump(POLL_S, self._keeper.waits_for)
-            self._check()
+            self._read_messages(POLL_S, self._draft.waits_for)
+            self._targets.check()
 
     # Running.
 
-    def _await(self, round_number: int) -> RoundDone:
-        """Wait for the round's result, and notice what happens meanwhile."""
+    def _await_result(self, round_number: int) -> RoundDone:
         while self._done is None or self._done.round != round_number:
-            self._pump(POLL_S)
-            self._check()
+            self._read_messages(POLL_S)
+            self._targets.check()
         done, self._done = self._done, None
         return done
 
     def _count_round(self, done: RoundDone) -> None:
-        self._num_rounds += 1
-        self._phases.add(done, None if self._keeper is None else self._keeper.propose_s(done.round))
-        if self._keeper is not None:
-            self._keeper.take_result(done)
+        self._targets.count_round()
+        self._phases.add(done, None if self._draft is None else self._draft.propose_s(done.round))
+        if self._draft is not None:
+            self._draft.take_result(done)
 
-    def _pump(self, timeout_s: float, waits_for: str = "") -> None:
-        """Take all mail that is there, or that comes within *timeout_s*; then look for hangs."""
-        mail = self._gang.receive(timeout_s)
-        while mail:
-            for worker, message in mail:
+    def _read_messages(self, timeout_s: float, waits_for: str = "") -> None:
+        """Handle all messages that are there or arrive within *timeout_s*, then look for hangs."""
+        messages = self._group.receive(timeout_s)
+        while messages:
+            for worker, message in messages:
                 self._take(worker, message)
             if self._done is not None:
-                break  # the round's result goes first
-            mail = self._gang.receive(0.0)
-        self._look()
-        if waits_for and self._clock() - self._said_at >= SAY_EVERY_S:
-            self._said_at = self._clock()
-            self._say(f"waiting for {waits_for}")
+                break  # return the round's result first
+            messages = self._group.receive(0.0)
+        self._check_hangs()
+        if waits_for and self._clock() - self._reported_at >= REPORT_EVERY_S:
+            self._report(f"waiting for {waits_for}")
 
     def _take(self, worker: WorkerId, message: FromWorker) -> None:
-        """Hand one message to whom it concerns."""
-        self._watch.heard(worker)
+        """Pass one message to the supervisor of its worker. Messages of replaced workers are dropped."""
+        self._watchdog.heard(worker)
         if isinstance(message, Placed):
-            self._watch.add(worker)
+            self._watchdog.add(worker)
         if isinstance(message, Progress):
-            self._said_at = self._clock()
-            self._say(f"{worker}: {message.text}")
-        elif self._squad is not None and worker in self._squad.workers:
-            self._start_on(self._squad, worker, message)
-        elif worker.role == "draft":
-            self._tell_keeper(worker, message)
-        elif worker not in self._targets:
+            self._report(f"{worker}: {message.text}")
+        elif self._targets.is_starting(worker):
+            self._targets.take(worker, message)
+        elif worker.role == "target" and worker not in self._targets.workers:
             return
         elif isinstance(message, RoundDone):
             self._done = message
-        elif isinstance(message, Died | WorkerFailed):
-            self._lose(f"{worker} {'died' if isinstance(message, Died) else 'failed'}: {message.reason}")
-        else:
-            self._tell_keeper(worker, message)
+        elif worker.role == "target" and isinstance(message, Died | WorkerFailed):
+            self._targets.lose(f"{worker} {'died' if isinstance(message, Died) else 'failed'}: {message.reason}")
+        elif self._draft is not None:
+            self._draft.take(worker, message)
 
-    def _start_on(self, squad: GroupStartup, worker: WorkerId, message: FromWorker) -> None:
-        try:
-            squad.take(worker, message)
-        except StartError as failure:
-            self._failure = self._failure or failure.error
-        except SlipstreamError as error:
-            self._failure = self._failure or error
-
-    def _tell_keeper(self, worker: WorkerId, message: FromWorker) -> None:
-        if self._keeper is not None:
-            self._keeper.take(worker, message)
-
-    def _look(self) -> None:
-        """Let watched time pass, and act on who hangs."""
-        before = self._watch.now
-        self._watch.look()
-        if self._keeper is not None and self._keeper.is_forming:
-            self._watch.extend_round(self._watch.now - before)
-        for worker, why in self._watch.silent():
-            self._hangs(worker, why)
-        overdue = None if self._done is not None else self._watch.overdue()
+    def _check_hangs(self) -> None:
+        """Advance the watchdog's time, and replace workers that hang."""
+        before = self._watchdog.now
+        self._watchdog.tick()
+        if self._draft is not None and self._draft.is_forming:
+            self._watchdog.extend_round(self._watchdog.now - before)
+        for worker, why in self._watchdog.silent():
+            self._handle_hang(worker, why)
+        overdue = None if self._done is not None else self._watchdog.overdue()
         if overdue is not None:
-            self._lose(f"the target group hangs: {overdue}")
-        if self._keeper is not None:
-            self._keeper.tend()
+            self._targets.lose(f"the target group hangs: {overdue}")
+        if self._draft is not None:
+            self._draft.tick()
 
-    def _hangs(self, worker: WorkerId, why: str) -> None:
-        if self._squad is not None and worker in self._squad.workers:
-            self._start_on(self._squad, worker, Died(f"hangs: {why}"))
+    def _handle_hang(self, worker: WorkerId, why: str) -> None:
+        if self._targets.is_starting(worker):
+            self._targets.take(worker, Died(f"hangs: {why}"))
         elif worker.role == "target":
-            self._lose(f"{worker} hangs: {why}")
-        elif self._keeper is not None:
-            self._keeper.lost(f"hangs: {why}")
+            self._targets.lose(f"{worker} hangs: {why}")
+        elif self._draft is not None:
+            self._draft.lose(f"hangs: {why}")
 
-    # Losing and rebuilding.
-
-    def _lose(self, reason: str) -> None:
-        self._loss = self._loss or reason
-
-    def _check(self) -> None:
-        """Raise `TargetLostError` where the serving targets are lost."""
-        if self._loss is not None:
-            self._watch.end_round()
-            raise TargetLostError(self._loss)
-
-    def _restart_targets(self) -> None:
-        """End what is left of the group, and ask for the next one."""
-        self._count_rebuild()
-        self._done = None
-        if self._keeper is not None:
-            self._keeper.targets_down()
-        for worker in self._targets:
-            self._watch.remove(worker)
-        self._devices.release(self._targets)
-        self._gang.kill(self._targets)
-        self._loss = None
-        self._targets = tuple(
-            msgspec.structs.replace(worker, incarnation=worker.incarnation + 1) for worker in self._targets
-        )
-        self._say(f"starting the target group again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
-        self._begin(self._targets, self._sizing.as_before)
-
-    def _count_rebuild(self) -> None:
-        """Count, and give up a group that is lost again and again: what it dies of comes back with its requests."""
-        if self._loss is not None:
-            served_s = self._watch.now - self._served_since
-            if self._num_rounds >= STEADY_ROUNDS or served_s >= STEADY_S:
-                self._num_rebuilds = 0
-            if self._num_rebuilds >= MAX_REBUILDS:
-                raise EngineDeadError(
-                    f"the target group was lost {MAX_REBUILDS + 1} times in a row, each time within "
-                    f"{STEADY_ROUNDS} rounds; the last time: {self._loss}"
-                )
-        self._num_rebuilds += 1
-
-    def _retry(self, failure: SlipstreamError) -> None:
-        """An attempt failed: try the next, or give up."""
-        if self._num_rebuilds >= MAX_REBUILDS:
-            raise EngineDeadError(f"the target group could not be rebuilt in {MAX_REBUILDS} attempts: {failure}")
-        logger.warning("the target group could not be started: %s", failure)
-        self._squad = None
-
-    def _check_placement(self, squad: GroupStartup) -> None:
-        waited = self._clock() - self._squad_since
-        if waited > self._rebuild_timeout_s:
-            raise PlacementError(
-                f"no place was found for {squad.waits_for.removesuffix(' to be placed')} within "
-                f"{self._rebuild_timeout_s:.0f} s (rebuild_timeout_s): is a node gone?"
-            )
+    def _report(self, line: str) -> None:
+        self._reported_at = self._clock()
+        self._report_line(line)

@@ -1,4 +1,4 @@
-"""Workers that are started together, in two phases, and the devices they are given."""
+"""Starts workers together: place, set up, load, allocate, warm up; and assigns their devices."""
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -26,16 +26,16 @@ ERRORS: dict[str, type[SlipstreamError]] = {
 Device = tuple[str, str]
 """A device by node and name."""
 
-Size = Callable[[Mapping[WorkerId, Loaded]], Allocate]
-"""Settles the blocks that all hold, once all have loaded. Raises `ConfigError`."""
+DecideBlocks = Callable[[Mapping[WorkerId, Loaded]], Allocate]
+"""Returns the number of KV blocks that all workers hold, once all have loaded. Raises `ConfigError`."""
 
 
 class Devices:
-    """Who has which device: each worker the first of those it sees that nobody has.
+    """Which worker has which device. Each worker gets the first free one of those that it sees.
 
     Args:
         wanted: the configuration's "auto", "cpu" or "cuda".
-        may_share: whether one device may serve several workers where there are too few.
+        may_share: whether one device may serve several workers if there are too few.
     """
 
     def __init__(self, wanted: str, *, may_share: bool = False) -> None:
@@ -43,10 +43,10 @@ class Devices:
         self._taken: dict[WorkerId, Device] = {}
 
     def assign(self, worker: WorkerId, placed: Placed) -> str:
-        """Return the device, as *worker* names it.
+        """Return the name of the device in the process of *worker*.
 
         Raises:
-            PlacementError: it sees none, though it should, or none that is free.
+            PlacementError: it sees no device but must have one, or none of them is free.
         """
         if self._wanted == "cuda" and not placed.devices:
             raise PlacementError(f"{worker} on {placed.node} sees no CUDA device; use device='cpu' or 'auto'")
@@ -58,19 +58,19 @@ class Devices:
         if not free and not self._may_share:
             raise PlacementError(
                 f"{worker} on {placed.node} sees {len(seen)} device(s), and all are taken: {len(taken) + 1} workers "
-                "need as many devices; lower tensor_parallel_size or place the draft beside the target"
+                "need as many devices; lower tensor_parallel_size or use placement 'colocated' for the draft"
             )
         self._taken[worker] = min(free or seen, key=taken.count)
         return f"cuda:{seen.index(self._taken[worker])}"
 
     def release(self, workers: Iterable[WorkerId]) -> None:
-        """Give back what these had."""
+        """Free the devices of these workers."""
         for worker in workers:
             self._taken.pop(worker, None)
 
 
 class StartError(Exception):
-    """A worker of a squad failed or died before it was ready. `error` is what to tell whoever started it."""
+    """A worker failed or died before it was ready. `error` is the error for the caller of the engine."""
 
     def __init__(self, worker: WorkerId, message: WorkerFailed | Died) -> None:
         kind = message.kind if isinstance(message, WorkerFailed) else EngineDeadError.__name__
@@ -82,27 +82,34 @@ class StartError(Exception):
 
 
 class GroupStartup:
-    """Brings its workers from placement to readiness; every phase waits for all of them.
+    """Brings workers from placement to readiness; each phase begins when all have finished the one before.
 
     Args:
-        gang: what starts them and carries the mail.
-        workers: whom to start.
-        setup: the setup that all have in common.
-        devices: where theirs are booked.
-        size: see `Size`.
+        group: starts the workers and carries their messages.
+        workers: which to start.
+        setup: the fields of `Setup` that all have in common.
+        devices: where their devices are recorded.
+        decide_blocks: see `DecideBlocks`.
     """
 
-    def __init__(self, gang: WorkerGroup, workers: Seq[WorkerId], setup: Setup, devices: Devices, size: Size) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        workers: Seq[WorkerId],
+        setup: Setup,
+        devices: Devices,
+        decide_blocks: DecideBlocks,
+    ) -> None:
         self.workers = tuple(workers)
-        self._gang, self._setup, self._devices, self._size = gang, setup, devices, size
+        self._group, self._setup, self._devices, self._decide_blocks = group, setup, devices, decide_blocks
         self._placed: dict[WorkerId, Placed] = {}
         self._loaded: dict[WorkerId, Loaded] = {}
         self._ready: dict[WorkerId, WorkerReady] = {}
         self.devices: dict[WorkerId, str] = {}
 
     def start(self) -> None:
-        """Ask for the workers."""
-        self._gang.start(self.workers)
+        """Start the worker processes."""
+        self._group.start(self.workers)
 
     @property
     def is_placed(self) -> bool:
@@ -116,12 +123,12 @@ class GroupStartup:
 
     @property
     def store(self) -> StoreAddress | None:
-        """Where target rank 0's store listens, once it was placed."""
+        """Address of target rank 0's store, None before it was placed."""
         return next((placed.store for worker, placed in self._placed.items() if _is_rank_0(worker)), None)
 
     @property
     def loaded(self) -> dict[WorkerId, Loaded]:
-        """What those that have loaded said."""
+        """What the workers reported after loading."""
         return self._loaded
 
     def measured(self, worker: WorkerId) -> WorkerReady:
@@ -130,20 +137,20 @@ class GroupStartup:
 
     @property
     def waits_for(self) -> str:
-        """Say which phase this is, and who has not come through it."""
+        """The current phase, and the workers that have not finished it."""
         phases = (("to be placed", self._placed), ("to load", self._loaded), ("to warm up", self._ready))
-        for phase, through in phases:
-            missing = [str(worker) for worker in self.workers if worker not in through]
+        for phase, finished in phases:
+            missing = [str(worker) for worker in self.workers if worker not in finished]
             if missing:
                 return f"{', '.join(missing)} {phase}"
-        return "nobody"
+        return "no worker"
 
     def take(self, worker: WorkerId, message: FromWorker) -> None:
-        """Note what a worker says, and let all go on where it was the last one.
+        """Record a worker's message; if it was the last one of a phase, begin the next.
 
         Raises:
-            StartError: it gave up or died.
-            ConfigError: what they loaded does not fit.
+            StartError: the worker failed or died.
+            ConfigError: the workers have too little memory.
             PlacementError: there are too few devices.
         """
         if isinstance(message, WorkerFailed | Died):
@@ -165,7 +172,7 @@ class GroupStartup:
             for worker in sorted(self.workers, key=lambda worker: (worker.role == "draft", worker.rank))
         }
         for worker in self.workers:
-            self._gang.send(worker, self._setup_of(worker))
+            self._group.send(worker, self._setup_of(worker))
 
     def _setup_of(self, worker: WorkerId) -> Setup:
         common, device = self._setup, self.devices[worker]
@@ -179,9 +186,9 @@ class GroupStartup:
         )
 
     def _allocate(self) -> None:
-        allocate = self._size(self._loaded)
+        allocate = self._decide_blocks(self._loaded)
         for worker in self.workers:
-            self._gang.send(worker, allocate)
+            self._group.send(worker, allocate)
 
 
 def _is_rank_0(worker: WorkerId) -> bool:

@@ -1,0 +1,159 @@
+"""Starts the target ranks, and starts them all again if one is lost. A draft may be started with the first group."""
+
+import logging
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from protos.errors import EngineDeadError, PlacementError, SlipstreamError, TargetLostError
+from protos.progress import ProgressCallback
+from protos.worker_messages import FromWorker, Setup, WorkerGroup, WorkerId
+from runtime.supervision.kv_sizing import KVSizing
+from runtime.supervision.startup import RANK_0, Devices, GroupStartup, StartError
+from runtime.supervision.watchdog import Clock, Watchdog
+
+logger = logging.getLogger(__name__)
+
+MAX_REBUILDS = 3
+STEADY_ROUNDS, STEADY_S = 50, 60.0
+"""After so many rounds or seconds a rebuilt group counts as healthy, and earlier rebuilds no longer count."""
+
+
+class TargetSupervisor:
+    """The target ranks as the controller sees them. Used by the executor's thread alone.
+
+    Args:
+        group: starts workers and carries their messages.
+        watchdog: watches the targets while they live.
+        setup: the fields of `Setup` that all workers have in common.
+        devices: where the devices of all workers are recorded.
+        sizing: the number of KV blocks of all workers.
+        rebuild_timeout_s: how long a group that is rebuilt may wait for its place.
+        report: called with a line about each start.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        watchdog: Watchdog,
+        setup: Setup,
+        devices: Devices,
+        sizing: KVSizing,
+        *,
+        rebuild_timeout_s: float,
+        report: ProgressCallback,
+        clock: Clock,
+    ) -> None:
+        self._group, self._watchdog, self._setup = group, watchdog, setup
+        self._devices, self._sizing = devices, sizing
+        self._rebuild_timeout_s, self._report, self._clock = rebuild_timeout_s, report, clock
+        self.workers = tuple(WorkerId("target", rank) for rank in range(setup.world))
+        self.startup: GroupStartup | None = None
+        self.failure: SlipstreamError | None = None  # why the startup failed
+        self._started_at = 0.0
+        self._loss: str | None = None  # why the serving targets are lost
+        self._num_rebuilds = 0
+        self._num_rounds = 0
+        self._served_since = 0.0
+
+    @property
+    def rank_0(self) -> WorkerId:
+        """Target rank 0."""
+        return self.workers[RANK_0]
+
+    def start(self, drafts: Seq[WorkerId]) -> GroupStartup:
+        """Start the first group, together with *drafts*."""
+        return self._start(
+            GroupStartup(self._group, (*self.workers, *drafts), self._setup, self._devices, self._sizing.decide)
+        )
+
+    def _start(self, startup: GroupStartup) -> GroupStartup:
+        self.failure = None
+        self.startup = startup
+        self._started_at = self._clock()
+        startup.start()
+        return startup
+
+    def is_starting(self, worker: WorkerId) -> bool:
+        """Whether the worker belongs to the group that is being started."""
+        return self.startup is not None and worker in self.startup.workers
+
+    def take(self, worker: WorkerId, message: FromWorker) -> None:
+        """Record a message of a worker that is being started; a failure ends up in `failure`."""
+        if self.startup is None:
+            return
+        try:
+            self.startup.take(worker, message)
+        except StartError as failure:
+            self.failure = self.failure or failure.error
+        except SlipstreamError as error:
+            self.failure = self.failure or error
+
+    def begin_serving(self) -> None:
+        """The group is ready: it serves from now on."""
+        self.startup = None
+        self._num_rounds = 0
+        self._served_since = self._watchdog.now
+        for worker in self.workers:
+            self._watchdog.mark_serving(worker)
+
+    def count_round(self) -> None:
+        """Count a finished round."""
+        self._num_rounds += 1
+
+    def lose(self, reason: str) -> None:
+        """Record that the serving targets are lost; the first reason counts."""
+        self._loss = self._loss or reason
+
+    def check(self) -> None:
+        """Raise `TargetLostError` if the serving targets are lost."""
+        if self._loss is not None:
+            self._watchdog.end_round()
+            raise TargetLostError(self._loss)
+
+    def restart(self) -> GroupStartup:
+        """End what is left of the group, and start the next one.
+
+        Raises:
+            EngineDeadError: the group was lost too often.
+        """
+        self._count_rebuild()
+        for worker in self.workers:
+            self._watchdog.remove(worker)
+        self._devices.release(self.workers)
+        self._group.kill(self.workers)
+        self._loss = None
+        self.workers = tuple(
+            msgspec.structs.replace(worker, incarnation=worker.incarnation + 1) for worker in self.workers
+        )
+        self._report(f"starting the target group again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
+        return self._start(GroupStartup(self._group, self.workers, self._setup, self._devices, self._sizing.reuse))
+
+    def _count_rebuild(self) -> None:
+        """Count a rebuild, and fail if the group was lost too often: its requests may be what kills it."""
+        if self._loss is not None:
+            served_s = self._watchdog.now - self._served_since
+            if self._num_rounds >= STEADY_ROUNDS or served_s >= STEADY_S:
+                self._num_rebuilds = 0
+            if self._num_rebuilds >= MAX_REBUILDS:
+                raise EngineDeadError(
+                    f"the target group was lost {MAX_REBUILDS + 1} times in a row, each time within "
+                    f"{STEADY_ROUNDS} rounds; the last time: {self._loss}"
+                )
+        self._num_rebuilds += 1
+
+    def drop_startup(self, failure: SlipstreamError) -> None:
+        """Drop a startup that failed. Raises `EngineDeadError` if it was the last attempt."""
+        if self._num_rebuilds >= MAX_REBUILDS:
+            raise EngineDeadError(f"the target group could not be rebuilt in {MAX_REBUILDS} attempts: {failure}")
+        logger.warning("the target group could not be started: %s", failure)
+        self.startup = None
+
+    def check_placement(self, startup: GroupStartup) -> None:
+        """Raise `PlacementError` if the group that is rebuilt waited too long for its place."""
+        if not startup.is_placed and self._clock() - self._started_at > self._rebuild_timeout_s:
+            raise PlacementError(
+                f"no place was found for {startup.waits_for.removesuffix(' to be placed')} within "
+                f"{self._rebuild_timeout_s:.0f} s (rebuild_timeout_s): is a node gone?"
+            )
