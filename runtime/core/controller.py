@@ -58,7 +58,7 @@ class Controller:
         self.executor = executor
         self.inbox = inbox
         self.final_outputs: list[TokenOutput] = []
-        self._clock = StepClock(scheduler.costs)
+        self._clock = StepClock(scheduler.info.costs)
         self._is_lost = False
         self._num_losses = 0
 

@@ -8,7 +8,7 @@ from itertools import count
 from protos.config.engine import CacheConfig, SchedulerConfig
 from protos.errors import ConfigError
 from protos.interfaces import ALWAYS_UP, DraftService, Proposer
-from protos.messages import Abort, Request, RoundPlan, Row, Step, StepCosts, TokenOutput, Verdict, WorkerInfo
+from protos.messages import Abort, Request, RoundPlan, Row, Step, TokenOutput, Verdict, WorkerInfo
 from protos.stats import EngineStats
 from runtime.core.block_manager import BlockManager
 from runtime.core.planner import Planner
@@ -82,11 +82,6 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests running or waiting."""
         return len(self._queue)
-
-    @property
-    def costs(self) -> StepCosts | None:
-        """Measured step costs, None if they were not measured."""
-        return self.info.costs
 
     @property
     def propose_s(self) -> float:

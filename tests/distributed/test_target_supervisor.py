@@ -1,0 +1,147 @@
+"""Starting the workers, their devices and blocks, and losing and rebuilding the targets; with scripted workers."""
+
+import pytest
+
+from protos.config.engine import CacheConfig, EngineConfig, ModelConfig
+from protos.errors import ConfigError, EngineDeadError, PlacementError, TargetLostError
+from protos.messages import Verdict, WorkerInfo
+from protos.worker_messages import (
+    Allocate,
+    Died,
+    FromWorker,
+    Heartbeat,
+    Loaded,
+    Placed,
+    RoundDone,
+    Setup,
+    WorkerFailed,
+    WorkerId,
+)
+from runtime.supervision.distributed_executor import DistributedExecutor
+from runtime.supervision.kv_sizing import KVSizing
+from runtime.supervision.startup import Devices
+from tests.support.distributed.scripted_group import DRAFT, ONE, STORE, Clock, ScriptedGroup, make_executor, make_plan
+
+
+def test_each_worker_gets_a_device_of_its_own() -> None:
+    devices = Devices("auto")
+    all_seen = Placed("h", "node", 1, ("gpu a", "gpu b"))
+    assert devices.assign(ONE, all_seen) == "cuda:0"
+    assert devices.assign(WorkerId("target", 1), all_seen) == "cuda:1"
+    with pytest.raises(PlacementError, match=r"sees 2 device\(s\), and all are taken: 3 workers"):
+        devices.assign(DRAFT, all_seen)
+    assert devices.assign(DRAFT, Placed("h", "node", 1, ("gpu c",))) == "cuda:0"
+    devices.release([ONE])
+    assert devices.assign(WorkerId("target", 0, 1), all_seen) == "cuda:0"
+    assert Devices("auto").assign(ONE, Placed("h", "node", 1)) == "cpu"
+    with pytest.raises(PlacementError, match="sees no CUDA device"):
+        Devices("cuda").assign(ONE, Placed("h", "node", 1))
+    shared = Devices("auto", may_share=True)
+    assert [shared.assign(WorkerId("target", i), Placed("h", "node", 1, ("gpu",))) for i in range(2)] == ["cuda:0"] * 2
+
+
+def test_everybody_gets_the_fewest_blocks_that_anyone_has_room_for() -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock, {"target": 50, "draft": 40})
+    info = make_executor(group, clock, world=2).start()
+    assert (info.num_blocks, info.max_model_len) == (40, 160)
+    sent = {worker: message for worker, message in group.sent if isinstance(message, Allocate)}
+    assert set(sent.values()) == {Allocate(40, 160, 97)}
+    assert len(sent) == 3
+    setups = {worker: message for worker, message in group.sent if isinstance(message, Setup)}
+    assert setups[ONE].store == setups[WorkerId("target", 1)].store == STORE
+    assert setups[DRAFT].store is None
+
+
+def test_waiting_for_a_place_is_no_hang_and_is_said() -> None:
+    class Crowded(ScriptedGroup):
+        def receive(self, timeout_s: float) -> list[tuple[WorkerId, FromWorker]]:
+            self.clock.now += timeout_s
+            return [] if self.clock.now < 400 else super().receive(0.0)
+
+    clock, lines = Clock(), []
+    config = EngineConfig(ModelConfig("m", enforce_eager=True), CacheConfig(block_size=4))
+    DistributedExecutor(Crowded(clock), config, lines.append, clock).start()
+    assert clock.now >= 400
+    assert lines.count("waiting for target rank 0 to be placed") == 10
+
+
+def test_too_small_a_cache_and_a_failing_worker_end_the_start() -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock, {"draft": 1})
+    with pytest.raises(ConfigError, match="the KV cache of draft holds 1 blocks of 4 tokens"):
+        make_executor(group, clock).start()
+    assert group.is_closed
+    group = ScriptedGroup(clock)
+    group.mute = {DRAFT}
+    group.post(DRAFT, WorkerFailed("no such folder", "ConfigError"))
+    group.started.append(DRAFT)
+    with pytest.raises(ConfigError, match="no such folder"):
+        make_executor(group, clock).start()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_target_that_says_nothing_any_more_is_lost_within_five_seconds(world: int) -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock)
+    executor = make_executor(group, clock, world)
+    executor.start()
+    executor.run(make_plan())
+    frozen = WorkerId("target", world - 1)
+    group.mute = {frozen, ONE}
+    group.post(ONE, Heartbeat("serving"))
+    began = clock.now
+    with pytest.raises(TargetLostError, match="hangs"):
+        executor.run(make_plan(1))
+    assert clock.now - began <= 5
+    group.mute = set()
+    while not executor.rebuild(0.1):
+        pass
+    assert set(group.killed) == {WorkerId("target", rank) for rank in range(world)}
+    assert [verdict.token_ids for verdict in executor.run(make_plan(2))] == [[1]]
+
+
+def test_a_replacement_may_find_a_little_less_memory() -> None:
+    def found(num_blocks: int) -> dict[WorkerId, Loaded]:
+        return {ONE: Loaded(WorkerInfo(num_blocks, 4, 1000, 97), 1)}
+
+    sizing = KVSizing()
+    decided = sizing.decide(found(1000))
+    assert sizing.reuse(found(970)) == sizing.reuse(found(2000)) == decided
+    with pytest.raises(EngineDeadError, match="target rank 0 has memory for 969 KV blocks, and 1000 are in use"):
+        sizing.reuse(found(969))
+
+
+def test_mail_of_a_worker_that_was_replaced_is_nobodys() -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock)
+    executor = make_executor(group, clock, draft=False)
+    executor.start()
+    group.post(ONE, Died("signal SIGKILL"))
+    with pytest.raises(TargetLostError, match="target rank 0 died: signal SIGKILL"):
+        executor.run(make_plan())
+    while not executor.rebuild(0.1):
+        pass
+    group.killed.clear()
+    group.post(ONE, Died("again"))
+    executor.poll()
+    group.started.append(ONE)
+    group.post(ONE, RoundDone(1, [Verdict(0, [9])]))
+    assert [verdict.token_ids for verdict in executor.run(make_plan(1))] == [[1]]
+
+
+def test_losing_the_targets_again_and_again_is_the_end() -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock)
+    executor = make_executor(group, clock, draft=False)
+    executor.start()
+    for loss in range(4):
+        group.post(WorkerId("target", 0, loss), Died("signal SIGSEGV"))
+        with pytest.raises(TargetLostError):
+            executor.poll()
+        if loss == 3:
+            break
+        while not executor.rebuild(0.1):
+            pass
+    with pytest.raises(EngineDeadError, match=r"lost 4 times .*SIGSEGV"):
+        executor.rebuild(0.1)
