@@ -18,9 +18,9 @@ from proposers.formats import eagle, mlp_speculator, mtp
 from protos.errors import ModelError
 from tests.support.models import tiny_models
 from tests.support.models.published_models import ACCELERATORS, BASES, EAGLES, PUBLISHED, Draft, opt
-from workers.model.tensor_parallel import _cuts
+from workers.model.tensor_parallel import _slices
 from workers.weights import families
-from workers.weights.partition import shares_of
+from workers.weights.partition import partition_for
 from workers.weights.plan import plan_for
 
 Shape = tuple[int, ...]
@@ -67,7 +67,7 @@ def expected(base: str, name: str, shape: Shape, ranks: int) -> int:
 
 def cuts_of(base: str, rank: int, ranks: int, layers: int | None = None) -> Mapping[str, Any]:
     model, kind = model_of(base, layers), BASES[base]["model_type"]
-    return _cuts(model, plan_for(model.config, kind, base), shares_of(model.config, base, rank, ranks))
+    return _slices(model, plan_for(model.config, kind, base), partition_for(model.config, base, rank, ranks))
 
 
 def local(shape: Shape, cut: Any) -> int:
@@ -80,7 +80,7 @@ def check_covered(name: str, shape: Shape, cuts: list[Any]) -> None:
     if all(cut is None for cut in cuts):
         return
     dim = next(cut.dim for cut in cuts if cut is not None)
-    held = sorted({piece for cut in cuts for piece in (cut.pieces if cut is not None else ())})
+    held = sorted({piece for cut in cuts for piece in (cut.ranges if cut is not None else ())})
     end = 0
     for start, stop in held:
         if start < stop:

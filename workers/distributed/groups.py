@@ -190,7 +190,7 @@ class TorchGroup:
             raise GroupError(f"group {self.name}: {what} on rank {self.rank} failed: {_first_line(error)}") from error
 
 
-def let_go(group: Group, device: torch.device) -> None:
+def close_without_waiting(group: Group, device: torch.device) -> None:
     """Close *group*, of which another thread may be waiting, without waiting for anything.
 
     Over gloo that thread is left to close it itself, when it notices or its operation times out. What waits over NCCL

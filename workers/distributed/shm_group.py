@@ -145,7 +145,7 @@ def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat(parts.unbind(0), dim) if dim else parts.flatten(0, 1)
 
 
-def form_near(
+def form_with_shared_memory(
     name: str,
     store: Store,
     rank: int,
@@ -158,10 +158,10 @@ def form_near(
 ) -> Group:
     """Form a group as `form` does, and exchange through shared memory where tensors are on CPUs and all ranks can."""
     group = form(name, store, rank, size, backend, device=device, host=host, timeout_s=timeout_s)
-    return near(group, name, timeout_s) if backend == "gloo" and size > 1 else group
+    return with_shared_memory(group, name, timeout_s) if backend == "gloo" and size > 1 else group
 
 
-def near(group: Group, name: str, timeout_s: float) -> Group:
+def with_shared_memory(group: Group, name: str, timeout_s: float) -> Group:
     """Return *group* as one that exchanges through shared memory where its ranks can, itself where they cannot.
 
     Called by all ranks at once.

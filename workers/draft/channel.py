@@ -18,7 +18,7 @@ import torch
 
 from protos.worker_messages import Drafted, FormPair, FromWorker, PairFailed, PairReady, Taken
 from workers.device import set_device, side_stream
-from workers.distributed.groups import Group, address_towards, connect_store, form, let_go
+from workers.distributed.groups import Group, address_towards, close_without_waiting, connect_store, form
 from workers.draft.announce import Announcer, Listener
 from workers.draft.deadline import FLOOR_S, DraftDeadline
 from workers.draft.feature_channel import DRAFT, TARGET, FeatureReceiver, FeatureSender, Shipped
@@ -109,7 +109,7 @@ class DraftReceiver:
     def close(self) -> None:
         """See `End`."""
         self._shut()
-        let_go(self._group, self._device)
+        close_without_waiting(self._group, self._device)
         if self.features is not None:
             self.features.close()
 
@@ -195,7 +195,7 @@ class DraftSender:
         self._is_open = False
         self._queue.put(None)
         self._announcer.close()
-        let_go(self._group, self._device)
+        close_without_waiting(self._group, self._device)
         if self.features is not None:
             self.features.close()
 

@@ -15,7 +15,7 @@ import torch
 
 from protos.worker_messages import FromWorker, PairFailed
 from workers.device import adopt, finish, mark, side_stream
-from workers.distributed.groups import Group, let_go
+from workers.distributed.groups import Group, close_without_waiting
 from workers.draft.announce import Announcer, Listener
 from workers.features import COUNT, Features
 
@@ -81,7 +81,7 @@ class FeatureSender:
         self._is_open = False
         self._queue.put(None)
         self._announcer.close()
-        let_go(self._group, self._device)
+        close_without_waiting(self._group, self._device)
 
     def _serve(self) -> None:
         try:
@@ -136,7 +136,7 @@ class FeatureReceiver:
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
-        let_go(self._group, self._device)
+        close_without_waiting(self._group, self._device)
 
     def _serve(self) -> None:
         try:

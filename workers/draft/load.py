@@ -24,7 +24,7 @@ from workers.model.module_runner import LoadedModule, ModuleRunner
 from workers.model.runner import ModelRunner
 from workers.slots import SlotTable
 from workers.weights.building import BUILDING
-from workers.weights.hub import HEADS, describe, fetch, fetch_ends, fetch_tokenizer
+from workers.weights.hub import HEADS, fetch, fetch_tokenizer, fetch_without_layers, read_config
 
 
 class LoadedDraft(Protocol):
@@ -128,8 +128,8 @@ def feature_spec(config: EngineConfig) -> FeatureSpec:
     learned = None if speculative is None else registry.learned(speculative)
     if speculative is None or learned is None:
         return FeatureSpec()
-    target = describe(config.model)
-    draft = target if speculative.model is None else describe(_model_of(config, speculative))
+    target = read_config(config.model)
+    draft = target if speculative.model is None else read_config(_model_of(config, speculative))
     return learned.features_of(speculative, draft, target)
 
 
@@ -159,7 +159,7 @@ def load_draft(config: EngineConfig, beside: LoadedModel | None, report: Progres
 
 def _dictionary(config: EngineConfig, draft: LoadedModel, report: ProgressCallback) -> Dictionary:
     model = config.model
-    vocab_size = int(describe(model)["vocab_size"])
+    vocab_size = int(read_config(model)["vocab_size"])
     found = Dictionary.between(fetch_tokenizer(model), draft.folder, vocab_size, draft.vocab_size)
     report(f"{len(found.ours_S)} of the draft's {draft.vocab_size} tokens have the text of a token of the target")
     return found
@@ -184,8 +184,8 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
 def _load_module(
     config: EngineConfig, speculative: SpeculativeConfig, learned: type[LearnedProposer], beside: LoadedModel | None
 ) -> ModuleDraft:
-    target = describe(config.model)
-    source = fetch_ends(config.model, target)
+    target = read_config(config.model)
+    source = fetch_without_layers(config.model, target)
     device = pick_device(config.model.device)
     dtype, _ = pick_dtype(
         config.model.dtype if speculative.dtype == "auto" else speculative.dtype, target, source, device
@@ -194,7 +194,7 @@ def _load_module(
     if beside is not None and beside.ranks == 1 and beside.dtype == dtype:
         lender = ResidentLender(beside.model)
     folder = None if speculative.model is None else fetch(_model_of(config, speculative), HEADS)
-    described = target if speculative.model is None else describe(_model_of(config, speculative))
+    described = target if speculative.model is None else read_config(_model_of(config, speculative))
     spec = learned.features_of(speculative, described, target)
     parts = DraftCheckpoint(folder, folder or source, described, target, lender, dtype, device)
     with BUILDING:

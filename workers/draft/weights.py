@@ -21,8 +21,8 @@ from protos.errors import ModelError
 from workers.attention.backend import NAME
 from workers.model.capture import decoder_layers
 from workers.weights.building import BUILDING
-from workers.weights.load import Filler
-from workers.weights.reader import opened
+from workers.weights.load import WeightLoader
+from workers.weights.reader import open_checkpoint
 
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 """What trainers leave beside the weights."""
@@ -87,8 +87,8 @@ class StoredLender:
             model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, attn_implementation=NAME)
         layers = decoder_layers(model)
         del layers[:]
-        with opened(self._folder, str(config.model_type), model.base_model_prefix) as checkpoint:
-            Filler(self._name, checkpoint, {}, self._dtype, self._device).fill(model)
+        with open_checkpoint(self._folder, str(config.model_type), model.base_model_prefix) as checkpoint:
+            WeightLoader(self._name, checkpoint, {}, self._dtype, self._device).load(model)
         return model.eval().requires_grad_(False)
 
 

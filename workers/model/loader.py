@@ -22,7 +22,7 @@ from workers.model.tensor_parallel import Connect, build_shard
 from workers.model.torch_mode import TorchMode
 from workers.weights import families
 from workers.weights.building import BUILDING
-from workers.weights.hub import INDEX, describe, fetch, read_json, shards_by_tensor
+from workers.weights.hub import INDEX, fetch, read_config, read_json, shards_by_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         ModelError: it cannot be found, read or served; names what and why.
         ConfigError: this machine or this model does not support the execution mode.
     """
-    described = describe(config)
+    described = read_config(config)
     families.check(described, config.model, config.max_model_len)
     folder = fetch(config)
     _check_weights(folder, config.model)

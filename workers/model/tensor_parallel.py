@@ -1,8 +1,8 @@
-"""Tensor parallelism: a `transformers` model of which this process holds one rank's share.
+"""Tensor parallelism: one rank's shard of a `transformers` model.
 
-Modules keep their classes and hold fewer rows or columns; what ranks exchange hangs on them as hooks. So the model's
-own code runs as it is, over this rank's heads and columns. Of the vocabulary every rank has an equal part: embeddings
-are summed, and logits are gathered to rank 0, the only one that samples.
+Modules keep their classes and hold fewer rows or columns; collectives run in their forward hooks. So the model's own
+code runs unchanged over this rank's heads and columns. The vocabulary is split evenly: embeddings are summed, and
+logits are gathered to rank 0, the only one that samples.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,10 +19,10 @@ from workers.attention.backend import NAME
 from workers.distributed.collectives import Collectives
 from workers.distributed.groups import Group
 from workers.weights.building import BUILDING
-from workers.weights.load import Cuts, Filler
-from workers.weights.partition import ATTENTION, Cut, Shares, shares_of
+from workers.weights.load import Slices, WeightLoader
+from workers.weights.partition import ATTENTION, Partition, TensorSlice, partition_for
 from workers.weights.plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
-from workers.weights.reader import opened
+from workers.weights.reader import open_checkpoint
 
 SUMMED = frozenset({Style.ROWS, Style.SPLIT_INPUT, Style.EXPERTS, Style.EXPERTS_PAIRED})
 Connect = Callable[[Any, Plan, Group], None]
@@ -38,14 +38,14 @@ def build_shard(
     group: Group,
     connect: Connect,
 ) -> Any:
-    """Return this rank's share of a causal LM, read as slices; no more than that is ever held.
+    """Return this rank's shard of a causal LM, reading only its slices of the weights.
 
     Args:
         folder: the checkpoint.
-        name: what the user called it.
+        name: the model as the user named it.
         config: its `transformers` config.
         dtype: of the weights.
-        device: where they go.
+        device: of the weights.
         group: the ranks.
         connect: attaches the collectives of the model's forward to its modules.
 
@@ -58,12 +58,12 @@ def build_shard(
     """
     kind = str(config.model_type)
     plan = plan_for(config, kind, name)
-    shares = shares_of(config, name, group.rank, group.size)
+    partition = partition_for(config, name, group.rank, group.size)
     with BUILDING, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
-    with opened(folder, kind, model.base_model_prefix) as checkpoint:
-        Filler(name, checkpoint, _cuts(model, plan, shares), dtype, device).fill(model)
-    _count_locally(model, kind, shares)
+    with open_checkpoint(folder, kind, model.base_model_prefix) as checkpoint:
+        WeightLoader(name, checkpoint, _slices(model, plan, partition), dtype, device).load(model)
+    _count_locally(model, kind, partition)
     connect(model, plan, group)
     return model.eval()
 
@@ -73,46 +73,46 @@ def base_modules(model: Any) -> Mapping[str, nn.Module]:
     return dict(model.base_model.named_modules())
 
 
-def _cuts(model: Any, plan: Plan, shares: Shares) -> Cuts:
-    cuts: dict[str, Cut | None] = {}
+def _slices(model: Any, plan: Plan, partition: Partition) -> Slices:
+    slices: dict[str, TensorSlice | None] = {}
     for name, module in base_modules(model).items():
         full = f"{model.base_model_prefix}.{name}"
         style = style_of(plan, name)
         if style is not Style.WHOLE:
-            found = shares.cuts(module, full, style)
-            cuts.update({f"{full}.{key}": cut for key, cut in found.items()})
+            found = partition.slices(module, full, style)
+            slices.update({f"{full}.{key}": part for key, part in found.items()})
         for key, weight in module.named_parameters(recurse=False):
             own = style_of(plan, f"{name}.{key}")
             if own in {Style.HEADS, Style.KV_HEADS}:
-                cuts[f"{full}.{key}"] = shares.head_rows(tuple(weight.shape), own)
-    return {**cuts, **_vocabulary_cuts(model, shares)}
+                slices[f"{full}.{key}"] = partition.head_rows(tuple(weight.shape), own)
+    return {**slices, **_vocabulary_slices(model, partition)}
 
 
-def _vocabulary_cuts(model: Any, shares: Shares) -> Cuts:
+def _vocabulary_slices(model: Any, partition: Partition) -> Slices:
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     return {
-        f"{name}.{key}": shares.vocabulary(weight.shape[0])
+        f"{name}.{key}": partition.vocabulary(weight.shape[0])
         for name, module in model.named_modules()
         if id(module) in ends
         for key, weight in module.named_parameters(recurse=False)
     }
 
 
-def _count_locally(model: Any, kind: str, shares: Shares) -> None:
-    """Tell attention modules whose code counts heads how many there are here."""
+def _count_locally(model: Any, kind: str, partition: Partition) -> None:
+    """Set the local number of heads in attention modules whose code counts heads."""
     for name, module in base_modules(model).items():
         if name.rpartition(".")[2] in ATTENTION:
             for key in LOCAL_NUMBERS.get(kind, ()):
-                setattr(module, key, shares.local(getattr(module, key)))
+                setattr(module, key, partition.local_number(getattr(module, key)))
             if kind == "stablelm" and module.qk_layernorm:
-                _keep_norms(module.q_layernorm, *shares.heads_here())
-                _keep_norms(module.k_layernorm, *shares.kv_heads_here())
+                _keep_norms(module.q_layernorm, *partition.local_heads())
+                _keep_norms(module.k_layernorm, *partition.local_kv_heads())
         if isinstance(module, Conv1D):
             module.nx, module.nf = module.weight.shape
 
 
 def _keep_norms(norm: Any, first: int, last: int) -> None:
-    """Keep the norms of some heads, of a module with one norm a head."""
+    """Keep the norms of the heads first .. last - 1, in a module with one norm a head."""
     norm.norms = nn.ModuleList(norm.norms[first:last])
     norm.num_heads = last - first
 
@@ -130,7 +130,7 @@ def connect(model: Any, plan: Plan, group: Group) -> None:
 
 
 def split_input(linear: nn.Module, runs: nn.Module, style: Style, group: Group) -> None:
-    """Let *runs*, which has the weights of *linear*, take its own part of inputs that every rank has whole."""
+    """Slice the inputs of *runs*, which has the weights of *linear*, if every rank computes them whole."""
     if style is Style.SPLIT_INPUT:
         width = linear.get_parameter("weight").shape[0 if isinstance(linear, Conv1D) else 1]
         runs.register_forward_pre_hook(partial(_take_own, group.rank * width, width))
@@ -159,7 +159,7 @@ def _take_own(start: int, width: int, _module: nn.Module, inputs: tuple[torch.Te
 
 
 def _gather_logits(group: Group | Collectives, vocab_size: int, logits_1NV: torch.Tensor) -> torch.Tensor:
-    """Return all logits on rank 0, without those of the padding, and `[1, N, 0]` elsewhere."""
+    """Return all logits on rank 0, those of padding removed, and `[1, N, 0]` elsewhere."""
     whole = group.gather(logits_1NV)
     if whole is None:
         return logits_1NV[..., :0]
@@ -167,7 +167,7 @@ def _gather_logits(group: Group | Collectives, vocab_size: int, logits_1NV: torc
 
 
 class SharedEmbedding(nn.Module):
-    """An embedding of which each rank holds some rows; every id is looked up where its row is."""
+    """An embedding whose rows are split over ranks; every id is looked up on the rank that has its row."""
 
     def __init__(self, rows: nn.Module, group: Group | Collectives) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from protos.doctor_messages import FromExamined, Join, Joined, Leave, Measure, M
 from protos.worker_messages import Stop, StoreAddress
 from workers.device import set_device
 from workers.distributed.groups import Group, GroupError, connect_store, form, open_store
-from workers.distributed.shm_group import PLACE_BYTES, SharedMemoryGroup, form_near
+from workers.distributed.shm_group import PLACE_BYTES, SharedMemoryGroup, form_with_shared_memory
 
 GROUP_S = 20.0
 """Forming a group, and each operation, takes at most this long where nothing is wrong."""
@@ -35,14 +35,14 @@ def serve(port: DiagnosticsPort) -> None:
     """Do what the doctor says, until told to stop."""
     _store, address = open_store()
     port.send(look(address))
-    examined = Examined()
+    examined = DiagnosedGroups()
     while not isinstance(order := port.receive(None), Stop):
         if order is not None:
             _obey(examined, order, port)
     examined.close()
 
 
-def _obey(examined: "Examined", order: Join | Measure | Leave, port: DiagnosticsPort) -> None:
+def _obey(examined: "DiagnosedGroups", order: Join | Measure | Leave, port: DiagnosticsPort) -> None:
     answer: FromExamined | None
     try:
         answer = examined.do(order)
@@ -65,7 +65,7 @@ def look(store: StoreAddress) -> Seen:
     )
 
 
-class Examined:
+class DiagnosedGroups:
     """The groups that this process is in."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Examined:
         started, device = time.perf_counter(), torch.device(order.device)
         set_device(device)
         store = connect_store(order.store, GROUP_S)
-        join = form_near if order.is_near else partial(form, is_vital=False)
+        join = form_with_shared_memory if order.is_near else partial(form, is_vital=False)
         group = join(order.group, store, order.rank, order.size, order.backend, device=device, timeout_s=GROUP_S)
         self._groups[order.group] = group, device
         return Joined(time.perf_counter() - started, SHARED if isinstance(group, SharedMemoryGroup) else order.backend)

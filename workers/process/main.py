@@ -35,7 +35,7 @@ from protos.worker_messages import (
 from workers.build import blocks_that_fit, load_target, make_draft, make_target, measure_draft
 from workers.device import set_device
 from workers.distributed.groups import LOOPBACK, Group, Solo, address_towards, connect_store, open_store
-from workers.distributed.shm_group import form_near
+from workers.distributed.shm_group import form_with_shared_memory
 from workers.draft.channel import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.draft.deadline import FLOOR_S
 from workers.draft.load import load_draft
@@ -259,7 +259,7 @@ class _Loading:
             return Solo()
         self._report(f"meeting {setup.world - 1} other target rank{'s' if setup.world > 2 else ''}")
         store, host = connect_store(setup.store), address_towards(setup.store.host)
-        return form_near(
+        return form_with_shared_memory(
             "tp",
             store,
             setup.worker.rank,

@@ -1,6 +1,7 @@
-"""One model at a time: `transformers` changes its own classes while it makes one, and changes them back afterwards.
+"""The lock under which models are built.
 
-Two threads at it would leave the change of one behind for good: weights that are tied would be missing ever after.
+`transformers` patches its own classes while it builds a model and restores them afterwards. With two threads the patch
+of one could stay, and tied weights would be missing in every later model.
 """
 
 import threading

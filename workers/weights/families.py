@@ -1,4 +1,4 @@
-"""Which model families can be served, and why the others cannot. Read from `config.json` alone, before any weights."""
+"""Which model families can be served, and why others cannot. Decided from `config.json`, before weights are read."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,12 +40,12 @@ SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def check(config: Mapping[str, Any], name: str, max_model_len: int | None) -> None:
-    """Refuse what cannot be served exactly.
+    """Raise an error if the model cannot be served exactly.
 
     Args:
         config: the checkpoint's `config.json`.
-        name: what the user called the model, for messages.
-        max_model_len: the limit the user set, if any.
+        name: the model as the user named it, for messages.
+        max_model_len: the limit that the user set, if any.
 
     Raises:
         ModelError: names the model, its type and the reason.
@@ -89,7 +89,7 @@ def _not_native(config: Mapping[str, Any]) -> str:
 
 
 def _rope_reason(config: Mapping[str, Any], max_model_len: int | None) -> str | None:
-    """Some rotary scalings depend on the longest sequence of the *batch*: then neighbours would change a text."""
+    """Return why a rotary scaling is unsupported: some depend on the longest sequence of the batch."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_layer_type = [value for value in ropes.values() if isinstance(value, Mapping)]
     reasons = (_one_rope_reason(rope, config, max_model_len) for rope in (ropes, *by_layer_type))

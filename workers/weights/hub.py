@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint are: in a folder, or fetched from the Hub, and no more of them than are needed."""
+"""Finds the files of a checkpoint: in a folder, or fetched from the Hub, only those that are needed."""
 
 import json
 import logging
@@ -22,12 +22,12 @@ TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Configurations, indices, tokenizers and templates."""
 WANTED_FILES = ("*.safetensors", *TEXTS)
 HEADS = (*WANTED_FILES, "*.bin", "*.pt")
-"""What checkpoints of heads may consist of; read by `workers.draft.weights`."""
+"""Files of checkpoints of heads; read by `workers.draft.weights`."""
 UNWANTED_FILES = ("original/*", "consolidated*", "onnx/*")
 OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<layer>\d+)\.")
 
 
-def describe(config: ModelConfig) -> dict[str, Any]:
+def read_config(config: ModelConfig) -> dict[str, Any]:
     """Return the `config.json` of a checkpoint, without its weights. Raises `ModelError`."""
     return read_json(_config_file(config), config.model)
 
@@ -71,11 +71,11 @@ def fetch_tokenizer(config: ModelConfig) -> Path:
     return fetch(config, TEXTS)
 
 
-def fetch_ends(config: ModelConfig, described: Mapping[str, Any]) -> Path:
-    """As `fetch`, without the shards that hold nothing but the decoder's layers: a draft elsewhere needs none of them.
+def fetch_without_layers(config: ModelConfig, described: Mapping[str, Any]) -> Path:
+    """As `fetch`, without the shards that hold only decoder layers: a draft in another process needs none of them.
 
-    Heads that were trained into the target (MTP) lie behind its layers or under names of their own, and are fetched.
-    *described* is the target's `config.json`.
+    Heads of the target (MTP) are numbered after its layers or have other names, and are fetched. *described* is the
+    target's `config.json`.
     """
     shards = shards_by_tensor(fetch(config, TEXTS), config.model)
     num_layers = int(described.get("num_hidden_layers") or described.get("n_layer") or 0)
@@ -89,10 +89,10 @@ def _is_of_a_layer(name: str, num_layers: int) -> bool:
 
 
 def shards_by_tensor(folder: Path, name: str) -> Mapping[str, str]:
-    """Return which file holds each tensor, as the index says; nothing where there is no index.
+    """Return the file of each tensor, from the index; empty if there is no index.
 
     Raises:
-        ModelError: the index is damaged, or names files that are not beside it.
+        ModelError: the index is damaged, or names files outside its folder.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -107,7 +107,7 @@ def shards_by_tensor(folder: Path, name: str) -> Mapping[str, str]:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in *path*. Raises `ModelError`, which calls the model *name*."""
+    """Return the JSON object in *path*. Raises `ModelError` with the model's *name*."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Fills a model that was made on the meta device with one rank's part of a checkpoint."""
+"""Loads one rank's slices of a checkpoint into a model on the meta device."""
 
 import re
 from collections.abc import Mapping
@@ -9,28 +9,28 @@ import torch
 from torch import nn
 
 from protos.errors import ModelError
-from workers.weights.partition import Cut
-from workers.weights.reader import Checkpoint, Stored, read_cut
+from workers.weights.partition import TensorSlice
+from workers.weights.reader import Checkpoint, StoredWeight, read_slice
 
-Cuts = Mapping[str, Cut | None]
-"""Cut of each parameter that is not whole, by the model's full name; None: zeros on this rank."""
+Slices = Mapping[str, TensorSlice | None]
+"""The slice of each parameter that is split, by its full name in the model; None: zeros on this rank."""
 
 
 @dataclass(frozen=True)
-class Filler:
-    """Reads what *cuts* say out of *checkpoint*, as *dtype*, to *device*. `name` is what the user called the model."""
+class WeightLoader:
+    """Reads *slices* of *checkpoint* as *dtype* to *device*. `name`: the model as the user named it."""
 
     name: str
     checkpoint: Checkpoint
-    cuts: Cuts
+    slices: Slices
     dtype: torch.dtype
     device: torch.device
 
-    def fill(self, model: Any) -> None:
-        """Give every parameter and buffer of *model* its values here; weights that are tied stay tied.
+    def load(self, model: Any) -> None:
+        """Set every parameter and buffer of *model*; weights that are tied stay tied.
 
         Raises:
-            ModelError: weights are missing, or of another shape than the config says.
+            ModelError: weights are missing, or have another shape than the config states.
         """
         self._compute_buffers(model)
         kept = _kept_in_fp32(model, self.dtype)
@@ -40,7 +40,7 @@ class Filler:
             stored = None if id(tensor) in ready else self.checkpoint.find(full)
             if stored is not None:
                 dtype = torch.float32 if any(part.search(full) for part in kept) else tensor.dtype
-                ready[id(tensor)] = self._as(tensor, self._read(full, tensor, stored, dtype))
+                ready[id(tensor)] = self._like(tensor, self._read(full, tensor, stored, dtype))
         missing = sorted(full for full, tensor in tensors.items() if id(tensor) not in ready)
         if missing:
             raise ModelError(
@@ -49,21 +49,21 @@ class Filler:
         for full, tensor in tensors.items():
             _set(model, full, ready[id(tensor)])
 
-    def _read(self, full: str, tensor: torch.Tensor, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    def _read(self, full: str, tensor: torch.Tensor, stored: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
         if tuple(tensor.shape) != stored.shape:
             raise ModelError(
                 f"{self.name}: {full} should be {list(tensor.shape)}, but the checkpoint has {list(stored.shape)}"
             )
-        if full in self.cuts and self.cuts[full] is None:
+        if full in self.slices and self.slices[full] is None:
             return torch.zeros(stored.shape, dtype=dtype, device=self.device)
-        return read_cut(stored, self.cuts.get(full), dtype).to(self.device)
+        return read_slice(stored, self.slices.get(full), dtype).to(self.device)
 
     @staticmethod
-    def _as(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return nn.Parameter(local, requires_grad=False) if isinstance(tensor, nn.Parameter) else local
 
     def _compute_buffers(self, model: Any) -> None:
-        """Compute what is not stored, rotary frequencies above all, with transformers' own code for meta models."""
+        """Compute buffers that are not stored, such as rotary frequencies, with transformers' code for meta models."""
         stored = set(model.state_dict())
         for name, module in model.named_modules():
             keys = [key for key, _ in module.named_buffers(recurse=False) if f"{name}.{key}" not in stored]
@@ -76,7 +76,7 @@ class Filler:
 
 
 def _kept_in_fp32(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
-    """Return patterns of weights that stay fp32 in a half-precision model, as `from_pretrained` decides it."""
+    """Return patterns of weights that stay fp32 in a half-precision model, by the same rule as `from_pretrained`."""
     kept: set[str] = set()
     if dtype in {torch.float16, torch.bfloat16}:
         kept |= {*(model._keep_in_fp32_modules_strict or ())}

@@ -1,4 +1,4 @@
-"""MiMo: layers as Qwen2's, and heads for multi-token prediction that only drafts read. Not among transformers' own."""
+"""MiMo, which transformers lacks: the layers of Qwen2, and heads for multi-token prediction that only drafts read."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ KIND = "mimo"
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
-    """Qwen2's under another name."""
+    """The configuration of Qwen2."""
 
     model_type = KIND
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]
-    """Qwen2's, from checkpoints that hold more."""
+    """Qwen2, loaded from checkpoints with additional weights."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected: Any = (r"model\.mtp_layers\.",)

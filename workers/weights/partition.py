@@ -1,4 +1,4 @@
-"""Which part of each weight a rank holds: the arithmetic of tensor parallelism, without any weights."""
+"""Which slice of each weight a rank holds: the arithmetic of tensor parallelism, without any weights."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -12,50 +12,50 @@ from protos.errors import ModelError
 from workers.weights.plan import Style
 
 ATTENTION = frozenset({"self_attn", "attn", "attention"})
-ONE_KV_HEAD_EACH = frozenset({"opt", "gpt2", "gpt_neox"})  # whatever else their configs may say
+ONE_KV_HEAD_EACH = frozenset({"opt", "gpt2", "gpt_neox"})  # regardless of their configs
 KEYS_AND_VALUES = frozenset({"k_proj", "v_proj"})
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A part of one tensor.
+class TensorSlice:
+    """The slice of one tensor that a rank holds.
 
     Attributes:
-        dim: the dimension that is cut.
-        pieces: (start, stop) of what is kept, in order.
-        length: of the dimension on this rank; where pieces are shorter together, zeros follow.
+        dim: the dimension that is split.
+        ranges: (start, stop) of the rows or columns kept, in order.
+        length: of the dimension on this rank; zeros follow if the ranges are shorter.
     """
 
     dim: int
-    pieces: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
     length: int
 
     @classmethod
-    def of(cls, dim: int, pieces: Seq[tuple[int, int]]) -> "Cut":
-        """Keep *pieces*, without padding."""
-        return cls(dim, tuple(pieces), sum(stop - start for start, stop in pieces))
+    def of(cls, dim: int, ranges: Seq[tuple[int, int]]) -> "TensorSlice":
+        """Keep *ranges*, without padding."""
+        return cls(dim, tuple(ranges), sum(stop - start for start, stop in ranges))
 
 
 @dataclass(frozen=True)
-class TensorPart:
-    """*width* consecutive rows that belong to *units* equal heads (or columns), which stay whole.
+class Segment:
+    """*width* consecutive rows of *units* equal heads or columns, none of which is split.
 
-    `copied` says that with fewer units than ranks, several ranks may hold the same one.
+    `can_replicate`: several ranks may hold the same unit if there are fewer units than ranks.
     """
 
     width: int
     units: int
     what: str
-    copied: bool = False
+    can_replicate: bool = False
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The cuts of one rank of a group.
+class Partition:
+    """Computes the slices of one rank.
 
     Attributes:
-        name: what the user called the model.
-        rank, ranks: this rank, and how many there are.
+        name: the model as the user named it.
+        rank, ranks: this rank, and the number of ranks.
         heads, kv_heads: of the whole model.
     """
 
@@ -65,17 +65,17 @@ class Shares:
     heads: int
     kv_heads: int
 
-    def local(self, number: int) -> int:
-        """Return what *number* becomes on this rank: a count of heads, or a width that is the same for every head."""
+    def local_number(self, number: int) -> int:
+        """Return this rank's share of *number*, a count of heads or the width of all heads."""
         if number == self.kv_heads != self.heads:
             return max(1, number // self.ranks)
         return number // self.ranks
 
-    def cuts(self, module: nn.Module, name: str, style: Style) -> Mapping[str, Cut | None]:
-        """Return the cut of each of the module's own parameters that is not whole; None: zeros on this rank.
+    def slices(self, module: nn.Module, name: str, style: Style) -> Mapping[str, TensorSlice | None]:
+        """Return the slice of each of the module's own parameters that is split; None: zeros on this rank.
 
         Raises:
-            ModelError: something does not divide; with the numbers.
+            ModelError: a dimension does not divide; the message has the numbers.
         """
         if style in {Style.EXPERTS, Style.EXPERTS_PAIRED}:
             return self._experts(module, name, paired=style is Style.EXPERTS_PAIRED)
@@ -85,106 +85,103 @@ class Shares:
         shape = tuple(module.get_parameter("weight").shape)
         out_dim = 1 if isinstance(module, Conv1D) else 0
         if style in {Style.ROWS, Style.SPLIT_INPUT}:
-            part = self._part(shape[1 - out_dim], name, in_heads=style is Style.ROWS)
-            return {"weight": Cut.of(1 - out_dim, self._pieces([part])), **self._bias_once("bias")}
+            segment = self._segment(shape[1 - out_dim], name, in_heads=style is Style.ROWS)
+            return {"weight": TensorSlice.of(1 - out_dim, self._ranges([segment])), **self._bias_once("bias")}
         width = shape[out_dim]
-        parts = self._qkv(width) if style is Style.QKV else [self._part(width, name, in_heads=style is Style.COLUMNS)]
-        pieces = self._pieces(parts)
-        return {"weight": Cut.of(out_dim, pieces), "bias": Cut.of(0, pieces)}
+        in_heads = style is Style.COLUMNS
+        segments = self._qkv(width) if style is Style.QKV else [self._segment(width, name, in_heads=in_heads)]
+        ranges = self._ranges(segments)
+        return {"weight": TensorSlice.of(out_dim, ranges), "bias": TensorSlice.of(0, ranges)}
 
-    def head_rows(self, shape: Seq[int], style: Style) -> Cut:
-        """Return the cut of a parameter with one row a head."""
+    def head_rows(self, shape: Seq[int], style: Style) -> TensorSlice:
+        """Return the slice of a parameter with one row a head."""
         is_kv = style is Style.KV_HEADS
-        return Cut.of(0, self._pieces([self._kv_part(shape[0]) if is_kv else self._head_part(shape[0])]))
+        return TensorSlice.of(0, self._ranges([self._kv_heads_of(shape[0]) if is_kv else self._query_heads(shape[0])]))
 
-    def vocabulary(self, rows: int) -> Cut:
-        """Return the cut of the embedding and the head: rows padded to a multiple of the ranks."""
+    def vocabulary(self, rows: int) -> TensorSlice:
+        """Return the slice of the embedding and the head: rows padded to a multiple of the ranks."""
         length = -(-rows // self.ranks)
         start, stop = (min(rows, rank * length) for rank in (self.rank, self.rank + 1))
-        return Cut(0, ((start, stop),), length)
+        return TensorSlice(0, ((start, stop),), length)
 
-    def kv_heads_here(self) -> tuple[int, int]:
-        """Return the first and one past the last K/V head of this rank."""
-        return self._pieces([self._kv_part(self.kv_heads)])[0]
+    def local_kv_heads(self) -> tuple[int, int]:
+        """Return the range of this rank's K/V heads."""
+        return self._ranges([self._kv_heads_of(self.kv_heads)])[0]
 
-    def heads_here(self) -> tuple[int, int]:
-        """Return the first and one past the last query head of this rank."""
-        return self._pieces([self._head_part(self.heads)])[0]
+    def local_heads(self) -> tuple[int, int]:
+        """Return the range of this rank's query heads."""
+        return self._ranges([self._query_heads(self.heads)])[0]
 
-    def _experts(self, module: nn.Module, name: str, *, paired: bool) -> Mapping[str, Cut | None]:
+    def _experts(self, module: nn.Module, name: str, *, paired: bool) -> Mapping[str, TensorSlice | None]:
         gate_up = module.get_parameter("gate_up_proj").shape
         down_dim = 1 if paired else 2
         width = module.get_parameter("down_proj").shape[down_dim]
         if gate_up[2 if paired else 1] != 2 * width:
-            raise ModelError(f"{self.name}: {name} holds gates and ups of {gate_up}, but downs {width} wide")
-        inner = TensorPart(width, width, f"inner columns in {name}")
+            raise ModelError(f"{self.name}: {name} has gate_up_proj of {gate_up}, but down_proj {width} wide")
+        inner = Segment(width, width, f"inner columns in {name}")
         if not paired:
             return {
-                "gate_up_proj": Cut.of(1, self._pieces([inner, inner])),
-                "down_proj": Cut.of(2, self._pieces([inner])),
+                "gate_up_proj": TensorSlice.of(1, self._ranges([inner, inner])),
+                "down_proj": TensorSlice.of(2, self._ranges([inner])),
             }
-        pairs = self._pieces([TensorPart(2 * width, width, inner.what)])
+        pairs = self._ranges([Segment(2 * width, width, inner.what)])
         return {
-            "gate_up_proj": Cut.of(2, pairs),
-            "gate_up_proj_bias": Cut.of(1, pairs),
-            "down_proj": Cut.of(1, self._pieces([inner])),
+            "gate_up_proj": TensorSlice.of(2, pairs),
+            "gate_up_proj_bias": TensorSlice.of(1, pairs),
+            "down_proj": TensorSlice.of(1, self._ranges([inner])),
             **self._bias_once("down_proj_bias"),
         }
 
-    def _bias_once(self, key: str) -> Mapping[str, Cut | None]:
+    def _bias_once(self, key: str) -> Mapping[str, TensorSlice | None]:
         # Outputs are summed over ranks, so one rank alone may add the bias.
         return {} if self.rank == 0 else {key: None}
 
-    def _part(self, width: int, name: str, *, in_heads: bool) -> TensorPart:
+    def _segment(self, width: int, name: str, *, in_heads: bool) -> Segment:
         *_, parent, leaf = name.split(".")
         if not in_heads or parent not in ATTENTION:
-            return TensorPart(width, width, f"columns in {name}")
-        return self._kv_part(width) if leaf in KEYS_AND_VALUES else self._head_part(width)
+            return Segment(width, width, f"columns in {name}")
+        return self._kv_heads_of(width) if leaf in KEYS_AND_VALUES else self._query_heads(width)
 
-    def _head_part(self, width: int) -> TensorPart:
-        return TensorPart(width, self.heads, "attention heads")
+    def _query_heads(self, width: int) -> Segment:
+        return Segment(width, self.heads, "attention heads")
 
-    def _kv_part(self, width: int) -> TensorPart:
-        return TensorPart(width, self.kv_heads, "key/value heads", copied=True)
+    def _kv_heads_of(self, width: int) -> Segment:
+        return Segment(width, self.kv_heads, "key/value heads", can_replicate=True)
 
-    def _qkv(self, width: int) -> list[TensorPart]:
+    def _qkv(self, width: int) -> list[Segment]:
         size = width // (self.heads + 2 * self.kv_heads)
-        keys = self._kv_part(self.kv_heads * size)
-        return [self._head_part(self.heads * size), keys, keys]
+        keys = self._kv_heads_of(self.kv_heads * size)
+        return [self._query_heads(self.heads * size), keys, keys]
 
-    def _pieces(self, parts: Seq[TensorPart]) -> list[tuple[int, int]]:
-        """Return this rank's rows of each of *parts*, which lie behind one another."""
-        pieces = []
+    def _ranges(self, segments: Seq[Segment]) -> list[tuple[int, int]]:
+        """Return this rank's rows of each of the consecutive *segments*."""
+        ranges = []
         offset = 0
-        for part in parts:
-            first, last = self._units(part)
-            size = part.width // part.units
-            pieces.append((offset + first * size, offset + last * size))
-            offset += part.width
-        return pieces
+        for segment in segments:
+            first, last = self._units(segment)
+            size = segment.width // segment.units
+            ranges.append((offset + first * size, offset + last * size))
+            offset += segment.width
+        return ranges
 
-    def _units(self, part: TensorPart) -> tuple[int, int]:
-        if part.units % self.ranks == 0:
-            each = part.units // self.ranks
+    def _units(self, segment: Segment) -> tuple[int, int]:
+        if segment.units % self.ranks == 0:
+            each = segment.units // self.ranks
             return self.rank * each, (self.rank + 1) * each
-        if part.copied and self.ranks % part.units == 0:
-            first = self.rank * part.units // self.ranks
+        if segment.can_replicate and self.ranks % segment.units == 0:
+            first = self.rank * segment.units // self.ranks
             return first, first + 1
-        verb = "can neither share nor copy" if part.copied else "cannot share"
+        verb = "can neither share nor copy" if segment.can_replicate else "cannot share"
         raise ModelError(
-            f"{self.name}: {self.ranks} ranks {verb} {part.units} {part.what} evenly; "
+            f"{self.name}: {self.ranks} ranks {verb} {segment.units} {segment.what} evenly; "
             "choose another tensor_parallel_size"
         )
 
 
-def shares_of(config: Any, name: str, rank: int, ranks: int) -> Shares:
-    """Return the shares of *rank* of *ranks*.
-
-    Raises:
-        ModelError: the heads do not divide; with the numbers.
-    """
+def partition_for(config: Any, name: str, rank: int, ranks: int) -> Partition:
+    """Return the partition of *rank* of *ranks*."""
     heads = int(config.num_attention_heads)
-    return Shares(name, rank, ranks, heads, _kv_heads(config, heads))
+    return Partition(name, rank, ranks, heads, _kv_heads(config, heads))
 
 
 def _kv_heads(config: Any, heads: int) -> int:

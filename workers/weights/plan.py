@@ -1,4 +1,4 @@
-"""How a model is split over ranks: the style of each module, from the model's own plan and a table of ours."""
+"""How a model is split over ranks: the style of each module, from transformers' plan for it and a table here."""
 
 import re
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from workers.weights.families import TESTED
 
 
 class Style(Enum):
-    """What a rank holds of a module, and what ranks exchange when it runs."""
+    """The part of a module that a rank holds, and the collective that follows it."""
 
     COLUMNS = auto()
-    """Some of the outputs, which the next ROWS module takes as they are. In attention: whole heads."""
+    """Some of the outputs, which are inputs of the next ROWS module. In attention: whole heads."""
     ROWS = auto()
     """The weights of some of the inputs; outputs are summed over ranks."""
     GATHERED = auto()
-    """Some of the outputs; they are gathered, so that every rank sees all."""
+    """Some of the outputs; they are gathered on all ranks."""
     SPLIT_INPUT = auto()
-    """ROWS, for inputs that every rank has whole: each takes its own."""
+    """ROWS, for inputs that every rank computes whole: each takes its own columns."""
     QKV = auto()
-    """COLUMNS of queries, keys and values that lie behind one another in one weight."""
+    """COLUMNS of queries, keys and values that are concatenated in one weight."""
     EXPERTS = auto()
     """Some of each expert's inner width: gates, then ups `[E, 2 I, H]`, and downs `[E, H, I]`; outputs are summed."""
     EXPERTS_PAIRED = auto()
@@ -31,13 +31,13 @@ class Style(Enum):
     KV_HEADS = auto()
     """A parameter with one row a key/value head."""
     WHOLE = auto()
-    """Everything; ranks do the same work."""
+    """All of it; every rank computes the same."""
 
 
 Plan = Mapping[str, Style]
-"""Style by name of a module or parameter below the base model, with `*` for numbers; what is absent is WHOLE."""
+"""Style by name of a module or parameter in the base model, with `*` for numbers. Names not listed are WHOLE."""
 
-THEIRS: Mapping[str, Style] = {
+TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "colwise": Style.COLUMNS,
     "rowwise": Style.ROWS,
     "colwise_gather_output": Style.GATHERED,
@@ -46,7 +46,7 @@ THEIRS: Mapping[str, Style] = {
     "rowwise_rep": Style.SPLIT_INPUT,  # its older name
     "replicated_with_grad_allreduce": Style.WHOLE,
 }
-"""The styles of transformers' plans that are obeyed. Experts are recognised by their name."""
+"""The supported styles of transformers' plans. Experts are recognised by their name."""
 
 _SEPARATE_HEADS: Plan = {
     "layers.*.self_attn.q_proj": Style.COLUMNS,
@@ -66,8 +66,8 @@ _GPT2_LIKE: Plan = {
     "h.*.mlp.c_proj": Style.ROWS,
 }
 
-OURS: Mapping[str, Plan] = {
-    # No plan at all.
+EXTRA_PLANS: Mapping[str, Plan] = {
+    # transformers has no plan.
     "stablelm": {**_SEPARATE_HEADS, **_GATED},
     "gpt2": _GPT2_LIKE,
     "gpt_bigcode": _GPT2_LIKE,
@@ -84,7 +84,7 @@ OURS: Mapping[str, Plan] = {
         "layers.*.self_attn.sinks": Style.HEADS,
         "layers.*.mlp.experts": Style.EXPERTS_PAIRED,
     },
-    # A plan that leaves something out.
+    # transformers' plan is incomplete.
     "deepseek_v3": {
         "layers.*.self_attn.q_proj": Style.COLUMNS,
         "layers.*.self_attn.q_b_proj": Style.COLUMNS,
@@ -93,7 +93,7 @@ OURS: Mapping[str, Plan] = {
     },
     "cohere": {"layers.*.self_attn.q_norm": Style.HEADS, "layers.*.self_attn.k_norm": Style.KV_HEADS},
 }
-"""By model_type, what is added to the model's own plan."""
+"""By model_type, additions to transformers' plan."""
 
 LOCAL_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "stablelm": ("num_heads", "num_key_value_heads"),
@@ -110,30 +110,30 @@ def plan_for(config: Any, kind: str, name: str) -> Plan:
     Args:
         config: its `transformers` config.
         kind: its model_type.
-        name: what the user called it, for messages.
+        name: the model as the user named it, for messages.
 
     Raises:
-        ModelError: it has no plan, or one that we cannot obey.
+        ModelError: it has no plan, or an unsupported one.
     """
-    plan = {**_own_plan(config, kind, name), **OURS.get(kind, {})}
+    plan = {**_transformers_plan(config, kind, name), **EXTRA_PLANS.get(kind, {})}
     if kind == "gpt_bigcode" and not config.multi_query:
-        plan["h.*.attn.c_attn"] = Style.COLUMNS  # each head's query, key and value lie together
+        plan["h.*.attn.c_attn"] = Style.COLUMNS  # each head's query, key and value are adjacent
     if not plan:
         raise ModelError(f"{name}: model_type {kind!r} has no plan for tensor parallelism; use tensor_parallel_size=1")
     return plan
 
 
-def _own_plan(config: Any, kind: str, name: str) -> dict[str, Style]:
+def _transformers_plan(config: Any, kind: str, name: str) -> dict[str, Style]:
     plan: dict[str, Style] = {}
     for pattern, style in (config.base_model_tp_plan or {}).items():
         experts = re.match(r".*\.experts(?=\.|$)", pattern)
         if experts:
             plan[experts.group()] = Style.EXPERTS
-        elif style in THEIRS:
-            plan[pattern] = THEIRS[style]
+        elif style in TRANSFORMERS_STYLES:
+            plan[pattern] = TRANSFORMERS_STYLES[style]
         elif pattern != "embed_tokens":  # which is split by its rows for every model
             raise ModelError(
-                f"{name}: model_type {kind!r} asks for the unknown tensor-parallel style {style!r} at "
+                f"{name}: model_type {kind!r} has the unknown tensor-parallel style {style!r} at "
                 f"{pattern}; use tensor_parallel_size=1"
             )
     if Style.EXPERTS in plan.values() and kind not in TESTED:
@@ -145,5 +145,5 @@ def _own_plan(config: Any, kind: str, name: str) -> dict[str, Style]:
 
 
 def style_of(plan: Plan, name: str) -> Style:
-    """Return the style of the module or parameter *name*, counted from the base model."""
+    """Return the style of the module or parameter *name* of the base model."""
     return plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), Style.WHOLE)

@@ -1,7 +1,7 @@
-"""Reads parts of weights from safetensors, under the names that the model's own parameters have.
+"""Reads slices of weights from safetensors, by the names of the model's parameters.
 
-Only what is asked for is read, so that a rank never holds more than its share. Checkpoints name some weights otherwise
-than models do: with or without the base model's prefix, and experts one by one where the model has one tensor for all.
+Only requested slices are read, so a rank never holds more than its shard. Some names in checkpoints differ from the
+model's: with or without the base model's prefix, and experts stored one by one that are one tensor in the model.
 """
 
 import re
@@ -17,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 
 from protos.errors import ModelError
 from workers.weights.hub import shards_by_tensor
-from workers.weights.partition import Cut
+from workers.weights.partition import TensorSlice
 
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "mixtral": ((r"\.mlp\.", ".block_sparse_moe."),),
     "gpt_neox": ((r"^lm_head\.", "embed_out."),),
 }
-"""By model_type, patterns of a model's names and what checkpoints have instead."""
+"""By model_type, patterns of a model's names and their replacements in checkpoints."""
 
 EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<weight>gate_up_proj|down_proj)")
 EXPERT_PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -32,8 +32,8 @@ EXPERT_PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 USUAL_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-class Stored(Protocol):
-    """One weight of the model, as the checkpoint has it."""
+class StoredWeight(Protocol):
+    """One weight of the model in the checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,42 +46,42 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class One:
-    """A weight that is stored as it is. `piece` is its `PySafeSlice`."""
+class PlainWeight:
+    """A weight that is stored as one tensor. `tensor` is its `PySafeSlice`."""
 
-    piece: Any
+    tensor: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Stored`."""
-        return tuple(self.piece.get_shape())
+        """See `StoredWeight`."""
+        return tuple(self.tensor.get_shape())
 
     def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
-        """See `Stored`."""
-        part: torch.Tensor = self.piece[(*(slice(None),) * dim, slice(start, stop))]
-        return part.contiguous()  # columns may come as a view of the mapped file, of which the rest would stay, too
+        """See `StoredWeight`."""
+        part: torch.Tensor = self.tensor[(*(slice(None),) * dim, slice(start, stop))]
+        return part.contiguous()  # columns may be a view of the mapped file, which would keep all of it in memory
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Experts stored one by one, each in parts that lie behind one another: `parts_EP[e][p]`."""
+class StackedExperts:
+    """Experts stored one by one, each as consecutive parts: `parts_EP[e][p]`."""
 
-    parts_EP: Seq[Seq[One]]
+    parts_EP: Seq[Seq[PlainWeight]]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Stored`."""
+        """See `StoredWeight`."""
         first = [part.shape for part in self.parts_EP[0]]
         return (len(self.parts_EP), sum(shape[0] for shape in first), *first[0][1:])
 
     def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
-        """See `Stored`."""
+        """See `StoredWeight`."""
         if dim == 0:
             return torch.stack([self._expert(parts, 0, 0, self.shape[1]) for parts in self.parts_EP[start:stop]])
         return torch.stack([self._expert(parts, dim - 1, start, stop) for parts in self.parts_EP])
 
     @staticmethod
-    def _expert(parts: Seq[One], dim: int, start: int, stop: int) -> torch.Tensor:
+    def _expert(parts: Seq[PlainWeight], dim: int, start: int, stop: int) -> torch.Tensor:
         if dim > 0:
             return torch.cat([part.read(dim, start, stop) for part in parts])
         found = []
@@ -96,17 +96,17 @@ class Stacked:
 
 
 class Checkpoint:
-    """An open checkpoint. Made by `opened`."""
+    """An open checkpoint. See `open_checkpoint`."""
 
     def __init__(self, stored: Mapping[str, Any], kind: str, prefix: str) -> None:
         self._stored, self._kind, self._prefix = stored, kind, prefix + "."
 
-    def find(self, name: str) -> Stored | None:
-        """Return the weight that the model calls *name*; None if the checkpoint has none."""
+    def find(self, name: str) -> StoredWeight | None:
+        """Return the weight *name* of the model; None if the checkpoint has none."""
         candidates = list(self._names(name))
         plain = next((found for found in candidates if found in self._stored), None)
         if plain is not None:
-            return One(self._piece(plain))
+            return PlainWeight(self._tensor(plain))
         return next((found for found in map(self._experts, candidates) if found is not None), None)
 
     def _names(self, name: str) -> Iterator[str]:
@@ -115,7 +115,7 @@ class Checkpoint:
             for known in (name, stripped, self._prefix + name):
                 yield re.sub(pattern, stored, known)
 
-    def _experts(self, name: str) -> Stacked | None:
+    def _experts(self, name: str) -> StackedExperts | None:
         match = EXPERTS.fullmatch(name)
         if match is None:
             return None
@@ -126,23 +126,23 @@ class Checkpoint:
         names_EP = [[f"{match['experts']}.{e}.{part}.weight" for part in parts] for e in range(count)]
         if not count or not all(name in self._stored for names in names_EP for name in names):
             return None
-        return Stacked([[One(self._piece(name)) for name in names] for names in names_EP])
+        return StackedExperts([[PlainWeight(self._tensor(name)) for name in names] for names in names_EP])
 
-    def _piece(self, stored: str) -> Any:
+    def _tensor(self, stored: str) -> Any:
         return self._stored[stored].get_slice(stored)
 
 
 @contextmanager
-def opened(folder: Path, kind: str, prefix: str) -> Iterator[Checkpoint]:
+def open_checkpoint(folder: Path, kind: str, prefix: str) -> Iterator[Checkpoint]:
     """Open the checkpoint in *folder*.
 
     Args:
         folder: with `model.safetensors`, or an index and its shards.
         kind: the model_type.
-        prefix: what the model's names of its base model begin with.
+        prefix: of the names of the base model's parameters.
 
     Raises:
-        ModelError: a file is damaged; while it is read, too.
+        ModelError: a file is damaged. Raised while weights are read, too.
     """
     with ExitStack() as files:
         try:
@@ -156,19 +156,19 @@ def opened(folder: Path, kind: str, prefix: str) -> Iterator[Checkpoint]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that are there: whoever needs only some of a checkpoint has fetched only some shards of it."""
+    """Return the files that are present: only some shards may have been fetched."""
     shards = sorted(set(shards_by_tensor(folder, folder.name).values()))
     return [folder / shard for shard in shards if (folder / shard).is_file()] or [folder / "model.safetensors"]
 
 
-def read_cut(stored: Stored, cut: Cut | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the part of *stored* that *cut* keeps (None: all of it), as *dtype*."""
-    if cut is None:
+def read_slice(stored: StoredWeight, part: TensorSlice | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return a slice of *stored* (None: all of it) as *dtype*."""
+    if part is None:
         return stored.read(0, 0, stored.shape[0]).to(dtype) if stored.shape else torch.tensor(0)
-    pieces = [stored.read(cut.dim, start, stop) for start, stop in cut.pieces if start < stop]
-    missing = cut.length - sum(piece.shape[cut.dim] for piece in pieces)
+    found = [stored.read(part.dim, start, stop) for start, stop in part.ranges if start < stop]
+    missing = part.length - sum(tensor.shape[part.dim] for tensor in found)
     if missing:
         shape = [*stored.shape]
-        shape[cut.dim] = missing
-        pieces.append(torch.zeros(shape, dtype=dtype))
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)).to(dtype)
+        shape[part.dim] = missing
+        found.append(torch.zeros(shape, dtype=dtype))
+    return (found[0] if len(found) == 1 else torch.cat(found, part.dim)).to(dtype)

@@ -14,7 +14,16 @@ import torch
 from protos.worker_messages import StoreAddress
 from tests.support.distributed.ranks import Board, ThreadGroup, on_ranks, told_of_a_silent_peer
 from workers.distributed import groups
-from workers.distributed.groups import Group, GroupError, Solo, address_towards, connect_store, form, let_go, open_store
+from workers.distributed.groups import (
+    Group,
+    GroupError,
+    Solo,
+    address_towards,
+    close_without_waiting,
+    connect_store,
+    form,
+    open_store,
+)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -155,7 +164,7 @@ def test_only_what_waits_on_a_device_is_broken_off_by_others() -> None:
         def close(self) -> None:
             closed.set()
 
-    let_go(Told(Board(2), 0, 2), torch.device("cpu"))
+    close_without_waiting(Told(Board(2), 0, 2), torch.device("cpu"))
     assert not closed.wait(0.1)
-    let_go(Told(Board(2), 0, 2), torch.device("cuda"))
+    close_without_waiting(Told(Board(2), 0, 2), torch.device("cuda"))
     assert closed.wait(10)

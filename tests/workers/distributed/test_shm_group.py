@@ -17,12 +17,12 @@ from protos.worker_messages import StoreAddress
 from tests.support.distributed.ranks import Result, on_ranks, told_of_a_silent_peer
 from workers.distributed import shm_group as near_group
 from workers.distributed.groups import Group, GroupError, TorchGroup, connect_store, form, open_store
-from workers.distributed.shm_group import PLACE_BYTES, SharedMemoryGroup, near
+from workers.distributed.shm_group import PLACE_BYTES, SharedMemoryGroup, with_shared_memory
 
 
 def nearby(size: int, work: Callable[[SharedMemoryGroup], Result], *, timeout_s: float = 60.0) -> list[Result]:
     def on_rank(far: Group) -> Result:
-        group = near(far, "tp", timeout_s)
+        group = with_shared_memory(far, "tp", timeout_s)
         assert isinstance(group, SharedMemoryGroup)
         try:
             return work(group)
@@ -158,7 +158,7 @@ def test_closing_wakes_whoever_waits_in_the_same_process() -> None:
 
 
 def _mute(address: StoreAddress, come: Any) -> None:
-    group = near(form("tp", connect_store(address), 1, 2, timeout_s=30), "tp", 30)
+    group = with_shared_memory(form("tp", connect_store(address), 1, 2, timeout_s=30), "tp", 30)
     group.all_reduce(torch.ones(1))
     come.set()
     time.sleep(60)
@@ -170,7 +170,7 @@ def test_a_peer_that_is_killed_is_an_error_at_once() -> None:
     peer = context.Process(target=_mute, args=(address, come))
     peer.start()
     try:
-        group = near(form("tp", connect_store(address), 0, 2, timeout_s=30), "tp", 30)
+        group = with_shared_memory(form("tp", connect_store(address), 0, 2, timeout_s=30), "tp", 30)
         assert group.all_reduce(torch.ones(1)).item() == 2
         assert come.wait(30)
         assert peer.pid is not None
@@ -186,7 +186,7 @@ def test_a_peer_that_is_killed_is_an_error_at_once() -> None:
 
 
 def kinds(size: int = 2) -> list[type]:
-    return on_ranks(size, lambda group: type(near(group, "tp", 5)))
+    return on_ranks(size, lambda group: type(with_shared_memory(group, "tp", 5)))
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "memfd_create"])

@@ -18,7 +18,7 @@ from tests.support.models import tiny_models
 from tests.workers.draft.test_weights import CPU, FAMILIES, assert_lends
 from workers.draft.weights import StoredLender, read_tensors
 from workers.weights import hub as fetching
-from workers.weights.hub import describe, fetch, fetch_ends, fetch_tokenizer, shards_by_tensor
+from workers.weights.hub import fetch, fetch_tokenizer, fetch_without_layers, read_config, shards_by_tensor
 
 NAME = "someone/model"
 
@@ -56,7 +56,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 def ends(model: str) -> Path:
     config = ModelConfig(model=model)
-    return fetch_ends(config, describe(config))
+    return fetch_without_layers(config, read_config(config))
 
 
 def in_shards(folder: Path) -> None:
