@@ -1,4 +1,4 @@
-"""What `LLM` drives: an engine in the caller's own thread, or one behind a channel."""
+"""The engines of `LLM`: in the caller's thread, or in another process, reached through a channel."""
 
 import asyncio
 import atexit
@@ -23,55 +23,55 @@ from runtime.frontend.channel import IDLE_S, Channel, Commands, Failed, LoadProg
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 
 SILENCE_S = 30.0
-"""A stage that says nothing for this long is named again."""
+"""A loading stage is reported again after this long without progress."""
 
 SNAPSHOT_S = 3 * IDLE_S
-"""An engine that is idle shows its counters within this."""
+"""An idle engine publishes its counters within this time."""
 
 Reports = queue.Queue[Report | SlipstreamError]
 
 
 class Engine(Protocol):
-    """Answers requests for one caller at a time."""
+    """Serves the requests of one caller."""
 
     @property
     def tokenizer(self) -> Any:
-        """As transformers made it; None where token ids go in and out."""
+        """The transformers tokenizer; None with `skip_tokenizer_init`."""
         ...
 
     @property
     def preprocessor(self) -> Preprocessor:
-        """Makes requests out of prompts."""
+        """Makes requests from prompts."""
         ...
 
     @property
     def info(self) -> WorkerInfo:
-        """What the loaded workers said of themselves."""
+        """Sizes and limits reported by the loaded workers."""
         ...
 
     def put(self, requests: Sequence[Request]) -> None:
-        """Have requests served from the next step on."""
+        """Add requests; they are served from the next step on."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
-        """Give up requests; return what came for others meanwhile."""
+        """Abort requests; return outputs of others that arrived meanwhile."""
         ...
 
     def step(self) -> list[TokenOutput]:
-        """Return what came next, maybe nothing.
+        """Return the next outputs, possibly none.
 
         Raises:
-            EngineDeadError: nothing more will come; what had come is in `final_outputs`.
+            EngineDeadError: the engine has ended; see `final_outputs`.
         """
         ...
 
     @property
     def final_outputs(self) -> list[TokenOutput]:
-        """The final outputs of requests that a dead engine left behind."""
+        """The final outputs of the requests that ran when the engine died."""
         ...
 
     def stats(self) -> EngineStats:
-        """Return a picture of the engine's counters and gauges."""
+        """Return a snapshot of the engine's counters and gauges."""
         ...
 
     def shutdown(self) -> None:
@@ -88,7 +88,7 @@ class LocalEngine:
         self.info = self.assembled.info
         self.tokenizer = self.assembled.tokenizer
         self.preprocessor = self.assembled.preprocessor
-        # These do what the controller does, without a call in between.
+        # Bound methods: one call less in the path of each step.
         self.put = self._inbox.put
         self.step = self.assembled.controller.step
         self.stats = self.assembled.controller.stats
@@ -111,72 +111,72 @@ class ChannelEngine:
     Ends with `shutdown`, with its last reference, or with the interpreter.
 
     Args:
-        config: what the channel's controller is built from.
-        channel: leads to it; owned by this engine.
-        say: told, in a line each, what is being done.
+        config: the controller's configuration.
+        channel: to the controller; owned by this engine.
+        report: called with a line for each stage of loading.
 
     Raises:
-        ConfigError, ModelError, PlacementError: as the controller found.
-        EngineDeadError: it ended for another reason.
+        ConfigError, ModelError, PlacementError: the controller could not be built.
+        EngineDeadError: the controller ended for another reason.
     """
 
-    def __init__(self, config: EngineConfig, channel: Channel, say: ProgressCallback) -> None:
+    def __init__(self, config: EngineConfig, channel: Channel, report: ProgressCallback) -> None:
         self._reports: Reports = queue.Queue()
-        self._held: deque[Report | SlipstreamError] = deque()  # came while somebody waited for a snapshot
+        self._held: deque[Report | SlipstreamError] = deque()  # received while `stats` waited for a snapshot
         self._stats, self._num_tokens = EngineStats(), 0
         self._failure: SlipstreamError | None = None
         self.final_outputs: list[TokenOutput] = []
-        self._carrier = _Carrier(channel)
-        self._end = weakref.finalize(self, self._carrier.close)
+        self._thread = _ChannelThread(channel)
+        self._end = weakref.finalize(self, self._thread.close)
         self._end.atexit = False  # Ray must not be shut down before
         atexit.register(self._end)
         try:
-            self.info = self._start(say)
+            self.info = self._start(report)
             self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
             self.preprocessor = assemble.make_preprocessor(config, self.info, self.tokenizer)
         except BaseException:
             self.shutdown()
             raise
 
-    def _start(self, say: ProgressCallback) -> WorkerInfo:
-        """Return what the engine says of itself once it serves; meanwhile pass on what it is doing."""
-        self._carrier.start(self._reports)
+    def _start(self, report: ProgressCallback) -> WorkerInfo:
+        """Wait until the engine serves and return its info; report its stages meanwhile."""
+        self._thread.start(self._reports)
         stage, since = "the engine", time.monotonic()
         while True:
             try:
-                report = self._reports.get(timeout=SILENCE_S)
+                message = self._reports.get(timeout=SILENCE_S)
             except queue.Empty:
-                say(f"still waiting after {time.monotonic() - since:.0f} s for: {stage}")
+                report(f"still waiting after {time.monotonic() - since:.0f} s for: {stage}")
                 continue
-            if isinstance(report, Ready):
-                return report.info
-            if isinstance(report, LoadProgress):
-                stage, since = report.text, time.monotonic()
-                say(stage)
+            if isinstance(message, Ready):
+                return message.info
+            if isinstance(message, LoadProgress):
+                stage, since = message.text, time.monotonic()
+                report(stage)
             else:
-                self._take(report)
+                self._handle(message)
 
     def put(self, requests: Sequence[Request]) -> None:
         """See `Engine`."""
         self._check()
-        self._carrier.send(Commands(requests=tuple(requests)))
+        self._thread.send(Commands(requests=tuple(requests)))
 
     def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
-        """See `Engine`. Does not wait: what still comes for these belongs to nobody."""
+        """See `Engine`. Does not wait; later outputs of these requests are dropped."""
         if self._failure is None:
-            self._carrier.send(Commands(aborts=tuple(request_ids)))
+            self._thread.send(Commands(aborts=tuple(request_ids)))
         return []
 
     def step(self) -> list[TokenOutput]:
         """See `Engine`."""
         self._check()
-        return self._take(self._held.popleft() if self._held else self._reports.get())
+        return self._handle(self._held.popleft() if self._held else self._reports.get())
 
     def _check(self) -> None:
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
-    def _take(self, report: Report | SlipstreamError) -> list[TokenOutput]:
+    def _handle(self, report: Report | SlipstreamError) -> list[TokenOutput]:
         if isinstance(report, Outputs):
             self._stats = report.stats or self._stats
             self._num_tokens += sum(len(output.token_ids) for output in report.outputs)
@@ -189,7 +189,7 @@ class ChannelEngine:
         return []
 
     def stats(self) -> EngineStats:
-        """See `Engine`. Waits for the snapshot that counts every token which `step` has returned."""
+        """See `Engine`. Waits for a snapshot that counts every token which `step` has returned."""
         deadline = time.monotonic() + SNAPSHOT_S
         while self._failure is None and self._stats.generated_tokens < self._num_tokens:
             try:
@@ -208,8 +208,8 @@ class ChannelEngine:
         self._end()
 
 
-class _Carrier:
-    """A channel, and the event loop it lives on, in a thread."""
+class _ChannelThread:
+    """Runs a channel on an event loop in a thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -218,7 +218,7 @@ class _Carrier:
         self._thread.start()
 
     def start(self, reports: "Reports") -> None:
-        """Start the channel; everything it reports goes into *reports*, and so does why it could not be started."""
+        """Start the channel; its reports, or the error of starting it, go into *reports*."""
         asyncio.run_coroutine_threadsafe(self._start(reports), self._loop)
 
     async def _start(self, reports: "Reports") -> None:
@@ -234,7 +234,7 @@ class _Carrier:
         self._loop.call_soon_threadsafe(self._channel.send, commands)
 
     def close(self) -> None:
-        """Close the channel and end the thread."""
+        """Close the channel and end the thread. Blocks."""
         asyncio.run_coroutine_threadsafe(self._channel.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""`LLM`: offline generation with vLLM's signatures, in the caller's own thread or by a gang of workers on Ray."""
+"""`LLM`: offline generation with vLLM's signatures, in the caller's thread or on Ray."""
 
 import functools
 import itertools
@@ -15,6 +15,7 @@ from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, InvalidRequestError
 from protos.messages import Request, TokenOutput
 from protos.outputs import RequestOutput
+from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from protos.stats import EngineStats
 from runtime.frontend.outputs import Decode, OutputCollector, no_text
@@ -29,14 +30,14 @@ Progress = bool | Callable[..., Any]
 
 
 class LLM:
-    """A model with everything around it. `LLM()` is the embedded demo pair.
+    """Generates text with a model. `LLM()` loads the embedded demo pair.
 
     Args:
         model: Hub id or folder.
         arguments: vLLM's engine arguments; `slipstream env` lists them with their values.
 
     Raises:
-        ConfigError, ModelError: one line that names the value and the limit.
+        ConfigError, ModelError: names the value and the limit.
         PlacementError: the Ray cluster has no room for the workers.
     """
 
@@ -45,21 +46,21 @@ class LLM:
         self._start(engine_config({"model": model, **arguments}), logger.info)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, say: Callable[[str], None] = logger.info) -> "LLM":
-        """Build from a parsed configuration; *say* is told, in a line each, what is being done."""
+    def from_config(cls, config: EngineConfig, report: ProgressCallback = logger.info) -> "LLM":
+        """Build from a parsed configuration; *report* is called with a line for each stage of loading."""
         llm = cls.__new__(cls)
-        llm._start(config, say)
+        llm._start(config, report)
         return llm
 
-    def _start(self, config: EngineConfig, say: Callable[[str], None]) -> None:
+    def _start(self, config: EngineConfig, report: ProgressCallback) -> None:
         self.config = config
         self._sampling_defaults = sampling_defaults(config.model)
         if usual_tokens(config.model) is not None:
             self._sampling_defaults["max_tokens"] = None
-        self._engine = make_engine(config, say)
+        self._engine = make_engine(config, report)
         self._preprocessor = self._engine.preprocessor
         self._names = map(str, itertools.count())
-        self._arrived: dict[str, list[TokenOutput]] = {}  # for each live request, what its caller has yet to take
+        self._arrived: dict[str, list[TokenOutput]] = {}  # outputs by running request, not yet read by its caller
         self._decode = _decoder(self._engine.tokenizer)
 
     def generate(
@@ -76,19 +77,19 @@ class LLM:
         Args:
             prompts: text, token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, or a list of these.
             sampling_params: one for all, or one for each prompt; `get_default_sampling_params()` if None.
-            use_tqdm: whether to show a progress bar, or what to make one with.
-            lora_request: as in vLLM; only None is taken.
-            priority: as in vLLM; only None is taken.
+            use_tqdm: whether to show a progress bar, or a function that makes one.
+            lora_request: as in vLLM; must be None.
+            priority: as in vLLM; must be None.
 
         Raises:
-            InvalidRequestError: some prompt or parameter is not acceptable; nothing was scheduled.
+            InvalidRequestError: a prompt or parameter is invalid; nothing was scheduled.
             EngineDeadError: the engine failed.
         """
-        _refuse(lora_request=lora_request, priority=priority)
+        _reject_unsupported(lora_request=lora_request, priority=priority)
         if isinstance(prompts, list | tuple) and not prompts:
             return []
         single = as_prompts(prompts)
-        params = self._for_each(sampling_params, len(single))
+        params = self._params_per_prompt(sampling_params, len(single))
         encoded = [self._preprocessor.encode(one, some) for one, some in zip(single, params, strict=True)]
         return self._complete(encoded, params, use_tqdm)
 
@@ -108,11 +109,11 @@ class LLM:
         """Answer one conversation or a list of them, rendered by the model's chat template or by *chat_template*.
 
         Raises:
-            InvalidRequestError: there is no template, or some message or parameter is not acceptable.
+            InvalidRequestError: there is no template, or a message or parameter is invalid.
         """
-        _refuse(lora_request=lora_request)
+        _reject_unsupported(lora_request=lora_request)
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        params = self._for_each(sampling_params, len(conversations))
+        params = self._params_per_prompt(sampling_params, len(conversations))
         options = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -125,10 +126,10 @@ class LLM:
         return self._complete(encoded, params, use_tqdm)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[TokenOutput]:
-        """Yield what each step adds to one prompt's completion; leaving early aborts it.
+        """Yield the output of each step for one prompt; closing the iterator early aborts the request.
 
         Raises:
-            InvalidRequestError: before the first output; `n` must be 1.
+            InvalidRequestError: a parameter is invalid (`n` must be 1); raised before the first output.
         """
         params = sampling_params or self.get_default_sampling_params()
         if params.n != 1:
@@ -137,18 +138,18 @@ class LLM:
         return self._drive(requests)
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, as transformers made it; None with `skip_tokenizer_init`."""
+        """Return the transformers tokenizer; None with `skip_tokenizer_init`."""
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` and `chat` use where nothing is given: what the model's checkpoint recommends.
+        """Return the defaults of `generate` and `chat`: the recommendations of the model's checkpoint.
 
-        `max_tokens` None is as long as it recommends, or up to the end of the context.
+        `max_tokens` None means the recommended length, or up to the end of the context.
         """
         return SamplingParams(**self._sampling_defaults)
 
     def stats(self) -> EngineStats:
-        """Return a picture of the engine's counters and gauges."""
+        """Return a snapshot of the engine's counters and gauges."""
         return self._engine.stats()
 
     def shutdown(self) -> None:
@@ -163,7 +164,7 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _for_each(self, params: Params, count: int) -> Sequence[SamplingParams]:
+    def _params_per_prompt(self, params: Params, count: int) -> Sequence[SamplingParams]:
         """Return the parameters of each of *count* prompts."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * count
@@ -177,26 +178,30 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: Progress
     ) -> list[RequestOutput]:
         names = [next(self._names) for _ in prompts]
-        made = [
+        requests_per_prompt = [
             self._preprocessor.requests(prompt, some, name)
             for prompt, some, name in zip(prompts, params, names, strict=True)
         ]
         collectors = [
             OutputCollector(name, prompt.text, requests, self._decode)
-            for name, prompt, requests in zip(names, prompts, made, strict=True)
+            for name, prompt, requests in zip(names, prompts, requests_per_prompt, strict=True)
         ]
-        owners = {request.request_id: c for requests, c in zip(made, collectors, strict=True) for request in requests}
-        with _Bar(use_tqdm, len(prompts)) as bar:
-            for output in self._drive([request for requests in made for request in requests]):
-                collector = owners[output.request_id]
+        collector_of = {
+            request.request_id: collector
+            for requests, collector in zip(requests_per_prompt, collectors, strict=True)
+            for request in requests
+        }
+        with _ProgressBar(use_tqdm, len(prompts)) as bar:
+            for output in self._drive([request for requests in requests_per_prompt for request in requests]):
+                collector = collector_of[output.request_id]
                 collector.add(output)
                 bar.update(len(output.token_ids), collector.finished)
         return [collector.result() for collector in collectors]
 
     def _drive(self, requests: Sequence[Request]) -> Iterator[TokenOutput]:
-        """Run *requests* to their end; those still running when the caller leaves are aborted.
+        """Yield the outputs of *requests* until all have ended; abort those still running if the caller stops early.
 
-        Several callers may take turns (streams left half read): a step's outputs go to whom they belong.
+        Several iterators may be active (streams read in turns): each step's outputs are kept for their owner.
         """
         running = {request.request_id for request in requests}
         arrived: list[TokenOutput] = []
@@ -214,7 +219,7 @@ class LLM:
                         del self._arrived[output.request_id]
                     yield output
         except (GeneratorExit, KeyboardInterrupt):
-            self._hand_out(self._engine.abort(tuple(running)))
+            self._distribute(self._engine.abort(tuple(running)))
             raise
         finally:
             for name in running:
@@ -222,19 +227,19 @@ class LLM:
 
     def _step(self) -> None:
         try:
-            self._hand_out(self._engine.step())
+            self._distribute(self._engine.step())
         except EngineDeadError:
-            self._hand_out(self._engine.final_outputs)  # for the callers whose turn it is not
+            self._distribute(self._engine.final_outputs)  # for the other active iterators
             raise
 
-    def _hand_out(self, outputs: Sequence[TokenOutput]) -> None:
+    def _distribute(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
-            if output.request_id in self._arrived:  # else nobody waits for it any more
+            if output.request_id in self._arrived:  # else its caller has stopped reading
                 self._arrived[output.request_id].append(output)
 
 
-class _Bar:
-    """A progress bar over prompts that also tells tokens a second; or nothing."""
+class _ProgressBar:
+    """A progress bar over prompts that also shows tokens per second; does nothing if not wanted."""
 
     def __init__(self, wanted: Progress, num_prompts: int) -> None:
         self._bar = None
@@ -245,7 +250,7 @@ class _Bar:
                 total=num_prompts, desc="Processed prompts", dynamic_ncols=True
             )
 
-    def __enter__(self) -> "_Bar":
+    def __enter__(self) -> "_ProgressBar":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -253,7 +258,7 @@ class _Bar:
             self._bar.close()
 
     def update(self, num_tokens: int, finished: bool) -> None:
-        """Count tokens, and a prompt that *finished*."""
+        """Add tokens, and one prompt if *finished*."""
         self._num_tokens += num_tokens
         if self._bar is None or not finished:
             return
@@ -270,13 +275,13 @@ def _tqdm() -> Callable[..., Any]:
 
 
 def _decoder(tokenizer: Any) -> Decode:
-    """Return what gives the text of single tokens, remembered: log-probabilities name the same ones again and again."""
+    """Return a cached function from token id to text: log-probabilities repeat the same tokens."""
     if tokenizer is None:
         return no_text
     return functools.lru_cache(maxsize=65536)(lambda token_id: str(tokenizer.decode([token_id])))
 
 
-def _refuse(**given: object) -> None:
+def _reject_unsupported(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise InvalidRequestError(f"{name} is not supported", name)

@@ -1,4 +1,4 @@
-"""Engine arguments with what only an installation knows: the demo pair, the proposers there are, draft checkpoints."""
+"""Parses engine arguments, with the demo pair, the installed proposers and the formats of draft checkpoints."""
 
 import functools
 from collections.abc import Mapping
@@ -13,15 +13,18 @@ from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 
 DEMO_NAME = "demo"
-TOKENS, DEMO_GUESSES = "num_speculative_tokens", 3  # of 3 and 4 the faster in a short run on two CPU cores
-IMPLYING = frozenset({"method", "model", "prompt_lookup_max", "prompt_lookup_min"})
+NUM_TOKENS_KEY = "num_speculative_tokens"
+DEMO_NUM_TOKENS = 3
+"""Faster than 4 in a short run on two CPU cores."""
+METHOD_KEYS = frozenset({"method", "model", "prompt_lookup_max", "prompt_lookup_min"})
+"""Keys of speculative_config that choose a method: without them, the demo draft is used."""
 
 
 def engine_config(given: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration that the arguments *given* ask for; without a model, that of the demo pair.
+    """Return the configuration of the arguments *given*; without a model, that of the demo pair.
 
     Raises:
-        ConfigError: names the argument, the value, and the limit or what to do instead.
+        ConfigError: names the argument, its value, and the limit or the remedy.
     """
     wanted = argument_names.normalised(given)
     if wanted.get("model") is None:
@@ -32,24 +35,24 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
 
 
 def _with_demo(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the demo target, and its draft unless speculation is turned off or goes another way."""
+    """Fill in the demo target, and its draft unless speculation is off or another method is chosen."""
     target, draft = demo.pair()
     filled = {"served_model_name": DEMO_NAME, **wanted, "model": str(target)}
-    asked = wanted.get(argument_names.SPECULATIVE, {})
-    keys = {str(key).replace("-", "_"): value for key, value in speculation.mapping(asked).items()}
+    speculative = wanted.get(argument_names.SPECULATIVE, {})
+    keys = {str(key).replace("-", "_"): value for key, value in speculation.mapping(speculative).items()}
     named = keys.keys() | aliases.collect(wanted).keys()
     is_off = argument_names.SPECULATIVE in wanted and not keys
-    if not is_off and IMPLYING.isdisjoint(named):
-        guesses = {} if TOKENS in named else {TOKENS: DEMO_GUESSES}
-        filled[argument_names.SPECULATIVE] = {**guesses, **keys, "model": str(draft)}
+    if not is_off and METHOD_KEYS.isdisjoint(named):
+        num_tokens = {} if NUM_TOKENS_KEY in named else {NUM_TOKENS_KEY: DEMO_NUM_TOKENS}
+        filled[argument_names.SPECULATIVE] = {**num_tokens, **keys, "model": str(draft)}
     return filled
 
 
 def chat_template_text(given: str | None) -> str | None:
-    """Return a chat template: *given* itself, if it looks like one, else what the file of that name holds.
+    """Return a chat template: *given* itself if it looks like one, else the contents of that file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     if given is None or "{" in given or "\n" in given:
         return given

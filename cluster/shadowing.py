@@ -1,7 +1,7 @@
-"""Names whatever stands in the way of Slipstream's own top-level packages.
+"""Detects code that shadows Slipstream's top-level packages.
 
-`runtime`, `workers`, `demo` and the like are common names. A folder of that name in the working directory or
-in another installed package would be imported in place of ours, and fail far from the cause.
+`runtime`, `workers` and `demo` are common names. A folder of that name in the working directory, or another installed
+package, would be imported instead of ours and fail far from the cause.
 """
 
 import sys
@@ -14,21 +14,21 @@ _HOME = Path(__file__).resolve().parent.parent
 
 
 def check() -> None:
-    """Return if every top-level name of ours leads to our own files.
+    """Check that each of our top-level names is imported from our own files.
 
     Raises:
-        ConfigError: names each stranger and its path.
+        ConfigError: names each foreign module and its path.
     """
-    strangers = [f"`{name}` is {place}" for name in NAMES if (place := _stranger(name)) is not None]
-    if strangers:
+    foreign = [f"`{name}` is {place}" for name in NAMES if (place := _foreign_origin(name)) is not None]
+    if foreign:
         raise _error_type()(
-            f"Slipstream lives in {_HOME}, but Python would import other code under its names: {'; '.join(strangers)}. "
+            f"Slipstream lives in {_HOME}, but Python would import other code under its names: {'; '.join(foreign)}. "
             "Start from another directory, or remove that path from PYTHONPATH or that package from the environment."
         )
 
 
-def _stranger(name: str) -> str | None:
-    """Return where *name* leads if that is not our file, else None; imports nothing."""
+def _foreign_origin(name: str) -> str | None:
+    """Return the path of *name* if it is not ours, else None. Imports nothing."""
     spec = _spec(name)
     if spec is None:
         return None
@@ -45,12 +45,12 @@ def _spec(name: str) -> ModuleSpec | None:
 def _search(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
-    except ValueError:  # loaded without a spec, as a script run by path is
+    except ValueError:  # a script run by path has no spec
         return None
 
 
 def _error_type() -> type[Exception]:
-    """`ConfigError`, unless `protos` itself is what cannot be reached."""
+    """`ConfigError`, or `ImportError` if `protos` itself is shadowed."""
     try:
         from protos.errors import ConfigError  # noqa: PLC0415 - it may be the module that is shadowed
     except ImportError:
