@@ -37,7 +37,7 @@ from protos.worker_messages import (
     WorkerGroup,
     WorkerId,
 )
-from workers.distributed.groups import open_store
+from workers.distributed.store import open_store
 from workers.draft.channel import DraftReceiver, DraftSender, join_as_draft, join_as_target
 from workers.draft.wire import STAMP
 

@@ -18,7 +18,8 @@ import torch
 
 from protos.worker_messages import Drafted, FormPair, FromWorker, PairFailed, PairReady, Taken
 from workers.device import set_device, side_stream
-from workers.distributed.groups import Group, address_towards, close_without_waiting, connect_store, form
+from workers.distributed.groups import Group, close_without_waiting, form
+from workers.distributed.store import address_towards, connect_store
 from workers.draft.announce import Announcer, Listener
 from workers.draft.deadline import FLOOR_S, DraftDeadline
 from workers.draft.feature_channel import DRAFT, TARGET, FeatureReceiver, FeatureSender, Shipped

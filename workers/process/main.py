@@ -34,8 +34,9 @@ from protos.worker_messages import (
 )
 from workers.build import blocks_that_fit, load_target, make_draft, make_target, measure_draft
 from workers.device import set_device
-from workers.distributed.groups import LOOPBACK, Group, Solo, address_towards, connect_store, open_store
+from workers.distributed.groups import LOOPBACK, Group, Solo
 from workers.distributed.shm_group import form_with_shared_memory
+from workers.distributed.store import address_towards, connect_store, open_store
 from workers.draft.channel import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
 from workers.draft.deadline import FLOOR_S
 from workers.draft.load import load_draft

@@ -9,7 +9,8 @@ from typing import TypeVar
 import pytest
 import torch
 
-from workers.distributed.groups import Group, GroupError, connect_store, form, open_store
+from workers.distributed.groups import Group, GroupError, form
+from workers.distributed.store import connect_store, open_store
 
 Result = TypeVar("Result")
 

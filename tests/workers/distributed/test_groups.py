@@ -14,16 +14,8 @@ import torch
 from protos.worker_messages import StoreAddress
 from tests.support.distributed.ranks import Board, ThreadGroup, on_ranks, told_of_a_silent_peer
 from workers.distributed import groups
-from workers.distributed.groups import (
-    Group,
-    GroupError,
-    Solo,
-    address_towards,
-    close_without_waiting,
-    connect_store,
-    form,
-    open_store,
-)
+from workers.distributed.groups import Group, GroupError, Solo, close_without_waiting, form
+from workers.distributed.store import address_towards, connect_store, open_store
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -115,7 +107,7 @@ def test_stores_say_where_they_cannot_be() -> None:
 
 def test_addresses() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(GroupError, match=r"finds no way to nowhere\.invalid"):
+    with pytest.raises(GroupError, match=r"finds no route to nowhere\.invalid"):
         address_towards("nowhere.invalid")
 
 
@@ -138,7 +130,7 @@ class Nccl:
     seen: ClassVar[list[tuple[str | None, ...]]] = []
 
     def __init__(self, _store: Any, _rank: int, _size: int, options: Any) -> None:
-        names = (groups.WHEN_NCCL_FAILS, *groups.NCCL_LEAVES_IT_TO_US)
+        names = (groups.WHEN_NCCL_FAILS, *groups.NCCL_ENVIRONMENT)
         self.seen.append((*map(os.environ.get, names), str(options._timeout)))
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -146,7 +138,7 @@ class Nccl:
 
 
 def test_over_nccl_a_failure_ends_the_process_or_the_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (groups.WHEN_NCCL_FAILS, *groups.NCCL_LEAVES_IT_TO_US):
+    for name in (groups.WHEN_NCCL_FAILS, *groups.NCCL_ENVIRONMENT):
         monkeypatch.setenv(name, "1")  # as some clusters have it
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)

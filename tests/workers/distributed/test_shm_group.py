@@ -16,8 +16,9 @@ import torch
 from protos.worker_messages import StoreAddress
 from tests.support.distributed.ranks import Result, on_ranks, told_of_a_silent_peer
 from workers.distributed import shm_group as near_group
-from workers.distributed.groups import Group, GroupError, TorchGroup, connect_store, form, open_store
+from workers.distributed.groups import Group, GroupError, TorchGroup, form
 from workers.distributed.shm_group import PLACE_BYTES, SharedMemoryGroup, with_shared_memory
+from workers.distributed.store import connect_store, open_store
 
 
 def nearby(size: int, work: Callable[[SharedMemoryGroup], Result], *, timeout_s: float = 60.0) -> list[Result]:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.models.tiny_models import build
-from workers.distributed.groups import open_store
+from workers.distributed.store import open_store
 
 ROOT = Path(__file__).parents[3]
 MEASURE = """
@@ -18,7 +18,8 @@ import sys, threading
 import torch
 from protos.config.engine import ModelConfig
 from protos.worker_messages import StoreAddress
-from workers.distributed.groups import connect_store, form
+from workers.distributed.groups import form
+from workers.distributed.store import connect_store
 from workers.model.loader import load
 
 torch.set_num_threads(1)
