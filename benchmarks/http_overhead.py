@@ -79,7 +79,7 @@ class Served:
             return assemble.make_preprocessor(config, info, tokenizer)
 
         self._engine = AsyncEngine(channel, preprocessor, metrics)
-        metrics.follow(self._engine.stats)
+        metrics.use_stats(self._engine.stats)
         await self._engine.start()
         app = create_app(self._engine, tokenizer, metrics, ServerOptions(("bench",), "1"))
         server = uvicorn.Server(uvicorn.Config(app, host=HOST, port=0, log_config=None, lifespan="off"))

@@ -27,7 +27,7 @@ from runtime.grpc.health import is_ready
 from runtime.http.app import create_app
 from runtime.http.context import ServerOptions
 from runtime.http.render import Decoder, TokenTexts
-from runtime.metrics.logs import log_ended, log_to_stderr
+from runtime.metrics.logs import log_request_end, log_to_stderr
 from runtime.metrics.prometheus import Metrics, log_summaries
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 from runtime.text.sampling_defaults import sampling_defaults
@@ -62,7 +62,7 @@ class Replica:
         self._options = _served(config, self._settings)
         self.guard = self._options.guard
         self._tokenizer = _tokenizer(config, settings)
-        self._metrics = Metrics(self._options.model_names[0], tell=log_ended if config.log_requests else None)
+        self._metrics = Metrics(self._options.model_names[0], on_end=log_request_end if config.log_requests else None)
         self._engine = AsyncEngine(
             _channel(config),
             self._make_preprocessor,
@@ -71,7 +71,7 @@ class Replica:
             reading=settings.reading,
             queue=settings.queue,
         )
-        self._metrics.follow(self._engine.stats)
+        self._metrics.use_stats(self._engine.stats)
         self._beside: list[asyncio.Task[None]] = []
 
     async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:

@@ -22,7 +22,7 @@ from runtime.http.options import SafetyOptions
 from runtime.http.render import Decoder
 from runtime.http.schemas import SpecMetrics
 from runtime.http.tools.choice import ToolOptions
-from runtime.metrics.logs import log_ended, log_to_stderr
+from runtime.metrics.logs import log_request_end, log_to_stderr
 from runtime.metrics.prometheus import Metrics, log_summaries
 from runtime.text.preprocessor import Preprocessor, load_tokenizer
 from runtime.text.sampling_defaults import sampling_defaults
@@ -84,7 +84,7 @@ class _Service:
             guard=options.safety.guard,
             pacing=options.safety.pacing,
         )
-        self._metrics = Metrics(self._names[0], tell=log_ended if config.log_requests else None)
+        self._metrics = Metrics(self._names[0], on_end=log_request_end if config.log_requests else None)
         self._channel = controller_channel(config)
         self._engine = AsyncEngine(
             self._channel,
@@ -94,7 +94,7 @@ class _Service:
             reading=options.safety.reading,
             queue=options.safety.queue,
         )
-        self._metrics.follow(self._engine.stats)
+        self._metrics.use_stats(self._engine.stats)
         self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
         self._is_serving = False
         self._tokenizer: asyncio.Task[Decoder] | None = None

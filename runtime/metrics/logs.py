@@ -1,24 +1,26 @@
-"""Log lines, as text or as JSON, and the line that tells how a request went."""
+"""Log lines as text or JSON, the line about each ended request, and the periodic summary line."""
 
 import json
 import logging
 import sys
+import time
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 from protos.config.engine import LogFormat
 from protos.messages import SpeculationStats
+from protos.stats import EngineStats
 
 log = logging.getLogger("slipstream")
 
 OURS = ("slipstream", "protos", "proposers", "workers", "runtime", "cluster")
 HTTP_REQUEST_ID: ContextVar[str] = ContextVar("http_request_id", default="")
-"""The `x-request-id` of the HTTP request that is being answered here; empty outside of one."""
+"""The `x-request-id` of the HTTP request being answered; empty outside of one."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, what `extra={"fields": {...}}` holds, and any traceback."""
+    """One JSON object per line: time, level, logger, message, `extra={"fields": {...}}`, and any traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -37,7 +39,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(log_format: LogFormat = "text", level: int = logging.INFO) -> None:
-    """Let our log lines from *level* on reach standard error; of others, only warnings. The first call counts."""
+    """Log to standard error: our own loggers from *level*, others from WARNING. Only the first call has an effect."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text)
@@ -47,8 +49,8 @@ def log_to_stderr(log_format: LogFormat = "text", level: int = logging.INFO) -> 
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How one request went. Times are in seconds from its arrival, None where it never came so far."""
+class RequestEnd:
+    """The times and counts of an ended request. Times are in seconds from its arrival, None if it ended before."""
 
     request_id: str
     http_request_id: str
@@ -61,25 +63,69 @@ class Ended:
     speculation: SpeculationStats | None
 
 
-def log_ended(ended: Ended) -> None:
-    """Log how a request went, and nothing of what it said."""
-    stats = ended.speculation or SpeculationStats()
+def log_request_end(end: RequestEnd) -> None:
+    """Log the times and counts of an ended request, never its text."""
+    stats = end.speculation or SpeculationStats()
     fields = {
         name: round(value, 6) if isinstance(value, float) else value
-        for name, value in asdict(ended).items()
+        for name, value in asdict(end).items()
         if name != "speculation" and value is not None
     }
     fields |= {"num_draft_tokens": stats.proposed, "num_accepted_draft_tokens": stats.accepted}
-    first = "no token" if ended.first_token_s is None else f"first token after {ended.first_token_s:.3f} s"
+    first = "no token" if end.first_token_s is None else f"first token after {end.first_token_s:.3f} s"
     log.info(
-        "request %s ended (%s): %d prompt + %d output tokens, %s, last after %.3f s, accepted %d of %d guesses",
-        ended.request_id,
-        ended.finish_reason,
-        ended.num_prompt_tokens,
-        ended.num_output_tokens,
+        "request %s ended (%s): %d prompt + %d output tokens, %s, last after %.3f s, accepted %d of %d draft tokens",
+        end.request_id,
+        end.finish_reason,
+        end.num_prompt_tokens,
+        end.num_output_tokens,
         first,
-        ended.last_token_s,
+        end.last_token_s,
         stats.accepted,
         stats.proposed,
         extra={"fields": fields},
     )
+
+
+@dataclass(slots=True)
+class Totals:
+    """What one frontend counted up to a moment, and the controller's snapshot of that moment."""
+
+    at: float = field(default_factory=time.monotonic)
+    prompt: int = 0
+    generated: int = 0
+    finished: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+
+
+def summary_line(now: Totals, before: Totals) -> str:
+    """Return the summary line for the time between two snapshots."""
+    seconds = max(now.at - before.at, 1e-9)
+    stats = now.stats
+    line = (
+        f"{stats.num_running} running, {stats.num_waiting} waiting, {now.finished - before.finished} finished, "
+        f"prompt {(now.prompt - before.prompt) / seconds:.1f} tokens/s, "
+        f"generation {(now.generated - before.generated) / seconds:.1f} tokens/s, "
+        f"KV cache {stats.kv_usage:.0%}"
+    )
+    return line + _prefix_hits(stats, before.stats) + _speculation(stats, before.stats)
+
+
+def _prefix_hits(now: EngineStats, before: EngineStats) -> str:
+    queries = now.prefix_queries - before.prefix_queries
+    return f", prefix hits {(now.prefix_hits - before.prefix_hits) / queries:.0%}" if queries else ""
+
+
+def _speculation(now: EngineStats, before: EngineStats) -> str:
+    """Return acceptance, the estimated speed-up over plain decoding, K, and the draft's share of the time."""
+    drafts, proposed = now.drafting_rounds - before.drafting_rounds, now.proposed - before.proposed
+    if not drafts or not proposed:
+        return {"paused": ", speculation paused at this batch size", "no_draft": ", no draft"}.get(now.speculation, "")
+    accepted = now.accepted - before.accepted
+    line = f", accept {accepted / drafts:.1f}/{proposed / drafts:.1f}, {accepted / proposed:.0%}"
+    speculative_s, plain_s = now.speculative_s - before.speculative_s, now.plain_s - before.plain_s
+    if speculative_s > 0:
+        line += f", est. speed-up {plain_s / speculative_s:.2f}x"
+    line += f", K={now.num_speculative_tokens}"
+    steps_s, propose_s = now.steps_s - before.steps_s, now.phases.propose_s - before.phases.propose_s
+    return line + (f", draft {propose_s / steps_s:.0%} of step" if steps_s > 0 and propose_s > 0 else "")

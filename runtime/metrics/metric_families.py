@@ -1,4 +1,4 @@
-"""The controller's figures as Prometheus families, and the names under which families are published."""
+"""Collectors that turn the controller's statistics into Prometheus families, and the published names of families."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -15,39 +15,39 @@ Stats = Callable[[], EngineStats]
 
 
 class _Families:
-    """Makes families that all have the same labels."""
+    """Makes families with the same labels."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._names, self._values = list(labels), list(labels.values())
 
     def gauge(self, name: str, text: str, value: float) -> Metric:
-        """Return a figure that goes up and down."""
+        """Return a gauge."""
         family = GaugeMetricFamily(name, text, labels=self._names)
         family.add_metric(self._values, value)
         return family
 
     def counter(self, name: str, text: str, value: float) -> Metric:
-        """Return a figure that only grows."""
+        """Return a counter."""
         family = CounterMetricFamily(name, text, labels=self._names)
         family.add_metric(self._values, value)
         return family
 
     def counters(self, name: str, text: str, labels: Sequence[str], values: Mapping[Sequence[str], float]) -> Metric:
-        """Return figures that only grow, told apart by more labels; the keys of *values* are what those say."""
+        """Return a counter with more labels; the keys of *values* are the values of *labels*."""
         family = CounterMetricFamily(name, text, labels=[*self._names, *labels])
-        for said, count in values.items():
-            family.add_metric([*self._values, *said], count)
+        for more, count in values.items():
+            family.add_metric([*self._values, *more], count)
         return family
 
     def states(self, name: str, text: str, states: Sequence[str], now: str) -> Metric:
-        """Return 1 for the state that is, 0 for the others there are."""
+        """Return a gauge that is 1 for the current state and 0 for the others."""
         family = GaugeMetricFamily(name, text, labels=[*self._names, "state"])
         for state in states:
             family.add_metric([*self._values, state], float(state == now))
         return family
 
     def histogram(self, name: str, text: str, bounds: Sequence[int], counts: Sequence[int], total: float) -> Metric:
-        """Return a histogram; *counts* has one more place than *bounds*, for what lies above."""
+        """Return a histogram; *counts* has one more entry than *bounds*, for values above the last."""
         family = HistogramMetricFamily(name, text, labels=self._names)
         sums = accumulate(counts or [0] * (len(bounds) + 1))
         buckets = [*zip([*map(float, bounds), "+Inf"], sums, strict=True)]
@@ -55,14 +55,14 @@ class _Families:
         return family
 
 
-class SharedSnapshot(Collector):
-    """The controller's figures that vLLM has too, taken when scraped."""
+class SharedCollector(Collector):
+    """The controller's statistics that vLLM has too, read when scraped."""
 
     def __init__(self, stats: Stats, labels: Mapping[str, str]) -> None:
         self._stats, self._make = stats, _Families(labels)
 
     def collect(self) -> Iterable[Metric]:
-        """Return one family a figure."""
+        """Yield one family for each statistic."""
         stats, make = self._stats(), self._make
         yield make.gauge("num_requests_running", "Requests that have a slot", stats.num_running)
         yield make.gauge("num_requests_waiting", "Requests that wait for a slot", stats.num_waiting)
@@ -72,12 +72,12 @@ class SharedSnapshot(Collector):
         yield make.counter("num_preemptions", "Requests put back to be recomputed", stats.preemptions)
         yield make.histogram(
             "iteration_tokens_total",
-            "Tokens a step feeds, drafts included",
+            "Tokens fed by a step, draft tokens included",
             STEP_TOKENS,
             stats.step_tokens,
             stats.fed_tokens,
         )
-        yield make.counter("spec_decode_num_drafts", "Rows that were given a draft", stats.drafting_rounds)
+        yield make.counter("spec_decode_num_drafts", "Rows that had a draft", stats.drafting_rounds)
         yield make.counter("spec_decode_num_draft_tokens", "Draft tokens scored", stats.proposed)
         yield make.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", stats.accepted)
         yield make.counters(
@@ -88,32 +88,32 @@ class SharedSnapshot(Collector):
         )
 
 
-class OwnSnapshot(Collector):
-    """The controller's figures that only Slipstream has, taken when scraped."""
+class OwnCollector(Collector):
+    """The controller's statistics that only Slipstream has, read when scraped."""
 
     def __init__(self, stats: Stats, labels: Mapping[str, str]) -> None:
         self._stats, self._make = stats, _Families(labels)
 
     def collect(self) -> Iterable[Metric]:
-        """Return one family a figure."""
+        """Yield one family for each statistic."""
         stats, make = self._stats(), self._make
         yield make.counter("steps", "Steps committed", stats.steps)
         yield make.counter("step_seconds", "Seconds of all steps, from planning to committing", stats.steps_s)
         yield make.counters(
             "phase_seconds",
-            "Seconds of steps that each side spent on a phase; idle is the rest, the other side's work included",
+            "Seconds of steps that each side spent on a phase; idle is the rest",
             ["side", "phase"],
             phase_seconds(stats),
         )
         yield make.counter(
-            "spec_decode_late_drafts", "Rounds in which a draft was waited for in vain", stats.phases.late_drafts
+            "spec_decode_late_drafts", "Rounds whose draft missed its deadline", stats.phases.late_drafts
         )
         yield make.counter(
-            "spec_decode_draft_failures", "Times a proposer beside the controller failed", stats.draft_failures
+            "spec_decode_draft_failures", "Times a proposer in the controller process failed", stats.draft_failures
         )
         yield make.counters(
             "draft_service_changes",
-            "Times the draft worker came into service or went out of it, by reason",
+            "Times the draft worker entered or left service, by reason",
             ["reason"],
             _keyed(stats.draft_changes),
         )
@@ -124,20 +124,20 @@ class OwnSnapshot(Collector):
             _keyed(stats.speculation_changes),
         )
         yield make.gauge(
-            "spec_decode_num_speculative_tokens", "Most draft tokens a row gets now", stats.num_speculative_tokens
+            "spec_decode_num_speculative_tokens", "Most draft tokens per row now", stats.num_speculative_tokens
         )
         yield make.states(
-            "spec_decode_state", "What becomes of speculation now", get_args(SpeculationState), stats.speculation
+            "spec_decode_state", "State of speculation now", get_args(SpeculationState), stats.speculation
         )
         yield make.counter("target_losses", "Times the target group was lost and rebuilt", stats.target_losses)
         yield make.counter(
             "spec_decode_step_seconds",
-            "Seconds of steps with guesses in which every row decoded, where step costs were measured",
+            "Seconds of steps with drafts in which every row decoded, if step costs were measured",
             stats.speculative_s,
         )
         yield make.counter(
             "spec_decode_plain_step_seconds",
-            "What steps without guesses would have taken for the tokens of those, by measured step costs",
+            "Estimated seconds of plain steps for the same tokens, by measured step costs",
             stats.plain_s,
         )
 
@@ -147,7 +147,7 @@ def _keyed(changes: Mapping[str, int]) -> dict[Sequence[str], float]:
 
 
 def phase_seconds(stats: EngineStats) -> dict[Sequence[str], float]:
-    """Return seconds by side and phase; those of a side add up to all steps."""
+    """Return seconds by side and phase; the phases of a side add up to all steps."""
     phases = stats.phases
     on_target = phases.transfer_s + phases.score_s + phases.verify_s
     return {
@@ -160,15 +160,15 @@ def phase_seconds(stats: EngineStats) -> dict[Sequence[str], float]:
     }
 
 
-class Published(Collector):
-    """Gives every metric of a registry its public names, and leaves out creation times."""
+class PrefixCollector(Collector):
+    """Publishes every metric of a registry under its prefixes, without creation times."""
 
     def __init__(self, inner: CollectorRegistry, prefixes: tuple[str, ...]) -> None:
         self._inner = inner
         self._prefixes = prefixes
 
     def collect(self) -> Iterable[Metric]:
-        """Return each family once for each prefix."""
+        """Yield each family once per prefix."""
         for family in self._inner.collect():
             for prefix in self._prefixes:
                 yield _renamed(family, prefix)

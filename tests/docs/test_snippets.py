@@ -183,7 +183,7 @@ def test_the_list_of_sampling_options_is_complete() -> None:
 
 def test_metrics_exist() -> None:
     metrics = Metrics("fake")
-    metrics.follow(EngineStats)
+    metrics.use_stats(EngineStats)
     published = metrics.render().decode()
     named = {
         name

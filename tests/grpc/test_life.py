@@ -71,7 +71,7 @@ def engine_with(**options: Any) -> AsyncEngine:
     channel = ThreadChannel(lambda inbox, say: fake_engine.build(inbox, say, LONG))
     metrics = Metrics("fake")
     engine = AsyncEngine(channel, fake_engine.make_preprocessor, metrics, **options)
-    metrics.follow(engine.stats)
+    metrics.use_stats(engine.stats)
     return engine
 
 

@@ -58,7 +58,7 @@ def real_engine(config: EngineConfig) -> AsyncEngine:
     channel = ThreadChannel(lambda inbox, say: assemble.build(config, inbox, say).controller)
     metrics = Metrics("fake")
     engine = AsyncEngine(channel, make_preprocessor, metrics)
-    metrics.follow(engine.stats)
+    metrics.use_stats(engine.stats)
     return engine
 
 

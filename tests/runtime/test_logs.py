@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from protos.messages import SpeculationStats
-from runtime.metrics.logs import HTTP_REQUEST_ID, Ended, JsonFormatter, log_ended
+from runtime.metrics.logs import HTTP_REQUEST_ID, JsonFormatter, RequestEnd, log_request_end
 
-ENDED = Ended("cmpl-1", "from-client", "stop", 12, 34, 0.25, 0.5, 2.0, SpeculationStats(9, 45, 25))
+ENDED = RequestEnd("cmpl-1", "from-client", "stop", 12, 34, 0.25, 0.5, 2.0, SpeculationStats(9, 45, 25))
 
 
 def formatted(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
@@ -17,7 +17,7 @@ def formatted(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
 
 def test_a_json_line_has_fields_and_the_request(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "slipstream"):
-        log_ended(ENDED)
+        log_request_end(ENDED)
     [line] = formatted(caplog)
     assert line["level"] == "INFO"
     assert (line["request_id"], line["http_request_id"], line["finish_reason"]) == ("cmpl-1", "from-client", "stop")

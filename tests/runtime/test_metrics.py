@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protos.messages import Request, Sampling, SpeculationStats, TokenOutput
 from protos.sampling import SamplingParams
 from protos.stats import STEP_TOKENS, EngineStats, PhaseTimes
-from runtime.metrics.logs import Ended
+from runtime.metrics.logs import RequestEnd
 from runtime.metrics.prometheus import Metrics
 
 
@@ -132,7 +132,7 @@ def test_labels_come_from_known_sets() -> None:
 def test_the_summary_tells_what_happened_since_the_last_one() -> None:
     stats = EngineStats()
     metrics = Metrics("m")
-    metrics.follow(lambda: stats)
+    metrics.use_stats(lambda: stats)
     assert metrics.summary() is None
     metrics.submitted(request("a"))
     metrics.received(TokenOutput("a", [1, 2], finish_reason="stop"))
@@ -157,8 +157,8 @@ def test_the_summary_tells_what_happened_since_the_last_one() -> None:
 
 
 def test_how_a_request_went_is_told_once() -> None:
-    told: list[Ended] = []
-    metrics = Metrics("m", tell=told.append)
+    told: list[RequestEnd] = []
+    metrics = Metrics("m", on_end=told.append)
     for name in ("a", "b"):
         metrics.submitted(request(name))
     metrics.received(TokenOutput("a", [1, 2]))

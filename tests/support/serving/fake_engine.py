@@ -208,7 +208,7 @@ def local_engine(
     channel = ThreadChannel(lambda inbox, say: build(inbox, say, max_model_len, speculative, kind))
     metrics = Metrics("fake")
     engine = AsyncEngine(channel, make_preprocessor, metrics)
-    metrics.follow(engine.stats)
+    metrics.use_stats(engine.stats)
     return engine
 
 

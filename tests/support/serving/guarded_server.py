@@ -84,7 +84,7 @@ def guarded_engine(safety: SafetyOptions, max_model_len: int = 512) -> AsyncEngi
         reading=safety.reading,
         queue=safety.queue,
     )
-    metrics.follow(engine.stats)
+    metrics.use_stats(engine.stats)
     return engine
 
 
