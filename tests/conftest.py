@@ -1,4 +1,4 @@
-"""What every test shares: no network, few threads, the demo pair, and the rule for tests marked `full`."""
+"""Settings and fixtures of all tests: no network, few threads, the demo pair; tests marked `full` run on request."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Read by torch, huggingface_hub and tokenizers when they are imported, so set before any of them can be.
+# Read by torch, huggingface_hub and tokenizers when they are imported, so set before any import of them.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -35,7 +35,7 @@ class ModelPair:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run the full forms, which take long")
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -80,12 +80,12 @@ def running() -> Iterator[list[Any]]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """Yield Ray, joined to a cluster of this session's own: 16 logical CPUs and 8 logical GPUs on one node."""
+    """Yield Ray, connected to a cluster started for this session: 16 logical CPUs and 8 logical GPUs on one node."""
     os.environ.update(RAY_VARIABLES)
     import ray
 
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets lie deep in it, and their paths must be short
-    with pytest.MonkeyPatch.context() as patch:  # workers find the bodies that tests give them
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # paths of sockets must be short
+    with pytest.MonkeyPatch.context() as patch:  # workers import the tests' functions
         patch.setenv("PYTHONPATH", str(ROOT))
         ray.init(
             address="local",

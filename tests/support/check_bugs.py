@@ -1,4 +1,4 @@
-"""Rules that are wrong on purpose, for engines that speculate; the engine without speculation keeps the right one."""
+"""Wrong acceptance rules for engines that speculate; the engine without speculation keeps the right one."""
 
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ LENIENT = 0.05
 
 
 class Lenient(SampleAndMatch):
-    """Accepts a guess that is not the target's token, once in 20 times."""
+    """Accepts 5 % of draft tokens that differ from the target's token."""
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
@@ -44,7 +44,7 @@ class Lenient(SampleAndMatch):
 
 
 class BonusByOtherNoise(SampleAndMatch):
-    """Draws the token behind a draft that was accepted whole with noise that is not its index's."""
+    """Samples the token after a fully accepted draft with the noise of another index."""
 
     def accept(self, scored: Scored) -> list[AcceptedTokens]:
         found, at = [], 0
@@ -65,7 +65,7 @@ class BonusByOtherNoise(SampleAndMatch):
 
 
 class IndexOffByOne(SampleAndMatch):
-    """Draws behind guesses with the noise of the position behind."""
+    """Samples after draft tokens with the noise of the next position."""
 
     def accept(self, scored: Scored) -> list[AcceptedTokens]:
         starts = torch.tensor(scored.counts_R).cumsum(0).tolist()
@@ -82,7 +82,7 @@ BUGS: dict[str, Callable[[Sampler], AcceptanceRule]] = {
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Have engines that speculate judge by the wrong rule *name*."""
+    """Make engines that speculate verify by the wrong rule *name*."""
 
     def wrong(speculative: SpeculativeConfig | None, sampler: Sampler) -> AcceptanceRule:
         return judge_for(None, sampler) if speculative is None else BUGS[name](sampler)
@@ -91,9 +91,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def resample_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the rules by p/q draw what stands for a rejected guess from p, not from what is left of it."""
+    """Make rejection sampling replace a rejected token by a sample from p instead of the residual."""
 
     def ends(self: Any, scale: float, left_L: object) -> None:
-        """Forget what is left."""
+        """Ignore the residual."""
 
     monkeypatch.setattr(rejection._Case, "ends", ends)

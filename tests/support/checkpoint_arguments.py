@@ -9,7 +9,7 @@ from protos.config.method import Described
 
 
 def parse(detected: Described | None = None, **given: Any) -> EngineConfig:
-    """What users get; a `detected` checkpoint takes the place of looking for one."""
+    """Return the parsed config; `detected` replaces the detection of the checkpoint."""
 
     def known(_model: str, _revision: str | None) -> Described:
         assert detected is not None

@@ -35,7 +35,7 @@ def is_allowed(name: str, output: list[int], path: Seq[int]) -> bool:
 
 
 def engine_of(sequences: Seq[tuple[str | None, list[int], Sampling]], **options: Any) -> Sampler:
-    """A target's sampler whose slots hold a prompt of two tokens and some output each."""
+    """Return a target's sampler whose slots each hold a prompt of two tokens and some output."""
     slots = SlotTable(len(sequences), 64, 4)
     grammars = SlotGrammars(slots, VOCAB, (EOS,), words)
     new = [
@@ -56,7 +56,7 @@ def replaced(sampling: Sampling, name: str | None) -> Sampling:
 
 
 def said(sampler: Sampler, slot: int, logits_of: Any) -> int:
-    """Choose one token behind all that is known of a slot."""
+    """Sample the next token of a slot."""
     at = int(sampler.slots.known_len[slot])
     logits = logits_of(tuple(sampler.slots.tokens[slot, :at].tolist()))
     return int(sampler.sample(logits[None], np.array([slot]), np.array([at]))[0])

@@ -1,4 +1,4 @@
-"""Identity as DESIGN section 5 defines it, and the engines whose outputs are compared."""
+"""Comparison of greedy outputs with those of `transformers`, up to near ties."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MAX_TIES_PER_THOUSAND = 2
 
 @dataclass(frozen=True)
 class Run:
-    """Token ids of each prompt's continuation, and how speculation went."""
+    """Token ids of each prompt's continuation, and counts of draft tokens."""
 
     outputs: list[list[int]]
     proposed: int
@@ -23,7 +23,7 @@ class Run:
     preemptions: int = 0
 
     def assert_speculated(self) -> None:
-        """Silently disabled speculation would pass every identity test; a draft that is always right proves little."""
+        """Check that some draft tokens were accepted and some rejected."""
         assert self.proposed > self.accepted > 0, (self.proposed, self.accepted)
 
 
@@ -33,7 +33,7 @@ def generate(
     params: SamplingParams | list[SamplingParams],
     **arguments: object,
 ) -> Run:
-    """Run *prompts* (token ids) through an engine of its own, all at once."""
+    """Run *prompts* (token ids) through a new engine, all at once."""
     arguments = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
@@ -46,7 +46,7 @@ def generate(
 
 
 def collect(llm: LLM, prompts: Seq[Seq[int]], params: SamplingParams | list[SamplingParams]) -> Run:
-    """Run *prompts* on an engine that is already there."""
+    """Run *prompts* on an existing engine."""
     before = llm.stats()
     results = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
     after = llm.stats()
@@ -59,7 +59,7 @@ def collect(llm: LLM, prompts: Seq[Seq[int]], params: SamplingParams | list[Samp
 
 
 def perturbed(model: Path, out: Path, scale: float = 0.02) -> Path:
-    """Write a copy of *model* whose weights are off by *scale* of their spread: a draft that is often right."""
+    """Save a copy of *model* with noise of *scale* standard deviations on its weights: a draft that is often right."""
     copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -74,7 +74,7 @@ class Reference:
     """`transformers` itself, one sequence at a time in fp32."""
 
     def __init__(self, model: Path) -> None:
-        # Eager: in transformers 5.17 gemma2 runs SDPA if nothing is said, which leaves out its soft cap.
+        # Eager: in transformers 5.17 gemma2 runs SDPA by default, which leaves out its soft cap.
         self.model = AutoModelForCausalLM.from_pretrained(
             model,
             dtype=torch.float32,
@@ -109,7 +109,7 @@ def assert_identical(
     theirs: Seq[Seq[int]],
     reference: Reference,
 ) -> None:
-    """Same ids, except after a shown tie, in at most 2 of 1,000 sequences (at least one may)."""
+    """Check for equal ids, except after a near tie in at most 2 of 1,000 sequences (one sequence always may)."""
     ties = 0
     for prompt, got, wanted in zip(prompts, ours, theirs, strict=True):
         if list(got) == list(wanted):

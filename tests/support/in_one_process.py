@@ -1,10 +1,10 @@
-"""The part of an `Executor` that tests' executors share: they run in one process."""
+"""Methods of `Executor` for tests' executors, which run in one process."""
 
 from protos.interfaces import ALWAYS_UP, DraftService, PhaseTimes
 
 
 class InOneProcess:
-    """Has no other process to wait for or to lose."""
+    """An executor without other processes."""
 
     drafting: DraftService = ALWAYS_UP
     times: PhaseTimes = PhaseTimes()

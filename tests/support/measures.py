@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ("protos", "proposers", "workers", "runtime", "cluster", "demo", "slipstream.py")
-"""What is installed."""
+"""Installed modules."""
 EVERYTHING = (*SOURCE, "benchmarks", "tests")
 LONG = 300
 
@@ -143,7 +143,7 @@ def word_counts(root: Path = ROOT) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print all measures of the folder given, this repository's own where none is."""
+    """Print all measures of the given folder, by default of this repository."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
     eager, whole = (import_graph(root, lazy=lazy) for lazy in (False, True))
     name, size = folder_sizes(root).most_common(1)[0]

@@ -16,7 +16,7 @@ def request(prompt: list[int], **fields: Any) -> Request:
 
 
 def places_of(text: list[int], pattern: list[int], size: int) -> list[int]:
-    """Places behind each occurrence in *text* of the last *size* tokens of *pattern* that has something behind it."""
+    """Return the position after each occurrence of *pattern*'s last *size* tokens in *text*, except at its end."""
     return [end for end in range(len(text) - 1, size - 1, -1) if text[end - size : end] == pattern[-size:]]
 
 
@@ -34,7 +34,7 @@ def naive_chain(texts: list[list[int]], count: int, least: float) -> tuple[tuple
         going_on = [text[len(tokens)] for text in texts if text[: len(tokens)] == tokens and len(text) > len(tokens)]
         if not going_on:
             break
-        token, votes_for = Counter(going_on).most_common(1)[0]  # the first seen of equals: the most recent
+        token, votes_for = Counter(going_on).most_common(1)[0]  # ties go to the first seen, the most recent
         if votes_for / len(texts) < least:
             break
         tokens.append(token)

@@ -1,4 +1,4 @@
-"""Processes, in tests: whether they run, and waiting until something is so."""
+"""Waiting for processes and conditions."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_running(pid: int) -> bool:
-    """Whether *pid* runs or is stopped; a zombie does not run."""
+    """Return whether *pid* runs or is stopped; a zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -14,7 +14,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: object = "") -> float:
-    """Return how many seconds it took until *condition*; fail where it takes longer than *seconds*."""
+    """Wait for *condition*, at most *seconds*; return how many seconds it took."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
@@ -23,5 +23,5 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: objec
 
 
 def wait_gone(pids: list[int], seconds: float = 20.0) -> None:
-    """Return when none of *pids* runs."""
+    """Wait until none of *pids* runs."""
     wait_until(lambda: not any(map(is_running, pids)), seconds, [pid for pid in pids if is_running(pid)])

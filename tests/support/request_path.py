@@ -1,7 +1,7 @@
-"""Which files and classes one `LLM.generate` passes, on one process: `python -m tests.support.request_path`.
+"""Files that one `LLM.generate` runs through: `python -m tests.support.request_path`.
 
-Counted are the files of this repository whose functions are entered between the call and its return, on any thread.
-The engine is the default one (the demo pair, speculation on), built before the count begins.
+Counts calls of this repository's functions, by file, between the call and its return, on any thread.
+The engine is the default one (the demo pair, speculation on), built before counting.
 """
 
 import sys

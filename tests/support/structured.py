@@ -1,4 +1,4 @@
-"""Grammars for tests, texts that tell whether they were followed, and tiny models that share a byte tokenizer."""
+"""Grammars with checks of their texts, and tiny models that share a byte tokenizer."""
 
 import json
 import re
@@ -34,7 +34,7 @@ SUMS = 'start: term ("+" term){0,3}\nterm: /[0-9]{1,2}/ | "(" start_ ")"\nstart_
 
 @dataclass(frozen=True)
 class Form:
-    """What is asked, and whether a text is what was asked for."""
+    """A structured output and a check whether a text has that form."""
 
     asked: dict[str, Any]
     is_met: Callable[[str], bool]
@@ -75,12 +75,12 @@ CORPUS = [json.dumps({"name": "Anna Bo", "age": n, "tags": ["a", "bb", "ccc"]}) 
 SPECIAL = ("<pad>", "<s>", "</s>")
 EOS = 2
 PADDED = 3
-"""Rows of the models' heads that no token stands for."""
+"""Rows of the models' heads that no token has."""
 
 
 @cache
 def tokenizer() -> Any:
-    """Bytes, some pieces of text that grammars cut through, and three special tokens; the last ends a text."""
+    """Return a tokenizer of bytes, merged text that grammars cut through, and three special tokens; the last is EOS."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -95,13 +95,13 @@ def tokenizer() -> Any:
 
 
 def vocab_size() -> int:
-    """Ids that the models have: those of the tokenizer, and some that stand for nothing."""
+    """Return the models' vocabulary size: the tokenizer's ids and some padding."""
     return len(tokenizer().get_vocab()) + PADDED
 
 
 @cache
 def words(eos_ids: tuple[int, ...] = (EOS,)) -> Any:
-    """The vocabulary, as the grammar library has it."""
+    """Return the vocabulary for the grammar library."""
     return vocabulary(tokenizer().backend_tokenizer.to_str(), vocab_size(), eos_ids)
 
 

@@ -15,7 +15,7 @@ from workers.verification.probes import acceptable_nodes, subtree
 def random_tree(true: Seq[int], size: int, vocab_size: int, dice: random.Random) -> Draft:
     """Return a tree of at most *size* nodes in which some of the *true* tokens can be found, in random order.
 
-    True nodes hang below true ones; others are wrong guesses, doubles of true ones, probes, and what hangs below them.
+    Parents of true nodes are true. Others are wrong tokens, duplicates of true ones, probes, and their descendants.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -44,12 +44,12 @@ def accept_without_probes(draft: Draft, choices: Seq[int]) -> list[int]:
 
 @dataclass
 class TreeProposer:
-    """Knows how each text goes on; beside the controller. Every fourth draft is a chain, and some are nonsense.
+    """Drafts the true continuation of known texts, in the controller process; a quarter are chains, some invalid.
 
     Args:
         texts: whole texts, prompt and output.
-        vocab_size: wrong guesses are below.
-        seed: of the dice.
+        vocab_size: wrong tokens are below.
+        seed: of the random choices.
     """
 
     texts: Seq[Seq[int]]
@@ -83,9 +83,9 @@ class TreeProposer:
 
 
 class WorkerTreeProposer(TreeProposer):
-    """On the draft worker: trees in some rounds, chains of the draft model in others, and never nonsense.
+    """Runs on the draft worker: trees in some rounds, chains of the draft model in others, never invalid drafts.
 
-    `modelled` has generation and length of the texts behind which the draft model guessed.
+    `modelled` has generation and length of the texts that the draft model continued.
     """
 
     on_worker = True
@@ -109,7 +109,7 @@ class WorkerTreeProposer(TreeProposer):
 
 
 def nonsense(k: int, vocab_size: int, dice: random.Random) -> Draft:
-    """A draft that breaks one rule."""
+    """Return a draft that breaks one rule."""
     tokens = tuple(dice.randrange(vocab_size) for _ in range(k))
     bad: list[Callable[[], Draft]] = [
         lambda: Draft(tokens, tuple(range(k))),  # its own parent

@@ -1,4 +1,4 @@
-"""Bodies for worker processes, in tests: each is called with its port, as `workers.process.main.serve` is."""
+"""Functions for worker processes, called with a port as `workers.process.main.serve` is."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def placed(host: str = "", node: str = "a node") -> Placed:
 
 
 def echo(port: Port, *place: str) -> None:
-    """Say where we are, then the type of everything that comes, until told to stop."""
+    """Report the placement, then the type of each message, until `Stop`."""
     port.send(placed(*place))
     while not isinstance(message := port.receive(None), Stop):
         port.send(Progress(type(message).__name__))
@@ -33,7 +33,7 @@ def echo(port: Port, *place: str) -> None:
 
 
 def beat(port: Port, *place: str) -> None:
-    """Say where we are, and ten times a second that we live."""
+    """Report the placement, then send a heartbeat ten times a second."""
 
     def tell() -> None:
         while True:
@@ -47,7 +47,7 @@ def beat(port: Port, *place: str) -> None:
 
 
 def leave(port: Port, *place: str) -> None:
-    """Say where we are, and leave with a failure as soon as anything comes."""
+    """Report the placement; exit with a failure at the first message."""
     port.send(placed(*place))
     port.receive(None)
     port.send(WorkerFailed("something is wrong", "ModelError"))
@@ -55,19 +55,19 @@ def leave(port: Port, *place: str) -> None:
 
 
 def shoot_oneself(port: Port, *place: str) -> None:
-    """Say where we are, and be killed as soon as anything comes."""
+    """Report the placement; end by SIGKILL at the first message."""
     port.send(placed(*place))
     port.receive(None)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def raise_at_once(port: Port, *place: str) -> None:
-    """Fail before a word is said."""
+    """Fail before any message is sent."""
     raise RuntimeError("cannot even begin")
 
 
 def two_devices(port: Any, *place: str) -> None:
-    """Be examined, as if on a machine with two devices whose groups cannot be formed."""
+    """Answer the doctor like a machine with two devices whose groups cannot be formed."""
     port.send(Seen("here", "2.0", "13.0", "2.30", ("A", "A"), StoreAddress("127.0.0.1", 1)))
     while not isinstance(order := port.receive(None), Stop):
         if isinstance(order, Join):
@@ -78,7 +78,7 @@ PATIENT = "tests.support.distributed.bodies:patient"
 
 
 def patient(port: Port, *place: str) -> None:
-    """Be a real worker, which waits for a draft longer than a starved machine takes."""
+    """Run a real worker with a long minimum deadline for drafts."""
     from workers.process.main import serve
 
     serve(port, *place, floor_s=5.0)
@@ -88,7 +88,7 @@ DELAY_S = 0.2
 
 
 def slow_draft(port: Port, host: str, node: str) -> None:
-    """Be a real worker, whose draft is late in every round."""
+    """Run a real worker whose draft is late in every round."""
     from benchmarks.late_draft import LatePort
     from workers.process.main import serve
 

@@ -1,4 +1,4 @@
-"""The files that deploy Slipstream, read and judged as those who take them would, in tests."""
+"""Reading and validating the files that deploy Slipstream."""
 
 import copy
 import re
@@ -55,7 +55,7 @@ def of_kind(resources: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def strict(schema: Any) -> Any:
-    """Return *schema* with unknown fields refused, and Kubernetes' own `int or string` spelt out."""
+    """Return *schema* with unknown fields refused, and Kubernetes' own `int or string` spelled out."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -70,7 +70,7 @@ def strict(schema: Any) -> Any:
 
 
 def filled(value: Any, schema: dict[str, Any]) -> Any:
-    """Return *value* with the schema's defaults, which the API server fills in before it judges."""
+    """Return *value* with the schema's defaults, which the API server fills in before validation."""
     if isinstance(value, list):
         return [filled(each, schema.get("items", {})) for each in value]
     if not isinstance(value, dict):
@@ -84,7 +84,7 @@ def filled(value: Any, schema: dict[str, Any]) -> Any:
 
 
 def unknown_keys(given: Any, model: type[BaseModel], where: str = "") -> list[str]:
-    """Return the keys of *given* that *model* does not have, at any depth: Serve itself would pass them over."""
+    """Return the keys of *given* that *model* does not have, at any depth; Serve itself would ignore them."""
     found = []
     for key, value in given.items():
         field = model.model_fields.get(key)
@@ -127,7 +127,7 @@ def version() -> str:
 
 
 def python_minor() -> str:
-    """Return the image's Python as tags spell it: 311."""
+    """Return the image's Python version as in tags, e.g. 311."""
     found = re.search(r"^FROM python:3\.(\d+)-", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert found is not None
     return f"3{found[1]}"
@@ -142,7 +142,7 @@ def arguments(config: dict[str, Any]) -> ServeArguments:
 
 
 def total_of(config: dict[str, Any]) -> dict[str, float]:
-    """Return what one replica takes of a cluster that has GPUs, where it may use them."""
+    """Return the resources of one replica on a cluster with GPUs."""
     from cluster.ray.placement import layout, totals
     from cluster.ray_serve.deployment import bundles
 
@@ -151,7 +151,7 @@ def total_of(config: dict[str, Any]) -> dict[str, float]:
 
 
 def judged(config: dict[str, Any]) -> list[str]:
-    """Return the keys of a Serve config that nobody knows, having had the rest judged by Serve."""
+    """Validate a Serve config by Serve; return the keys that Serve ignores."""
     from ray.serve.schema import ServeDeploySchema
 
     ServeDeploySchema.model_validate(config)
@@ -159,7 +159,7 @@ def judged(config: dict[str, Any]) -> list[str]:
 
 
 def manifests() -> dict[str, list[dict[str, Any]]]:
-    """Return the resources by overlay; without kubectl only what stands in a file as it is."""
+    """Return the resources by overlay; without kubectl only the base's RayService."""
     if has_kubectl():
         return {overlay: kustomized(overlay) for overlay in OVERLAYS}
     return {"base": [load(DEPLOY / "kuberay" / "base" / "rayservice.yaml")]}

@@ -1,4 +1,4 @@
-"""A controller over some executor in this process, driven step by step, and requests to drive it with."""
+"""A controller in this process driven step by step, and requests for it."""
 
 import sys
 import threading
@@ -24,19 +24,19 @@ from workers.process import main as rank
 
 K = 3
 PATIENT_S = 5.0
-"""A deadline that a busy test machine does not miss; tests of lateness and of deaths set shorter ones."""
+"""A deadline that a busy machine meets; tests of late and dead drafts set shorter ones."""
 Models = tuple[Path, Path]
 
 
 def tiny_pair(folder: Path, family: str = "llama", noise: float = 0.05) -> Models:
-    """A tiny target whose vocabulary no number of ranks divides, and a perturbed copy as its draft."""
+    """Save a tiny target whose vocabulary no number of ranks divides, and a perturbed copy as its draft."""
     target = build(family, folder / "target", vocab_size=97)
     return target, perturb(target, folder / "draft", noise=noise)
 
 
 @contextmanager
 def quick_turns() -> Iterator[None]:
-    """Ranks in threads hand the interpreter to each other many times a layer."""
+    """Switch threads often: ranks in threads wait for each other many times per layer."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(0.0002)
     yield
@@ -44,7 +44,7 @@ def quick_turns() -> Iterator[None]:
 
 
 def assert_same(outputs: dict[str, list[int]], plain: dict[str, list[int]]) -> None:
-    """Every output is what the plain run said, as far as it was asked for."""
+    """Check that every output is a prefix of the plain run's."""
     assert outputs
     assert outputs == {name: plain[name][: len(ids)] for name, ids in outputs.items()}
 
@@ -75,7 +75,7 @@ def configure(models: Models, *, draft: bool = True, **arguments: Any) -> Engine
 
 
 def requests(count: int = 6, max_tokens: int = 30) -> list[Request]:
-    """Greedy and seeded rows of unlike lengths, some with a shared beginning, more than run at once."""
+    """Return greedy and seeded requests of different lengths, some with a common prefix, more than run at once."""
     shared = [11, 12, 13, 14, 15, 16, 17, 18, 19]
     return [
         Request(
@@ -91,7 +91,7 @@ def requests(count: int = 6, max_tokens: int = 30) -> list[Request]:
 
 @dataclass
 class Engine:
-    """A controller over some executor, driven to the end; `rounds` has what was planned and found."""
+    """A controller over some executor, driven to the end; `rounds` records plans and verdicts."""
 
     built: assemble.Assembled
     gang: ThreadWorkerGroup | None = None
@@ -111,11 +111,11 @@ class Engine:
 
     @property
     def changes(self) -> dict[str, int]:
-        """How often the draft's service changed, by reason."""
+        """How often the draft started or stopped serving, by reason."""
         return self.built.controller.stats().draft_changes
 
     def until_drafting(self, epoch: int) -> None:
-        """Let time pass, but no round, until a draft serves as this pair."""
+        """Wait, without a round, until a draft serves in this epoch."""
         executor, end = self.built.executor, time.monotonic() + 60
         while executor.drafting.epoch < epoch:
             executor.poll()
@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def missed(self) -> int:
-        """Deadlines that target 0 let pass in vain."""
+        """Drafts that target 0 waited for in vain."""
         assert self.gang is not None
         return sum(
             message.draft_missed
@@ -166,7 +166,7 @@ class Engine:
 
     @property
     def drafted(self) -> set[int]:
-        """Rounds that drafts were announced for."""
+        """Rounds for which drafts were announced."""
         assert self.gang is not None
         return {
             message.round for port in self.gang.ports.values() for message in port.sent if isinstance(message, Drafted)
@@ -185,7 +185,7 @@ def uni(models: Models, *, draft: bool) -> Engine:
 
 
 def said_plainly(models: Models) -> dict[str, list[int]]:
-    """Return what one process says to all `requests` without guesses: what every gang must say."""
+    """Return one process's outputs for all `requests` without drafts: every worker group must return the same."""
     engine = uni(models, draft=False)
     engine.put(*requests())
     outputs = engine.finish()
@@ -194,7 +194,7 @@ def said_plainly(models: Models) -> dict[str, list[int]]:
 
 
 def over(workers: WorkerGroup, config: EngineConfig) -> Engine:
-    """An engine whose rounds *workers* run."""
+    """Return an engine whose rounds *workers* run."""
 
     def make(config: EngineConfig, say: Any) -> DistributedExecutor:
         return DistributedExecutor(workers, config, say)
@@ -210,12 +210,12 @@ def threaded(
     body: Callable[[Port], None] | None = None,
     on_start: Callable[[ThreadPort], None] = lambda port: None,
 ) -> Engine:
-    """An engine over a gang of threads."""
+    """Return an engine over a worker group of threads."""
     return over(ThreadWorkerGroup(body or partial(rank.serve, floor_s=floor_s), on_start), config)
 
 
 def late_comer(may_come: threading.Event, floor_s: float = 1.0) -> Callable[[Port], None]:
-    """Return the life of workers of which a second draft waits to be let in."""
+    """Return a worker function in which a restarted draft waits for *may_come*."""
 
     def live(port: Port) -> None:
         assert isinstance(port, ThreadPort)

@@ -1,7 +1,7 @@
-"""A worker whose KV cache remembers *what* was written where, so that a stale or foreign entry is noticed at once.
+"""A worker whose KV cache records the content of each entry, so that stale or foreign entries are detected.
 
-Its language model is a deterministic function of the prefix as found in that cache: whatever the scheduler
-does, a request must end with the tokens `reference_ids` computes without any scheduler.
+Its language model is a deterministic function of the prefix found in that cache: whatever the scheduler
+does, a request must return the tokens that `reference` computes without a scheduler.
 """
 
 import random
@@ -36,7 +36,7 @@ def extend(prefix: int, token_id: int) -> int:
 
 
 def target_token(prefix: int) -> int:
-    """Return what the model says after this prefix; `EOS` is rare."""
+    """Return the model's token after this prefix; `EOS` is rare."""
     number = random.Random(prefix).randrange(60)
     return EOS if number == 0 else number % EOS
 
@@ -60,7 +60,7 @@ def guess(prefix: int, k: int, skill: float, dice: random.Random) -> list[int]:
 
 
 class FakeProposer:
-    """Proposes beside the controller, up to k tokens, of some skill."""
+    """Proposes up to k tokens in the controller process, each right with probability *skill*."""
 
     on_worker = False
 
@@ -76,7 +76,7 @@ class FakeProposer:
 
 
 class FakeTreeProposer(FakeProposer):
-    """Proposes trees beside the controller, some of them nonsense."""
+    """Proposes trees in the controller process, some of them invalid."""
 
     def _one(self, row: DraftRow) -> Draft:
         if self.dice.random() < 0.1:
@@ -85,14 +85,14 @@ class FakeTreeProposer(FakeProposer):
 
 
 def tree(prefix: int, size: int, dice: random.Random) -> Draft:
-    """Return a random tree around what follows *prefix*."""
+    """Return a random tree around the true continuation of *prefix*."""
     return random_tree(guess(prefix, size, 1.0, dice), size, len(VOCAB), dice)
 
 
 class FakeWorker(InOneProcess):
-    """An `Executor` without a model. Raises AssertionError where a row would read what it must not.
+    """An `Executor` without a model. Raises AssertionError if a row reads a wrong KV entry.
 
-    Where no draft comes with a row it drafts itself: chains, or trees if it *plants* them.
+    Rows without a draft are drafted here: as chains, or as trees if *plants*.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class FakeWorker(InOneProcess):
         self.store[place] = (version, content)
 
     def _move(self, moves: Sequence[int]) -> None:
-        """Move contents; the versions of blocks stay."""
+        """Move entries; the versions of blocks stay."""
         places = [divmod(place, self.info.block_size) for place in moves]
         found = [self.store[place][1] for place in places[::2]]
         assert len(set(places[1::2])) == len(found), "a place is written twice"
@@ -185,7 +185,7 @@ class FakeWorker(InOneProcess):
         return Draft(tuple(guess(prefix, k, self.skill, self.dice)))
 
     def _feed_draft(self, row: Row, prefix: int, draft: Draft) -> list[int]:
-        """Write the KV of a draft's nodes behind the known tokens; return the content hash at each."""
+        """Write the KV of a draft's nodes after the known tokens; return the content hash at each."""
         found: list[int] = []
         for node, (token, parent) in enumerate(zip(draft.tokens, draft.node_parents(), strict=True)):
             found.append(extend(prefix if parent < 0 else found[parent], token))
@@ -210,7 +210,7 @@ def make_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **option
 
 
 def reference(request: Request, max_model_len: int, decode: Callable[[list[int]], str]) -> tuple[list[int], str, str]:
-    """Return ids, text and finish reason as the request's definition has them, one plain token at a time."""
+    """Return the ids, text and finish reason of plain decoding, one token at a time."""
     params, prefix, out = request.params, contents(request.prompt_token_ids)[-1], []
     while True:
         out.append(target_token(prefix))
@@ -227,7 +227,7 @@ def reference(request: Request, max_model_len: int, decode: Callable[[list[int]]
 
 
 def _new_matches(out: list[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> list[tuple[int, str]]:
-    """Return the stop strings that the last token completed, and where they begin."""
+    """Return the stop strings that the last token completed, and their positions."""
     before, now = decode(out[:-1]), decode(out)
     return [
         (start, stop)

@@ -1,4 +1,4 @@
-"""Mail of a gang, in tests: waiting for what must come."""
+"""Waiting for messages of a worker group."""
 
 import time
 
@@ -9,7 +9,7 @@ Mail = list[tuple[WorkerId, FromWorker]]
 
 
 def until(gang: WorkerGroup, *wanted: type) -> Mail:
-    """Return mail until there was a message of each wanted type."""
+    """Receive until there is a message of each wanted type; return all messages."""
     mail: Mail = []
     missing, deadline = list(wanted), time.monotonic() + PATIENCE_S
     while missing:

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 def on_ranks(size: int, work: Callable[[Group], Result], *, timeout_s: float = 60.0) -> list[Result]:
     """Run *work* on every rank of a gloo group, a thread each, and return what they returned.
 
-    Raises what the first rank raised that raised anything.
+    Raises the first error of any rank.
     """
     _store, address = open_store()
 
@@ -34,7 +34,7 @@ def on_ranks(size: int, work: Callable[[Group], Result], *, timeout_s: float = 6
 
 
 def told_of_a_silent_peer(run: Callable[..., list[str]], wait: Callable[[Group], object], timeout_s: float) -> str:
-    """Let rank 0 *wait* for a rank 1 that does nothing, both run by *run*; return what the error says."""
+    """Let rank 0 *wait* for a rank 1 that does nothing, both run by *run*; return the error's message."""
     done = threading.Event()
 
     def work(group: Group) -> str:
@@ -50,7 +50,7 @@ def told_of_a_silent_peer(run: Callable[..., list[str]], wait: Callable[[Group],
 
 
 class Board:
-    """Where the ranks of a `ThreadGroup` lay down what they exchange."""
+    """Shared memory of the ranks of a `ThreadGroup`."""
 
     def __init__(self, size: int) -> None:
         self.barrier = Barrier(size, timeout=60)
@@ -65,7 +65,7 @@ class Board:
 
 
 class ThreadGroup:
-    """A group that exchanges in memory: much faster than gloo where ranks outnumber processors, and as strict."""
+    """A group that exchanges tensors in memory; much faster than gloo if ranks outnumber processors."""
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
         self._board, self.rank, self.size = board, rank, size
@@ -96,7 +96,7 @@ class ThreadGroup:
 
 
 def in_memory(size: int, work: Callable[[Group], Result]) -> list[Result]:
-    """Run *work* on every rank of a `ThreadGroup` and return what they returned; raises what the ranks raised."""
+    """Run *work* on every rank of a `ThreadGroup` and return the results; raises the ranks' errors."""
     board = Board(size)
 
     def rank_of(rank: int) -> Result:

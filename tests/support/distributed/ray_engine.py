@@ -64,7 +64,7 @@ class Running:
         self._loop.close()
 
     def pid(self, who: str) -> int:
-        """Return the process id of the actor *who* is."""
+        """Return the process id of the actor *who*."""
         import ray
 
         assert self.channel.placement is not None
@@ -72,7 +72,7 @@ class Running:
         return int(ray.get(actor.where.remote(), timeout=10).pid)
 
     def stream(self, at: dict[int, Callable[[], None]] | None = None) -> Texts:
-        """Stream all prompts at once; act once so many tokens have come in all."""
+        """Stream all prompts at once; run each action once that many tokens have arrived in total."""
         return self.do(self._stream(sorted((at or {}).items())))
 
     async def _stream(self, acts: list[tuple[int, Callable[[], None]]]) -> Texts:
@@ -92,7 +92,7 @@ class Running:
         return await asyncio.gather(*(one(index) for index in range(len(PROMPTS))))
 
     def until(self, condition: Callable[[], bool], seconds: float = RECOVERY_S) -> float:
-        """Let the loop run until *condition*; return how long it took."""
+        """Run the event loop until *condition*; return how long it took."""
 
         async def wait() -> None:
             async with asyncio.timeout(seconds):
@@ -107,6 +107,6 @@ class Running:
         return self.engine.stats().draft_changes.get(why, 0)
 
     def proposed(self) -> int:
-        """Return how many guesses there were up to now, once nothing runs."""
+        """Return the number of draft tokens so far, once nothing runs."""
         self.until(lambda: self.engine.stats().num_running == 0)
         return self.engine.stats().proposed

@@ -1,8 +1,8 @@
-"""Run by `test_ray_nodes`: an engine on a Ray cluster of several nodes on this machine; says on stdout what came of it.
+"""Run by `tests.ray.test_nodes`: an engine on a Ray cluster of several nodes on this machine; prints the results.
 
     python tests/support/distributed/ray_nodes.py '{"what": "tokens", "model": ..., "draft": ..., ...}'
 
-A process of its own: a process can be in one cluster only, and the other tests' has one node.
+Runs in a separate process: a process joins one cluster only, and that of the other tests has one node.
 """
 
 import json
@@ -33,18 +33,18 @@ REBUILD_S, PLACEMENT_S = 4.0, 60.0
 NOTICED_S = 30.0
 LONG = SamplingParams(temperature=0.8, seed=1, max_tokens=200, ignore_eos=True)
 AFTER = 10
-"""Tokens after which something is done to a stream."""
+"""Tokens after which a test acts on a stream."""
 STORE_BYTES = 80 * 2**20
 
 
 def generated(llm: LLM) -> list[list[int]]:
-    """Return what is said to all prompts."""
+    """Return the outputs of all prompts."""
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, PARAMS, use_tqdm=False)]
 
 
 class Nodes:
-    """A head that nothing is placed on, and nodes with so many CPUs each."""
+    """Start a head without resources, and nodes with the given numbers of CPUs."""
 
     def __init__(self, cpus: list[int]) -> None:
         os.environ.update(RAY_VARIABLES)
@@ -56,7 +56,7 @@ class Nodes:
         self.address = self._cluster.address
 
     def remove(self, beginning: str) -> None:
-        """Have the node whose id begins so die, with everything on it."""
+        """Kill the node whose id begins so, with everything on it."""
         node = next(node for node in self._nodes if node.node_id.startswith(beginning))
         self._nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
@@ -70,13 +70,13 @@ def _size(cpus: int) -> dict[str, Any]:
 
 
 class Told:
-    """What the engine said of itself, and where its parts are."""
+    """The engine's progress reports, and its placement."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def node_of(self, who: str) -> str:
-        """Return the beginning of the id of the node that *who* was placed on."""
+        """Return the prefix of the id of the node that *who* was placed on."""
         line = next(line for line in self.lines if line.startswith("placed: "))
         for part in line.removeprefix("placed: ").split("; "):
             names, node = re.fullmatch(r"(.*) on node (\w+)", part).groups()  # type: ignore[union-attr]
@@ -107,7 +107,7 @@ def engine(order: dict[str, Any], nodes: Nodes) -> Iterator[tuple[LLM, Told]]:
 
 
 def tokens(order: dict[str, Any], nodes: Nodes) -> dict[str, Any]:
-    """Say where everybody is, and what the engine says."""
+    """Print all placements and the engine's outputs."""
     with engine(order, nodes) as (llm, told):
         names = ["controller", *(f"target rank {rank}" for rank in range(order["ranks"])), "draft"]
         where = {name: told.node_of(name) for name in names}
@@ -116,7 +116,7 @@ def tokens(order: dict[str, Any], nodes: Nodes) -> dict[str, Any]:
 
 
 def lose(order: dict[str, Any], nodes: Nodes) -> dict[str, Any]:
-    """Remove the node of `who` from under a stream; say what the stream came to, or how long after that it failed."""
+    """Kill the node of `who` during a stream; print the stream's result, or how long after that it failed."""
     with engine(order, nodes) as (llm, told):
         gone_at = time.monotonic()
 
@@ -145,7 +145,7 @@ def stream(llm: LLM, act: Callable[[], None]) -> list[int]:
 
 
 def until_noticed(llm: LLM) -> list[list[int]]:
-    """Say everything again and again until the draft is known to be lost; return what was said last."""
+    """Repeat all prompts until the draft is known to be lost; return the last outputs."""
     deadline = time.monotonic() + NOTICED_S
     outputs = generated(llm)
     while not llm.stats().draft_changes.get("lost") and time.monotonic() < deadline:

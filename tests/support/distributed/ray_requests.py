@@ -19,7 +19,7 @@ from tests.support.distributed.ray_serving import (
 
 PROMPTS = [f"def number_{i}(values):\n" for i in range(16)]
 LENGTH = 400
-"""Long enough that all streams are in flight when something dies."""
+"""Long enough for all streams to be in flight when a process is killed."""
 
 
 def asked(prompt: str, **fields: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def refusal(call: Callable[[], Any]) -> grpc.RpcError:
 
 
 def streamed(url: str, prompt: str, began: Callable[[], None]) -> Stream:
-    """Stream an answer to its end, whatever that is."""
+    """Stream an answer until it ends or fails."""
     seen = Stream()
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=asked(prompt, stream=True), timeout=PATIENCE_S) as got:
@@ -70,7 +70,7 @@ def took(seen: Stream, event: dict[str, Any]) -> None:
 
 
 def streams_under(made: Cluster, act: Callable[[], None]) -> dict[str, Stream]:
-    """Stream all prompts at once, and act when all have begun; return what they came to."""
+    """Stream all prompts at once, and act when all have begun; return the results."""
     begun: set[str] = set()
     results: dict[str, Stream] = {}
 

@@ -1,4 +1,4 @@
-"""Clusters of their own, made by `ray start` as people would, and what Ray Serve runs there; in tests."""
+"""Clusters started by `ray start`, and what Ray Serve runs there."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[3]
 STORE_BYTES = 80 * 2**20
 PATIENCE_S = 600.0
-"""Everything is waited for so long: the machine may have much else to do."""
+"""Timeout of every wait, in seconds; the machine may be busy."""
 LOOPBACK = "127.0.0.1"
 OPTIONS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody has, below those that the system hands out by itself."""
+    """Return free ports below the system's ephemeral range."""
     found: list[int] = []
     for port in range(20_000 + os.getpid() % 9_000, 32_000):
         with socket.socket() as probe:
@@ -46,11 +46,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    """Nodes that were started here, each a `ray start --block`, and ended here: nothing else of Ray's is touched.
+    """Nodes started here by `ray start --block`; other Ray processes are left alone.
 
     Args:
-        folder: for all that Ray writes; its path must be short.
-        variables: of every process.
+        folder: for Ray's files; its path must be short.
+        variables: environment variables of every process.
     """
 
     def __init__(self, folder: Path, **variables: str) -> None:
@@ -83,7 +83,7 @@ class Cluster:
         return [node.pid for node in self._nodes]
 
     def start(self, command: str, num_cpus: int) -> None:
-        """Run a `ray start` line as a node beside the others on this machine, which takes ports of its own."""
+        """Run a `ray start` line as another node on this machine, on ports of its own."""
         log = self._folder / f"node{len(self._nodes)}.log"
         own = [
             "--block",
@@ -123,7 +123,7 @@ class Cluster:
         )
 
     def deploy(self, config: dict[str, Any]) -> None:
-        """`serve deploy` *config*, and wait until everything of it runs."""
+        """Run `serve deploy` with *config*, and wait until all applications run."""
         path = self._folder / "config.yaml"
         path.write_text(yaml.safe_dump(config), encoding="utf-8")
         ran = self.serve("deploy", str(path), "-a", self.dashboard_url)
@@ -131,7 +131,7 @@ class Cluster:
         self.wait_running()
 
     def told(self) -> dict[str, Any]:
-        """Return what Serve says of itself, empty where it says nothing."""
+        """Return Serve's status, empty if there is none."""
         token = self.environment.get("RAY_AUTH_TOKEN")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         try:
@@ -141,7 +141,7 @@ class Cluster:
         return dict(answer.json()) if answer.status_code == 200 else {}
 
     def replicas(self) -> dict[str, int]:
-        """Return the process ids of the replicas that run, by their ids."""
+        """Return the process ids of running replicas by replica id."""
         found = [
             replica
             for application in self.told().get("applications", {}).values()
@@ -151,7 +151,7 @@ class Cluster:
         return {each["replica_id"]: each["pid"] for each in found if each["state"] == "RUNNING"}
 
     def wait_running(self) -> None:
-        """Return when every application runs; fail where one cannot."""
+        """Wait until every application runs; fail if one cannot."""
 
         def runs() -> bool:
             applications = list(self.told().get("applications", {}).values())
@@ -162,7 +162,7 @@ class Cluster:
         wait_until(runs, PATIENCE_S, "applications that run")
 
     def close(self) -> None:
-        """End the nodes, the last first, and all that they started."""
+        """Stop the nodes, the last first, and their child processes."""
         for node in reversed(self._nodes):
             started = members(node.pid)
             node.send_signal(signal.SIGTERM)
@@ -185,7 +185,7 @@ def _kill(pid: int) -> None:
 
 
 def members(ancestor: int) -> list[int]:
-    """Return all processes that *ancestor* or its children started."""
+    """Return the ids of all descendant processes of *ancestor*."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         try:
@@ -209,7 +209,7 @@ def cluster(folder: Path, **variables: str) -> Iterator[Cluster]:
 
 
 def head_line(made: Cluster) -> str:
-    """Return the line that starts a plain head."""
+    """Return the command that starts a head node."""
     return (
         f"ray start --head --port={made.port} --dashboard-host={LOOPBACK} --dashboard-port={made.dashboard} "
         "--include-dashboard=true"
@@ -217,7 +217,7 @@ def head_line(made: Cluster) -> str:
 
 
 def on_ports_of(made: Cluster, config: dict[str, Any]) -> dict[str, Any]:
-    """Return a Serve config that listens where *made* may, and compiles nothing, which would take minutes."""
+    """Return *config* with the ports of *made* and without compilation, which would take minutes."""
     (application,) = config["applications"]
     return {
         **config,
@@ -229,7 +229,7 @@ def on_ports_of(made: Cluster, config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Stream:
-    """What one streamed answer came to."""
+    """The result of one streamed answer."""
 
     text: str = ""
     finish_reason: str | None = None

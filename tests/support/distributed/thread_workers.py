@@ -1,4 +1,4 @@
-"""A gang in this process: a thread a worker, queues for mail, and faults that a test can ask for."""
+"""A worker group in this process: one thread per worker, queues for messages, and injected faults."""
 
 import contextlib
 import queue
@@ -13,11 +13,11 @@ Body = Callable[[Port], None]
 
 
 class Crash(BaseException):
-    """Ends a worker's thread without a word, as a signal would."""
+    """Ends a worker's thread without a message, as a signal would."""
 
 
 class ThreadPort:
-    """A worker's end. `delay_s` holds every plan up, `is_deaf` loses them; `crash` ends the worker."""
+    """A worker's port. `delay_s` delays every plan, `is_deaf` drops them; `crash` ends the worker."""
 
     def __init__(self, worker: WorkerId, mail: "queue.SimpleQueue[tuple[WorkerId, FromWorker]]") -> None:
         self.worker = worker
@@ -58,11 +58,11 @@ class ThreadPort:
 
 
 class ThreadWorkerGroup:
-    """A `protos.worker_messages.WorkerGroup`. `ports` are those of all workers that ever were.
+    """A `protos.worker_messages.WorkerGroup`. `ports` has the ports of all workers, past ones included.
 
     Args:
-        body: a worker's life.
-        on_start: called with each port before its worker starts; may arrange faults.
+        body: a worker's function.
+        on_start: called with each port before its worker starts; may inject faults.
     """
 
     def __init__(self, body: Body = serve, on_start: Callable[[ThreadPort], None] = lambda port: None) -> None:

@@ -1,4 +1,4 @@
-"""Seven rules that are wrong on purpose, planted into the real engine."""
+"""Seven deliberate mistakes, patched into the real engine."""
 
 import sys
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Plant = Callable[[pytest.MonkeyPatch, Cell | Texts], None]
 
 @dataclass(frozen=True)
 class Bug:
-    """A mistake, and a cell in which it shows: with *quick* tokens or texts in the quick form, where it can."""
+    """A mistake, and a cell that detects it; with *quick* tokens or texts in the quick form, if that is enough."""
 
     name: str
     plant: Plant
@@ -35,7 +35,7 @@ class Bug:
 
 
 def too_lenient(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
-    """Guesses that should go are kept, 2 % of them."""
+    """2 % of the draft tokens that should be rejected are accepted."""
     odds_of = rules.standard_odds
 
     def lenient(chains: ChainBatch) -> Floats:
@@ -46,7 +46,7 @@ def too_lenient(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 
 
 def too_lenient_coupled(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
-    """Of guesses that are not what the target says, 2 % count as if they were."""
+    """2 % of the draft tokens that differ from the target's token are accepted."""
     sample = SampleAndMatch._sample
 
     def lenient(self: SampleAndMatch, scored: Scored) -> list[int]:
@@ -61,19 +61,19 @@ def too_lenient_coupled(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 
 
 def resampling_from_p(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
-    """Behind a guess that goes the token is drawn from p, and not from what is left of it."""
+    """After a rejection the token is sampled from p instead of the residual."""
     patch.setattr(rules, "left", lambda p_RV, scale_R, at_M2, left_M: p_RV)
 
 
 def shared_noise(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
-    """The draft draws, and is judged, by the target's own noise, under the rule that needs independent noise."""
+    """The draft samples and is verified with the target's noise, under the rule that needs independent noise."""
     for module in [module for name, module in sys.modules.items() if name.startswith("workers.")]:
         if getattr(module, "stream_seeds", None) is stream_seeds:
             patch.setattr(module, "stream_seeds", lambda seeds_N, stream, known_N: seeds_N)
 
 
 def bonus_from_q(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
-    """Where all guesses are kept, the token behind them is the draft's."""
+    """If all draft tokens are accepted, the token after them is the draft's."""
     assert isinstance(cell, Cell)
     draft_VV = torch.from_numpy(PAIRS[cell.pair][1])
     for rule in (SampleAndMatch, RejectionSampler):
@@ -98,7 +98,7 @@ def _with_bonus(
 
 
 def penalties_late(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
-    """Behind a guess, the guess itself does not count yet."""
+    """After a draft token, penalties do not count that token."""
     apply_ = LogitsProcessors.apply_
 
     def late(self: LogitsProcessors, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
@@ -109,7 +109,7 @@ def penalties_late(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 
 
 def off_by_one(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
-    """Noise behind a guess is that of the position before."""
+    """After a draft token, the noise is that of the previous position."""
     sample = Sampler.sample
 
     def early(self: Sampler, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
@@ -119,7 +119,7 @@ def off_by_one(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 
 
 def not_renormalised(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
-    """A later child of a tree is judged by the law without its elders, which no longer adds up to 1."""
+    """A later child in a tree is verified against a distribution without its siblings that does not add up to 1."""
 
     def gaps(law_L: Floats, drawn_W: Ints) -> Floats:
         q_WL = np.repeat(law_L[None], len(drawn_W), 0)

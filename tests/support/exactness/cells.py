@@ -1,4 +1,4 @@
-"""The matrix of the exactness suite: sampling options, adversarial pairs, and what one cell of them emits."""
+"""The matrix of the exactness suite: sampling options, adversarial pairs, and the tokens of one cell."""
 
 import zlib
 from collections.abc import Callable
@@ -22,14 +22,14 @@ LETTERS = "abcdefghijklmno"  # ids 1 .. 15
 PROMPT, OUTPUT = (1, 2, 2, 9), (3, 3, 4, 9)
 BATCH = 2000
 LENGTH = 12
-"""Tokens a row emits where the law depends on the last token alone."""
+"""Tokens per row if the distribution depends on the last token alone."""
 ENOUGH = 100_000
-"""So many tokens are told apart by the two before them, fewer by one: else nearly all cells would be pooled."""
+"""From this many tokens on, tokens are counted by the two before them, else by one, so that fewer cells are pooled."""
 DEPTH = 2
-"""Tokens a row emits where the law depends on all of its output."""
+"""Tokens per row if the distribution depends on the whole output."""
 
 FORM = Grammar("regex", "([a-f][d-m])*")
-"""Letters of one half of the alphabet and of the other take turns; the end may come after each pair."""
+"""Letters of the two halves of the alphabet alternate; the text may end after each pair."""
 
 LAST = {
     "plain": Sampling(seed=0),
@@ -43,7 +43,7 @@ LAST = {
     "allowed": Sampling(seed=0, allowed_ids=(1, 3, 5, 8, 13)),
     "usual": Sampling(seed=0, temperature=0.7, top_p=0.9),
 }
-"""Options under which the law depends on the last token alone."""
+"""Options under which the distribution depends on the last token alone."""
 HISTORY = {
     "repetition": Sampling(seed=0, repetition_penalty=1.6),
     "presence": Sampling(seed=0, presence_penalty=1.2),
@@ -68,7 +68,7 @@ HISTORY = {
         allowed_ids=tuple(range(14)),
     ),
 }
-"""Options under which it depends on more of the output."""
+"""Options under which the distribution depends on more of the output."""
 OPTIONS = LAST | HISTORY
 
 
@@ -104,7 +104,7 @@ CHAIN, TREE = Shape(3), Shape(6, 2, 2)
 
 @cache
 def words() -> Any:
-    """Return a vocabulary of letters and an end, as the grammar library has it."""
+    """Return a vocabulary of letters and EOS, for the grammar library."""
     ids = {"<e>": EOS} | {letter: i for i, letter in enumerate(LETTERS, 1)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
@@ -114,7 +114,7 @@ def words() -> Any:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: a rule, an option, a pair and a shape."""
+    """One cell: an acceptance rule, an option, a pair and a draft shape."""
 
     rule: str
     option: str = "plain"
@@ -132,11 +132,11 @@ class Cell:
 
     @property
     def sampling(self) -> Sampling:
-        """The option; seeds come later."""
+        """The option's parameters, without seeds."""
         return OPTIONS[self.option]
 
     def emit(self, first: int, count: int, world: World | None = None) -> Emitted:
-        """Let *count* rows emit, the first of them the cell's row number *first*: no two cells share a seed."""
+        """Run *count* rows, the first of them the cell's row number *first*: no two cells share a seed."""
         base = zlib.crc32(str(self).encode()) << 24
         samplings = [structs.replace(self.sampling, seed=base + first + i) for i in range(count)]
         has_history = self.option in HISTORY
@@ -149,7 +149,7 @@ class Cell:
         )
 
     def check(self, tokens: int, world: World | None = None) -> tuple[Finding, Emitted]:
-        """Return what the witnesses say of *tokens* tokens at least, and how speculation went."""
+        """Return the test results of at least *tokens* tokens, and counts of draft tokens."""
         judge = _ByHistory(self) if self.option in HISTORY else _ByLast(self, 2 if tokens >= ENOUGH else 1)
         rows = -(-tokens // judge.length)
         size = min(rows, BATCH)
@@ -167,7 +167,7 @@ class Cell:
 
 
 class _ByLast:
-    """Counts tokens by the one or two before them; the law depends on the last of those."""
+    """Counts tokens by the one or two before them; the distribution depends on the last of those."""
 
     length = LENGTH
 
@@ -209,14 +209,14 @@ class _ByHistory:
 
 
 def _with_form(sampling: Sampling, output: Seq[int]) -> Sampling:
-    """Return *sampling* with what `FORM` allows behind *output* as a list of ids."""
+    """Return *sampling* with the ids that `FORM` allows after *output*."""
     if sampling.grammar is None:
         return sampling
     return structs.replace(sampling, grammar=None, allowed_ids=allowed_by_form(output))
 
 
 def allowed_by_form(output: Seq[int]) -> tuple[int, ...]:
-    """Return what `FORM` allows behind *output*, without the grammar library: everything behind what it forbids."""
+    """Return the ids that `FORM` allows after *output*, without the grammar library; all after a text it forbids."""
     halves: tuple[Callable[[int], bool], ...] = (lambda i: i in range(1, 7), lambda i: i in range(4, 14))
     for place, token in enumerate(output):
         if token == EOS and place % 2 == 0:

@@ -1,4 +1,4 @@
-"""The law of the next token, from the definitions: transformers' processors where there are any."""
+"""The distribution of the next token by definition, with transformers' processors where there are any."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -14,7 +14,7 @@ Law = npt.NDArray[np.float64]
 
 
 def law(sampling: Sampling, raw_V: Law, output: Seq[int], prompt: Seq[int]) -> Law:
-    """Return the law behind *prompt* and *output*, float64 `[V]`, of the model's logits *raw_V* there."""
+    """Return the distribution after *prompt* and *output*, float64 `[V]`, from the model's logits *raw_V*."""
     scores = masked(sampling, raw_V.astype(np.float64), output)
     for i, bias in (sampling.logit_bias or {}).items():
         scores[i] += bias
@@ -31,7 +31,7 @@ def law(sampling: Sampling, raw_V: Law, output: Seq[int], prompt: Seq[int]) -> L
 
 
 def masked(sampling: Sampling, scores: Law, output: Seq[int]) -> Law:
-    """Return *scores* with -inf for what lists of words and the minimum length forbid."""
+    """Return *scores* with -inf for tokens that word lists and the minimum length forbid."""
     gone = [word[-1] for word in sampling.bad_words if len(word) == 1 or tuple(output[-(len(word) - 1) :]) == word[:-1]]
     gone += sampling.stop_ids if len(output) < sampling.min_tokens else ()
     if sampling.allowed_ids is not None:

@@ -1,9 +1,9 @@
-"""The real rounds over models whose law is known: only the two forwards are tables.
+"""Real rounds over models with known distributions: only the two forward passes are tables.
 
-Everything between logits and emitted tokens is the engine's own: slot tables, the sampler with its edits, limits and
+Everything between logits and emitted tokens is the engine's own: slot tables, the sampler with logits processors and
 grammars, the draft worker and its proposer, the target worker, the executor. `TableModel` is a language model whose
 logits are a row of a table, picked by a hash of the text before, or by the last token alone. It reads that text from a
-paged cache of its own, so a stale, foreign or misplaced entry changes the law.
+paged cache of its own, so a stale, foreign or misplaced entry changes the distribution.
 """
 
 from collections.abc import Callable
@@ -39,13 +39,13 @@ FACTOR = 0x5851F42D4C957F2D
 
 
 def extend(codes: Ints, tokens: Ints) -> Ints:
-    """Return what names texts one token longer; int64 that wraps around."""
+    """Return the hashes of texts one token longer; int64 with wrap-around."""
     words = (codes ^ (codes >> 29)) * FACTOR + tokens + 1
     return words ^ (words >> 31)
 
 
 def code_of(text: Seq[int]) -> int:
-    """Return what names a whole text."""
+    """Return the hash of a text."""
     code = np.array([ROOT], np.int64)
     for token in text:
         code = extend(code, np.array([token], np.int64))
@@ -65,16 +65,16 @@ class TableModel:
         return self.rows_MV.shape[1]
 
     def pick(self, codes_N: Ints, tokens_N: Ints) -> Ints:
-        """Return which row comes behind texts with these names and last tokens."""
+        """Return the table row after texts with these hashes and last tokens."""
         return tokens_N if self.order else (codes_N & 0xFFFFFF) % len(self.rows_MV)
 
     def behind(self, text: Seq[int]) -> Table:
-        """Return the logits `[V]` behind a whole text."""
+        """Return the logits `[V]` after a text."""
         return self.rows_MV[self.pick(np.array([code_of(text)]), np.array([text[-1]]))[0]]
 
 
 class TableForward:
-    """Runs a `TableModel` over paged memory: `ModelRunner` to a target, `DraftForward` to a draft."""
+    """Runs a `TableModel` over paged memory, as a target's `ModelRunner` or a draft's `DraftForward`."""
 
     layers: tuple[LayerShape, ...] = (LayerShape(1, 1, 1),)
     max_model_len, dtype, device = 4096, torch.float32, torch.device("cpu")
@@ -93,7 +93,7 @@ class TableForward:
         self._store[moves_M2[:, 1]] = self._store[moves_M2[:, 0]]
 
     def clear(self) -> None:
-        """Lose everything."""
+        """Clear the memory."""
         self._store[:] = -1
 
     def run(self, batch: Batch, wanted_N: Ints) -> tuple[torch.Tensor, None]:
@@ -111,12 +111,12 @@ class TableForward:
         return {}
 
     def _write(self, batch: Batch) -> Ints:
-        """Write the name of every text that ends with a fed token where its K and V would stand; return them."""
+        """Write the hash of every text that ends with a fed token into its KV entry; return the hashes."""
         places_T, slots_T = batch.places_T, batch.slots_T
         own_T, before_T = self._flat(slots_T, places_T), self._flat(slots_T, np.maximum(_before(batch), 0))
         codes_T = np.zeros_like(own_T)
         rank_T = places_T - np.repeat(batch.starts_R, batch.lengths_R)
-        for rank in range(int(rank_T.max()) + 1):  # what a token follows is fed before it
+        for rank in range(int(rank_T.max()) + 1):  # parents are fed before their children
             at = np.flatnonzero(rank_T == rank)
             known = np.where(_before(batch)[at] < 0, ROOT, self._store[before_T[at]])
             codes_T[at] = extend(known, batch.tokens_T[at])
@@ -129,7 +129,7 @@ class TableForward:
 
 
 def _before(batch: Batch) -> Ints:
-    """Return the place of what each token follows; in a tree, of the last ancestor that it sees."""
+    """Return the entry of each token's predecessor; in a tree, of the last visible ancestor."""
     before_T: Ints = batch.places_T - 1
     tree_masks = batch.tree_masks
     if tree_masks is None:
@@ -138,20 +138,20 @@ def _before(batch: Batch) -> Ints:
     inside_T = batch.places_T - first_T
     in_tree_T = (inside_T >= 0) & (np.repeat(tree_masks.sizes_R, batch.lengths_R) > 0)
     seen_T = tree_masks.visible_TW[:, 0] & ~(np.uint64(1) << np.maximum(inside_T, 0).astype(np.uint64))
-    last_T = np.frexp(seen_T.astype(np.float64))[1] - 1  # -1 where nothing of the tree is seen
+    last_T = np.frexp(seen_T.astype(np.float64))[1] - 1  # -1 if no node of the tree is visible
     return np.where(in_tree_T, first_T + last_T, before_T)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How is guessed: up to *k* nodes; a chain where *width* is 1, else a tree of *depth* levels."""
+    """The draft's shape: up to *k* nodes; a chain if *width* is 1, else a tree of *depth* levels."""
 
     k: int
     width: int = 1
     depth: int = 1
 
     def config(self, rule: str, **more: object) -> SpeculativeConfig:
-        """Return the configuration that asks for it."""
+        """Return the configuration for this shape."""
         tree = {"eagle_topk": self.width, "num_steps": self.depth} if self.width > 1 else {}
         return SpeculativeConfig(
             method="draft_model", model="-", num_speculative_tokens=self.k, rejection_sample_method=rule, **tree, **more
@@ -160,7 +160,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class World:
-    """A target, a draft, and how the one guesses and the other judges."""
+    """A target, a draft, the draft's shape and the acceptance rule."""
 
     target: TableModel
     draft: TableModel
@@ -198,7 +198,7 @@ def _no_words() -> object:
 
 @dataclass
 class Emitted:
-    """What rounds emitted: `tokens_NL`, row by row, and how speculation went."""
+    """The tokens of all rows, `tokens_NL`, and counts of draft tokens."""
 
     tokens_NL: Ints
     proposed: int = 0
@@ -207,7 +207,7 @@ class Emitted:
 
 
 Guesses = Callable[[Ints, Ints, Ints], Ints]
-"""From the number of the round, and tokens and accepted guesses so far of some rows, to how many guesses each gets."""
+"""Maps the round's number and the rows' tokens and accepted draft tokens so far to the rows' draft sizes."""
 
 
 def run_rows(
@@ -219,7 +219,7 @@ def run_rows(
     output: Seq[int] = (),
     guesses: Guesses | None = None,
 ) -> Emitted:
-    """Let one row a sampling emit *length* tokens behind *prompt* and *output*, all together, round after round.
+    """Run one row per sampling until each has *length* tokens after *prompt* and *output*.
 
     There is no scheduler: every row that is not done is in every round, with the guesses that *guesses* gives it.
     """
@@ -275,7 +275,7 @@ def run_rows(
 
 
 def tree_law(law_behind: Callable[[tuple[int, ...]], Law], vocab: int, length: int) -> list[Law]:
-    """Return the law behind every output shorter than *length*: one `[V^i, V]` a position i, histories in order."""
+    """Return the distributions after outputs shorter than *length*: `[V^i, V]` per position i, histories in order."""
     histories: list[tuple[int, ...]] = [()]
     found = []
     for _ in range(length):

@@ -1,9 +1,9 @@
-"""Lives of many requests through the real controller and scheduler, with faults on purpose, over models of known law.
+"""Many requests through the real controller and scheduler with injected faults, over models of known distributions.
 
-Guesses come from the draft worker, and now and then from beside the controller: chains and trees that are certain of
-themselves, with doubles and probes. Sequences are preempted at random, and because blocks run short; the draft is dead
-for a while, fails in the middle of a round, or is born again with an empty cache; the targets are lost with a round in
-flight; the number of guesses is another in every round and for every row, by what was accepted of that row before;
+Drafts come from the draft worker, and sometimes from the controller process: chains and trees of probability 1,
+with duplicates and probes. Sequences are preempted at random and for want of blocks; the draft is absent
+for a while, fails during a round, or restarts with an empty cache; the targets are lost during a
+round; draft sizes vary by round and row, with the tokens accepted before;
 prompts are found in the prefix cache.
 """
 
@@ -34,14 +34,14 @@ from workers.uni import UniExecutor
 
 NUM_SLOTS, BLOCK_SIZE, BUDGET = 12, 2, 64
 PREEMPTION, DEATH, FAILURE, LOSS, BLIND = 0.2, 0.05, 0.05, 0.02, 0.15
-"""How often in a step; the last one, how often of a row's drafts."""
+"""Probability per step; the last one per draft of a row."""
 AWAY = 3
-"""Steps that a dead draft is missed."""
+"""Steps without a draft after it is lost."""
 
 
 @dataclass
 class FromThePast:
-    """A `Policy`: each row's K in the next round follows from what was accepted of it in the rounds before."""
+    """A `Policy`: each row's K follows from the tokens accepted in the rounds before."""
 
     limit: int
     current: int = 0
@@ -64,7 +64,7 @@ class FromThePast:
 
 @dataclass
 class Beside:
-    """A proposer beside the controller that guesses blindly, for some rows."""
+    """A proposer in the controller process that drafts random tokens for some rows."""
 
     vocab: int
     dice: random.Random
@@ -81,7 +81,7 @@ class Beside:
 
 @dataclass
 class Failing:
-    """A proposer that fails now and then."""
+    """A proposer that fails at random."""
 
     inner: Proposes
     dice: random.Random
@@ -95,7 +95,7 @@ class Failing:
 
 
 class Faulty(UniExecutor):
-    """Loses its draft for a while, and its targets with a round in flight."""
+    """An executor that loses its draft for a while, and its targets during a round."""
 
     def __init__(self, whole: UniExecutor, dice: random.Random) -> None:
         assert isinstance(whole.rank.source, DraftEngine)
@@ -143,7 +143,7 @@ def _clear(forward: object) -> None:
 
 @dataclass
 class Lives:
-    """What became of the requests, `tokens_NL`, and how often each fault struck."""
+    """The tokens of all requests, `tokens_NL`, and how often each fault happened."""
 
     tokens_NL: Ints
     proposed: int
@@ -157,17 +157,17 @@ class Lives:
     speculations: Counter[int]
 
     def assert_eventful(self) -> None:
-        """A fault that never struck proves nothing."""
+        """Check that every fault happened."""
         assert self.proposed > self.accepted > 0
         assert min(self.preemptions, self.prefix_hits, self.deaths, self.failures, self.losses, self.blind) > 0, self
         assert len(self.speculations) > 2, self
 
 
 def live(world: World, samplings: Seq[Sampling], prompt: Seq[int], length: int, seed: int) -> Lives:
-    """Let one request a sampling emit *length* tokens behind *prompt*, whatever happens."""
+    """Run one request per sampling for *length* tokens after *prompt*, with faults."""
     dice = random.Random(seed)
     max_len = len(prompt) + length + world.shape.k + 2
-    num_blocks = NUM_SLOTS * -(-(len(prompt) + length) // BLOCK_SIZE) // 2  # too few for all
+    num_blocks = NUM_SLOTS * -(-(len(prompt) + length) // BLOCK_SIZE) // 2  # too few blocks for all
     executor = Faulty(world.executor(NUM_SLOTS, max_len, BLOCK_SIZE, num_blocks), dice)
     beside = Beside(world.target.vocab, dice)
     scheduler = Scheduler(

@@ -1,17 +1,17 @@
-"""The statistics of the exactness suite: is what was emitted drawn from the law that was promised?
+"""The statistics of the exactness suite: were the tokens sampled from the expected distribution?
 
-Two witnesses. Chi-square with cells pooled to an expectation of 5 at least sees small, systematic errors. The
-total-variation bound, sqrt(K / (2 pi N)) + sqrt(ln(1e9) / (2 N)) for K cells and N samples, sees gross ones and
-assumes nothing about cells, but is blind to a rule that is 2 % too lenient: it never stands alone.
+Two tests. Chi-square, with cells pooled to an expectation of at least 5, detects small, systematic errors. The
+total-variation bound, sqrt(K / (2 pi N)) + sqrt(ln(1e9) / (2 N)) for K cells and N samples, detects gross ones and
+assumes nothing about cells, but misses a rule that is 2 % too lenient.
 
-False alarms: all tests of one matrix together are wrong with probability `FALSE_ALARM` at most. Each is held to that
-divided by their number (Bonferroni); the seeds are fixed, so a run that passed goes on passing.
+False alarms: the tests of one matrix together fail wrongly with probability at most `FALSE_ALARM`. Each has that level
+divided by their number (Bonferroni); the seeds are fixed, so results are reproducible.
 
-Power. Of a law p' where p was promised, chi-square over N samples is noncentral with lambda = N sum (p' - p)^2 / p, and
-is flagged with probability P(chi2'(df, lambda) > threshold): `power`. With df = 15 and alpha = 1e-6 / 500 the threshold
-is 81, and lambda = 120 is flagged 98 times in 100. A rule that accepts 2 % of all wrong guesses moves a cell by some
+Power. For p' instead of p, chi-square over N samples is noncentral with lambda = N sum (p' - p)^2 / p, and
+detects it with probability P(chi2'(df, lambda) > threshold): `power`. With df = 15, alpha = 1e-6 / 500 the threshold
+is 81, and lambda = 120 is detected 98 times in 100. A rule that accepts 2 % of all wrong tokens moves a cell by some
 0.2 % of all samples, so 1e6 samples give lambda of several thousand; resampling from p instead of from the residual
-moves several per cent and is seen with 20,000.
+moves several per cent and is detected with 20,000.
 """
 
 from collections.abc import Sequence as Seq
@@ -33,12 +33,12 @@ TV_FALSE_ALARM = 1e-9
 
 @dataclass(frozen=True)
 class Finding:
-    """What the two witnesses say of one test.
+    """The results of both tests.
 
     Attributes:
         samples: tokens counted.
-        p_value: of chi-square; 0 where something was emitted that has no probability.
-        tv, tv_bound: total variation between counts and law, and what it exceeds once in 1e9 exact runs.
+        p_value: of chi-square; 0 if a token of probability 0 was emitted.
+        tv, tv_bound: total variation of counts and distribution, and the bound exceeded once in 1e9 exact runs.
     """
 
     samples: int
@@ -47,7 +47,7 @@ class Finding:
     tv_bound: float
 
     def is_wrong(self, num_tests: int) -> bool:
-        """Whether one of the witnesses objects, as one of so many tests of a matrix."""
+        """Return whether one of the tests fails, at the level of *num_tests* tests."""
         return self.p_value <= FALSE_ALARM / num_tests or self.tv > self.tv_bound
 
     def __str__(self) -> str:
@@ -55,11 +55,11 @@ class Finding:
 
 
 def compare(counts_CV: Ints, laws_CV: Law) -> Finding:
-    """Compare what was emitted in each of C contexts with the law there; a context that never was says nothing.
+    """Compare the tokens counted in each of C contexts with the distribution there; empty contexts are skipped.
 
-    The statistics of the contexts are added, with their degrees of freedom: given how often a context came, what was
-    emitted in it is multinomial, whatever decided how far a round got. An error that is the same in all contexts is
-    seen sooner in their sum, which varies less than a multinomial of its mean would: the p-value is twice the smaller.
+    The statistics of the contexts are added, with their degrees of freedom: given a context's number of tokens, its
+    counts are multinomial, however the rounds ended. An error that is the same in all contexts is
+    detected sooner in their sum, which varies less than a multinomial of its mean: the p-value is twice the smaller.
     """
     totals_C = counts_CV.sum(1)
     was_C = totals_C > 0
@@ -76,7 +76,7 @@ def compare(counts_CV: Ints, laws_CV: Law) -> Finding:
 
 
 def chi_square(counts_CV: Ints, expected_CV: Law) -> float:
-    """Return the p-value; the small cells of a context are taken together, and join its largest if still small."""
+    """Return the p-value; the small cells of a context are pooled, and pooled with its largest if still small."""
     small_CV = expected_CV < SMALLEST_CELL
     pooled_C = np.where(small_CV, expected_CV, 0).sum(1)
     seen_C = np.where(small_CV, counts_CV, 0).sum(1)
@@ -98,7 +98,7 @@ def chi_square(counts_CV: Ints, expected_CV: Law) -> float:
 
 
 def power(promised: Law, real: Law, samples: int, num_tests: int) -> float:
-    """Return how likely chi-square flags *samples* of law *real* `[K]` where *promised* `[K]` was promised."""
+    """Return the probability that chi-square rejects *samples* of *real* `[K]` if *promised* `[K]` is expected."""
     expected = promised * samples
     kept = expected >= SMALLEST_CELL
     cells = np.append(promised[kept], promised[~kept].sum()), np.append(real[kept], real[~kept].sum())
@@ -110,13 +110,13 @@ def power(promised: Law, real: Law, samples: int, num_tests: int) -> float:
 
 
 def counted(contexts_N: Ints, tokens_N: Ints, shape: tuple[int, int]) -> Ints:
-    """Return how often each token came in each context, int64 of *shape* `[C, V]`."""
+    """Return the counts of tokens by context, int64 of *shape* `[C, V]`."""
     num_contexts, vocab = shape
     return np.bincount(contexts_N * vocab + tokens_N, minlength=num_contexts * vocab).reshape(shape)
 
 
 def joint(law_of: Seq[Law]) -> Law:
-    """Return the law of whole texts, flat, from one table a position: `[V^i, V]` for position i, histories in order."""
+    """Return the distribution of whole texts, flat, from a table `[V^i, V]` per position i, histories in order."""
     found = np.ones(1)
     for table in law_of:
         found = (found[:, None] * table).ravel()

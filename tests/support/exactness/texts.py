@@ -1,4 +1,4 @@
-"""An exactly solvable language: 4 tokens, 4 of output, 256 joint outcomes, each law a function of all text before."""
+"""An exactly solvable language: 4 tokens, outputs of 4, 256 joint outcomes; distributions depend on all text before."""
 
 import zlib
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ Skill = Literal["good", "bad", "certain"]
 
 
 def _rows() -> Table:
-    """61 laws: most at random, some peaked, some with nothing for a token, some with ties."""
+    """Return 61 distributions: most random, some peaked, some with a token of probability 0, some with ties."""
     dice = np.random.default_rng(11)
     rows = dice.normal(0, 1.2, (61, VOCAB))
     rows[::7] *= 3
@@ -54,7 +54,7 @@ DRAFTS: dict[Skill, TableModel] = {
 
 @dataclass(frozen=True)
 class Texts:
-    """One cell: a rule, how is guessed, and the sampling."""
+    """One cell: an acceptance rule, a draft shape and the sampling."""
 
     rule: str
     shape: Shape = CHAIN
@@ -70,7 +70,7 @@ class Texts:
         return World(TARGET, DRAFTS[self.skill], self.rule, self.shape)
 
     def law(self) -> Law:
-        """Return the law of all texts, `[256]`."""
+        """Return the distribution of all texts, `[256]`."""
         asked = SAMPLINGS[self.sampling]
 
         def behind(output: tuple[int, ...]) -> Law:
@@ -79,12 +79,12 @@ class Texts:
         return joint(tree_law(behind, VOCAB, LENGTH))
 
     def samplings(self, first: int, count: int) -> list[Sampling]:
-        """Return the sampling with *count* seeds that no other cell has."""
+        """Return the sampling with *count* seeds of this cell alone."""
         base = zlib.crc32(str(self).encode()) << 24
         return [structs.replace(SAMPLINGS[self.sampling], seed=base + first + i) for i in range(count)]
 
     def check(self, count: int, world: World | None = None) -> tuple[Finding, float]:
-        """Return what the witnesses say of *count* texts from rounds alone, and the share of guesses accepted."""
+        """Return the test results of *count* texts from rounds alone, and the share of draft tokens accepted."""
         counts, proposed, accepted = np.zeros(VOCAB**LENGTH, np.int64), 0, 0
         for first in range(0, count, BATCH):
             emitted = run_rows(world or self.world, self.samplings(first, min(BATCH, count - first)), PROMPT, LENGTH)
@@ -93,12 +93,12 @@ class Texts:
         return compare(counts[None], self.law()[None]), accepted / max(1, proposed)
 
     def check_lives(self, count: int, seed: int = 1) -> tuple[Finding, Lives]:
-        """Return what they say of *count* requests that lived through faults, and what those were."""
+        """Return the test results of *count* requests under faults, and the counts of faults."""
         lives = live(self.world, self.samplings(0, count), PROMPT, LENGTH, seed)
         return compare(tally(lives.tokens_NL)[None], self.law()[None]), lives
 
 
 def tally(tokens_NL: Ints) -> Ints:
-    """Return how often each text came, `[V^L]`."""
+    """Return the counts of texts, `[V^L]`."""
     places_L = VOCAB ** np.arange(LENGTH - 1, -1, -1)
     return np.bincount(tokens_NL @ places_L, minlength=VOCAB**LENGTH)

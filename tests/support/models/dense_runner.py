@@ -1,4 +1,4 @@
-"""A `DraftRunner` that keeps nothing: every call runs the module anew over all a row has, with dense attention."""
+"""A `DraftRunner` without a cache: every call runs the module over the whole row, with dense attention."""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -14,7 +14,7 @@ from protos.draft import DraftRow
 from protos.draft_module import Level
 
 NAME = "dense_for_tests"
-_SEEN: list[torch.Tensor] = []  # the mask [T, T] of the forward that runs
+_SEEN: list[torch.Tensor] = []  # the mask [T, T] of the current forward
 
 
 def dense_attention(  # noqa: PLR0917 - the signature is transformers'
@@ -26,7 +26,7 @@ def dense_attention(  # noqa: PLR0917 - the signature is transformers'
     scaling: float,
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: `[1, heads, T, size]` in, `[1, T, heads, size]` out."""
+    """Attention for transformers: `[1, heads, T, size]` in, `[1, T, heads, size]` out."""
     share = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
     scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~_SEEN[-1], -torch.inf)
@@ -38,7 +38,7 @@ AttentionInterface.register(NAME, dense_attention)
 
 @contextmanager
 def seen(mask_TT: torch.Tensor) -> Iterator[None]:
-    """Let attention in this block see what the mask says."""
+    """Use the mask in attention within this block."""
     _SEEN.append(mask_TT)
     try:
         yield
@@ -61,7 +61,7 @@ class FakeParts:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Return those whose names begin with *prefix*, without it."""
+        """Return the tensors whose names begin with *prefix*, which is removed."""
         return {name.removeprefix(prefix): weight for name, weight in self.stored.items() if name.startswith(prefix)}
 
     def embedding(self) -> torch.nn.Module:
@@ -75,7 +75,7 @@ class FakeParts:
 
 @dataclass
 class Text:
-    """One row: its known tokens, the target's features `[len - 1, F]` of all but the last, what was drafted behind."""
+    """One row: its known tokens, the target's features `[len - 1, F]` of all but the last, and the draft."""
 
     tokens: list[int]
     features: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class Text:
 
 
 class DenseRunner:
-    """Rows are texts by slot; `noise[slot][step]` is added to log q, so zeros are greedy."""
+    """Rows are texts by slot; `noise[slot][step]` is added to log q; zeros are greedy."""
 
     def __init__(self, module: Any, texts: Seq[Text], noise: torch.Tensor) -> None:
         self.module, self.texts, self.noise_SKV = module, texts, noise
@@ -172,7 +172,7 @@ class DenseRunner:
         return ids_NW, log_q_NV.gather(1, ids_NW)
 
     def _run(self, text: Text, wanted: int, *, sees_all: bool) -> torch.Tensor:
-        """Return what comes behind the last *wanted* entries of the row."""
+        """Return the hidden states of the last *wanted* entries of the row."""
         shift = self.module.shift
         known = text.tokens[shift:]
         tokens = torch.tensor([[*known, *(token for token, _, _ in text.drafted)]])

@@ -1,4 +1,4 @@
-"""Tiny targets that are only tensors: texts, what the target makes of them, and what a draft of them should be."""
+"""Tiny targets made of tensors: texts, their hidden states, and the expected drafts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ CONFIG = SpeculativeConfig(method="eagle", num_speculative_tokens=K)
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Weights:
-    """Spread wider than usual, so that attention is far from uniform; norms near one."""
+    """Return weights with a large spread, so that attention is far from uniform; norms near one."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -64,7 +64,7 @@ def layer_shapes(prefix: str, reads: int = H, head_dim: int = H // HEADS) -> dic
 
 @dataclass
 class World:
-    """Random texts, what the target makes of them, and the noise of each."""
+    """Random texts, their hidden states, and the noise of each."""
 
     embedding: torch.Tensor
     head: torch.Tensor

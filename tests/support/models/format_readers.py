@@ -23,7 +23,7 @@ WIDTH, VOCAB = 32, 96
 
 
 def opened(made: Synthetic, target: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The spec and the canonical tensors of *made*."""
+    """Return the spec and the canonical tensors of *made*."""
     reader = READERS[made.method]
     spec = reader.read(made.config, synthetic.config_of(target), made.shapes)
     return spec, reader.load(spec, made.tensors)

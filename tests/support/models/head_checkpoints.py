@@ -55,7 +55,7 @@ def mlp_checkpoint(*, tied: bool, scaled: bool) -> tuple[dict[str, Any], Weights
 
 
 def medusa_checkpoint(output: str) -> tuple[dict[str, Any], Weights]:
-    """Three heads of two blocks; outputs of their own, as vLLM converts them truncated, or the target's."""
+    """Three heads of two blocks, with own output layers, truncated ones (as vLLM converts them) or the target's."""
     heads, rows = 3, 40 if output == "truncated" else V
     block = "medusa_heads.blocks.{}.layers.{}" if output == "truncated" else "{}.{}.linear"
     shapes: dict[str, tuple[int, ...]] = {}
@@ -79,7 +79,7 @@ def medusa_checkpoint(output: str) -> tuple[dict[str, Any], Weights]:
 
 
 def hydra_checkpoint(arch: str, *, grounded: bool, stored_once: bool) -> tuple[dict[str, Any], Weights]:
-    """Three heads of three blocks, of which the later two are one module."""
+    """Three heads of three blocks; the later two are the same module."""
     heads, blocks = 3, 3
     is_prefix = arch == "prefix-mlp"
     shapes: dict[str, tuple[int, ...]] = {}
@@ -109,7 +109,7 @@ def hydra_checkpoint(arch: str, *, grounded: bool, stored_once: bool) -> tuple[d
 
 
 def repeat_of(stored: Weights, name: str, *, first: int, once: bool) -> None:
-    """Make a block behind the first of those that repeat the same as it, or leave it out."""
+    """Store blocks that repeat the first one again, or leave them out."""
     _, head, index, rest = name.split(".", 3)
     if int(index) > first:
         stored[name] = stored[f"hydra_mlp.{head}.{first}.{rest}"]

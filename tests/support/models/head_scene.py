@@ -22,7 +22,7 @@ LogitsBehind = Callable[[Path], torch.Tensor]
 
 
 class Scene:
-    """A module built from a checkpoint, and rows of unlike lengths that want unlike numbers of tokens."""
+    """A module built from a checkpoint, and rows of different lengths and draft sizes."""
 
     def __init__(
         self, method: str, config: dict[str, Any], stored: Weights, *, warmth: float, k: int = 9, **speculative: Any
@@ -48,7 +48,7 @@ class Scene:
 
 
 def paths_of(draft: Draft) -> list[Path]:
-    """The path to each node of a chain or a tree."""
+    """Return the path to each node of a chain or a tree."""
     found: list[Path] = []
     for node, token in enumerate(draft.tokens):
         parent = draft.parents[node] if draft.parents else node - 1
@@ -57,7 +57,7 @@ def paths_of(draft: Draft) -> list[Path]:
 
 
 def path_of(choice: Path, behind: LogitsBehind, noise_KV: torch.Tensor) -> Path:
-    """Follow a choice: at each depth the guess of that rank."""
+    """Return the path of a choice: at each depth the draft token of that rank."""
     path: Path = ()
     for depth, rank in enumerate(choice):
         scores = behind(path).log_softmax(-1) + noise_KV[depth]
@@ -66,7 +66,7 @@ def path_of(choice: Path, behind: LogitsBehind, noise_KV: torch.Tensor) -> Path:
 
 
 def check(scene: Scene, behind: Callable[[int, Path], torch.Tensor], choices: tuple[Path, ...]) -> None:
-    """Every row holds the paths of its first choices, and nothing else."""
+    """Check that every row holds exactly the paths of its first choices."""
     for slot, draft in enumerate(scene.propose()):
         wanted = [path_of(choice, partial(behind, slot), scene.noise_SKV[slot]) for choice in choices[: KS[slot]]]
         assert paths_of(draft) == wanted

@@ -1,4 +1,4 @@
-"""The mathematics of draft heads as published, one step at a time over raw tensors: slow, plain, shared with nobody."""
+"""Draft heads as published, one step at a time over raw tensors: slow, plain, independent of the implementation."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x_THD: torch.Tensor, positions: list[int], theta: float) -> torch.Tensor:
-    """Rotate halves, as Llama does."""
+    """Apply rotary embeddings to halves, as Llama does."""
     half = x_THD.shape[-1] // 2
     angle = torch.tensor([[[position / theta ** (i / half) for i in range(half)]] for position in positions])
     a, b = x_THD[..., :half], x_THD[..., half:]
@@ -34,7 +34,7 @@ def attend(
     value_LGE: torch.Tensor,
     sees_TL: torch.Tensor,
 ) -> torch.Tensor:
-    """One head at a time; returns `[T, heads * E]`."""
+    """Compute attention one head at a time; return `[T, heads * E]`."""
     heads, groups = query_THD.shape[1], key_LGD.shape[1]
     outputs = []
     for h in range(heads):
@@ -59,7 +59,7 @@ def attention(
     head_dim: int,
     theta: float,
 ) -> torch.Tensor:
-    """Llama's, with norms of queries and keys where there are any (Qwen3)."""
+    """Llama's attention, with query and key norms if there are any (Qwen3)."""
 
     def project(name: str, norm: str = "") -> torch.Tensor:
         y = linear(weights, f"{prefix}.{name}", x_TW).view(len(x_TW), -1, head_dim)
@@ -75,7 +75,7 @@ Drafted = list[int]
 
 
 def chain(logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tensor, k: int) -> Drafted:
-    """Draft k tokens, each from the logits behind those before it."""
+    """Draft k tokens, each from the logits after the previous ones."""
     drafted: Drafted = []
     for step in range(k):
         drafted.append(int((logits_behind(drafted).log_softmax(-1) + noise_KV[step]).argmax()))
@@ -85,7 +85,7 @@ def chain(logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tens
 def dynamic_tree(
     logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tensor, *, k: int, width: int, depth: int
 ) -> set[tuple[int, ...]]:
-    """EAGLE-2's tree, as the set of its paths; of a level no more nodes get children than k divided by the levels."""
+    """Return EAGLE-2's tree as the set of its paths; at each level at most k / (depth - 1) nodes get children."""
     depth = min(depth, k)
     beams = min(width, k if depth == 1 else k // (depth - 1))
     scores: dict[tuple[int, ...], float] = {}

@@ -69,7 +69,7 @@ BASES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
 }  # fmt: skip
-"""Of DeepSeek-V3.2-Exp what it has in common with V3: its own type is refused (it selects keys sparsely)."""
+"""DeepSeek-V3.2-Exp with V3's type: its own type is not supported (sparse attention)."""
 PUBLISHED = {
     "facebook/opt-6.7b": 6_658_473_984,
     "llama-7b": 6_738_415_616,
@@ -81,11 +81,11 @@ PUBLISHED = {
     "qwen2-7b": 7_615_616_512,
     "qwen2-72b": 72_706_203_648,
 }
-"""Parameters, as the Hub counts them."""
+"""Numbers of parameters, from the Hub."""
 
 
 class Draft(NamedTuple):
-    """A draft of the documents: its base, and what its config says."""
+    """A draft: its base and its config."""
 
     base: str
     config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Draft heads whose every weight matters."""
+"""Draft heads with noise on their weights."""
 
 import torch
 
@@ -6,7 +6,7 @@ from demo.heads import Head
 
 
 def shaken(head: Head) -> Head:
-    """Return *head* with noise on every weight: what begins as zeros or ones hides mistakes."""
+    """Add noise to every weight of *head*: zeros and ones hide mistakes."""
     for weight in head.parameters():
         weight.data.add_(torch.randn_like(weight) * 0.2)
     return head.eval()

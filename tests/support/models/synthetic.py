@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of every format, as its public tools write them: names, shapes, config, kind of file.
+"""Tiny random checkpoints of every format, as public tools write them: names, shapes, config, kind of file.
 
 Each function takes the folder of a target and keyword options, and returns a `Synthetic`, which can be written to a
-folder as it is or after something in it was broken.
+folder unchanged or damaged.
 """
 
 import json
@@ -19,7 +19,7 @@ SPREAD = 0.25
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A checkpoint: its config, its tensors by stored name, and the file they go into."""
+    """A checkpoint: its config, its tensors by stored name, and its file name."""
 
     config: dict[str, Any]
     tensors: Tensors
@@ -27,7 +27,7 @@ class Synthetic:
     method: str = ""
 
     def write(self, folder: Path) -> Path:
-        """Write it; return the folder."""
+        """Write the checkpoint; return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
         if self.file.endswith(".safetensors"):
@@ -38,28 +38,28 @@ class Synthetic:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes alone, as readers take them."""
+        """Names and shapes, as readers expect them."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def renamed(self, rename: Callable[[str], str]) -> "Synthetic":
-        """The same under other names."""
+        """Return a copy under other names."""
         return replace(self, tensors={rename(name): tensor for name, tensor in self.tensors.items()})
 
     def without(self, *names: str) -> "Synthetic":
-        """The same without some tensors."""
+        """Return a copy without some tensors."""
         return replace(self, tensors={name: t for name, t in self.tensors.items() if name not in names})
 
     def having(self, **config: Any) -> "Synthetic":
-        """The same with other values in the config."""
+        """Return a copy with other values in the config."""
         return replace(self, config={**self.config, **config})
 
     def holding(self, tensors: Tensors) -> "Synthetic":
-        """The same with tensors added or replaced."""
+        """Return a copy with tensors added or replaced."""
         return replace(self, tensors={**self.tensors, **tensors})
 
 
 class Noise:
-    """Random weights, the same for the same seed."""
+    """Random weights, reproducible by seed."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -74,7 +74,7 @@ class Noise:
 
 
 def config_of(target: Path) -> dict[str, Any]:
-    """The target's config, with a `hidden_size`."""
+    """Return the target's config, with a `hidden_size`."""
     config: dict[str, Any] = json.loads((target / "config.json").read_text())
     return {"hidden_size": config.get("n_embd"), "num_hidden_layers": config.get("n_layer"), **config}
 
@@ -88,7 +88,7 @@ def layer(
     qk_norm: bool = False,
     bias: bool = False,
 ) -> Tensors:
-    """A Llama layer of *config*, or one with normalised queries and keys, or biases on them."""
+    """Return a Llama layer of *config*, with query and key norms or biases if requested."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -112,7 +112,7 @@ def layer(
 
 
 def llama_config(target: Path, **options: Any) -> dict[str, Any]:
-    """The config of a small Llama of the target's width and vocabulary."""
+    """Return the config of a small Llama with the target's width and vocabulary."""
     theirs = config_of(target)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -132,7 +132,7 @@ def llama_config(target: Path, **options: Any) -> dict[str, Any]:
 
 
 def medusa(target: Path, *, seed: int = 0, heads: int = 4, blocks: int = 1, own_heads: bool = True) -> Synthetic:
-    """As FasterDecoding writes it; without *own_heads* as TGI's second version."""
+    """Medusa as FasterDecoding writes it; without *own_heads* as TGI's second version."""
     theirs, noise = config_of(target), Noise(seed)
     hidden, vocab = theirs["hidden_size"], theirs["vocab_size"]
     tensors: Tensors = {}
@@ -150,7 +150,7 @@ def medusa(target: Path, *, seed: int = 0, heads: int = 4, blocks: int = 1, own_
 def medusa_vllm(
     target: Path, *, seed: int = 0, heads: int = 3, blocks: int = 1, kept: int | None = None, shared: bool = False
 ) -> Synthetic:
-    """As vLLM's conversion script writes it; *kept* ids are left in the vocabulary; one head if *shared*."""
+    """Medusa as vLLM's conversion script writes it, with *kept* ids in the vocabulary; one head if *shared*."""
     theirs, noise = config_of(target), Noise(seed)
     hidden, vocab = theirs["hidden_size"], theirs["vocab_size"]
     size = kept or vocab
@@ -181,7 +181,7 @@ def medusa_vllm(
 def mlp_speculator(
     target: Path, *, seed: int = 0, heads: int = 3, inner: int = 24, tied: bool = False, scale: bool = False
 ) -> Synthetic:
-    """As IBM writes it."""
+    """An MLP speculator as IBM writes it."""
     theirs, noise = config_of(target), Noise(seed)
     width, vocab = theirs["hidden_size"], theirs["vocab_size"]
     tensors: Tensors = {}
@@ -213,7 +213,7 @@ def mlp_speculator(
 def hydra(
     target: Path, *, seed: int = 0, heads: int = 3, blocks: int = 2, prefix: bool = False, grounded: bool = True
 ) -> Synthetic:
-    """As the authors write it: blocks behind the first are one module, which a state dict holds several times."""
+    """Hydra as its authors write it: blocks after the first are one module, which a state dict holds several times."""
     theirs, noise = config_of(target), Noise(seed)
     hidden, vocab = theirs["hidden_size"], theirs["vocab_size"]
     tensors: Tensors = {}
@@ -252,7 +252,7 @@ def hydra(
 def recurrent(
     target: Path, *, seed: int = 0, blocks: int = 2, exit_dim: int | None = None, rnn: bool = True
 ) -> Synthetic:
-    """As Apple writes it."""
+    """ReDrafter as Apple writes it."""
     theirs, noise = config_of(target), Noise(seed)
     hidden, vocab = theirs["hidden_size"], theirs["vocab_size"]
     width = exit_dim or 2 * hidden
@@ -284,5 +284,5 @@ def recurrent(
 
 
 def stored(folder: Path) -> Tensors:
-    """What a folder's only safetensors file holds."""
+    """Return the tensors of a folder's only safetensors file."""
     return load_file(folder / "model.safetensors")

@@ -14,7 +14,7 @@ from tests.support.models.synthetic import Noise, Synthetic, Tensors, config_of,
 def eagle(
     target: Path, *, seed: int = 0, bias: bool = True, says_bias: bool = False, embedding: bool = False, **options: Any
 ) -> Synthetic:
-    """As the authors write it; the config is silent about the bias unless *says_bias* or there is none."""
+    """EAGLE as its authors write it; the config has `bias` only with *says_bias* or if there is none."""
     noise, config = Noise(seed), llama_config(target, **options)
     hidden = config["hidden_size"]
     tensors: Tensors = {"fc.weight": noise.weight(hidden, 2 * hidden)}
@@ -30,7 +30,7 @@ def eagle(
 
 
 def maps(vocab: int, kept: int, seed: int) -> Tensors:
-    """`d2t` and `t2d` of *kept* random ids of *vocab*."""
+    """Return `d2t` and `t2d` of *kept* random ids of *vocab*."""
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:kept].sort().values
     known = torch.zeros(vocab, dtype=torch.bool)
     known[ids] = True
@@ -50,7 +50,7 @@ def eagle3(
     qk_norm: bool = False,
     **options: Any,
 ) -> Synthetic:
-    """As the authors write it, with the options of others; `midlayer` and no ids of layers unless *inputs_of*."""
+    """EAGLE-3 as its authors write it, with others' options; `midlayer` and no layer ids unless *inputs_of*."""
     noise, theirs = Noise(seed), config_of(target)
     config = llama_config(
         target,
@@ -87,7 +87,7 @@ def eagle3(
 
 
 def p_eagle(target: Path, *, seed: int = 0, mask: int = 5, **options: Any) -> Synthetic:
-    """An EAGLE-3 head with a mask, as the authors write it."""
+    """P-EAGLE as its authors write it: an EAGLE-3 head with a mask."""
     head = eagle3(target, seed=seed, **options)
     features = head.tensors["fc.weight"].shape[1]
     made = head.holding({"mask_hidden": Noise(seed + 1).weight(1, 1, features)}).having(
@@ -97,7 +97,7 @@ def p_eagle(target: Path, *, seed: int = 0, mask: int = 5, **options: Any) -> Sy
 
 
 def speculators(made: Synthetic, target: Path, *, tokens: int = 3, **top: Any) -> Synthetic:
-    """*made*, an EAGLE-3, P-EAGLE or DFlash head, as `speculators` would write it; it names *target* as its own."""
+    """*made*, an EAGLE-3, P-EAGLE or DFlash head, as `speculators` writes it, with *target* as its verifier."""
     kind = {"eagle3": "eagle3", "p_eagle": "peagle", "dflash": "dflash"}[made.method]
     own = (
         "draft_vocab_size",

@@ -1,6 +1,6 @@
-"""Two small learned proposers, for tests: one guesses from the newest state alone, one reads all states into a cache.
+"""Two small learned proposers: one drafts from the newest hidden state, one reads all states into a cache.
 
-Every draft is noted down, so that tests can compute it again with `transformers` alone.
+Every draft is recorded, so that tests can recompute it with `transformers` alone.
 """
 
 import json
@@ -30,10 +30,10 @@ TAPPED = (1, 3)
 
 @dataclass(frozen=True)
 class Note:
-    """A draft, and all it was made of."""
+    """A draft and its inputs."""
 
     tokens: tuple[int, ...]
-    first: int  # the first entry that was seen
+    first: int  # the first entry in the cache
     temperature: float
     draft: tuple[int, ...]
 
@@ -42,7 +42,7 @@ NOTES: list[Note] = []
 
 
 def fit(target: Path, folder: Path) -> Path:
-    """Save a head that says the next state by the last one and the token between, as far as a matrix can."""
+    """Save a head that predicts the next state linearly from the last state and the token between."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     prompts = torch.randint(3, 90, (24, 4), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
@@ -57,7 +57,7 @@ def fit(target: Path, folder: Path) -> Path:
 
 
 class Last(nn.Module):
-    """No cache."""
+    """A module without a cache."""
 
     layers: tuple[LayerShape, ...] = ()
     shift = 0
@@ -76,7 +76,7 @@ class Last(nn.Module):
 
 
 class All(nn.Module):
-    """A whole little model, whose embeddings are disturbed by the target's states: entry i has token i + 1."""
+    """A small model that adds the target's states to its embeddings: entry i has token i + 1."""
 
     shift = 1
 
@@ -105,7 +105,7 @@ class All(nn.Module):
 
 
 def taken_in(features_TF: torch.Tensor) -> torch.Tensor:
-    """Of two tapped states, a little of their difference."""
+    """Return the difference of two tapped states, scaled by 0.01."""
     low, high = features_TF.chunk(2, -1)
     return (high - low) * 0.01
 
@@ -178,12 +178,12 @@ class AllProposer(LastProposer):
 
 
 def recycled(states_RH: torch.Tensor) -> torch.Tensor:
-    """What goes in beside a drafted token, in place of the target's states."""
+    """Return the input for a draft token that replaces the target's states."""
     return states_RH * 0.01
 
 
 class Twin:
-    """Computes drafts of greedy rows again: the whole text at once, without caches, by `transformers` alone."""
+    """Recomputes drafts of greedy rows: the whole text at once, without caches, by `transformers` alone."""
 
     def __init__(self, target: Path, draft: Path) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()

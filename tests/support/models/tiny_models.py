@@ -1,4 +1,4 @@
-"""Builders of tiny random models of every family that is served; the whole set takes seconds."""
+"""Tiny random models of every supported family; the whole set takes seconds."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ FAMILIES = tuple(SPECIFIC)
 
 
 def settings(family: str, **overrides: Any) -> dict[str, Any]:
-    """The config values of a tiny *family*; *overrides* win."""
+    """Return the config values of a tiny *family*, updated by *overrides*."""
     common = COMMON
     if family in GPT2_LIKE:
         common = {key: COMMON[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "tie_word_embeddings")}

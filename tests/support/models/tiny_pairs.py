@@ -23,7 +23,7 @@ def build(folder: Path, family: str = "opt") -> tuple[Path, Path]:
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte: every text round-trips."""
+    """Return a tokenizer of one token per byte: every text round-trips."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and what it signs."""
+"""Certificates for tests: an authority and its certificates."""
 
 import datetime
 import ipaddress
@@ -27,7 +27,7 @@ class Signed:
 
 
 class Authority:
-    """Signs certificates for the loopback, in *folder*."""
+    """A certificate authority for the loopback, in *folder*."""
 
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A whole engine without a model: real controller, scheduler, tokenizer and preprocessor over an executor that hashes.
+"""A whole engine with a fake executor: controller, scheduler, tokenizer and preprocessor are real.
 
 `main` serves it as the child of a `ProcessChannel`.
 """
@@ -42,11 +42,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[bot]{% endif %}"
 )
 STEP_S = 0.0005
-"""A real step computes outside the interpreter; one that never let go of it would starve the front end's thread."""
+"""Seconds that a step sleeps. Real steps release the interpreter; without that the frontend's thread would starve."""
 
 POISON = "crash now"
 FAILURES = {"no way on": "structured_outputs: no token is left to choose", "not a number": "the logits are NaN"}
-"""Words that fail the request that has them, and it alone."""
+"""Prompts with these words fail their own request."""
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "naïve café, déjà vu", "def f(x): return x + 1"]
 
 
@@ -68,7 +68,7 @@ def bare_tokenizer() -> Tokenizer:
 
 @cache
 def tokenizer() -> Any:
-    """Return the same tokenizer as front ends load it, with a chat template."""
+    """Return the same tokenizer as frontends load it, with a chat template."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=bare_tokenizer(), eos_token="<eos>", chat_template=TEMPLATE)
@@ -76,7 +76,7 @@ def tokenizer() -> Any:
 
 @cache
 def letters() -> list[int]:
-    """Return the ids that the fake model may say: lower-case letters and the space."""
+    """Return the ids that the fake model generates: lower-case letters and the space."""
     return [bare_tokenizer().token_to_id(char) for char in "abcdefghijklmnopqrstuvwxyzĠ"]
 
 
@@ -86,7 +86,7 @@ def ids(text: str) -> list[int]:
 
 
 def ranked(history: Sequence[int]) -> list[int]:
-    """Return what the fake model holds likely after *history*, best first."""
+    """Return the fake model's tokens after *history*, most likely first."""
     said = letters()
     first = zlib.crc32(repr(list(history[-4:])).encode()) % len(said)
     return said[first:] + said[:first]
@@ -102,7 +102,7 @@ def expected(prompt: str, count: int) -> str:
 
 @dataclass
 class HashExecutor(InOneProcess):
-    """Says `ranked(history)[0]`; every second draft token it makes for itself is right."""
+    """Samples `ranked(history)[0]`; accepts half of the draft tokens."""
 
     info: WorkerInfo
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class HashExecutor(InOneProcess):
 
 
 class Scripted(HashExecutor):
-    """Says what stands between the last `say: ` of the prompt and `<end>`, and then ends; else what others say."""
+    """Generates the text between the prompt's last `say: ` and `<end>`, then EOS; else like `HashExecutor`."""
 
     def _next(self, slot: int, history: Sequence[int]) -> int:
         asked, said = history[: self.prompt_len[slot]], history[self.prompt_len[slot] :]
@@ -204,7 +204,7 @@ async def make_preprocessor(info: WorkerInfo) -> Preprocessor:
 def local_engine(
     max_model_len: int = 512, speculative: SpeculativeConfig | None = None, kind: type[HashExecutor] = HashExecutor
 ) -> AsyncEngine:
-    """Return an engine whose controller will run in a thread."""
+    """Return an engine whose controller runs in a thread."""
     channel = ThreadChannel(lambda inbox, say: build(inbox, say, max_model_len, speculative, kind))
     metrics = Metrics("fake")
     engine = AsyncEngine(channel, make_preprocessor, metrics)
@@ -213,7 +213,7 @@ def local_engine(
 
 
 def build_child(config: str, inbox: Inbox, say: ProgressCallback) -> Controller:
-    """Build what *config* names: an `EngineConfig` as JSON, of which only the name and the length count."""
+    """Build a fake engine from *config*, an `EngineConfig` as JSON; only the model's name and length are used."""
     model = json.loads(config)["model"]
     if model["model"] == "refuse":
         raise ModelError("there is no such model")
@@ -224,5 +224,5 @@ def build_child(config: str, inbox: Inbox, say: ProgressCallback) -> Controller:
 
 
 def main() -> None:
-    """Be a child process."""
+    """Run as a child process."""
     serve_child(build_child)

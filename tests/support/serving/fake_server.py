@@ -1,4 +1,4 @@
-"""The HTTP face over the fake engine, served from a thread, in tests."""
+"""An HTTP server for the fake engine, in a thread."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ DRAFTING = SpeculativeConfig("fake", num_speculative_tokens=4)
 
 @contextlib.contextmanager
 def served(max_model_len: int = 512, speculative: SpeculativeConfig | None = DRAFTING) -> Iterator[str]:
-    """Serve a fake engine, which drafts unless told otherwise, on a free loopback port; yield its address."""
+    """Serve a fake engine, by default one that drafts, on a free loopback port; yield its address."""
     engine = local_engine(max_model_len, speculative)
     assert engine.metrics is not None
     app = create_app(engine, tokenizer(), engine.metrics, ServerOptions(("fake",), "1"))

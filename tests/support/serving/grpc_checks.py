@@ -16,7 +16,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 def failure(work: Callable[[], Any], code: Code) -> grpc.RpcError:
-    """Return how *work* fails: with *code*, and one line that tells nothing of the server's insides."""
+    """Return the error of *work*; check for *code* and one line without internal details."""
     with pytest.raises(grpc.RpcError) as caught:
         work()
     details = caught.value.details()
@@ -31,7 +31,7 @@ def checked(channel: grpc.Channel, service: str, timeout_s: float = 20) -> int:
 
 
 def watched(channel: grpc.Channel, service: str) -> "queue.Queue[int]":
-    """Return what `Watch` tells, as it comes."""
+    """Return a queue of the statuses that `Watch` streams."""
     told: queue.Queue[int] = queue.Queue()
     stream = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
 

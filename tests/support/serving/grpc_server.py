@@ -1,4 +1,4 @@
-"""An engine behind its HTTP and gRPC servers, on an event loop in a thread of the test's process."""
+"""HTTP and gRPC servers of an engine, on an event loop in a thread."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ SERVICE = "slipstream.v1.GenerationService"
 
 
 class Served:
-    """Two servers around *engine*; they listen from `start` on, and answer from `load` on."""
+    """Two servers of *engine*; they listen after `start`, and answer after `load`."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class Served:
 
     @property
     def url(self) -> str:
-        """Of the HTTP server."""
+        """Address of the HTTP server."""
         return self._http.address
 
     @property
     def address(self) -> str:
-        """Of the gRPC server."""
+        """Address of the gRPC server."""
         return f"{HOST}:{self._grpc.address.rpartition(':')[2]}"
 
     def run(self, work: Awaitable[T]) -> T:
-        """Do *work* on the servers' event loop."""
+        """Run *work* on the servers' event loop."""
 
         async def timed() -> T:
             async with asyncio.timeout(120):
@@ -90,7 +90,7 @@ class Served:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def busy(self) -> None:
-        """Wait until the controller has told that it runs something."""
+        """Wait until the controller reports a running request."""
         while not self.engine.stats().num_running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -107,7 +107,7 @@ class Served:
 
     @contextlib.contextmanager
     def stub(self, *options: tuple[str, Any]) -> Iterator[Any]:
-        """Yield what the checked-in code makes of a channel."""
+        """Yield a stub of the checked-in code."""
         with self.channel(*options) as channel:
             yield stubs.GenerationServiceStub(channel)
 
@@ -132,14 +132,14 @@ def serving(engine: AsyncEngine, *, tokenizer: Any = None, is_loaded: bool = Tru
 
 
 def request(prompt: str, max_tokens: int = 8, **fields: Any) -> pb.GenerateRequest:
-    """Return a greedy request for text; *fields* beside those of the request itself are sampling's."""
+    """Return a greedy request for text; *fields* belong to the request or to its sampling parameters."""
     own = {name: fields.pop(name) for name in list(fields) if name in pb.GenerateRequest.DESCRIPTOR.fields_by_name}
     sampling = pb.SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **fields})
     return pb.GenerateRequest(text=prompt, sampling=sampling, **own)
 
 
 def answer(responses: Any) -> tuple[list[pb.GenerateChunk], list[pb.GenerateComplete]]:
-    """Return the chunks and the ends of a call, once it is over."""
+    """Return the chunks and the final messages of a call."""
     messages = list(responses)
     kinds = {"chunk": [], "complete": []}  # type: dict[str, list[Any]]
     for message in messages:

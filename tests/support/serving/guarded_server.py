@@ -1,4 +1,4 @@
-"""The HTTP face with its guards, over the fake engine, on a real socket."""
+"""An HTTP server with its guards, for the fake engine, on a real socket."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ async def settled(engine: AsyncEngine) -> None:
 
 @dataclass(frozen=True)
 class Guarded:
-    """A running server. What is asked of the engine is asked on its own event loop."""
+    """A running server. Calls to the engine run on its event loop."""
 
     port: int
     engine: AsyncEngine
@@ -64,16 +64,16 @@ class Guarded:
             return received
 
     def drain(self) -> None:
-        """Let the engine take nothing new."""
+        """Let the engine refuse new requests."""
         self.loop.call_soon_threadsafe(self.engine.drain)
 
     def idle(self) -> None:
-        """Wait until the controller runs and keeps nothing."""
+        """Wait until the engine runs nothing and holds no blocks."""
         asyncio.run_coroutine_threadsafe(settled(self.engine), self.loop).result()
 
 
 def guarded_engine(safety: SafetyOptions, max_model_len: int = 512) -> AsyncEngine:
-    """Return the fake engine with the bounds of *safety*; it drafts."""
+    """Return the fake engine with the limits of *safety*; it drafts."""
     metrics = Metrics("fake")
     channel = ThreadChannel(lambda inbox, say: build(inbox, say, max_model_len, DRAFTS))
     engine = AsyncEngine(

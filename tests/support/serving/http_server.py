@@ -1,4 +1,4 @@
-"""A whole HTTP server in a thread, in tests."""
+"""An HTTP server in a thread."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ class Served:
 
 
 class Listening(uvicorn.Server):
-    """Says when it listens."""
+    """Sets `listening` once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -27,7 +27,7 @@ DOCUMENTED = {
 
 
 def strict(answer: T, **patches: Any) -> T:
-    """Return *answer* once it validates; *patches* replace fields of its choices that the client's type has wrong."""
+    """Validate *answer* and return it; *patches* replace fields of its choices that the client's type has wrong."""
     raw = json.loads(answer.model_dump_json(exclude_unset=True, by_alias=True, warnings=False))
     for choice in raw.get("choices", ()):
         choice.update(patches)
@@ -40,7 +40,7 @@ def strict(answer: T, **patches: Any) -> T:
 
 
 def _forget_parsed(message: dict[str, Any]) -> None:
-    """Remove what the client itself put in."""
+    """Remove fields that the client itself added."""
     message.pop("parsed", None)
     for call in message.get("tool_calls") or ():
         call.pop("index", None)
@@ -48,7 +48,7 @@ def _forget_parsed(message: dict[str, Any]) -> None:
 
 
 def _extras(value: object) -> Iterator[tuple[str, set[str]]]:
-    """Yield each model in *value* by name, with the fields that its type does not know."""
+    """Yield the name of each model in *value*, with the fields that its type does not have."""
     if isinstance(value, list):
         for item in value:
             yield from _extras(item)
@@ -59,6 +59,6 @@ def _extras(value: object) -> Iterator[tuple[str, set[str]]]:
 
 
 def strict_chunk(chunk: Completion) -> Completion:
-    """Validate a piece of a completion; its type says that it has always ended, which the public API's have not."""
+    """Validate a chunk of a completion; the client's type requires a finish reason even before the last chunk."""
     ended = all(choice.finish_reason is not None for choice in chunk.choices)
     return strict(chunk) if ended else strict(chunk, finish_reason="stop")

@@ -11,7 +11,7 @@ from tests.support.serving.openai_answers import PROMPT, USER, Check, strict, st
 
 
 def root(client: openai.OpenAI) -> str:
-    """Return where the routes are that stand beside `/v1`."""
+    """Return the base URL without `/v1`."""
     return str(client.base_url).rstrip("/").removesuffix("/v1")
 
 
@@ -67,13 +67,13 @@ def completion_logprobs(client: openai.OpenAI, model: str) -> None:
     assert choice.logprobs is not None
     lists = (choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs)
     assert {len(each or ()) for each in (*lists, choice.logprobs.text_offset)} == {len(choice.logprobs.tokens or ())}
-    # By text, so that pieces of characters, which are spelt alike, share a place.
+    # By text: pieces of characters have the same text and share an entry.
     assert all(1 <= len(tops) <= 3 for tops in choice.logprobs.top_logprobs or ())
 
 
 def an_echo(client: openai.OpenAI, model: str) -> None:
     answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=3, echo=True, logprobs=1, temperature=0)
-    strict(answer, logprobs=None)  # whose type has no null for the first token, as the public API has
+    strict(answer, logprobs=None)  # the type lacks the null that the public API has for the first token
     assert answer.choices[0].text.startswith(PROMPT)
     assert answer.choices[0].logprobs is not None
     first, *others = answer.choices[0].logprobs.token_logprobs or ()
@@ -133,7 +133,7 @@ def the_stream_helper(client: openai.OpenAI, model: str) -> None:
             for event in stream:
                 said += event.delta if event.type == "content.delta" else ""
             assert stream.get_final_completion().choices[0].message.content == whole.message.content
-        except openai.LengthFinishReasonError:  # which the helper raises of its own accord
+        except openai.LengthFinishReasonError:  # raised by the client's helper
             assert whole.finish_reason == "length"
     assert said == whole.message.content
 

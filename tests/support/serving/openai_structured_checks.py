@@ -11,7 +11,7 @@ from tests.support.serving.openai_answers import USER, Check, strict
 
 
 class Verdict(pydantic.BaseModel):
-    """An answer that always ends."""
+    """A schema whose answers are bounded."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -34,7 +34,7 @@ OTHER: dict[str, Any] = {
     },
 }
 ROOM = 700
-"""Tokens that hold any such answer, white space of all its parts included."""
+"""Tokens enough for any such answer, white space included."""
 
 
 def a_parsed_answer(client: openai.OpenAI, model: str) -> None:

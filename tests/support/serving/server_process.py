@@ -1,11 +1,11 @@
-"""A server in a process, in tests."""
+"""A server in a process."""
 
 import re
 import subprocess
 
 
 class Running:
-    """A server in a process. Its child shares its standard error, which therefore ends with the last of both."""
+    """A server in a process. Its child shares its standard error, which ends when both have ended."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
@@ -26,6 +26,6 @@ class Running:
         return found[0]
 
     def ended(self) -> tuple[int, str]:
-        """Return the exit code and the rest of the log, once nobody of it is left."""
+        """Return the exit code and the rest of the log, once all its processes have ended."""
         _, log = self.process.communicate(timeout=60)
         return self.process.returncode, log
