@@ -1,7 +1,6 @@
-"""What `slipstream doctor` checks: devices, real process groups, and a pair that is formed again after a SIGKILL.
+"""The checks of `slipstream doctor`: devices, process groups, and a pair that re-forms after a SIGKILL.
 
-It works with plain child processes of this machine, over the groups that engines use: shared memory and gloo on CPUs,
-NCCL on GPUs.
+They run in child processes, over the groups that engines use: shared memory and gloo on CPUs, NCCL on GPUs.
 """
 
 import os
@@ -19,21 +18,21 @@ from protos.worker_messages import Died, WorkerId
 
 BODY = "workers.process.diagnostics:serve"
 START_S = 120.0
-"""A process that imports torch is there after this long, even on a busy machine."""
+"""Time for a process to start and import torch, on a busy machine."""
 ANSWER_S = 60.0
 SMALL, LARGE = 1 << 10, 16 << 20
 SMALL_REPEATS, LARGE_REPEATS = 200, 6
 TARGET, DRAFT = WorkerId("target"), WorkerId("draft")
 TP = "tp"
 CPU_WORLD = 2
-"""Ranks to check with where there are no devices to count."""
+"""Target ranks on a machine without devices."""
 
-START = "run `python -c 'import torch'` with the same Python; what it says is what is wrong"
+START = "run `python -c 'import torch'` with the same Python; its error shows what is wrong"
 NO_CUDA = (
     "see whether `nvidia-smi` lists the devices, CUDA_VISIBLE_DEVICES hides none, and torch is a CUDA build "
     "(`slipstream env` shows it); or use --device cpu"
 )
-TOO_FEW = "lower --tensor-parallel-size; a draft can live beside the target (placement: colocated)"
+TOO_FEW = "lower --tensor-parallel-size; a draft can share the target's device (placement: colocated)"
 GLOO = "a firewall or a sandbox may keep processes of this machine from connecting to each other on 127.0.0.1: allow it"
 NCCL = (
     "run again with NCCL_DEBUG=INFO to see where it stops; in a container give it room in /dev/shm (--ipc=host or "
@@ -41,11 +40,11 @@ NCCL = (
 )
 REMEDIES = {"gloo": GLOO, "nccl": NCCL}
 
-Answer = TypeVar("Answer", Seen, Joined, Measured, Died)
+Reply = TypeVar("Reply", Seen, Joined, Measured, Died)
 
 
 class CheckFailedError(SlipstreamError):
-    """Something is wrong; `remedy` says how to mend it."""
+    """A check failed; `remedy` describes how to fix it."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -54,9 +53,9 @@ class CheckFailedError(SlipstreamError):
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What to check. `world` is the number of target ranks, None for as many as there are devices.
+    """What to check. `world` is the number of target ranks; None: derived from the number of devices.
 
-    With `may_share`, several ranks use one device, which NCCL has to be told to allow.
+    With `may_share`, several ranks may use one device, which NCCL must be configured to allow.
     """
 
     world: int | None = None
@@ -66,75 +65,75 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class ProbeProcesses:
-    """The processes, and how to speak to them."""
+    """Child processes that run the checks."""
 
-    gang: ProcessWorkerGroup
+    group: ProcessWorkerGroup
 
     @classmethod
     def open(cls, body: str = BODY) -> "ProbeProcesses":
-        """Return a ward without anybody in it."""
+        """Return an empty group of processes."""
         return cls(
             ProcessWorkerGroup(
-                body, speaks="protos.doctor_messages:FromExamined", hears="protos.doctor_messages:ToExamined"
+                body, sends="protos.doctor_messages:FromExamined", receives="protos.doctor_messages:ToExamined"
             )
         )
 
-    def admit(self, workers: Seq[WorkerId]) -> dict[WorkerId, Seen]:
-        """Start *workers*; return what each says that it has."""
-        self.gang.start(workers)
+    def start(self, workers: Seq[WorkerId]) -> dict[WorkerId, Seen]:
+        """Start *workers*; return what each reports of its machine."""
+        self.group.start(workers)
         return self.wait(workers, Seen, START_S, START)
 
-    def ask(self, orders: Mapping[WorkerId, Join | Measure], kind: type[Answer], remedy: str) -> dict[WorkerId, Answer]:
-        """Give each worker its order; return what each answers."""
+    def call(self, orders: Mapping[WorkerId, Join | Measure], kind: type[Reply], remedy: str) -> dict[WorkerId, Reply]:
+        """Send each worker its order; return the replies."""
         for worker, order in orders.items():
-            self.gang.send(worker, order)
+            self.group.send(worker, order)
         return self.wait(tuple(orders), kind, ANSWER_S, remedy)
 
-    def wait(self, workers: Seq[WorkerId], kind: type[Answer], limit_s: float, remedy: str) -> dict[WorkerId, Answer]:
+    def wait(self, workers: Seq[WorkerId], kind: type[Reply], limit_s: float, remedy: str) -> dict[WorkerId, Reply]:
         """Return each worker's next message, which must be of *kind*.
 
         Raises:
-            CheckFailedError: something else came, or nothing.
+            CheckFailedError: another message arrived, or none within *limit_s*.
         """
-        answers: dict[WorkerId, Answer] = {}
+        replies: dict[WorkerId, Reply] = {}
         deadline = time.monotonic() + limit_s
-        while missing := [worker for worker in workers if worker not in answers]:
+        while missing := [worker for worker in workers if worker not in replies]:
             if time.monotonic() > deadline:
                 raise CheckFailedError(f"no answer from {', '.join(map(str, missing))} within {limit_s:.0f} s", remedy)
-            for worker, message in self.gang.receive(0.25):
+            for worker, message in self.group.receive(0.25):
                 if not isinstance(message, kind):
-                    raise CheckFailedError(f"{worker}: {_complaint(message)}", remedy)
-                answers[worker] = message
-        return answers
+                    raise CheckFailedError(f"{worker}: {_failure(message)}", remedy)
+                replies[worker] = message
+        return replies
 
 
-def _complaint(message: FromExamined) -> str:
-    return message.reason if isinstance(message, Trouble | Died) else f"said {type(message).__name__} out of turn"
+def _failure(message: FromExamined) -> str:
+    return message.reason if isinstance(message, Trouble | Died) else f"sent an unexpected {type(message).__name__}"
 
 
 class Examination:
     """One run of all checks of this machine.
 
     Args:
-        wanted: what to check.
-        ward: where the processes are; owned by whoever made it.
+        options: what to check.
+        probes: the processes to check with; closed by the caller.
     """
 
-    def __init__(self, wanted: DoctorOptions, ward: ProbeProcesses) -> None:
-        self._wanted, self._ward = wanted, ward
+    def __init__(self, options: DoctorOptions, probes: ProbeProcesses) -> None:
+        self._options, self._probes = options, probes
         self._seen: dict[WorkerId, Seen] = {}
         self._devices: list[str] = []
         self._world = 0
         self._backend = "gloo"
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Yield each check by name; it says what it found. A check needs those before it to have passed."""
-        yield "devices", self._look
+        """Yield the name and function of each check, which returns its result. Each needs the earlier ones to pass."""
+        yield "devices", self._check_devices
         if self._world > 1 or self._backend == "nccl":
-            yield "tp group", self._tp
+            yield "tp group", self._check_tp
         if len(self._devices) > self._world:
-            yield "pair group", self._pair
-            yield "pair after a kill", self._pair_again
+            yield "pair group", self._check_pair
+            yield "pair after a kill", self._check_new_pair
 
     @property
     def has_draft(self) -> bool:
@@ -145,10 +144,10 @@ class Examination:
     def _targets(self) -> list[WorkerId]:
         return [WorkerId("target", rank) for rank in range(self._world)]
 
-    def _look(self) -> str:
-        self._seen = self._ward.admit([TARGET])
+    def _check_devices(self) -> str:
+        self._seen = self._probes.start([TARGET])
         seen = self._seen[TARGET]
-        self._settle(seen)
+        self._assign_devices(seen)
         versions = f"torch {seen.torch}"
         if self._backend == "gloo":
             return f"{versions}, on the CPU: {self._world} target rank(s) and a draft"
@@ -157,76 +156,78 @@ class Examination:
         text = f"{kinds}; {versions}, CUDA {seen.cuda}, NCCL {seen.nccl}; target ranks on {self._world} of {count}"
         return text if self.has_draft else f"{text}; none is left for a draft of its own, so no pair is checked"
 
-    def _settle(self, seen: Seen) -> None:
-        """Settle who runs where."""
-        count, world = len(seen.devices), self._wanted.world
-        if self._wanted.device == "cuda" and not count:
+    def _assign_devices(self, seen: Seen) -> None:
+        """Choose the number of ranks and their devices."""
+        count, world = len(seen.devices), self._options.world
+        if self._options.device == "cuda" and not count:
             raise CheckFailedError(f"torch {seen.torch} sees no CUDA device", NO_CUDA)
-        if self._wanted.device == "cpu" or not count:
+        if self._options.device == "cpu" or not count:
             self._world = world or CPU_WORLD
             self._devices = ["cpu"] * (self._world + 1)
             return
         self._backend, self._world = "nccl", world or max(1, count - 1)
-        if self._world > count and not self._wanted.may_share:
+        if self._world > count and not self._options.may_share:
             raise CheckFailedError(f"{self._world} target ranks need as many devices, there are {count}", TOO_FEW)
-        num_ranks = self._world + 1 if self._wanted.may_share else min(self._world + 1, count)
+        num_ranks = self._world + 1 if self._options.may_share else min(self._world + 1, count)
         self._devices = [f"cuda:{rank % count}" for rank in range(num_ranks)]
 
-    def _tp(self) -> str:
+    def _check_tp(self) -> str:
         targets = self._targets
-        self._seen |= self._ward.admit(targets[1:])
-        return f"{self._world} rank(s) over {self._form(TP, targets)}; {self._figures(TP, targets)}"
+        self._seen |= self._probes.start(targets[1:])
+        return f"{self._world} rank(s) over {self._form_group(TP, targets)}; {self._measurements(TP, targets)}"
 
-    def _pair(self) -> str:
-        self._seen |= self._ward.admit([DRAFT])
-        formed = self._form("pair/1", [TARGET, DRAFT])
-        figures = self._figures("pair/1", [TARGET, DRAFT], "ping")
-        return f"target rank 0 and the draft over {formed}; {figures}"
+    def _check_pair(self) -> str:
+        self._seen |= self._probes.start([DRAFT])
+        formed = self._form_group("pair/1", [TARGET, DRAFT])
+        measured = self._measurements("pair/1", [TARGET, DRAFT], "ping")
+        return f"target rank 0 and the draft over {formed}; {measured}"
 
-    def _pair_again(self) -> str:
+    def _check_new_pair(self) -> str:
         noticed = self._kill_draft()
-        self._ward.gang.send(TARGET, Leave("pair/1"))
+        self._probes.group.send(TARGET, Leave("pair/1"))
         again = WorkerId("draft", incarnation=1)
         started = time.monotonic()
-        self._ward.admit([again])
-        self._form("pair/2", [TARGET, again])
+        self._probes.start([again])
+        self._form_group("pair/2", [TARGET, again])
         seconds = time.monotonic() - started
         self._time("pair/2", [TARGET, again], "ping", SMALL)
         if self._world > 1:
             self._time(TP, self._targets, "broadcast", SMALL)
-        return f"the death was noticed after {noticed:.2f} s, another draft was paired after {seconds:.1f} s"
+        return f"the death was noticed after {noticed:.2f} s, a new draft was paired after {seconds:.1f} s"
 
     def _kill_draft(self) -> float:
-        """Return how many seconds it took until the death was noticed."""
-        pid, started = self._ward.gang.pid(DRAFT), time.monotonic()
+        """Kill the draft; return the seconds until its death was noticed."""
+        pid, started = self._probes.group.pid(DRAFT), time.monotonic()
         if pid is None:
             raise CheckFailedError("the draft is gone", START)
         os.kill(pid, signal.SIGKILL)
-        self._ward.wait([DRAFT], Died, ANSWER_S, "the system does not tell that child processes ended: is it stuck?")
+        self._probes.wait(
+            [DRAFT], Died, ANSWER_S, "the system does not report that a child process ended: is it stuck?"
+        )
         return time.monotonic() - started
 
-    def _form(self, group: str, workers: list[WorkerId]) -> str:
-        """Form *group* of *workers*, in the order of its ranks; say over what, and how long the slowest took."""
+    def _form_group(self, group: str, workers: list[WorkerId]) -> str:
+        """Form *group* of *workers*, in rank order; return its transport and the time of the slowest rank."""
         store, size = self._seen[TARGET].store, len(workers)
         orders = {
             worker: Join(group, store, rank, size, self._backend, self._device_of(worker), is_near=group == TP)
             for rank, worker in enumerate(workers)
         }
-        answers = self._ward.ask(orders, Joined, REMEDIES[self._backend])
-        slowest = max(answers.values(), key=lambda joined: joined.seconds)
+        replies = self._probes.call(orders, Joined, REMEDIES[self._backend])
+        slowest = max(replies.values(), key=lambda joined: joined.seconds)
         return f"{slowest.over}, formed in {slowest.seconds:.2f} s"
 
     def _device_of(self, worker: WorkerId) -> str:
         return self._devices[self._world if worker.role == "draft" else worker.rank]
 
-    def _figures(self, group: str, workers: list[WorkerId], what: Any = "broadcast") -> str:
+    def _measurements(self, group: str, workers: list[WorkerId], what: Any = "broadcast") -> str:
         small = self._time(group, workers, what, SMALL)
         large = self._time(group, workers, what, LARGE)
         name = "broadcast" if what == "broadcast" else "one way"
         return f"{name} of 1 KiB {small * 1e3:.3f} ms, of 16 MiB {LARGE / large / 1e9:.2f} GB/s"
 
     def _time(self, group: str, workers: list[WorkerId], what: Any, num_bytes: int) -> float:
-        """Return the seconds of one operation, as the slowest rank saw it."""
+        """Return the seconds of one operation, on the slowest rank."""
         order = Measure(group, what, num_bytes, SMALL_REPEATS if num_bytes == SMALL else LARGE_REPEATS)
-        answers = self._ward.ask(dict.fromkeys(workers, order), Measured, REMEDIES[self._backend])
-        return max(answer.seconds for answer in answers.values())
+        replies = self._probes.call(dict.fromkeys(workers, order), Measured, REMEDIES[self._backend])
+        return max(reply.seconds for reply in replies.values())

@@ -1,4 +1,4 @@
-"""`slipstream doctor`: check this machine with real processes and groups, and say how to mend what is wrong."""
+"""`slipstream doctor`: check this machine with real processes and groups, and print remedies."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -10,32 +10,32 @@ from protos.errors import ConfigError, PlacementError
 DEVICES = ("auto", "cpu", "cuda")
 RAY = (
     "is RAY_ADDRESS right, do Ray and Python have the same versions everywhere, and has the cluster that many "
-    "devices? `ray status` shows what it has; worker_resources says what a worker may ask for"
+    "devices? `ray status` shows what it has; worker_resources sets what a worker requests"
 )
 
 
-def run(wanted: DoctorOptions, *, with_ray: bool) -> bool:
-    """Return whether everything is as it should be."""
-    if wanted.device not in DEVICES:
-        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {wanted.device!r}")
+def run(options: DoctorOptions, *, with_ray: bool) -> bool:
+    """Return whether all checks passed."""
+    if options.device not in DEVICES:
+        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {options.device!r}")
     show_warnings()
-    ward = ProbeProcesses.open()
-    examination = Examination(wanted, ward)
+    probes = ProbeProcesses.open()
+    examination = Examination(options, probes)
     try:
-        num_wrong = _machine(examination)
+        num_failed = _check_machine(examination)
     finally:
-        ward.gang.close()
-    num_wrong += _ray(wanted, has_draft=examination.has_draft or bool(num_wrong)) if with_ray else 0
-    OUT.print("everything works" if not num_wrong else f"{num_wrong} check(s) failed", style="bold")
-    return not num_wrong
+        probes.group.close()
+    num_failed += _check_ray(options, has_draft=examination.has_draft or bool(num_failed)) if with_ray else 0
+    OUT.print("everything works" if not num_failed else f"{num_failed} check(s) failed", style="bold")
+    return not num_failed
 
 
-def _machine(examination: Examination) -> int:
-    """Return how many checks failed: at most one, for the others need it."""
+def _check_machine(examination: Examination) -> int:
+    """Return how many checks failed: at most one, because each needs those before it."""
     return int(not all(passed(name, check) for name, check in examination.checks()))
 
 
-def _ray(wanted: DoctorOptions, *, has_draft: bool) -> int:
+def _check_ray(options: DoctorOptions, *, has_draft: bool) -> int:
     if find_spec("ray") is None:
         _show("ok", "Ray", "not installed; engines on one device work without it")
         return 0
@@ -43,8 +43,10 @@ def _ray(wanted: DoctorOptions, *, has_draft: bool) -> int:
 
     def check() -> str:
         try:
-            device = "cpu" if wanted.may_share else wanted.device  # who shares devices asks Ray for parts, or none
-            return examine(wanted.world or 1, has_draft=has_draft, device=device)
+            device = (
+                "cpu" if options.may_share else options.device
+            )  # with shared devices, a worker requests part of a GPU or none
+            return examine(options.world or 1, has_draft=has_draft, device=device)
         except PlacementError as error:
             raise CheckFailedError(str(error), RAY) from None
 
@@ -52,7 +54,7 @@ def _ray(wanted: DoctorOptions, *, has_draft: bool) -> int:
 
 
 def passed(name: str, check: Callable[[], str]) -> bool:
-    """Whether *check* finds nothing wrong; shows what it found, and how to mend it."""
+    """Run *check* and print its result, or its error and remedy; return whether it passed."""
     try:
         _show("ok", name, check())
     except CheckFailedError as error:

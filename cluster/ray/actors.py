@@ -15,7 +15,7 @@ import msgspec
 import ray
 
 from cluster.ray.cluster import adopt, node_address
-from cluster.transport.worker_process import Order, perform
+from cluster.transport.worker_process import WorkerSpec, run_worker
 from runtime.metrics.logs import log_to_stderr
 
 GROUPS = {"serve": 1, "aside": 1}
@@ -71,21 +71,21 @@ class WorkerActor(Parked):
     """One worker of a gang.
 
     Args:
-        order: an `Order`, as msgpack.
+        spec: a `WorkerSpec`, as msgpack.
         environment: variables to set where there are none.
         is_near: whether all workers are on one node.
     """
 
-    def __init__(self, order: bytes, environment: dict[str, str], is_near: bool) -> None:
+    def __init__(self, spec: bytes, environment: dict[str, str], is_near: bool) -> None:
         adopt(environment)
         self._is_near = is_near
         log_to_stderr(level=logging.WARNING)  # progress goes to the controller, which tells it once
-        self._order = msgspec.msgpack.decode(order, type=Order)
+        self._spec = msgspec.msgpack.decode(spec, type=WorkerSpec)
 
     @ray.method(concurrency_group="serve")
     def run(self) -> None:
         """Be the worker until its body returns."""
-        perform(self._order, LOOPBACK if self._is_near else node_address(), here().machine)
+        run_worker(self._spec, LOOPBACK if self._is_near else node_address(), here().machine)
 
 
 def remote(cls: type) -> Any:

@@ -20,7 +20,7 @@ from cluster.ray.placement import CONTROLLER, Placement
 from cluster.ray.site import OwnSite, Site
 from cluster.ray.workers import Hired, why
 from cluster.transport.process_workers import BODY
-from cluster.transport.zmq_sockets import Bound, Socket
+from cluster.transport.zmq_sockets import BoundSockets, Socket
 from protos.config.engine import EngineConfig, to_json
 from protos.progress import ProgressCallback
 from runtime.frontend.channel import Commands, Failed, LoadProgress, Report
@@ -45,7 +45,7 @@ class RayChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
         self._placement: Placement | None = None
-        self._bound: Bound | None = None
+        self._bound: BoundSockets | None = None
         self._up: zmq.asyncio.Socket | None = None
         self._down: Socket | None = None
         self._controller: Hired | None = None
@@ -87,7 +87,7 @@ class RayChannel:
         is_near = self._placement.nodes[CONTROLLER] == ray_cluster.node_id()
         self._up, self._down = zmq.asyncio.Socket(self._context, zmq.PULL), self._context.socket(zmq.PUSH)
         host = None if is_near else ray_cluster.node_address()
-        self._bound = Bound(self._context, self._up, self._down, host)
+        self._bound = BoundSockets(self._context, self._up, self._down, host)
 
     def _hire(self) -> Hired:
         """Start the controller's actor; runs in a thread."""

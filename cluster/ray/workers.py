@@ -22,7 +22,7 @@ from cluster.ray.actors import Whereabouts, WorkerActor, here, remote
 from cluster.ray.cluster import node_address, passed_on
 from cluster.ray.placement import CONTROLLER, Placement
 from cluster.transport.process_workers import BODY
-from cluster.transport.worker_process import Order
+from cluster.transport.worker_process import WorkerSpec
 from cluster.transport.zmq_hub import ZmqHub
 from protos.errors import PlacementError
 from protos.worker_messages import Died, FromWorker, Placed, ToWorker, WorkerId
@@ -112,10 +112,10 @@ class RayWorkerGroup:
     def start(self, workers: Seq[WorkerId]) -> None:
         """See `WorkerGroup`. An actor whose bundle's node is gone waits until Ray has placed the bundle again."""
         for worker in workers:
-            self._hub.admit(worker)
-            order = msgspec.msgpack.encode(Order(self._hub.endpoint, worker, self._body))
+            self._hub.register(worker)
+            spec = msgspec.msgpack.encode(WorkerSpec(self._hub.endpoint, worker, self._body))
             options = self._placement.options(self._placement.plan.bundle_of(worker), str(worker))
-            hired = Hired.hire(remote(WorkerActor).options(**options).remote(order, self._environment, self._is_near))
+            hired = Hired.hire(remote(WorkerActor).options(**options).remote(spec, self._environment, self._is_near))
             self._hired[worker] = hired
             hired.ended.add_done_callback(partial(self._notice, worker))
 
@@ -139,7 +139,7 @@ class RayWorkerGroup:
         """See `WorkerGroup`."""
         ending = [hired for worker in workers if (hired := self._hired.pop(worker, None)) is not None]
         for worker in workers:
-            self._hub.forget(worker)
+            self._hub.unregister(worker)
         for hired in ending:
             hired.end()
         for hired in ending:

@@ -1,4 +1,4 @@
-"""A gang of plain child processes on this machine: for `slipstream doctor`, and where there is no Ray."""
+"""A worker group of child processes on this machine: for `slipstream doctor`, and for tests without Ray."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.transport.worker_process import Order, find
+from cluster.transport.worker_process import WorkerSpec, import_object
 from cluster.transport.zmq_hub import ZmqHub
 from protos.worker_messages import Died, FromWorker, WorkerId
 from runtime.subprocess import python_command
@@ -22,43 +22,44 @@ class ProcessWorkerGroup:
     """A `protos.worker_messages.WorkerGroup`. Workers end with the thread that starts them, or when their pipe closes.
 
     Args:
-        body: "module:function" that is a worker's whole life, called with its `Port`.
-        environment: variables that workers have besides ours.
-        speaks, hears: names of the unions of messages that workers send and receive; the gang's own where empty.
+        body: "module:function" that a worker runs, called with its `Port`.
+        environment: variables of the workers, added to those of this process.
+        sends, receives: "module:name" of the unions of messages that workers send and receive; default: those of
+            `protos.worker_messages`.
     """
 
     def __init__(
-        self, body: str = BODY, environment: Mapping[str, str] | None = None, *, speaks: str = "", hears: str = ""
+        self, body: str = BODY, environment: Mapping[str, str] | None = None, *, sends: str = "", receives: str = ""
     ) -> None:
-        self._hub = ZmqHub(hears=find(speaks) if speaks else FromWorker)
-        self._body, self._hears = body, hears
+        self._hub = ZmqHub(message_type=import_object(sends) if sends else FromWorker)
+        self._body, self._receives = body, receives
         self._environment = {**os.environ, **(environment or {})}
         self._processes: dict[WorkerId, subprocess.Popen[bytes]] = {}
         self._watchers: dict[WorkerId, threading.Thread] = {}
         self._is_closed = False
 
     def pid(self, worker: WorkerId) -> int | None:
-        """Return the process id of *worker* while it is one of ours."""
+        """Return the process id of *worker*, or None if it does not run."""
         process = self._processes.get(worker)
         return None if process is None else process.pid
 
     def start(self, workers: Seq[WorkerId]) -> None:
         """See `WorkerGroup`."""
         for worker in workers:
-            self._hub.admit(worker)
+            self._hub.register(worker)
             process = subprocess.Popen(
                 python_command("cluster.transport.worker_process"), stdin=subprocess.PIPE, env=self._environment
             )
-            order = Order(self._hub.endpoint, worker, self._body, self._hears)
+            spec = WorkerSpec(self._hub.endpoint, worker, self._body, self._receives)
             assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            process.stdin.write(msgspec.json.encode(spec) + b"\n")
             process.stdin.flush()
             self._processes[worker] = process
             self._watchers[worker] = threading.Thread(target=self._watch, args=(worker, process), daemon=True)
             self._watchers[worker].start()
 
     def _watch(self, worker: WorkerId, process: "subprocess.Popen[bytes]") -> None:
-        """Say that a process is gone, as soon as it is."""
+        """Wait for a process to end, and post `Died`."""
         code = process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self._hub.post(worker, Died(f"its process ended ({how})"))
@@ -72,9 +73,9 @@ class ProcessWorkerGroup:
         return self._hub.receive(timeout_s)
 
     def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
-        """See `WorkerGroup`. It always waits: on this machine that takes no time."""
+        """See `WorkerGroup`. Always waits: local processes end at once."""
         for worker in workers:
-            self._hub.forget(worker)
+            self._hub.unregister(worker)
             if worker in self._processes:
                 self._processes[worker].kill()
         for worker in workers:

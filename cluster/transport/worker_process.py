@@ -1,4 +1,4 @@
-"""A worker as a plain child process of its gang: `python -c "... main()"`, told who it is on standard input."""
+"""A worker as a child process: `python -c "... main()"`, which reads its `WorkerSpec` from standard input."""
 
 import contextlib
 import ctypes
@@ -17,61 +17,61 @@ from cluster.transport.zmq_sockets import Endpoint
 from protos.worker_messages import ToWorker, WorkerId
 
 LIFELINE = 0
-"""The worker's end of the pipe its parent holds: standard input."""
+"""File descriptor of the worker's end of its parent's pipe: standard input."""
 
 PR_SET_PDEATHSIG = 1
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What a worker process is told first. `body` and `hears` name things as "module:name"."""
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """What a worker process runs. `body` (a function) and `receives` (a union of messages) are "module:name"."""
 
     endpoint: Endpoint
     worker: WorkerId
     body: str
-    hears: str = ""
+    receives: str = ""
 
 
-def find(path: str) -> Any:
-    """Return what *path*, "module:name", names."""
+def import_object(path: str) -> Any:
+    """Return the object that *path*, "module:name", names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
-def perform(order: Order, *place: str) -> None:
-    """Connect, and be the worker until its body returns; the body is told its *place* too, where that is known."""
-    port = ZmqPort(order.endpoint, order.worker, find(order.hears) if order.hears else ToWorker)
+def run_worker(spec: WorkerSpec, *location: str) -> None:
+    """Connect and run the worker's body, which also gets its *location* (address and machine) if known."""
+    port = ZmqPort(spec.endpoint, spec.worker, import_object(spec.receives) if spec.receives else ToWorker)
     try:
-        find(order.body)(port, *place)
+        import_object(spec.body)(port, *location)
     finally:
         port.close()
 
 
 def main() -> NoReturn:
-    """Read the order and carry it out; leave at once when the parent is gone."""
+    """Read the spec and run the worker; exit at once when the parent is gone."""
     _die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)  # the gang decides when its workers end
+        signal.signal(number, lambda number, frame: None)  # the worker group ends its workers
     with os.fdopen(os.dup(LIFELINE), "rb") as pipe:
-        order = msgspec.json.decode(pipe.readline(), type=Order)
+        spec = msgspec.json.decode(pipe.readline(), type=WorkerSpec)
     threading.Thread(target=_watch_parent, name="slipstream-lifeline", daemon=True).start()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
-        perform(order)
+        run_worker(spec)
     except Exception:
-        logging.getLogger("slipstream").exception("%s failed", order.worker)
-        _leave(1)
-    _leave(0)
+        logging.getLogger("slipstream").exception("%s failed", spec.worker)
+        _exit(1)
+    _exit(0)
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit without taking libraries apart: process groups may wait for peers that are gone."""
+def _exit(code: int) -> NoReturn:
+    """Exit without running library finalizers: process groups may wait for peers that are gone."""
     logging.shutdown()
     os._exit(code)
 
 
 def _die_with_parent() -> None:
-    """Have the system end us with the thread that started us, even while we are stopped."""
-    with contextlib.suppress(OSError, AttributeError):  # no Linux: the pipe alone must do
+    """Make the kernel kill this process with the thread that started it, even while this process is stopped."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: rely on the pipe
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

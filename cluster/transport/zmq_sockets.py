@@ -1,7 +1,7 @@
-"""Where a gang's sockets are and how they are locked: ipc on one node, tcp with CURVE keys between nodes.
+"""Addresses and encryption of ZMQ sockets: ipc on one node, tcp with CURVE keys between nodes.
 
-Keys are made fresh for each hub, travel in the arguments of the processes that need them, and never appear in a log
-or on a disk. The hub proves who it is by its key, and lets in nobody but the holder of the client key.
+Each hub makes new keys. They travel in the arguments of the processes that need them, and never appear in a log or on a
+disk. The hub authenticates by its server key, and accepts only holders of the client key.
 """
 
 import shutil
@@ -14,15 +14,15 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from runtime.subprocess import socket_folder
 
-Socket = zmq.Socket[Any]  # asyncio's answer otherwise, and are bound and locked the same
+Socket = zmq.Socket[Any]  # the result of recv differs for asyncio's sockets
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where to connect, and with which keys; on ipc there are none.
+    """Where to connect, and with which keys; they are empty for ipc.
 
     Attributes:
-        up: takes mail for the side that bound.
-        down: gives mail of the side that bound.
+        up: address on which the binding process receives.
+        down: address on which the binding process sends.
     """
 
     up: str
@@ -35,8 +35,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"Endpoint(up={self.up!r}, down={self.down!r})"
 
 
-class _OnlyClient:
-    """Lets in one client key."""
+class _OneClient:
+    """Accepts one client key."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -45,69 +45,69 @@ class _OnlyClient:
         return key == self._public
 
 
-class Lock:
-    """The hub's side of CURVE: its own keys, and a guard that admits one client key."""
+class CurveServer:
+    """The hub's side of CURVE: its own keys, and an authenticator that accepts one client key."""
 
     def __init__(self, context: "zmq.Context[Socket]") -> None:
         self.public, self._secret = zmq.curve_keypair()
         self.client_public, self.client_secret = zmq.curve_keypair()
-        self._guard = ThreadAuthenticator(context)
-        self._guard.start()
-        provider: Any = _OnlyClient(self.client_public)
-        self._guard.configure_curve_callback(domain="*", credentials_provider=provider)
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        provider: Any = _OneClient(self.client_public)
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=provider)
 
     def apply(self, socket: Socket) -> None:
-        """Make *socket*, not yet bound, take nobody but our client."""
+        """Require the client key on *socket*, which is not bound yet."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self._secret
 
     def close(self) -> None:
-        """Stop the guard's thread."""
-        self._guard.stop()
+        """Stop the authenticator's thread."""
+        self._authenticator.stop()
 
 
-class Bound:
-    """Two bound sockets, and what others need to connect to them.
+class BoundSockets:
+    """Two bound sockets, and the endpoint for others to connect to them.
 
     Args:
-        up: takes mail for us.
-        down: gives our mail.
+        up: receives messages.
+        down: sends messages.
         host: the address to listen on; None for ipc, in a private folder.
     """
 
     def __init__(self, context: "zmq.Context[Socket]", up: Socket, down: Socket, host: str | None) -> None:
-        self._lock = None if host is None else Lock(context)
+        self._curve = None if host is None else CurveServer(context)
         self._folder = socket_folder() if host is None else None
         places = [self._bind(socket, name, host) for socket, name in ((up, "up"), (down, "down"))]
         keys = (
             ()
-            if self._lock is None
-            else (self._lock.public.decode(), self._lock.client_public.decode(), self._lock.client_secret.decode())
+            if self._curve is None
+            else (self._curve.public.decode(), self._curve.client_public.decode(), self._curve.client_secret.decode())
         )
         self.endpoint = Endpoint(*places, *keys)
 
     def _bind(self, socket: Socket, name: str, host: str | None) -> str:
         prepare(socket)
-        if self._lock is not None:
-            self._lock.apply(socket)
+        if self._curve is not None:
+            self._curve.apply(socket)
         socket.bind(f"ipc://{(self._folder or Path()) / name}" if host is None else f"tcp://{bracketed(host)}:*")
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
-        """Stop guarding; remove the folder. The sockets are their owner's to close, before this."""
-        if self._lock is not None:
-            self._lock.close()
+        """Stop the authenticator and remove the folder. The owner closes the sockets first."""
+        if self._curve is not None:
+            self._curve.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def bracketed(host: str) -> str:
-    """Return *host* as it stands in an address."""
+    """Return *host* as written in an address: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def prepare(socket: Socket) -> None:
-    """Set what all our sockets have: no limit on mail, and no waiting for it at the end."""
+    """Set the common options of sockets: no limit on queued messages, no linger, IPv6."""
     socket.set_hwm(0)
     socket.linger = 0
     socket.ipv6 = True

@@ -1,4 +1,4 @@
-"""`slipstream doctor`: a sound machine passes, and what is wrong is told with the way to mend it."""
+"""`slipstream doctor`: a sound machine passes, and a failed check names its remedy."""
 
 from collections.abc import Iterator
 
@@ -20,20 +20,20 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def wards() -> Iterator[list[ProbeProcesses]]:
+def opened_probes() -> Iterator[list[ProbeProcesses]]:
     opened: list[ProbeProcesses] = []
     yield opened
-    for ward in opened:
-        ward.gang.close()
+    for probes in opened:
+        probes.group.close()
 
 
-def ward(wards: list[ProbeProcesses], body: str = doctor.BODY) -> ProbeProcesses:
-    wards.append(ProbeProcesses.open(body))
-    return wards[-1]
+def probes(opened_probes: list[ProbeProcesses], body: str = doctor.BODY) -> ProbeProcesses:
+    opened_probes.append(ProbeProcesses.open(body))
+    return opened_probes[-1]
 
 
-def test_a_sound_machine(wards: list[ProbeProcesses]) -> None:
-    place = ward(wards)
+def test_a_sound_machine(opened_probes: list[ProbeProcesses]) -> None:
+    place = probes(opened_probes)
     examination = Examination(DoctorOptions(device="cpu"), place)
     found = {name: check() for name, check in examination.checks()}
     assert list(found) == ["devices", "tp group", "pair group", "pair after a kill"]
@@ -44,8 +44,8 @@ def test_a_sound_machine(wards: list[ProbeProcesses]) -> None:
     assert "one way of 1 KiB" in found["pair group"]
     assert "the death was noticed after" in found["pair after a kill"]
     workers = [TARGET, WorkerId("target", 1), WorkerId("draft", incarnation=1)]
-    pids = [pid for worker in workers if (pid := place.gang.pid(worker)) is not None]
-    place.gang.close()
+    pids = [pid for worker in workers if (pid := place.group.pid(worker)) is not None]
+    place.group.close()
     assert len(pids) == 3
     assert not any(map(is_running, pids))
 
@@ -60,30 +60,32 @@ def test_a_sound_machine(wards: list[ProbeProcesses]) -> None:
     ],
 )
 def test_what_is_wrong_comes_with_a_remedy(
-    wards: list[ProbeProcesses], wanted: DoctorOptions, what: str, remedy: str
+    opened_probes: list[ProbeProcesses], wanted: DoctorOptions, what: str, remedy: str
 ) -> None:
     with pytest.raises(CheckFailedError, match=what) as caught:
-        for _, check_one in Examination(wanted, ward(wards, "tests.support.distributed.bodies:two_devices")).checks():
+        for _, check_one in Examination(
+            wanted, probes(opened_probes, "tests.support.distributed.bodies:two_devices")
+        ).checks():
             check_one()
     assert caught.value.remedy == remedy
 
 
-def test_devices_that_are_left_over_go_to_the_draft(wards: list[ProbeProcesses]) -> None:
-    examination = Examination(DoctorOptions(), ward(wards, "tests.support.distributed.bodies:two_devices"))
+def test_devices_that_are_left_over_go_to_the_draft(opened_probes: list[ProbeProcesses]) -> None:
+    examination = Examination(DoctorOptions(), probes(opened_probes, "tests.support.distributed.bodies:two_devices"))
     checks = examination.checks()
     text = next(checks)[1]()
     assert text == "2 x A; torch 2.0, CUDA 13.0, NCCL 2.30; target ranks on 1 of 2"
     assert [name for name, _ in checks] == ["tp group", "pair group", "pair after a kill"]
-    full = Examination(DoctorOptions(world=2), ward(wards, "tests.support.distributed.bodies:two_devices"))
+    full = Examination(DoctorOptions(world=2), probes(opened_probes, "tests.support.distributed.bodies:two_devices"))
     checks = full.checks()
     assert next(checks)[1]().endswith("none is left for a draft of its own, so no pair is checked")
     assert [name for name, _ in checks] == ["tp group"]
     assert not full.has_draft
 
 
-def test_a_process_that_does_not_start(wards: list[ProbeProcesses]) -> None:
+def test_a_process_that_does_not_start(opened_probes: list[ProbeProcesses]) -> None:
     with pytest.raises(CheckFailedError, match=r"draft: its process ended \(exit code 1\)") as caught:
-        ward(wards, "tests.support.distributed.bodies:raise_at_once").admit([DRAFT])
+        probes(opened_probes, "tests.support.distributed.bodies:raise_at_once").start([DRAFT])
     assert caught.value.remedy == doctor.START
 
 

@@ -1,4 +1,4 @@
-"""A gang of child processes: mail, deaths seen at once, and nobody left behind."""
+"""A worker group of child processes: messages, deaths noticed at once, and no process left over."""
 
 import os
 import signal
@@ -22,37 +22,37 @@ DRAFT = WorkerId("draft")
 
 @pytest.fixture
 def make() -> Iterator[Callable[[str], ProcessWorkerGroup]]:
-    gangs = []
+    groups = []
 
     def make(body: str) -> ProcessWorkerGroup:
-        gangs.append(ProcessWorkerGroup(f"tests.support.distributed.bodies:{body}"))
-        return gangs[-1]
+        groups.append(ProcessWorkerGroup(f"tests.support.distributed.bodies:{body}"))
+        return groups[-1]
 
     yield make
-    for gang in gangs:
-        gang.close()
+    for group in groups:
+        group.close()
 
 
-def test_workers_say_where_they_are_and_stop_when_told(make: Callable[[str], ProcessWorkerGroup]) -> None:
-    gang = make("echo")
-    gang.start([*RANKS, DRAFT])
-    where = dict(until(gang, Placed, Placed, Placed))
-    assert {worker: message.pid for worker, message in where.items()} == {w: gang.pid(w) for w in [*RANKS, DRAFT]}
-    gang.send(RANKS[1], Allocate(4, 64))
-    assert until(gang, Progress) == [(RANKS[1], Progress("Allocate"))]
-    gang.send(DRAFT, Stop())
+def test_workers_report_where_they_are_and_stop_on_request(make: Callable[[str], ProcessWorkerGroup]) -> None:
+    group = make("echo")
+    group.start([*RANKS, DRAFT])
+    where = dict(until(group, Placed, Placed, Placed))
+    assert {worker: message.pid for worker, message in where.items()} == {w: group.pid(w) for w in [*RANKS, DRAFT]}
+    group.send(RANKS[1], Allocate(4, 64))
+    assert until(group, Progress) == [(RANKS[1], Progress("Allocate"))]
+    group.send(DRAFT, Stop())
     ended = Died("its process ended (exit code 0)")
-    assert until(gang, Progress, Died) == [(DRAFT, Progress("goodbye")), (DRAFT, ended)]
+    assert until(group, Progress, Died) == [(DRAFT, Progress("goodbye")), (DRAFT, ended)]
 
 
 @pytest.mark.parametrize(("body", "how"), [("leave", "exit code 3"), ("shoot_oneself", "signal SIGKILL")])
-def test_a_death_is_said_within_a_second(make: Callable[[str], ProcessWorkerGroup], body: str, how: str) -> None:
-    gang = make(body)
-    gang.start([DRAFT])
-    until(gang, Placed)
-    gang.send(DRAFT, Stop())
+def test_a_death_is_reported_within_a_second(make: Callable[[str], ProcessWorkerGroup], body: str, how: str) -> None:
+    group = make(body)
+    group.start([DRAFT])
+    until(group, Placed)
+    group.send(DRAFT, Stop())
     started = time.monotonic()
-    mail = until(gang, Died)
+    mail = until(group, Died)
     assert time.monotonic() - started < 1.0
     assert mail[-1] == (DRAFT, Died(f"its process ended ({how})"))
     if body == "leave":
@@ -60,25 +60,25 @@ def test_a_death_is_said_within_a_second(make: Callable[[str], ProcessWorkerGrou
 
 
 def test_a_body_that_raises_ends_its_process(make: Callable[[str], ProcessWorkerGroup]) -> None:
-    gang = make("raise_at_once")
-    gang.start([DRAFT])
-    assert until(gang, Died)[-1] == (DRAFT, Died("its process ended (exit code 1)"))
+    group = make("raise_at_once")
+    group.start([DRAFT])
+    assert until(group, Died)[-1] == (DRAFT, Died("its process ended (exit code 1)"))
 
 
 def test_the_killed_are_gone_and_silent_and_can_be_replaced(make: Callable[[str], ProcessWorkerGroup]) -> None:
-    gang = make("beat")
-    gang.start([RANKS[0], DRAFT])
-    until(gang, Placed, Placed, Heartbeat)
-    pid = gang.pid(DRAFT)
+    group = make("beat")
+    group.start([RANKS[0], DRAFT])
+    until(group, Placed, Placed, Heartbeat)
+    pid = group.pid(DRAFT)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)  # a frozen one too
-    gang.kill([DRAFT])
+    group.kill([DRAFT])
     assert not is_running(pid)
     replacement = WorkerId("draft", incarnation=1)
-    gang.start([replacement])
-    mail = until(gang, Placed)
+    group.start([replacement])
+    mail = until(group, Placed)
     while len(mail) < 20:
-        mail += gang.receive(1.0)
+        mail += group.receive(1.0)
     assert {worker for worker, _ in mail} == {RANKS[0], replacement}
     assert not any(isinstance(message, Died) for _, message in mail)
 
@@ -88,11 +88,11 @@ import sys, time
 sys.path[:0] = {path!r}
 from cluster.transport.process_workers import ProcessWorkerGroup
 from protos.worker_messages import Placed, WorkerId
-gang = ProcessWorkerGroup("tests.support.distributed.bodies:beat")
-gang.start([WorkerId("target", 0), WorkerId("draft")])
+group = ProcessWorkerGroup("tests.support.distributed.bodies:beat")
+group.start([WorkerId("target", 0), WorkerId("draft")])
 pids = []
 while len(pids) < 2:
-    pids += [message.pid for _, message in gang.receive(1.0) if isinstance(message, Placed)]
+    pids += [message.pid for _, message in group.receive(1.0) if isinstance(message, Placed)]
 print(*pids, flush=True)
 time.sleep(600)
 """
@@ -109,12 +109,12 @@ def test_workers_die_with_their_parent_even_when_frozen() -> None:
         wait_gone(pids)
 
 
-def test_closing_twice_leaves_nobody(make: Callable[[str], ProcessWorkerGroup]) -> None:
-    gang = make("echo")
-    gang.start(RANKS)
-    until(gang, Placed)
-    pids = [pid for worker in RANKS if (pid := gang.pid(worker)) is not None]
-    gang.close()
-    gang.close()
+def test_closing_twice_leaves_no_process(make: Callable[[str], ProcessWorkerGroup]) -> None:
+    group = make("echo")
+    group.start(RANKS)
+    until(group, Placed)
+    pids = [pid for worker in RANKS if (pid := group.pid(worker)) is not None]
+    group.close()
+    group.close()
     assert len(pids) == 2
     assert not any(map(is_running, pids))

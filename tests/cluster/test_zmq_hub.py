@@ -1,4 +1,4 @@
-"""The hub: typed mail both ways, over ipc and over locked tcp, that nothing malformed can end."""
+"""The hub: typed messages both ways, over ipc and encrypted tcp; malformed ones are dropped."""
 
 import threading
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from cluster.transport.zmq_hub import ZmqHub, ZmqPort, name_of
+from cluster.transport.zmq_hub import ZmqHub, ZmqPort, routing_id
 from cluster.transport.zmq_sockets import Endpoint, connect
 from protos.messages import RoundPlan, Row, Verdict
 from protos.worker_messages import Allocate, Died, Heartbeat, Plan, Progress, RoundDone, Stop, WorkerId
@@ -19,7 +19,7 @@ PATIENCE_S = 10.0
 @pytest.fixture(params=[None, "127.0.0.1"], ids=["ipc", "tcp"])
 def hub(request: pytest.FixtureRequest) -> Iterator[ZmqHub]:
     hub = ZmqHub(request.param)
-    hub.admit(TARGET)
+    hub.register(TARGET)
     yield hub
     hub.close()
 
@@ -42,7 +42,7 @@ def test_a_round_goes_there_and_back(hub: ZmqHub, port: ZmqPort) -> None:
     port.send(Heartbeat("serving"))
     assert hub.receive(PATIENCE_S) == [(TARGET, Heartbeat("serving"))]
     hub.send(TARGET, plan)
-    hub.receive(0.2)  # where the worker had not connected this way yet, its mail leaves now
+    hub.receive(0.2)  # sends the queue if the worker has only now connected
     assert msgspec.json.encode(port.receive(PATIENCE_S)) == msgspec.json.encode(plan)
     port.send(RoundDone(7, [Verdict(0, [1, 2], 2, [0])], wait_s=0.5))
     ((worker, done),) = hub.receive(PATIENCE_S)
@@ -50,11 +50,11 @@ def test_a_round_goes_there_and_back(hub: ZmqHub, port: ZmqPort) -> None:
     assert (done.verdicts[0].token_ids, len(done.verdicts[0].path)) == ([1, 2], 1)
 
 
-def test_mail_waits_until_its_worker_connects(hub: ZmqHub) -> None:
+def test_messages_wait_until_their_worker_connects(hub: ZmqHub) -> None:
     hub.send(TARGET, Allocate(8, 64))
     hub.send(TARGET, Stop())
     port = ZmqPort(hub.endpoint, TARGET)
-    assert hub.receive(0.5) == []  # the hub greets the worker while it waits for mail
+    assert hub.receive(0.5) == []  # the hub sends queued messages while it receives
     assert [port.receive(PATIENCE_S), port.receive(PATIENCE_S)] == [Allocate(8, 64), Stop()]
     assert port.receive(0.01) is None
     port.close()
@@ -81,10 +81,10 @@ def test_what_cannot_be_read_is_dropped(hub: ZmqHub, port: ZmqPort) -> None:
     stranger = raw(hub.endpoint)
     for frames in (
         [b"nobody", b"x"],
-        [name_of(TARGET)],
-        [name_of(TARGET), b"\xc1"],
+        [routing_id(TARGET)],
+        [routing_id(TARGET), b"\xc1"],
         [b""],
-        [name_of(TARGET), msgspec.msgpack.encode({"type": "Plan"})],
+        [routing_id(TARGET), msgspec.msgpack.encode({"type": "Plan"})],
     ):
         stranger.send_multipart(frames)
     assert hub.receive(0.5) == []
@@ -94,10 +94,10 @@ def test_what_cannot_be_read_is_dropped(hub: ZmqHub, port: ZmqPort) -> None:
     stranger.close()
 
 
-def test_a_worker_that_is_forgotten_is_not_heard(hub: ZmqHub, port: ZmqPort) -> None:
+def test_messages_of_an_unregistered_worker_are_dropped(hub: ZmqHub, port: ZmqPort) -> None:
     replacement = WorkerId("target", incarnation=1)
-    hub.forget(TARGET)
-    hub.admit(replacement)
+    hub.unregister(TARGET)
+    hub.register(replacement)
     port.send(Progress("from the grave"))
     hub.post(replacement, Died("for a test"))
     hub.send(TARGET, Stop())
@@ -108,7 +108,7 @@ def test_a_worker_that_is_forgotten_is_not_heard(hub: ZmqHub, port: ZmqPort) -> 
 
 def test_keys_let_in_only_their_holder() -> None:
     hub = ZmqHub("127.0.0.1")
-    hub.admit(DRAFT)
+    hub.register(DRAFT)
     public, secret = (key.decode() for key in zmq.curve_keypair())
     true = hub.endpoint
     others = [
@@ -118,7 +118,7 @@ def test_keys_let_in_only_their_holder() -> None:
     ]
     sockets = [raw(endpoint) for endpoint in others]
     for socket in sockets:
-        socket.send_multipart([name_of(DRAFT), msgspec.msgpack.encode(Progress("let me in"))])
+        socket.send_multipart([routing_id(DRAFT), msgspec.msgpack.encode(Progress("let me in"))])
     assert hub.receive(0.5) == []
     assert hub.num_dropped == 0
     port = ZmqPort(true, DRAFT)
