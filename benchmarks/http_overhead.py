@@ -35,7 +35,7 @@ from runtime.http.app import create_app
 from runtime.http.context import ServerOptions
 from runtime.metrics.prometheus import Metrics
 from runtime.subprocess import python_command
-from runtime.text.preprocessor import load_tokenizer
+from runtime.text.tokenizer import load_tokenizer
 
 ALONE, HTTP = "engine alone", "over HTTP"
 AT_MOST = 1.15

@@ -19,8 +19,9 @@ from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation_policy import Policy, make_policy, with_threshold
 from runtime.text.detokenizer import DetokenizerFactory
-from runtime.text.preprocessor import Preprocessor, load_tokenizer
-from runtime.text.sampling_defaults import usual_tokens
+from runtime.text.preprocessor import Preprocessor
+from runtime.text.sampling_defaults import default_max_tokens
+from runtime.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def make_preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) ->
         capacity=info.num_blocks * info.block_size,
         eos_ids=info.eos_ids,
         seed=config.seed,
-        usual_tokens=usual_tokens(config.model),
+        default_max_tokens=default_max_tokens(config.model),
     )
 
 

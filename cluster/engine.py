@@ -20,7 +20,8 @@ from protos.stats import EngineStats
 from runtime.core.controller import LocalInbox
 from runtime.frontend.async_engine import START_ERRORS
 from runtime.frontend.channel import IDLE_S, Channel, Commands, Failed, LoadProgress, Outputs, Ready, Report
-from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.preprocessor import Preprocessor
+from runtime.text.tokenizer import load_tokenizer
 
 SILENCE_S = 30.0
 """A loading stage is reported again after this long without progress."""

@@ -19,8 +19,9 @@ from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from protos.stats import EngineStats
 from runtime.frontend.outputs import Decode, OutputCollector, no_text
-from runtime.text.preprocessor import Prompt, as_prompts
-from runtime.text.sampling_defaults import sampling_defaults, usual_tokens
+from runtime.text.preprocessor import as_prompts
+from runtime.text.prompts import Prompt
+from runtime.text.sampling_defaults import default_max_tokens, sampling_defaults
 
 logger = logging.getLogger("slipstream")
 
@@ -55,7 +56,7 @@ class LLM:
     def _start(self, config: EngineConfig, report: ProgressCallback) -> None:
         self.config = config
         self._sampling_defaults = sampling_defaults(config.model)
-        if usual_tokens(config.model) is not None:
+        if default_max_tokens(config.model) is not None:
             self._sampling_defaults["max_tokens"] = None
         self._engine = make_engine(config, report)
         self._preprocessor = self._engine.preprocessor

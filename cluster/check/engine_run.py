@@ -19,7 +19,7 @@ from protos.errors import SlipstreamError
 from protos.messages import Request, TokenOutput
 from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
-from runtime.text.preprocessor import Prompt
+from runtime.text.prompts import Prompt
 
 Floats = npt.NDArray[np.float64]
 Ids = tuple[int, ...]

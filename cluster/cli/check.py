@@ -15,7 +15,7 @@ from cluster.cli.console import ERR, OUT, say, show_warnings
 from cluster.cli.generate import PROMPT_FIELDS, read_items
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
-from runtime.text.preprocessor import load_tokenizer
+from runtime.text.tokenizer import load_tokenizer
 
 JSON_LINES = frozenset({".jsonl", ".json"})
 

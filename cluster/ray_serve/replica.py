@@ -29,8 +29,9 @@ from runtime.http.context import ServerOptions
 from runtime.http.render import Decoder, TokenTexts
 from runtime.metrics.logs import log_request_end, log_to_stderr
 from runtime.metrics.prometheus import Metrics, log_summaries
-from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.preprocessor import Preprocessor
 from runtime.text.sampling_defaults import sampling_defaults
+from runtime.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("slipstream")
 

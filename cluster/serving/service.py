@@ -24,8 +24,9 @@ from runtime.http.schemas import SpecMetrics
 from runtime.http.tools.choice import ToolOptions
 from runtime.metrics.logs import log_request_end, log_to_stderr
 from runtime.metrics.prometheus import Metrics, log_summaries
-from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.preprocessor import Preprocessor
 from runtime.text.sampling_defaults import sampling_defaults
+from runtime.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("slipstream")
 

@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, chat templates, grammars."""
+"""Text and tokens: tokenizers, chat templates, preprocessing, detokenization and grammars."""

@@ -1,4 +1,4 @@
-"""Chat messages -> the text that a model's chat template makes of them."""
+"""Renders chat messages by the model's chat template."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from protos.validation import shown
 from runtime.text.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
-Hide = Callable[[Any], Any]
+Escape = Callable[[Any], Any]
 
 
 def render_chat(
@@ -21,18 +21,18 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Tools | None = None,
-    hide: Hide = lambda told: told,
+    escape: Escape = lambda value: value,
     **options: Any,
 ) -> str:
-    """Return the text of *messages* by the tokenizer's chat template, or by *chat_template*.
+    """Return the text of *messages*, rendered by *chat_template* or else by the tokenizer's own.
 
-    *hide* is applied to what the template gets of the messages and *tools*, once they are read.
+    *escape* is applied to the checked messages and the *tools* before they are rendered.
 
     Raises:
-        InvalidRequestError: there is no template, it takes no *tools*, the messages are not messages, or the template
-            refuses them.
+        InvalidRequestError: there is no template, it does not support *tools*, the messages are malformed, or the
+            template raises an error.
     """
-    template = _spelt(tokenizer.chat_template if chat_template is None else chat_template)
+    template = _template_text(tokenizer.chat_template if chat_template is None else chat_template)
     if not template:
         raise InvalidRequestError(
             "this model has no chat template; start the server with --chat-template, or use completions", "messages"
@@ -43,14 +43,14 @@ def render_chat(
             "none",
             "tools",
         )
-    known = _messages(messages, knows_developer="developer" in template)
+    checked = _messages(messages, has_developer="developer" in template)
     try:
         rendered = tokenizer.apply_chat_template(
-            hide(known),
+            escape(checked),
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
-            tools=hide(list(tools)) if tools else None,
+            tools=escape(list(tools)) if tools else None,
             tokenize=False,
             **options,
         )
@@ -62,25 +62,25 @@ def render_chat(
     return str(rendered)
 
 
-def _spelt(template: object) -> str:
-    """Return the text of a template, or of all of them where a model has several by name."""
+def _template_text(template: object) -> str:
+    """Return the text of a template, or of all templates if the model has several."""
     if isinstance(template, Mapping):
         return "\n".join(map(str, template.values()))
     return str(template or "")
 
 
-def _messages(messages: object, *, knows_developer: bool) -> list[dict[str, Any]]:
+def _messages(messages: object, *, has_developer: bool) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequestError(f"messages must be a list with at least one, got {shown(messages)}", "messages")
-    known = [_message(message) for message in messages]
-    if knows_developer:
-        return known
-    # What OpenAI calls the developer, most templates know as the system.
-    return [message | {"role": "system"} if message["role"] == "developer" else message for message in known]
+    checked = [_message(message) for message in messages]
+    if has_developer:
+        return checked
+    # Most templates have no role "developer", which is OpenAI's name for "system".
+    return [message | {"role": "system"} if message["role"] == "developer" else message for message in checked]
 
 
 def _message(message: object) -> dict[str, Any]:
-    """Return a message as templates expect it: without what is null, with text as content."""
+    """Return a message as templates expect it: without null fields, with text as content."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"each message must have a role and content, got {shown(message)}", "messages")
     given = {key: value for key, value in message.items() if value not in (None, [])}
@@ -93,7 +93,7 @@ def _message(message: object) -> dict[str, Any]:
 
 
 def _content(content: object) -> str:
-    """Text parts are joined; there is nothing but text."""
+    """Join the parts of *content*, which must all be text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -112,17 +112,17 @@ def _calls(calls: object) -> list[dict[str, Any]]:
 
 
 def _call(call: object) -> dict[str, Any]:
-    """Return a call as templates expect it, with its arguments as an object and not as text."""
+    """Return a call as templates expect it: its arguments are an object, not text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"a tool call must have a function with a name, got {shown(call)}", "messages")
     arguments = function.get("arguments") or "{}"
     try:
-        read = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+        parsed = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        read = None
-    if not isinstance(read, Mapping):
+        parsed = None
+    if not isinstance(parsed, Mapping):
         raise InvalidRequestError(
             f"the arguments of a tool call must be the text of a JSON object, got {shown(arguments)}", "messages"
         )
-    return {**call, "function": {**function, "arguments": dict(read)}}
+    return {**call, "function": {**function, "arguments": dict(parsed)}}

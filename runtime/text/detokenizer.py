@@ -1,12 +1,13 @@
-"""Incremental text of one sequence: whole characters only, stop strings found at the token that completes them."""
+"""Incremental detokenization: whole characters only, with stop strings."""
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Tokenizer, decoders
 
-from protos.messages import Request
+if TYPE_CHECKING:
+    from protos.messages import Request
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 5
@@ -21,19 +22,19 @@ class PieceDecoder(Protocol):
         ...
 
     def flush(self) -> str:
-        """Return what never became a whole character, as U+FFFD."""
+        """Return incomplete characters as U+FFFD."""
         ...
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The byte each character of a byte-level vocabulary stands for."""
+    """Return the byte of each character of a byte-level vocabulary."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 class _TokenBytes(dict[int, bytes]):
-    """The bytes of every token of a byte-level vocabulary, filled in as they are met."""
+    """Maps tokens of a byte-level vocabulary to their bytes; filled on demand."""
 
     def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(hidden_ids, b""))
@@ -43,15 +44,15 @@ class _TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token: str = self._tokenizer.id_to_token(token_id) or ""
         if all(char in self._byte_of for char in token):
-            spelt = bytes(self._byte_of[char] for char in token)
+            token_bytes = bytes(self._byte_of[char] for char in token)
         else:
-            spelt = token.encode()
-        self[token_id] = spelt
-        return spelt
+            token_bytes = token.encode()
+        self[token_id] = token_bytes
+        return token_bytes
 
 
 class _BytePieces:
-    """Byte-level vocabularies: bytes go straight through an incremental UTF-8 decoder."""
+    """For byte-level vocabularies: an incremental UTF-8 decoder over the bytes of tokens."""
 
     __slots__ = ("_bytes", "_utf8")
 
@@ -67,7 +68,7 @@ class _BytePieces:
 
 
 class _WindowPieces:
-    """Every other vocabulary: decode a short window, whose first part gives the context, and show what it added."""
+    """For other vocabularies: decodes a short window of context and new tokens, and returns the text they add."""
 
     __slots__ = ("_decode", "_num_context", "_shown", "_window")
 
@@ -95,13 +96,13 @@ class _WindowPieces:
 
 
 class Detokenizer:
-    """The text of one sequence. Owned by its `Sequence`; fed by `commit` alone.
+    """The text of one sequence.
 
     Args:
         pieces: decodes tokens to whole characters.
         stop: stop strings, none of them empty.
-        min_tokens: a stop string completed within this many tokens does not count.
-        include_stop: whether the stop string stays in the text.
+        min_tokens: stop strings completed within this many tokens are ignored.
+        include_stop: whether the text includes the stop string.
     """
 
     __slots__ = ("_first", "_held", "_include_stop", "_longest", "_min_tokens", "_pieces", "_ready", "_stop")
@@ -119,7 +120,7 @@ class Detokenizer:
         self._held = ""
 
     def push(self, token_id: int) -> str | None:
-        """Take one token; return the stop string it completed, after which nothing more may be pushed."""
+        """Add a token; return the stop string it completes, if any. Nothing may be pushed after a stop string."""
         piece = self._pieces.push(token_id)
         if not self._stop:
             self._ready += piece
@@ -132,7 +133,7 @@ class Detokenizer:
         return stop
 
     def _find_stop(self, text: str, num_old: int) -> str | None:
-        """Look for the earliest stop string of *text* that ends in its new part, and cut there."""
+        """Cut *text* at the earliest stop string that ends after the first *num_old* characters; return the string."""
         start, stop = len(text), ""
         for wanted in self._stop:
             found = text.find(wanted, max(0, num_old - len(wanted) + 1), start + len(wanted) - 1)
@@ -146,7 +147,7 @@ class Detokenizer:
         return stop
 
     def _hold_back(self, text: str) -> None:
-        """Release *text* up to where a stop string could have begun."""
+        """Release *text* up to where a stop string may have begun."""
         if self._first.isdisjoint(text):
             self._ready += text
             self._held = ""
@@ -160,32 +161,32 @@ class Detokenizer:
         self._held = text[safe:]
 
     def take(self) -> str:
-        """Return the text that may be shown and has not been."""
+        """Return the text released since the last call."""
         text, self._ready = self._ready, ""
         return text
 
     def finish(self) -> str:
-        """Return the rest of the text; incomplete characters come as U+FFFD."""
+        """Return the rest of the text; incomplete characters become U+FFFD."""
         text = self._ready + self._held + self._pieces.flush()
         self._ready = self._held = ""
         return text
 
 
 class _NoPieces:
-    """What stands behind a stop string."""
+    """Pieces after a stop string: none."""
 
     def push(self, token_id: int) -> str:
-        raise RuntimeError(f"token {token_id} was pushed behind a stop string")
+        raise RuntimeError(f"token {token_id} was pushed after a stop string")
 
     def flush(self) -> str:
         return ""
 
 
 class DetokenizerFactory:
-    """Makes a request's `Detokenizer`; holds what all requests share of the vocabulary.
+    """Makes the `Detokenizer` of a request. Holds the parts of the vocabulary that all requests share.
 
     Args:
-        tokenizer: `PreTrainedTokenizerFast.backend_tokenizer`, or None where none was loaded.
+        tokenizer: `PreTrainedTokenizerFast.backend_tokenizer`, or None if none was loaded.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -193,8 +194,8 @@ class DetokenizerFactory:
         self._byte_level = tokenizer is not None and isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._token_bytes: dict[bool, _TokenBytes] = {}
 
-    def __call__(self, request: Request) -> Detokenizer | None:
-        """Return a detokenizer, or None where no text is wanted or can be made."""
+    def __call__(self, request: "Request") -> Detokenizer | None:
+        """Return a detokenizer, or None if text is not requested or there is no tokenizer."""
         params = request.params
         if self._tokenizer is None or not params.detokenize:
             return None
@@ -210,10 +211,10 @@ class DetokenizerFactory:
         )
 
     def _bytes_of(self, skip_special: bool) -> _TokenBytes:
-        known = self._token_bytes.get(skip_special)
-        if known is None:
+        token_bytes = self._token_bytes.get(skip_special)
+        if token_bytes is None:
             tokenizer: Any = self._tokenizer
             added = tokenizer.get_added_tokens_decoder()
             hidden = frozenset(i for i, token in added.items() if token.special and skip_special)
-            known = self._token_bytes[skip_special] = _TokenBytes(tokenizer, hidden)
-        return known
+            token_bytes = self._token_bytes[skip_special] = _TokenBytes(tokenizer, hidden)
+        return token_bytes

@@ -1,6 +1,6 @@
-"""The process in which grammars are tried out: it may take too long, or too much, and is killed then.
+"""A subprocess that compiles and tries grammars, so that slow or large ones can be killed.
 
-Started by `runtime.text.grammar_validator`. It reads frames from standard input and answers each on standard output; it
+Started by `runtime.text.grammar_validator`. It reads frames from standard input, answers each on standard output, and
 ends when its parent closes the pipe. A frame is its length as four bytes, then msgpack.
 """
 
@@ -22,18 +22,18 @@ from protos.messages import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-READ, WRITE = 0, 1
+READ, WRITE = 0, 1  # file descriptors
 LENGTH = struct.Struct("<I")
 STACK_BYTES = 2 << 20
-"""Less than any thread of a worker has: what is not too deep for this is not too deep there."""
-STEPS = 48
-"""A grammar is followed for so many tokens along a path of its own: some are cheap only at their beginning."""
+"""Smaller than the stack of any worker thread, so that a grammar that fits here fits there."""
+NUM_STEPS = 48
+"""Tokens of a random path on which a grammar is tried: some grammars become expensive after the first tokens."""
 
 Message = TypeVar("Message")
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
-    """What the process is told first: the vocabulary, and how many bytes of memory it may have beside it."""
+    """The first message to the process: the vocabulary, and the memory limit in bytes in addition to it."""
 
     tokenizer_json: str
     vocab_size: int
@@ -42,7 +42,7 @@ class GrammarSetup(msgspec.Struct, frozen=True):
 
 
 class GrammarReply(msgspec.Struct, frozen=True):
-    """Why a grammar, or the vocabulary, cannot be used; None where it can."""
+    """Why a grammar, or the vocabulary, cannot be used; None if it can."""
 
     refusal: str | None = None
 
@@ -54,8 +54,8 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 def main() -> None:
-    """Serve until the parent goes away."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    """Serve until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
     serving = threading.Thread(target=_serve)
@@ -64,68 +64,68 @@ def main() -> None:
 
 
 def _serve() -> None:
-    hello = _read(GrammarSetup)
+    setup = _read(GrammarSetup)
     try:
-        words = vocabulary(hello.tokenizer_json, hello.vocab_size, hello.eos_ids)
+        words = vocabulary(setup.tokenizer_json, setup.vocab_size, setup.eos_ids)
     except GrammarError as error:
         _write(GrammarReply(str(error)))
         return
-    _limit_memory(hello.memory_bytes)
+    _limit_memory(setup.memory_bytes)
     _write(GrammarReply())
     while True:
-        _write(GrammarReply(tried(_read(Grammar), words)))
+        _write(GrammarReply(try_grammar(_read(Grammar), words)))
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Leave room for *num_bytes* beside what is in use."""
+    """Limit the address space to *num_bytes* more than is in use now."""
     with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
         in_use = int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
     resource.setrlimit(resource.RLIMIT_AS, (in_use + num_bytes, in_use + num_bytes))
 
 
-def tried(grammar: Grammar, words: "LLTokenizer") -> str | None:
-    """Return why *grammar* cannot be used; None where it can, as far as a walk through it tells."""
+def try_grammar(grammar: Grammar, words: "LLTokenizer") -> str | None:
+    """Return why *grammar* cannot be used; None if it compiles and a random path through it succeeds."""
     try:
-        return _walked(matcher(grammar, words))
+        return _follow(matcher(grammar, words))
     except GrammarError as error:
         return str(error)
 
 
-def _walked(found: "LLMatcher") -> str | None:
-    dice = random.Random(0)
-    for _ in range(STEPS):
-        bits = found.compute_bitmask()
-        if found.is_error():
-            return trouble(found)
-        if found.is_stopped():
+def _follow(grammar: "LLMatcher") -> str | None:
+    rng = random.Random(0)
+    for _ in range(NUM_STEPS):
+        bits = grammar.compute_bitmask()
+        if grammar.is_error():
+            return trouble(grammar)
+        if grammar.is_stopped():
             return None
-        if not found.try_consume_tokens([_any_of(bits, dice)]):
-            return None  # an end-of-sequence token, or nothing is left
+        if not grammar.try_consume_tokens([_random_id(bits, rng)]):
+            return None  # it has ended
     return None
 
 
-def _any_of(bits: Seq[int], dice: random.Random) -> int:
-    """Return one of the ids whose bits are set, 0 where none is."""
-    places = [place for place, byte in enumerate(bits) if byte]
-    if not places:
+def _random_id(bits: Seq[int], rng: random.Random) -> int:
+    """Return one of the ids whose bits are set, 0 if there is none."""
+    nonzero = [index for index, byte in enumerate(bits) if byte]
+    if not nonzero:
         return 0
-    place = dice.choice(places)
-    return 8 * place + dice.choice([bit for bit in range(8) if bits[place] >> bit & 1])
+    index = rng.choice(nonzero)
+    return 8 * index + rng.choice([bit for bit in range(8) if bits[index] >> bit & 1])
 
 
 def _read(kind: type[Message]) -> Message:
-    return msgspec.msgpack.decode(_exactly(LENGTH.unpack(_exactly(LENGTH.size))[0]), type=kind)
+    return msgspec.msgpack.decode(_read_exactly(LENGTH.unpack(_read_exactly(LENGTH.size))[0]), type=kind)
 
 
-def _exactly(count: int) -> bytes:
+def _read_exactly(count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
         part = os.read(READ, count - len(data))
         if not part:
-            sys.exit()  # in a thread: ends it, and `main` with it
+            sys.exit()  # ends this thread, and with it `main`
         data += part
     return bytes(data)
 
 
-def _write(answer: GrammarReply) -> None:
-    os.write(WRITE, framed(answer))
+def _write(reply: GrammarReply) -> None:
+    os.write(WRITE, framed(reply))

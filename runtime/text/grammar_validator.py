@@ -1,4 +1,4 @@
-"""Whether a grammar can be used is found out before its request is admitted, in a process that may be killed."""
+"""Checks a grammar before its request is admitted, in a subprocess that is killed if it exceeds the limits."""
 
 import contextlib
 import hashlib
@@ -22,19 +22,19 @@ from runtime.text.grammar_process import LENGTH, GrammarReply, GrammarSetup, fra
 from runtime.text.tokenizer import Tokenizer
 
 PARAM = "structured_outputs"
-REMEMBERED = 1024
+CACHE_SIZE = 1024
 UNKNOWN = "?"
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What trying out one grammar may take.
+    """Limits on checking one grammar.
 
     Attributes:
-        time_s: to compile it and to follow it for some tokens.
-        wait_s: until those that were asked about before are done.
-        start_s: until the process is there and knows the vocabulary.
-        memory_bytes: beside the vocabulary.
+        time_s: seconds to compile it and follow it for some tokens.
+        wait_s: seconds to wait for grammars that are being checked.
+        start_s: seconds until the process has started and loaded the vocabulary.
+        memory_bytes: in addition to the vocabulary.
     """
 
     time_s: float = 2.0
@@ -44,7 +44,7 @@ class GrammarLimits:
 
 
 class _TimeOutError(Exception):
-    """Nothing came in time."""
+    """No reply arrived in time."""
 
 
 class _EndedError(Exception):
@@ -52,14 +52,14 @@ class _EndedError(Exception):
 
 
 class GrammarChecker:
-    """Tries out grammars, one at a time; remembers what it found. May be called from any thread.
+    """Checks grammars one at a time and caches the results. May be called from any thread.
 
-    Its process starts with the first grammar, and anew after one that was too much for it.
+    Its process starts with the first grammar, and again after one that exceeded the limits.
 
     Args:
-        tokenizer: None where only token ids go in and out, which have no grammar.
-        vocab_size: ids that the model can say.
-        eos_ids: what ends an answer.
+        tokenizer: None if prompts and outputs are token ids only; then every grammar is refused.
+        vocab_size: number of ids the model can sample.
+        eos_ids: end an answer.
         limits: of each grammar.
     """
 
@@ -68,61 +68,59 @@ class GrammarChecker:
     ) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, tuple(eos_ids)
         self.limits = limits or GrammarLimits()
-        self._found: OrderedDict[bytes, str | None] = OrderedDict()
+        self._refusals: OrderedDict[bytes, str | None] = OrderedDict()
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
-    def resolve(self, asked: StructuredOutputsParams | None) -> Grammar | None:
-        """Return the grammar of what was asked, if anything was; raises as `check`. May take seconds."""
-        if asked is None:
-            return None
-        grammar = grammar_of(asked)
+    def resolve(self, params: StructuredOutputsParams) -> Grammar:
+        """Return the grammar of *params*. Raises as `check`. May take seconds."""
+        grammar = grammar_of(params)
         self.check(grammar)
         return grammar
 
     def check(self, grammar: Grammar) -> None:
-        """Return if *grammar* can be used.
+        """Compile and try *grammar*.
 
         Raises:
-            InvalidRequestError: it cannot, and why.
-            OverloadedError: too many others are waiting.
+            InvalidRequestError: it cannot be used; says why.
+            OverloadedError: too many grammars are waiting.
         """
         refusal = self._refusal(grammar)
         if refusal is not None:
             raise InvalidRequestError(f"{PARAM}: {refusal}", PARAM)
 
     def close(self) -> None:
-        """End the process. It starts again where another grammar comes."""
+        """End the process. The next grammar starts it again."""
         with self._lock:
             self._end()
 
     def _refusal(self, grammar: Grammar) -> str | None:
-        """Return why *grammar* cannot be used; None where it can."""
+        """Return why *grammar* cannot be used; None if it can."""
         key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
-        known = self._found.get(key, UNKNOWN)
-        if known is not UNKNOWN:
-            return known
+        refusal = self._refusals.get(key, UNKNOWN)
+        if refusal is not UNKNOWN:
+            return refusal
         if not self._lock.acquire(timeout=self.limits.wait_s):
             raise OverloadedError("too many grammars are waiting to be checked; try again", self.limits.time_s)
         try:
-            if key not in self._found:
-                self._remember(key, self._ask(grammar))
-            return self._found[key]
+            if key not in self._refusals:
+                self._cache(key, self._try(grammar))
+            return self._refusals[key]
         finally:
             self._lock.release()
 
-    def _remember(self, key: bytes, refusal: str | None) -> None:
-        self._found[key] = refusal
-        if len(self._found) > REMEMBERED:
-            self._found.popitem(last=False)
+    def _cache(self, key: bytes, refusal: str | None) -> None:
+        self._refusals[key] = refusal
+        if len(self._refusals) > CACHE_SIZE:
+            self._refusals.popitem(last=False)
 
-    def _ask(self, grammar: Grammar) -> str | None:
-        """Return why *grammar* cannot be used; None where it can. A process that did not answer is replaced.
+    def _try(self, grammar: Grammar) -> str | None:
+        """Return why *grammar* cannot be used; None if it can. A process that did not reply in time is killed.
 
-        That it did not is not remembered: on a busier day than others, the next try may find more time.
+        Time-outs are not cached: under less load, the next attempt may succeed.
         """
         try:
-            return self._started().ask(grammar, self.limits.time_s)
+            return self._started().request(grammar, self.limits.time_s)
         except _TimeOutError:
             why = f"it took more than {self.limits.time_s:g} s to compile; make it simpler"
         except _EndedError:
@@ -136,10 +134,10 @@ class GrammarChecker:
             if self._tokenizer is None:
                 raise InvalidRequestError(f"{PARAM} is text, but skip_tokenizer_init is set", PARAM)
             text = self._tokenizer.backend_tokenizer.to_str()
-            hello = GrammarSetup(text, self._vocab_size, self._eos_ids, self.limits.memory_bytes)
+            setup = GrammarSetup(text, self._vocab_size, self._eos_ids, self.limits.memory_bytes)
             process = _Process()
             try:
-                refusal = process.ask(hello, self.limits.start_s)
+                refusal = process.request(setup, self.limits.start_s)
             except (_TimeOutError, _EndedError):
                 process.end()
                 raise SlipstreamError("the process that checks grammars could not be started") from None
@@ -156,7 +154,7 @@ class GrammarChecker:
 
 
 class _Process:
-    """One run of `runtime.text.grammar_process`; ended with its last reference."""
+    """A `runtime.text.grammar_process`, killed with its last reference."""
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
@@ -172,23 +170,23 @@ class _Process:
         """Whether it runs."""
         return self._popen.poll() is None
 
-    def ask(self, message: msgspec.Struct, within_s: float) -> str | None:
-        """Return the refusal that answers *message*."""
+    def request(self, message: msgspec.Struct, timeout_s: float) -> str | None:
+        """Send *message* and return the refusal in the reply."""
         assert self._popen.stdin is not None
-        until = time.monotonic() + within_s
+        deadline = time.monotonic() + timeout_s
         try:
             self._popen.stdin.write(framed(message))
             self._popen.stdin.flush()
         except OSError:
             raise _EndedError from None
-        size = LENGTH.unpack(self._read(LENGTH.size, until))[0]
-        return msgspec.msgpack.decode(self._read(size, until), type=GrammarReply).refusal
+        size = LENGTH.unpack(self._read(LENGTH.size, deadline))[0]
+        return msgspec.msgpack.decode(self._read(size, deadline), type=GrammarReply).refusal
 
-    def _read(self, count: int, until: float) -> bytes:
+    def _read(self, count: int, deadline: float) -> bytes:
         assert self._popen.stdout is not None
         pipe, data = self._popen.stdout.fileno(), b""
         while len(data) < count:
-            if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise _TimeOutError
             part = os.read(pipe, count - len(data))
             if not part:
@@ -202,5 +200,5 @@ def _end(popen: "subprocess.Popen[bytes]") -> None:
     popen.wait()
     for pipe in (popen.stdin, popen.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what it was never told
+            with contextlib.suppress(OSError):  # unwritten data
                 pipe.close()

@@ -1,6 +1,6 @@
-"""From what users ask to requests the engine can run: tokenised, checked against the model, seeds drawn.
+"""Turns prompts and sampling parameters into `Request`s: tokenised, checked against the model, with seeds.
 
-Everything that can be wrong with a request is found here, before anything is scheduled.
+Invalid requests are refused here, before anything is scheduled.
 """
 
 import random
@@ -15,36 +15,26 @@ from protos.errors import InvalidRequestError
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
-from protos.validation import did_you_mean, shown
+from protos.validation import shown
+from runtime.text.bad_words import bad_word_ids, check_allowed
 from runtime.text.chat import render_chat
 from runtime.text.grammar_validator import GrammarChecker
-from runtime.text.special_tokens import Hidden, PlainSpecials
-from runtime.text.tokenizer import Tokenizer, check_text, load_tokenizer
+from runtime.text.prompts import Prompt, check_prompt_dict
+from runtime.text.special_tokens import SpecialTokenEscaper, SpecialTokenMarks
+from runtime.text.tokenizer import Tokenizer
 
 INTEGERS = frozenset({int, np.int32, np.int64})
-PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 MAX_TRUNCATED_CHARS = 4_000_000
-"""Text to be truncated is tokenised whole, so its length is bounded by this and not by the context."""
+"""Longest text to be truncated, in characters. It is tokenised whole, so the context does not bound its length."""
 MAX_DETOKENIZED = 1_000_000
-"""Most token ids that are made text at a time."""
-
-
-__all__ = ["Preprocessor", "Prompt", "as_prompts", "load_tokenizer", "render_chat"]
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """One prompt, tokenised and checked. `text` is None where token ids were given."""
-
-    text: str | None
-    token_ids: tuple[int, ...]
-    cache_salt: str = ""
+"""Most token ids per detokenization."""
 
 
 def as_prompts(prompts: object) -> list[Any]:
-    """Return the single prompts in *prompts*: text, ids or a dict, or a list of any of these.
+    """Return *prompts*, which is text, token ids, a dict, or a list of these, as a list of single prompts.
 
     Raises:
-        InvalidRequestError: there is none, or it is something else.
+        InvalidRequestError: it is empty, or none of these.
     """
     if isinstance(prompts, str | Mapping | Prompt):
         return [prompts]
@@ -58,16 +48,16 @@ def as_prompts(prompts: object) -> list[Any]:
 
 
 class Preprocessor:
-    """Makes requests; owns the random seeds of requests that bring none.
+    """Makes requests. Draws the seeds of requests that have none.
 
     Args:
-        tokenizer: None where only token ids go in and out.
+        tokenizer: None if prompts and outputs are token ids only.
         vocab_size: ids are from 0 to this, exclusive.
-        max_model_len: prompt and output together, in tokens.
-        capacity: tokens the whole KV cache holds.
-        eos_ids: what ends a sequence, unless the request ignores it.
-        seed: makes the drawn seeds repeatable.
-        usual_tokens: how long an answer without `max_tokens` may get; None: up to the end of the context.
+        max_model_len: limit on prompt and output together, in tokens.
+        capacity: size of the KV cache, in tokens.
+        eos_ids: end a sequence, unless the request ignores them.
+        seed: makes the drawn seeds reproducible.
+        default_max_tokens: limit of answers without `max_tokens`; None for the end of the context.
     """
 
     def __init__(
@@ -79,7 +69,7 @@ class Preprocessor:
         capacity: int,
         eos_ids: Sequence[int] = (),
         seed: int | None = None,
-        usual_tokens: int | None = None,
+        default_max_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -87,38 +77,36 @@ class Preprocessor:
         self._capacity = capacity
         self._eos_ids = tuple(eos_ids)
         self._random = random.Random(seed)
-        self._usual_tokens = usual_tokens
+        self._default_max_tokens = default_max_tokens
         self._grammars = GrammarChecker(tokenizer, vocab_size, eos_ids)
 
     def requests(self, prompt: Any, params: SamplingParams, request_id: str) -> list[Request]:
-        """Return one request for each of the `n` samples of *prompt*: text, ids, a dict, or a `Prompt`.
+        """Return one request for each of the `n` samples of *prompt*, which is text, ids, a dict, or a `Prompt`.
 
         Raises:
-            InvalidRequestError: names the value and the limit; no request of the prompt exists.
+            InvalidRequestError: names the value and the limit.
         """
-        known = prompt if isinstance(prompt, Prompt) else self.encode(prompt, params)
-        max_tokens = self._max_tokens(len(known.token_ids), params)
+        encoded = prompt if isinstance(prompt, Prompt) else self.encode(prompt, params)
+        max_tokens = self._max_tokens(len(encoded.token_ids), params)
         sampling = self._sampling(params)
         prediction = self._prediction(params.prediction)
         eos_ids = () if params.ignore_eos else self._eos_ids
         return [
             Request(
                 request_id if params.n == 1 else f"{request_id}-{sample}",
-                known.token_ids,
+                encoded.token_ids,
                 params,
                 _of_sample(sampling, sample),
                 max_tokens,
                 eos_ids,
-                cache_salt=known.cache_salt,
+                cache_salt=encoded.cache_salt,
                 prediction_token_ids=prediction,
             )
             for sample in range(params.n)
         ]
 
-    # Prompts
-
     def encode(self, prompt: Any, params: SamplingParams | None = None) -> Prompt:
-        """Tokenise and check one prompt; *params* says how to truncate it, and how much room to leave."""
+        """Tokenise, check and truncate one prompt."""
         params = params or SamplingParams()
         if isinstance(prompt, Mapping):
             return self._encode_dict(prompt, params)
@@ -128,23 +116,15 @@ class Preprocessor:
         return Prompt(None, self._fit(self._check_ids(prompt, "prompt"), params))
 
     def _encode_dict(self, prompt: Mapping[str, Any], params: SamplingParams) -> Prompt:
-        given = {key: value for key, value in prompt.items() if value is not None}
-        for key in given:
-            if key not in PROMPT_KEYS:
-                hint = did_you_mean(str(key), PROMPT_KEYS)
-                raise InvalidRequestError(f"prompt has an unknown key {shown(key)}{hint}", "prompt")
-        token_ids = given.get("prompt_token_ids")
-        text = given.get("prompt")
-        if token_ids is None and not isinstance(text, str):
-            raise InvalidRequestError('prompt must have "prompt" (text) or "prompt_token_ids"', "prompt")
-        made = self.encode(text if token_ids is None else list(token_ids), params)
-        salt = str(given.get("cache_salt", ""))
+        given = check_prompt_dict(prompt)
+        text, token_ids, salt = given.get("prompt"), given.get("prompt_token_ids"), str(given.get("cache_salt", ""))
+        encoded = self.encode(text if token_ids is None else list(token_ids), params)
         if salt:
             check_text(salt, "cache_salt")
-        return Prompt(text if isinstance(text, str) else None, made.token_ids, salt)
+        return Prompt(text if isinstance(text, str) else None, encoded.token_ids, salt)
 
     def tokenize(self, text: str, *, is_truncated: bool = False, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of *text*, checked; raises `InvalidRequestError`."""
+        """Return the ids of *text*. Raises `InvalidRequestError`."""
         if self.tokenizer is None:
             raise InvalidRequestError("prompt is text, but skip_tokenizer_init is set: pass token ids", "prompt")
         self._check_length(text, is_truncated=is_truncated)
@@ -152,7 +132,7 @@ class Preprocessor:
         return self._check_ids(token_ids, "prompt")
 
     def _check_length(self, text: str, *, is_truncated: bool) -> None:
-        """Refuse text that could not fit, before it is tokenised."""
+        """Refuse text that cannot fit, before it is tokenised."""
         check_text(text)
         limit = MAX_TRUNCATED_CHARS if is_truncated else self.max_model_len * self._longest_token
         if len(text) > limit:
@@ -163,7 +143,7 @@ class Preprocessor:
             )
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of *token_ids*, checked; special tokens as they are spelt."""
+        """Return the text of *token_ids* with special tokens. Raises `InvalidRequestError`."""
         if self.tokenizer is None:
             raise InvalidRequestError("skip_tokenizer_init is set: there is no text of token ids", "tokens")
         if len(token_ids) > MAX_DETOKENIZED:
@@ -172,12 +152,12 @@ class Preprocessor:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token: no text of more than this times the context can fit."""
+        """Characters of the longest token. Text longer than this times the context cannot fit."""
         assert self.tokenizer is not None
         return max(map(len, self.tokenizer.get_vocab()))
 
     def _check_ids(self, token_ids: Any, param: str) -> tuple[int, ...]:
-        """Return *token_ids* as a tuple of ints that the model has."""
+        """Return *token_ids* as a tuple of ints in the vocabulary. Raises `InvalidRequestError`."""
         ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
         if not isinstance(ids, list | tuple) or not INTEGERS.issuperset(map(type, ids)):
             raise InvalidRequestError(f"{param} must be a flat list of token ids, got {shown(token_ids)}", param)
@@ -198,7 +178,7 @@ class Preprocessor:
         return token_ids[-keep:]
 
     def _prediction(self, prediction: str | tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the ids of what the answer is expected to be, as many as there is room for."""
+        """Return the ids of the predicted output, truncated to the context."""
         if not prediction:
             return ()
         if not isinstance(prediction, str):
@@ -209,17 +189,12 @@ class Preprocessor:
         text = prediction[: self.max_model_len * self._longest_token]
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)[: self.max_model_len])
 
-    # Room
-
     def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
-        """Return how many tokens to generate at most; refuse what can never fit."""
-        # The last token is never fed, so it needs no place in the cache.
+        """Return the limit on generated tokens. Raises `InvalidRequestError` if the request can never fit."""
+        # The last token is never fed, so it needs no slot in the cache.
         limit = min(self.max_model_len, self._capacity + 1)
-        what = (
-            f"the context of {self.max_model_len}"
-            if limit == self.max_model_len
-            else (f"the KV cache of {self._capacity}")
-        )
+        is_context = limit == self.max_model_len
+        what = f"the context of {self.max_model_len}" if is_context else f"the KV cache of {self._capacity}"
         if prompt_len >= limit:
             raise InvalidRequestError(
                 f"prompt has {prompt_len} tokens, but {what} tokens must hold it and at least one of output; shorten "
@@ -235,21 +210,23 @@ class Preprocessor:
                 f"{prompt_len} and the output",
                 name,
             )
-        usual = room if self._usual_tokens is None else min(room, max(self._usual_tokens, params.min_tokens))
-        return params.max_tokens or usual
-
-    # Sampling
+        if params.max_tokens or self._default_max_tokens is None:
+            return params.max_tokens or room
+        return min(room, max(self._default_max_tokens, params.min_tokens))
 
     def _sampling(self, params: SamplingParams) -> Sampling:
         """Resolve *params* against the vocabulary."""
+        structured = params.structured_outputs
         stop_ids = self._known_ids(params.stop_token_ids, "stop_token_ids")
-        bad_words = self._bad_words(params.bad_words)
+        bad_words = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
+        for word in bad_words:
+            self._check_ids(word, "bad_words")
         allowed = self._known_ids(params.allowed_token_ids or (), "allowed_token_ids") or None
         self._known_ids(tuple(params.logit_bias or ()), "logit_bias")
         if not params.ignore_eos:
             stop_ids = tuple(dict.fromkeys(stop_ids + self._eos_ids))
         if allowed is not None:
-            _check_choice(allowed, bad_words, stop_ids if params.min_tokens else ())
+            check_allowed(allowed, bad_words, stop_ids if params.min_tokens else ())
         return Sampling(
             seed=self._random.getrandbits(64) if params.seed is None else params.seed,
             temperature=params.temperature,
@@ -264,69 +241,56 @@ class Preprocessor:
             bad_words=bad_words,
             min_tokens=params.min_tokens,
             stop_ids=stop_ids,
-            logprobs=self._count(params.logprobs),
-            prompt_logprobs=self._count(params.prompt_logprobs),
-            grammar=self._grammars.resolve(params.structured_outputs),
+            logprobs=self._num_logprobs(params.logprobs),
+            prompt_logprobs=self._num_logprobs(params.prompt_logprobs),
+            grammar=self._grammars.resolve(structured) if structured else None,
         )
 
     def _known_ids(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
         return self._check_ids(token_ids, param) if token_ids else ()
 
-    def _count(self, asked: int | None) -> int | None:
-        """-1 is the whole vocabulary, which is also the most there is."""
-        if asked is None:
+    def _num_logprobs(self, requested: int | None) -> int | None:
+        """Return the number of log-probabilities; -1 requests the whole vocabulary."""
+        if requested is None:
             return None
-        return self.vocab_size if asked == -1 else min(asked, self.vocab_size)
-
-    def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences that spell *words*, at the start of a text and, where that differs, in it."""
-        if words and self.tokenizer is None:
-            raise InvalidRequestError("bad_words are text, but skip_tokenizer_init is set", "bad_words")
-        return tuple(dict.fromkeys(spelling for word in words for spelling in self._spellings(word)))
-
-    def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        bare, spaced = (self._word_ids(prefix + word.lstrip()) for prefix in ("", " "))
-        # As in vLLM: the form behind a space counts where the space melts into the first token.
-        melts = bare and spaced and len(spaced) == len(bare) and spaced[0] != bare[0]
-        return [ids for ids in (bare, spaced if melts else ()) if ids]
-
-    def _word_ids(self, text: str) -> tuple[int, ...]:
-        assert self.tokenizer is not None
-        return self._known_ids(tuple(self.tokenizer.encode(text, add_special_tokens=False)), "bad_words")
-
-    # Chat
+        return self.vocab_size if requested == -1 else min(requested, self.vocab_size)
 
     def chat(self, messages: object, params: SamplingParams | None = None, **options: Any) -> Prompt:
         """Render *messages* by the chat template and tokenise the result; options as for `render_chat`."""
         if self.tokenizer is None:
             raise InvalidRequestError("messages are text, but skip_tokenizer_init is set: pass token ids", "messages")
-        hidden = Hidden()
-        marked = render_chat(self.tokenizer, messages, hide=lambda told: self._plain.hide(told, hidden), **options)
-        text = hidden.restored(marked)
+        marks = SpecialTokenMarks()
+        marked = render_chat(
+            self.tokenizer, messages, escape=lambda value: self._escaper.escape(value, marks), **options
+        )
+        text = marks.restore(marked)
         params = params or SamplingParams()
         self._check_length(text, is_truncated=params.truncate_prompt_tokens is not None)
-        # The template spells the special tokens itself.
-        return Prompt(text, self._fit(self._check_ids(self._plain.encode(marked, hidden), "prompt"), params))
+        # No special tokens are added: the template contains them.
+        token_ids = self._check_ids(self._escaper.encode(marked, marks), "prompt")
+        return Prompt(text, self._fit(token_ids, params))
 
     @cached_property
-    def _plain(self) -> PlainSpecials:
+    def _escaper(self) -> SpecialTokenEscaper:
         assert self.tokenizer is not None
-        return PlainSpecials(self.tokenizer)
+        return SpecialTokenEscaper(self.tokenizer)
 
 
 def _of_sample(sampling: Sampling, sample: int) -> Sampling:
-    """Sample 0 is the request itself; the others have seeds of their own, and leave prompt log-probabilities to it."""
+    """Return the sampling of one of `n` samples: sample 0 is unchanged, the others get seeds and no prompt logprobs."""
     if sample == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=mix_seed(sampling.seed, sample), prompt_logprobs=None)
 
 
-def _check_choice(allowed: tuple[int, ...], bad_words: tuple[tuple[int, ...], ...], stop_ids: tuple[int, ...]) -> None:
-    """Some token must always be left to choose."""
-    never = {word[0] for word in bad_words if len(word) == 1}.union(stop_ids)
-    if never.issuperset(allowed):
+def check_text(text: str, param: str = "prompt") -> None:
+    """Raise `InvalidRequestError` for text that is empty or cannot be encoded."""
+    if not text:
+        raise InvalidRequestError(f"{param} must not be empty", param)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"allowed_token_ids leaves no token to choose: all {len(allowed)} are bad words, or stop tokens before "
-            "min_tokens",
-            "allowed_token_ids",
-        )
+            f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; it is not text",
+            param,
+        ) from None

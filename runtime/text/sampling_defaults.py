@@ -1,4 +1,4 @@
-"""The sampling a checkpoint recommends: its `generation_config.json`, as the defaults of what requests leave out."""
+"""Default sampling parameters from a checkpoint's `generation_config.json`."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from protos.validation import shown
 log = logging.getLogger("slipstream")
 
 FILE = "generation_config.json"
-AUTO, NOTHING = "auto", "vllm"
+AUTO, NONE = "auto", "vllm"
 NAMES = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -21,17 +21,17 @@ NAMES = {
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
 }
-"""What is taken over, as in vLLM, and under which names."""
+"""Keys that are used, as in vLLM, and their `SamplingParams` names."""
 LONGEST = "max_new_tokens"
 
 
 def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
-    """Return the sampling parameters that *config* makes the defaults.
+    """Return the default sampling parameters of *config*.
 
     `generation_config` is "auto" (the model's own), "vllm" (none), or a folder with such a file.
 
     Raises:
-        ConfigError: a folder was named and has none, or the values cannot be sampled with.
+        ConfigError: the folder has no such file, or the values are invalid.
     """
     stored = _stored(config)
     defaults = {name: stored[key] for key, name in NAMES.items() if stored.get(key) is not None}
@@ -42,11 +42,11 @@ def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     return defaults
 
 
-def usual_tokens(config: ModelConfig) -> int | None:
-    """Return how long answers are by *config* that nobody limits, None for as long as the context is.
+def default_max_tokens(config: ModelConfig) -> int | None:
+    """Return the limit on generated tokens of requests that set none; None for the end of the context.
 
     Raises:
-        ConfigError: as `sampling_defaults`, or it is no number of tokens.
+        ConfigError: as `sampling_defaults`, or it is not a positive integer.
     """
     longest = _stored(config).get(LONGEST)
     if longest is not None and (type(longest) is not int or longest < 1):
@@ -58,14 +58,14 @@ def usual_tokens(config: ModelConfig) -> int | None:
 
 
 def _stored(config: ModelConfig) -> dict[str, Any]:
-    if config.generation_config == NOTHING:
+    if config.generation_config == NONE:
         return {}
     path = _path(config)
     return {} if path is None else _read(path)
 
 
 def _path(config: ModelConfig) -> Path | None:
-    """Return where the file is, None where the model has none."""
+    """Return the path of the file, None if the model has none."""
     if config.generation_config != AUTO:
         path = Path(config.generation_config).expanduser() / FILE
         if not path.is_file():
@@ -80,12 +80,12 @@ def _path(config: ModelConfig) -> Path | None:
 
 
 def _from_hub(config: ModelConfig) -> Path | None:
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - slow to load, and folders need none of it
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - slow to import, and not needed for folders
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415
 
     try:
         return Path(hf_hub_download(config.model, FILE, revision=config.revision, cache_dir=config.download_dir))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:  # there is none, or it cannot be reached
+    except (HfHubHTTPError, HFValidationError, OSError) as error:  # there is no such file, or the Hub cannot be reached
         log.debug("%s: %s", config.model, error)
         return None
 

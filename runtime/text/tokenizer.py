@@ -1,15 +1,15 @@
-"""The tokenizer: what is used of it, how it is loaded, and what counts as text."""
+"""The interface of tokenizers, and loading them."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from protos.config.engine import ModelConfig
-from protos.errors import InvalidRequestError, ModelError
+from protos.errors import ModelError
 
 
 class Tokenizer(Protocol):
-    """What is used of `transformers.PreTrainedTokenizerFast`."""
+    """The part of `transformers.PreTrainedTokenizerFast` that is used here."""
 
     chat_template: str | None
     is_fast: bool
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
         ...
 
     def convert_ids_to_tokens(self, ids: list[int], /) -> list[str]:
-        """Return *ids* as the vocabulary spells them."""
+        """Return the vocabulary's strings of *ids*."""
         ...
 
     def get_vocab(self) -> dict[str, int]:
@@ -32,15 +32,15 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Render *conversation*; sandboxed by transformers."""
+        """Render *conversation*. transformers runs templates in a sandbox."""
         ...
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
-    """Load the tokenizer that *config* names; None with `skip_tokenizer_init`. Does not load torch.
+    """Load the tokenizer of *config*; None with `skip_tokenizer_init`. Does not import torch.
 
     Raises:
-        ModelError: there is none that can be loaded without running its repository's code.
+        ModelError: no tokenizer can be loaded without running the repository's code.
     """
     if config.skip_tokenizer_init:
         return None
@@ -58,7 +58,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
 
 
 def _from_one_file(name: str, options: dict[str, Any]) -> Tokenizer | None:
-    """Return the tokenizer of a tokenizer.json, None where there is none."""
+    """Return the tokenizer of a tokenizer.json, None if there is no such file."""
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - takes a second to import
 
     try:
@@ -69,23 +69,10 @@ def _from_one_file(name: str, options: dict[str, Any]) -> Tokenizer | None:
 
 
 def _from_parts(name: str, options: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that older files (vocab.json and merges.txt, a sentencepiece model) are converted to."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - loads torch, so only where it must
+    """Return the tokenizer converted from older files: vocab.json and merges.txt, or a sentencepiece model."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch
 
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     if not tokenizer.is_fast:
-        raise ValueError("it has no form that the tokenizers library can run")
+        raise ValueError("the tokenizers library does not support it")
     return tokenizer
-
-
-def check_text(text: str, param: str = "prompt") -> None:
-    """Raise `InvalidRequestError` for text that is empty or cannot be encoded."""
-    if not text:
-        raise InvalidRequestError(f"{param} must not be empty", param)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; it is not text",
-            param,
-        ) from None

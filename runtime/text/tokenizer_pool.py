@@ -1,4 +1,4 @@
-"""Long texts are tokenised in threads, a few at a time, and not for ever."""
+"""Tokenises long texts in threads, with limits on their number and duration."""
 
 import asyncio
 import contextlib
@@ -17,31 +17,31 @@ RETRY_S = 10.0
 
 
 class TokenizerPool:
-    """Owns the threads. They cannot be stopped: what takes too long is refused, and holds its place until it ends.
+    """Runs tokenisation in daemon threads. Belongs to one event loop.
 
-    Belongs to one event loop. The threads are daemons, so that a text nobody waits for does not hold up the end.
+    A thread cannot be stopped: a text that takes too long is refused, and occupies its thread until it ends.
 
     Args:
-        longest_s: how long one text may wait and take, together.
-        num_threads: how many are tokenised at once.
+        longest_s: limit on waiting and tokenising one text, in seconds.
+        num_threads: number of texts tokenised at once.
     """
 
     def __init__(self, longest_s: float = LONGEST_S, num_threads: int = NUM_THREADS) -> None:
         self._longest_s = longest_s
-        self._places = asyncio.Semaphore(num_threads)
+        self._slots = asyncio.Semaphore(num_threads)
 
-    async def run(self, make: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Return what *make* returns.
+    async def run(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Return what *work* returns for the arguments.
 
         Raises:
             InvalidRequestError: it took too long.
-            OverloadedError: it did not even begin in time.
+            OverloadedError: it did not begin in time.
         """
         job: asyncio.Future[T] | None = None
         try:
             async with asyncio.timeout(self._longest_s):
-                await self._places.acquire()
-                job = self._begin(partial(make, *args, **options))
+                await self._slots.acquire()
+                job = self._begin(partial(work, *args, **options))
                 return await job
         except TimeoutError:
             raise self._too_slow() if job is not None else self._too_busy() from None
@@ -50,21 +50,21 @@ class TokenizerPool:
         loop = asyncio.get_running_loop()
         job: asyncio.Future[T] = loop.create_future()
 
-        def act() -> None:
+        def run() -> None:
             try:
-                outcome = partial(job.set_result, work())
+                deliver = partial(job.set_result, work())
             except Exception as error:
-                outcome = partial(job.set_exception, error)
-            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-                loop.call_soon_threadsafe(self._end, job, outcome)
+                deliver = partial(job.set_exception, error)
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                loop.call_soon_threadsafe(self._end, job, deliver)
 
-        threading.Thread(target=act, name="slipstream-tokenise", daemon=True).start()
+        threading.Thread(target=run, name="slipstream-tokenise", daemon=True).start()
         return job
 
-    def _end(self, job: "asyncio.Future[T]", tell: Callable[[], None]) -> None:
-        self._places.release()
+    def _end(self, job: "asyncio.Future[T]", deliver: Callable[[], None]) -> None:
+        self._slots.release()
         if not job.done():
-            tell()
+            deliver()
 
     def _too_slow(self) -> InvalidRequestError:
         return InvalidRequestError(

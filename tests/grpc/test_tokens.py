@@ -13,7 +13,8 @@ from protos.messages import WorkerInfo
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.thread_channel import ThreadChannel
 from runtime.metrics.prometheus import Metrics
-from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.preprocessor import Preprocessor
+from runtime.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_pairs
 from tests.support.serving.grpc_server import Served, answer, serving
 

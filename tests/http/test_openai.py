@@ -22,7 +22,7 @@ from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.stream_queue import Delta
 from runtime.frontend.thread_channel import ThreadChannel
 from runtime.metrics.prometheus import Metrics
-from runtime.text.preprocessor import load_tokenizer
+from runtime.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_models
 from tests.support.serving import fake_engine
 from tests.support.serving.http_server import Served, serving

@@ -16,7 +16,7 @@ from cluster.settings import engine_config
 from cluster.transport.process_workers import BODY
 from protos.errors import EngineDeadError, ModelError, PlacementError
 from runtime.frontend.controller_loop import STATS_EVERY_S
-from runtime.text.preprocessor import load_tokenizer
+from runtime.text.tokenizer import load_tokenizer
 from slipstream import LLM
 from tests.support.distributed.ray_engine import LENGTH, PARAMS, PROMPTS, SMALL, Pair, Running, Texts
 from tests.support.identity import perturbed

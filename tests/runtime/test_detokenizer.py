@@ -120,7 +120,7 @@ def test_an_incomplete_character_is_held_back_until_the_end() -> None:
     assert shown == ["", "", "\ufffda", ""]
 
 
-def test_metaspace_keeps_the_space_behind_the_prompt() -> None:
+def test_metaspace_keeps_the_space_after_the_prompt() -> None:
     to_id = METASPACE.token_to_id
     prompt = [to_id("<s>"), to_id("▁Hello")]
     shown, _ = stream(make(METASPACE, prompt), [to_id("▁world"), to_id("▁a"), to_id("!")])
@@ -195,8 +195,8 @@ def test_no_text_where_none_is_wanted_or_possible() -> None:
     assert DetokenizerFactory(None)(make_request("r", [0])) is None
 
 
-def test_nothing_is_taken_behind_a_stop_string() -> None:
+def test_nothing_is_taken_after_a_stop_string() -> None:
     text = make(BYTE_LEVEL, stop=["a"])
     assert text.push(letters("a")[0]) == "a"
-    with pytest.raises(RuntimeError, match="behind a stop string"):
+    with pytest.raises(RuntimeError, match="after a stop string"):
         text.push(0)

@@ -10,7 +10,7 @@ from protos.config.arguments import parse
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
-from runtime.text.sampling_defaults import sampling_defaults, usual_tokens
+from runtime.text.sampling_defaults import default_max_tokens, sampling_defaults
 
 STORED = {
     "eos_token_id": 2,
@@ -36,12 +36,12 @@ def test_those_of_the_model_are_taken_as_vllm_takes_them(tmp_path: Path) -> None
     defaults = sampling_defaults(ModelConfig(stored(tmp_path)))
     assert defaults == TAKEN
     assert SamplingParams(**defaults).top_k == 20
-    assert usual_tokens(ModelConfig(str(tmp_path))) == 99
-    assert usual_tokens(ModelConfig(str(tmp_path), generation_config="vllm")) is None
+    assert default_max_tokens(ModelConfig(str(tmp_path))) == 99
+    assert default_max_tokens(ModelConfig(str(tmp_path), generation_config="vllm")) is None
     assert sampling_defaults(ModelConfig(stored(tmp_path, {"eos_token_id": 2}))) == {}
-    assert usual_tokens(ModelConfig(str(tmp_path))) is None
+    assert default_max_tokens(ModelConfig(str(tmp_path))) is None
     with pytest.raises(ConfigError, match="max_new_tokens must be an integer of at least 1, got 0"):
-        usual_tokens(ModelConfig(stored(tmp_path, {"max_new_tokens": 0})))
+        default_max_tokens(ModelConfig(stored(tmp_path, {"max_new_tokens": 0})))
 
 
 def test_none_are_taken_where_none_are_wanted_or_there(tmp_path: Path) -> None:

@@ -53,8 +53,7 @@ def test_what_means_something(name: str, checker: GrammarChecker) -> None:
     assert checker.resolve(StructuredOutputsParams(**FORMS[name].asked)) == FORMS[name].grammar
 
 
-def test_nothing_asked_is_nothing_checked() -> None:
-    assert GrammarChecker(None, 5, ()).resolve(None) is None
+def test_grammars_need_a_tokenizer() -> None:
     with pytest.raises(InvalidRequestError, match="skip_tokenizer_init"):
         GrammarChecker(None, 5, ()).resolve(StructuredOutputsParams(regex="a"))
 
@@ -103,11 +102,11 @@ def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
     assert caught.value.retry_after_s > 0
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker) -> None:
-    monkeypatch.setattr("runtime.text.grammar_validator.REMEMBERED", 3)
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker) -> None:
+    monkeypatch.setattr("runtime.text.grammar_validator.CACHE_SIZE", 3)
     for i in range(6):
         checker.check(Grammar("regex", f"x{i}"))
-    assert len(checker._found) <= max(3, len(FORMS) + len(MEANINGLESS) + 3)
-    before = len(checker._found)
+    assert len(checker._refusals) <= max(3, len(FORMS) + len(MEANINGLESS) + 3)
+    before = len(checker._refusals)
     checker.check(Grammar("regex", "y"))
-    assert len(checker._found) == before
+    assert len(checker._refusals) == before

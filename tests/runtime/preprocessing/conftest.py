@@ -7,7 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from protos.config.engine import ModelConfig
-from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.preprocessor import Preprocessor
+from runtime.text.tokenizer import load_tokenizer
 
 CORPUS = ["hello world, the future of AI is bright", "def main() -> None: return None"] * 20
 TEMPLATE = (

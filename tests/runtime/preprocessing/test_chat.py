@@ -7,7 +7,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
-from runtime.text.preprocessor import Preprocessor, render_chat
+from runtime.text.chat import render_chat
+from runtime.text.preprocessor import Preprocessor
 
 VOCAB = 340
 CHAT = [{"role": "user", "content": "hello"}]
@@ -33,7 +34,7 @@ def test_answers_that_nobody_limits_are_as_long_as_usual(tokenizer: PreTrainedTo
         (90, {}, 60),
         (None, {}, 60),
     ):
-        made = Preprocessor(tokenizer, usual_tokens=usual, **sizes)
+        made = Preprocessor(tokenizer, default_max_tokens=usual, **sizes)
         (request,) = made.requests([5] * 4, SamplingParams(**{"max_tokens": None, **options}), "r")
         assert request.max_tokens == wanted
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
-from runtime.text.preprocessor import load_tokenizer
+from runtime.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
 LOAD = """
@@ -19,7 +19,7 @@ import sys
 from transformers import PreTrainedTokenizerFast
 theirs = "torch" in sys.modules  # transformers 5.17 loads it by itself
 from protos.config.engine import ModelConfig
-from runtime.text.preprocessor import load_tokenizer
+from runtime.text.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(ModelConfig(model=sys.argv[1]))
 tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
 assert tokenizer.encode("hello", add_special_tokens=True)

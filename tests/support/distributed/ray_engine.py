@@ -14,7 +14,8 @@ from protos.config.engine import EngineConfig
 from protos.messages import WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.text.preprocessor import Preprocessor, load_tokenizer
+from runtime.text.preprocessor import Preprocessor
+from runtime.text.tokenizer import load_tokenizer
 
 PROMPTS = [f"{word} and then {number}" for number in range(4) for word in ("once", "def f(x):", "The cat", "zz")]
 LENGTH = 120

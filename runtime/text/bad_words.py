@@ -1,0 +1,33 @@
+"""Token sequences of `bad_words`, and whether the allowed tokens leave one to sample."""
+
+from collections.abc import Sequence
+
+from protos.errors import InvalidRequestError
+from runtime.text.tokenizer import Tokenizer
+
+TokenIds = tuple[int, ...]
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[TokenIds, ...]:
+    """Return the token sequences that spell *words* at the start of a text and, if they differ, within it."""
+    if tokenizer is None:
+        raise InvalidRequestError("bad_words are text, but skip_tokenizer_init is set", "bad_words")
+    return tuple(dict.fromkeys(token_ids for word in words for token_ids in _spellings(word, tokenizer)))
+
+
+def _spellings(word: str, tokenizer: Tokenizer) -> list[TokenIds]:
+    bare, spaced = (tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " "))
+    # As in vLLM: the spelling with a space counts if the space is merged into the first token.
+    is_merged = bare and spaced and len(spaced) == len(bare) and spaced[0] != bare[0]
+    return [token_ids for token_ids in (bare, spaced if is_merged else ()) if token_ids]
+
+
+def check_allowed(allowed: TokenIds, bad_words: Sequence[TokenIds], stop_ids: TokenIds) -> None:
+    """Raise `InvalidRequestError` if no token of *allowed* can ever be sampled."""
+    never = {word[0] for word in bad_words if len(word) == 1}.union(stop_ids)
+    if never.issuperset(allowed):
+        raise InvalidRequestError(
+            f"allowed_token_ids leaves no token to choose: all {len(allowed)} are bad words, or stop tokens before "
+            "min_tokens",
+            "allowed_token_ids",
+        )

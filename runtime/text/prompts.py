@@ -1,0 +1,35 @@
+"""Tokenised prompts, and prompts given as a dict."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from protos.errors import InvalidRequestError
+from protos.validation import did_you_mean, shown
+
+PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt, tokenised and checked. `text` is None if token ids were given."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    cache_salt: str = ""
+
+
+def check_prompt_dict(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of *prompt* that are not None.
+
+    Raises:
+        InvalidRequestError: a key is unknown, or there is neither text nor token ids.
+    """
+    given = {key: value for key, value in prompt.items() if value is not None}
+    for key in given:
+        if key not in PROMPT_KEYS:
+            hint = did_you_mean(str(key), PROMPT_KEYS)
+            raise InvalidRequestError(f"prompt has an unknown key {shown(key)}{hint}", "prompt")
+    if given.get("prompt_token_ids") is None and not isinstance(given.get("prompt"), str):
+        raise InvalidRequestError('prompt must have "prompt" (text) or "prompt_token_ids"', "prompt")
+    return given
