@@ -1,6 +1,6 @@
-"""What ranks exchange within a forward, as operators of torch: they stand in a list of operators like any other.
+"""Collectives within a forward as torch operators, so that tracing can record them.
 
-A list cannot hold a group, so it holds a number by which `Collectives` are known.
+A traced graph cannot hold a group, so operators take a number that identifies the `Collectives`.
 """
 
 import itertools
@@ -12,16 +12,16 @@ from torch.fx.node import has_side_effect
 from workers.distributed.groups import Group
 
 _NUMBERS = itertools.count()
-_KNOWN: "WeakValueDictionary[int, Collectives]" = WeakValueDictionary()
+_COLLECTIVES: "WeakValueDictionary[int, Collectives]" = WeakValueDictionary()
 
 
 class Collectives:
-    """A group within a forward. Results never share memory with what is given."""
+    """The collectives of one group. Results never share memory with arguments."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self._number = next(_NUMBERS)
-        _KNOWN[self._number] = self
+        _COLLECTIVES[self._number] = self
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks."""
@@ -34,21 +34,21 @@ class Collectives:
         return found
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """As `all_gather` along the last dimension, on rank 0 alone; None elsewhere."""
+        """As `all_gather` along the last dimension, on rank 0 only; None elsewhere."""
         found: torch.Tensor = torch.ops.slipstream.gather(tensor, self._number)
         return None if self.rank else found
 
 
 def _all_reduce(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    return _KNOWN[number].group.all_reduce(tensor.clone())
+    return _COLLECTIVES[number].group.all_reduce(tensor.clone())
 
 
 def _all_gather(tensor: torch.Tensor, dim: int, number: int) -> torch.Tensor:
-    return _KNOWN[number].group.all_gather(tensor, dim)
+    return _COLLECTIVES[number].group.all_gather(tensor, dim)
 
 
 def _gather(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    whole = _KNOWN[number].group.gather(tensor)
+    whole = _COLLECTIVES[number].group.gather(tensor)
     return tensor.new_empty(0) if whole is None else whole
 
 
@@ -58,12 +58,12 @@ def _same_shape(tensor: torch.Tensor, _number: int) -> torch.Tensor:
 
 def _joined_shape(tensor: torch.Tensor, dim: int, number: int) -> torch.Tensor:
     shape = list(tensor.shape)
-    shape[dim] = shape[dim] * _KNOWN[number].size
+    shape[dim] = shape[dim] * _COLLECTIVES[number].size
     return tensor.new_empty(shape)
 
 
 def _gathered_shape(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    return tensor.new_empty(0) if _KNOWN[number].rank else _joined_shape(tensor, -1, number)
+    return tensor.new_empty(0) if _COLLECTIVES[number].rank else _joined_shape(tensor, -1, number)
 
 
 def _define() -> torch.library.Library:
@@ -82,4 +82,4 @@ def _define() -> torch.library.Library:
 
 
 _LIBRARY = _define()
-has_side_effect(torch.ops.slipstream.gather.default)  # a rank that gets nothing takes part all the same
+has_side_effect(torch.ops.slipstream.gather.default)  # keeps the call on ranks that get no result

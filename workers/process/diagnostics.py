@@ -11,13 +11,13 @@ from protos.doctor_messages import FromExamined, Join, Joined, Leave, Measure, M
 from protos.worker_messages import Stop, StoreAddress
 from workers.device import set_device
 from workers.distributed.groups import Group, GroupError, form
-from workers.distributed.shm_group import PLACE_BYTES, SharedMemoryGroup, form_with_shared_memory
+from workers.distributed.shm_group import BUFFER_BYTES, SharedMemoryGroup, form_with_shared_memory
 from workers.distributed.store import connect_store, open_store
 
 GROUP_S = 20.0
 """Forming a group, and each operation, takes at most this long where nothing is wrong."""
 PATTERN = 151
-SHARED = f"shared memory (above {PLACE_BYTES >> 20} MiB gloo)"
+SHARED = f"shared memory (above {BUFFER_BYTES >> 20} MiB gloo)"
 
 
 class DiagnosticsPort(Protocol):

@@ -15,9 +15,9 @@ import torch
 
 from protos.worker_messages import StoreAddress
 from tests.support.distributed.ranks import Result, on_ranks, told_of_a_silent_peer
-from workers.distributed import shm_group as near_group
+from workers.distributed import shm_group
 from workers.distributed.groups import Group, GroupError, TorchGroup, form
-from workers.distributed.shm_group import PLACE_BYTES, SharedMemoryGroup, with_shared_memory
+from workers.distributed.shm_group import BUFFER_BYTES, SharedMemoryGroup, with_shared_memory
 from workers.distributed.store import connect_store, open_store
 
 
@@ -93,7 +93,7 @@ def test_ranks_that_run_ahead_write_over_nothing() -> None:
 
 def test_large_tensors_and_messages_between_two_take_the_other_way() -> None:
     def work(group: Group) -> None:
-        for count in (PLACE_BYTES // 4, PLACE_BYTES // 4 + 1):  # the largest that fits, and one more
+        for count in (BUFFER_BYTES // 4, BUFFER_BYTES // 4 + 1):  # the largest that fits, and one more
             mine = torch.full((count,), float(group.rank + 1))
             assert group.all_gather(mine, 0).unique().tolist() == [1.0, 2.0]
             assert group.gather(mine, 0) is None or group.rank == 0
@@ -203,19 +203,19 @@ def _full(*_: object) -> None:
 
 def test_where_one_rank_has_it_not_none_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of two machines, or two containers: what rank 0 made, rank 1 does not find."""
-    opened = near_group._opened
-    elsewhere = near_group._Place(2**22 + 1, 3, 5)  # above what Linux numbers processes with
-    monkeypatch.setattr(near_group, "_opened", lambda at, group: opened(elsewhere if group.rank else at, group))
+    opened = shm_group._opened
+    elsewhere = shm_group._MemoryFile(2**22 + 1, 3, 5)  # above what Linux numbers processes with
+    monkeypatch.setattr(shm_group, "_opened", lambda at, group: opened(elsewhere if group.rank else at, group))
     assert kinds() == [TorchGroup] * 2
 
 
 def test_a_file_of_the_same_number_in_another_process_is_not_taken_for_it(tmp_path: Path) -> None:
     with (tmp_path / "other").open("w+b") as file, pytest.raises(OSError, match="is another file"):
-        near_group._Place(os.getpid(), file.fileno(), 5).open()
+        shm_group._MemoryFile(os.getpid(), file.fileno(), 5).open()
 
 
 def test_without_a_compiler_it_is_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
-    near_group.load_function.cache_clear()
+    shm_group.load_function.cache_clear()
     assert kinds() == [TorchGroup] * 2
-    near_group.load_function.cache_clear()
+    shm_group.load_function.cache_clear()
