@@ -170,7 +170,7 @@ def on_two_ranks(folder: Path, *, is_listed: bool = False) -> None:
     def work(group: Group) -> Table:
         model = Model(folder, group=group)
         if is_listed:
-            assert "operators listed in" in model.runner.warm_up()
+            assert "operators traced in" in model.runner.warm_up()
         whole = model.feed([(0, 0, LENGTH)])[0]
         several = model.feed([(1, 0, 5), (0, 0, 30), (3, 0, 2)])[1]
         decoded = [model.feed([(0, at, 1)])[0] for at in range(30, LENGTH)]
@@ -193,7 +193,7 @@ def traced(folder: Path) -> None:
     model, looked_at = Model(folder), Model(folder)
     note = model.runner.warm_up()
     assert note.startswith("batch-invariant, ")
-    assert "operators listed in" in note
+    assert "operators traced in" in note
     check(ways(model), looked_at.feed([(0, 0, LENGTH)])[0])
 
 
@@ -226,7 +226,7 @@ def test_an_input_taken_for_another_is_found_out(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(invariant, "make_fx", confuse)
     model = Model(build("llama", tmp_path, vocab_size=VOCAB, num_hidden_layers=1))
     expected = model.feed([(0, 0, LENGTH)])[0]
-    assert model.runner.warm_up() == "batch-invariant, every operator looked at: traced logits differ"
+    assert model.runner.warm_up() == "batch-invariant, every operator checked: traced logits differ"
     check(ways(model), expected)
 
 
@@ -235,14 +235,14 @@ def test_a_rank_that_cannot_list_takes_part_in_the_others_trials(
 ) -> None:
     folder = build("llama", tmp_path, vocab_size=VOCAB, num_hidden_layers=1)
     expected = Model(folder).feed([(0, 0, LENGTH)])[0]
-    lists = invariant._listed
+    lists = invariant._trace
     taken: list[str] = []
 
     def for_one(*given: Any) -> Any:
         taken.append("")
         return lists(*given) if len(taken) == 1 else (None, "tracing failed: made up")
 
-    monkeypatch.setattr(invariant, "_listed", for_one)
+    monkeypatch.setattr(invariant, "_trace", for_one)
 
     def work(group: Group) -> tuple[str, torch.Tensor]:
         model = Model(folder, group=group)
@@ -250,8 +250,8 @@ def test_a_rank_that_cannot_list_takes_part_in_the_others_trials(
 
     found = in_memory(2, work)
     notes = sorted(note for note, _ in found)
-    assert "operators listed in" in notes[0]
-    assert notes[1] == "batch-invariant, every operator looked at: tracing failed: made up"
+    assert "operators traced in" in notes[0]
+    assert notes[1] == "batch-invariant, every operator checked: tracing failed: made up"
     check({"prefill": found[0][1]}, expected)
 
 
@@ -274,7 +274,7 @@ def test_a_list_that_is_wrong_on_a_rank_without_logits_is_found_out(
         return model.runner.warm_up(), model.feed([(0, 0, LENGTH)])[0]
 
     found = in_memory(2, work)
-    assert {note for note, _ in found} == {"batch-invariant, every operator looked at: traced logits differ"}
+    assert {note for note, _ in found} == {"batch-invariant, every operator checked: traced logits differ"}
     check({"prefill": found[0][1]}, expected)
 
 

@@ -126,21 +126,21 @@ def test_functions_are_right_and_the_same_anywhere(name: str, dtype: torch.dtype
     x = torch.cat([drawn(180, 97) * 4, rare]).to(dtype)
     x = x.abs() + 1e-3 if name == "rsqrt" else x
     exact = EACH[name](x.double())
-    found = native.each(x, ops.what(name))
+    found = native.each(x, ops.function_index(name))
     near = exact.abs() < torch.finfo(dtype).max
     error = ((found.double() - exact).abs() / (exact.abs() + 0.1))[near].max().item()
     assert error <= 4 * ROUNDING[dtype], error
     for at, width in ((0, 1), (5, 3), (11, 97)):
-        assert same(native.each(x[at, :width], ops.what(name)), found[at, :width])
+        assert same(native.each(x[at, :width], ops.function_index(name)), found[at, :width])
     torch.set_num_threads(3)
-    assert same(native.each(x, ops.what(name)), found)
-    assert same(native.each(x.t(), ops.what(name)).t(), found)
+    assert same(native.each(x, ops.function_index(name)), found)
+    assert same(native.each(x.t(), ops.function_index(name)).t(), found)
 
 
 def test_functions_at_the_ends() -> None:
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 100.0, -200.0])
-    assert same(native.each(x, ops.what("exp")), torch.tensor([torch.inf, 0.0, torch.nan, torch.inf, 0.0]))
-    found = native.each(x, ops.what("sigmoid"))
+    assert same(native.each(x, ops.function_index("exp")), torch.tensor([torch.inf, 0.0, torch.nan, torch.inf, 0.0]))
+    found = native.each(x, ops.function_index("sigmoid"))
     assert found[:2].tolist() == [1.0, 0.0]
     assert found[2].isnan()
 

@@ -1,1 +1,1 @@
-"""`batch_invariant`: kernels whose results do not depend on the batch."""
+"""`batch_invariant`: operators whose results do not depend on the batch. `mode` is the only entry."""

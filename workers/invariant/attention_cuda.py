@@ -1,8 +1,8 @@
-"""Paged attention in torch whose bits depend on a query and the keys it sees alone: for GPUs.
+"""Batch-invariant paged attention on GPUs, in torch.
 
-A query's keys, in order of position, are taken `SPLIT` at a time, in an online softmax. Every kernel is run at one
-shape: `QUERIES` queries, the last ones made up, and `SPLIT` keys, of which a query may see none, which changes no bit.
-It has been compared with the kernel for CPUs, on a CPU; it has not run on a GPU.
+A query's keys, in order of position, are processed `SPLIT` at a time with an online softmax. Every kernel runs with one
+shape: `QUERIES` queries, the last ones padding, and `SPLIT` keys, all of which may be masked without changing any bit.
+Values were compared with the CPU kernel's, on a CPU; this code has not run on a GPU.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ QUERIES = 16
 
 
 class SplitAttention:
-    """Gathers each query's own keys. Owns nothing but the plan of one forward."""
+    """Gathers the keys of each query. Holds the plan of one forward."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -25,7 +25,7 @@ class SplitAttention:
         self._written_T = self._places_TL = self._positions_TL = self._own_T = torch.empty(0, dtype=torch.int64)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """List the places that every token sees, in order of position; -1 behind its last."""
+        """List the places that every token attends to, in order of position, padded with -1."""
         seen, own = zip(*(_visible(metadata, row) for row in range(len(metadata.starts_R))), strict=True)
         longest = max(len(places) for places_of in seen for places in places_of)
         tokens = sum(map(len, seen))
@@ -65,7 +65,7 @@ class SplitAttention:
                 hidden_QL = hidden_QL | (self._own_T[at : at + QUERIES, None] - positions_QL >= options.window)
             key_QGLD = _gather(self.cache.keys[layer], places_QL)
             value_QGLE = _gather(self.cache.values[layer], places_QL).masked_fill(hidden_QL[:, None, :, None], 0.0)
-            state.take(query_QGSD @ key_QGLD.transpose(-1, -2), value_QGLE, hidden_QL, options.softcap)
+            state.add(query_QGSD @ key_QGLD.transpose(-1, -2), value_QGLE, hidden_QL, options.softcap)
         return (state.output_QGSE / state.total_QGS1).view(QUERIES, heads, shape.value_size)
 
     def _tensor(self, array: Ints) -> torch.Tensor:
@@ -80,7 +80,7 @@ class _State:
 
     @classmethod
     def start(cls, query_QGSD: torch.Tensor, value_size: int, options: Options) -> "_State":
-        """Begin with nothing seen, or with the sinks."""
+        """Begin without keys, or with the sinks."""
         lead = query_QGSD.shape[:3]
         total_QGS1 = query_QGSD.new_zeros(*lead, 1)
         largest_QGS1 = torch.full_like(total_QGS1, -torch.inf)
@@ -89,7 +89,7 @@ class _State:
             total_QGS1 = torch.ones_like(largest_QGS1)
         return cls(largest_QGS1, total_QGS1, query_QGSD.new_zeros(*lead, value_size))
 
-    def take(self, score_QGSL: torch.Tensor, value_QGLE: torch.Tensor, hidden_QL: torch.Tensor, softcap: float) -> None:
+    def add(self, score_QGSL: torch.Tensor, value_QGLE: torch.Tensor, hidden_QL: torch.Tensor, softcap: float) -> None:
         """Add the keys of one split."""
         if softcap:
             score_QGSL = torch.tanh(score_QGSL / softcap) * softcap
@@ -104,7 +104,7 @@ class _State:
 
 
 def _visible(metadata: AttentionMetadata, row: int) -> tuple[list[Ints], Ints]:
-    """Return the places that each token of a row sees, ascending, and the tokens' positions."""
+    """Return the places that each token of a row attends to, ascending, and the tokens' positions."""
     member, queries_1Q = np.array([row]), np.arange(metadata.lengths_R[row])[None]
     start = int(metadata.starts_R[row])
     seen_QL = metadata.visible(member, queries_1Q, start + queries_1Q.shape[1])[0]

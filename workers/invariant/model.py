@@ -1,4 +1,4 @@
-"""What `batch_invariant` makes of a loaded model: weights laid out as our products read them, and sums over ranks."""
+"""Changes that `batch_invariant` makes to a loaded model: the layout of weights, and the order of sums over ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +14,11 @@ from workers.distributed.collectives import Collectives
 from workers.invariant import ops
 
 PRODUCTS = 2
-"""Of a layer's experts: gates and ups, then downs."""
+"""Matrix products of a layer's experts: gate and up, then down."""
 
 
 def lay_out(model: nn.Module) -> None:
-    """Let the numbers that a product adds up lie side by side in every weight; shapes stay as they are."""
+    """Make the dimension over which products sum contiguous in every weight. Shapes do not change."""
     for module in model.modules():
         if isinstance(module, Conv1D) or getattr(module, "is_transposed", False):
             for weight in module.parameters(recurse=False):
@@ -31,12 +31,12 @@ def _name_of(module: nn.Module, weight: torch.Tensor) -> str:
 
 
 class SummedLinear(nn.Module):
-    """A row-parallel layer: every rank adds up its parts of each sum, and all ranks' are added up in one order.
+    """A row-parallel layer that adds up sums in the same order for any number of ranks.
 
-    One rank alone adds up all parts, in the same order.
+    Every rank adds up its shards of each sum, then those of all ranks are added as a tree.
 
     Args:
-        linear: this rank's columns of the weight, `[N, K / T]`, or `[K / T, N]` in a `Conv1D`; rank 0 alone has a bias.
+        linear: this rank's columns of the weight, `[N, K / T]`, or `[K / T, N]` in a `Conv1D`; only rank 0 has a bias.
         group: the ranks.
     """
 
@@ -56,13 +56,12 @@ class SummedLinear(nn.Module):
 
 
 class SummedExperts(TorchDispatchMode):
-    """While experts run under it, their last product adds up every rank's parts of each sum, as `SummedLinear` does.
+    """Makes the last product of experts that run under it sum over ranks as `SummedLinear` does.
 
-    What comes behind that product, biases and the sum over the experts of a token, all ranks then do alike. For one
-    forward of one layer.
+    All ranks then compute the rest alike: biases, and the sum over a token's experts. For one forward of one layer.
 
     Args:
-        group: the ranks, each of which holds a part of every inner width; rank 0 alone has the last biases.
+        group: the ranks, each of which holds a part of every expert's inner width.
     """
 
     def __init__(self, group: Collectives) -> None:
@@ -84,11 +83,11 @@ class SummedExperts(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `workers.invariant.trace.Invariant`
+        return False  # as in `workers.invariant.trace.InvariantDispatch`
 
 
 def _total(part: torch.Tensor, group: Collectives) -> torch.Tensor:
-    """Return the sum of all ranks' fp32 *part*, added up as a tree of neighbours."""
+    """Return the sum of all ranks' fp32 *part*, added pairwise as a tree."""
     if group.size == 1:
         return part
     parts = list(group.all_gather(part.unsqueeze(0), dim=0).unbind(0))
@@ -98,12 +97,12 @@ def _total(part: torch.Tensor, group: Collectives) -> torch.Tensor:
 
 
 def _of_rank_0(bias: torch.Tensor, group: Collectives) -> torch.Tensor:
-    """Return the bias that rank 0 has, and the others have as zeros."""
+    """Return the bias of rank 0, which is zero on other ranks."""
     return group.all_reduce(bias.detach().clone())
 
 
 def sum_in_order(model: nn.Module, name: str, group: Collectives) -> nn.Module:
-    """Let the layer or the experts *name* of *model* (counted from it) sum over ranks; return what stands there now.
+    """Make the layer or the experts *name* of *model* sum over ranks in a fixed order; return the module now there.
 
     Raises:
         ConfigError: it is neither a linear layer nor experts.

@@ -1,4 +1,4 @@
-"""The operators of `workers.invariant.trace` on CPUs (`native/invariant.cpp`) in a fixed order."""
+"""The operators of `workers.invariant.ops` on CPUs, in C++ (`native/invariant.cpp`)."""
 
 import ctypes
 from functools import cache
@@ -33,7 +33,7 @@ class _Linear(ctypes.Structure):
 
 class _Each(ctypes.Structure):
     _fields_ = [(name, _POINTER) for name in ("x", "y")]
-    _fields_ += [(name, _INTEGER) for name in ("count", "kind", "what", "threads")]
+    _fields_ += [(name, _INTEGER) for name in ("count", "kind", "function", "threads")]
 
 
 class _Rowwise(ctypes.Structure):
@@ -48,7 +48,7 @@ def _function(name: str) -> "ctypes._NamedFuncPointer":
 
 
 def check_available() -> None:
-    """Build everything that is needed. Raises `KernelUnavailableError` where it cannot be."""
+    """Build the operators. Raises `KernelUnavailableError` if that fails."""
     for name in ("linear", "each", "mean", "softmax", "layer_norm"):
         _function(name)
 
@@ -114,11 +114,11 @@ def grouped(
     return y_MN
 
 
-def each(x: torch.Tensor, what: int) -> torch.Tensor:
+def each(x: torch.Tensor, function: int) -> torch.Tensor:
     """See `workers.invariant.ops`."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    call = _Each(x.data_ptr(), y.data_ptr(), x.numel(), _kind(x), what, torch.get_num_threads())
+    call = _Each(x.data_ptr(), y.data_ptr(), x.numel(), _kind(x), function, torch.get_num_threads())
     _function("each")(ctypes.byref(call))
     return y
 
@@ -158,7 +158,7 @@ def _kind(x: torch.Tensor) -> int:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return *x* with its last dimension dense; a matrix may keep the distance of its rows."""
+    """Return *x* with a contiguous last dimension; a matrix may keep its row stride."""
     if x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) and x.stride(0) >= x.shape[1]:
         return x
     return x.contiguous()

@@ -1,7 +1,7 @@
-"""Operators whose results for a row do not depend on the rows beside it, nor on how many there are.
+"""Operators whose results for a row do not depend on the other rows, nor on their number.
 
-They compute what torch's of the same names do, in an order of operations that is fixed for each number. On CPUs they
-are `workers.invariant.native`, on GPUs `workers.invariant.torch`.
+They compute the same as torch's operators of these names, with a fixed order of operations for each number. The
+implementation for CPUs is `workers.invariant.native`, that for GPUs `workers.invariant.torch`.
 """
 
 import torch
@@ -10,27 +10,27 @@ from workers.invariant import native
 from workers.invariant import torch as tiled
 
 SHARDS = 8
-"""Sums of matrix products have so many parts, added up as a tree of neighbours. A row-parallel layer leaves each of T
-ranks SHARDS / T of them: a power of two, of which T is a divisor."""
+"""Sums of row-parallel layers are computed in so many shards, which are then added pairwise, as a tree. Each of T ranks
+computes SHARDS / T of them; T is a power of two up to SHARDS."""
 
 GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback"})
-"""What torch and transformers call a product of rows with the weights of their experts."""
+"""Names in torch and transformers of a product of rows with the weights of their experts."""
 
-KINDS_OF_EACH = ("exp", "silu", "sigmoid", "tanh", "gelu_erf", "gelu_tanh", "cos", "sin", "rsqrt")
-"""What `each` computes, in the order of the table in `native/invariant.cpp`."""
+FUNCTIONS = ("exp", "silu", "sigmoid", "tanh", "gelu_erf", "gelu_tanh", "cos", "sin", "rsqrt")
+"""Functions that `each` applies to every number, in the order of the table in `native/invariant.cpp`."""
 
 
 def _define() -> torch.library.Library:
     library = torch.library.Library("slipstream_invariant", "DEF")  # type: ignore[no-untyped-call]
     for schema, on_cpu, on_gpu, shape in (
-        # x [..., K] times weight [N, K], plus bias [N]: [..., N]. Partial: fp32, without rounding.
+        # x [..., K] times weight [N, K], plus bias [N]: [..., N]. With is_partial: fp32, not rounded.
         (
             "linear(Tensor x, Tensor weight, Tensor? bias, int shards, bool is_partial) -> Tensor",
             native.linear,
             tiled.linear,
             _linear_shape,
         ),
-        # x [M, K], of which rows ends[e - 1] .. ends[e] are multiplied by weight[e] of [E, K, N]: [M, N], or partial.
+        # x [M, K]; rows ends[e - 1] .. ends[e] - 1 are multiplied by weight[e] of [E, K, N]: [M, N].
         (
             "grouped(Tensor x, Tensor weight, Tensor ends, int shards, bool is_partial) -> Tensor",
             native.grouped,
@@ -38,7 +38,7 @@ def _define() -> torch.library.Library:
             _grouped_shape,
         ),
         ("each(Tensor x, int what) -> Tensor", native.each, tiled.each, _same_shape),
-        # Over the last dimension, which stays as one.
+        # Over the last dimension; mean keeps it, with size 1.
         ("mean(Tensor x) -> Tensor", native.mean, tiled.mean, _mean_shape),
         ("softmax(Tensor x) -> Tensor", native.softmax, tiled.softmax, _same_shape),
         (
@@ -93,9 +93,9 @@ ON_CPU = {
     torch.ops.slipstream_invariant.softmax.default: native.softmax,
     torch.ops.slipstream_invariant.layer_norm.default: native.layer_norm,
 }
-"""What a traced graph calls instead, without the detour over torch's dispatcher."""
+"""The implementation that a traced graph calls directly, without torch's dispatcher."""
 
 
-def what(name: str) -> int:
-    """Return the number of *name* for `each`."""
-    return KINDS_OF_EACH.index(name)
+def function_index(name: str) -> int:
+    """Return the index of the function *name*, for `each`."""
+    return FUNCTIONS.index(name)

@@ -1,8 +1,8 @@
-"""The operators of `workers.invariant.trace` in torch, for GPUs: every kernel is run at one shape only.
+"""The operators of `workers.invariant.ops` on GPUs, in torch: every kernel runs with one shape only.
 
-A library chooses its kernel, and so the order of its sums, by the shape it is given. Rows are therefore fed `TILE` at
-a time, the last tile filled up with zeros: whichever rows come together, kernel and what it does to a row are the same.
-This path has been compared with the other for its values, on a CPU; it has not run on a GPU.
+A library chooses its kernel, and so the order of its sums, by the shape of its inputs. Rows are therefore computed
+`TILE` at a time, the last tile padded with zeros, so the kernel and its order of operations are the same for any batch.
+Values were compared with those of the CPU operators, on a CPU; this code has not run on a GPU.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _parts(tile_MK: torch.Tensor, weight_NK: torch.Tensor, shards: int) -> list[
 
 
 def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Add up neighbours, then neighbouring pairs, and so on."""
+    """Add pairs, then pairs of these sums, and so on."""
     half = len(parts) // 2
     return parts[0] if not half else _tree(parts[:half]) + _tree(parts[half:])
 
@@ -49,7 +49,7 @@ def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
 def grouped(
     x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor, shards: int, is_partial: bool
 ) -> torch.Tensor:
-    """See `workers.invariant.ops`. Waits for the device, to learn where experts begin."""
+    """See `workers.invariant.ops`. Waits for the device, to read where experts begin."""
     ends = [0, *ends_E.tolist()]
     parts = [
         linear(x_MK[a:b], weight_KN.t(), None, shards, is_partial)
@@ -58,9 +58,9 @@ def grouped(
     return torch.cat(parts)
 
 
-def each(x: torch.Tensor, what: int) -> torch.Tensor:
-    """See `workers.invariant.ops`. On a GPU every number has a thread of its own."""
-    found = _EACH[what](x.float())
+def each(x: torch.Tensor, function: int) -> torch.Tensor:
+    """See `workers.invariant.ops`. Every number is computed in its own GPU thread, so no tiles are needed."""
+    found = _FUNCTIONS[function](x.float())
     return found.to(x.dtype).contiguous()
 
 
@@ -68,7 +68,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-_EACH: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+_FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     torch.exp,
     F.silu,
     torch.sigmoid,

@@ -1,4 +1,4 @@
-// exp(x) for x <= 0 in fp32, about one unit in the last place; written so that loops over it vectorise.
+// exp(x) for x <= 0 in fp32, with an error of about one unit in the last place. Loops over it vectorise.
 #pragma once
 #include <cstdint>
 #include <cstring>

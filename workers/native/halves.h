@@ -1,4 +1,4 @@
-// Numbers of 16 bits as they are stored, and what they are in fp32.
+// 16-bit floating-point numbers, and their conversion from and to fp32.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -1,6 +1,6 @@
-// What a forward computes where its bits must not depend on what else is computed: each number has one fixed order of
-// operations, whichever rows, tiles, threads or ranks there are. Threads share rows and columns, never a sum.
-// The struct layouts are mirrored in workers/invariant/native.py. See lanes.h for the arithmetic.
+// Batch-invariant operators: each number has one fixed order of operations, for any number of rows, tiles, threads and
+// ranks. Threads split rows and columns, never a sum. The structs are mirrored in workers/invariant/native.py. See
+// lanes.h for the arithmetic.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace {
 
-constexpr int64_t kMost = 16;             // shards at most
-constexpr int64_t kColumns = 4;           // columns computed together: `sums` adds up four at once
+constexpr int64_t kMaxShards = 16;
+constexpr int64_t kColumns = 4;           // columns computed together: `sums` reduces four vectors at once
 constexpr int64_t kRows = (kRegisters - 1) / (kColumns + 1);  // rows computed together, with a weight, in registers
-constexpr int64_t kPanel = 16;            // columns that stay near while all rows pass by
-constexpr int64_t kChunkBytes = 1 << 18;  // of widened rows that are kept near while all columns pass by
-constexpr int64_t kAhead = 1 << 13;       // bytes: weights are asked for so far ahead; a processor alone looks less far
-constexpr int64_t kSmall = 1 << 14;       // numbers for which waking other threads is not worth it
+constexpr int64_t kPanel = 16;            // columns whose weights stay cached while all rows are computed
+constexpr int64_t kChunkBytes = 1 << 18;  // of widened rows that stay cached while all columns are computed
+constexpr int64_t kAhead = 1 << 13;       // bytes by which weights are prefetched: further than hardware does
+constexpr int64_t kSmall = 1 << 14;       // numbers for which waking other threads takes longer
 
 enum Kind : int64_t { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 
@@ -31,29 +31,29 @@ void with_kind(int64_t kind, Work&& work) {
         work(float{});
 }
 
-// Where shard s of `shards` begins in `size` numbers. A rank that holds the share r of T has its shards at the same
-// numbers as a rank that holds all: size / T is a whole number, and so is shards / T.
+// Where shard s of `shards` begins in `size` numbers. On one of T ranks shards begin at the same numbers as on a single
+// rank, since T divides both size and shards.
 inline int64_t begin_of(int64_t s, int64_t shards, int64_t size) { return s * size / shards; }
 
 }  // namespace
 
 extern "C" {
 
-// y[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]. Rows may be of several experts: rows ends[e - 1] .. ends[e]
-// take the weights of expert e.
+// y[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]. With experts, rows ends[e - 1] .. ends[e] - 1 are multiplied
+// by the weights of expert e.
 struct Linear {
     const void *x, *w, *bias;
     void* y;
     const int32_t* ends;
     int64_t rows, columns, size;           // M, N, K
     int64_t x_stride, w_stride, w_expert;  // in elements, from row to row and from expert to expert
-    int64_t experts, shards, kind, is_partial, threads;  // is_partial: y is fp32 and a term of a longer sum
+    int64_t experts, shards, kind, is_partial, threads;  // is_partial: y is fp32, not rounded
 };
 
 struct Each {
     const void* x;
     void* y;
-    int64_t count, kind, what, threads;
+    int64_t count, kind, function, threads;
 };
 
 struct Rowwise {
@@ -67,11 +67,11 @@ struct Rowwise {
 
 namespace {
 
-// The lanes of a shard: its numbers, and zeros up to a whole number of vectors.
+// `count` rounded up to whole vectors.
 inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
 struct Shards {
-    int64_t count, begin[kMost + 1], at[kMost + 1];  // in the given numbers, and in the padded ones
+    int64_t count, begin[kMaxShards + 1], at[kMaxShards + 1];  // offsets in the given numbers and in the padded ones
     Shards(int64_t count, int64_t size) : count(count) {
         at[0] = 0;
         for (int64_t s = 0; s <= count; ++s) begin[s] = begin_of(s, count, size);
@@ -93,18 +93,18 @@ void widen_row(const T* from, float* to, const Shards& shards) {
     }
 }
 
-// The shards' sums as a tree of neighbours, so that ranks with some of the shards each can add up their own first.
+// Adds the shards' sums pairwise, as a tree, so that each of several ranks can add up its own first.
 inline Four tree(const Four* sums, int64_t count) {
     if (count == 1) return sums[0];
     const int64_t half = count / 2;
     return tree(sums, half) + tree(sums + half, count - half);
 }
 
-// Four columns of Rows rows: x widened and padded, weights as given. Never a part of its callers: there, compilers keep
-// other things in registers than these sums.
+// Computes four columns of Rows rows: x widened and padded, weights as given. Not inlined: inside their callers,
+// compilers do not keep these sums in registers.
 template <int Rows, typename T>
 __attribute__((noinline)) void tile(const float* const* x, const T* const* w, const Shards& shards, Four* result) {
-    Four parts[Rows][kMost];
+    Four parts[Rows][kMaxShards];
     for (int64_t s = 0; s < shards.count; ++s) {
         Lanes total[Rows][kColumns];
         for (int m = 0; m < Rows; ++m)
@@ -141,7 +141,7 @@ template <typename T>
 struct Product {
     const Linear& call;
     const Shards shards;
-    std::vector<float> wide;  // some rows of x, padded
+    std::vector<float> wide;  // a chunk of rows of x, padded
 
     explicit Product(const Linear& call) : call(call), shards(call.shards, call.size) {}
 
@@ -169,13 +169,13 @@ struct Product {
 
     void panel(int64_t n, int64_t expert, int64_t first, int64_t count) const {
         const T* weights = static_cast<const T*>(call.w) + expert * call.w_expert;
-        const int64_t last = call.columns - 1, behind = std::min(n + kPanel, call.columns);
+        const int64_t last = call.columns - 1, end = std::min(n + kPanel, call.columns);
         const int64_t tiles = (count + kRows - 1) / kRows;
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t m = begin_of(t, tiles, count), some = begin_of(t + 1, tiles, count) - m;
             const float* x[kRows];
             for (int64_t i = 0; i < some; ++i) x[i] = &wide[(m + i) * shards.width()];
-            for (int64_t c = n; c < behind; c += kColumns) {
+            for (int64_t c = n; c < end; c += kColumns) {
                 const T* w[kColumns];
                 for (int64_t i = 0; i < kColumns; ++i) w[i] = weights + std::min(c + i, last) * call.w_stride;
                 Four result[kRows];
@@ -186,19 +186,20 @@ struct Product {
     }
 
     void put(const Four& result, int64_t m, int64_t n, int64_t expert) const {
-        const int64_t behind = std::min(kColumns, call.columns - n);
+        const int64_t count = std::min(kColumns, call.columns - n);
         if (call.is_partial) {
-            std::copy(result.at, result.at + behind, static_cast<float*>(call.y) + m * call.columns + n);
+            std::copy(result.at, result.at + count, static_cast<float*>(call.y) + m * call.columns + n);
             return;
         }
-        const T* bias = call.bias ? static_cast<const T*>(call.bias) + (call.ends ? expert * call.columns : 0) : nullptr;
+        const T* biases = static_cast<const T*>(call.bias);
+        const T* bias = biases ? biases + (call.ends ? expert * call.columns : 0) : nullptr;
         T* y = static_cast<T*>(call.y) + m * call.columns + n;
-        for (int64_t i = 0; i < behind; ++i) narrow(bias ? result.at[i] + widen(bias[n + i]) : result.at[i], y[i]);
+        for (int64_t i = 0; i < count; ++i) narrow(bias ? result.at[i] + widen(bias[n + i]) : result.at[i], y[i]);
     }
 };
 
-// exp(x) by the same operations for every x, about one unit in the last place: Cephes' polynomial. No branches, so that
-// loops over it become vectors; and because nothing here is fused or reordered, vectors and single numbers agree.
+// exp(x) by the same operations for every x, with an error of about one unit in the last place: Cephes' polynomial.
+// Without branches, so loops over it vectorise. Nothing is fused or reordered, so vectors and scalars agree.
 inline float exp_of(float x) {
     const float bounded = x < -87.3f ? -87.3f : x > 88.7f ? 88.7f : x;
     const float shifted = bounded * 1.44269504088896341f + 12582912.0f;
@@ -255,7 +256,7 @@ void each_of(const Each& call) {
     });
 }
 
-// Sum of f(x[i]), lane by lane and then the lanes; the last vector is filled up with zeros after f.
+// The sum of f(x[i]): lane by lane, then over lanes. The last vector is padded with zeros after f.
 template <typename T, typename F>
 inline float sum_of_row(const T* x, int64_t size, F&& f) {
     Lanes total = zeros();
@@ -323,9 +324,10 @@ extern "C" void slipstream_linear(const Linear* call) {
 }
 
 extern "C" void slipstream_each(const Each* call) {
-    void (*const table[])(const Each&) = {each_of<Exp>,     each_of<Silu>, each_of<Sigmoid>, each_of<Tanh>, each_of<GeluErf>,
-                                          each_of<GeluTanh>, each_of<Cos>,  each_of<Sin>,     each_of<Rsqrt>};
-    table[call->what](*call);
+    void (*const table[])(const Each&) = {each_of<Exp>,     each_of<Silu>,     each_of<Sigmoid>,
+                                          each_of<Tanh>,    each_of<GeluErf>,  each_of<GeluTanh>,
+                                          each_of<Cos>,     each_of<Sin>,      each_of<Rsqrt>};
+    table[call->function](*call);
 }
 
 extern "C" void slipstream_mean(const Rowwise* call) {

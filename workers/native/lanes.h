@@ -1,8 +1,8 @@
-// Vectors of fp32 numbers whose arithmetic is written out, operation by operation.
+// Vectors of fp32 numbers with explicit arithmetic.
 //
-// Compiled with -ffp-contract=off and without -ffast-math, so that what stands here is what runs: a fused multiply-add
-// where `fma` is called and nowhere else, sums in the order of `sums` and in no other. Every path that computes a number
-// then gives the same bits, whatever a compiler made of the loops around it.
+// Compiled with -ffp-contract=off and without -ffast-math, so operations run as written: a multiply-add is fused only
+// where `fma` is called, and sums are added only in the order of `sums`. So every path that computes a number gives the
+// same bits, however the compiler transforms the loops around it.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -111,13 +111,13 @@ inline Lanes operator*(const Lanes& a, const Lanes& b) { return each([&](int i) 
 
 #endif
 
-// The same number as `fma`, of vectors that stay in registers. Compilers read b from memory for every product that it is
-// part of, where that looks free; with three products of each there are more reads than can be done beside them.
+// As `fma`, with b kept in a register. Otherwise compilers read b from memory for each of its products, which takes
+// longer than the arithmetic with three products each.
 #ifndef SLIPSTREAM_FMA_OF_REGISTERS
 inline Lanes fma_of_registers(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
 #endif
 
-// The sum of each of four vectors: neighbours first, then neighbouring pairs, then the two halves.
+// The sum of each of four vectors: adjacent lanes first, then pairs of these sums, then the two halves.
 #ifdef SLIPSTREAM_X86
 inline Four sums(Lanes a, Lanes b, Lanes c, Lanes d) {
     const __m256 pairs_ab = _mm256_hadd_ps(halves(a), halves(b)), pairs_cd = _mm256_hadd_ps(halves(c), halves(d));
@@ -136,7 +136,7 @@ inline Four sums(const Lanes& a, const Lanes& b, const Lanes& c, const Lanes& d)
 #endif
 inline float sum(Lanes a) { return sums(a, zeros(), zeros(), zeros()).at[0]; }
 
-// The first `count` numbers, and zeros.
+// Loads `count` numbers, padded with zeros.
 template <typename T>
 inline Lanes load_some(const T* from, int64_t count) {
     T some[kLanes] = {};
