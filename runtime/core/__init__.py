@@ -1,1 +1,1 @@
-"""The controller: scheduler, planner, committer, block manager."""
+"""The controller: step loop, scheduler, planner, block manager."""

@@ -1,20 +1,20 @@
-"""Who holds which block of the paged KV cache, and which content a free block still has."""
+"""Allocation of the blocks of the paged KV cache, and the prefix cache over their content."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
 
 Chain = int | str
-"""The identity of a content from position 0 on: a published block's node, or the cache salt before any block."""
+"""Identifies the content from position 0 on: the node of the last published block, or the cache salt before any."""
 
 
 class BlockManager:
     """Blocks 0 .. num_blocks - 1: reference counts, versions, and a prefix cache keyed by content.
 
-    A full block of computed, committed tokens is published under (the chain before it, its token ids),
-    which is compared exactly; nodes are never used twice, so equal chains mean equal contents. A free block
-    keeps its content until no empty one is left; then the one unused for longest is given up.
-    A block's version changes whenever it is handed out for new content.
+    A full block of computed, committed tokens is published under the chain before it and its token ids. Token ids are
+    compared exactly and nodes are never reused, so equal chains mean equal contents. A free block keeps its content
+    until no empty block is left; then the least recently used one is evicted. A block's version changes whenever it is
+    allocated for new content.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -31,7 +31,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns, whether or not their content could still be hit."""
+        """Blocks that no sequence owns, including those with cached content."""
         return len(self._empty) + len(self._idle)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -43,10 +43,10 @@ class BlockManager:
         return [self._versions[block] for block in block_ids]
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Hand out blocks for new content.
+        """Allocate blocks for new content.
 
         Raises:
-            RuntimeError: fewer are free; callers look at `num_free` first.
+            RuntimeError: fewer are free; check `num_free` first.
         """
         if num_blocks > self.num_free:
             raise RuntimeError(f"{num_blocks} blocks wanted, {self.num_free} of {self.num_blocks} free")
@@ -65,7 +65,7 @@ class BlockManager:
         return block
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give back one ownership of each block. Later blocks of a sequence lose their content sooner."""
+        """Remove one owner of each block. The last blocks of a sequence are evicted first."""
         for block in reversed(block_ids):
             if self._owners[block] < 1:
                 raise RuntimeError(f"block {block} was freed more often than it was owned")
@@ -83,7 +83,7 @@ class BlockManager:
         """Find the longest published prefix that leaves at least one token to feed.
 
         Returns:
-            Its blocks, not yet owned, and its chain (the salt where nothing was found).
+            Its blocks, not yet owned, and its chain (the salt if nothing was found).
         """
         chain: Chain = salt
         hit: list[int] = []
@@ -97,11 +97,11 @@ class BlockManager:
         return hit, chain
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks nobody owns now."""
+        """Return how many of these blocks no sequence owns."""
         return sum(not self._owners[block] for block in block_ids)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Become one more owner of blocks that `match` found."""
+        """Add one owner to blocks that `match` found."""
         for block in block_ids:
             if not self._owners[block]:
                 del self._idle[block]
@@ -109,21 +109,21 @@ class BlockManager:
             self._shared.add(block)
 
     def publish(self, block: int, parent: Chain, token_ids: tuple[int, ...]) -> Chain:
-        """Make a full block of computed, committed tokens findable; return the chain that ends with it.
+        """Add a full block of computed, committed tokens to the prefix cache; return the chain that ends with it.
 
-        Content published before stays where it is: the chain is then that of the earlier block.
+        If the same content is already published, return the chain of that block.
         """
         key = (parent, token_ids)
-        holder = self._index.get(key)
-        if holder is not None:
-            return self._published[holder][1]
+        existing = self._index.get(key)
+        if existing is not None:
+            return self._published[existing][1]
         node = next(self._nodes)
         self._index[key] = block
         self._published[block] = (key, node)
         return node
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Withdraw blocks whose content cannot be trusted, whoever owns them."""
+        """Remove blocks with invalid content from the prefix cache, whether or not they are owned."""
         for block in block_ids:
             if block in self._published:
                 self._unpublish(block)
@@ -132,7 +132,7 @@ class BlockManager:
                     self._empty.append(block)
 
     def forget_all(self) -> None:
-        """Withdraw every block: the workers' caches are gone. Versions keep growing."""
+        """Empty the prefix cache, because the workers' KV is lost. Versions keep growing."""
         self.forget(list(self._published))
 
     def _unpublish(self, block: int) -> None:
@@ -140,15 +140,15 @@ class BlockManager:
         del self._index[key]
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Check the books against the block tables of all sequences.
+        """Check owners, free blocks and the prefix cache against the block tables of all sequences.
 
         Raises:
-            RuntimeError: says which block is booked wrongly.
+            RuntimeError: names the block or the numbers that disagree.
         """
         owned = Counter(block for table in tables for block in table)
         for block in range(self.num_blocks):
             if self._owners[block] != owned[block]:
-                raise RuntimeError(f"block {block} has {self._owners[block]} owners booked, {owned[block]} in tables")
+                raise RuntimeError(f"block {block} has {self._owners[block]} owners recorded, {owned[block]} in tables")
             if owned[block] > 1 and block not in self._shared:
                 raise RuntimeError(f"block {block} has {owned[block]} owners and was never shared")
         free = [*self._empty, *self._idle]
@@ -157,4 +157,4 @@ class BlockManager:
         if {b: k for k, b in self._index.items()} != {b: entry[0] for b, entry in self._published.items()}:
             raise RuntimeError("the prefix index and the published blocks differ")
         if any(len(content) != self.block_size for _, content in self._index):
-            raise RuntimeError(f"a published block has not {self.block_size} tokens")
+            raise RuntimeError(f"a published block does not have {self.block_size} tokens")

@@ -7,7 +7,7 @@ K d(b) + t(b (K + 1)) and gives b (1 + a + ... + a^K) tokens, where a is the rat
 """
 
 import logging
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +17,7 @@ from typing import Protocol
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import Request, StepCosts
+from runtime.core.stats import interpolate
 
 logger = logging.getLogger(__name__)
 
@@ -214,16 +215,3 @@ def speedup(costs: StepCosts, k: int, rows: int, acceptance: float = ASSUMED_ACC
     tokens = sum(acceptance**i for i in range(k + 1))
     draft_s = k * interpolate(costs.draft_s, rows) if costs.draft_s else 0.0
     return tokens * interpolate(costs.target_s, rows) / (draft_s + interpolate(costs.target_s, rows * (k + 1)))
-
-
-def interpolate(seconds: Mapping[int, float], tokens: int) -> float:
-    """Return the seconds for *tokens*: linear between measured sizes, proportional above the largest."""
-    sizes = sorted(seconds)
-    above = bisect_left(sizes, tokens)
-    if above == len(sizes):
-        return seconds[sizes[-1]] * tokens / sizes[-1]
-    if above == 0 or sizes[above] == tokens:
-        return seconds[sizes[above]]
-    low, high = sizes[above - 1], sizes[above]
-    share = (tokens - low) / (high - low)
-    return seconds[low] * (1 - share) + seconds[high] * share

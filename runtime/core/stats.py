@@ -1,13 +1,36 @@
 """Engine-wide counters and step timing."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protos.messages import RoundPlan, StepCosts, TokenOutput
+from protos.messages import RoundPlan, SpeculationStats, StepCosts, TokenOutput
 from protos.stats import STEP_TOKENS, EngineStats, PhaseTimes
-from runtime.core.sequence import SpeculationCounts
-from runtime.core.speculation_policy import interpolate
+
+
+@dataclass(slots=True, eq=False)
+class SpeculationCounts:
+    """Adds up `SpeculationStats`."""
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+
+    def add(self, widths: Sequence[int], accepted: int) -> None:
+        """Count one draft: `widths[i]` tokens were proposed at position i, and *accepted* of all were accepted."""
+        self.steps += 1
+        self.proposed += sum(widths)
+        self.accepted += accepted
+        per_pos = self.accepted_per_pos
+        if len(per_pos) < len(widths):
+            per_pos.extend([0] * (len(widths) - len(per_pos)))
+        for position in range(accepted):
+            per_pos[position] += 1
+
+    def snapshot(self) -> SpeculationStats:
+        """Return the counts so far."""
+        return SpeculationStats(self.steps, self.proposed, self.accepted, tuple(self.accepted_per_pos))
 
 
 @dataclass(slots=True)
@@ -88,3 +111,16 @@ class StepClock:
 def _speculation_s(times: PhaseTimes) -> float:
     """Return the seconds that differ from a plain step: drafting, and the forward over draft tokens."""
     return times.propose_s + times.transfer_s + times.score_s
+
+
+def interpolate(seconds: Mapping[int, float], tokens: int) -> float:
+    """Return the seconds for *tokens*: linear between measured sizes, proportional above the largest."""
+    sizes = sorted(seconds)
+    above = bisect_left(sizes, tokens)
+    if above == len(sizes):
+        return seconds[sizes[-1]] * tokens / sizes[-1]
+    if above == 0 or sizes[above] == tokens:
+        return seconds[sizes[above]]
+    low, high = sizes[above - 1], sizes[above]
+    share = (tokens - low) / (high - low)
+    return seconds[low] * (1 - share) + seconds[high] * share

@@ -1,1 +1,1 @@
-"""The executor over worker processes: start, watch, replace."""
+"""The executor over worker processes: starts, watches and replaces them."""

@@ -124,7 +124,7 @@ def test_too_much_is_refused_and_changes_nothing() -> None:
 def test_integrity_notices_tables_that_do_not_fit_the_books(tables: list[list[int]]) -> None:
     blocks = BlockManager(4, 2)
     assert sorted(blocks.allocate(2)) == [0, 1]
-    with pytest.raises(RuntimeError, match="owners booked"):
+    with pytest.raises(RuntimeError, match="owners recorded"):
         blocks.check_integrity(tables)
 
 
