@@ -27,7 +27,7 @@ from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
-from workers.verification.factory import judge_for
+from workers.verification.factory import make_acceptance_rule
 
 CPU_CACHE_BYTES = 4 << 30
 """The default KV cache on a CPU takes at most this much memory, as in vLLM."""
@@ -129,7 +129,7 @@ def make_target(
     slots.clear()
     model = loaded.model
     masked = sampler.with_grammars(load_grammar_masks(config.model, slots, model.vocab_size, model.eos_ids))
-    worker = TargetWorker(runner, slots, masked, loaded.spec.needs, judge_for(config.speculative, masked))
+    worker = TargetWorker(runner, slots, masked, loaded.spec.needs, make_acceptance_rule(config.speculative, masked))
     return ReadyTarget(worker, draft, step_s, draft_s)
 
 

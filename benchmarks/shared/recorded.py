@@ -131,7 +131,7 @@ def _laws(logits_XV: torch.Tensor, limits: Limits) -> torch.Tensor:
 def judged(chains: rules.ChainBatch, rule: str, seed: int) -> float:
     """Return how many guesses a rule keeps of a chain, over `JUDGEMENTS` draws of what it is judged by."""
     many = rules.ChainBatch(*(np.repeat(part, JUDGEMENTS, 0) for part in chains))  # type: ignore[arg-type]
-    rows, k = many.guess_RK.shape
+    rows, k = many.drawn_RK.shape
     u_RK = uniform(stream_seeds(np.arange(rows), ACCEPT, np.full(rows, seed))[:, None], np.arange(k))
     kept = rules.standard(many, u_RK) if rule == "standard" else rules.block(many, u_RK)
     return float(kept.counts_R.mean())

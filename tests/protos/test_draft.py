@@ -12,7 +12,7 @@ from protos.draft import NO_DRAFT, Draft
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from runtime.core.stats import SpeculationCounts
 from tests.support.tree_proposer import random_tree
-from workers.draft.wire import STAMP, agree, decode, encode
+from workers.draft.wire import STAMP, broadcast_drafts, decode, encode
 from workers.slots import SlotTable
 
 VOCAB = 10
@@ -144,7 +144,7 @@ def test_all_ranks_have_what_rank_0_has(drafts: list[Draft]) -> None:
 
     def life(rank: int) -> None:
         own = drafts if rank == 0 else [NO_DRAFT] * len(rows)
-        found[rank] = agree(Meeting(rank, barrier, shared), rows, own, torch.device("cpu"))
+        found[rank] = broadcast_drafts(Meeting(rank, barrier, shared), rows, own, torch.device("cpu"))
 
     threads = [threading.Thread(target=life, args=(rank,)) for rank in range(2)]
     for thread in threads:

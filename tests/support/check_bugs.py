@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft
 from workers import build
 from workers.sampling.sampler import Sampler
-from workers.verification import rejection
+from workers.verification import rejection_math as rules
 from workers.verification.acceptance import AcceptanceRule, AcceptedTokens, SampleAndMatch, Scored
-from workers.verification.factory import judge_for
+from workers.verification.factory import make_acceptance_rule
 
 LENIENT = 0.05
 
@@ -85,15 +84,11 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Make engines that speculate verify by the wrong rule *name*."""
 
     def wrong(speculative: SpeculativeConfig | None, sampler: Sampler) -> AcceptanceRule:
-        return judge_for(None, sampler) if speculative is None else BUGS[name](sampler)
+        return make_acceptance_rule(None, sampler) if speculative is None else BUGS[name](sampler)
 
-    monkeypatch.setattr(build, "judge_for", wrong)
+    monkeypatch.setattr(build, "make_acceptance_rule", wrong)
 
 
 def resample_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make rejection sampling replace a rejected token by a sample from p instead of the residual."""
-
-    def ends(self: Any, scale: float, left_L: object) -> None:
-        """Ignore the residual."""
-
-    monkeypatch.setattr(rejection._Case, "ends", ends)
+    monkeypatch.setattr(rules, "residual", lambda p_RV, *_: p_RV)

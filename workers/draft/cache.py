@@ -1,7 +1,7 @@
-"""What a draft has read of each sequence, and what it could read. The book-keeping of `workers.draft.worker`.
+"""The draft's KV cache: feeds known tokens to the draft, and records which cache entries are valid.
 
-An *entry* is what the cache holds of one position. It is made of the token there, or of the one behind it and the
-target's features (`Module.shift`).
+An *entry* is the K and V of one position. It is computed from the token there, or from the next token and the target's
+features (`Module.shift`).
 """
 
 from collections.abc import Sequence as Seq
@@ -18,17 +18,18 @@ from workers.slots import SlotTable
 
 
 class DraftCache:
-    """Feeds known tokens to what drafts, and remembers which entries are right.
+    """Feeds known tokens to the draft, and records which entries are valid.
 
     Args:
-        forward: runs what drafts.
+        forward: runs the draft.
         slots: the sequences.
-        needs: which of the target's features there are.
-        shift: 1 where an entry holds the token behind it, 0 where it holds its own.
+        needs: which of the target's features it is fed.
+        shift: 1 if an entry holds the token after its position, 0 if it holds its own.
 
     Attributes:
-        waiting: features that were not fed yet.
-        lag: of a sequence's entries behind its known tokens.
+        waiting: features that have not been fed yet.
+        lag: known tokens of a sequence minus its entries.
+        held: int64 `[S]`, the number of valid entries of each slot.
     """
 
     def __init__(self, forward: DraftForward, slots: SlotTable, needs: Needs, shift: int) -> None:
@@ -39,23 +40,23 @@ class DraftCache:
         self.waiting = Waiting(num_slots)
         self.validity = BlockValidity(forward.num_blocks, slots.block_size)
         self._joined: Ints = np.full(num_slots, -1, np.int64)
-        self._from: Ints = np.zeros(num_slots, np.int64)  # the first entry behind the last gap
+        self._from: Ints = np.zeros(num_slots, np.int64)  # the first entry after the last gap
         self._has_gaps = False
-        self.held: Ints = np.zeros(num_slots, np.int64)  # entries up to here are right
+        self.held: Ints = np.zeros(num_slots, np.int64)
 
     def ends(self, slots_R: Ints) -> Ints:
-        """Return how many entries the known tokens make."""
+        """Return how many entries the known tokens have."""
         ends_R: Ints = self.slots.known_len[slots_R] - self.lag
         return ends_R
 
     def lowest(self, slots_R: Ints) -> Ints | None:
-        """Return each row's first entry that may be seen; None where all may."""
+        """Return the first entry that each row attends to; None if all rows attend to all."""
         return np.ascontiguousarray(self._from[slots_R]) if self._has_gaps else None
 
     def reach(self, slot: int) -> int:
-        """Return how many entries could be held: all that can be made and have a block, but for the last one.
+        """Return how many entries could be valid: all that can be computed and have a block, but for the last one.
 
-        That one is left to be fed by the round that drafts: what comes behind it is the first guess.
+        The last one is fed in the round that drafts, whose first draft token is sampled from its output.
         """
         if not self.forward.loaded.layers:
             return 0
@@ -66,28 +67,28 @@ class DraftCache:
         return min(most, int(slots.known_len[slot]) - self.lag - 1)
 
     def fits(self, slot: int, k: int) -> bool:
-        """Whether the draft's context holds the sequence with *k* guesses, and the features to begin with are here."""
+        """Whether the draft's context has room for *k* draft tokens, and the features to begin with have arrived."""
         known = int(self.slots.known_len[slot])
         has_features = self.needs == "none" or int(self.waiting.end_S[slot]) == known - 1 > 0
         return has_features and known + k <= self.forward.loaded.max_model_len
 
     def refresh(self, slot: int, fed: tuple[int, list[int]]) -> int:
-        """Return how many entries of *slot* are held, after the last verdict or a new sequence.
+        """Update and return the number of valid entries of *slot*, after the last verdict or for a new sequence.
 
         Args:
             slot: of the sequence.
-            fed: the position behind which drafted tokens were fed in the last round, and their ids.
+            fed: the position at which draft tokens were fed in the last round, and their ids.
         """
-        if not self.meet(slot) and self.needs != "all":
+        if not self.start_if_new(slot) and self.needs != "all":
             self._keep_accepted(slot, *fed)
         most = max(0, int(self.slots.known_len[slot]) - self.lag - 1)
-        if self.needs == "all":  # of what was fed, or lost, there are no features any more
+        if self.needs == "all":  # features that were fed or lost are gone
             most = max(most, self.waiting.base(slot))
         self.held[slot] = min(int(self.held[slot]), most)
         return int(self.held[slot])
 
-    def meet(self, slot: int) -> bool:
-        """Begin anew where another sequence joined *slot*; return whether one did."""
+    def start_if_new(self, slot: int) -> bool:
+        """Reset the state of *slot* if another sequence has joined it; return whether one has."""
         is_new = bool(self._joined[slot] != self.slots.joined[slot])
         if is_new:
             self._joined[slot] = self.slots.joined[slot]
@@ -97,7 +98,7 @@ class DraftCache:
         return is_new
 
     def put(self, slot: int, first: int, states_NX: torch.Tensor) -> None:
-        """Let features wait; behind a gap, go on from there with as much before it as the cache happens to hold."""
+        """Store features until they are fed; after a gap, continue with the valid entries right before *first*."""
         follows = self.waiting.put(slot, first, states_NX)
         if self.needs == "last":
             self.waiting.keep_newest(slot)
@@ -107,15 +108,15 @@ class DraftCache:
             self.held[slot] = first
 
     def feed(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> torch.Tensor:
-        """Make the entries `first .. end` of each slot from what is known; return what comes behind them, `[R, X]`."""
+        """Compute the entries `first .. end` of each slot; return the output of the last ones, `[R, X]`."""
         lengths_R = end_R - first_R
         batch = Batch.from_history(self.slots.tokens, slots_R, first_R, lengths_R, first_valid_R=self.lowest(slots_R))
         if self.shift:
             np.copyto(batch.tokens_T, self.slots.tokens[batch.slots_T, batch.places_T + self.shift])
-        self.known_to_draft(batch.tokens_T)
+        self.clip_to_vocab(batch.tokens_T)
         features_TX = self.waiting.between(slots_R, first_R, end_R) if self.needs == "all" else None
         output_RX = self.forward.forward(batch, np.cumsum(lengths_R) - 1, features_TX)
-        self._note(slots_R, first_R, end_R)
+        self._record(slots_R, first_R, end_R)
         return output_RX
 
     def feed_with(
@@ -126,10 +127,10 @@ class DraftCache:
         features_NX: torch.Tensor | None,
         tree_masks: TreeMasks | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feed all that is known, and `counts_R` drafted tokens behind it, which are forgotten.
+        """Feed the known tokens and `counts_R` draft tokens after them, whose entries do not count as valid.
 
         Returns:
-            What comes behind each slot's last known entry, `[R, X]`, and behind the drafted tokens, `[N, X]`.
+            The output of each slot's last known entry, `[R, X]`, and of the draft tokens, `[N, X]`.
         """
         first_R, end_R = self.held[slots_R], self.ends(slots_R)
         lengths_R = end_R - first_R + counts_R
@@ -141,15 +142,15 @@ class DraftCache:
         slots_K, places_K = batch.slots_T[is_known_T], batch.places_T[is_known_T]
         batch.tokens_T[is_known_T] = self.slots.tokens[slots_K, places_K + self.shift]
         batch.tokens_T[~is_known_T] = tokens_N
-        self.known_to_draft(batch.tokens_T)
+        self.clip_to_vocab(batch.tokens_T)
         last_R, drafted_N = batch.offsets_R + end_R - first_R - 1, np.flatnonzero(~is_known_T)
-        features_TX = self._beside(slots_R, first_R, end_R, is_known_T, features_NX)
+        features_TX = self._merged_features(slots_R, first_R, end_R, is_known_T, features_NX)
         output_MX = self.forward.forward(batch, np.concatenate((last_R, drafted_N)), features_TX)
-        self._note(slots_R, first_R, end_R)
+        self._record(slots_R, first_R, end_R)
         return output_MX[: len(last_R)], output_MX[len(last_R) :]
 
     def check_room(self, slots_R: Ints, end_R: Ints) -> None:
-        """Refuse drafted tokens that have no block: they would be written over another sequence's."""
+        """Raise `ValueError` for draft tokens that have no block: they would overwrite another sequence's."""
         room_R = self.slots.num_blocks[slots_R] * self.slots.block_size
         if (end_R > room_R).any():
             r = int(np.argmax(end_R - room_R))
@@ -158,14 +159,14 @@ class DraftCache:
                 "more than its k allows"
             )
 
-    def known_to_draft(self, tokens_T: Ints) -> Ints:
-        """Replace, in place, ids that the draft's smaller vocabulary lacks: a poorer guess, and no error."""
+    def clip_to_vocab(self, tokens_T: Ints) -> Ints:
+        """Clip, in place, ids that are not in the draft's smaller vocabulary."""
         return np.minimum(tokens_T, self.forward.loaded.vocab_size - 1, out=tokens_T)
 
-    def _beside(
+    def _merged_features(
         self, slots_R: Ints, first_R: Ints, end_R: Ints, is_known_T: Flags, features_NX: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the features of known and drafted entries in the order of the batch; zeros where there are none."""
+        """Return the features of known and draft tokens in the order of the batch; zeros where there are none."""
         known_KX = self.waiting.between(slots_R, first_R, end_R) if self.needs == "all" else None
         given = known_KX if known_KX is not None else features_NX
         if given is None:
@@ -177,8 +178,8 @@ class DraftCache:
             features_TX[torch.from_numpy(np.flatnonzero(~is_known_T)).to(given.device)] = features_NX
         return features_TX
 
-    def _note(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> None:
-        """Note that entries were fed."""
+    def _record(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> None:
+        """Record that entries were fed."""
         if self.needs == "all":
             self.waiting.drop(slots_R, end_R)
         for slot, first, end in zip(slots_R.tolist(), first_R.tolist(), end_R.tolist(), strict=True):
@@ -190,25 +191,25 @@ class DraftCache:
         return self.slots.blocks[slot, :count].tolist(), self.slots.versions[slot, :count].tolist()
 
     def _keep_accepted(self, slot: int, base: int, fed: list[int]) -> None:
-        """Count drafted tokens that were fed and then accepted; those made of recycled features do not count."""
+        """Count draft tokens that were fed and then accepted; entries of a draft's own features are not valid."""
         held = int(self.held[slot])
-        fed = fed[: max(0, int(self.slots.known_len[slot]) - base)]  # behind the known tokens stand our own guesses
-        accepted = _agreeing(fed, self.slots.tokens[slot, base : base + len(fed)].tolist())
+        fed = fed[: max(0, int(self.slots.known_len[slot]) - base)]  # the slot holds the draft after them
+        accepted = _common_prefix(fed, self.slots.tokens[slot, base : base + len(fed)].tolist())
         if accepted:
             self.validity.mark(self.slots.blocks[slot], self.slots.versions[slot], held, held + accepted)
         self.held[slot] = held + accepted
 
 
-def _agreeing(fed: Seq[int], known: Seq[int]) -> int:
-    """Return the length of the common beginning of what was fed and what turned out to be true."""
-    for count, (ours, true) in enumerate(zip(fed, known, strict=True)):
-        if ours != true:
+def _common_prefix(fed: Seq[int], known: Seq[int]) -> int:
+    """Return how many leading tokens are equal."""
+    for count, (drafted, token) in enumerate(zip(fed, known, strict=True)):
+        if drafted != token:
             return count
     return len(fed)
 
 
 class BlockValidity:
-    """Which positions of which block contents the draft's cache holds: of each block one run, `begin .. filled`."""
+    """Which positions of each block are valid: one run `begin .. filled` for each block and version of its content."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -217,7 +218,7 @@ class BlockValidity:
         self.filled: Ints = np.zeros(num_blocks, np.int64)
 
     def prefix(self, blocks: Seq[int], versions: Seq[int]) -> int:
-        """Return how many leading positions of a sequence with these blocks are held."""
+        """Return how many leading positions of a sequence with these blocks are valid."""
         held = 0
         for block, version in zip(blocks, versions, strict=True):
             if self.version[block] != version or self.begin[block]:
@@ -228,7 +229,7 @@ class BlockValidity:
         return held
 
     def run_before(self, blocks: Seq[int], versions: Seq[int], end: int) -> int:
-        """Return where the unbroken run of held positions that reaches up to *end* begins; *end* where none does."""
+        """Return where the run of valid positions that ends at *end* begins; *end* if there is none."""
         begin = end
         while begin > 0:
             i = (begin - 1) // self.block_size
@@ -241,9 +242,9 @@ class BlockValidity:
         return begin
 
     def mark(self, blocks: Seq[int], versions: Seq[int], first: int, end: int) -> None:
-        """Note that a sequence's positions *first* to *end* are held.
+        """Record that a sequence's positions *first* to *end* are valid.
 
-        What was noted of a block before stays noted where it reaches up to *first*, and is forgotten otherwise.
+        Earlier positions of a block stay valid if they reach up to *first*, and are forgotten otherwise.
         """
         for i in range(first // self.block_size, -(-end // self.block_size)):
             block, base = blocks[i], i * self.block_size
@@ -255,32 +256,32 @@ class BlockValidity:
 
 
 @dataclass
-class Grown:
-    """The nodes of one row's tree, in the order in which they were fed."""
+class FedTree:
+    """The nodes of one row's tree, in the order in which they were fed to the draft."""
 
     _depths: list[int] = field(default_factory=list)
-    _ways: list[int] = field(default_factory=list)  # bit j: node j lies on the way from the root, or is the node
+    _ancestors: list[int] = field(default_factory=list)  # bit j: node j is an ancestor, or the node itself
 
     def __len__(self) -> int:
         return len(self._depths)
 
     def add(self, parent: int) -> None:
-        """Add a node behind another, -1 for the root."""
+        """Add a node below *parent*, -1 for the root."""
         node = len(self._depths)
         self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
-        self._ways.append(1 << node | (0 if parent < 0 else self._ways[parent]))
+        self._ancestors.append(1 << node | (0 if parent < 0 else self._ancestors[parent]))
 
     def mask(self, first: int, num_before: int) -> TreeMask:
-        """Return what the nodes see that are fed now, behind *num_before* others; the first stands at place *first*."""
-        return TreeMask(first, [first + depth for depth in self._depths], self._ways[num_before:])
+        """Return the mask of the nodes fed now, after *num_before* others; the tree begins at place *first*."""
+        return TreeMask(first, [first + depth for depth in self._depths], self._ancestors[num_before:])
 
 
-def whole_block(first: int, size: int) -> TreeMask | None:
-    """Return the area of a block from place *first* on in which every token sees all; None where it is empty."""
+def block_mask(first: int, size: int) -> TreeMask | None:
+    """Return the mask of a block from place *first* on that attends to itself in full; None if it is empty."""
     return TreeMask(first, range(first, first + size), [(1 << size) - 1] * size) if size else None
 
 
-def plant(trees: Seq[Grown], row_N: Seq[int], parents_N: Seq[int]) -> list[int]:
+def add_level(trees: Seq[FedTree], row_N: Seq[int], parents_N: Seq[int]) -> list[int]:
     """Add a level's nodes to the trees of their rows; return how many nodes each tree had before."""
     before = [len(tree) for tree in trees]
     for row, parent in zip(row_N, parents_N, strict=True):

@@ -14,11 +14,12 @@ import torch
 from proposers import registry
 from protos.config.engine import EngineConfig
 from protos.draft import NO_DRAFT, Draft, DraftRow
+from protos.interfaces import Proposer
 from protos.messages import RoundPlan, Row, Verdict
 from protos.progress import ProgressCallback
 from workers.draft.load import LoadedDraft, speculation_of
-from workers.draft.sampling import drawing_for
-from workers.draft.worker import DraftWorker, Proposes
+from workers.draft.sampling import make_draft_sampler
+from workers.draft.worker import DraftWorker
 from workers.features import Features
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -44,7 +45,7 @@ class DraftEngine:
         last_failure: the last of these exceptions.
     """
 
-    def __init__(self, worker: DraftWorker, proposer: Proposes, width: int = 0) -> None:
+    def __init__(self, worker: DraftWorker, proposer: Proposer, width: int = 0) -> None:
         self.worker, self.proposer, self.width = worker, proposer, width
         self.num_failures = 0
         self.last_failure: Exception | None = None
@@ -60,7 +61,7 @@ class DraftEngine:
 
     def _proposed(self, rows: Seq[Row], propose: Callable[[list[DraftRow]], list[Draft]]) -> ProposedDrafts:
         drafts = self._checked([DraftRow(row.slot, row.k) for row in rows], propose)
-        return ProposedDrafts(drafts, self.worker.laws([row.slot for row in rows], drafts))
+        return ProposedDrafts(drafts, self.worker.draft_probs([row.slot for row in rows], drafts))
 
     def _checked(self, rows: list[DraftRow], propose: Callable[[list[DraftRow]], list[Draft]]) -> list[Draft]:
         """Return what *propose* returns, without tokens that are out of range; no drafts where it fails."""
@@ -135,6 +136,6 @@ def make_engine(
         config.scheduler.max_num_batched_tokens,
         needs=draft.spec.needs,
         shift=draft.shift,
-        drawing=drawing_for(speculative, sampler),
+        draft_sampler=make_draft_sampler(speculative, sampler),
     )
     return DraftEngine(worker, registry.create(speculative, worker), draft.width)

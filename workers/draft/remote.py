@@ -6,7 +6,7 @@ from protos.draft import NO_DRAFT
 from protos.messages import RoundPlan, Row, Verdict
 from protos.worker_messages import FormPair
 from workers.draft.channel import DraftReceiver, Pairing
-from workers.draft.wire import decode, laws_in
+from workers.draft.wire import decode, decode_probs
 from workers.target import TargetWorker
 from workers.verification.draft_probs import DRAFT_PROBS_SIZE, NO_DRAFT_PROBS, ProposedDrafts
 
@@ -33,7 +33,7 @@ class RemoteDraft:
             return ProposedDrafts([NO_DRAFT] * len(rows), missed=arrival.missed)
         size = DRAFT_PROBS_SIZE if self._has_probs else 0
         drafts = decode(self._target.slots, rows, arrival.table, self._target.sampler.vocab_size, size)
-        return ProposedDrafts(drafts, laws_in(rows, drafts, arrival.table) if self._has_probs else NO_DRAFT_PROBS)
+        return ProposedDrafts(drafts, decode_probs(rows, drafts, arrival.table) if self._has_probs else NO_DRAFT_PROBS)
 
     def feed_back(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict], seconds: float) -> None:
         """Send the features of kept tokens; *seconds* of scoring, which the draft worked through, move the deadline."""

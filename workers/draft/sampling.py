@@ -1,13 +1,12 @@
-"""How a draft worker chooses its guesses: by the target's noise, or by laws and noise of its own.
+"""Sampling of draft tokens for the rules of rejection sampling, which verify tokens by p/q.
 
-Under the rule "coupled" a draft says what the target would say if it thought like the draft. Rules that judge by p/q
-want guesses that were drawn by a law that they are told, with noise that nobody else uses; then the shape of a tree
-must not depend on what was drawn, so its nodes are ranked by their places alone.
+These rules need draft tokens that were sampled from known distributions (`workers.verification.draft_probs`), with
+noise that is independent of the target's. The shape of a tree must not depend on the sampled tokens, so its nodes are
+scored by their ranks alone. Under the rule "coupled" the draft worker uses the target's sampler, noise included.
 """
 
-import logging
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,143 +18,100 @@ from protos.validation import warn_once
 from workers.sampling.noise import DRAFT, path_keys, row_keys, stream_seeds
 from workers.sampling.sample import MIN_TEMPERATURE, Ints, top_distribution, without_replacement
 from workers.sampling.sampler import Sampler
-from workers.verification.draft_probs import DRAFT_PROBS_SIZE, DraftProbs, families
-
-logger = logging.getLogger(__name__)
+from workers.verification.draft_probs import DRAFT_PROBS_SIZE, DraftProbs, children_by_parent
 
 Path = tuple[int, ...]
-BY_RANK = tuple(math.log(FIRST_RATE) - 2 * math.log(rank + 1) for rank in range(MAX_SPECULATIVE_TOKENS))
-"""What a child scores by its rank, as in `proposers.shared.static_tree.rate`, and by nothing else."""
+SCORES_BY_RANK = tuple(math.log(FIRST_RATE) - 2 * math.log(rank + 1) for rank in range(MAX_SPECULATIVE_TOKENS))
+"""A child's score depends on its rank alone, as in `proposers.shared.static_tree.rate`."""
 
 
-class Points(NamedTuple):
-    """Where N guesses, or groups of guesses, are made.
+class DraftPositions(NamedTuple):
+    """N positions for which draft tokens are sampled.
 
     Attributes:
         slots_N: int64.
-        index_N: int64, position in prompt + output of the tokens guessed.
-        paths_ND: int64, the D drafted tokens before them; None where nobody said which.
+        index_N: int64, position in prompt + output of the draft token.
+        paths_ND: int64, the D draft tokens before it; None where the proposer does not pass them.
     """
 
     slots_N: Ints
     index_N: Ints
     paths_ND: Ints | None
 
-
-class DraftSampler(Protocol):
-    """Chooses guesses by logits over the target's vocabulary, float32 `[N, V]`.
-
-    `by_path` says that it has to know what was drafted before.
-    """
-
-    @property
-    def by_path(self) -> bool:
-        """See above."""
-        ...
-
-    def begin(self) -> None:
-        """Forget the round before."""
-        ...
-
-    def one(self, logits_NV: torch.Tensor, points: Points) -> torch.Tensor:
-        """Return a guess for each point, int64 `[N]`; -1 where there is none."""
-        ...
-
-    def several(self, logits_NV: torch.Tensor, points: Points, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return *width* guesses for each point, best first, int64 `[N, W]`, and their scores, float32 `[N, W]`."""
-        ...
-
-    def laws(self, slot: int, draft: Draft) -> DraftProbs | None:
-        """Return what *draft* of this round was drawn from; None where it was not drawn, or that is not known."""
-        ...
+    def at(self, rows: Ints) -> "DraftPositions":
+        """Return some of the positions."""
+        paths_ND = None if self.paths_ND is None else self.paths_ND[rows]
+        return DraftPositions(self.slots_N[rows], self.index_N[rows], paths_ND)
 
 
-class CoupledNoise:
-    """By the target's own pipeline and noise, for sample and match."""
+class DraftSampler:
+    """Samples draft tokens from short distributions, with noise of their own, and remembers the distributions.
 
-    by_path = False
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    def begin(self) -> None:
-        """Nothing is remembered."""
-
-    def one(self, logits_NV: torch.Tensor, points: Points) -> torch.Tensor:
-        """See `DraftSampler`."""
-        return self._sampler.sample(logits_NV, points.slots_N, points.index_N)
-
-    def several(self, logits_NV: torch.Tensor, points: Points, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftSampler` and `Sampler.best`."""
-        return self._sampler.candidates(logits_NV, points.slots_N, points.index_N, width)
-
-    def laws(self, slot: int, draft: Draft) -> None:
-        """It is the target that draws."""
-
-
-class IndependentNoise:
-    """By short laws (`workers.verification.draft_probs`) and a separate stream; the likeliest for greedy rows.
+    Greedy rows take the most likely tokens, and so do all rows with *samples* False.
 
     Args:
-        sampler: knows what the requests ask for.
-        draws: whether rows with a temperature are drawn.
+        sampler: has the requests' parameters.
+        samples: whether rows with a temperature are sampled.
     """
 
-    def __init__(self, sampler: Sampler, *, draws: bool) -> None:
-        self._sampler, self._draws = sampler, draws
+    def __init__(self, sampler: Sampler, *, samples: bool) -> None:
+        self._sampler, self.samples = sampler, samples
         self.begin()
 
-    @property
-    def by_path(self) -> bool:
-        """See `DraftSampler`."""
-        return self._draws
-
     def begin(self) -> None:
-        """See `DraftSampler`."""
+        """Forget the distributions of the previous round."""
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._places: dict[tuple[int, Path], tuple[int, int]] = {}
-        self._read: list[DraftProbs] = []
+        self._on_host: list[DraftProbs] = []
 
-    def one(self, logits_NV: torch.Tensor, points: Points) -> torch.Tensor:
-        """See `DraftSampler`. Penalties and the like count what was drafted before."""
-        edited_NV = self._sampler.processed(logits_NV, points.slots_N, points.index_N)
-        return self.several(edited_NV, points, 1)[0][:, 0]
+    def sample(self, logits_NV: torch.Tensor, positions: DraftPositions) -> torch.Tensor:
+        """Return a draft token for each position, int64 `[N]`, from logits over the target's vocabulary.
 
-    def several(self, logits_NV: torch.Tensor, points: Points, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftSampler`. What is drawn is in the order drawn, and scored by its rank."""
+        Penalties and other logits processors count the draft tokens before it.
+        """
+        processed_NV = self._sampler.processed(logits_NV, positions.slots_N, positions.index_N)
+        return self.candidates(processed_NV, positions, 1)[0][:, 0]
+
+    def candidates(
+        self, logits_NV: torch.Tensor, positions: DraftPositions, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return *width* draft tokens for each position, best first, int64 `[N, W]`, and their scores, float32.
+
+        Sampled ones are in the order in which they were sampled, and scored by their rank.
+        """
         ids_NW = logits_NV.topk(width, 1).indices
         scores_NW = logits_NV.log_softmax(1).gather(1, ids_NW)
-        drawn_N = self._draws & (self._sampler.limits(points.slots_N).temperature >= MIN_TEMPERATURE)
-        if drawn_N.any():
-            part = np.flatnonzero(drawn_N)
-            at = torch.from_numpy(part).to(logits_NV.device)
-            ids_NW[at] = self._draw(logits_NV[at], _some(points, part), width)
-            scores_NW[at] = torch.tensor(BY_RANK[:width], device=logits_NV.device)
+        is_sampled_N = self.samples & (self._sampler.limits(positions.slots_N).temperature >= MIN_TEMPERATURE)
+        if is_sampled_N.any():
+            rows = np.flatnonzero(is_sampled_N)
+            at = torch.from_numpy(rows).to(logits_NV.device)
+            ids_NW[at] = self._sample(logits_NV[at], positions.at(rows), width)
+            scores_NW[at] = torch.tensor(SCORES_BY_RANK[:width], device=logits_NV.device)
         return ids_NW, scores_NW
 
-    def laws(self, slot: int, draft: Draft) -> DraftProbs | None:
-        """See `DraftSampler`."""
+    def draft_probs(self, slot: int, draft: Draft) -> DraftProbs | None:
+        """Return the distributions that *draft* of this round was sampled from; None where they are not known."""
         places = [self._places.get((slot, path)) for path in _inner_paths(draft)]
         found = [place for place in places if place is not None]
         if not places or len(found) < len(places):
             return None
-        self._read += [
-            DraftProbs(ids_NL.cpu().numpy(), q_NL.cpu().numpy()) for ids_NL, q_NL in self._batches[len(self._read) :]
+        self._on_host += [
+            DraftProbs(ids_NL.cpu().numpy(), q_NL.cpu().numpy()) for ids_NL, q_NL in self._batches[len(self._on_host) :]
         ]
         return DraftProbs(
-            np.stack([self._read[batch].ids_ML[n] for batch, n in found]),
-            np.stack([self._read[batch].q_ML[n] for batch, n in found]),
+            np.stack([self._on_host[batch].ids_ML[n] for batch, n in found]),
+            np.stack([self._on_host[batch].q_ML[n] for batch, n in found]),
         )
 
-    def _draw(self, logits_NV: torch.Tensor, points: Points, width: int) -> torch.Tensor:
-        slots_N, index_N, paths_ND = points
+    def _sample(self, logits_NV: torch.Tensor, positions: DraftPositions, width: int) -> torch.Tensor:
+        slots_N, index_N, paths_ND = positions
         seeds_N = stream_seeds(self._sampler.seeds(slots_N), DRAFT, self._sampler.slots.known_len[slots_N])
         keys_N = row_keys(seeds_N, index_N)
         ids_NL, q_NL = top_distribution(logits_NV, self._sampler.limits(slots_N), DRAFT_PROBS_SIZE)
         if paths_ND is None:
             warn_once(
-                "a proposer does not say behind which tokens it makes candidates (paths of "
-                "DraftRunner.candidates); under this rule of acceptance its trees are drafted in vain"
+                "the proposer does not pass the tokens before its candidates (`paths` of DraftRunner.candidates); "
+                "this acceptance rule needs them, and accepts no tokens of its trees"
             )
         else:
             keys_N = path_keys(keys_N, paths_ND)
@@ -165,21 +121,16 @@ class IndependentNoise:
         return without_replacement(ids_NL, q_NL, torch.from_numpy(keys_N).to(logits_NV.device), width)
 
 
-def _some(points: Points, part: Ints) -> Points:
-    paths_ND = points.paths_ND
-    return Points(points.slots_N[part], points.index_N[part], None if paths_ND is None else paths_ND[part])
-
-
 def _inner_paths(draft: Draft) -> list[Path]:
-    """Return the tokens that lead to each node with children, in the order of `families`."""
+    """Return the tokens that lead to each node with children, in the order of `children_by_parent`."""
     paths: dict[int, Path] = {-1: ()}
     for node, (parent, token) in enumerate(zip(draft.node_parents(), draft.tokens, strict=True)):
         paths[node] = (*paths[parent], token)
-    return [paths[node] for node in families(draft)]
+    return [paths[node] for node in children_by_parent(draft)]
 
 
-def drawing_for(speculative: SpeculativeConfig, sampler: Sampler) -> DraftSampler:
-    """Return how the draft of *speculative* chooses its guesses: as the rule that judges them wants it."""
+def make_draft_sampler(speculative: SpeculativeConfig, sampler: Sampler) -> DraftSampler | None:
+    """Return the draft sampler for the acceptance rule of *speculative*; None where the target's sampler is used."""
     if speculative.rejection_sample_method in ("standard", "block"):
-        return IndependentNoise(sampler, draws=speculative.samples_drafts)
-    return CoupledNoise(sampler)
+        return DraftSampler(sampler, samples=speculative.samples_drafts)
+    return None

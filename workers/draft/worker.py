@@ -1,56 +1,47 @@
-"""The draft worker: keeps what drafts level with the sequences, and serves its proposer.
+"""The draft worker: keeps the draft's KV cache up to date with the sequences, and runs the draft for its proposer.
 
-The draft shares the target's block tables but has a cache of its own, in which a block may be missing: speculation was
-off while the target filled it, or the draft is new. So it is remembered, for every (block, version), which positions
-were computed. A draft that reads tokens alone recomputes the rest in bounded chunks. One that is fed the target's
-features cannot, since nobody has them any more: it goes on behind the gap, and does not see what lies before.
+The draft shares the target's block tables but has a cache of its own, in which blocks may be missing: speculation was
+off while the target filled them, or the draft is new. So it records, for every (block, version), which positions it has
+computed. A draft that reads only tokens recomputes the others in bounded chunks. One that is fed the target's features
+cannot, since these are not stored: it continues after the gap, and does not attend to positions before it.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from protos.draft import Draft, DraftRow
+from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.draft_module import Level
+from protos.interfaces import Proposer
 from protos.layers import Needs
 from workers.attention.batch import Batch, Ints, TreeMasks
-from workers.draft.cache import DraftCache, Grown, plant, whole_block
-from workers.draft.sampling import CoupledNoise, DraftSampler, Points
+from workers.draft.cache import DraftCache, FedTree, add_level, block_mask
+from workers.draft.sampling import DraftPositions, DraftSampler
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.draft_forward import DraftForward
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verification.draft_probs import DraftProbs
 
-_NOTHING = Draft(())
-
-NEAR = 16
-"""A row that lacks fewer known tokens than this is caught up while it drafts: no wider than a batch may well be."""
-
-
-class Proposes(Protocol):
-    """The part of a proposer that a draft worker calls."""
-
-    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return one draft a row, of 0 to `row.k` nodes."""
-        ...
+MAX_LAG = 16
+"""A row that lacks fewer known tokens than this catches up while it drafts: the batch hardly grows."""
 
 
 class DraftWorker:
-    """Has a cache and its view of the sequences; a `DraftRunner` to its proposer.
+    """Runs a draft with its cache over the sequences in the slots; the `DraftRunner` of its proposer.
 
     Args:
-        forward: runs what drafts.
+        forward: runs the draft.
         slots: the sequences.
         sampler: the target's sampling.
         max_catch_up: most known tokens fed in one round; rows beyond it get no draft in that round.
-        needs: which of the target's features there are.
-        shift: 1 where a cache entry holds the token behind it, 0 where it holds its own.
-        drawing: how guesses are chosen; by the target's noise where nothing is said.
+        needs: which of the target's features it is fed.
+        shift: 1 if a cache entry holds the token after its position, 0 if it holds its own.
+        draft_sampler: samples draft tokens; None: the target's sampler does, with the target's noise.
     """
 
     def __init__(
@@ -62,51 +53,52 @@ class DraftWorker:
         *,
         needs: Needs = "none",
         shift: int = 0,
-        drawing: DraftSampler | None = None,
+        draft_sampler: DraftSampler | None = None,
     ) -> None:
         self.forward, self.slots, self.sampler = forward, slots, sampler
         self.max_catch_up = max_catch_up
         self.needs = needs
         self._shift = shift
-        self._drawing: DraftSampler = drawing or CoupledNoise(sampler)
+        self._draft_sampler = draft_sampler
         self.forget()
 
     def forget(self) -> None:
         """Forget all sequences."""
         self._cache = DraftCache(self.forward, self.slots, self.needs, self._shift)
         num_slots = len(self.slots.known_len)
-        self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # (position, drafted ids) fed behind it
-        self._trees: dict[int, Grown] = {}  # of this round, by slot
-        self._lagging: list[int] = []  # slots of the last round that `catch_up_some` looks after
+        self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # position, and draft tokens fed there
+        self._trees: dict[int, FedTree] = {}  # of this round, by slot
+        self._lagging: list[int] = []  # slots of the last round that `catch_up_some` feeds
 
-    # What the rounds ask.
+    # Called once a round.
 
-    def propose(self, proposer: Proposes, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return a draft for every row; rows whose cache is too far behind are brought nearer and get none."""
-        return self._ask(proposer, rows, self._within_budget(rows))
+    def propose(self, proposer: Proposer, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return a draft for every row; rows whose cache lags too far catch up a part of it and get none."""
+        return self._propose(proposer, rows, self._within_budget(rows))
 
-    def propose_at_once(self, proposer: Proposes, slots: Seq[int], rows: Seq[DraftRow]) -> list[Draft]:
-        """Return a draft for every row without making anybody wait: rows whose cache is far behind get none.
+    def propose_at_once(self, proposer: Proposer, slots: Seq[int], rows: Seq[DraftRow]) -> list[Draft]:
+        """Return a draft for every row without delay: rows whose cache lags far get none.
 
         Args:
-            proposer: guesses.
-            slots: all that run in this round, so that `catch_up_some` knows who is behind.
-            rows: those among them that want a draft.
+            proposer: makes the drafts.
+            slots: all that run in this round; `catch_up_some` feeds those that lag.
+            rows: the rows among them that want a draft.
         """
         lag = {slot: -self._refresh(slot) + self._cache.reach(slot) for slot in slots}
-        near = [i for i, row in enumerate(rows) if lag[row.slot] < NEAR and self._cache.fits(row.slot, row.k)]
+        near = [i for i, row in enumerate(rows) if lag[row.slot] < MAX_LAG and self._cache.fits(row.slot, row.k)]
         self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
-        return self._ask(proposer, rows, near)
+        return self._propose(proposer, rows, near)
 
-    def laws(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, DraftProbs]:
-        """Return what the drafts of this round were drawn from, by slot; of those that were drawn."""
-        if not self._drawing.by_path:
+    def draft_probs(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, DraftProbs]:
+        """Return the distributions that the drafts of this round were sampled from, by slot."""
+        sampler = self._draft_sampler
+        if sampler is None or not sampler.samples:
             return {}
-        found = {slot: self._drawing.laws(slot, draft) for slot, draft in zip(slots, drafts, strict=True)}
-        return {slot: laws for slot, laws in found.items() if laws is not None}
+        found = {slot: sampler.draft_probs(slot, draft) for slot, draft in zip(slots, drafts, strict=True)}
+        return {slot: probs for slot, probs in found.items() if probs is not None}
 
     def catch_up_some(self, budget: int) -> bool:
-        """Feed at most *budget* known tokens of the last round's rows that are behind; False where none is."""
+        """Feed at most *budget* known tokens of the last round's slots that lag; return False when none does."""
         slots, first, end = [], [], []
         for slot in self._lagging:
             held = int(self._cache.held[slot])
@@ -123,23 +115,23 @@ class DraftWorker:
         return bool(slots)
 
     def receive(self, features: Features) -> None:
-        """Take the target's features of tokens that were kept; those of sequences that left meanwhile are dropped."""
+        """Take the target's features of accepted tokens; those of sequences that have left their slots are dropped."""
         loaded = self.forward.loaded
         with torch.inference_mode():
             states_NX = self.forward.module.take_in(features.states_NF.to(loaded.device, loaded.dtype))
         parts = states_NX.split(features.table_M4[:, COUNT].tolist())
         for line, part_NX in zip(features.table_M4.tolist(), parts, strict=True):
             if self.slots.joined[line[SLOT]] == line[GENERATION]:
-                self._cache.meet(line[SLOT])
+                self._cache.start_if_new(line[SLOT])
                 self._cache.put(line[SLOT], line[FIRST], part_NX)
 
     def absorb(self, slots: Seq[int]) -> None:
-        """Feed what waits of *slots*: prompts that go on, of which nobody wants a draft yet."""
+        """Feed the waiting features of *slots*, whose prompts are in progress and want no draft yet."""
         self._lagging = [slot for slot in slots if self._refresh(slot) < self._cache.reach(slot)]
         while self._lagging:
             self.catch_up_some(self.max_catch_up)
 
-    # What the proposer asks: `protos.draft_module.DraftRunner`.
+    # Called by the proposer: `protos.draft_module.DraftRunner`.
 
     @property
     def module(self) -> Any:
@@ -149,7 +141,7 @@ class DraftWorker:
     @property
     def draws_by_path(self) -> bool:
         """See `DraftRunner`."""
-        return self._drawing.by_path
+        return self._draft_sampler is not None and self._draft_sampler.samples
 
     def features(self, rows: Seq[DraftRow]) -> torch.Tensor:
         """See `DraftRunner`."""
@@ -178,19 +170,19 @@ class DraftWorker:
             slots_R,
             self._cache.ends(slots_R) + step,
             np.ones_like(slots_R),
-            self._cache.known_to_draft(token_ids.cpu().numpy()),
+            self._cache.clip_to_vocab(token_ids.cpu().numpy()),
             first_valid_R=self._cache.lowest(slots_R),
         )
         output_RX = self.forward.forward(batch, np.arange(len(slots_R)), features)
         for slot, token in zip(slots_R.tolist(), token_ids.tolist(), strict=True):
-            self._fed[slot][1].append(token)  # only now: after a failure it must not count as held
+            self._fed[slot][1].append(token)  # only after success: a failed token is not in the cache
         return output_RX
 
     def grow(self, rows: Seq[DraftRow], level: Level) -> torch.Tensor:
         """See `DraftRunner`. Raises `ValueError` for more nodes than a row has room for."""
         slots_R, row_N = _slots(rows), level.row_N.cpu().numpy()
-        before = plant(
-            [self._trees.setdefault(slot, Grown()) for slot in slots_R.tolist()],
+        before = add_level(
+            [self._trees.setdefault(slot, FedTree()) for slot in slots_R.tolist()],
             row_N.tolist(),
             level.parents_N.tolist(),
         )
@@ -207,7 +199,7 @@ class DraftWorker:
             ends_M,
             lengths_M,
         )
-        tokens_N = self._cache.known_to_draft(level.tokens_N.cpu().numpy().copy())
+        tokens_N = self._cache.clip_to_vocab(level.tokens_N.cpu().numpy().copy())
         batch = Batch(slots_M, starts_M, lengths_M, tokens_N, tree_masks, self._cache.lowest(slots_M))
         return self.forward.forward(batch, np.arange(len(row_N)), level.features_NX)
 
@@ -227,22 +219,24 @@ class DraftWorker:
         if sees_all:
             first_R = self._cache.ends(slots_R)
             tree_masks = TreeMasks.of(
-                [whole_block(first, size) for first, size in zip(first_R.tolist(), counts_R.tolist(), strict=True)],
+                [block_mask(first, size) for first, size in zip(first_R.tolist(), counts_R.tolist(), strict=True)],
                 first_R + counts_R,
                 first_R - self._cache.held[slots_R] + counts_R,
             )
         return self._cache.feed_with(slots_R, counts_R, tokens_N.cpu().numpy(), features_NX, tree_masks)
 
     def sample(self, rows: Seq[DraftRow], logits: torch.Tensor, step: int) -> torch.Tensor:
-        """See `DraftRunner`: the noise of the position that is guessed."""
+        """See `DraftRunner`."""
         slots_R = _slots(rows)
         known_R = self.slots.known_len[slots_R]
         index_R = known_R + step
-        paths_RD = None
-        if self.draws_by_path:
+        logits_RV = _fit(logits, self.sampler.vocab_size)
+        if self._draft_sampler is None:
+            ids_R = self.sampler.sample(logits_RV, slots_R, index_R)
+        else:
             paths_RD = self.slots.tokens[slots_R[:, None], known_R[:, None] + np.arange(step)]
-        points = Points(slots_R, index_R, paths_RD)
-        ids_R = self._drawing.one(_fit(logits, self.sampler.vocab_size), points).clamp_min_(0)
+            ids_R = self._draft_sampler.sample(logits_RV, DraftPositions(slots_R, index_R, paths_RD))
+        ids_R.clamp_min_(0)
         self.slots.tokens[slots_R, index_R] = ids_R.cpu().numpy()
         return ids_R
 
@@ -259,8 +253,11 @@ class DraftWorker:
         """See `DraftRunner`."""
         slots_N = _slots(rows)[row_N.cpu().numpy()]
         index_N = self.slots.known_len[slots_N] + depth
-        points = Points(slots_N, index_N, self._paths(slots_N, depth, paths))
-        return self._drawing.several(_fit(logits_NV, self.sampler.vocab_size), points, width)
+        logits_NV = _fit(logits_NV, self.sampler.vocab_size)
+        if self._draft_sampler is None:
+            return self.sampler.candidates(logits_NV, slots_N, index_N, width)
+        positions = DraftPositions(slots_N, index_N, self._paths(slots_N, depth, paths))
+        return self._draft_sampler.candidates(logits_NV, positions, width)
 
     def _paths(self, slots_N: Ints, depth: int, paths: Callable[[], torch.Tensor] | None) -> Ints | None:
         if not self.draws_by_path:
@@ -269,12 +266,11 @@ class DraftWorker:
             return np.empty((len(slots_N), 0), np.int64)
         return None if paths is None else paths().cpu().numpy()
 
-    # What is held, and what waits.
-
-    def _ask(self, proposer: Proposes, rows: Seq[DraftRow], ready: Seq[int]) -> list[Draft]:
-        drafts = [_NOTHING] * len(rows)
+    def _propose(self, proposer: Proposer, rows: Seq[DraftRow], ready: Seq[int]) -> list[Draft]:
+        drafts = [NO_DRAFT] * len(rows)
         self._trees.clear()
-        self._drawing.begin()
+        if self._draft_sampler is not None:
+            self._draft_sampler.begin()
         if ready:
             with torch.inference_mode():
                 found = proposer.propose([rows[i] for i in ready])
@@ -283,15 +279,15 @@ class DraftWorker:
         return drafts
 
     def _within_budget(self, rows: Seq[DraftRow]) -> list[int]:
-        """Return the rows that can be caught up in this round; feed a part of the first that cannot."""
+        """Return the rows that can catch up in this round; feed a part of the first that cannot."""
         ready, left = [], self.max_catch_up
         for i, row in enumerate(rows):
-            behind = -self._refresh(row.slot) + self._cache.reach(row.slot) + 1
+            lag = -self._refresh(row.slot) + self._cache.reach(row.slot) + 1
             if not self._cache.fits(row.slot, row.k):
                 continue
-            if behind <= left:
+            if lag <= left:
                 ready.append(i)
-                left -= behind
+                left -= lag
             elif left > 0:
                 first = self._cache.held[row.slot : row.slot + 1]
                 self._cache.feed(np.array([row.slot]), first, first + left)
@@ -299,7 +295,7 @@ class DraftWorker:
         return ready
 
     def _refresh(self, slot: int) -> int:
-        """Return how many entries of *slot* are held now; what was drafted in the last round is settled."""
+        """Return how many entries of *slot* are held, after the last round's draft was verified."""
         held = self._cache.refresh(slot, self._fed[slot])
         self._fed[slot] = (0, [])
         return held

@@ -12,7 +12,7 @@ from protos.draft import NO_DRAFT
 from protos.messages import RoundPlan, Row, Verdict
 from protos.worker_messages import RoundDone
 from workers.distributed.groups import Group
-from workers.draft.wire import agree
+from workers.draft.wire import broadcast_drafts
 from workers.target import TargetWorker
 from workers.verification.draft_probs import ProposedDrafts
 
@@ -83,7 +83,9 @@ class TargetRank:
         rows = [plan.rows[r] for r in unsettled]
         proposed = ProposedDrafts([NO_DRAFT] * len(rows)) if self._tp.rank else self._from_source(plan, rows)
         if self._tp.size > 1:
-            proposed = proposed._replace(drafts=agree(self._tp, rows, proposed.drafts, self.worker.runner.device))
+            proposed = proposed._replace(
+                drafts=broadcast_drafts(self._tp, rows, proposed.drafts, self.worker.runner.device)
+            )
         for r, draft in zip(unsettled, proposed.drafts, strict=True):
             drafts[r] = draft
         return proposed._replace(drafts=drafts)

@@ -36,13 +36,14 @@ class Bug:
 
 def too_lenient(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
     """2 % of the draft tokens that should be rejected are accepted."""
-    odds_of = rules.standard_odds
+    acceptance_of = rules.standard_acceptance
 
     def lenient(chains: ChainBatch) -> Floats:
-        odds_RK = odds_of(chains)
-        return np.where(np.arange(odds_RK.shape[1]) < chains.counts_R[:, None], odds_RK + LENIENCE * (1 - odds_RK), 0.0)
+        accepted_RK = acceptance_of(chains)
+        is_token_RK = np.arange(accepted_RK.shape[1]) < chains.counts_R[:, None]
+        return np.where(is_token_RK, accepted_RK + LENIENCE * (1 - accepted_RK), 0.0)
 
-    patch.setattr(rules, "standard_odds", lenient)
+    patch.setattr(rules, "standard_acceptance", lenient)
 
 
 def too_lenient_coupled(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
@@ -62,7 +63,7 @@ def too_lenient_coupled(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 
 def resampling_from_p(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
     """After a rejection the token is sampled from p instead of the residual."""
-    patch.setattr(rules, "left", lambda p_RV, scale_R, at_M2, left_M: p_RV)
+    patch.setattr(rules, "residual", lambda p_RV, scale_R, at_M2, residual_M: p_RV)
 
 
 def shared_noise(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
@@ -121,15 +122,15 @@ def off_by_one(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 def not_renormalised(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
     """A later child in a tree is verified against a distribution without its siblings that does not add up to 1."""
 
-    def gaps(law_L: Floats, drawn_W: Ints) -> Floats:
-        q_WL = np.repeat(law_L[None], len(drawn_W), 0)
+    def gaps(q_L: Floats, drawn_W: Ints) -> Floats:
+        q_WL = np.repeat(q_L[None], len(drawn_W), 0)
         for place, drawn in enumerate(drawn_W.tolist()):
             q_WL[place + 1 :, drawn] = 0.0
         return q_WL
 
     for module in [module for name, module in sys.modules.items() if name.startswith("workers.")]:
-        if hasattr(module, "without_elders"):
-            patch.setattr(module, "without_elders", gaps)
+        if hasattr(module, "sibling_distributions"):
+            patch.setattr(module, "sibling_distributions", gaps)
 
 
 BUGS = (

@@ -22,8 +22,8 @@ from tests.support.exactness.statistics import Ints, Law
 from workers.attention.batch import Batch
 from workers.distributed.groups import Solo
 from workers.draft.engine import DraftEngine
-from workers.draft.sampling import drawing_for
-from workers.draft.worker import DraftWorker, Proposes
+from workers.draft.sampling import make_draft_sampler
+from workers.draft.worker import DraftWorker
 from workers.process.target_rank import TargetRank
 from workers.sampling.grammar_masks import GrammarMasks
 from workers.sampling.grammar_slots import SlotGrammars, Words
@@ -31,7 +31,7 @@ from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
 from workers.uni import UniExecutor
-from workers.verification.factory import judge_for
+from workers.verification.factory import make_acceptance_rule
 
 Table = npt.NDArray[np.float32]
 ROOT = 0
@@ -180,13 +180,13 @@ class World:
             slots,
             sampler,
             max_catch_up=1 << 20,
-            drawing=drawing_for(config, sampler),
+            draft_sampler=make_draft_sampler(config, sampler),
         )
-        proposer: Proposes = DraftModelProposer.create(config, drafter)
+        proposer = DraftModelProposer.create(config, drafter)
         grammars = SlotGrammars(slots, self.target.vocab, (self.eos,), self.words or _no_words)
         masked = sampler.with_grammars(GrammarMasks(slots, grammars))
         target = TargetWorker(
-            TableForward(self.target, slots, num_blocks), slots, masked, judge=judge_for(config, masked)
+            TableForward(self.target, slots, num_blocks), slots, masked, judge=make_acceptance_rule(config, masked)
         )
         info = WorkerInfo(num_blocks, block_size, max_len, self.target.vocab, (self.eos,), speculates=True)
         return UniExecutor(info, TargetRank(Solo(), target, DraftEngine(drafter, proposer)))

@@ -18,7 +18,7 @@ from msgspec import structs
 from protos.config.engine import CacheConfig, SchedulerConfig
 from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.errors import TargetLostError
-from protos.interfaces import DraftService
+from protos.interfaces import DraftService, Proposer
 from protos.messages import Request, RoundPlan, Sampling, TokenOutput, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.core.controller import Controller, LocalInbox
@@ -28,7 +28,6 @@ from tests.support.exactness.statistics import Ints
 from tests.support.tree_proposer import random_tree
 from workers.distributed.groups import Solo
 from workers.draft.engine import DraftEngine
-from workers.draft.worker import Proposes
 from workers.process.target_rank import TargetRank
 from workers.uni import UniExecutor
 
@@ -83,7 +82,7 @@ class Beside:
 class Failing:
     """A proposer that fails at random."""
 
-    inner: Proposes
+    inner: Proposer
     dice: random.Random
     failures: int = 0
 

@@ -21,10 +21,16 @@ from protos.sampling import SamplingParams
 from runtime.core.controller import LocalInbox
 from tests.support.distributed.engine import Engine, configure, late_comer, threaded
 from tests.support.models import synthetic_layers, tiny_models
-from workers.draft.wire import STAMP, decode, encode, laws_in
+from workers.draft.wire import STAMP, decode, decode_probs, encode
 from workers.draft.worker import DraftWorker
 from workers.slots import SlotTable
-from workers.verification.draft_probs import DRAFT_PROBS_SIZE, DraftProbs, chosen, drawn_from, sound
+from workers.verification.draft_probs import (
+    DRAFT_PROBS_SIZE,
+    DraftProbs,
+    are_valid,
+    deterministic_children,
+    sampled_children,
+)
 from workers.verification.probes import acceptable_nodes, subtree
 from workers.verification.rejection import RejectionSampler
 
@@ -171,12 +177,13 @@ def test_laws_that_are_missing_or_make_no_sense_cost_guesses_alone(
     fault: int | None, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then every row goes on as without a draft."""
-    sound = DraftWorker.laws
+    draft_probs = DraftWorker.draft_probs
 
     def sent(worker: DraftWorker, slots: Sequence[int], drafts: Sequence[Draft]) -> dict[int, DraftProbs]:
-        return {slot: broken(each)[fault] for slot, each in sound(worker, slots, drafts).items() if fault is not None}
+        found = draft_probs(worker, slots, drafts)
+        return {slot: broken(each)[fault] for slot, each in found.items() if fault is not None}
 
-    monkeypatch.setattr(DraftWorker, "laws", sent)
+    monkeypatch.setattr(DraftWorker, "draft_probs", sent)
     engine = started(models, models.speculative("tree", rejection_sample_method="standard"))
     assert run(engine) == models.plain
     assert engine.proposed() > engine.accepted > 0  # greedy rows need no laws
@@ -235,8 +242,12 @@ def test_what_a_grammar_forbids_is_left_out_only_where_it_was_not_drawn() -> Non
     rows[2] = Row(2, 0, 3, 3, k=2, draft=Draft((7, 8)))
     drafts = [Draft((1, 2)), Draft((3, 4)), Draft((7, 8))]
     sampler: Any = SimpleNamespace(slots=slots, prune=lambda rows, drafts: [NO_DRAFT for _ in drafts])
-    assert RejectionSampler(sampler, "standard", draws=True).prune(rows, drafts) == [drafts[0], NO_DRAFT, NO_DRAFT]
-    assert RejectionSampler(sampler, "block", draws=False).prune(rows, drafts) == [NO_DRAFT] * 3
+    assert RejectionSampler(sampler, "standard", samples_drafts=True).prune(rows, drafts) == [
+        drafts[0],
+        NO_DRAFT,
+        NO_DRAFT,
+    ]
+    assert RejectionSampler(sampler, "block", samples_drafts=False).prune(rows, drafts) == [NO_DRAFT] * 3
 
 
 # Rates that are given.
@@ -306,24 +317,24 @@ def test_laws_cross_the_pair(size: int, with_tree: bool) -> None:
     assert decode(slots, rows, told, VOCAB) == [NO_DRAFT] * 4  # where no laws are to come
     found = decode(slots, rows, told, VOCAB, DRAFT_PROBS_SIZE)
     assert found == drafts
-    came = laws_in(rows, found, told)
+    came = decode_probs(rows, found, told)
     for slot, expected in laws.items():
         assert came[slot].ids_ML.tolist() == expected.ids_ML.tolist()
         assert came[slot].q_ML.tolist() == expected.q_ML.tolist()
-    assert sound([drafts[slot] for slot in laws], [came[slot] for slot in laws], VOCAB) == [True, True]
+    assert are_valid([drafts[slot] for slot in laws], [came[slot] for slot in laws], VOCAB) == [True, True]
 
 
 def test_a_draft_whose_law_was_not_told_is_never_kept() -> None:
     drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
     slots, rows = table_of(drafts)
-    came = laws_in(rows, drafts, encode(slots, rows, drafts, {0: some_laws(3, 1)}))
-    assert not drawn_from(drafts[1], came[1])[-1].children.q_WL.any()
+    came = decode_probs(rows, drafts, encode(slots, rows, drafts, {0: some_laws(3, 1)}))
+    assert not sampled_children(drafts[1], came[1])[-1].children.q_WL.any()
 
 
 def test_tables_without_laws_bring_none_and_too_wide_ones_nothing() -> None:
     drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
     slots, rows = table_of(drafts)
-    assert laws_in(rows, drafts, encode(slots, rows, drafts)) == {}
+    assert decode_probs(rows, drafts, encode(slots, rows, drafts)) == {}
     wide = np.zeros((2, STAMP + 5 * (3 + 2 * DRAFT_PROBS_SIZE)), np.int32)
     assert decode(slots, rows, wide, VOCAB, DRAFT_PROBS_SIZE) == [NO_DRAFT] * 2
 
@@ -331,7 +342,7 @@ def test_tables_without_laws_bring_none_and_too_wide_ones_nothing() -> None:
 def test_certain_guesses_leave_out_probes_and_what_was_guessed_twice() -> None:
     draft = Draft((4, 5, 4, 6, 7), (-1, -1, -1, 0, 0), (False, False, False, True, False))
     nodes = acceptable_nodes(draft)
-    found = chosen(subtree(draft, nodes))
+    found = deterministic_children(subtree(draft, nodes))
     assert found.keys() == {-1, 0}
     assert (found[-1].ids_L.tolist(), list(found[-1].children.nodes)) == ([4, 5], [0, 1])
     assert [nodes[node] for node in found[0].children.nodes] == [4]
