@@ -179,7 +179,7 @@ def timed(name: str, config: SpeculativeConfig, args: argparse.Namespace) -> Cos
     k = config.num_speculative_tokens
     truths = library_texts(args.rows, args.tokens + args.rounds * (k + 1), SAID_NOW)
     rows = Rows(truths, [truth[: args.tokens] for truth in truths], k)
-    [proposer] = registry.beside_controller(config)
+    [proposer] = registry.controller_proposers(config)
     if isinstance(proposer, SequenceListener):
         remember(proposer, library_texts(args.past, ANSWER, SAID_BEFORE), count(10**6))
     begin(proposer, rows)
@@ -195,7 +195,7 @@ def memory(requests: int) -> dict[str, float]:
     """Return MiB by which this process grows by the answers to so many requests, after them and at most."""
     answers, keys = library_texts(min(1000, requests), REMEMBERED, SAID_BEFORE), count(1)
     before, held = resident(), []
-    [proposer] = registry.beside_controller(SpeculativeConfig(method="suffix", num_speculative_tokens=24))
+    [proposer] = registry.controller_proposers(SpeculativeConfig(method="suffix", num_speculative_tokens=24))
     assert isinstance(proposer, SequenceListener)
     for _ in range(requests // len(answers)):
         remember(proposer, answers, keys)

@@ -119,7 +119,7 @@ def _make_uni_executor(config: EngineConfig, report: ProgressCallback) -> Execut
 
 def controller_proposers(speculative: SpeculativeConfig | None) -> list[Proposer]:
     """Return the proposers that run in the controller process."""
-    return [] if speculative is None else registry.beside_controller(speculative)
+    return [] if speculative is None else registry.controller_proposers(speculative)
 
 
 def make_preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) -> Preprocessor:

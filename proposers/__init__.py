@@ -1,1 +1,1 @@
-"""One file a proposer. Each guesses what the target will say; none can change it."""
+"""Proposers, one file per method. They draft tokens for the target to verify."""

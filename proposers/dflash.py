@@ -1,7 +1,8 @@
-"""DFlash: a block of masks, denoised in one forward over the target's states (arXiv 2602.06036).
+"""DFlash: a block of mask tokens, denoised in one forward over the target's states (arXiv 2602.06036).
 
-Known tokens have no states of their own in it: each layer makes their keys and values of what `fc` makes of those of
-the target. The newest known token, for which the target has none yet, leads the block, whose places see each other.
+Known tokens have no states of their own: each layer computes their keys and values from the target's states, projected
+by `fc`. The newest known token, which the target has not computed yet, is the first of the block, whose positions
+attend to each other.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from protos.layers import FeatureSpec
 
 
 class DFlashNet(nn.Module):
-    """What the checkpoint holds, under its names."""
+    """The checkpoint's tensors, under its names."""
 
     def __init__(self, spec: format_of.DFlashSpec, layers: Layers) -> None:
         super().__init__()
@@ -36,53 +37,53 @@ class DFlashNet(nn.Module):
 class DFlashModule(nn.Module):
     """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; outputs states, `[1, T, H]`.
 
-    What is fed beside a token is `[H + 1]` wide: the context made of the target's states and a one for known tokens,
-    zeros for places of a block.
+    The features fed with a token are `[H + 1]`: the projected target states and a one for known tokens, zeros for
+    positions of a block.
     """
 
     shift = 1
 
-    def __init__(self, spec: format_of.DFlashSpec, tensors: dict[str, torch.Tensor], parts: DraftWeights) -> None:
+    def __init__(self, spec: format_of.DFlashSpec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()
         ids_V = tensors.pop("target_ids", None)
-        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
+        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, weights)
         with torch.device("meta"):
             self.net: Any = DFlashNet(spec, layers)
-        fill(self.net, tensors, parts)
-        self.rope = layers.rope(parts)
-        self.embed = self.net.embed_tokens if spec.has_embedding else parts.embedding()
-        self.head = self.net.lm_head if spec.has_head else parts.head()
-        self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(parts.device), spec.vocab_size)
+        fill(self.net, tensors, weights)
+        self.rope = layers.rope(weights)
+        self.embed = self.net.embed_tokens if spec.has_embedding else weights.embedding()
+        self.head = self.net.lm_head if spec.has_head else weights.head()
+        self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(weights.device), spec.vocab_size)
         self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
         self.mask_token_id, self.sees_all = spec.mask_token_id, not spec.causal
         self.lead = 0 if spec.samples_anchor else 1
-        self.most = spec.block_size - self.lead
+        self.max_tokens = spec.block_size - self.lead
 
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """Return the context that layers make keys and values of, marked as such, `[T, H + 1]`."""
+        """Return the context for the layers' keys and values, and a one that marks it, `[T, H + 1]`."""
         context_TH = self.net.hidden_norm(self.net.fc(features_TF))
         return torch.cat([context_TH, context_TH.new_ones(len(context_TH), 1)], -1)
 
-    def beside(self, count: int) -> torch.Tensor:
-        """Return zeros: places of a block have no context."""
+    def mask_features(self, count: int) -> torch.Tensor:
+        """Return zeros: positions of a block have no context."""
         weight: torch.Tensor = self.net.fc.weight
         return weight.new_zeros(count, weight.shape[0] + 1)
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TX: torch.Tensor) -> torch.Tensor:
-        """Return states behind the last norm, `[1, T, H]`; those of known tokens mean nothing."""
+        """Return states after the last norm, `[1, T, H]`; those of known tokens are not used."""
         context_1TH, is_context_1T1 = features_1TX[..., :-1], features_1TX[..., -1:] > 0
         states_1TH = self.embed(tokens_1T)
         rope: Rope = self.rope(states_1TH, positions_1T)
         for layer in self.net.layers:
-            # Queries of known tokens are made of their context, too, and what they see is not looked at.
+            # Known tokens get queries from their context, too; their outputs are not used.
             read_1TH = torch.where(is_context_1T1, context_1TH, layer.input_layernorm(states_1TH))
             states_1TH = states_1TH + layer.self_attn(read_1TH, position_embeddings=rope, attention_mask=None)[0]
             states_1TH = states_1TH + layer.mlp(layer.post_attention_layernorm(states_1TH))
-        behind_1TH: torch.Tensor = self.net.norm(states_1TH)
-        return behind_1TH
+        output_1TH: torch.Tensor = self.net.norm(states_1TH)
+        return output_1TH
 
     def logits(self, states_NH: torch.Tensor) -> torch.Tensor:
-        """Return what the head says, fp32 `[N, V]`."""
+        """Return fp32 logits, `[N, V]`."""
         return self.to_target(self.head(states_NH))
 
 
@@ -93,10 +94,10 @@ class DFlashProposer(ParallelProposer):
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """The states at the depths that the checkpoint names, of every token."""
+        """Return the layers named by the checkpoint, for every token."""
         return FeatureSpec("all", format_of.features_of(draft, target))
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> DFlashModule:
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> DFlashModule:
         """See `protos.draft_module.LearnedProposer`."""
-        return DFlashModule(*stored(format_of, parts), parts)
+        return DFlashModule(*stored(format_of, weights), weights)

@@ -1,6 +1,6 @@
-"""A smaller model drafts one token after another (Leviathan et al. 2023; Chen et al. 2023), or a tree of them.
+"""A smaller language model as the draft (Leviathan et al. 2023; Chen et al. 2023): chains, or trees as in EAGLE-2.
 
-It samples with the target's own noise, so that its guesses stay right at any temperature (DESIGN section 5).
+It samples with the target's own noise, so that draft tokens are likely to be accepted at any temperature.
 """
 
 from collections.abc import Sequence as Seq
@@ -8,15 +8,14 @@ from typing import ClassVar, Self
 
 import torch
 
-from proposers.shared.chains import Chains
-from proposers.shared.dynamic_tree import CHAINS, Tree, TreeShape
+from proposers.shared.dynamic_tree import CHAINS, DynamicTree, TreeShape
 from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner, on_a_worker
 
 
 class DraftModelProposer:
-    """Drafts a chain of k tokens a row, or a tree of k nodes, with any causal language model."""
+    """Drafts a chain of k tokens per row, or a tree of k nodes, with any causal language model."""
 
     on_worker: ClassVar[bool] = True
 
@@ -29,26 +28,30 @@ class DraftModelProposer:
         return cls(on_a_worker(runner, "draft_model"), TreeShape.of(config))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return `row.k` tokens for each row."""
+        """Return a draft of `row.k` nodes for each row."""
         return self._chains(rows) if self.shape.width == 1 else self._trees(rows)
 
     def _chains(self, rows: Seq[DraftRow]) -> list[Draft]:
-        chains, ids_R = Chains(rows), torch.empty(0, dtype=torch.int64)
-        for step in range(chains.steps):
-            active = chains.active(step)
-            logits_RV = self._behind(active, ids_R[: len(active)], step)
+        """Sample one token per step for every row that wants more; rows with the largest k come first."""
+        order = sorted(range(len(rows)), key=lambda r: -rows[r].k)
+        tokens: list[list[int]] = [[] for _ in rows]
+        ids_R = torch.empty(0, dtype=torch.int64)
+        for step in range(rows[order[0]].k if rows else 0):
+            active = [rows[r] for r in order if rows[r].k > step]
+            logits_RV = self._logits(active, ids_R[: len(active)], step)
             ids_R = self.runner.sample(active, logits_RV, step)
-            chains.add(ids_R)
-        return chains.drafts()
+            for r, token in zip(order, ids_R.tolist(), strict=False):
+                tokens[r].append(token)
+        return [Draft(tuple(chain)) for chain in tokens]
 
-    def _behind(self, rows: Seq[DraftRow], ids_R: torch.Tensor, step: int) -> torch.Tensor:
-        """Return logits `[R, V]` behind the *step* tokens drafted so far, of which *ids_R* are the last."""
+    def _logits(self, rows: Seq[DraftRow], ids_R: torch.Tensor, step: int) -> torch.Tensor:
+        """Return logits `[R, V]` after *step* draft tokens, of which *ids_R* are the last."""
         return self.runner.extend(rows, ids_R, step - 1) if step else self.runner.catch_up(rows)
 
     def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:
-        return Tree(self.runner, rows, _alone, self.shape).grow(self.runner.catch_up(rows))
+        return DynamicTree(self.runner, rows, _predict, self.shape).draft(self.runner.catch_up(rows))
 
 
-def _alone(logits_NV: torch.Tensor, _depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A language model says logits, and is fed nothing beside tokens."""
+def _predict(logits_NV: torch.Tensor, _depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits as they are, and no features: a language model is fed tokens only."""
     return logits_NV, logits_NV.new_empty(len(logits_NV), 0)

@@ -1,8 +1,7 @@
-"""EAGLE-1 and EAGLE-2: a decoder layer that goes on from the target's last states (Li et al. 2024, arXiv 2401.15077).
+"""EAGLE-1 and EAGLE-2: a decoder layer over the target's last states (Li et al. 2024, arXiv 2401.15077).
 
-The entry of position i is made of token i + 1 and the target's state of token i. What comes behind it is a guess of the
-target's state of token i + 1, and is read by the target's head. EAGLE-2 (arXiv 2406.16858) is the same weights, drafted
-as a tree.
+The input at position i is token i + 1 and the target's state of token i. The output predicts the target's state of
+token i + 1, and is read by the target's head. EAGLE-2 (arXiv 2406.16858) uses the same weights to draft trees.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from protos.layers import FeatureSpec
 
 
 class EagleNet(nn.Module):
-    """What the checkpoint holds, under its names: the first layer has no input norm, and there is none at the end."""
+    """The checkpoint's tensors, under its names. The first layer has no input norm, and there is no final norm."""
 
     def __init__(self, spec: format_of.EagleSpec, layers: Layers) -> None:
         super().__init__()
@@ -33,32 +32,32 @@ class EagleNet(nn.Module):
 
 
 class EagleModule(nn.Module):
-    """See `protos.draft_module.Module`; its output are states, `[1, T, H]`."""
+    """See `protos.draft_module.Module`. Outputs states, `[1, T, H]`."""
 
     shift = 1
-    most = MAX_SPECULATIVE_TOKENS
+    max_steps = MAX_SPECULATIVE_TOKENS
 
-    def __init__(self, spec: format_of.EagleSpec, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
+    def __init__(self, spec: format_of.EagleSpec, tensors: Mapping[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()
-        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
+        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, weights)
         with torch.device("meta"):
             self.net: Any = EagleNet(spec, layers)
-        fill(self.net, tensors, parts)
-        self.rope = layers.rope(parts)
-        self.embed = self.net.embed_tokens if spec.has_embedding else parts.embedding()
-        self.head = parts.head()
+        fill(self.net, tensors, weights)
+        self.rope = layers.rope(weights)
+        self.embed = self.net.embed_tokens if spec.has_embedding else weights.embedding()
+        self.head = weights.head()
         self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
 
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """Return them as they are."""
+        """Return the features unchanged."""
         return features_TF
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TH: torch.Tensor) -> torch.Tensor:
-        """Return guesses of the target's states behind the tokens, `[1, T, H]`."""
+        """Return predictions of the target's states of the tokens, `[1, T, H]`."""
         states_1TH = self.net.fc(torch.cat([self.embed(tokens_1T), features_1TH], -1))
         return through(self.net.layers, states_1TH, self.rope(states_1TH, positions_1T))
 
-    def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def predict(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `proposers.shared.autoregressive.AutoregressiveModule`: states are fed back unchanged."""
         return self.head(states_NH).float(), states_NH
 
@@ -70,10 +69,10 @@ class EagleProposer(AutoregressiveProposer):
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """The state that the target's head reads, of every token."""
+        """Return the state that the target's head reads, for every token."""
         return FeatureSpec("all")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> EagleModule:
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> EagleModule:
         """See `protos.draft_module.LearnedProposer`."""
-        return EagleModule(*stored(format_of, parts), parts)
+        return EagleModule(*stored(format_of, weights), weights)

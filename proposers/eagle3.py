@@ -1,7 +1,8 @@
 """EAGLE-3: a decoder layer over states from three depths of the target (Li et al. 2025, arXiv 2503.01840).
 
-Also the forms of it with norms in other places, as `speculators` writes them. The entry of position i is made of token
-i + 1 and of what `fc` makes of the target's states of token i; for drafted tokens the layer's own output stands there.
+Also the variants with norms in other places, as written by `speculators`. The input at position i is token i + 1 and
+the target's states of token i, projected by `fc`; for draft tokens, the layer's own output takes the place of the
+latter.
 """
 
 from collections.abc import Mapping
@@ -19,9 +20,9 @@ from protos.layers import FeatureSpec
 
 
 class WideLayer(nn.Module):
-    """The first layer: its attention reads embedding and state side by side.
+    """The first layer, whose attention reads the concatenation of embedding and state.
 
-    Where *norm_before_residual*, the normed state goes around the attention and not the state itself.
+    With *norm_before_residual*, the residual is the normed state instead of the state.
     """
 
     def __init__(self, layers: Layers, *, norm_before_residual: bool) -> None:
@@ -37,17 +38,17 @@ class WideLayer(nn.Module):
         self._norm_before_residual = norm_before_residual
 
     def forward(self, embedded_1TH: torch.Tensor, states_1TH: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Return the states behind the layer, `[1, T, H]`."""
+        """Return the layer's output, `[1, T, H]`."""
         normed_1TH = self.hidden_norm(states_1TH)
         wide_1TW = torch.cat([self.input_layernorm(embedded_1TH), normed_1TH], -1)
         attended_1TH, _ = self.self_attn(wide_1TW, position_embeddings=rope, attention_mask=None)
         states_1TH = attended_1TH + (normed_1TH if self._norm_before_residual else states_1TH)
-        behind_1TH: torch.Tensor = states_1TH + self.mlp(self.post_attention_layernorm(states_1TH))
-        return behind_1TH
+        output_1TH: torch.Tensor = states_1TH + self.mlp(self.post_attention_layernorm(states_1TH))
+        return output_1TH
 
 
 class Eagle3Net(nn.Module):
-    """What the checkpoint holds, under its names."""
+    """The checkpoint's tensors, under its names."""
 
     def __init__(self, spec: format_of.Eagle3Spec, layers: Layers, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -68,33 +69,33 @@ class Eagle3Net(nn.Module):
 
 
 class Eagle3Module(nn.Module):
-    """See `protos.draft_module.Module`; its output are states before the last norm, `[1, T, H]`.
+    """See `protos.draft_module.Module`. Outputs states before the last norm, `[1, T, H]`.
 
     Args:
-        spec: the checkpoint's.
-        tensors: as `formats.eagle3.load` returns them; they are consumed.
-        parts: of the target.
+        spec: of the checkpoint.
+        tensors: of `formats.eagle3.load`; consumed.
+        weights: of draft and target.
     """
 
     shift = 1
-    most = MAX_SPECULATIVE_TOKENS
+    max_steps = MAX_SPECULATIVE_TOKENS
 
-    def __init__(self, spec: format_of.Eagle3Spec, tensors: dict[str, torch.Tensor], parts: DraftWeights) -> None:
+    def __init__(self, spec: format_of.Eagle3Spec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()
         ids_V = tensors.pop("target_ids", None)
-        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, parts)
+        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, weights)
         with torch.device("meta"):
             self.net: Any = Eagle3Net(spec, layers, tensors)
-        fill(self.net, tensors, parts)
-        self.rope = layers.rope(parts)
-        self.embed = self.net.embed_tokens if spec.has_embedding else parts.embedding()
-        self.head = self.net.lm_head if spec.has_head else parts.head()
-        self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(parts.device), spec.vocab_size)
+        fill(self.net, tensors, weights)
+        self.rope = layers.rope(weights)
+        self.embed = self.net.embed_tokens if spec.has_embedding else weights.embedding()
+        self.head = self.net.lm_head if spec.has_head else weights.head()
+        self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(weights.device), spec.vocab_size)
         self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
         self._spec = spec
 
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """Return `fc` of the target's states, `[T, H]`, normed before where the checkpoint says so."""
+        """Return the target's states projected by `fc`, `[T, H]`, normed before if the checkpoint has such norms."""
         if self._spec.fc_norm:
             chunks = features_TF.tensor_split(len(self.net.fc_norm), -1)
             features_TF = torch.cat([norm(chunk) for norm, chunk in zip(self.net.fc_norm, chunks, strict=True)], -1)
@@ -104,15 +105,15 @@ class Eagle3Module(nn.Module):
         return taken_TH
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TH: torch.Tensor) -> torch.Tensor:
-        """Return states behind the tokens, `[1, T, H]`."""
+        """Return the states of the tokens, `[1, T, H]`."""
         rope: Rope = self.rope(features_1TH, positions_1T)
         states_1TH = self.net.layers[0](self.embed(tokens_1T), features_1TH, rope)
         return through(self.net.layers[1:], states_1TH, rope)
 
-    def behind(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def predict(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `proposers.shared.autoregressive.AutoregressiveModule`.
 
-        States are fed back before the norm; after it with `norm_output`.
+        The states fed back are those before the norm; with `norm_output`, those after it.
         """
         normed_NH = self.net.norm(states_NH)
         return self.to_target(self.head(normed_NH)), normed_NH if self._spec.norm_output else states_NH
@@ -125,10 +126,10 @@ class Eagle3Proposer(AutoregressiveProposer):
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """The states at the depths that the checkpoint names, of every token."""
+        """Return the layers named by the checkpoint, for every token."""
         return FeatureSpec("all", format_of.features_of(draft, target))
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Eagle3Module:
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> Eagle3Module:
         """See `protos.draft_module.LearnedProposer`."""
-        return Eagle3Module(*stored(format_of, parts), parts)
+        return Eagle3Module(*stored(format_of, weights), weights)

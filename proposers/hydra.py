@@ -1,9 +1,9 @@
-"""Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, but each sees the tokens guessed before its own.
+"""Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, but each also reads the draft tokens before its own.
 
-Head i reads the target's state at t and the embeddings of tokens t + 1 ... t + 1 + i, and guesses the one at t + 2 + i:
-a first block, silu(W x + b) + R x + c, narrows all of that to one state; more blocks x + silu(W x + b) and an output
-follow. In the architecture `prefix-mlp` (Hydra++) a decoder layer with KV of its own runs over the target's states, and
-heads read what comes behind it instead.
+Head i reads the target's state at t and the embeddings of tokens t + 1 ... t + 1 + i, and predicts the one at t + 2 +
+i: a first block, silu(W x + b) + R x + c, reduces them to one state; more blocks x + silu(W x + b) and an output layer
+follow. In the architecture `prefix-mlp` (Hydra++), a decoder layer with its own KV runs over the target's states, and
+the heads read its output instead.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from protos.layers import FeatureSpec
 
 
 class Prefix(nn.Module):
-    """The layer in front of the heads."""
+    """The decoder layer before the heads."""
 
     def __init__(self, layers: Layers) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Prefix(nn.Module):
 
 
 class HydraNet(nn.Module):
-    """What the checkpoint holds, under its names."""
+    """The checkpoint's tensors, under its names."""
 
     def __init__(self, spec: checkpoint.HydraSpec, layers: Layers | None) -> None:
         super().__init__()
@@ -51,55 +51,55 @@ class HydraNet(nn.Module):
 
 
 class Hydra(HeadsModule):
-    """See `proposers.shared.heads.Heads`. What is handed on is everything a head reads, wider from head to head.
+    """See `proposers.shared.heads.Heads`. The states are everything a head reads, wider from head to head.
 
-    With a prefix, the entry of position i is made of the target's state at i alone, once the token behind it is known.
+    With a prefix, the input at position i is the target's state at i alone, fed once token i + 1 is known.
     """
 
-    def __init__(self, spec: checkpoint.HydraSpec, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
-        super().__init__(spec.num_heads, spec.vocab_size, parts.dtype)
+    def __init__(self, spec: checkpoint.HydraSpec, tensors: Mapping[str, torch.Tensor], weights: DraftWeights) -> None:
+        super().__init__(spec.num_heads, spec.vocab_size, weights.dtype)
         self.is_grounded = spec.grounded
-        layers = None if spec.prefix is None else Layers(spec.prefix, 1, spec.rope, spec.max_model_len, parts)
+        layers = None if spec.prefix is None else Layers(spec.prefix, 1, spec.rope, spec.max_model_len, weights)
         with torch.device("meta"):
             self.net = HydraNet(spec, layers)
-        fill(self.net, tensors, parts)
-        self.embed = parts.embedding() if spec.grounded else nn.Identity()
+        fill(self.net, tensors, weights)
+        self.embed = weights.embedding() if spec.grounded else nn.Identity()
         if layers is not None:
-            self.rope, self.layers = layers.rope(parts), layers.shapes
+            self.rope, self.layers = layers.rope(weights), layers.shapes
             self.shift, self.max_model_len = 1, spec.max_model_len
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TH: torch.Tensor) -> torch.Tensor:
-        """Return the states behind the prefix, `[1, T, H]`."""
+        """Return the prefix layer's output, `[1, T, H]`."""
         rope = self.rope(features_1TH, positions_1T)
         states_1TH: torch.Tensor = self.net.prefix.norm(through(self.net.prefix.layers, features_1TH, rope))
         return states_1TH
 
     def step(self, states_NS: torch.Tensor, tokens_N: torch.Tensor, head: int) -> torch.Tensor:
-        """Return the states with the tokens' embeddings behind them; as they are where heads see no tokens."""
+        """Append the tokens' embeddings to the states, if the heads read tokens."""
         return torch.cat([states_NS, self.embed(tokens_N)], 1) if self.is_grounded else states_NS
 
     def logits(self, states_NS: torch.Tensor, head: int) -> torch.Tensor:
-        """Return `[N, V]`."""
+        """Return fp32 logits, `[N, V]`."""
         logits_NV: torch.Tensor = self.net.heads[head](self.net.blocks[head](states_NS))
         return logits_NV.float()
 
 
 class HydraProposer(HeadsProposer):
-    """Drafts trees: the one that is given, else the one that is right most often by what heads usually achieve."""
+    """Drafts with Hydra heads: static trees by default, or chains."""
 
     method: ClassVar[str] = "hydra"
     decay: ClassVar[float] = 0.9
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """The state that the target's head reads: of every token where a prefix attends to them, else of the newest."""
+        """Return the state that the target's head reads: for every token with a prefix layer, else for the newest."""
         return FeatureSpec("all" if draft.get("hydra_head_arch") == checkpoint.PREFIX else "last")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Hydra:
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> Hydra:
         """See `protos.draft_module.LearnedProposer`."""
-        return Hydra(*stored(checkpoint, parts), parts)
+        return Hydra(*stored(checkpoint, weights), weights)
 
     def begin(self, rows: Seq[DraftRow]) -> torch.Tensor:
-        """Return what comes behind the prefix where there is one."""
+        """Return the prefix layer's output, if there is one, else the target's states."""
         return self.runner.catch_up(rows) if self.module.layers else super().begin(rows)

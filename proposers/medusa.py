@@ -1,8 +1,9 @@
-"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads that each guess a token further ahead, all from one state.
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads that each predict a token further ahead, all from one state.
 
-The target's own head says the token at t + 1 by its state at t; head i, from the same state, the one at t + 2 + i. A
-head is a few blocks x + silu(W x + b), and an output of its own, one for all heads, or (Medusa-2 as TGI serves it) the
-target's. Guesses do not know of each other, so a tree of them is worth more than a chain.
+The target's own head predicts the token at t + 1 from its state at t; head i, from the same state, the one at t + 2 +
+i. A head is a few blocks x + silu(W x + b) and an output layer: its own, one shared by all heads, or the target's
+(Medusa-2 as served by TGI). The predictions are independent of each other, so trees are accepted more often than
+chains.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ Output = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MedusaNet(nn.Module):
-    """What the checkpoint holds, under its names."""
+    """The checkpoint's tensors, under its names."""
 
     def __init__(self, spec: checkpoint.MedusaSpec) -> None:
         super().__init__()
@@ -41,46 +42,46 @@ def _output(spec: checkpoint.MedusaSpec) -> nn.Linear:
 
 
 class Medusa(HeadsModule):
-    """See `proposers.shared.heads.Heads`. What all heads read is the target's state."""
+    """See `proposers.shared.heads.Heads`. All heads read the target's state."""
 
     is_grounded = False
 
-    def __init__(self, spec: checkpoint.MedusaSpec, tensors: dict[str, torch.Tensor], parts: DraftWeights) -> None:
-        super().__init__(spec.num_heads, spec.vocab_size, parts.dtype)
+    def __init__(self, spec: checkpoint.MedusaSpec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
+        super().__init__(spec.num_heads, spec.vocab_size, weights.dtype)
         ids_V = tensors.pop("target_ids", None)
-        self.vocabulary = TargetVocabulary(None if ids_V is None else ids_V.to(parts.device), spec.vocab_size)
+        self.vocabulary = TargetVocabulary(None if ids_V is None else ids_V.to(weights.device), spec.vocab_size)
         with torch.device("meta"):
             self.net = MedusaNet(spec)
-        fill(self.net, tensors, parts)
-        self.outputs: list[Output] = self._outputs(spec, parts)
+        fill(self.net, tensors, weights)
+        self.outputs: list[Output] = self._outputs(spec, weights)
 
-    def _outputs(self, spec: checkpoint.MedusaSpec, parts: DraftWeights) -> list[Output]:
-        """Return what turns each head's states into logits."""
+    def _outputs(self, spec: checkpoint.MedusaSpec, weights: DraftWeights) -> list[Output]:
+        """Return the output layer of each head."""
         if spec.output == "own":
             return [*self.net.heads]
-        return [self.net.head if spec.output == "shared" else parts.head()] * spec.num_heads
+        return [self.net.head if spec.output == "shared" else weights.head()] * spec.num_heads
 
     def step(self, states_NS: torch.Tensor, tokens_N: torch.Tensor, head: int) -> torch.Tensor:
-        """Return the states as they are: heads do not know what was guessed."""
+        """Return the states unchanged: heads do not read draft tokens."""
         return states_NS
 
     def logits(self, states_NS: torch.Tensor, head: int) -> torch.Tensor:
-        """Return `[N, V]`."""
+        """Return fp32 logits, `[N, V]`."""
         return self.vocabulary(self.outputs[head](self.net.blocks[head](states_NS)))
 
 
 class MedusaProposer(HeadsProposer):
-    """Drafts trees: the one that is given, else the one that is right most often by what heads usually achieve."""
+    """Drafts with Medusa heads: static trees by default, or chains."""
 
     method: ClassVar[str] = "medusa"
     decay: ClassVar[float] = 0.8
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """The state that the target's head reads, of the newest token."""
+        """Return the state that the target's head reads, for the newest token."""
         return FeatureSpec("last")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Medusa:
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> Medusa:
         """See `protos.draft_module.LearnedProposer`."""
-        return Medusa(*stored(checkpoint, parts), parts)
+        return Medusa(*stored(checkpoint, weights), weights)

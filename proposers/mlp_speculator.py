@@ -1,8 +1,8 @@
-"""IBM's MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): a head mixes the state before it with a token.
+"""IBM's MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): each head combines the state with a draft token.
 
-s_0 is the target's state; head i makes s_(i+1) = gelu(norm_i(proj_i(s_i) w_s + emb_i(token) w_e)) and guesses by
-head_i(s_(i+1)). The two weights keep the state's variance over the number of heads that were trained, so they follow
-from the checkpoint, however many tokens are asked for.
+s_0 is the target's state; head i computes s_(i+1) = gelu(norm_i(proj_i(s_i) w_s + emb_i(token) w_e)) and the logits
+head_i(s_(i+1)). w_s and w_e preserve the state's variance over the number of trained heads, so they depend on the
+checkpoint, not on the number of tokens drafted.
 """
 
 import math
@@ -24,7 +24,7 @@ EPSILON = 1e-6
 
 
 class Norm(nn.Module):
-    """Divides by the root of the mean square, scales and shifts."""
+    """RMS norm with a bias."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -51,44 +51,44 @@ class MLPSpeculator(HeadsModule):
         self.proj = nn.ModuleList([nn.Linear(spec.width, spec.inner, bias=False), *later])
 
     def begin(self, features_RX: torch.Tensor) -> torch.Tensor:
-        """Return the target's states, `[R, H]`; normalised and divided by the root of two if it was trained so."""
+        """Return the target's states, `[R, H]`; with `scale_input`, normed and divided by the square root of two."""
         if not self.scale_input:
             return features_RX
         return F.rms_norm(features_RX, features_RX.shape[-1:], eps=EPSILON) / math.sqrt(2)
 
     def step(self, states_NS: torch.Tensor, tokens_N: torch.Tensor, head: int) -> torch.Tensor:
-        """Return `[N, inner]`."""
+        """Return the next states, `[N, inner]`."""
         mixed_NS = self.proj[head](states_NS) * self.state_weight + self.emb[head](tokens_N) * self.token_weight
         return F.gelu(self.ln[head](mixed_NS))
 
     def logits(self, states_NS: torch.Tensor, head: int) -> torch.Tensor:
-        """Return `[N, V]`."""
+        """Return fp32 logits, `[N, V]`."""
         logits_NV: torch.Tensor = self.head[head](states_NS)
         return logits_NV.float()
 
 
 def _several(count: int, is_tied: bool, make: Callable[[], nn.Module]) -> nn.ModuleList:
-    """Return *count* modules; tied ones are one module under several numbers."""
+    """Return *count* modules; if tied, the same module repeated."""
     return nn.ModuleList([make()] * count if is_tied else [make() for _ in range(count)])
 
 
 class MLPSpeculatorProposer(HeadsProposer):
-    """Drafts chains of at most as many tokens as there are heads; trees where they are asked for."""
+    """Drafts with an MLP speculator: chains by default, or static trees."""
 
     method: ClassVar[str] = "mlp_speculator"
-    usual: ClassVar[Literal["chain", "tree"]] = "chain"
+    default_shape: ClassVar[Literal["chain", "tree"]] = "chain"
     decay: ClassVar[float] = 0.9
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """The state that the target's head reads, of the newest token."""
+        """Return the state that the target's head reads, for the newest token."""
         return FeatureSpec("last")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> MLPSpeculator:
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> MLPSpeculator:
         """See `protos.draft_module.LearnedProposer`."""
-        spec, tensors = stored(checkpoint, parts)
+        spec, tensors = stored(checkpoint, weights)
         with torch.device("meta"):
-            module = MLPSpeculator(spec, parts.dtype)
-        fill(module, tensors, parts)
+            module = MLPSpeculator(spec, weights.dtype)
+        fill(module, tensors, weights)
         return module

@@ -1,7 +1,7 @@
-"""Multi-token prediction: layers that the target was trained with and that guess what lies further ahead.
+"""Multi-token prediction: extra layers, trained with the target, that predict tokens further ahead.
 
-DeepSeek-V3 (arXiv 2412.19437), GLM-4.5, MiMo, Qwen3-Next. They live in the target's checkpoint, and are decoder layers
-of its own kind. The entry of position i is made of token i + 1 and the target's state of token i.
+DeepSeek-V3 (arXiv 2412.19437), GLM-4.5, MiMo, Qwen3-Next. They are part of the target's checkpoint, and are decoder
+layers of the same kind. The input at position i is token i + 1 and the target's state of token i.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ ADDS_ONE = (".embed_norm.weight", ".state_norm.weight", ".norm.weight")
 
 
 class MtpLayer(nn.Module):
-    """A decoder layer of the target's kind, and what leads into it and out of it."""
+    """A decoder layer of the target's kind, with its input projection, norms and head."""
 
     def __init__(self, spec: format_of.MtpSpec, block: Any) -> None:
         super().__init__()
@@ -44,16 +44,16 @@ class MtpLayer(nn.Module):
     def forward(
         self, embedded_1TH: torch.Tensor, states_1TH: torch.Tensor, blank_1T: torch.Tensor, rope: Rope
     ) -> torch.Tensor:
-        """Return states before the last norm, `[1, T, H]`; embeddings are zero where they are to be *blank*."""
+        """Return states before the last norm, `[1, T, H]`. Embeddings are zeroed where *blank_1T*."""
         embedded_1TH = self.embed_norm(embedded_1TH.masked_fill(blank_1T.unsqueeze(-1), 0.0))
         both = (self.state_norm(states_1TH), embedded_1TH)
         read_1TH = self.proj(torch.cat(both if self._spec.state_first else both[::-1], -1))
-        behind_1TH: torch.Tensor = self.block(read_1TH, attention_mask=None, position_embeddings=rope)
-        return behind_1TH
+        output_1TH: torch.Tensor = self.block(read_1TH, attention_mask=None, position_embeddings=rope)
+        return output_1TH
 
 
 class MtpNet(nn.Module):
-    """What the checkpoint holds, under its names; `layer_idx` of the *blocks* count from 0."""
+    """The checkpoint's tensors, under its names. `layer_idx` of the *blocks* count from 0."""
 
     def __init__(self, spec: format_of.MtpSpec, blocks: Seq[Any]) -> None:
         super().__init__()
@@ -63,44 +63,44 @@ class MtpNet(nn.Module):
 
 
 class MtpModule(nn.Module):
-    """See `protos.draft_module.Module`; its output are the states of all its n layers, `[1, T, n * H]`.
+    """See `protos.draft_module.Module`. Outputs the states of all its n layers, `[1, T, n * H]`.
 
-    Every layer is fed every entry, so that each knows the whole text when its turn comes: guess k is that of layer k
+    Every layer is fed every token, so that each has the KV of the whole text: draft token k is predicted by layer k
     modulo n.
     """
 
     shift = 1
 
-    def __init__(self, spec: format_of.MtpSpec, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
+    def __init__(self, spec: format_of.MtpSpec, tensors: Mapping[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()
-        config = model_config(format_of.FORMAT, speculators.flattened(parts.config), **_shortest(parts.config))
-        models = [_empty_model(config, parts) for _ in range(spec.num_layers)]
+        config = model_config(format_of.FORMAT, speculators.flattened(weights.config), **_shortest(weights.config))
+        models = [_empty_model(config, weights) for _ in range(spec.num_layers)]
         with torch.device("meta"):
             self.net: Any = MtpNet(spec, [model.base_model.layers[-1] for model in models])
-        plain = {name: tensor + 1 if spec.one_plus and _is_glue(name) else tensor for name, tensor in tensors.items()}
-        fill(self.net, plain, parts)
-        compute_buffers(models[0], parts.device)
+        plain = {name: tensor + 1 if spec.one_plus and _is_norm(name) else tensor for name, tensor in tensors.items()}
+        fill(self.net, plain, weights)
+        compute_buffers(models[0], weights.device)
         self.rope = models[0].base_model.rotary_emb
-        self._embedding = None if spec.own_embedding else parts.embedding()
-        self._head = None if spec.own_head else parts.head()
+        self._embedding = None if spec.own_embedding else weights.embedding()
+        self._head = None if spec.own_head else weights.head()
         self.layers = (layer_shape(config),) * spec.num_layers
         self.max_model_len, self.vocab_size = int(config.max_position_embeddings), spec.vocab_size
-        self.most = 1 if spec.one_step else MAX_SPECULATIVE_TOKENS
+        self.max_steps = 1 if spec.one_step else MAX_SPECULATIVE_TOKENS
         self._spec = spec
 
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """Return them as they are."""
+        """Return the features unchanged."""
         return features_TF
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TH: torch.Tensor) -> torch.Tensor:
-        """Return what comes behind the tokens in each layer, side by side, `[1, T, n * H]`."""
+        """Return the outputs of all layers, concatenated, `[1, T, n * H]`."""
         rope: Rope = self.rope(features_1TH, positions_1T)
         blank_1T = (positions_1T == 0) & self._spec.blanks_first
         return torch.cat(
             [layer(self._embed(layer, tokens_1T), features_1TH, blank_1T, rope) for layer in self.net.layers], -1
         )
 
-    def behind(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def predict(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `proposers.shared.autoregressive.AutoregressiveModule`."""
         index = step % self._spec.num_layers
         states_NH = states_NX.tensor_split(self._spec.num_layers, -1)[index]
@@ -122,31 +122,31 @@ class MtpProposer(AutoregressiveProposer):
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """The state that the target's head reads, of every token."""
+        """Return the state that the target's head reads, for every token."""
         return FeatureSpec("all")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> MtpModule:
-        """See `protos.draft_module.LearnedProposer`. Of the checkpoint, only the heads are read."""
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> MtpModule:
+        """See `protos.draft_module.LearnedProposer`. Only the MTP layers of the checkpoint are read."""
         tensors = {
             prefix + name: tensor
-            for prefix in format_of.prefixes(parts.config)
-            for name, tensor in parts.tensors(prefix).items()
+            for prefix in format_of.prefixes(weights.config)
+            for name, tensor in weights.tensors(prefix).items()
         }
-        spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
-        return MtpModule(spec, format_of.load(spec, tensors), parts)
+        spec = format_of.read(weights.config, weights.target_config, shapes_of(tensors))
+        return MtpModule(spec, format_of.load(spec, tensors), weights)
 
 
 def _shortest(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes to a model's config that leave as few layers as there can be with one of its last kind."""
+    """Return config changes for the fewest layers that include one of the last layer's kind."""
     few = int(speculators.flattened(config).get("first_k_dense_replace") or 0) + 1
     return {"num_hidden_layers": few, "layer_types": ["full_attention"] * few}
 
 
-def _empty_model(config: Any, parts: DraftWeights) -> Any:
+def _empty_model(config: Any, weights: DraftWeights) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=parts.attention)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=weights.attention)
 
 
-def _is_glue(name: str) -> bool:
+def _is_norm(name: str) -> bool:
     return ".block." not in name and name.endswith(ADDS_ONE)

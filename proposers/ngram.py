@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed these n tokens the last time is likely to follow them again.
+"""Prompt lookup: draft the tokens that followed the last n tokens at their previous occurrence.
 
-Saxena 2023, "Prompt Lookup Decoding"; vLLM's `ngram` with `prompt_lookup_min` and `prompt_lookup_max`. A request that
-brings a prediction of its answer (OpenAI's `prediction`) is looked up in that first.
+Saxena 2023, "Prompt Lookup Decoding"; vLLM's `ngram` with `prompt_lookup_min` and `prompt_lookup_max`. If the request
+has a prediction of its answer (OpenAI's `prediction`), that is searched first.
 """
 
 from typing import ClassVar, Self
@@ -14,10 +14,7 @@ from protos.draft_module import DraftRunner
 
 
 class NgramProposer(SequenceIndex):
-    """Looks the last n tokens up in the sequence itself, longest n first, most recent match first.
-
-    A guess is confident, in a cascade, where there is a match of at least the minimum length.
-    """
+    """Searches the sequence for its last n tokens, longest n first, most recent match first."""
 
     on_worker: ClassVar[bool] = False
 
@@ -31,14 +28,14 @@ class NgramProposer(SequenceIndex):
         return cls(config.prompt_lookup_min, config.prompt_lookup_max)
 
     def index(self) -> Places:
-        """See `SequenceIndex`. One size of gram for each n: no match need be lengthened."""
+        """See `SequenceIndex`. Has one n-gram size for each n, so that no match must be extended."""
         return Places(range(self.max_n, self.min_n - 1, -1), self.max_n, most=1)
 
-    def guess(self, row: DraftRow, followed: IndexedSequence) -> Draft:
-        """Return the tokens that followed the match, at most `row.k`; none without a match."""
-        tokens = followed.tokens
-        predicted = followed.predicted(row.k)
-        if predicted or not followed.is_indexed:
+    def draft(self, row: DraftRow, sequence: IndexedSequence) -> Draft:
+        """Return the tokens after the match, at most `row.k`; none without a match."""
+        tokens = sequence.tokens
+        predicted = sequence.predicted(row.k)
+        if predicted or not sequence.is_indexed:
             return Draft(tuple(predicted))
-        ends = followed.places.longest(tokens, tokens[-self.max_n :]).ends
+        ends = sequence.places.longest(tokens, tokens[-self.max_n :]).ends
         return Draft(tuple(tokens[ends[0] : ends[0] + row.k])) if ends else Draft(())

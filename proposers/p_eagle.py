@@ -1,7 +1,7 @@
-"""P-EAGLE: an EAGLE-3 head that guesses all tokens in one forward.
+"""P-EAGLE: an EAGLE-3 head that predicts all draft tokens in one forward.
 
-The first guess is EAGLE-3's. Each of the others has a place of its own, made of a mask token and of what `fc` makes of
-a learned state where the target's would be.
+The first draft token is EAGLE-3's. The input for each of the others is a mask token and a learned state, projected by
+`fc`, in place of the target's.
 """
 
 from typing import ClassVar
@@ -23,20 +23,20 @@ class ParallelEagleModule(Eagle3Module):
     sees_all = False
 
     def __init__(
-        self, spec: format_of.ParallelEagleSpec, tensors: dict[str, torch.Tensor], parts: DraftWeights
+        self, spec: format_of.ParallelEagleSpec, tensors: dict[str, torch.Tensor], weights: DraftWeights
     ) -> None:
-        mask_F = tensors.pop("mask_hidden").to(parts.device, parts.dtype)
-        super().__init__(spec, tensors, parts)
+        mask_F = tensors.pop("mask_hidden").to(weights.device, weights.dtype)
+        super().__init__(spec, tensors, weights)
         self.mask_token_id = spec.mask_token_id
         self._masked_H = self.take_in(mask_F)
 
-    def beside(self, count: int) -> torch.Tensor:
-        """Return the learned state, behind `fc`, once for each place."""
+    def mask_features(self, count: int) -> torch.Tensor:
+        """Return the learned state, projected by `fc`, for each position."""
         return self._masked_H.expand(count, -1)
 
     def logits(self, states_NH: torch.Tensor) -> torch.Tensor:
-        """Return what the head says of states before the last norm, fp32 `[N, V]`."""
-        return self.behind(states_NH, 0)[0]
+        """Return fp32 logits `[N, V]` for states before the last norm."""
+        return self.predict(states_NH, 0)[0]
 
 
 class ParallelEagleProposer(ParallelProposer):
@@ -46,6 +46,6 @@ class ParallelEagleProposer(ParallelProposer):
     features_of = Eagle3Proposer.features_of
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> ParallelEagleModule:
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> ParallelEagleModule:
         """See `protos.draft_module.LearnedProposer`."""
-        return ParallelEagleModule(*stored(format_of, parts), parts)
+        return ParallelEagleModule(*stored(format_of, weights), weights)

@@ -1,6 +1,6 @@
-"""PARD: a small language model that guesses at several masks at once (An et al. 2025, arXiv 2504.18583).
+"""PARD: a small language model that predicts several masked tokens at once (An et al. 2025, arXiv 2504.18583).
 
-It knows nothing of the target: one serves a whole family. Its input is the text, and masks behind it.
+It is independent of the target: one model serves a whole family. Its input is the text followed by mask tokens.
 """
 
 from collections.abc import Mapping
@@ -24,29 +24,29 @@ class PardModule(nn.Module):
 
     shift = 0
     lead = -1
-    most = MAX_SPECULATIVE_TOKENS
+    max_tokens = MAX_SPECULATIVE_TOKENS
     sees_all = False
 
-    def __init__(self, spec: format_of.PardSpec, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
+    def __init__(self, spec: format_of.PardSpec, tensors: Mapping[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()
-        config = model_config(format_of.FORMAT, parts.config)
+        config = model_config(format_of.FORMAT, weights.config)
         with torch.device("meta"):
-            self.model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=parts.attention)
-        compute_buffers(self.model, parts.device)
-        fill(self.model, tensors, parts)
+            self.model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=weights.attention)
+        compute_buffers(self.model, weights.device)
+        fill(self.model, tensors, weights)
         self.layers = (layer_shape(config),) * config.num_hidden_layers
         self.max_model_len, self.vocab_size = spec.max_model_len, spec.vocab_size
         self.mask_token_id = spec.mask_token_id
 
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """Return them as they are; there are none."""
+        """Return the features unchanged; there are none."""
         return features_TF
 
-    def beside(self, count: int) -> None:
-        """Nothing is fed beside masks."""
+    def mask_features(self, count: int) -> None:
+        """Return None: masks are fed without features."""
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TF: None = None) -> torch.Tensor:
-        """Return the model's states behind the tokens, `[1, T, H]`."""
+        """Return the model's last states, `[1, T, H]`."""
         states_1TH: torch.Tensor = self.model.base_model(
             input_ids=tokens_1T,
             position_ids=positions_1T,
@@ -55,7 +55,7 @@ class PardModule(nn.Module):
         return states_1TH
 
     def logits(self, states_NH: torch.Tensor) -> torch.Tensor:
-        """Return what the model's own head says, fp32 `[N, Vd]`."""
+        """Return fp32 logits of the model's own head, `[N, Vd]`."""
         logits_NV: torch.Tensor = self.model.get_output_embeddings()(states_NH)
         return logits_NV.float()
 
@@ -67,10 +67,10 @@ class PardProposer(ParallelProposer):
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """Nothing: it reads tokens alone."""
+        """Return no features: the model reads tokens only."""
         return FeatureSpec()
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> PardModule:
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> PardModule:
         """See `protos.draft_module.LearnedProposer`."""
-        return PardModule(*stored(format_of, parts), parts)
+        return PardModule(*stored(format_of, weights), weights)

@@ -1,8 +1,8 @@
 """ReDrafter (Cheng et al. 2024, arXiv 2403.09919): one recurrent head, drafting by beam search.
 
-s_0 = 0, and a token makes s' = silu(W emb(token) + U s + b), or emb(token) + s; the next token is guessed from the
-target's state and s' together, by a few blocks x + silu(W x + b) and an output, whose 50 best ids alone are left. Beams
-share their beginnings, so that all that were ever beams make a tree, of which the likeliest nodes are drafted.
+s_0 = 0, and a token updates s' = silu(W emb(token) + U s + b), or emb(token) + s. The next token is predicted from the
+target's state and s' by a few blocks x + silu(W x + b) and an output layer, of which only the 50 best ids are kept.
+Beams share prefixes, so the nodes of all beams form a tree, of which the most likely nodes are drafted.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from torch import nn
 
 from proposers.formats import recurrent as checkpoint
 from proposers.shared.decoder import fill, stored
-from proposers.shared.dynamic_tree import Nodes
+from proposers.shared.dynamic_tree import TreeNodes
 from proposers.shared.heads import Block, HeadsModule, HeadsProposer
 from proposers.shared.static_tree import StaticTree
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -23,14 +23,14 @@ from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner, DraftWeights
 from protos.layers import FeatureSpec
 
-KEPT = 50
-"""Ids that stay possible behind a beam."""
+TOP_K = 50
+"""Ids that may extend a beam."""
 WIDTH, LENGTH = 10, 4
-"""Beams, and tokens of a beam, where nothing is said: as published."""
+"""Default number of beams and their length, as published."""
 
 
 class RecurrentNet(nn.Module):
-    """What the checkpoint holds, under its names."""
+    """The checkpoint's tensors, under its names."""
 
     def __init__(self, spec: checkpoint.RecurrentSpec) -> None:
         super().__init__()
@@ -44,21 +44,21 @@ class RecurrentNet(nn.Module):
 
 
 class Recurrent(HeadsModule):
-    """See `proposers.shared.heads.Heads`. The carried state is the target's and the recurrent one, `[N, 2H]`.
+    """See `proposers.shared.heads.Heads`. The states are the target's and the recurrent one, `[N, 2H]`.
 
-    The one head serves any number of steps.
+    The same head is used at every step.
     """
 
-    def __init__(self, spec: checkpoint.RecurrentSpec, net: RecurrentNet, parts: DraftWeights) -> None:
-        super().__init__(MAX_SPECULATIVE_TOKENS, spec.vocab_size, parts.dtype)
-        self.net, self.spec, self.embed = net, spec, parts.embedding()
+    def __init__(self, spec: checkpoint.RecurrentSpec, net: RecurrentNet, weights: DraftWeights) -> None:
+        super().__init__(MAX_SPECULATIVE_TOKENS, spec.vocab_size, weights.dtype)
+        self.net, self.spec, self.embed = net, spec, weights.embedding()
 
     def begin(self, features_RX: torch.Tensor) -> torch.Tensor:
-        """Return the target's states, and zeros beside them."""
+        """Return the target's states, with zeros for the recurrent ones."""
         return torch.cat([features_RX, torch.zeros_like(features_RX)], 1)
 
     def step(self, states_NS: torch.Tensor, tokens_N: torch.Tensor, head: int) -> torch.Tensor:
-        """Return them with the recurrent state behind the tokens."""
+        """Return the states with the recurrent ones updated by the tokens."""
         context_NH, state_NH = states_NS.chunk(2, 1)
         token_NH = self.embed(tokens_N)
         if self.spec.is_rnn:
@@ -66,21 +66,21 @@ class Recurrent(HeadsModule):
         return torch.cat([context_NH, token_NH + state_NH], 1)
 
     def logits(self, states_NS: torch.Tensor, head: int) -> torch.Tensor:
-        """Return `[N, V]`, -inf but for the `KEPT` best."""
+        """Return fp32 logits `[N, V]`, -inf except for the `TOP_K` best."""
         read_NE = self.net.input_proj(states_NS) if self.spec.has_input else states_NS
         logits_NV: torch.Tensor = self.net.head(self.net.blocks(read_NE)).float()
-        least_N1 = logits_NV.topk(min(KEPT, logits_NV.shape[1]), 1).values[:, -1:]
+        least_N1 = logits_NV.topk(min(TOP_K, logits_NV.shape[1]), 1).values[:, -1:]
         return logits_NV.masked_fill(logits_NV < least_N1, -torch.inf)
 
 
 class RecurrentProposer(HeadsProposer):
-    """Drafts the likeliest nodes of W beams; a chain, or a tree whose shape is given.
+    """Drafts by beam search with W beams, or chains or static trees without it.
 
     Args:
-        runner: of a `Recurrent`.
-        tree: the shape of what is not drafted by beams.
-        width: W; 0 where *tree* says what to draft.
-        length: tokens of a beam.
+        runner: runs a `Recurrent` module.
+        tree: the shape without beam search.
+        width: W; 0 to draft *tree*.
+        length: tokens per beam.
     """
 
     method: ClassVar[str] = "recurrent"
@@ -92,7 +92,7 @@ class RecurrentProposer(HeadsProposer):
 
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
-        """See `protos.draft_module.LearnedProposer`: beams, unless a chain or a tree is asked for."""
+        """See `protos.draft_module.LearnedProposer`: beam search, unless the config has a chain or a static tree."""
         proposer = super().create(config, runner)
         beams = config.draft_shape != "chain" and not config.speculative_token_tree
         width = config.eagle_topk if config.eagle_topk > 1 else WIDTH
@@ -100,17 +100,17 @@ class RecurrentProposer(HeadsProposer):
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """The state that the target's head reads, of the newest token."""
+        """Return the state that the target's head reads, for the newest token."""
         return FeatureSpec("last")
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Recurrent:
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> Recurrent:
         """See `protos.draft_module.LearnedProposer`."""
-        spec, tensors = stored(checkpoint, parts)
+        spec, tensors = stored(checkpoint, weights)
         with torch.device("meta"):
             net = RecurrentNet(spec)
-        fill(net, tensors, parts)
-        return Recurrent(spec, net, parts)
+        fill(net, tensors, weights)
+        return Recurrent(spec, net, weights)
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a draft of at most `row.k` nodes for each row."""
@@ -119,17 +119,17 @@ class RecurrentProposer(HeadsProposer):
     def _beams(self, rows: Seq[DraftRow]) -> list[Draft]:
         beams = RecurrentBeams(self.runner, rows, self.width)
         for depth in range(min(self.length, max(row.k for row in rows))):
-            beams.grow(depth)
+            beams.extend(depth)
         return beams.nodes.best(rows)
 
 
 class RecurrentBeams:
-    """Beam search in all rows of a round at once. Beams of one row are never the same, so each step of one is a node.
+    """Beam search for all rows of a round at once. Beams of a row are distinct, so each step of a beam is a node.
 
     Args:
-        runner: of a `Recurrent`.
+        runner: runs a `Recurrent` module.
         rows: R of them.
-        width: beams in each.
+        width: beams per row.
     """
 
     def __init__(self, runner: DraftRunner, rows: Seq[DraftRow], width: int) -> None:
@@ -139,11 +139,11 @@ class RecurrentBeams:
         self.states_RWS = self.module.begin(runner.features(rows))[:, None]
         self.places_RW = torch.full_like(self.tokens_RW, -1)  # among the nodes
         self.scores_RW = torch.zeros_like(self.tokens_RW, dtype=torch.float32)
-        nothing = self.tokens_RW[:, :0]
-        self.nodes = Nodes(nothing, nothing, self.scores_RW[:, :0])
+        no_nodes = self.tokens_RW[:, :0]
+        self.nodes = TreeNodes(no_nodes, no_nodes, self.scores_RW[:, :0])
 
-    def grow(self, depth: int) -> None:
-        """Go on from each beam to its best tokens, and keep the best of all."""
+    def extend(self, depth: int) -> None:
+        """Extend each beam by its best tokens, and keep the best beams."""
         count, width = self.tokens_RW.shape
         states_NS = self.module.step(self.states_RWS.flatten(0, 1), self.tokens_RW.flatten(), depth)
         row_N = torch.arange(count, device=states_NS.device).repeat_interleave(width)
@@ -158,9 +158,9 @@ class RecurrentBeams:
         )
         scores_RWC = scores_NC.view(count, width, -1) + self.scores_RW[:, :, None]
         self.scores_RW, best_RW = scores_RWC.flatten(1).topk(min(self.width, scores_RWC[0].numel()), 1)
-        froms_RW = best_RW // scores_RWC.shape[2]
+        sources_RW = best_RW // scores_RWC.shape[2]
         self.tokens_RW = tokens_NC.view(count, -1).gather(1, best_RW)
-        self.states_RWS = states_NS.view(count, width, -1)[torch.arange(count)[:, None], froms_RW]
+        self.states_RWS = states_NS.view(count, width, -1)[torch.arange(count)[:, None], sources_RW]
         first = self.nodes.tokens_RM.shape[1]
-        self.nodes.add(self.tokens_RW, self.places_RW.gather(1, froms_RW), self.scores_RW)
+        self.nodes.add(self.tokens_RW, self.places_RW.gather(1, sources_RW), self.scores_RW)
         self.places_RW = torch.arange(first, first + best_RW.shape[1], device=best_RW.device).expand_as(best_RW)

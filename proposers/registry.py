@@ -1,6 +1,6 @@
-"""Name -> proposer. Adding one is a file beside this and a line below; its module loads on first use.
+"""Maps method names to proposer classes, whose modules are imported on first use. A new method needs a line here.
 
-A user's own class goes by its import path, `package.module:Class`, in place of a name.
+A user's own class is given by its import path, `package.module:Class`, instead of a name.
 """
 
 from collections.abc import Iterable
@@ -33,14 +33,14 @@ _PROPOSERS: dict[str, str] = {
 
 
 _LANGUAGE_MODELS = frozenset({"draft_model"})
-"""Methods that draft with a whole model, which the worker loads as it loads targets."""
+"""Methods that draft with a whole model, which the worker loads like a target."""
 
 _METHODS = ("create", "propose")
 _LEARNED_METHODS = ("features_of", "build")
 
 
 def names() -> tuple[str, ...]:
-    """Return the methods that can be asked for, in alphabetical order."""
+    """Return the available methods, in alphabetical order."""
     return tuple(sorted(_PROPOSERS))
 
 
@@ -48,7 +48,7 @@ def load(method: str) -> type[Proposer]:
     """Import and return the class of *method*, a name or an import path.
 
     Raises:
-        ConfigError: names the methods there are, or says why the path leads to no proposer.
+        ConfigError: names the available methods, or why the path is not a proposer.
     """
     if is_import_path(method):
         return _own(method)
@@ -77,14 +77,14 @@ def _own(path: str) -> type[Proposer]:
     lacking = list(_lacking(found))
     if lacking:
         raise ConfigError(
-            f"speculative method {path!r} is no proposer: it lacks {', '.join(lacking)}; see "
+            f"speculative method {path!r} is not a proposer: it lacks {', '.join(lacking)}; see "
             "protos.interfaces.Proposer, and protos.draft_module.LearnedProposer for those with a module"
         )
     return cast(type[Proposer], found)
 
 
 def _lacking(found: Any) -> Iterable[str]:
-    """Yield what *found* would have to have to be a proposer's class."""
+    """Yield what *found* lacks to be a proposer class."""
     if not isinstance(found, type):
         yield "being a class"
     on_worker = getattr(found, "on_worker", None)
@@ -96,40 +96,40 @@ def _lacking(found: Any) -> Iterable[str]:
 
 
 def learned(config: SpeculativeConfig) -> type[LearnedProposer] | None:
-    """Return the class on the draft worker that has a module of its own; None where there is none."""
+    """Return the proposer class with a module of its own that runs on the draft worker; None if there is none."""
     method = worker_method(config)
     return None if method is None or method in _LANGUAGE_MODELS else cast(type[LearnedProposer], load(method))
 
 
 def create(config: SpeculativeConfig, runner: DraftRunner) -> Proposer:
-    """Return the proposer of the draft worker, for the runner of its module."""
+    """Return the proposer on the draft worker, whose module *runner* runs."""
     method = worker_method(config)
     if method is None:
-        raise ConfigError(f"speculative method {config.method!r} has no part on a draft worker")
+        raise ConfigError(f"speculative method {config.method!r} does not run on a draft worker")
     return load(method).create(config, runner)
 
 
-def beside_controller(config: SpeculativeConfig) -> list[Proposer]:
-    """Return the proposers that run beside the controller, in the order in which they are asked; maybe none."""
+def controller_proposers(config: SpeculativeConfig) -> list[Proposer]:
+    """Return the proposers that run in the controller process, in cascade order; maybe none."""
     return [load(method).create(config, None) for method in config.methods if not load(method).on_worker]
 
 
 def worker_method(config: SpeculativeConfig) -> str | None:
-    """Return the method that runs on the draft worker, None where none does.
+    """Return the method that runs on the draft worker, None if none does.
 
     Raises:
-        ConfigError: there are several, or others come behind it and would never be asked.
+        ConfigError: there are several, or others follow it and would never be used.
     """
     cascade = config.methods
     learned = [method for method in cascade if load(method).on_worker]
     if len(learned) > 1:
         raise ConfigError(
             f"of the methods {', '.join(cascade)}, {len(learned)} run on the draft worker "
-            f"({', '.join(learned)}), where one can; name one of them"
+            f"({', '.join(learned)}), which has room for one; name one of them"
         )
     if learned and cascade[-1] != learned[0]:
         raise ConfigError(
-            f"of the methods {', '.join(cascade)}, those behind {learned[0]!r} would never be asked: "
-            "it always has a guess; put it last"
+            f"of the methods {', '.join(cascade)}, those after {learned[0]!r} would never be used: "
+            "it always has a draft; put it last"
         )
     return learned[0] if learned else None

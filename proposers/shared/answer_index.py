@@ -1,9 +1,8 @@
-"""Finished outputs in a ring of bounded size, and where in them what was said last stands. numpy, all rows at once.
+"""The suffix cache: finished outputs in a ring buffer of bounded size, indexed by n-grams. numpy, all rows at once.
 
-Every place of every text is linked, for n-grams of several sizes, to the place before it with the same hash (and the
-same tenant's): a chain from the most recent place back, as in compressors of the Lempel-Ziv kind. Nothing is ever
-unlinked: what a chain leads to is looked at before it is believed, so links into texts that were evicted or written
-over cost a look and no more.
+For n-grams of several sizes, every place of every text is linked to the previous place with the same hash (and of the
+same tenant): a hash chain from the most recent place back, as in Lempel-Ziv compressors. Links are never removed: every
+match is compared with the stored tokens, so links into evicted or overwritten texts cost a comparison and no more.
 """
 
 from collections import Counter, deque
@@ -19,28 +18,28 @@ Places = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
 SIZES = (12, 5, 2)
-"""Sizes of the n-grams that are linked. The longest match is looked for among the largest of which there is any."""
+"""Sizes of the n-grams that are linked. The longest match is searched among the largest size that occurs."""
 CHAIN = 16
-"""Of more places in a chain than these the most recent are looked at."""
+"""Most places of a chain that are visited, most recent first."""
 NOTHING = -1
 _MULTIPLIER, _MIXER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _TOKEN_BYTES = 4 + 4 + len(SIZES) * (4 + 4)
 
 
 class AnswerMatch(NamedTuple):
-    """The longest match of one row: its length, and the places behind it, most recent first."""
+    """The longest match of one row: its length, and the places after its occurrences, most recent first."""
 
     length: int
     places: list[int]
 
 
 class AnswerIndex:
-    """The outputs of the last requests, of each tenant apart.
+    """The outputs of the last requests, separated by tenant.
 
     Args:
-        max_bytes: of all arrays together; memory is only used as texts come in.
-        max_texts: more texts than these are not kept.
-        reach: longer matches than this count as this long.
+        max_bytes: of all arrays together; memory is used as texts are added.
+        max_texts: most texts kept.
+        reach: longer matches count as this long.
     """
 
     def __init__(self, max_bytes: int, max_texts: int, reach: int) -> None:
@@ -48,19 +47,19 @@ class AnswerIndex:
         self._reach, self._max_texts = reach, max_texts
         self._bits = np.uint64(64 - (self._size.bit_length() - 1))
         num_heads = 1 << (self._size.bit_length() - 1)
-        # Place 0 stands for none. Zeros cost no memory until they are written to.
+        # Place 0 means none. Zeros cost no memory until they are written to.
         self._ids = np.zeros(self._size, np.int32)
         self._owner = np.zeros(self._size, np.int32)  # the tenant's number
         self._heads = np.zeros((len(SIZES), num_heads), np.int32)
         self._links = np.zeros((len(SIZES), self._size), np.int32)
-        self._texts: deque[tuple[int, int, str]] = deque()  # first place, the one behind, and salt; oldest first
-        self._numbers: dict[str, int] = {}  # of the tenants who have texts
+        self._texts: deque[tuple[int, int, str]] = deque()  # first place, end, and salt; oldest first
+        self._numbers: dict[str, int] = {}  # of tenants with texts
         self._num_texts: Counter[str] = Counter()
         self._new_numbers = count(1)
-        self._next = self._first = reach + 1  # what is before the first text is looked at, too
+        self._next = self._first = reach + 1  # the places before the first text are read, too
         self._ids[: self._first] = NOTHING
         self._lines = np.lib.stride_tricks.sliding_window_view(self._ids, reach)
-        # By the length of a match, the level of the largest grams it has; none for what is too short.
+        # For each match length, the level of the largest n-gram in it; none if it is too short.
         self._level = np.searchsorted([-size for size in SIZES], -np.arange(reach + 1))
 
     def __len__(self) -> int:
@@ -68,11 +67,11 @@ class AnswerIndex:
 
     @property
     def num_bytes(self) -> int:
-        """What all arrays together can take."""
+        """Most bytes that all arrays together can use."""
         return sum(array.nbytes for array in (self._ids, self._owner, self._heads, self._links))
 
     def add(self, salt: str, token_ids: Seq[int]) -> None:
-        """Take in a text of the tenant with this *salt*; the oldest leave where it needs their room."""
+        """Add a text of the tenant with this *salt*; evict the oldest texts if there is no room."""
         ids = np.array(token_ids[-(self._size - self._first - 1) :], np.int32)
         start = self._make_room(len(ids) + 1)
         end = start + len(ids)
@@ -82,19 +81,19 @@ class AnswerIndex:
         self._owner[start : end + 1] = number
         hashes = _hashes(np.array(number), _newest_first(ids))
         for level, size in enumerate(SIZES):
-            if len(ids) > size:  # behind the last token there is nothing to propose
+            if len(ids) > size:  # there is nothing to propose after the last token
                 self._link(level, hashes[size][size - 1 : -1], np.arange(start + size, end))
 
-    def _enter(self, first: int, behind: int, salt: str) -> int:
-        """Note a text and return its tenant's number, a new one where he has no other text."""
-        self._texts.append((first, behind, salt))
+    def _enter(self, first: int, end: int, salt: str) -> int:
+        """Register a text and return its tenant's number, a new one if the tenant has no other text."""
+        self._texts.append((first, end, salt))
         self._num_texts[salt] += 1
         return self._numbers.setdefault(salt, next(self._new_numbers))
 
     def _evict(self) -> None:
-        """Forget the oldest text, and its tenant where it was his last."""
-        first, behind, salt = self._texts.popleft()
-        self._owner[first:behind] = 0
+        """Evict the oldest text, and its tenant if it has no other."""
+        first, end, salt = self._texts.popleft()
+        self._owner[first:end] = 0
         self._num_texts[salt] -= 1
         if not self._num_texts[salt]:
             del self._num_texts[salt], self._numbers[salt]
@@ -107,10 +106,10 @@ class AnswerIndex:
         return start
 
     def _overlaps(self, start: int, size: int) -> bool:
-        """Whether the oldest text stands where the next one is to stand, or before that in the order of the ring."""
-        first, behind, _ = self._texts[0]
+        """Whether the oldest text overlaps the place of the next one, or precedes it in the ring."""
+        first, end, _ = self._texts[0]
         is_passed = start < self._next <= first
-        return is_passed or (first < start + size and behind > start)
+        return is_passed or (first < start + size and end > start)
 
     def _link(self, level: int, hashes: Hashes, places: Places) -> None:
         """Put *places* at the heads of their chains, the last one first."""
@@ -128,7 +127,7 @@ class AnswerIndex:
         heads[bucket_P[ends]] = places[ends]
 
     def longest(self, salts: Seq[str], patterns: Seq[Seq[int]]) -> list[AnswerMatch]:
-        """Return for each row where the longest suffix of its pattern stands in its tenant's texts.
+        """Return for each row where the longest suffix of its pattern occurs in its tenant's texts.
 
         Args:
             salts: of the rows' tenants, `R`.
@@ -138,12 +137,12 @@ class AnswerIndex:
         tenant_R = np.array([self._numbers.get(salt, NOTHING) for salt in salts], np.int64)
         hashes = _hashes(tenant_R, wanted_RD.T)
         place_CG = self._chains(np.stack([hashes[size] for size in SIZES], 1).reshape(-1))
-        is_theirs_CG = self._is_theirs(place_CG, tenant_R.repeat(len(SIZES)))
-        gram_P, at_P = np.divmod(np.flatnonzero(is_theirs_CG.T), CHAIN)
+        is_tenants_CG = self._is_tenants(place_CG, tenant_R.repeat(len(SIZES)))
+        gram_P, at_P = np.divmod(np.flatnonzero(is_tenants_CG.T), CHAIN)
         row_P, level_P = np.divmod(gram_P, len(SIZES))
         place_P = place_CG[at_P, gram_P]
         length_P = self._lengths(place_P, wanted_RD[:, self._reach - 1 :: -1].take(row_P, 0))
-        # Longer matches than a level's are found at the level above, too: so each is counted once.
+        # Matches longer than a level's n-grams are found at the level above, too: count each once.
         length_P[self._level[length_P] != level_P] = 0
         return _longest(len(patterns), row_P, place_P, length_P)
 
@@ -159,7 +158,7 @@ class AnswerIndex:
         return wanted_RD
 
     def _chains(self, hash_G: Hashes) -> Places:
-        """Return the first places `[C, G]` of the chains of grams, all sizes by turns; 0 behind their ends."""
+        """Return the first places `[C, G]` of the chains of n-grams, sizes alternating; 0 after their ends."""
         level_G = np.arange(len(hash_G)) % len(SIZES)
         links, link_G = self._links.reshape(-1), level_G * self._size
         place_CG = np.empty((CHAIN, len(hash_G)), np.int64)
@@ -168,23 +167,23 @@ class AnswerIndex:
             place_G[:] = links.take(link_G + before_G)
         return place_CG
 
-    def _is_theirs(self, place_CG: Places, tenant_G: Places) -> npt.NDArray[np.bool_]:
-        """Return which places belong to the grams' tenants, up to where a chain leads to what was written over."""
-        is_theirs_CG: npt.NDArray[np.bool_] = (self._owner.take(place_CG - 1) == tenant_G) & (place_CG > 0)
+    def _is_tenants(self, place_CG: Places, tenant_G: Places) -> npt.NDArray[np.bool_]:
+        """Return which places belong to the tenants, up to where a chain reaches an overwritten place."""
+        is_tenants_CG: npt.NDArray[np.bool_] = (self._owner.take(place_CG - 1) == tenant_G) & (place_CG > 0)
         age_CG = self._next - place_CG
         age_CG[age_CG < 0] += self._size
-        is_theirs_CG[1:] &= np.logical_and.accumulate(age_CG[1:] > age_CG[:-1], 0)
-        return is_theirs_CG
+        is_tenants_CG[1:] &= np.logical_and.accumulate(age_CG[1:] > age_CG[:-1], 0)
+        return is_tenants_CG
 
     def _lengths(self, place_P: Places, wanted_PD: Ids) -> Places:
-        """Return how many of the newest tokens before each place are those wanted there, the newest last."""
+        """Return how many tokens before each place equal the wanted ones, counted from the newest."""
         differs_PD = (self._lines[place_P - self._reach] != wanted_PD)[:, ::-1]
         length_P: Places = differs_PD.argmax(1)
         length_P[(length_P == 0) & ~differs_PD[:, 0]] = self._reach  # nothing differs
         return length_P
 
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
-        """Return the ids from each place on, at most *most*, to the end of its text."""
+        """Return at most *most* ids from each place on, up to the end of its text."""
         line_PC = self._ids.take(np.array(places, np.int64)[:, None] + np.arange(most), mode="clip")
         lines: list[list[int]] = line_PC.tolist()
         for i in (line_PC == NOTHING).any(1).nonzero()[0].tolist():
@@ -193,7 +192,7 @@ class AnswerIndex:
 
 
 def _longest(num_rows: int, row_P: Places, place_P: Places, length_P: Places) -> list[AnswerMatch]:
-    """Return the places of each row's longest matches, in the order given; *row_P* rises."""
+    """Return the places of each row's longest matches, in the order given; *row_P* is ascending."""
     longest_R = np.zeros(num_rows, np.int64)
     np.maximum.at(longest_R, row_P, length_P)
     is_best_P = (length_P == longest_R[row_P]) & (length_P > 0)
@@ -206,7 +205,7 @@ def _longest(num_rows: int, row_P: Places, place_P: Places, length_P: Places) ->
 
 
 def _newest_first(ids: Ids) -> Ids:
-    """Return `[D, N]`: line j has the token that stands j places before each of *ids*; `NOTHING` before the first."""
+    """Return `[D, N]`: line j has the token j places before each of *ids*; `NOTHING` before the first."""
     lines_DN = np.full((SIZES[0], len(ids)), NOTHING, np.int32)
     for j in range(min(SIZES[0], len(ids))):
         lines_DN[j, j:] = ids[: len(ids) - j]
@@ -214,7 +213,7 @@ def _newest_first(ids: Ids) -> Ids:
 
 
 def _hashes(tenant_N: Places, newest_DN: Ids) -> dict[int, Hashes]:
-    """Return for each size the hash of the last tokens of N places, newest first, and of the tenant."""
+    """Return for each n-gram size the hash of the last tokens of N places, newest first, and of the tenant."""
     state_N = np.zeros(newest_DN.shape[1], np.uint64) + tenant_N.astype(np.uint64)
     found = {}
     for size, token_N in enumerate(newest_DN[: SIZES[0]].astype(np.uint64), 1):

@@ -1,7 +1,8 @@
-"""What EAGLE, EAGLE-3 and MTP share: states that are fed back in place of the target's features.
+"""Shared by EAGLE, EAGLE-3 and MTP: the module's own states are fed back in place of the target's features.
 
-The module's states behind a token say which tokens may follow and what is fed beside them. A chain follows the one
-token that the target would choose by them; a tree several (`proposers.shared.dynamic_tree`).
+The module's states after a token give the logits of the next token, and the features fed together with it. A chain
+follows the one token that the target would sample from those logits; a tree follows several
+(`proposers.shared.dynamic_tree`).
 """
 
 from collections.abc import Sequence as Seq
@@ -10,37 +11,37 @@ from typing import ClassVar, Protocol, Self
 import torch
 
 from proposers.shared.chains import Chains
-from proposers.shared.dynamic_tree import Tree, TreeShape
+from proposers.shared.dynamic_tree import DynamicTree, TreeShape
 from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner, Module, on_a_worker
 
 
 class AutoregressiveModule(Module, Protocol):
-    """A module whose states are fed back.
+    """A module that is fed its own states.
 
     Attributes:
-        most: tokens it can guess one behind another.
+        max_steps: length of the longest chain that it can draft.
     """
 
-    most: int
+    max_steps: int
 
-    def behind(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what states `[N, X]` behind *step* drafted tokens say.
+    def predict(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the states `[N, X]` after *step* draft tokens.
 
         Returns:
-            fp32 logits over the target's vocabulary `[N, V]`, and what is fed beside a token chosen by them `[N, Y]`.
+            fp32 logits over the target's vocabulary `[N, V]`, and the features to feed with the next token `[N, Y]`.
         """
         ...
 
 
 class AutoregressiveProposer:
-    """Drafts a chain, or a tree where `width` is more than 1, with a module that is fed its own states.
+    """Drafts a chain, or a tree if `width` is more than 1, with a module that is fed its own states.
 
     Args:
-        runner: runs a `AutoregressiveModule` module.
-        width: most children of a node, and nodes of a level that get any.
-        depth: levels of a tree, and the longest chain.
+        runner: runs an `AutoregressiveModule`.
+        width: most children of a node, and most nodes of a level that get any.
+        depth: levels of a tree, or length of the longest chain.
     """
 
     on_worker: ClassVar[bool] = True
@@ -55,7 +56,7 @@ class AutoregressiveProposer:
         """See `protos.draft_module.LearnedProposer`."""
         runner = on_a_worker(runner, cls.method)
         shape = TreeShape.of(config)
-        return cls(runner, shape.width, min(shape.depth, runner.module.most))
+        return cls(runner, shape.width, min(shape.depth, runner.module.max_steps))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a chain of `row.k` tokens for each row, or a tree of `row.k` nodes."""
@@ -64,13 +65,14 @@ class AutoregressiveProposer:
     def _chains(self, chains: Chains) -> list[Draft]:
         states_RX = self.runner.catch_up(chains.rows)
         for step in range(chains.steps):
-            logits_RV, features_RX = self.module.behind(states_RX, step)
+            logits_RV, features_RX = self.module.predict(states_RX, step)
             ids_R = self.runner.sample(chains.active(step), logits_RV, step)
             chains.add(ids_R)
-            going = chains.active(step + 1)
-            if going:
-                states_RX = self.runner.extend(going, ids_R[: len(going)], step, features_RX[: len(going)])
+            remaining = chains.active(step + 1)
+            if remaining:
+                count = len(remaining)
+                states_RX = self.runner.extend(remaining, ids_R[:count], step, features_RX[:count])
         return chains.drafts()
 
     def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:
-        return Tree(self.runner, rows, self.module.behind, self.shape).grow(self.runner.catch_up(rows))
+        return DynamicTree(self.runner, rows, self.module.predict, self.shape).draft(self.runner.catch_up(rows))

@@ -1,4 +1,4 @@
-"""Chains: one token behind another. A row leaves the batch when it has as many as it wants."""
+"""Chains, drafted one token per step. A row leaves the batch when its chain is complete."""
 
 from collections.abc import Sequence as Seq
 
@@ -12,30 +12,30 @@ class Chains:
     """The chains of one round, drafted together.
 
     Args:
-        rows: who wants how many tokens.
-        most: the longest chain there is.
+        rows: the rows to draft for.
+        max_steps: the longest chain that can be drafted.
 
     Attributes:
-        rows: those that want most come first, so that the active rows of a step are the first ones of the step before.
-        steps: as many tokens as the longest chain gets.
+        rows: largest k first, so that the active rows of a step are the first ones of the step before.
+        steps: length of the longest chain.
     """
 
-    def __init__(self, rows: Seq[DraftRow], most: int = MAX_SPECULATIVE_TOKENS) -> None:
+    def __init__(self, rows: Seq[DraftRow], max_steps: int = MAX_SPECULATIVE_TOKENS) -> None:
         self._order = sorted(range(len(rows)), key=lambda i: -rows[i].k)
         self.rows = [rows[i] for i in self._order]
-        self.steps = min(most, self.rows[0].k if rows else 0)
+        self.steps = min(max_steps, self.rows[0].k if rows else 0)
         self._columns: list[list[int]] = []
 
     def active(self, step: int) -> list[DraftRow]:
-        """Return the rows that want a token number *step*, from 0."""
+        """Return the rows that need token number *step*, from 0."""
         return self.rows[: sum(row.k > step for row in self.rows)] if step < self.steps else []
 
     def add(self, ids_R: torch.Tensor) -> None:
-        """Append a token to each row that is active in this step."""
+        """Append a token to each active row of this step."""
         self._columns.append(ids_R.tolist())
 
     def drafts(self) -> list[Draft]:
-        """Return the chains, in the order in which the rows were given."""
+        """Return the chains in the order in which the rows were given."""
         drafts = [Draft(())] * len(self.rows)
         for place, i in enumerate(self._order):
             drafts[i] = Draft(tuple(column[place] for column in self._columns[: self.rows[place].k]))

@@ -1,6 +1,6 @@
-"""The datastore of `rest`: token sequences, and their places sorted by what stands before each. numpy only.
+"""The datastore of `rest`: token sequences, and their places sorted by the tokens before each. numpy only.
 
-The file, little-endian, is mapped into memory and never read whole:
+The file, little-endian, is mapped into memory and never read as a whole:
 
     0   8 bytes   "SLIPREST"
     8   uint32    version, 1
@@ -8,12 +8,12 @@ The file, little-endian, is mapped into memory and never read whole:
     16  uint64    N, tokens
     24  uint64    P, places
     32  32 bytes  fingerprint of the tokenizer: see `fingerprint`
-    64  N tokens  text after text, each with the largest number that there is behind it
+    64  N tokens  text after text, each followed by the largest number of this width
     ..  uint32    P places, from the next multiple of 8 on
 
-A place is the index of a token of a text but its first. The places are sorted by the `DEPTH` tokens before them, newest
-first: so the longest suffix of a context that occurs is found by one binary search, among the neighbours of where the
-context itself would stand.
+A place is the index of a token of a text, except its first. The places are sorted by the `DEPTH` tokens before them,
+newest first (a suffix array): the longest suffix of a context that occurs is found by one binary search, among the
+neighbours of the context's own position.
 """
 
 import hashlib
@@ -33,25 +33,25 @@ MAGIC, VERSION = b"SLIPREST", 1
 HEADER = struct.Struct("<8sIIQQ32s")
 DEPTH = 16
 NEIGHBOURS = 16
-"""So many places on either side of where a context would stand are looked at."""
+"""Number of places read on either side of a context's position."""
 SAMPLE = 1 << 14
-"""About so many places are known in memory by the newest tokens before them, so that searches begin among few."""
+"""About this many places have their sort keys in memory, to narrow down searches."""
 _SHORT_END, _LONG_END = 0xFFFF, 0xFFFFFFFF
 
 Ids = npt.NDArray[np.int64]
 Step = Callable[[int], object]
-"""Told how many of the `DEPTH.bit_length()` passes of sorting are done."""
+"""Called with the number of finished sorting passes, of `DEPTH.bit_length()`."""
 
 
 class DatastoreMatch(NamedTuple):
-    """The longest match of one row, and the places behind it."""
+    """Length of the longest match of one row, and the places after its occurrences."""
 
     length: int
     places: list[int]
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> bytes:
-    """Return SHA-256 over all tokens in the order of their ids: tokenizers with the same one give ids the same text."""
+    """Return SHA-256 over all tokens in the order of their ids: equal for tokenizers with the same vocabulary."""
     digest = hashlib.sha256()
     for token, index in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{index}\0{token}\0".encode())
@@ -80,31 +80,31 @@ def write(path: Path, texts: Iterable[Seq[int]], tokenizer: bytes, step: Step = 
 
 
 def _sorted_places(ids: Ids, step: Step) -> Ids:
-    """Sort the places by what is before them, by doubling the number of tokens that are looked at."""
+    """Sort the places by the tokens before them, doubling the number of tokens compared."""
     rank = np.where(ids < 0, ids.max() + 1, ids) + 1
-    rank = np.concatenate(([0], rank))[: len(ids)]  # place i looks at token i - 1; before the first there is nothing
-    looked_at = 1
+    rank = np.concatenate(([0], rank))[: len(ids)]  # place i reads token i - 1; nothing precedes the first
+    compared = 1
     step(1)
-    while looked_at < DEPTH:
+    while compared < DEPTH:
         before = np.zeros_like(rank)
-        before[looked_at:] = rank[:-looked_at]
+        before[compared:] = rank[:-compared]
         pair = rank * (int(rank.max()) + 1) + before
         order = np.argsort(pair, kind="stable")
         rises = np.empty(len(pair), np.int64)
         rises[0], rises[1:] = 0, pair[order[1:]] != pair[order[:-1]]
         rank[order] = np.cumsum(rises)
-        looked_at *= 2
-        step(looked_at.bit_length())
+        compared *= 2
+        step(compared.bit_length())
     order = np.argsort(rank, kind="stable")
     continues = (ids >= 0) & np.concatenate(([False], ids[:-1] >= 0))
     return order[continues[order]]
 
 
 class Datastore:
-    """A file that `write` wrote, open for look-ups.
+    """A file written by `write`, open for look-ups.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: it cannot be read, or is not a datastore.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class Datastore:
             self.fingerprint, width, self._num_tokens, num_places = _read_header(path)
             start = HEADER.size + self._num_tokens * width
             kind = "<u2" if width == 2 else "<u4"
-            # As plain arrays: the subclass makes every look-up slower.
+            # Plain arrays: look-ups in a memmap are slower.
             tokens = np.asarray(np.memmap(path, kind, "r", HEADER.size, (self._num_tokens,)))
             self._places = np.asarray(np.memmap(path, "<u4", "r", start + -start % 8, (num_places,)))
         except (OSError, ValueError) as error:
@@ -120,7 +120,7 @@ class Datastore:
         self._end = _SHORT_END if width == 2 else _LONG_END
         self._tokens = tokens if self._num_tokens > DEPTH else np.pad(tokens, (0, DEPTH), constant_values=self._end)
         self._lines = np.lib.stride_tricks.sliding_window_view(self._tokens, DEPTH)
-        # Before the first text there is what stands between texts.
+        # Pad with the separator of texts before the first text.
         head = np.concatenate((np.full(DEPTH, self._end, self._tokens.dtype), self._tokens[:DEPTH]))
         self._first_lines = np.lib.stride_tricks.sliding_window_view(head, DEPTH)
         self._step = max(1, len(self._places) // SAMPLE)
@@ -130,7 +130,7 @@ class Datastore:
         return self._num_tokens
 
     def longest(self, contexts: Seq[Seq[int]]) -> list[DatastoreMatch]:
-        """Return for each context where its longest suffix of at most `DEPTH` tokens stands: some of these places."""
+        """Return for each context the longest suffix of at most `DEPTH` tokens that occurs, and some of its places."""
         wanted_RD = self._reversed(contexts)
         nearest_RN = self._search(wanted_RD)[:, None] + np.arange(-NEIGHBOURS, NEIGHBOURS)
         is_inside_RN = (nearest_RN >= 0) & (nearest_RN < len(self._places))
@@ -148,7 +148,7 @@ class Datastore:
         ]
 
     def _reversed(self, contexts: Seq[Seq[int]]) -> Ids:
-        """Return `[R, DEPTH]`: each context's last tokens, newest first; behind the oldest what equals nothing."""
+        """Return `[R, DEPTH]`: each context's last tokens, newest first, padded with -1, which equals no token."""
         wanted_RD = np.full((len(contexts), DEPTH), -1, np.int64)
         for wanted, context in zip(wanted_RD, contexts, strict=True):
             newest = context[-DEPTH:]
@@ -156,7 +156,7 @@ class Datastore:
         return wanted_RD
 
     def _before(self, place_: npt.NDArray[np.uint32]) -> Ids:
-        """Return the tokens before places of any shape, newest first in a last dimension of their own."""
+        """Return the tokens before places of any shape, newest first, in an additional last dimension."""
         is_early_ = place_ < DEPTH
         before_D = self._lines[np.where(is_early_, 0, place_ - np.uint32(DEPTH))]
         if is_early_.any():
@@ -164,7 +164,7 @@ class Datastore:
         return before_D[..., ::-1].astype(np.int64)
 
     def _search(self, wanted_RD: Ids) -> Ids:
-        """Return where among the sorted places each context would stand: `[R]`, 0 to their number."""
+        """Return the position of each context among the sorted places: `[R]`, 0 to their number."""
         low_R, high_R = self._bounds(wanted_RD)
         rows_R = np.arange(len(wanted_RD))
         while (low_R < high_R).any():
@@ -177,14 +177,14 @@ class Datastore:
         return low_R
 
     def _bounds(self, wanted_RD: Ids) -> tuple[Ids, Ids]:
-        """Return between which of the sorted places each context would stand, by those that were sampled."""
+        """Return bounds of each context's position among the sorted places, from the sampled ones."""
         key_R = _keys(wanted_RD)
         low_R = np.maximum(np.searchsorted(self._sample_keys, key_R) - 1, 0) * self._step
         high_R = np.searchsorted(self._sample_keys, key_R, "right") * self._step
         return low_R, np.minimum(high_R, len(self._places))
 
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
-        """Return the ids from each place on, at most *most*, to the end of its text."""
+        """Return at most *most* ids from each place on, up to the end of its text."""
         index_PC = np.array(places, np.int64).reshape(-1, 1) + np.arange(most)
         line_PC = self._tokens.take(index_PC, mode="clip")
         lines: list[list[int]] = line_PC.tolist()
@@ -194,7 +194,7 @@ class Datastore:
 
 
 def _keys(newest_ND: Ids) -> npt.NDArray[np.uint64]:
-    """Return numbers that order lines of tokens by the first three, where these are less than 2 ** 21; `[N]`."""
+    """Return sort keys of the first three tokens of each line, which must be less than 2 ** 21; `[N]`."""
     first_N, second_N, third_N = np.clip(newest_ND[:, :3], 0, (1 << 21) - 1).astype(np.uint64).T
     key_N: npt.NDArray[np.uint64] = first_N << np.uint64(42) | second_N << np.uint64(21) | third_N
     return key_N
@@ -205,7 +205,7 @@ def _read_header(path: Path) -> tuple[bytes, int, int, int]:
     with path.open("rb") as file:
         head = file.read(HEADER.size)
     if len(head) < HEADER.size or head[:8] != MAGIC:
-        raise ValueError("it is no file of `slipstream build-datastore`")
+        raise ValueError("it was not written by `slipstream build-datastore`")
     _, version, width, num_tokens, num_places, tokenizer = HEADER.unpack(head)
     if version != VERSION or width not in (2, 4):
         raise ValueError(f"it has version {version}, this program reads {VERSION}; build it again")

@@ -1,4 +1,4 @@
-"""Decoder layers of `transformers` as parts of a draft, and how they get their weights."""
+"""Decoder layers of `transformers` for draft modules, and the loading of their weights."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
@@ -21,7 +21,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 Spec = TypeVar("Spec")
 
-KEPT_IN_FP32 = "e_score_correction_bias"  # biases that choose experts: in fewer bits they would choose others
+KEPT_IN_FP32 = "e_score_correction_bias"  # expert-choice biases: in lower precision they would choose other experts
 
 
 class Layers:
@@ -29,17 +29,17 @@ class Layers:
 
     Args:
         dims: of each layer.
-        num_layers: how many there are; their `layer_idx` count from 0.
-        rope: rotary parameters, as `transformers` 5 writes them.
-        max_model_len: positions they are for.
-        parts: says which attention they use.
+        num_layers: number of layers; their `layer_idx` count from 0.
+        rope: rotary parameters, in the format of `transformers` 5.
+        max_model_len: most positions.
+        weights: names the attention implementation.
     """
 
     def __init__(
-        self, dims: LayerDims, num_layers: int, rope: Mapping[str, Any], max_model_len: int, parts: DraftWeights
+        self, dims: LayerDims, num_layers: int, rope: Mapping[str, Any], max_model_len: int, weights: DraftWeights
     ) -> None:
         self.dims, self.num_layers = dims, num_layers
-        # Its config has a field for everything; which of the layers are Llama's is decided below.
+        # Qwen3's config has all fields needed; `layer` chooses between Llama's and Qwen3's attention.
         self.config: Any = Qwen3Config(
             hidden_size=dims.hidden,
             intermediate_size=dims.inner,
@@ -54,15 +54,15 @@ class Layers:
             max_position_embeddings=max_model_len,
         )
         self.config.mlp_bias = dims.mlp_bias
-        self.config._attn_implementation = parts.attention
+        self.config._attn_implementation = weights.attention
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
-        """What each layer caches."""
+        """K/V shape of each layer."""
         return (LayerShape(self.dims.kv_heads, self.dims.head_dim, self.dims.head_dim),) * self.num_layers
 
     def layer(self, index: int, window: int | None = None) -> Any:
-        """Return a new decoder layer, with a sliding *window* if its queries are normed as Qwen3's."""
+        """Return a new decoder layer; with Qwen3's query norm, it may have a sliding *window*."""
         layer: Any = LlamaDecoderLayer(self.config, index)
         if self.dims.qk_norm:
             layer.self_attn = Qwen3Attention(self.config, index)
@@ -75,37 +75,37 @@ class Layers:
         """Return a new RMS norm."""
         return LlamaRMSNorm(width, self.dims.eps)
 
-    def rope(self, parts: DraftWeights) -> Any:
-        """Return a new module that makes `Rope` of states and positions; it holds no weights."""
-        return LlamaRotaryEmbedding(self.config).to(parts.device)
+    def rope(self, weights: DraftWeights) -> Any:
+        """Return a new module that computes `Rope` from states and positions; it has no weights."""
+        return LlamaRotaryEmbedding(self.config).to(weights.device)
 
 
 def through(layers: nn.ModuleList, states_1TH: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Return the states behind decoder *layers*."""
+    """Return the states after decoder *layers*."""
     for layer in layers:
         states_1TH = layer(states_1TH, attention_mask=None, position_embeddings=rope)
     return states_1TH
 
 
-def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], parts: DraftWeights) -> None:
-    """Give *module*, made on the meta device, its weights, and leave it in eval mode, without gradients.
+def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], weights: DraftWeights) -> None:
+    """Load the weights of *module*, made on the meta device; put it in eval mode, without gradients.
 
-    Weights that are tied stay tied; the first of their names is enough.
+    Tied weights stay tied; a tensor for the first of their names is enough.
 
     Raises:
-        ModelError: names the tensor that is missing, left over, or of another shape than the module's.
+        ModelError: names a tensor that is missing, unexpected, or of another shape than the module's.
     """
-    weights = module.state_dict(keep_vars=True)
+    own = module.state_dict(keep_vars=True)
     first: dict[int, str] = {}
-    tied = {name: first.setdefault(id(weight), name) for name, weight in weights.items()}
+    tied = {name: first.setdefault(id(weight), name) for name, weight in own.items()}
     given = {name: tensors[twin] for name, twin in tied.items() if twin in tensors} | dict(tensors)
-    for name in sorted(weights.keys() | given.keys()):
-        wanted = tuple(weights[name].shape) if name in weights else None
+    for name in sorted(own.keys() | given.keys()):
+        wanted = tuple(own[name].shape) if name in own else None
         found = tuple(given[name].shape) if name in given else None
         if wanted != found:
             raise ModelError(f"the draft's tensor {name} should be {wanted}, but the checkpoint has {found}")
     placed = {
-        name: given[name].to(parts.device, torch.float32 if name.endswith(KEPT_IN_FP32) else parts.dtype)
+        name: given[name].to(weights.device, torch.float32 if name.endswith(KEPT_IN_FP32) else weights.dtype)
         for name in set(tied.values())
     }
     module.load_state_dict({name: placed[twin] for name, twin in tied.items()}, assign=True)
@@ -113,20 +113,20 @@ def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], parts: DraftWei
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
-    """Compute what a `transformers` model on the meta device has and does not store, rotary frequencies above all."""
+    """Compute the buffers that a `transformers` model on the meta device does not store, such as rotary frequencies."""
     stored = set(model.state_dict())
     for name, module in model.named_modules():
         keys = [key for key, _ in module.named_buffers(recurse=False) if f"{name}.{key}" not in stored]
         for key in keys:
             module.register_buffer(key, torch.empty_like(module.get_buffer(key), device=device), persistent=False)
         if keys:
-            model._init_weights(module)  # transformers' own code for models that were made on the meta device
+            model._init_weights(module)  # as transformers does for models made on the meta device
 
 
 def layer_shape(config: Any) -> LayerShape:
-    """Return what a layer of a `transformers` model caches, by the model's config."""
+    """Return the K/V shape of a layer of a `transformers` model, from its config."""
     heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention is cached expanded: each head has its own
+    if getattr(config, "kv_lora_rank", None):  # latent attention is cached expanded, per head
         return LayerShape(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return LayerShape(getattr(config, "num_key_value_heads", None) or heads, size, size)
@@ -136,7 +136,7 @@ class Format(Protocol[Spec]):
     """A module of `proposers.formats`."""
 
     def read(self, config: Config, target_config: Config, shapes: Shapes) -> Spec:
-        """Check a checkpoint by its config and the shapes of its tensors. Raises `ModelError`."""
+        """Check a checkpoint's config and tensor shapes. Raises `ModelError`."""
         ...
 
     def load(self, spec: Spec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -144,10 +144,10 @@ class Format(Protocol[Spec]):
         ...
 
 
-def stored(format_of: Format[Spec], parts: DraftWeights) -> tuple[Spec, dict[str, torch.Tensor]]:
-    """Read the draft's checkpoint: what it is, and its tensors. Raises `ModelError` where it does not fit."""
-    tensors = parts.tensors()
-    spec = format_of.read(parts.config, parts.target_config, shapes_of(tensors))
+def stored(format_of: Format[Spec], weights: DraftWeights) -> tuple[Spec, dict[str, torch.Tensor]]:
+    """Read the draft's checkpoint: its spec and its tensors. Raises `ModelError` if it does not fit."""
+    tensors = weights.tensors()
+    spec = format_of.read(weights.config, weights.target_config, shapes_of(tensors))
     return spec, format_of.load(spec, tensors)
 
 
@@ -157,11 +157,11 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]
 
 
 class TargetVocabulary:
-    """Puts a draft's logits, of fewer ids, where the target has them. The others can never be drafted.
+    """Maps logits over a draft's smaller vocabulary to the target's ids. Other ids get -inf.
 
     Args:
-        ids_V: int64, the target's id of each of the draft's; None where they are the same.
-        vocab_size: ids that the target has.
+        ids_V: int64, the target's id of each of the draft's; None if they are the same.
+        vocab_size: of the target.
     """
 
     def __init__(self, ids_V: torch.Tensor | None, vocab_size: int) -> None:

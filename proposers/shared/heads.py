@@ -1,7 +1,7 @@
-"""What proposers share whose modules are heads: no attention, a few layers on the target's newest state.
+"""Shared by proposers whose modules are heads: a few layers on the target's newest state, without attention.
 
-A head guesses one token. What it reads is handed on from head to head, with the token guessed in between: so a chain
-is one token a head, and a tree is several, each read by the next head.
+Each head predicts one token. The state that it reads is updated from head to head with the token drafted in between: a
+chain has one token per head, a tree several, each read by the next head.
 """
 
 import logging
@@ -24,11 +24,11 @@ from protos.layers import LayerShape
 logger = logging.getLogger(__name__)
 
 ANY_LENGTH = 1 << 30
-"""Context of modules that know no positions."""
+"""Context length of modules without positions."""
 
 
 class Block(nn.Linear):
-    """A residual block of a head: silu(W x + b) and what it passes on, x, or R x + c where it narrows."""
+    """A residual block of a head: x + silu(W x + b), or R x + c + silu(W x + b) where it narrows."""
 
     def __init__(self, reads: int, width: int, *, bias: bool = True) -> None:
         super().__init__(reads, width, bias=bias)
@@ -41,12 +41,12 @@ class Block(nn.Linear):
 
 
 class HeadsModule(nn.Module):
-    """The parts of `protos.draft_module.Module` that are the same for all heads without attention, which are never fed.
+    """Base of modules of heads without attention, which are never fed tokens. See `protos.draft_module.Module`.
 
     Args:
         num_heads: see `Heads`.
         vocab_size: the target's.
-        dtype: what to compute in.
+        dtype: of the computation.
     """
 
     layers: tuple[LayerShape, ...] = ()
@@ -59,7 +59,7 @@ class HeadsModule(nn.Module):
         self.num_heads, self.vocab_size, self.dtype = num_heads, vocab_size, dtype
 
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """Return them as what is computed in."""
+        """Return the features in the dtype of the computation."""
         return features_TF.to(self.dtype)
 
     def begin(self, features_RX: torch.Tensor) -> torch.Tensor:
@@ -71,19 +71,19 @@ class Heads(Module, Protocol):
     """A module of heads.
 
     Attributes:
-        num_heads: tokens it can guess one behind another.
-        is_grounded: whether a guess depends on the guesses before it.
+        num_heads: length of the longest chain that it can draft.
+        is_grounded: whether a prediction depends on the draft tokens before it.
     """
 
     num_heads: int
     is_grounded: bool
 
     def begin(self, features_RX: torch.Tensor) -> torch.Tensor:
-        """Return what the first head starts from, `[R, S]`, by what the target knows of each row, `[R, X]`."""
+        """Return the initial states `[R, S]`, made of the target's features of each row, `[R, X]`."""
         ...
 
     def step(self, states_NS: torch.Tensor, tokens_N: torch.Tensor, head: int) -> torch.Tensor:
-        """Return what *head* reads behind a token, `[N, S']`, from what the head before it read."""
+        """Return the states that *head* reads, `[N, S']`, made of those of the head before it and the tokens."""
         ...
 
     def logits(self, states_NS: torch.Tensor, head: int) -> torch.Tensor:
@@ -92,21 +92,21 @@ class Heads(Module, Protocol):
 
 
 class HeadsProposer:
-    """Drafts chains, or trees of a settled shape.
+    """Drafts chains or static trees.
 
     Args:
-        runner: of a `Heads` module.
-        tree: the shape; no deeper than there are heads.
+        runner: runs a `Heads` module.
+        tree: the shape, at most as deep as the number of heads.
 
     Attributes:
-        method: what users call it.
-        usual: what it drafts where nothing is said.
-        decay: each head is taken to be right so much less often than the one before.
+        method: its name.
+        default_shape: the shape for `draft_shape` "auto".
+        decay: assumed acceptance rate of each head, relative to the one before.
     """
 
     on_worker: ClassVar[bool] = True
     method: ClassVar[str]
-    usual: ClassVar[Literal["chain", "tree"]] = "tree"
+    default_shape: ClassVar[Literal["chain", "tree"]] = "tree"
     decay: ClassVar[float]
 
     def __init__(self, runner: DraftRunner, tree: StaticTree) -> None:
@@ -121,35 +121,35 @@ class HeadsProposer:
 
     @classmethod
     def tree_of(cls, config: SpeculativeConfig, num_heads: int) -> StaticTree:
-        """Return the shape that *config* asks for, as far as there are heads; says so where there are too few.
+        """Return the shape of *config*, limited to the number of heads, with a warning.
 
-        A tree that is not given is the one whose nodes are right most often.
+        The default tree has the nodes with the highest assumed acceptance rates.
         """
-        given, most = config.speculative_token_tree, config.num_speculative_tokens
-        shape = cls.usual if config.draft_shape == "auto" else config.draft_shape
+        given, max_nodes = config.speculative_token_tree, config.num_speculative_tokens
+        shape = cls.default_shape if config.draft_shape == "auto" else config.draft_shape
         if given:
-            tree = StaticTree.of(given, num_heads, cls.decay).first(most)
+            tree = StaticTree.of(given, num_heads, cls.decay).first(max_nodes)
         elif shape == "chain":
-            tree = StaticTree.chain(min(most, num_heads))
+            tree = StaticTree.chain(min(max_nodes, num_heads))
         else:
-            tree = StaticTree.best(most, num_heads, cls.decay)
-        asked = max(map(len, given)) if given else most
-        if tree.is_chain and asked > num_heads:
+            tree = StaticTree.best(max_nodes, num_heads, cls.decay)
+        depth = max(map(len, given)) if given else max_nodes
+        if tree.is_chain and depth > num_heads:
             logger.warning(
                 "the %s checkpoint has %d heads: drafts are %d tokens long, not %d",
                 cls.method,
                 num_heads,
                 tree.depth,
-                asked,
+                depth,
             )
         return tree
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return a chain or a tree of `row.k` nodes for each row, of fewer where there are not so many heads."""
+        """Return a chain or a tree of at most `row.k` nodes for each row."""
         return self._chains(rows) if self.tree.is_chain else self._trees(rows)
 
     def begin(self, rows: Seq[DraftRow]) -> torch.Tensor:
-        """Return what the first head starts from."""
+        """Return the initial states, `[R, S]`."""
         return self.module.begin(self.runner.features(rows))
 
     def _chains(self, rows: Seq[DraftRow]) -> list[Draft]:
@@ -163,13 +163,14 @@ class HeadsProposer:
         return chains.drafts()
 
     def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """All rows make the guesses of the largest tree among them, as deep as their own goes, and keep their first."""
+        """Draft the largest tree for all rows, each to the depth of its own, and keep the first nodes of each row."""
         ranked = sorted(rows, key=lambda row: -row.k)
         trees = [self.tree.first(row.k) for row in ranked]
-        apart = self.module.is_grounded or self.runner.draws_by_path
-        levels = trees[0].levels if apart else trees[0].flat_levels
+        is_per_node = self.module.is_grounded or self.runner.draws_by_path
+        levels = trees[0].levels if is_per_node else trees[0].flat_levels
         found_RJ = [[0] * len(trees[0].choices) for _ in ranked]
-        for level, ids_RM in zip(levels, self._guesses(ranked, [tree.depth for tree in trees], levels), strict=True):
+        depths = [tree.depth for tree in trees]
+        for level, ids_RM in zip(levels, self._level_tokens(ranked, depths, levels), strict=True):
             for found_J, ids_M in zip(found_RJ, ids_RM.tolist(), strict=False):
                 for node, token in zip(level.nodes, ids_M, strict=True):
                     found_J[node] = token
@@ -179,21 +180,21 @@ class HeadsProposer:
         }
         return [drafts[row.slot] for row in rows]
 
-    def _guesses(self, ranked: Seq[DraftRow], depths: Seq[int], levels: Seq[TreeLevel]) -> Iterator[torch.Tensor]:
-        """Yield the ids of each level, `[R, M]`, for the first R rows: those whose trees are so deep."""
+    def _level_tokens(self, ranked: Seq[DraftRow], depths: Seq[int], levels: Seq[TreeLevel]) -> Iterator[torch.Tensor]:
+        """Yield the ids of each level, `[R, M]`, for the first R rows: those whose trees have this depth."""
         states_RPS, ids_RP = self.begin(ranked)[:, None], self.runner.newest(ranked)[:, None]
         paths_RPD = ids_RP[:, :, None][:, :, :0]
         for depth, level in enumerate(levels):
-            count, points = sum(own > depth for own in depths), ids_RP.shape[1]
+            count, num_inputs = sum(own > depth for own in depths), ids_RP.shape[1]
             states_NS = self.module.step(states_RPS[:count].flatten(0, 1), ids_RP[:count].flatten(), depth)
-            row_N = torch.arange(count, device=ids_RP.device).repeat_interleave(points)
+            row_N = torch.arange(count, device=ids_RP.device).repeat_interleave(num_inputs)
             logits_NV = self.module.logits(states_NS, depth)
             ids_NW, _ = self.runner.candidates(
                 ranked[:count], row_N, logits_NV, depth, level.width, paths=partial(paths_RPD[:count].flatten, 0, 1)
             )
-            ids_RM = ids_NW.view(count, points, -1)[:, level.froms_M, level.ranks_M]
+            ids_RM = ids_NW.view(count, num_inputs, -1)[:, level.input_M, level.ranks_M]
             yield ids_RM
-            states_RPS = states_NS.view(count, points, -1)[:, level.froms_M[level.points_P]]
-            ids_RP = ids_RM[:, level.points_P]
+            states_RPS = states_NS.view(count, num_inputs, -1)[:, level.input_M[level.next_inputs_P]]
+            ids_RP = ids_RM[:, level.next_inputs_P]
             if self.runner.draws_by_path:
-                paths_RPD = torch.cat([paths_RPD[:count, level.froms_M[level.points_P]], ids_RP[:, :, None]], 2)
+                paths_RPD = torch.cat([paths_RPD[:count, level.input_M[level.next_inputs_P]], ids_RP[:, :, None]], 2)

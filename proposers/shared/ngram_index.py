@@ -1,8 +1,8 @@
-"""Where the last few tokens stood before: an index over one text that is kept as the text grows. Standard library only.
+"""An n-gram index over one growing text, which finds earlier occurrences of its last tokens. Standard library only.
 
-For each of some sizes n it remembers where every n-gram ended last, and for each such place the one before; so adding a
-token costs a dict entry a size, and the places of a gram are walked most recent first. Grams are told apart by their
-hash, and looked at again when they are found.
+For several sizes n it stores the last place where each n-gram ended, and for each place the previous one: adding a
+token costs one dict entry per size, and the places of an n-gram are visited most recent first. N-grams are looked up by
+hash, and compared when found.
 """
 
 from array import array
@@ -10,11 +10,11 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 MAX_PLACES = 16
-"""Of more places than these the most recent are looked at."""
+"""Most places that are visited per look-up, most recent first."""
 
 
 class Match(NamedTuple):
-    """How long the longest match is, and the places behind it, most recent first."""
+    """Length of the longest match, and the places after its occurrences, most recent first."""
 
     length: int
     ends: list[int]
@@ -24,7 +24,7 @@ NO_MATCH = Match(0, [])
 
 
 class _Grams:
-    """The places of the grams of one size. A place is the index behind a gram's last token; 0 is none."""
+    """The places of the n-grams of one size. A place is the index after an n-gram's last token; 0 is none."""
 
     __slots__ = ("_before", "_last", "size")
 
@@ -34,7 +34,7 @@ class _Grams:
         self._before = array("i", bytes(size * array("i").itemsize))  # before the first gram ends, none does
 
     def add(self, tokens: Seq[int], stop: int) -> None:
-        """Add the grams of *tokens* that end at `stop` at most and were not added yet."""
+        """Add the n-grams of *tokens* that end at *stop* or before and were not added yet."""
         size, last, before = self.size, self._last, self._before
         first, number = len(before), stop + 1 - len(before)
         if number <= 0:
@@ -45,7 +45,7 @@ class _Grams:
             last[key] = end
 
     def ends(self, tokens: Seq[int], gram: Seq[int], most: int) -> list[int]:
-        """Return the *most* recent places of *gram*, a part of *tokens* or the like."""
+        """Return at most *most* places of *gram*, most recent first."""
         size, before = self.size, self._before
         end = self._last.get(hash(tuple(gram)), 0)
         ends: list[int] = []
@@ -57,16 +57,16 @@ class _Grams:
 
 
 class Places:
-    """The places of the grams of several sizes in one text, which the caller owns and lets grow.
-
-    Attributes:
-        num_added: how many places were taken in.
+    """The places of the n-grams of several sizes in one text, which the caller owns and may extend.
 
     Args:
-        sizes: of the grams, largest first. A match is looked for by the largest size of which there is any; so no
-            longest match is missed, except among more places of a smaller size than are looked at.
-        reach: longer matches than this count as this long.
-        most: so many places are looked at, where there are more.
+        sizes: of the n-grams, largest first. The largest size with an occurrence is used, so the longest match is found
+            unless it lies beyond the visited places of a smaller size.
+        reach: longest match that is told apart: longer ones count as this long.
+        most: most places that are visited.
+
+    Attributes:
+        num_added: number of places indexed.
     """
 
     def __init__(self, sizes: Seq[int], reach: int, most: int = MAX_PLACES) -> None:
@@ -76,7 +76,7 @@ class Places:
         self.num_added = 0
 
     def add(self, tokens: Seq[int], budget: int) -> int:
-        """Take in at most *budget* more places of *tokens*, but not that behind the last; return how many."""
+        """Index at most *budget* more places of *tokens*, except the one after the last token; return how many."""
         stop = min(len(tokens) - 1, self.num_added + budget)
         added = max(0, stop - self.num_added)
         if added:
@@ -86,29 +86,29 @@ class Places:
         return added
 
     def longest(self, tokens: Seq[int], pattern: Seq[int]) -> Match:
-        """Return where in *tokens* the longest suffix of *pattern* stands; nothing if it is smaller than every size.
+        """Return where in *tokens* the longest suffix of *pattern* occurs; no match if it is shorter than every size.
 
-        *tokens* are those that were added, and *pattern* a sequence of the same type.
+        *tokens* are those that were added; *pattern* is a sequence of the same type.
         """
         for grams in self._grams:
             if len(pattern) >= grams.size:
                 ends = grams.ends(tokens, pattern[-grams.size :], self._most)
                 if ends:
                     wanted = pattern[-self._reach :]
-                    # Behind a smaller gram nothing long can match, or a larger one would have.
+                    # A match of the whole pattern is only possible if the largest n-gram occurs.
                     whole = _whole(tokens, ends, wanted) if grams is self._grams[0] else []
                     return Match(len(wanted), whole) if whole else _lengthened(tokens, ends, wanted, grams.size)
         return NO_MATCH
 
 
 def _whole(tokens: Seq[int], ends: list[int], wanted: Seq[int]) -> list[int]:
-    """Return those places before which all of *wanted* stands."""
+    """Return those places that all of *wanted* precedes."""
     size = len(wanted)
     return [end for end in ends if tokens[end - size : end] == wanted]
 
 
 def _lengthened(tokens: Seq[int], ends: list[int], wanted: Seq[int], length: int) -> Match:
-    """Return those places before which most of *wanted* stands; the last *length* tokens do before all."""
+    """Return the places of the longest match with *wanted*, whose last *length* tokens precede all of *ends*."""
     while length < len(wanted):
         token = wanted[-1 - length]
         longer = [end for end in ends if end > length and tokens[end - 1 - length] == token]

@@ -1,6 +1,6 @@
-"""What PARD, P-EAGLE and DFlash share: all tokens of a draft come out of one forward, over masks that stand for them.
+"""Shared by PARD, P-EAGLE and DFlash: one forward over mask tokens gives the logits of all draft tokens.
 
-Each token is chosen by the target's own sampling all the same, one after the other, since penalties count those before.
+The tokens are still sampled one after another, since penalties count those before.
 """
 
 from collections.abc import Sequence as Seq
@@ -15,23 +15,24 @@ from protos.draft_module import DraftRunner, Module, on_a_worker
 
 
 class MaskedModule(Module, Protocol):
-    """A module that guesses at masks.
+    """A module that predicts the tokens of masked positions.
 
     Attributes:
-        mask_token_id: fed at masked places.
-        lead: fed places more than guesses. -1: the first guess comes from behind the newest known token, which was fed
-            already; 0 and 1: the newest known token leads the block, and its own place gives a guess, or none.
-        most: guesses that it can make.
-        sees_all: each place of a block sees the others.
+        mask_token_id: fed at masked positions.
+        lead: number of fed positions minus number of draft tokens. -1: the first draft token is predicted by the newest
+            known token, which was fed before; 0 and 1: the newest known token is the first of the block, and predicts
+            a draft token (0) or none (1).
+        max_tokens: most draft tokens.
+        sees_all: each position of a block attends to all others.
     """
 
     mask_token_id: int
     lead: int
-    most: int
+    max_tokens: int
     sees_all: bool
 
-    def beside(self, count: int) -> torch.Tensor | None:
-        """Return what is fed beside the tokens of *count* places, `[N, X]`; None where nothing is."""
+    def mask_features(self, count: int) -> torch.Tensor | None:
+        """Return the features fed with the tokens of *count* positions, `[N, X]`; None if there are none."""
         ...
 
     def logits(self, states_NX: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,7 @@ class MaskedModule(Module, Protocol):
 
 
 class ParallelProposer:
-    """Drafts chains with a module that guesses all their tokens at once."""
+    """Drafts chains with a module that predicts all their tokens in one forward."""
 
     on_worker: ClassVar[bool] = True
     method: ClassVar[str]
@@ -55,8 +56,8 @@ class ParallelProposer:
         return cls(on_a_worker(runner, cls.method))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return a chain of `row.k` tokens for each row, of fewer where the module cannot guess so many."""
-        chains = Chains(rows, self.module.most)
+        """Return a chain of `row.k` tokens for each row, or of as many as the module can draft."""
+        chains = Chains(rows, self.module.max_tokens)
         states_RPX = self._states(chains)
         for step in range(chains.steps):
             active = chains.active(step)
@@ -65,7 +66,7 @@ class ParallelProposer:
         return chains.drafts()
 
     def _states(self, chains: Chains) -> torch.Tensor:
-        """Return what comes behind each guess's place, `[R, P, X]`; rows of fewer guesses are filled up at the end."""
+        """Return the output for each draft token, `[R, P, X]`, padded at the end for rows with fewer tokens."""
         lead = self.module.lead
         counts = [min(row.k, chains.steps) + lead for row in chains.rows]
         if not sum(counts):
@@ -77,14 +78,14 @@ class ParallelProposer:
         tokens_N = torch.full_like(row_N, self.module.mask_token_id)
         if lead >= 0:
             tokens_N[offset_R] = newest_R
-        behind_RX, block_NX = self.runner.block(
+        known_RX, block_NX = self.runner.block(
             chains.rows,
             row_N,
             tokens_N,
-            self.module.beside(len(row_N)),
+            self.module.mask_features(len(row_N)),
             sees_all=self.module.sees_all,
         )
         states_RPX = block_NX.new_zeros(len(counts), counts[0] + 1, block_NX.shape[1])
-        states_RPX[:, 0] = behind_RX
+        states_RPX[:, 0] = known_RX
         states_RPX[row_N, torch.arange(len(row_N), device=row_N.device) - offset_R[row_N] + 1] = block_NX
         return states_RPX[:, lead + 1 :]

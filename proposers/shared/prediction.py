@@ -1,7 +1,7 @@
-"""OpenAI's `prediction`: text that the user expects as the answer, followed for as long as the answer keeps to it.
+"""OpenAI's `prediction`: text that the user expects as the answer, followed while the answer matches it.
 
-The answer is expected to begin like the prediction. Where it turns off, the next place where its newest tokens stand in
-the prediction, at or behind the one it had reached, is where it is expected to go on.
+The answer is expected to begin like the prediction. After a mismatch, it is expected to continue where its newest
+tokens next occur in the prediction, at or after the position reached.
 """
 
 from collections.abc import Sequence as Seq
@@ -10,25 +10,25 @@ from proposers.shared.ngram_index import Places
 
 REACH = 16
 SIZES = (4, 2)
-"""An answer that turned off has to say two tokens of the prediction to be back; more of them tell the place better."""
+"""After a mismatch, two tokens of the answer must match the prediction; longer matches are preferred."""
 
 
 class Prediction:
-    """One request's prediction, and how far the answer has come in it."""
+    """One request's prediction, and the position of the answer in it."""
 
     def __init__(self, token_ids: Seq[int]) -> None:
         self._ids = list(token_ids)
         self._places = Places(SIZES, REACH)
-        self._at = 0  # where the answer is expected to go on
+        self._at = 0  # where the answer is expected to continue
         self._is_followed = True
         self._num_seen = 0
 
     def prepare(self, budget: int) -> int:
-        """Take in at most *budget* more tokens of the prediction; return how many."""
+        """Index at most *budget* more tokens of the prediction; return how many."""
         return self._places.add(self._ids, budget)
 
     def follow(self, output: Seq[int], k: int) -> list[int]:
-        """Return at most *k* ids that are expected behind *output*, everything that was answered; none while astray."""
+        """Return at most *k* ids expected after *output*, the whole answer so far; none while it does not match."""
         new = list(output[self._num_seen :])
         self._num_seen = len(output)
         if self._is_followed and self._ids[self._at : self._at + len(new)] == new:
@@ -38,7 +38,7 @@ class Prediction:
         return self._ids[self._at : self._at + k] if self._is_followed else []
 
     def _find(self, newest: list[int]) -> None:
-        """Look for where the newest tokens stand: the nearest such place from here on, else the last one before."""
+        """Search for the newest tokens: take the nearest match from here on, else the last one before."""
         ends = self._places.longest(self._ids, newest).ends
         self._is_followed = bool(ends)
         if ends:

@@ -1,7 +1,8 @@
-"""What model-free proposers keep of the sequences they follow: an index of each one's text, made in slices.
+"""Base of model-free proposers: an n-gram index of each sequence's text, built in slices.
 
-Nothing is done when a sequence arrives or grows. Prompts are taken in by a bounded number of tokens a round, and what
-was said since when guesses are asked for; so a long prompt holds nobody up, and speculation that is off costs nothing.
+Nothing is indexed when a sequence arrives or grows. Prompts are indexed by a bounded number of tokens per round, and
+new tokens when a draft is requested: so a long prompt does not delay a round, and speculation that is off costs
+nothing.
 """
 
 from abc import abstractmethod
@@ -16,21 +17,21 @@ from protos.interfaces import SequenceListener
 from protos.messages import Request
 
 SLICE = 2048
-"""Tokens that are taken in at a time, over all sequences: about a millisecond."""
+"""Tokens indexed per round, over all sequences: about a millisecond."""
 GROWTH = 128
-"""Tokens that a row need not stand in line for: more than a round can have brought."""
+"""Sequences with at most this many new tokens are indexed at once, without queueing: more than a round can commit."""
 
 
 @dataclass(slots=True, eq=False)
 class IndexedSequence:
-    """One sequence: its tokens, which are the controller's, and what is known of where they stood.
+    """One sequence and the index of its n-grams.
 
     Attributes:
-        places: of the grams of `tokens`.
-        tokens: prompt and output; the prompt alone until guesses are asked for.
+        places: index of the n-grams of `tokens`.
+        tokens: prompt and output, owned by the controller; the prompt alone until a draft is requested.
         salt: of its tenant.
         is_over: whether it ended.
-        is_waiting: whether it stands in line for a slice.
+        is_waiting: whether it is queued to be indexed.
     """
 
     places: Places
@@ -39,81 +40,80 @@ class IndexedSequence:
     salt: str = ""
     prediction: Prediction | None = None
     is_over: bool = False
-
     is_waiting: bool = False
 
     @property
     def num_new(self) -> int:
-        """How many of `tokens` are to be taken in."""
+        """Number of `tokens` not indexed yet."""
         return len(self.tokens) - 1 - self.places.num_added
 
     @property
     def is_indexed(self) -> bool:
-        """Whether all of `tokens` is in `places`."""
+        """Whether all `tokens` are indexed."""
         return self.num_new <= 0
 
     def prepare(self, budget: int) -> int:
-        """Take in at most *budget* tokens of what was there from the beginning; return how many."""
+        """Index at most *budget* tokens of the prediction and the text; return how many."""
         taken = self.prediction.prepare(budget) if self.prediction else 0
         return taken + self.places.add(self.tokens, budget - taken)
 
     def predicted(self, k: int) -> list[int]:
-        """Return at most *k* tokens that the user's prediction has next."""
+        """Return at most *k* next tokens of the user's prediction."""
         return self.prediction.follow(self.tokens[self.prompt_len :], k) if self.prediction else []
 
 
 class SequenceIndex(SequenceListener):
-    """A proposer that indexes every sequence, and guesses row by row."""
+    """A proposer that indexes every sequence, and drafts row by row."""
 
     def __init__(self) -> None:
-        self._followed: dict[int, IndexedSequence] = {}
+        self._sequences: dict[int, IndexedSequence] = {}
         self._unprepared: deque[IndexedSequence] = deque()
         self._grown: list[IndexedSequence] = []
 
     @abstractmethod
     def index(self) -> Places:
-        """Return an empty index of the sizes that are looked for."""
+        """Return an empty index with the n-gram sizes of the method."""
 
     @abstractmethod
-    def guess(self, row: DraftRow, followed: IndexedSequence) -> Draft:
-        """Return a draft of at most `row.k` tokens for one row; an empty one without a confident guess."""
+    def draft(self, row: DraftRow, sequence: IndexedSequence) -> Draft:
+        """Return a draft of at most `row.k` tokens for one row; an empty one if nothing is found."""
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return one draft a row; rows that nobody told of in `begin` are indexed anew each time."""
-        return [self.guess(row, one) for row, one in zip(rows, self.follow(rows), strict=True)]
+        """Return one draft per row; rows without a `begin` are indexed anew each time."""
+        return [self.draft(row, one) for row, one in zip(rows, self.update(rows), strict=True)]
 
-    def follow(self, rows: Seq[DraftRow]) -> list[IndexedSequence]:
-        """Return what is kept of the rows' sequences, brought up to date as far as a slice goes."""
-        self._grown = [self._followed.get(row.key) or self._anew(row) for row in rows]
-        for followed, row in zip(self._grown, rows, strict=True):
-            followed.tokens = row.token_ids
-        self._take_growth(SLICE)
+    def update(self, rows: Seq[DraftRow]) -> list[IndexedSequence]:
+        """Return the rows' sequences, with new tokens indexed up to the budget of one slice."""
+        self._grown = [self._sequences.get(row.key) or self._indexed(row) for row in rows]
+        for sequence, row in zip(self._grown, rows, strict=True):
+            sequence.tokens = row.token_ids
+        self._index_new(SLICE)
         return self._grown
 
-    def _anew(self, row: DraftRow) -> IndexedSequence:
-        followed = IndexedSequence(self.index(), row.token_ids)
-        followed.prepare(len(row.token_ids))
-        return followed
+    def _indexed(self, row: DraftRow) -> IndexedSequence:
+        sequence = IndexedSequence(self.index(), row.token_ids)
+        sequence.prepare(len(row.token_ids))
+        return sequence
 
-    def _take_growth(self, budget: int) -> int:
-        """Take in what was committed to the rows that asked last; return what is left of *budget*.
+    def _index_new(self, budget: int) -> int:
+        """Index the new tokens of the rows of the last `propose`; return the rest of *budget*.
 
-        Those to whom that is much, or left over, stand in line.
+        Sequences with many new tokens, and those beyond the budget, are queued.
         """
         for grown in self._grown:
             if grown.num_new <= GROWTH:
                 budget -= grown.places.add(grown.tokens, budget)
             if not (grown.is_indexed or grown.is_waiting or grown.is_over):
-                self._wait(grown)
+                self._queue(grown)
         return budget
 
-    def _wait(self, followed: IndexedSequence) -> None:
-        followed.is_waiting = True
-        self._unprepared.append(followed)
+    def _queue(self, sequence: IndexedSequence) -> None:
+        sequence.is_waiting = True
+        self._unprepared.append(sequence)
 
     def prepare(self) -> None:
-        """See `SequenceListener`: what was just committed, then the oldest prompts."""
-        budget = self._take_growth(SLICE)
+        """See `SequenceListener`: indexes newly committed tokens, then the oldest prompts."""
+        budget = self._index_new(SLICE)
         self._grown = []
         while budget > 0 and self._unprepared:
             first = self._unprepared[0]
@@ -126,15 +126,15 @@ class SequenceIndex(SequenceListener):
         """See `SequenceListener`."""
         prompt = request.prompt_token_ids
         prediction = Prediction(request.prediction_token_ids) if request.prediction_token_ids else None
-        followed = IndexedSequence(self.index(), prompt, len(prompt), request.cache_salt, prediction)
-        self._followed[key] = followed
-        self._wait(followed)
+        sequence = IndexedSequence(self.index(), prompt, len(prompt), request.cache_salt, prediction)
+        self._sequences[key] = sequence
+        self._queue(sequence)
 
     def end(self, key: int, token_ids: Seq[int]) -> None:
         """See `SequenceListener`."""
-        followed = self._followed.pop(key, None)
-        if followed is not None:
-            followed.is_over = True
-            if followed.is_waiting:  # nobody comes to the line while speculation is off
-                followed.is_waiting = False
-                self._unprepared.remove(followed)
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            sequence.is_over = True
+            if sequence.is_waiting:  # the queue is not emptied while speculation is off
+                sequence.is_waiting = False
+                self._unprepared.remove(sequence)

@@ -1,7 +1,7 @@
-"""Trees whose shape is settled before anything is guessed: which ranks of guesses are tried behind which node.
+"""Static draft trees: their shape is fixed in advance, by the ranks of the tokens on each path.
 
-A choice is a path of ranks: `(0, 2)` is the third-best guess behind the best one. Medusa writes its trees so, and so
-does the key `speculative_token_tree`.
+A choice is a path of ranks: `(0, 2)` is the third-best token after the best one. This is the notation of Medusa and of
+the key `speculative_token_tree`.
 """
 
 import heapq
@@ -20,11 +20,11 @@ Choice = tuple[int, ...]
 Ints = npt.NDArray[np.int64]
 
 FIRST_RATE = 0.6
-"""How often the best guess is taken to be right; the one of rank r 1 / (r + 1)^2 as often, the first three 82 %."""
+"""Assumed acceptance rate of the best token; that of rank r is 1 / (r + 1)^2 of it (the first three: 82 %)."""
 
 
 def rate(choice: Choice, decay: float) -> float:
-    """Return how often all of *choice* is taken to be right, when guesses get worse by *decay* with each level."""
+    """Return the assumed rate at which all of *choice* is accepted; it decays by the factor *decay* per level."""
     found = 1.0
     for depth, rank in enumerate(choice):
         found *= FIRST_RATE * decay**depth / (rank + 1) ** 2
@@ -33,26 +33,26 @@ def rate(choice: Choice, decay: float) -> float:
 
 @dataclass(frozen=True)
 class TreeLevel:
-    """The M nodes of one depth, and how they come about.
+    """The M nodes of one depth. They are drafted from P inputs, nodes of the level before (or the root).
 
     Attributes:
         nodes: their indices in the tree.
-        froms_M: behind which of the points of this level each is guessed.
-        ranks_M: which of the guesses made there each is.
-        width: guesses needed at a point.
-        points_P: the nodes that are points of the next level, counted within this one.
+        input_M: index of the input from which each node is drafted.
+        ranks_M: rank of each node's token among the candidates of its input.
+        width: candidates needed per input.
+        next_inputs_P: indices, within this level, of the nodes that are inputs of the next one.
     """
 
     nodes: tuple[int, ...]
-    froms_M: Ints
+    input_M: Ints
     ranks_M: Ints
     width: int
-    points_P: Ints
+    next_inputs_P: Ints
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Choices, parents before children and the most promising first: its first k nodes are a tree, too."""
+    """Choices, parents before children and by descending rate: the first k nodes are a tree, too."""
 
     choices: tuple[Choice, ...]
 
@@ -61,19 +61,19 @@ class StaticTree:
         """Return the tree of *choices*; those deeper than *max_depth* are left out.
 
         Raises:
-            ConfigError: a choice is not behind another one.
+            ConfigError: the parent of a choice is missing.
         """
         kept = {tuple(choice) for choice in choices if len(choice) <= max_depth}
         for choice in sorted(kept):
             if len(choice) > 1 and choice[:-1] not in kept:
-                raise ConfigError(f"the tree has {choice}, but not {choice[:-1]}, which it would hang on")
+                raise ConfigError(f"the tree has {choice}, but not its parent {choice[:-1]}")
         return cls(tuple(sorted(kept, key=lambda choice: (-rate(choice, decay), choice))))
 
     @classmethod
     def best(cls, num_nodes: int, max_depth: int, decay: float) -> "StaticTree":
-        """Return the tree of *num_nodes* choices that are right most often."""
-        promising = _promising(max_depth, decay)
-        return cls(tuple(next(promising) for _ in range(num_nodes)))
+        """Return the tree of the *num_nodes* choices with the highest rates."""
+        choices = _by_rate(max_depth, decay)
+        return cls(tuple(next(choices) for _ in range(num_nodes)))
 
     @classmethod
     def chain(cls, length: int) -> "StaticTree":
@@ -98,17 +98,17 @@ class StaticTree:
 
     @cached_property
     def levels(self) -> tuple[TreeLevel, ...]:
-        """The nodes by depth, guessed behind the nodes that they follow; the first level's one point is the root."""
-        found, points = [], [-1]
+        """The nodes by depth, each drafted from its parent; the only input of the first level is the root."""
+        found, inputs = [], [-1]
         for nodes in self._by_depth():
-            froms = [points.index(self.parents[node]) for node in nodes]
-            points = [node for node in nodes if node in self.parents]
-            found.append(self._level(nodes, froms, [nodes.index(node) for node in points]))
+            sources = [inputs.index(self.parents[node]) for node in nodes]
+            inputs = [node for node in nodes if node in self.parents]
+            found.append(self._level(nodes, sources, [nodes.index(node) for node in inputs]))
         return tuple(found)
 
     @cached_property
     def flat_levels(self) -> tuple[TreeLevel, ...]:
-        """The nodes by depth where guesses do not depend on those before them: each level has one point."""
+        """The nodes by depth for heads that do not read draft tokens: each level has one input."""
         return tuple(self._level(nodes, [0] * len(nodes), [0]) for nodes in self._by_depth())
 
     def _by_depth(self) -> list[list[int]]:
@@ -117,9 +117,9 @@ class StaticTree:
             for depth in range(1, self.depth + 1)
         ]
 
-    def _level(self, nodes: list[int], froms: list[int], points: list[int]) -> TreeLevel:
+    def _level(self, nodes: list[int], sources: list[int], inputs: list[int]) -> TreeLevel:
         ranks = [self.choices[node][-1] for node in nodes]
-        return TreeLevel(tuple(nodes), np.array(froms), np.array(ranks), max(ranks) + 1, np.array(points, np.int64))
+        return TreeLevel(tuple(nodes), np.array(sources), np.array(ranks), max(ranks) + 1, np.array(inputs, np.int64))
 
     def first(self, count: int) -> "StaticTree":
         """Return the tree of the first *count* nodes, always the same object."""
@@ -130,12 +130,12 @@ class StaticTree:
         return StaticTree(self.choices[:count])
 
     def draft(self, tokens: Seq[int]) -> Draft:
-        """Return the draft whose nodes these are: one token a node."""
+        """Return the draft with these tokens, one per node."""
         return Draft(tuple(tokens)) if self.is_chain else Draft(tuple(tokens), self.parents)
 
 
-def _promising(max_depth: int, decay: float) -> Iterator[Choice]:
-    """Yield choices, the most promising first. A choice comes before its children and its worse siblings."""
+def _by_rate(max_depth: int, decay: float) -> Iterator[Choice]:
+    """Yield choices by descending rate. A choice comes before its children and its lower-ranked siblings."""
     frontier: list[tuple[float, Choice]] = [(0.0, (0,))]
     while True:
         _, choice = heapq.heappop(frontier)

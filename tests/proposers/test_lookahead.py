@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from proposers.lookahead import Ahead, LookaheadProposer, LookaheadShape, Pool
+from proposers.lookahead import LookaheadProposer, LookaheadShape, LookaheadState, NgramPool
 from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.errors import ConfigError
@@ -49,57 +49,57 @@ def begin(proposer: LookaheadProposer, prompt: list[int], key: int = 1) -> None:
 
 def test_the_window_grows_to_its_levels_and_moves_with_the_text() -> None:
     shape, target, text = LookaheadShape(3, 2, 4), Target(1), [1, 2, 3]
-    ahead = Ahead.of(text, shape, 0)
-    first = ahead.levels[0].copy()
-    draft = ahead.draft(text, 20)
+    state = LookaheadState.of(text, shape, 0)
+    first = state.levels[0].copy()
+    draft = state.draft(text, 20)
     assert (draft.tokens, draft.parents, draft.probes) == (tuple(first), (-1, 0, 1), (True,) * 3)
     said, probed = target.run(text, draft)
-    ahead.learn(len(said), probed)
+    state.learn(len(said), probed)
     text += said
     # A token further on: the first column is behind us, and of each line one entry is unknown.
-    assert ahead.levels[0][:2] == first[1:]
-    assert ahead.levels[1][:2] == [target.after([token]) for token in first[1:]]
-    assert [len(level) for level in ahead.levels] == [3, 3]
+    assert state.levels[0][:2] == first[1:]
+    assert state.levels[1][:2] == [target.after([token]) for token in first[1:]]
+    assert [len(level) for level in state.levels] == [3, 3]
 
-    before = [level.copy() for level in ahead.levels]
-    draft = ahead.draft(text, 20)
+    before = [level.copy() for level in state.levels]
+    draft = state.draft(text, 20)
     assert draft.parents == (-1, 0, 1, 0, 1, 2)
     said, probed = target.run(text, draft)
-    ahead.learn(len(said), probed)
+    state.learn(len(said), probed)
     # The oldest line has left, so that nothing had to move.
-    assert ahead.levels[0] == before[1]
-    assert ahead.levels[1] == [target.after([token]) for token in before[1]]
+    assert state.levels[0] == before[1]
+    assert state.levels[1] == [target.after([token]) for token in before[1]]
     for column in range(3):
-        assert (before[1][column], ahead.levels[1][column]) in ahead.pool.behind(before[0][column])
+        assert (before[1][column], state.levels[1][column]) in state.pool.following(before[0][column])
 
 
 def test_an_n_gram_found_is_tried_when_its_first_token_comes() -> None:
-    ahead = Ahead.of([9], LookaheadShape(2, 2, 4), 0)
-    ahead.pool.add(5, (6, 7))
-    ahead.pool.add(5, (6, 8))
-    draft = ahead.draft([9, 5], 20)
+    state = LookaheadState.of([9], LookaheadShape(2, 2, 4), 0)
+    state.pool.add(5, (6, 7))
+    state.pool.add(5, (6, 8))
+    draft = state.draft([9, 5], 20)
     count = draft.probes.count(False)
     assert draft.probes == (False,) * count + (True,) * (len(draft) - count)
     assert [path_to(draft, node) for node in range(count)] == [[6], [6, 8], [6, 7]]
 
 
 def test_probes_are_left_out_where_they_do_not_fit_and_cut_ones_teach_nothing() -> None:
-    ahead = Ahead.of([9], LookaheadShape(4, 2, 4), 0)
-    ahead.pool.add(5, (6, 7))
-    assert ahead.draft([9, 5], 4) == Draft((6, 7), (-1, 0), (False, False))
-    assert len(ahead.draft([9, 5], 6)) == 6
-    window = ahead.levels[0].copy()
-    ahead.learn(1, [1, 2])  # two of the four came back
-    assert ahead.levels[0][:3] == window[1:]
-    assert len(ahead.levels) == 1
+    state = LookaheadState.of([9], LookaheadShape(4, 2, 4), 0)
+    state.pool.add(5, (6, 7))
+    assert state.draft([9, 5], 4) == Draft((6, 7), (-1, 0), (False, False))
+    assert len(state.draft([9, 5], 6)) == 6
+    window = state.levels[0].copy()
+    state.learn(1, [1, 2])  # two of the four came back
+    assert state.levels[0][:3] == window[1:]
+    assert len(state.levels) == 1
 
 
 def test_a_pool_keeps_the_newest_of_each_first_token() -> None:
-    pool = Pool(2)
+    pool = NgramPool(2)
     for rest in ((1, 1), (2, 2), (1, 1), (3, 3)):
         pool.add(0, rest)
-    assert pool.behind(0) == [(3, 3), (1, 1)]
-    assert pool.behind(1) == []
+    assert pool.following(0) == [(3, 3), (1, 1)]
+    assert pool.following(1) == []
 
 
 @pytest.mark.parametrize(("order", "wanted"), [(1, 2.0), (2, 1.3)])
@@ -122,7 +122,7 @@ def test_a_target_says_what_it_was_found_to_say(order: int, wanted: float) -> No
     assert text == plain
     assert (len(text) - len(prompt)) / rounds > wanted
     proposer.end(1, text)
-    assert not proposer._ahead
+    assert not proposer._states
 
 
 def test_the_window_is_narrowed_to_the_tokens_there_are() -> None:

@@ -65,7 +65,7 @@ def cascade(*methods: str) -> SpeculativeConfig:
 def test_one_method_of_a_cascade_may_run_on_the_worker_and_it_comes_last() -> None:
     assert registry.worker_method(cascade("suffix", "draft_model")) == "draft_model"
     assert registry.worker_method(cascade("suffix", "ngram")) is None
-    assert [type(one).__name__ for one in registry.beside_controller(cascade("suffix", "ngram", "draft_model"))] == [
+    assert [type(one).__name__ for one in registry.controller_proposers(cascade("suffix", "ngram", "draft_model"))] == [
         "SuffixProposer",
         "NgramProposer",
     ]
