@@ -35,7 +35,7 @@ class EagleModule(nn.Module):
     """See `protos.draft_module.Module`. Outputs states, `[1, T, H]`."""
 
     shift = 1
-    max_steps = MAX_SPECULATIVE_TOKENS
+    max_tokens = MAX_SPECULATIVE_TOKENS
 
     def __init__(self, spec: format_of.EagleSpec, tensors: Mapping[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ class Eagle3Module(nn.Module):
     """
 
     shift = 1
-    max_steps = MAX_SPECULATIVE_TOKENS
+    max_tokens = MAX_SPECULATIVE_TOKENS
 
     def __init__(self, spec: format_of.Eagle3Spec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()

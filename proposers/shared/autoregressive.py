@@ -21,10 +21,10 @@ class AutoregressiveModule(Module, Protocol):
     """A module that is fed its own states.
 
     Attributes:
-        max_steps: length of the longest chain that it can draft.
+        max_tokens: length of the longest chain that it can draft.
     """
 
-    max_steps: int
+    max_tokens: int
 
     def predict(self, states_NX: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the states `[N, X]` after *step* draft tokens.
@@ -56,7 +56,7 @@ class AutoregressiveProposer:
         """See `protos.draft_module.LearnedProposer`."""
         runner = on_a_worker(runner, cls.method)
         shape = TreeShape.of(config)
-        return cls(runner, shape.width, min(shape.depth, runner.module.max_steps))
+        return cls(runner, shape.width, min(shape.depth, runner.module.max_tokens))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a chain of `row.k` tokens for each row, or a tree of `row.k` nodes."""

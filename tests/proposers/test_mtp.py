@@ -179,5 +179,5 @@ def test_qwen3_next_shares_what_leads_into_its_layers_and_adds_one_to_norms() ->
 def test_mimo_reads_the_state_first_and_takes_one_step(tmp_path: Path) -> None:
     made = Written(tmp_path, "qwen2")
     runner = made.runner()
-    assert runner.module.max_steps == 1
+    assert runner.module.max_tokens == 1
     made.assert_chains(MtpProposer.create(CONFIG, runner), ROWS, most=1)

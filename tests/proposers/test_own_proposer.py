@@ -164,10 +164,13 @@ def test_workers_that_are_processes_import_it_too(
         ("my_guesses:", "cannot be imported"),
         (":Echo", "cannot be imported"),
         (".my_guesses:Echo", "cannot be imported"),
-        ("my_guesses:function", "is no proposer: it lacks being a class, on_worker, True or False, create, propose;"),
-        ("my_guesses:number", "is no proposer: it lacks being a class"),
-        ("my_guesses:Draft", "is no proposer: it lacks on_worker, True or False, create, propose;"),
-        ("my_guesses:Unbuilt", "is no proposer: it lacks features_of, build;"),
+        (
+            "my_guesses:function",
+            "is not a proposer: it lacks being a class, on_worker, True or False, create, propose;",
+        ),
+        ("my_guesses:number", "is not a proposer: it lacks being a class"),
+        ("my_guesses:Draft", "is not a proposer: it lacks on_worker, True or False, create, propose;"),
+        ("my_guesses:Unbuilt", "is not a proposer: it lacks features_of, build;"),
     ],
 )
 def test_what_is_no_proposer_is_refused_before_anything_loads(own: Path, target: Path, path: str, why: str) -> None:

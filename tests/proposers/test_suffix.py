@@ -94,7 +94,7 @@ def test_nothing_is_kept_of_sequences_that_ended() -> None:
         proposer.propose([DraftRow(0, 4, [1, 2, 3, 1, 2], key)])
         proposer.end(key, [1, 2, 3, 1, 2])
     proposer.prepare()
-    assert not proposer._followed
+    assert not proposer._sequences
     assert not proposer._unprepared
     assert not proposer._finished
 
@@ -106,7 +106,7 @@ def test_nothing_is_kept_of_sequences_that_ended_while_speculation_was_off() -> 
         for key in range(1, 50):
             proposer.end(key, [1, 2, 3, 1, 2])
         assert [waiting.tokens for waiting in proposer._unprepared] == [(1, 2, 3, 1)]
-        assert [*proposer._followed] == [0]
+        assert [*proposer._sequences] == [0]
         proposer.prepare()
         assert [draft.tokens[:1] for draft in proposer.propose([DraftRow(0, 4, [1, 2, 3, 1, 2], 0)])] == [(3,)]
 
