@@ -1,6 +1,6 @@
-"""What parks in Ray's processes: one long `run()`, and beside it a second group that tells where the process is.
+"""The Ray actors' base: one long `run()`, and a second concurrency group for control calls.
 
-So a worker that serves, or is stuck, can still be asked for its stacks.
+An actor that serves, or is stuck, can still return its stacks or be ended.
 """
 
 import logging
@@ -14,81 +14,81 @@ from typing import Any, NamedTuple
 import msgspec
 import ray
 
-from cluster.ray.cluster import adopt, node_address
+from cluster.ray.cluster import node_address, set_missing_variables
 from cluster.transport.worker_process import WorkerSpec, run_worker
 from runtime.metrics.logs import log_to_stderr
 
-GROUPS = {"serve": 1, "aside": 1}
-"""Threads of an actor's two concurrency groups."""
+CONCURRENCY_GROUPS = {"serve": 1, "control": 1}
+"""Threads of an actor's concurrency groups."""
 
 
 LOOPBACK = "127.0.0.1"
 
 
-class Whereabouts(NamedTuple):
-    """A process: its id, and the machine (and container) in which that id means something."""
+class ProcessLocation(NamedTuple):
+    """A process id, and the machine (boot id and PID namespace) in which it is valid."""
 
     machine: str
     pid: int
 
 
-def here() -> Whereabouts:
-    """Return where this process is."""
+def this_process() -> ProcessLocation:
+    """Return the location of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return Whereabouts(f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid())
+    return ProcessLocation(f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid())
 
 
 def stacks() -> str:
     """Return the stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
-        f"{names.get(ident, 'a thread of another kind')}:\n{''.join(traceback.format_stack(frame))}"
+        f"{names.get(ident, 'unknown thread')}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
     ]
     return "\n".join(parts)
 
 
-class Parked:
-    """What all our actors can be asked while they run."""
+class ActorBase:
+    """The control calls of all our actors."""
 
-    @ray.method(concurrency_group="aside")
-    def where(self) -> Whereabouts:
-        """Say which process this is."""
-        return here()
+    @ray.method(concurrency_group="control")
+    def location(self) -> ProcessLocation:
+        """Return the location of the actor's process."""
+        return this_process()
 
-    @ray.method(concurrency_group="aside")
+    @ray.method(concurrency_group="control")
     def stack_dump(self) -> str:
         """Return the stacks of all threads."""
         return stacks()
 
-    @ray.method(concurrency_group="aside")
+    @ray.method(concurrency_group="control")
     def leave(self) -> None:
         """End the process at once."""
         os._exit(0)
 
 
-class WorkerActor(Parked):
-    """One worker of a gang.
+class WorkerActor(ActorBase):
+    """One worker of a group.
 
     Args:
         spec: a `WorkerSpec`, as msgpack.
-        environment: variables to set where there are none.
+        environment: variables to set if they are unset.
         is_near: whether all workers are on one node.
     """
 
     def __init__(self, spec: bytes, environment: dict[str, str], is_near: bool) -> None:
-        adopt(environment)
+        set_missing_variables(environment)
         self._is_near = is_near
-        log_to_stderr(level=logging.WARNING)  # progress goes to the controller, which tells it once
+        log_to_stderr(level=logging.WARNING)  # progress is logged by the controller
         self._spec = msgspec.msgpack.decode(spec, type=WorkerSpec)
 
     @ray.method(concurrency_group="serve")
     def run(self) -> None:
-        """Be the worker until its body returns."""
-        run_worker(self._spec, LOOPBACK if self._is_near else node_address(), here().machine)
+        """Run the worker until its body returns."""
+        run_worker(self._spec, LOOPBACK if self._is_near else node_address(), this_process().machine)
 
 
 def remote(cls: type) -> Any:
-    """Return *cls* as Ray makes actors of it; options are given where one is made."""
-    decorate: Any = ray.remote  # whose types leave this option out
-    return decorate(concurrency_groups=GROUPS)(cls)
+    """Return *cls* as a Ray actor class. Options are given per actor."""
+    decorate: Any = ray.remote  # Ray's types lack this option
+    return decorate(concurrency_groups=CONCURRENCY_GROUPS)(cls)

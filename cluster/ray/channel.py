@@ -1,4 +1,4 @@
-"""A front end's way to a controller on Ray: takes its place, starts it, and carries messages over ZMQ."""
+"""The channel to a controller on Ray: acquires a placement, starts the actor, exchanges messages over ZMQ."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,11 @@ import zmq.asyncio
 
 from cluster.ray import cluster as ray_cluster
 from cluster.ray.actors import remote
-from cluster.ray.cluster import passed_on
+from cluster.ray.cluster import forwarded_variables
 from cluster.ray.controller import ControllerActor
 from cluster.ray.placement import CONTROLLER, Placement
-from cluster.ray.site import OwnSite, Site
-from cluster.ray.workers import Hired, why
+from cluster.ray.placement_provider import OwnPlacementGroup, PlacementProvider
+from cluster.ray.workers import RunningActor, end_reason
 from cluster.transport.process_workers import BODY
 from cluster.transport.zmq_sockets import BoundSockets, Socket
 from protos.config.engine import EngineConfig, to_json
@@ -33,14 +33,14 @@ class RayChannel:
     """A `runtime.frontend.channel.Channel` to a controller that is a Ray actor. Belongs to one event loop.
 
     Args:
-        config: what to build.
+        config: the engine's configuration.
         body: of the workers; see `RayWorkerGroup`.
-        site: where the parts go; a placement group of their own where none is given.
+        provider: of the placement; default: a placement group of its own.
     """
 
-    def __init__(self, config: EngineConfig, body: str = BODY, site: Site | None = None) -> None:
+    def __init__(self, config: EngineConfig, body: str = BODY, provider: PlacementProvider | None = None) -> None:
         self._config, self._body = config, body
-        self._site: Site = OwnSite() if site is None else site
+        self._provider: PlacementProvider = OwnPlacementGroup() if provider is None else provider
         self._context: zmq.Context[Socket] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
@@ -48,39 +48,39 @@ class RayChannel:
         self._bound: BoundSockets | None = None
         self._up: zmq.asyncio.Socket | None = None
         self._down: Socket | None = None
-        self._controller: Hired | None = None
+        self._controller: RunningActor | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._placing: asyncio.Future[None] | None = None
-        self._unwanted = threading.Event()
+        self._cancelled = threading.Event()
 
     @property
     def placement(self) -> Placement | None:
-        """Where the replica is, once it has its place."""
+        """The replica's placement; None before it is acquired."""
         return self._placement
 
     async def start(self, on_report: Callable[[Report], None]) -> None:
-        """See `Channel`. Returns when the replica has its place; raises `PlacementError` where it gets none."""
+        """See `Channel`. Returns when the controller has been started; raises `PlacementError` if there is no room."""
         loop = asyncio.get_running_loop()
 
-        def say(text: str) -> None:
+        def report(text: str) -> None:
             loop.call_soon_threadsafe(on_report, LoadProgress(text))
 
-        self._placing = asyncio.ensure_future(asyncio.to_thread(self._place, say))
+        self._placing = asyncio.ensure_future(asyncio.to_thread(self._place, report))
         await asyncio.shield(self._placing)
         self._bind()
-        hired = self._controller = await asyncio.to_thread(self._hire)
+        controller = self._controller = await asyncio.to_thread(self._start_controller)
         ended: asyncio.Future[None] = loop.create_future()
 
         def notice(_: "Future[Any]") -> None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(_settle, ended)
 
-        hired.ended.add_done_callback(notice)
-        self._watcher = asyncio.create_task(self._watch(hired, ended, on_report))
+        controller.ended.add_done_callback(notice)
+        self._watcher = asyncio.create_task(self._watch(controller, ended, on_report))
 
-    def _place(self, say: ProgressCallback) -> None:
-        """Wait for room in the cluster; runs in a thread."""
-        self._placement = self._site.take(self._config, say, lambda: not self._unwanted.is_set())
+    def _place(self, report: ProgressCallback) -> None:
+        """Wait for a placement; runs in a thread."""
+        self._placement = self._provider.acquire(self._config, report, lambda: not self._cancelled.is_set())
 
     def _bind(self) -> None:
         assert self._placement is not None
@@ -89,7 +89,7 @@ class RayChannel:
         host = None if is_near else ray_cluster.node_address()
         self._bound = BoundSockets(self._context, self._up, self._down, host)
 
-    def _hire(self) -> Hired:
+    def _start_controller(self) -> RunningActor:
         """Start the controller's actor; runs in a thread."""
         assert self._placement is not None
         assert self._bound is not None
@@ -100,14 +100,16 @@ class RayChannel:
                 to_json(self._config),
                 msgspec.msgpack.encode(self._bound.endpoint),
                 self._placement,
-                passed_on(),
+                forwarded_variables(),
                 self._body,
             )
         )
-        return Hired.hire(actor)
+        return RunningActor.start(actor)
 
-    async def _watch(self, hired: Hired, ended: "asyncio.Future[None]", on_report: Callable[[Report], None]) -> None:
-        """Deliver reports until the controller is gone, then what it had still sent, then that it is gone."""
+    async def _watch(
+        self, controller: RunningActor, ended: "asyncio.Future[None]", on_report: Callable[[Report], None]
+    ) -> None:
+        """Deliver reports until the controller is gone, then those still in flight, then `Failed`."""
         assert self._up is not None
         receiver = asyncio.create_task(self._receive(self._up, on_report))
         try:
@@ -117,19 +119,19 @@ class RayChannel:
             await asyncio.gather(receiver, return_exceptions=True)
         while await self._up.poll(timeout=LAST_REPORTS_MS):
             on_report(self._decoder.decode(await self._up.recv()))
-        on_report(Failed(f"the controller is gone: {why(hired.ended)}"))
+        on_report(Failed(f"the controller is gone: {end_reason(controller.ended)}"))
 
     async def _receive(self, up: zmq.asyncio.Socket, on_report: Callable[[Report], None]) -> None:
         while True:
             on_report(self._decoder.decode(await up.recv()))
-            await asyncio.sleep(0)  # what has come already is received without a pause, and readers need theirs
+            await asyncio.sleep(0)  # recv does not yield while messages are queued; let other tasks run
 
     def send(self, commands: Commands) -> None:
         """See `Channel`."""
         self._post(commands)
 
     def _post(self, commands: Commands) -> bool:
-        """Whether the controller was there to be sent *commands*."""
+        """Send *commands*; return False if there is no controller to send to."""
         if self._down is None or self._down.closed:
             return False
         try:
@@ -140,16 +142,16 @@ class RayChannel:
 
     async def close(self) -> None:
         """See `Channel`."""
-        self._unwanted.set()
+        self._cancelled.set()
         if self._placing is not None:
             await asyncio.gather(self._placing, return_exceptions=True)
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._controller is not None and self._post(Commands(stop=True)):
-            with contextlib.suppress(Exception):  # however it ends, it ends
+            with contextlib.suppress(Exception):  # the actor's error does not matter here
                 await asyncio.wait_for(asyncio.wrap_future(self._controller.ended), STOP_GRACE_S)
-        self._give_back()  # in this thread: an interpreter that exits starts no other
+        self._release()  # in this thread: an interpreter that exits cannot start another
         for socket in (self._up, self._down):
             if socket is not None:
                 socket.close()
@@ -157,18 +159,18 @@ class RayChannel:
             self._bound.close()
         self._context.term()
 
-    def _give_back(self) -> None:
-        """End the controller and give its place back."""
-        if not ray.is_initialized():  # somebody has shut Ray down, and everything of ours with it
+    def _release(self) -> None:
+        """End the controller and release its placement."""
+        if not ray.is_initialized():  # Ray was shut down, and its actors with it
             return
         if self._controller is not None:
             self._controller.end()
             self._controller.wait_gone()
-        self._site.give_back()
+        self._provider.release()
 
     def kill(self) -> None:
-        """End the controller at once."""
-        self._unwanted.set()
+        """Kill the controller."""
+        self._cancelled.set()
         if self._controller is not None and ray.is_initialized():
             self._controller.end()
 

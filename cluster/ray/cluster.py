@@ -1,7 +1,7 @@
-"""Joins the Ray cluster that RAY_ADDRESS names, or starts one on this machine; leaves it in the same way.
+"""Joins the Ray cluster at RAY_ADDRESS, or starts one on this machine, and leaves it again.
 
-Ray ties the processes it starts to the *thread* that started them, so ours is started, kept and stopped by a thread
-that lives as long as it is used.
+Ray ties the processes it starts to the *thread* that started them, so a thread of its own runs `ray.init` and
+`ray.shutdown`, and lives in between.
 """
 
 import gc
@@ -17,25 +17,25 @@ import ray
 from protos.errors import PlacementError
 
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Nothing of ours goes through Ray's object store but the arguments of actors."""
+"""Only the arguments of actors go through Ray's object store."""
 
-KNOCK_S = 10.0
-"""Whoever listens at RAY_ADDRESS takes a connection within this."""
+CONNECT_TIMEOUT_S = 10.0
+"""For the first connection to RAY_ADDRESS."""
 
-# Ray's own defaults would report usage to its makers, ask `uv` for another environment, and hide devices from the
-# controller. Whoever sets these themselves is left alone. RAY_AUTH_MODE is not among them: Ray has read it when it was
-# imported, and a cluster whose parts read it differently does not start; unset, a cluster started here uses a token.
+# Defaults for Ray, unless set: no usage reports, no environment rebuilt by `uv`, devices visible to the controller.
+# RAY_AUTH_MODE is not among them: Ray reads it on import, and a cluster whose processes disagree does not start. If it
+# is unset, a cluster started here uses a token.
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-PASSED_ON = ("HF_", "NCCL_", "GLOO_", "TORCH_NCCL_", "TOKENIZERS_")
-"""Variables that begin so are set for workers too, where their node does not say otherwise."""
+FORWARDED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_NCCL_", "TOKENIZERS_")
+"""Variables with these prefixes are set for workers too, unless set on their node."""
 
 
-class _Keeper(threading.Thread):
-    """One stay in a cluster, from `ray.init` to `ray.shutdown`."""
+class _RayThread(threading.Thread):
+    """Runs `ray.init`, waits, and runs `ray.shutdown`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(name="slipstream-ray", daemon=True)
@@ -50,19 +50,19 @@ class _Keeper(threading.Thread):
             self._leaving.wait()
             ray.shutdown()
 
-    def arrive(self) -> None:
-        """Return when Ray can be used, or `error` says why not."""
+    def connect(self) -> None:
+        """Start; return when Ray can be used, or `error` is set."""
         self.start()
         self._settled.wait()
 
-    def leave(self) -> None:
-        """Return when nothing of Ray is left in this process, nor of a cluster that was started here."""
+    def disconnect(self) -> None:
+        """Shut Ray down in this process, with a cluster that was started here; return when it is done."""
         self._leaving.set()
         self.join()
 
 
 def _failure_of(options: dict[str, Any]) -> PlacementError | None:
-    """Join or start Ray; return why it cannot be done, once nothing of the attempt is left."""
+    """Join or start Ray; return the error after cleaning up, or None."""
     try:
         ray.init(**options)
         return None
@@ -70,20 +70,20 @@ def _failure_of(options: dict[str, Any]) -> PlacementError | None:
         failed = error
     failure = PlacementError(f"{type(failed).__name__}: {failed}")
     with warnings.catch_warnings():
-        # Ray ends the processes of a failed start without waiting for them, and Python would remark on each.
+        # Ray kills the processes of a failed start without waiting for them, and Python would warn about each.
         warnings.simplefilter("ignore", ResourceWarning)
         ray.shutdown()
-        del failed  # its traceback holds them
+        del failed  # its traceback references them
         gc.collect()
     return failure
 
 
 class _Shared:
-    """The stay that everything of ours in this process shares."""
+    """The connection that all users in this process share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.keeper: _Keeper | None = None
+        self.thread: _RayThread | None = None
         self.num_users = 0
 
 
@@ -91,10 +91,10 @@ _shared = _Shared()
 
 
 class Membership:
-    """One use of the cluster; `leave` ends it. A Ray that somebody else has initialised is left as it is.
+    """One use of the cluster, until `leave`. A Ray that the caller initialised is not shut down.
 
     Args:
-        num_cpus: how many CPUs a cluster that is started here must count at least; they may be more than there are.
+        num_cpus: the least CPU count of a cluster started here; may exceed that of the machine.
 
     Raises:
         PlacementError: Ray could be neither joined nor started.
@@ -103,17 +103,17 @@ class Membership:
     def __init__(self, num_cpus: float) -> None:
         self._is_over = False
         self.is_local = False
-        """Whether the cluster was started here, so that nothing will ever join it."""
+        """Whether the cluster was started here, so that no node will join it."""
         with _shared.lock:
-            if _shared.keeper is None and not ray.is_initialized():
-                _shared.keeper = _arrived(num_cpus)
-            self._is_ours = _shared.keeper is not None
+            if _shared.thread is None and not ray.is_initialized():
+                _shared.thread = _connect(num_cpus)
+            self._is_ours = _shared.thread is not None
             if self._is_ours:
                 _shared.num_users += 1
                 self.is_local = address() is None
 
     def leave(self) -> None:
-        """Leave; the last one to do so ends a cluster that was started here. May be called twice."""
+        """Leave; the last user shuts down a cluster that was started here. May be called twice."""
         with _shared.lock:
             if self._is_over:
                 return
@@ -121,49 +121,49 @@ class Membership:
             if not self._is_ours:
                 return
             _shared.num_users -= 1
-            keeper = _shared.keeper
-            if _shared.num_users == 0 and keeper is not None:
-                _shared.keeper = None
-                keeper.leave()
+            thread = _shared.thread
+            if _shared.num_users == 0 and thread is not None:
+                _shared.thread = None
+                thread.disconnect()
 
 
-def way_in() -> str:
-    """Say how `Membership` will come to Ray."""
+def describe_connection() -> str:
+    """Return how `Membership` will connect to Ray, for messages."""
     if ray.is_initialized():
         return "using the Ray that this process has joined"
     return "starting Ray on this machine" if address() is None else f"joining the Ray cluster at {address()}"
 
 
-def _knock() -> None:
-    """See whether anybody is where RAY_ADDRESS points: Ray itself would try for minutes, aloud.
+def _check_reachable() -> None:
+    """Check that RAY_ADDRESS accepts connections: Ray itself would retry for minutes, with warnings.
 
     Raises:
-        PlacementError: nobody is, or we could not work with them.
+        PlacementError: it does not, or the address is of an unsupported kind.
     """
-    where = address()
-    if where is not None and "://" in where:
+    target = address()
+    if target is not None and "://" in target:
         raise PlacementError(
-            f"RAY_ADDRESS is {where}: workers must reach this process, so run it on a node of the "
+            f"RAY_ADDRESS is {target}: workers must reach this process, so run it on a node of the "
             "cluster, with RAY_ADDRESS=auto or the head's HOST:PORT"
         )
-    host, _, port = (where or "").rpartition(":")
+    host, _, port = (target or "").rpartition(":")
     if not host or not port.isdigit():
-        return  # "auto", or a name for Ray to judge
+        return  # "auto", or a name that Ray resolves
     try:
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise PlacementError(f"{way_in()} failed: nobody answers there ({error}){_hint()}") from None
+        raise PlacementError(f"{describe_connection()} failed: no answer there ({error}){_hint()}") from None
 
 
-def _arrived(num_cpus: float) -> _Keeper:
-    _knock()
+def _connect(num_cpus: float) -> _RayThread:
+    _check_reachable()
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    keeper = _Keeper(_options(num_cpus))
-    keeper.arrive()
-    if keeper.error is not None:
-        raise PlacementError(f"{way_in()} failed: {keeper.error}{_hint()}")
-    return keeper
+    thread = _RayThread(_options(num_cpus))
+    thread.connect()
+    if thread.error is not None:
+        raise PlacementError(f"{describe_connection()} failed: {thread.error}{_hint()}")
+    return thread
 
 
 def _hint() -> str:
@@ -171,7 +171,7 @@ def _hint() -> str:
 
 
 def address() -> str | None:
-    """Return what RAY_ADDRESS names, if anything."""
+    """Return RAY_ADDRESS; None if it is unset or empty."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
@@ -189,41 +189,41 @@ def _options(num_cpus: float) -> dict[str, Any]:
     }
 
 
-def passed_on() -> dict[str, str]:
-    """Return the variables of this process that workers elsewhere should have too."""
-    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+def forwarded_variables() -> dict[str, str]:
+    """Return the environment variables of this process that workers should have too."""
+    return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
 
 
-def adopt(variables: dict[str, str]) -> None:
-    """Set what `passed_on` gave elsewhere, where this process has nothing of that name."""
+def set_missing_variables(variables: dict[str, str]) -> None:
+    """Set environment *variables* that are unset in this process."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
-# Ray leaves these functions without types.
+# Ray does not type these functions.
 _ray: Any = ray
 
 
 def nodes() -> list[dict[str, Any]]:
-    """Return Ray's description of the nodes that live."""
+    """Return Ray's description of the living nodes."""
     return [node for node in _ray.nodes() if node["Alive"]]
 
 
 def cluster_resources() -> dict[str, float]:
-    """Return what the cluster has, by resource."""
+    """Return the cluster's total resources."""
     return dict(_ray.cluster_resources())
 
 
 def available_resources() -> dict[str, float]:
-    """Return what of it is free."""
+    """Return the cluster's free resources."""
     return dict(_ray.available_resources())
 
 
 def node_address() -> str:
-    """Return the address by which other nodes reach this one."""
+    """Return the address at which other nodes reach this one."""
     return str(_ray.util.get_node_ip_address())
 
 
 def node_id() -> str:
-    """Return the id of the node this process is on."""
+    """Return the Ray id of this node."""
     return str(_ray.get_runtime_context().get_node_id())

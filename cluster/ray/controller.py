@@ -1,4 +1,4 @@
-"""The controller as a Ray actor in bundle 0: it makes the workers, so they die with it, and serves one front end."""
+"""The controller as a Ray actor in bundle 0. It owns the workers' actors, so they die with it."""
 
 import logging
 import os
@@ -8,8 +8,8 @@ import ray
 import zmq
 
 from cluster import assemble
-from cluster.ray.actors import Parked
-from cluster.ray.cluster import adopt
+from cluster.ray.actors import ActorBase
+from cluster.ray.cluster import set_missing_variables
 from cluster.ray.placement import Placement
 from cluster.ray.workers import RayWorkerGroup
 from cluster.transport.process_workers import BODY
@@ -26,21 +26,21 @@ from runtime.supervision.distributed_executor import DistributedExecutor
 LAST_REPORTS_MS = 1000
 
 
-class ControllerActor(Parked):
-    """The loop of one engine.
+class ControllerActor(ActorBase):
+    """Builds an engine and runs its controller loop for one frontend.
 
     Args:
         config: the `EngineConfig`, as JSON.
-        endpoint: of the front end's sockets, as msgpack.
+        endpoint: of the frontend's sockets, as msgpack.
         placement: the replica's bundles.
-        environment: variables to set where there are none.
+        environment: variables to set if they are unset.
         body: of the workers; see `RayWorkerGroup`.
     """
 
     def __init__(
         self, config: str, endpoint: bytes, placement: Placement, environment: dict[str, str], body: str = BODY
     ) -> None:
-        adopt(environment)
+        set_missing_variables(environment)
         self._config = from_json(config)
         log_to_stderr(self._config.log_format)
         self._endpoint = msgspec.msgpack.decode(endpoint, type=Endpoint)
@@ -48,7 +48,7 @@ class ControllerActor(Parked):
 
     @ray.method(concurrency_group="serve")
     def run(self) -> None:
-        """Build the engine and serve until told to stop; after a failure, end the process."""
+        """Build the engine and serve until stopped; exit the process with an error after a failure."""
         context: zmq.Context[Socket] = zmq.Context()
         up, down = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         connect(up, self._endpoint.up, self._endpoint)
@@ -66,10 +66,10 @@ class ControllerActor(Parked):
         context.term()
         if not succeeded:
             logging.shutdown()
-            os._exit(1)  # whoever watches must see that this did not end well
+            os._exit(1)  # the frontend must see a failure
 
-    def _make_executor(self, config: EngineConfig, say: ProgressCallback) -> Executor:
-        gang = RayWorkerGroup(self._placement, self._body)
-        # Whoever asks for a part of a GPU wants others on the same one.
-        shares = self._placement.plan.worker.get("GPU", 1.0) < 1.0
-        return DistributedExecutor(gang, config, say, may_share_devices=shares)
+    def _make_executor(self, config: EngineConfig, report: ProgressCallback) -> Executor:
+        workers = RayWorkerGroup(self._placement, self._body)
+        # A worker with a fraction of a GPU shares it with others.
+        may_share = self._placement.plan.worker.get("GPU", 1.0) < 1.0
+        return DistributedExecutor(workers, config, report, may_share_devices=may_share)

@@ -1,27 +1,27 @@
-"""Ray, as `slipstream doctor` and `slipstream env` see it: whether it can be reached, and what is there."""
+"""Ray in `slipstream doctor` and `slipstream env`: whether it can be reached, and its resources."""
 
 import ray
 
 from cluster.ray import cluster as ray_cluster
 from cluster.ray.cluster import Membership
-from cluster.ray.placement import BARE, BundleLayout, fits, shortage, totals
+from cluster.ray.placement import ONE_CPU, BundleLayout, fits, shortage, totals
 from protos.errors import PlacementError
 
 
 def examine(num_targets: int, *, has_draft: bool, device: str) -> str:
-    """Join the cluster, or start one as an engine would, and say what is there.
+    """Join the cluster, or start one as an engine would, and describe its resources.
 
     Raises:
         PlacementError: it cannot be joined or started, or such an engine does not fit.
     """
-    way = ray_cluster.way_in()
+    connection = ray_cluster.describe_connection()
     member = Membership(1 + num_targets + has_draft)
     try:
-        worker = {**BARE, "GPU": 1.0} if device != "cpu" and _has_gpus() else dict(BARE)
+        worker = {**ONE_CPU, "GPU": 1.0} if device != "cpu" and _has_gpus() else dict(ONE_CPU)
         plan = BundleLayout(num_targets, has_draft, worker, "STRICT_PACK")
         if not fits(plan, [node["Resources"] for node in ray_cluster.nodes()]):
             raise PlacementError(shortage(plan))
-        return f"{way}: Ray {ray.__version__}, {resources()}"
+        return f"{connection}: Ray {ray.__version__}, {resources()}"
     finally:
         member.leave()
 
@@ -31,7 +31,7 @@ def _has_gpus() -> bool:
 
 
 def resources() -> str:
-    """Return what the cluster that this process has joined consists of."""
+    """Describe the resources of the joined cluster."""
     nodes = [node["Resources"] for node in ray_cluster.nodes()]
     has, free = totals(nodes), ray_cluster.available_resources()
     parts = [f"{free.get(name, 0.0):g} of {has.get(name, 0.0):g} {name}s free" for name in ("GPU", "CPU")]
@@ -39,7 +39,7 @@ def resources() -> str:
 
 
 def summary() -> str:
-    """Return the resources of the cluster that RAY_ADDRESS names, or why they cannot be told."""
+    """Describe the resources of the cluster at RAY_ADDRESS, or the error of joining it."""
     if not ray.is_initialized() and ray_cluster.address() is None:
         return "no cluster: RAY_ADDRESS is not set, and an engine would start one on this machine"
     try:

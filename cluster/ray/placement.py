@@ -1,4 +1,4 @@
-"""One placement group for each replica: a bundle for the controller, one for each target rank, one for the draft."""
+"""One placement group per replica: a bundle for the controller, one for each target rank, one for the draft."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,22 +20,22 @@ Resources = Mapping[str, float]
 
 CONTROLLER = 0
 POLL_S = 1
-"""Whole seconds: Ray cuts off fractions, and would be asked again and again without a pause."""
-FIRST_WORD_S = 2.0
-SAY_EVERY_S = 30.0
-BARE = {"CPU": 1.0}
-WAYS_OUT = (
-    "add devices or nodes, lower tensor_parallel_size, put the draft beside the target (placement: colocated), "
-    "or say with worker_resources what a worker may ask for"
+"""Whole seconds: Ray truncates fractions, so 0.5 would poll without a pause."""
+FIRST_REPORT_S = 2.0
+REPORT_EVERY_S = 30.0
+ONE_CPU = {"CPU": 1.0}
+REMEDIES = (
+    "add devices or nodes, lower tensor_parallel_size, let the draft share the target's device (placement: colocated), "
+    "or set what a worker requests with worker_resources"
 )
 
 
 @dataclass(frozen=True)
 class BundleLayout:
-    """Which bundles a replica needs, and how near to each other.
+    """The bundles of a replica, and Ray's strategy for placing them.
 
     Attributes:
-        worker: what each worker's bundle holds.
+        worker: the resources of each worker's bundle.
     """
 
     num_targets: int
@@ -45,19 +45,19 @@ class BundleLayout:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """The controller's, the target ranks' in order, and the draft's."""
-        return [BARE, *[self.worker] * (self.num_targets + self.has_draft)]
+        """The bundles of the controller, the target ranks in order, and the draft."""
+        return [ONE_CPU, *[self.worker] * (self.num_targets + self.has_draft)]
 
     def bundle_of(self, worker: WorkerId) -> int:
-        """Return the bundle that is *worker*'s, in whatever incarnation."""
+        """Return the index of *worker*'s bundle, the same for every incarnation."""
         return 1 + (worker.rank if worker.role == "target" else self.num_targets)
 
 
 def layout(config: EngineConfig, cluster: Resources) -> BundleLayout:
-    """Return what *config* needs; each worker asks for a GPU where *cluster*, by its totals, has any and may be used.
+    """Return the bundles of *config*; each worker requests a GPU if *cluster* has any and the device may be CUDA.
 
     Raises:
-        PlacementError: CUDA is asked for, and there is no GPU; or workers would take GPUs that they did not ask for.
+        PlacementError: the device is cuda and there is no GPU; or workers would use GPUs that they do not request.
     """
     parallel, has_gpus = config.parallel, cluster.get("GPU", 0.0) > 0
     if config.model.device == "cuda" and not has_gpus:
@@ -69,18 +69,18 @@ def layout(config: EngineConfig, cluster: Resources) -> BundleLayout:
         worker = dict(parallel.worker_resources)
         if has_gpus and config.model.device != "cpu" and "GPU" not in worker:
             raise PlacementError(
-                f"worker_resources {worker} has no GPU: workers would take GPUs that Ray may give to "
+                f"worker_resources {worker} has no GPU: workers would use GPUs that Ray may give to "
                 "others; add \"GPU\": 1, or use device='cpu'"
             )
     else:
-        worker = {**BARE, "GPU": 1.0} if has_gpus and config.model.device != "cpu" else dict(BARE)
+        worker = {**ONE_CPU, "GPU": 1.0} if has_gpus and config.model.device != "cpu" else dict(ONE_CPU)
     return BundleLayout(parallel.tensor_parallel_size, has_draft_worker(config), worker, parallel.placement_strategy)
 
 
 def cpus_needed(config: EngineConfig) -> float:
-    """Return how many CPUs a cluster must count at least to hold *config*."""
+    """Return the least CPU count of a cluster for *config*."""
     num_workers = config.parallel.tensor_parallel_size + has_draft_worker(config)
-    return BARE["CPU"] + num_workers * (config.parallel.worker_resources or BARE).get("CPU", 0.0)
+    return ONE_CPU["CPU"] + num_workers * (config.parallel.worker_resources or ONE_CPU).get("CPU", 0.0)
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class PlacementTimeout:
     """How long to wait for room.
 
     Attributes:
-        timeout_s: the most.
-        may_grow: whether nodes may still join the cluster; else there is no waiting for what it never had.
-        is_wanted: asked now and then; once it says no, waiting ends.
+        timeout_s: the limit.
+        may_grow: whether nodes may still join the cluster; else a replica that cannot fit fails at once.
+        is_wanted: called about once a second; waiting ends when it returns False.
     """
 
     timeout_s: float
@@ -99,7 +99,7 @@ class PlacementTimeout:
 
 
 class Placement:
-    """A placement group whose bundles are all in place. Made by `place`.
+    """A placement group whose bundles are all placed. Made by `place`.
 
     Attributes:
         nodes: the node id of each bundle.
@@ -110,16 +110,16 @@ class Placement:
         table: dict[str, Any] = placement_group_table(group)
         self.nodes: list[str] = [table["bundles_to_node_id"][i] for i in range(len(plan.bundles))]
 
-    def options(self, bundle: int, who: str) -> dict[str, Any]:
-        """Return the options of an actor that fills *bundle*."""
-        return {**actor_options(self.group, bundle, self.plan.bundles[bundle]), "name": self.name_of(who)}
+    def options(self, bundle: int, role: str) -> dict[str, Any]:
+        """Return the options of an actor that takes all of *bundle*."""
+        return {**actor_options(self.group, bundle, self.plan.bundles[bundle]), "name": self.name_of(role)}
 
-    def name_of(self, who: str) -> str:
-        """Return the name Ray knows an actor of this replica by, such as "slipstream 1f00ab5c draft"."""
-        return f"slipstream {self.group.id.hex()[:8]} {who}"
+    def name_of(self, role: str) -> str:
+        """Return the Ray name of an actor of this replica, such as "slipstream 1f00ab5c draft"."""
+        return f"slipstream {self.group.id.hex()[:8]} {role}"
 
     def remove(self) -> None:
-        """Give the bundles back; whatever still runs in them is ended."""
+        """Remove the placement group; actors still in it are killed."""
         remove_placement_group(self.group)
 
 
@@ -139,49 +139,49 @@ def actor_options(group: PlacementGroup, bundle: int, resources: Resources) -> d
     }
 
 
-def place(plan: BundleLayout, patience: PlacementTimeout, say: ProgressCallback) -> Placement:
-    """Wait until the cluster has room for all bundles; *say* is told what is waited for.
+def place(plan: BundleLayout, timeout: PlacementTimeout, report: ProgressCallback) -> Placement:
+    """Wait until all bundles are placed; *report* is called with what is missing.
 
     Raises:
-        PlacementError: there is no room, or the bundles are not as near to each other as they must be.
+        PlacementError: there is no room, or the bundles are placed against the strategy.
     """
     group = placement_group(plan.bundles, strategy=plan.strategy)
     try:
-        _wait(group, plan, patience, say)
+        _wait(group, plan, timeout, report)
         placed = Placement(group, plan)
         check_nodes(placed.nodes, plan)
     except BaseException:
         remove_placement_group(group)
         raise
-    say(describe(placed.nodes, plan))
+    report(describe(placed.nodes, plan))
     return placed
 
 
-def _wait(group: PlacementGroup, plan: BundleLayout, patience: PlacementTimeout, say: ProgressCallback) -> None:
+def _wait(group: PlacementGroup, plan: BundleLayout, timeout: PlacementTimeout, report: ProgressCallback) -> None:
     started = time.monotonic()
-    say_at = started + FIRST_WORD_S
+    report_at = started + FIRST_REPORT_S
     while not group.wait(POLL_S):
         now = time.monotonic()
-        if now >= say_at:
-            say_at = now + SAY_EVERY_S
-            say(f"waiting for room in the Ray cluster: {shortage(plan)}")
-        if not patience.may_grow and not fits(plan, [node["Resources"] for node in ray_cluster.nodes()]):
-            raise PlacementError(f"{shortage(plan)}; {WAYS_OUT}")
-        if now - started > patience.timeout_s:
-            limit = f"no room within {patience.timeout_s:.0f} s (placement_timeout_s)"
-            raise PlacementError(f"{shortage(plan)}: {limit}; {WAYS_OUT}")
-        if not patience.is_wanted():
-            raise PlacementError("told to stop while waiting for room in the Ray cluster")
+        if now >= report_at:
+            report_at = now + REPORT_EVERY_S
+            report(f"waiting for room in the Ray cluster: {shortage(plan)}")
+        if not timeout.may_grow and not fits(plan, [node["Resources"] for node in ray_cluster.nodes()]):
+            raise PlacementError(f"{shortage(plan)}; {REMEDIES}")
+        if now - started > timeout.timeout_s:
+            limit = f"no room within {timeout.timeout_s:.0f} s (placement_timeout_s)"
+            raise PlacementError(f"{shortage(plan)}: {limit}; {REMEDIES}")
+        if not timeout.is_wanted():
+            raise PlacementError("stopped while waiting for room in the Ray cluster")
 
 
 def totals(bundles: Seq[Resources]) -> dict[str, float]:
-    """Return the sums by resource, GPUs first."""
+    """Return the sum of each resource, GPUs first."""
     names = sorted({name for bundle in bundles for name in bundle}, key=lambda name: (name != "GPU", name))
     return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
 def shortage(plan: BundleLayout) -> str:
-    """Say what is needed and what there is: "needs 3 GPUs and 4 CPUs on one node, the cluster has 2 GPUs ..."."""
+    """Describe what is needed and what there is: "needs 3 GPUs and 4 CPUs on one node, the cluster has 2 GPUs ..."."""
     needed, nodes = totals(plan.bundles), [node["Resources"] for node in ray_cluster.nodes()]
     has, free = totals(nodes), ray_cluster.available_resources()
     together = " on one node" if plan.strategy == "STRICT_PACK" else ""
@@ -194,7 +194,7 @@ def shortage(plan: BundleLayout) -> str:
 
 
 def fits(plan: BundleLayout, nodes: Seq[Resources]) -> bool:
-    """Whether empty *nodes* could hold the bundles by their sums; that they can be divided so is not promised."""
+    """Whether the totals of empty *nodes* cover those of the bundles; a necessary condition only."""
     needed = totals(plan.bundles)
     if plan.strategy != "STRICT_PACK":
         nodes = [totals(nodes)]
@@ -207,10 +207,10 @@ def _listed(resources: Resources) -> str:
 
 
 def check_nodes(nodes: Seq[str], plan: BundleLayout) -> None:
-    """Hold Ray to what was asked for: PACK and SPREAD are best effort to it.
+    """Check the placement against the strategy: Ray treats PACK and SPREAD as best effort.
 
     Raises:
-        PlacementError: target ranks were parted under PACK, or everything is on one node under SPREAD.
+        PlacementError: target ranks are on several nodes under PACK, or everything is on one node under SPREAD.
     """
     targets = set(nodes[1 : 1 + plan.num_targets])
     if plan.strategy == "PACK" and len(targets) > 1:
@@ -225,7 +225,7 @@ def check_nodes(nodes: Seq[str], plan: BundleLayout) -> None:
 
 
 def describe(nodes: Seq[str], plan: BundleLayout) -> str:
-    """Say who is where, by the beginnings of node ids."""
+    """Return which process is on which node, for messages."""
     names = ["controller", *(f"target rank {rank}" for rank in range(plan.num_targets)), *["draft"] * plan.has_draft]
     where: dict[str, list[str]] = {}
     for name, node in zip(names, nodes, strict=True):

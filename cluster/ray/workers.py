@@ -1,4 +1,4 @@
-"""A gang of Ray actors, each pinned to its own bundle of the replica's placement group."""
+"""A worker group of Ray actors, each in its own bundle of the replica's placement group."""
 
 import contextlib
 import os
@@ -18,8 +18,8 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from cluster.ray.actors import Whereabouts, WorkerActor, here, remote
-from cluster.ray.cluster import node_address, passed_on
+from cluster.ray.actors import ProcessLocation, WorkerActor, remote, this_process
+from cluster.ray.cluster import forwarded_variables, node_address
 from cluster.ray.placement import CONTROLLER, Placement
 from cluster.transport.process_workers import BODY
 from cluster.transport.worker_process import WorkerSpec
@@ -28,42 +28,42 @@ from protos.errors import PlacementError
 from protos.worker_messages import Died, FromWorker, Placed, ToWorker, WorkerId
 
 RAY_KILL_S = 0.1
-"""Ray ends a process that can hear within this; one that is frozen would be ended after five seconds, so we do it."""
+"""Ray kills a responsive process within this time. It would wait five seconds for a frozen one, so we kill that."""
 GONE_S = 10.0
-"""A process that was killed is gone within this, or its node is."""
+"""A killed process is gone within this time, or its node is lost."""
 
 
 @dataclass
-class Hired:
-    """An actor: how to reach it, what will tell that it ended, and where it said that it is."""
+class RunningActor:
+    """An actor whose `run` was called: its handle, the future of `run`, and its process if known."""
 
-    actor: Any
+    handle: Any
     ended: "Future[Any]"
-    place: Whereabouts | None = None
+    location: ProcessLocation | None = None
 
     @classmethod
-    def hire(cls, actor: Any) -> "Hired":
-        """Set an actor running."""
-        return cls(actor, actor.run.remote().future())
+    def start(cls, handle: Any) -> "RunningActor":
+        """Call the actor's `run`."""
+        return cls(handle, handle.run.remote().future())
 
     def end(self) -> None:
-        """Ask Ray to end it, without waiting."""
-        ray.kill(self.actor)
+        """Make Ray kill it, without waiting."""
+        ray.kill(self.handle)
 
     def wait_gone(self) -> None:
-        """Return when its process is gone; to be called after `end`."""
-        place = self.place
-        if place is None or place.machine != here().machine:
+        """Wait until its process is gone. Call `end` first."""
+        location = self.location
+        if location is None or location.machine != this_process().machine:
             with contextlib.suppress(RayError, FutureTimeout):
                 self.ended.result(GONE_S)
-        elif not gone_within(place.pid, RAY_KILL_S):
+        elif not gone_within(location.pid, RAY_KILL_S):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(place.pid, signal.SIGKILL)
-            gone_within(place.pid, GONE_S)
+                os.kill(location.pid, signal.SIGKILL)
+            gone_within(location.pid, GONE_S)
 
 
 def gone_within(pid: int, seconds: float) -> bool:
-    """Whether process *pid* of this machine ends within *seconds*; a zombie has ended."""
+    """Wait up to *seconds* for process *pid* of this machine to end; return whether it did. A zombie has ended."""
     deadline = time.monotonic() + seconds
     while is_running(pid):
         if time.monotonic() >= deadline:
@@ -73,7 +73,7 @@ def gone_within(pid: int, seconds: float) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Whether process *pid* of this machine runs, or is stopped."""
+    """Whether process *pid* of this machine exists and is no zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -81,11 +81,11 @@ def is_running(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def why(ended: "Future[Any]") -> str:
-    """Say in a line why an actor's `run` is over."""
+def end_reason(ended: "Future[Any]") -> str:
+    """Describe in a line why an actor's `run` ended."""
     error = ended.exception()
     if error is None:
-        return "it left its loop"
+        return "its loop ended"
     if isinstance(error, RayTaskError):
         return f"it failed: {type(error.cause).__name__}: {error.cause}"
     detail = re.search(r"Worker exit detail: (.*?)(?:\.\s|\.?$)", str(error), re.DOTALL)
@@ -98,15 +98,15 @@ class RayWorkerGroup:
 
     Args:
         placement: the replica's bundles.
-        body: "module:function" that is a worker's whole life, called with its `Port`.
+        body: "module:function" that a worker runs, called with its `Port`.
     """
 
     def __init__(self, placement: Placement, body: str = BODY) -> None:
         self._is_near = set(placement.nodes) == {placement.nodes[CONTROLLER]}
         self._hub = ZmqHub(None if self._is_near else node_address())
         self._placement, self._body = placement, body
-        self._environment = passed_on()
-        self._hired: dict[WorkerId, Hired] = {}
+        self._environment = forwarded_variables()
+        self._actors: dict[WorkerId, RunningActor] = {}
         self._is_closed = False
 
     def start(self, workers: Seq[WorkerId]) -> None:
@@ -115,13 +115,14 @@ class RayWorkerGroup:
             self._hub.register(worker)
             spec = msgspec.msgpack.encode(WorkerSpec(self._hub.endpoint, worker, self._body))
             options = self._placement.options(self._placement.plan.bundle_of(worker), str(worker))
-            hired = Hired.hire(remote(WorkerActor).options(**options).remote(spec, self._environment, self._is_near))
-            self._hired[worker] = hired
-            hired.ended.add_done_callback(partial(self._notice, worker))
+            handle = remote(WorkerActor).options(**options).remote(spec, self._environment, self._is_near)
+            actor = RunningActor.start(handle)
+            self._actors[worker] = actor
+            actor.ended.add_done_callback(partial(self._notice, worker))
 
     def _notice(self, worker: WorkerId, ended: "Future[Any]") -> None:
-        """Say that a worker is gone; runs in a thread of Ray's."""
-        self._hub.post(worker, Died(why(ended)))
+        """Post `Died`; runs in a thread of Ray."""
+        self._hub.post(worker, Died(end_reason(ended)))
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         """See `WorkerGroup`."""
@@ -129,42 +130,42 @@ class RayWorkerGroup:
 
     def receive(self, timeout_s: float) -> list[tuple[WorkerId, FromWorker]]:
         """See `WorkerGroup`."""
-        mail = self._hub.receive(timeout_s)
-        for worker, message in mail:
-            if isinstance(message, Placed) and worker in self._hired:
-                self._hired[worker].place = Whereabouts(message.node, message.pid)
-        return mail
+        messages = self._hub.receive(timeout_s)
+        for worker, message in messages:
+            if isinstance(message, Placed) and worker in self._actors:
+                self._actors[worker].location = ProcessLocation(message.node, message.pid)
+        return messages
 
     def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
         """See `WorkerGroup`."""
-        ending = [hired for worker in workers if (hired := self._hired.pop(worker, None)) is not None]
+        ending = [actor for worker in workers if (actor := self._actors.pop(worker, None)) is not None]
         for worker in workers:
             self._hub.unregister(worker)
-        for hired in ending:
-            hired.end()
-        for hired in ending:
+        for actor in ending:
+            actor.end()
+        for actor in ending:
             if waits:
-                hired.wait_gone()
+                actor.wait_gone()
             else:
-                threading.Thread(target=hired.wait_gone, name="slipstream-ending", daemon=True).start()
+                threading.Thread(target=actor.wait_gone, name="slipstream-ending", daemon=True).start()
 
     def stack_dump(self, worker: WorkerId, timeout_s: float = 5.0) -> str:
         """Return the stacks of all threads of *worker*, which may be stuck.
 
         Raises:
-            PlacementError: it is not there, or does not answer.
+            PlacementError: there is no such worker, or it does not answer.
         """
-        hired = self._hired.get(worker)
+        actor = self._actors.get(worker)
         try:
-            if hired is not None:
-                return str(ray.get(hired.actor.stack_dump.remote(), timeout=timeout_s))
+            if actor is not None:
+                return str(ray.get(actor.handle.stack_dump.remote(), timeout=timeout_s))
         except (RayActorError, TimeoutError) as error:
             raise PlacementError(f"{worker} does not answer: {type(error).__name__}") from error
-        raise PlacementError(f"{worker} is not there")
+        raise PlacementError(f"there is no {worker}")
 
     def close(self) -> None:
-        """See `WorkerGroup`. The placement group is given back by whoever made it."""
+        """See `WorkerGroup`. The placement group is released by its owner."""
         if not self._is_closed:
             self._is_closed = True
-            self.kill(list(self._hired))
+            self.kill(list(self._actors))
             self._hub.close()

@@ -16,8 +16,8 @@ import ray
 from ray import serve
 
 from cluster.ray import cluster as ray_cluster
-from cluster.ray.placement import BARE, BundleLayout, actor_resources, layout
-from cluster.ray.site import replica_bundles
+from cluster.ray.placement import ONE_CPU, BundleLayout, actor_resources, layout
+from cluster.ray.placement_provider import replica_bundles
 from cluster.ray_serve.arguments import ServerArguments
 from cluster.ray_serve.router import routing
 from protos.config.engine import EngineConfig
@@ -59,14 +59,14 @@ def planned(config: EngineConfig) -> tuple[BundleLayout, EngineConfig]:
 def bundles(plan: BundleLayout, config: EngineConfig) -> list[dict[str, float]]:
     """Return the bundles of a replica; the first is the replica's own."""
     if config.parallel.executor == "uni":
-        return [{**BARE, **plan.worker}]
-    return replica_bundles(plan, BARE)
+        return [{**ONE_CPU, **plan.worker}]
+    return replica_bundles(plan, ONE_CPU)
 
 
 def deployed(ingress: type, plan: BundleLayout, config: EngineConfig, settings: ServerArguments) -> serve.Deployment:
     """Return the deployment of *ingress*. A Serve config may override what is set here."""
     places = bundles(plan, config)
-    own = places[0] if config.parallel.executor == "uni" else BARE
+    own = places[0] if config.parallel.executor == "uni" else ONE_CPU
     options: dict[str, Any] = {
         "ray_actor_options": actor_resources(own),
         "placement_group_bundles": places,

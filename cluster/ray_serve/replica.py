@@ -13,7 +13,7 @@ from cluster.cli.env import version
 from cluster.cli.options import API_KEY_VARIABLE
 from cluster.ray.channel import RayChannel
 from cluster.ray.metrics import RayMetrics
-from cluster.ray.site import ReplicaSite
+from cluster.ray.placement_provider import ReplicaPlacementGroup
 from cluster.ray_serve.arguments import ServerArguments
 from cluster.serving.startup_info import described, served_names
 from protos.config.engine import EngineConfig
@@ -172,4 +172,4 @@ def _channel(config: EngineConfig) -> Channel:
     """Return the way to a controller beside this process, or in its placement group."""
     if config.parallel.executor == "uni":
         return process_channel(config)
-    return RayChannel(config, site=ReplicaSite())
+    return RayChannel(config, provider=ReplicaPlacementGroup())

@@ -24,7 +24,7 @@ from cluster.ray.placement import (
     layout,
     place,
 )
-from cluster.ray.workers import Hired, RayWorkerGroup
+from cluster.ray.workers import RayWorkerGroup, RunningActor
 from cluster.settings import engine_config
 from protos.errors import PlacementError
 from protos.worker_messages import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerId
@@ -75,7 +75,7 @@ def test_workers_fill_the_bundles_and_stop_when_told(make: Make) -> None:
     gang.send(RANKS[1], Allocate(4, 64))
     assert until(gang, Progress) == [(RANKS[1], Progress("Allocate"))]
     gang.send(DRAFT, Stop())
-    assert until(gang, Progress, Died) == [(DRAFT, Progress("goodbye")), (DRAFT, Died("it left its loop"))]
+    assert until(gang, Progress, Died) == [(DRAFT, Progress("goodbye")), (DRAFT, Died("its loop ended"))]
     gang.close()
     assert not any(map(is_running, pids.values()))
 
@@ -117,19 +117,19 @@ def test_a_frozen_worker_is_killed_and_replaced_in_its_bundle(make: Make) -> Non
 
 
 def test_a_frozen_worker_can_be_left_to_its_end(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    released, ends = threading.Event(), Hired.wait_gone
+    released, ends = threading.Event(), RunningActor.wait_gone
 
-    def held(hired: Hired) -> None:
+    def held(actor: RunningActor) -> None:
         assert released.wait(60)
-        ends(hired)
+        ends(actor)
 
-    monkeypatch.setattr(Hired, "wait_gone", held)
+    monkeypatch.setattr(RunningActor, "wait_gone", held)
     gang = make("beat")
     gang.start([DRAFT])
     pid = pids_of(until(gang, Placed))[DRAFT]
     os.kill(pid, signal.SIGSTOP)
     gang.kill([DRAFT], waits=False)
-    assert is_running(pid), "nobody waited for its end"
+    assert is_running(pid), "its end was not awaited"
     released.set()
     wait_gone([pid], 4)
 
@@ -139,7 +139,7 @@ def test_a_worker_that_is_stuck_can_be_asked_for_its_stacks(make: Make) -> None:
     gang.start([DRAFT])
     until(gang, Placed)
     assert "in echo" in gang.stack_dump(DRAFT)
-    with pytest.raises(PlacementError, match="target rank 0 is not there"):
+    with pytest.raises(PlacementError, match="there is no target rank 0"):
         gang.stack_dump(RANKS[0])
 
 
@@ -173,7 +173,7 @@ def test_what_is_waited_for_is_told_with_the_numbers(ray_cluster: Any) -> None:
     assert time.monotonic() - started < 10
     assert len(said) == 1
     assert said[0].startswith("waiting for room in the Ray cluster: needs 13 GPUs")
-    with pytest.raises(PlacementError, match="told to stop"):
+    with pytest.raises(PlacementError, match="stopped while waiting"):
         place(plan, PlacementTimeout(60.0, is_wanted=lambda: False), said.append)
     wait_until(is_given_back)
 
@@ -211,7 +211,7 @@ def joining(before: str = "", **variables: str) -> list[str]:
 
 def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
     said = joining(RAY_ADDRESS="127.0.0.1:9")
-    assert "PlacementError: joining the Ray cluster at 127.0.0.1:9 failed: nobody answers there" in said[-1]
+    assert "PlacementError: joining the Ray cluster at 127.0.0.1:9 failed: no answer there" in said[-1]
     assert "PlacementError: RAY_ADDRESS is ray://a:1: workers must reach" in joining(RAY_ADDRESS="ray://a:1")[-1]
 
 

@@ -163,7 +163,7 @@ def test_a_replica_holds_the_gang() -> None:
 
 def test_a_group_that_a_config_made_too_small_is_named() -> None:
     from cluster.ray.placement import BundleLayout
-    from cluster.ray.site import check_room
+    from cluster.ray.placement_provider import check_room
 
     plan = BundleLayout(2, True, {"CPU": 1.0, "GPU": 1.0}, "PACK")
     check_room([{"CPU": 2.0}, *[{"CPU": 4.0, "GPU": 1.0}] * 3], plan)

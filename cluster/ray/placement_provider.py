@@ -1,4 +1,4 @@
-"""Where an engine's parts stand: in a placement group of their own, or in that of the Serve replica they belong to."""
+"""Provides an engine's placement: in a placement group of its own, or in that of its Serve replica."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -27,53 +27,53 @@ from protos.progress import ProgressCallback
 IsWanted = Callable[[], bool]
 
 
-class Site(Protocol):
-    """A place for one engine. `take` and `give_back` once each; either may be called from any thread."""
+class PlacementProvider(Protocol):
+    """Provides the placement of one engine. `acquire` and `release` are called once each, from any thread."""
 
-    def take(self, config: EngineConfig, say: ProgressCallback, is_wanted: IsWanted) -> Placement:
-        """Return where the engine's parts go, having waited for room; *say* is told of that.
+    def acquire(self, config: EngineConfig, report: ProgressCallback, is_wanted: IsWanted) -> Placement:
+        """Wait for room and return the placement; *report* is called with lines of progress.
 
         Raises:
-            PlacementError: there is no room, or *is_wanted* said no meanwhile.
+            PlacementError: there is no room, or *is_wanted* returned False.
         """
         ...
 
-    def give_back(self) -> None:
-        """Free the place; whatever still runs there is ended. Harmless where nothing was taken."""
+    def release(self) -> None:
+        """Release the placement; actors still in it are killed. Does nothing if there is none."""
         ...
 
 
-class OwnSite:
-    """A placement group of the engine's own, in the cluster that RAY_ADDRESS names, or in one started here."""
+class OwnPlacementGroup:
+    """A placement group of the engine's own, in the cluster at RAY_ADDRESS or in one started here."""
 
     def __init__(self) -> None:
         self._membership: Membership | None = None
         self._placement: Placement | None = None
 
-    def take(self, config: EngineConfig, say: ProgressCallback, is_wanted: IsWanted) -> Placement:
-        """See `Site`."""
-        say(ray_cluster.way_in())
+    def acquire(self, config: EngineConfig, report: ProgressCallback, is_wanted: IsWanted) -> Placement:
+        """See `PlacementProvider`."""
+        report(ray_cluster.describe_connection())
         self._membership = member = Membership(cpus_needed(config))
         plan = layout(config, ray_cluster.cluster_resources())
-        patience = PlacementTimeout(
+        timeout = PlacementTimeout(
             config.parallel.placement_timeout_s, may_grow=not member.is_local, is_wanted=is_wanted
         )
-        self._placement = place(plan, patience, say)
+        self._placement = place(plan, timeout, report)
         return self._placement
 
-    def give_back(self) -> None:
-        """See `Site`."""
+    def release(self) -> None:
+        """See `PlacementProvider`."""
         if self._placement is not None and ray.is_initialized():
             self._placement.remove()
         if self._membership is not None:
             self._membership.leave()
 
 
-class ReplicaSite:
-    """The placement group of the Serve replica that this process is: Serve made it, and takes it back itself."""
+class ReplicaPlacementGroup:
+    """The placement group of the Serve replica in this process. Serve creates and removes it."""
 
-    def take(self, config: EngineConfig, say: ProgressCallback, is_wanted: IsWanted) -> Placement:
-        """See `Site`. There is no waiting: the replica runs because all of its bundles are in place."""
+    def acquire(self, config: EngineConfig, report: ProgressCallback, is_wanted: IsWanted) -> Placement:
+        """See `PlacementProvider`. Does not wait: a replica runs only once all of its bundles are placed."""
         del is_wanted
         group = get_current_placement_group()
         if group is None:
@@ -84,25 +84,25 @@ class ReplicaSite:
         check_room(group.bundle_specs, plan)
         placed = Placement(group, plan)
         check_nodes(placed.nodes, plan)
-        say(describe(placed.nodes, plan))
+        report(describe(placed.nodes, plan))
         return placed
 
-    def give_back(self) -> None:
-        """See `Site`."""
+    def release(self) -> None:
+        """See `PlacementProvider`."""
 
 
 def replica_bundles(plan: BundleLayout, replica: Mapping[str, float]) -> list[dict[str, float]]:
-    """Return the bundles of a Serve replica: those of *plan*, the controller's also holding the *replica* itself."""
+    """Return the bundles of a Serve replica: those of *plan*, the *replica*'s own resources added to the first."""
     first, *workers = plan.bundles
     shared = {name: first.get(name, 0.0) + replica.get(name, 0.0) for name in {**first, **replica}}
     return [shared, *workers]
 
 
 def check_room(bundles: Seq[Mapping[str, float]], plan: BundleLayout) -> None:
-    """Refuse bundles, given by hand in a Serve config, that the engine does not fit in.
+    """Check that the engine fits in *bundles*, which a Serve config may override.
 
     Raises:
-        PlacementError: names the bundle and what it lacks.
+        PlacementError: names the bundle and the missing resource.
     """
     if len(bundles) != len(plan.bundles):
         raise PlacementError(
