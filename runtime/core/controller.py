@@ -50,7 +50,7 @@ class LocalInbox:
 
 
 class Controller:
-    """Runs steps. After an executor failed, `final_outputs` has the last output of every request it left."""
+    """Runs steps. After the executor failed, `final_outputs` has the last outputs of all unfinished requests."""
 
     def __init__(self, scheduler: Scheduler, policy: Policy, executor: Executor, inbox: Inbox) -> None:
         self.scheduler = scheduler
@@ -75,19 +75,19 @@ class Controller:
         """Run one step; return what it added to each request. While the targets are lost, rebuild them instead.
 
         Raises:
-            EngineDeadError: the executor failed; `final_outputs` has the end of every request.
+            EngineDeadError: the executor failed; see `final_outputs`.
         """
         ended = self.scheduler.admit(self.inbox.drain())  # new requests, aborts
         if not self._poll(ended):
             return ended  # lost targets are being rebuilt
         began = time.monotonic()
-        plan = self.scheduler.schedule(self.policy, self.executor.drafting)  # rows, their blocks, their draft tokens
+        plan = self.scheduler.schedule(self.policy, self.executor.drafting)  # rows, blocks, draft tokens
         if not plan.rows:
             return ended or self.inbox.wait()
         verdicts = self._run(plan, ended)  # propose, score and verify, on the workers
         if verdicts is None:
             return ended  # the targets were lost
-        outputs = self.scheduler.commit(plan, verdicts)  # the only place where tokens grow
+        outputs = self.scheduler.commit(plan, verdicts)  # the only place where tokens are added
         self._clock.add(plan, outputs, self._times(), time.monotonic() - began)
         return ended + outputs
 

@@ -1,4 +1,4 @@
-"""Blocks: who owns them, what a free one still holds, and when its version changes."""
+"""Blocks: owners, cached content of free blocks, and versions."""
 
 import random
 
@@ -129,7 +129,7 @@ def test_integrity_notices_tables_that_do_not_fit_the_books(tables: list[list[in
 
 
 def test_hits_are_the_content_a_plain_dictionary_remembers() -> None:
-    """Random lives of sequences; a dictionary from block to whole prefix says what every hit must hold."""
+    """Random operations on sequences, checked against a dictionary from block to whole prefix."""
     dice = random.Random(0)
     blocks, prefix_of, live = BlockManager(10, 2), {}, []
     for _ in range(3000):

@@ -1,4 +1,4 @@
-"""Log lines: JSON that programs read, and what is told of a request."""
+"""Log lines as JSON, and the line about an ended request."""
 
 import json
 import logging

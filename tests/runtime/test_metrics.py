@@ -1,4 +1,4 @@
-"""The figures that Prometheus scrapes: names, values, and what the summary line says."""
+"""Prometheus metrics: names and values; the summary line."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,7 +14,7 @@ def request(name: str, num_prompt: int = 3) -> Request:
 
 
 def scraped(metrics: Metrics) -> dict[tuple[str, str], float]:
-    """Return sample values by name and by the label that tells samples of one name apart."""
+    """Return sample values by name and by the label that distinguishes samples of one name."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
@@ -24,7 +24,7 @@ def scraped(metrics: Metrics) -> dict[tuple[str, str], float]:
 
 
 def own_labels(labels: dict[str, str]) -> list[str]:
-    """Return what tells samples of one name apart, by name of the label."""
+    """Return the labels that distinguish samples of one name, sorted by label name."""
     return [value for name, value in sorted(labels.items()) if name not in ("model_name", "engine")]
 
 
@@ -157,18 +157,18 @@ def test_the_summary_tells_what_happened_since_the_last_one() -> None:
 
 
 def test_how_a_request_went_is_told_once() -> None:
-    told: list[RequestEnd] = []
-    metrics = Metrics("m", on_end=told.append)
+    ends: list[RequestEnd] = []
+    metrics = Metrics("m", on_end=ends.append)
     for name in ("a", "b"):
         metrics.submitted(request(name))
     metrics.received(TokenOutput("a", [1, 2]))
     metrics.received(TokenOutput("a", [3], finish_reason="stop", speculation=SpeculationStats(2, 6, 1), queued_s=0.5))
     metrics.aborted("a")
     metrics.aborted("b")
-    answered, given_up = told
+    answered, aborted = ends
     assert (answered.request_id, answered.finish_reason, answered.queued_s) == ("a", "stop", 0.5)
     assert (answered.num_prompt_tokens, answered.num_output_tokens) == (3, 3)
     assert answered.speculation == SpeculationStats(2, 6, 1)
     assert answered.first_token_s is not None
     assert 0 <= answered.first_token_s <= answered.last_token_s
-    assert (given_up.finish_reason, given_up.first_token_s, given_up.speculation) == ("abort", None, None)
+    assert (aborted.finish_reason, aborted.first_token_s, aborted.speculation) == ("abort", None, None)

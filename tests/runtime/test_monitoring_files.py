@@ -1,4 +1,4 @@
-"""Dashboards, alerts and scrape configurations: they parse, and name only what the server publishes."""
+"""Dashboards, alerts and scrape configurations parse, and use only metrics that the server publishes."""
 
 import json
 import re
@@ -20,7 +20,7 @@ LABELS = re.compile(r"\b(slipstream_\w+)\{([^}]*)\}")
 
 
 def published() -> tuple[set[str], dict[str, set[str]]]:
-    """Return the names of all samples a server gives, and the labels of each."""
+    """Return the names of all samples of a server, and the labels of each."""
     stats = EngineStats(
         accepted_per_pos=(1,),
         draft_changes={"lost": 1},

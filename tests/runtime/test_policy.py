@@ -1,4 +1,4 @@
-"""How many guesses a row gets."""
+"""How many draft tokens a row gets."""
 
 import pytest
 

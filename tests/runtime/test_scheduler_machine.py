@@ -1,4 +1,4 @@
-"""Random lives of a scheduler over a worker that notices every stale KV entry."""
+"""Random operations on a scheduler, over a worker that checks every KV entry."""
 
 from collections import defaultdict
 
@@ -28,7 +28,7 @@ STOPS = [(), ("ab",), ("é", "bca"), ("cab ", "b", "xx"), ("ab", "abc")]
 
 
 class Lives(RuleBasedStateMachine):
-    """Requests come, run, are preempted, aborted, fail; what they end with never depends on any of it."""
+    """Requests arrive, run, are preempted, aborted and fail; their outputs depend on none of it."""
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
@@ -58,7 +58,7 @@ class Lives(RuleBasedStateMachine):
         skill, plants = draw(st.sampled_from([0.0, 0.7, 1.0])), draw(st.booleans())
         self.worker = FakeWorker(self.info, num_seqs, seed, skill, plants=plants)
         self.live: dict[str, Request] = {}
-        self.said: dict[str, list[TokenOutput]] = defaultdict(list)
+        self.outputs: dict[str, list[TokenOutput]] = defaultdict(list)
         self.num_added = 0
 
     @rule(data=st.data())
@@ -116,7 +116,7 @@ class Lives(RuleBasedStateMachine):
         verdicts = self.worker.run(plan)
         self.check_oldest(plan)
         for output in self.scheduler.commit(plan, verdicts):
-            self.hear(output)
+            self.record(output)
 
     def check_plan(self, plan: RoundPlan) -> None:
         assert sum(row.length + row.k for row in plan.rows) <= self.budget
@@ -127,19 +127,19 @@ class Lives(RuleBasedStateMachine):
             assert row.samples == (row.start + row.length == row.known_len)
 
     def check_oldest(self, plan: RoundPlan) -> None:
-        """Nothing starves, because the oldest request has a row in every plan."""
+        """The oldest request has a row in every plan, so no request starves."""
         prompt = next(iter(self.live.values())).prompt_token_ids
         assert tuple(self.worker.slots.tokens[plan.rows[0].slot, : len(prompt)]) == prompt
 
-    def hear(self, output: TokenOutput) -> None:
-        self.said[output.request_id].append(output)
+    def record(self, output: TokenOutput) -> None:
+        self.outputs[output.request_id].append(output)
         if output.finish_reason is None:
             return
         request = self.live.pop(output.request_id)
         if output.finish_reason == "error":
             assert output.error == "not a number"
             return
-        self.check_end(request, self.said.pop(output.request_id))
+        self.check_end(request, self.outputs.pop(output.request_id))
 
     def check_end(self, request: Request, outputs: list[TokenOutput]) -> None:
         ids, text, reason = reference(request, self.info.max_model_len, TOKENIZER.decode)
@@ -154,7 +154,7 @@ class Lives(RuleBasedStateMachine):
         assert request.speculate or not stats.proposed
 
     @invariant()
-    def books_agree(self) -> None:
+    def blocks_and_queues_agree(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
 

@@ -1,4 +1,4 @@
-"""The batch size from which on guessing no longer pays, from made-up step costs."""
+"""The batch size above which speculation does not pay, from synthetic step costs."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
 def costs(flat_to: int, draft: float = 0.1) -> StepCosts:
-    """A device whose step costs the same up to *flat_to* tokens and grows in proportion beyond."""
+    """Return costs that are constant up to *flat_to* tokens and proportional beyond."""
     target = {size: max(1.0, size / flat_to) for size in SIZES}
     return StepCosts(target, {size: draft * seconds for size, seconds in target.items()} if draft else {})
 

@@ -1,4 +1,4 @@
-"""Where the time of rounds goes, and what plain decoding would have taken."""
+"""Phase times of rounds, and the estimated time of plain decoding."""
 
 from msgspec import structs
 
@@ -37,7 +37,7 @@ def test_a_step_is_set_against_plain_steps_for_its_tokens() -> None:
     outputs = [TokenOutput("a", [1, 2, 3]), TokenOutput("b", [1])]
     clock.add(plan(2), outputs, PhaseTimes(propose_s=0.5, score_s=3.0, verify_s=0.25), seconds=4.0)
     assert clock.steps_s == clock.speculative_s == 4.0
-    # Two plain steps of 1.5 s, each with the half second that this one spent on neither guessing nor scoring.
+    # Two plain steps of 1.5 s, each with the half second that this step spent on neither drafting nor scoring.
     assert clock.plain_s == 2 * (1.5 + 0.5)
 
 
@@ -68,7 +68,7 @@ def test_a_controller_tells_steps_where_asked_and_counts_where_not() -> None:
     steps = {
         name: [output.step for output in outputs if output.request_id == name] for name in ("told", "untold", "plain")
     }
-    # The fake accepts half of what it is given; the last step may only guess what still fits.
+    # The fake accepts half of each draft; the last draft is cut to the tokens still to come.
     assert steps["told"] == [Step(4, 2, 4), Step(2, 1, 2), Step()]
     assert set(steps["untold"]) == {None}
     assert steps["plain"] == [Step()] * 6
@@ -78,5 +78,7 @@ def test_a_controller_tells_steps_where_asked_and_counts_where_not() -> None:
     stats = controller.stats()
     assert stats.num_speculative_tokens == 4
     assert sum(stats.step_tokens) == stats.steps
-    assert stats.fed_tokens == 30 + 5 + 2 * 2 + 12, "prompts, plain outputs fed again, those of two, and guesses"
+    assert stats.fed_tokens == 30 + 5 + 2 * 2 + 12, (
+        "prompts, plain outputs, outputs of the two others, and draft tokens"
+    )
     assert stats.steps_s > 0
