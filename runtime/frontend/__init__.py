@@ -1,1 +1,1 @@
-"""What front ends use: the asynchronous engine and its channel to the controller."""
+"""What the HTTP and gRPC servers share: the asynchronous engine and its channel to the controller."""

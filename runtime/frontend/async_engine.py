@@ -1,7 +1,7 @@
-"""The async engine: what every front end (HTTP, gRPC, Python) asks for answers.
+"""The asynchronous engine of the HTTP and gRPC servers.
 
-It tokenises, hands requests to a controller over a `Channel`, and gives each caller its own stream.
-Cancelling or closing a stream aborts what is left of it; the blocks are free within one step.
+It tokenises prompts, sends requests to a controller over a `Channel`, and streams outputs to each caller. Cancelling or
+closing a stream aborts its unfinished requests; their blocks are free within one step.
 """
 
 import asyncio
@@ -17,22 +17,21 @@ from protos.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineDeadError,
-    InvalidRequestError,
     ModelError,
     OverloadedError,
     PlacementError,
     SlipstreamError,
-    SlowReaderError,
 )
 from protos.messages import Request, WorkerInfo
 from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from protos.stats import EngineStats
-from runtime.frontend.admission import ROOMY, Admission, QueueLimits, num_prompt_tokens
-from runtime.frontend.channel import Channel, Commands, Failed, LoadProgress, Outputs, Ready, Report
+from runtime.frontend.admission import DEFAULT_QUEUE_LIMITS, Admission, QueueLimits, num_prompt_tokens
+from runtime.frontend.channel import Channel, Failed, LoadProgress, Outputs, Ready, Report
 from runtime.frontend.client import EngineState, Prompt
 from runtime.frontend.keys import TENANT
-from runtime.frontend.stream_queue import PATIENT, Delta, ReadingLimits, StreamQueue
+from runtime.frontend.open_streams import OpenStreams
+from runtime.frontend.stream_queue import DEFAULT_READING_LIMITS, Delta, ReadingLimits, StreamQueue
 from runtime.metrics.prometheus import Metrics
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.tokenizer_pool import TokenizerPool
@@ -40,7 +39,7 @@ from runtime.text.tokenizer_pool import TokenizerPool
 log = logging.getLogger("slipstream")
 
 LONG_PROMPT = 20_000
-"""Prompts of more characters are tokenised in a thread, so that other requests are not held up."""
+"""Longer prompts, in characters, are tokenised in a thread, so that they do not block the event loop."""
 
 START_ERRORS: dict[str, type[SlipstreamError]] = {
     "ConfigError": ConfigError,
@@ -49,17 +48,9 @@ START_ERRORS: dict[str, type[SlipstreamError]] = {
 }
 
 DRAINING_RETRY_S = 5.0
-"""Whoever is turned away by a server that stops is told to look for another one after this long."""
+"""Retry delay that clients of a draining server are given, in seconds."""
 
 MakePreprocessor = Callable[[WorkerInfo], Awaitable[Preprocessor]]
-
-
-def _of_tenant(requests: Sequence[Request]) -> Sequence[Request]:
-    """Return *requests* with caches kept apart from those of other keys."""
-    tenant = TENANT.get()
-    if not tenant:
-        return requests
-    return [msgspec.structs.replace(each, cache_salt=f"{tenant}/{each.cache_salt}") for each in requests]
 
 
 class AsyncEngine:
@@ -67,11 +58,11 @@ class AsyncEngine:
 
     Args:
         channel: leads to the controller; owned by this engine.
-        make_preprocessor: called once the engine is loaded, with what it said of itself.
-        metrics: told of every request and output.
-        timeout_s: how long requests may take that bring no limit of their own; None for any time.
-        reading: how slow a reader may be.
-        queue: how much may wait.
+        make_preprocessor: called with the model's `WorkerInfo` once it is loaded.
+        metrics: records requests and outputs, if given.
+        timeout_s: time limit of requests that set none, in seconds; None for no limit.
+        reading: limits on slow readers.
+        queue: limits on waiting requests.
     """
 
     def __init__(
@@ -81,14 +72,14 @@ class AsyncEngine:
         metrics: Metrics | None = None,
         *,
         timeout_s: float | None = None,
-        reading: ReadingLimits = PATIENT,
-        queue: QueueLimits = ROOMY,
+        reading: ReadingLimits = DEFAULT_READING_LIMITS,
+        queue: QueueLimits = DEFAULT_QUEUE_LIMITS,
     ) -> None:
         self.metrics = metrics
         self._timeout_s = timeout_s
-        self._reading = reading
         self._admission = Admission(queue)
-        self._tokenising = TokenizerPool()
+        self._streams = OpenStreams(channel, self._admission, reading, metrics)
+        self._tokenizers = TokenizerPool()
         self._channel = channel
         self._make_preprocessor = make_preprocessor
         self._preprocessor: Preprocessor | None = None
@@ -96,22 +87,21 @@ class AsyncEngine:
         self._ready: asyncio.Future[WorkerInfo] | None = None
         self._failure: SlipstreamError | None = None
         self._has_died = asyncio.Event()
-        self._say: ProgressCallback = log.info
+        self._report_progress: ProgressCallback = log.info
         self._stats = EngineStats()
-        self._heard_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._is_draining = False
-        self._deliveries: dict[str, StreamQueue] = {}
 
-    async def start(self, say: ProgressCallback = log.info) -> WorkerInfo:
-        """Start the controller and wait until it serves; *say* is told what it does, line by line.
+    async def start(self, report: ProgressCallback = log.info) -> WorkerInfo:
+        """Start the controller and wait until it is ready; *report* is called with its progress.
 
         Raises:
-            ConfigError, ModelError: as the controller found.
+            ConfigError, ModelError, PlacementError: raised by the controller.
             EngineDeadError: it ended for another reason.
         """
-        self._say = say
+        self._report_progress = report
         self._ready = asyncio.get_running_loop().create_future()
-        await self._channel.start(self._deliver)
+        await self._channel.start(self._on_report)
         self._info = await self._ready
         self._preprocessor = await self._make_preprocessor(self._info)
         return self._info
@@ -135,14 +125,14 @@ class AsyncEngine:
     @property
     def silence_s(self) -> float:
         """See `EngineClient`."""
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._reported_at
 
     def drain(self) -> None:
-        """Take no new requests from now on; what runs goes on."""
+        """Refuse new requests from now on; running ones continue."""
         self._is_draining = True
 
     async def death(self) -> EngineDeadError:
-        """Return why the engine is gone, once it is; a `close` does not count."""
+        """Wait until the engine fails; return why. `close` does not count as failure."""
         await self._has_died.wait()
         return self._death()
 
@@ -155,7 +145,7 @@ class AsyncEngine:
 
     @property
     def preprocessor(self) -> Preprocessor:
-        """What makes requests. Raises `EngineDeadError` before the start and after the end."""
+        """The model's preprocessor. Raises `EngineDeadError` before the start and after the end."""
         self._check_alive()
         if self._preprocessor is None:
             raise EngineDeadError("the engine has not been started")
@@ -170,22 +160,22 @@ class AsyncEngine:
         make = self.preprocessor.requests
         self.check_open()
         if params.structured_outputs is not None or _is_long(prompt) or _is_long(params.prediction):
-            requests = await self._tokenising.run(make, prompt, params, request_id)
+            requests = await self._tokenizers.run(make, prompt, params, request_id)
         else:
             requests = make(prompt, params, request_id)
-        self.check_open(len(requests), num_prompt_tokens(requests))  # while an answer can still begin with 429
+        self.check_open(len(requests), num_prompt_tokens(requests))  # while the response can still be a 429
         return requests
 
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
         """See `EngineClient`."""
         self.check_open()
-        return await self._tokenising.run(self.preprocessor.chat, messages, params, **options)
+        return await self._tokenizers.run(self.preprocessor.chat, messages, params, **options)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """See `EngineClient`."""
         if not text:
             return ()
-        return await self._tokenising.run(self.preprocessor.tokenize, text, add_special_tokens=add_special_tokens)
+        return await self._tokenizers.run(self.preprocessor.tokenize, text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """See `EngineClient`."""
@@ -202,54 +192,22 @@ class AsyncEngine:
 
     async def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
         """See `EngineClient`. Raises `EngineDeadError` if the controller ends first."""
-        delivery = self._enter(_of_tenant(requests))
-        alarm = self._set_alarm(delivery, self._timeout_s if timeout_s is None else timeout_s)
+        self.check_open(len(requests), num_prompt_tokens(requests))
+        stream = self._streams.open(_with_tenant(requests))
+        timer = self._start_timer(stream, self._timeout_s if timeout_s is None else timeout_s)
         try:
-            while delivery.open:
-                yield await delivery.take()
+            while stream.open:
+                yield await stream.take()
         finally:
-            if alarm is not None:
-                alarm.cancel()
-            self._leave(delivery)
+            if timer is not None:
+                timer.cancel()
+            self._streams.close(stream)
 
-    def _set_alarm(self, delivery: StreamQueue, timeout_s: float | None) -> asyncio.TimerHandle | None:
+    def _start_timer(self, stream: StreamQueue, timeout_s: float | None) -> asyncio.TimerHandle | None:
         if timeout_s is None:
             return None
-        error = DeadlineExceededError(f"the request took longer than its time-out of {timeout_s:g} s and was given up")
-        return asyncio.get_running_loop().call_later(timeout_s, self._give_up, delivery, error)
-
-    def _enter(self, requests: Sequence[Request]) -> StreamQueue:
-        self.check_open(len(requests), num_prompt_tokens(requests))
-        names = [request.request_id for request in requests]
-        for name in names:
-            if name in self._deliveries:
-                raise InvalidRequestError(f"request_id {name!r} is already being answered", "request_id")
-        self._admission.enter(requests)
-        delivery = StreamQueue({name: index for index, name in enumerate(names)}, self._reading)
-        self._deliveries.update(dict.fromkeys(names, delivery))
-        for request in requests:
-            if self.metrics:
-                self.metrics.submitted(request)
-        self._channel.send(Commands(requests=tuple(requests)))
-        return delivery
-
-    def _give_up(self, delivery: StreamQueue, error: SlipstreamError) -> None:
-        """Abort what is left of a stream at once, whether its reader looks or not."""
-        if self.metrics:
-            self.metrics.turned_away(error)
-        delivery.fail(error)
-        self._leave(delivery)
-
-    def _leave(self, delivery: StreamQueue) -> None:
-        """Abort the requests of a stream that nobody listens to any more."""
-        names = [name for name in delivery.open if self._deliveries.get(name) is delivery]
-        for name in names:
-            del self._deliveries[name]
-            self._admission.leave(name)
-            if self.metrics:
-                self.metrics.aborted(name)
-        if names and self._failure is None:
-            self._channel.send(Commands(aborts=tuple(names)))
+        error = DeadlineExceededError(f"the request exceeded its time-out of {timeout_s:g} s and was aborted")
+        return asyncio.get_running_loop().call_later(timeout_s, self._streams.fail, stream, error)
 
     def check_open(self, num_requests: int = 1, num_tokens: int = 1) -> None:
         """See `EngineClient`."""
@@ -271,59 +229,46 @@ class AsyncEngine:
         kind = type(self._failure) if isinstance(self._failure, EngineDeadError) else EngineDeadError
         return kind(str(self._failure))
 
-    def _deliver(self, report: Report) -> None:
-        """Take a report from the channel; runs on the event loop."""
-        self._heard_at = time.monotonic()
+    def _on_report(self, report: Report) -> None:
+        """Handle a report of the channel, on the event loop."""
+        self._reported_at = time.monotonic()
         if isinstance(report, Outputs):
-            self._take_outputs(report)
+            self._stats = report.stats or self._stats
+            for output in report.outputs:
+                self._streams.add(output)
         elif isinstance(report, LoadProgress):
-            self._say(report.text)
+            self._report_progress(report.text)
         elif isinstance(report, Ready):
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(report.info)
         elif self._failure is None:
             self._fail(report)
 
-    def _take_outputs(self, report: Outputs) -> None:
-        if report.stats is not None:
-            self._stats = report.stats
-        for output in report.outputs:
-            delivery = self._deliveries.get(output.request_id)
-            if delivery is None:
-                continue  # aborted meanwhile
-            if self.metrics:
-                self.metrics.received(output)
-            if output.token_ids or output.finish_reason is not None:
-                self._admission.start(output.request_id)
-            if output.finish_reason is not None:
-                del self._deliveries[output.request_id]
-            try:
-                delivery.put(output)
-            except SlowReaderError as error:
-                self._give_up(delivery, error)
-
     def _fail(self, report: Failed) -> None:
         self._failure = START_ERRORS.get(report.kind, EngineDeadError)(report.reason)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(self._failure)
             return
-        log.error("the engine is gone: %s; %d request(s) cannot be answered", report.reason, len(self._deliveries))
-        self._wake_all()
+        log.error("the engine has failed: %s; %d request(s) are lost", report.reason, len(self._streams))
+        self._streams.end(self._death())
         self._has_died.set()
 
-    def _wake_all(self) -> None:
-        """Tell every stream that nothing more will come."""
-        for delivery in set(self._deliveries.values()):
-            delivery.fail(self._death())
-
     async def close(self) -> None:
-        """Stop the controller. What is in flight gets `EngineDeadError`."""
+        """Stop the controller. Open streams raise `EngineDeadError`."""
         if self._failure is None:
             self._failure = EngineDeadError("the engine was shut down")
-        self._wake_all()
+        self._streams.end(self._death())
         await self._channel.close()
 
 
+def _with_tenant(requests: Sequence[Request]) -> Sequence[Request]:
+    """Return *requests* with the tenant in their cache salt, so that API keys do not share caches."""
+    tenant = TENANT.get()
+    if not tenant:
+        return requests
+    return [msgspec.structs.replace(each, cache_salt=f"{tenant}/{each.cache_salt}") for each in requests]
+
+
 def _is_long(text: object) -> bool:
-    """Whether *text* takes long enough to tokenise that others would notice."""
+    """Whether *text* is long enough to be tokenised in a thread."""
     return isinstance(text, str) and len(text) > LONG_PROMPT

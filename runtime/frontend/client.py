@@ -9,15 +9,17 @@ from protos.stats import EngineStats
 from runtime.frontend.stream_queue import Delta
 
 Prompt = Any
-"""Whatever `Preprocessor.requests` takes: text, token ids, or a dict of either."""
+"""Text, token ids, a dict of either, or a `runtime.text.prompts.Prompt`."""
 
 
 EngineState = Literal["starting", "live", "degraded", "draining", "dead"]
-"""`degraded`: requests are taken, but the targets are being rebuilt or the draft is away. `draining`: none are."""
+"""`degraded`: requests are accepted, but the target is being rebuilt or the draft worker is down.
+`draining`: no requests are accepted.
+"""
 
 
 class EngineClient(Protocol):
-    """How front ends speak to an engine, wherever it runs."""
+    """The engine as HTTP and gRPC servers use it."""
 
     @property
     def is_alive(self) -> bool:
@@ -26,17 +28,17 @@ class EngineClient(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """How the engine is now."""
+        """The state of the engine."""
         ...
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the controller was last heard. It speaks once a second, except in the middle of a step."""
+        """Seconds since the controller's last report. It sends one every second, except during a step."""
         ...
 
     @property
     def info(self) -> WorkerInfo:
-        """What the loaded engine said of itself."""
+        """The loaded model."""
         ...
 
     async def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
@@ -44,45 +46,44 @@ class EngineClient(Protocol):
 
         Raises:
             InvalidRequestError: names the value and the limit.
-            OverloadedError: too much waits already; found out before tokenising.
+            OverloadedError: too much waits already; checked before tokenising.
             DrainingError: the server is about to stop.
         """
         ...
 
     def check_open(self, num_requests: int = 1, num_tokens: int = 1) -> None:
-        """Do nothing while so many requests, with so many tokens in their prompts, would be taken.
+        """Check that *num_requests* with *num_tokens* prompt tokens are accepted.
 
         Raises:
-            EngineDeadError, DrainingError, OverloadedError: they would not now.
-            InvalidRequestError: they never would.
+            EngineDeadError, DrainingError, OverloadedError: they are not accepted now.
+            InvalidRequestError: they are never accepted.
         """
         ...
 
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
-        """Make a conversation a prompt. Raises `InvalidRequestError`."""
+        """Render a conversation to a prompt. Raises `InvalidRequestError`."""
         ...
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of *text*; none of an empty one. Raises `InvalidRequestError`."""
+        """Return the ids of *text*, which may be empty. Raises `InvalidRequestError`."""
         ...
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of *token_ids*, special tokens as they are spelt. Raises `InvalidRequestError`."""
+        """Return the text of *token_ids*, with special tokens. Raises `InvalidRequestError`."""
         ...
 
     def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
-        """Schedule prepared requests and yield what each gains, until all have finished.
+        """Schedule prepared requests and yield their outputs until all have finished.
 
-        *timeout_s* counts from now on, while they wait and while they run; None is the server's own limit, if it has
-        one.
+        *timeout_s* includes waiting and running; None is the server's limit, if it has one.
 
         Raises:
-            DeadlineExceededError: the time is over, or nobody read the answer; nothing of it runs any more.
+            DeadlineExceededError: the time is over, or the answer was not read; its requests are aborted.
             OverloadedError: too much waits already; nothing was scheduled.
-            DrainingError: the server is about to stop and takes nothing new.
+            DrainingError: the server is about to stop.
         """
         ...
 
     def stats(self) -> EngineStats:
-        """Return the newest snapshot of the controller."""
+        """Return the controller's latest snapshot."""
         ...

@@ -1,4 +1,4 @@
-"""API keys: who may ask at all. Used for HTTP headers and gRPC metadata alike."""
+"""API keys in HTTP headers and gRPC metadata."""
 
 import base64
 import hashlib
@@ -11,17 +11,17 @@ from protos.errors import ConfigError
 SCHEME = "bearer"
 TENANT_PREFIX = b"tenant:"
 LONGEST = 4096
-"""Longer values are refused unread: no key is that long."""
+"""Longer header values are truncated: no key is that long."""
 
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
-"""Whose request is being answered: part of what separates caches, beside the request's own `cache_salt`."""
+"""Identifies the API key of the current request. Separates caches, together with the request's `cache_salt`."""
 
 
 class Keys:
-    """The keys that are accepted; without any, everybody is.
+    """The accepted keys; without any, every request is accepted.
 
-    Only digests are kept, so that keys show neither in a dump of the configuration nor by the time a comparison takes.
+    Only digests are kept, so that neither a dump of the configuration nor the time of a comparison reveals a key.
 
     Raises:
         ConfigError: a key is empty, or could not be sent in a header.
@@ -37,18 +37,18 @@ class Keys:
         return bool(self._digests)
 
     def tenant(self, authorization: str | None) -> str:
-        """Return what stands for the key in *authorization* and tells nothing of it; empty where no keys are needed."""
+        """Return a digest that identifies the key in *authorization*; empty if no keys are configured."""
         return hashlib.sha256(TENANT_PREFIX + _digest(bearer(authorization))).hexdigest()[:32] if self._digests else ""
 
     def accepts(self, authorization: str | None) -> bool:
-        """Whether *authorization*, `Bearer KEY`, opens this server. Takes as long for every key of a length."""
+        """Whether *authorization*, `Bearer KEY`, has an accepted key. Takes equal time for keys of equal length."""
         if not self._digests:
             return True
         given = _digest(bearer(authorization))
         return sum(hmac.compare_digest(given, each) for each in self._digests) > 0  # every key is compared
 
     def accepts_password(self, authorization: str | None) -> bool:
-        """Whether *authorization*, `Basic ...` as browsers send it, has a key as its password."""
+        """Whether *authorization*, `Basic ...` as browsers send it, has an accepted key as password."""
         return self.accepts(f"{SCHEME} {_password(authorization)}")
 
 
@@ -63,7 +63,7 @@ def _password(authorization: str | None) -> str:
 
 
 def bearer(authorization: str | None) -> str:
-    """Return the key in *authorization*, empty for none."""
+    """Return the key in *authorization*, empty if there is none."""
     scheme, _, key = (authorization or "")[:LONGEST].partition(" ")
     return key.strip() if scheme.lower() == SCHEME else ""
 

@@ -1,4 +1,4 @@
-"""From what steps add to requests, to the results users get."""
+"""Collects the outputs of steps into `RequestOutput`s."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from protos.outputs import (
 )
 
 Decode = Callable[[int], str | None]
-"""The text of one token id, None where there is no tokenizer."""
+"""Returns the text of one token id, None if there is no tokenizer."""
 
 
 def no_text(token_id: int) -> None:
@@ -23,16 +23,16 @@ def no_text(token_id: int) -> None:
 
 
 def position_logprobs(entry: TokenLogprobs, decode: Decode) -> PositionLogprobs:
-    """Return *entry* as users see it, the chosen token first."""
+    """Return *entry* in the public format, the sampled token first."""
     rows = zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
     return {token_id: Logprob(logprob, rank, decode(token_id)) for token_id, logprob, rank in rows}
 
 
 class OutputCollector:
-    """Gathers the outputs of one prompt's requests (one for each of its `n` samples) into a `RequestOutput`.
+    """Collects the outputs of one prompt's requests, one for each of its `n` samples, into a `RequestOutput`.
 
     Args:
-        request_id: the user's; the samples' own ids are in *requests*.
+        request_id: the id of the prompt; *requests* have the ids of the samples.
         prompt: the prompt's text, if it was given as text.
         requests: the samples in order, all with the same prompt and parameters.
         decode: the text of one token, for log-probabilities.
@@ -45,17 +45,17 @@ class OutputCollector:
         self._prompt = prompt
         self._prompt_token_ids = list(requests[0].prompt_token_ids)
         self._decode = decode
-        self._places = {request.request_id: index for index, request in enumerate(requests)}
+        self._indices = {request.request_id: index for index, request in enumerate(requests)}
         self._outputs = [CompletionOutput(index) for index in range(len(requests))]
         self._texts: list[list[str]] = [[] for _ in requests]
         self._stats: list[SpeculationStats | None] = [None] * len(requests)
         self._num_cached = 0
         self._metrics = RequestMetrics(arrival_time=time.time())
-        wants = requests[0].sampling
+        sampling = requests[0].sampling
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
-        if wants.prompt_logprobs is not None:
+        if sampling.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
-        if wants.logprobs is not None:
+        if sampling.logprobs is not None:
             for output in self._outputs:
                 output.logprobs, output.cumulative_logprob = [], 0.0
 
@@ -70,8 +70,8 @@ class OutputCollector:
         return self._metrics.num_generation_tokens
 
     def add(self, new: TokenOutput) -> None:
-        """Take over what a step added to one of the samples."""
-        index = self._places[new.request_id]
+        """Add the output of a step to its sample."""
+        index = self._indices[new.request_id]
         output = self._outputs[index]
         output.token_ids.extend(new.token_ids)
         if new.text:
@@ -106,7 +106,7 @@ class OutputCollector:
             self._metrics.speculative_decoding = SpeculativeDecodingMetrics.of(total(self._stats))
 
     def result(self) -> RequestOutput:
-        """Return the request as it stands; call again for more, the lists are shared."""
+        """Return the outputs so far. Later results share its lists."""
         for output, pieces in zip(self._outputs, self._texts, strict=True):
             output.text = "".join(pieces)
         return RequestOutput(

@@ -1,8 +1,8 @@
-"""How a stream is cut into packets: as steps end, or at fixed times and in fixed sizes.
+"""How a stream is divided into packets: at the end of each step, or at fixed times and in fixed sizes.
 
-Whoever sees only the encrypted packets of a stream can tell much of its text from their sizes and times, the more so
-where one step brings several tokens at once: how many were guessed right depends on the text. `Aggregate` leaves them
-the time that the whole answer took, and the size of what does not fit one packet in an interval.
+Sizes and times of encrypted packets reveal much of a text, the more so with speculative decoding: the number of
+accepted tokens per step depends on the text. `Aggregate` reveals only the duration of the answer, and the size of what
+exceeds one packet per interval.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ SHORTEST_COMMENT = len(b":\n\n")
 
 
 class Pacing(ABC):
-    """Groups what a stream yields, and makes packets of what is said about a group."""
+    """Groups the deltas of a stream, and makes a packet of the events of each group."""
 
     @abstractmethod
     def batches(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[list[Delta], None]:
@@ -23,15 +23,15 @@ class Pacing(ABC):
 
     @abstractmethod
     def packet(self, events: Sequence[bytes]) -> bytes:
-        """Return server-sent *events* as they are to be written, in one piece; nothing where nothing is."""
+        """Return server-sent *events* as one packet; empty if there is nothing to send."""
 
     @abstractmethod
     def padding(self, num_bytes: int) -> int | None:
-        """Return how many bytes are missing behind *num_bytes* to a whole packet; None where packets have no size."""
+        """Return how many bytes to add to *num_bytes* for a whole packet; None if packets have no fixed size."""
 
 
 class Unpaced(Pacing):
-    """Everything as it comes."""
+    """Sends each delta when it arrives."""
 
     async def batches(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[list[Delta], None]:
         """See `Pacing`."""
@@ -44,16 +44,16 @@ class Unpaced(Pacing):
 
     def padding(self, num_bytes: int) -> int | None:
         """See `Pacing`."""
-        del num_bytes  # as many as they are
+        del num_bytes
         return None
 
 
 class Aggregate(Pacing):
-    """One packet an interval, whether there is something to tell or not, padded by a comment.
+    """Sends one packet per interval, even if it is empty, padded by a comment.
 
     Args:
-        interval_s: from one packet to the next.
-        packet_bytes: packets are this long, or a multiple of it.
+        interval_s: seconds from one packet to the next.
+        packet_bytes: the size of packets is a multiple of this.
     """
 
     def __init__(self, interval_s: float = 0.1, packet_bytes: int = 1024) -> None:
@@ -64,36 +64,36 @@ class Aggregate(Pacing):
         """See `Pacing`."""
         loop = asyncio.get_running_loop()
         due = loop.time()
-        coming = asyncio.ensure_future(anext(deltas, None))
+        pending = asyncio.ensure_future(anext(deltas, None))
         try:
             while True:
                 due = max(due + self._interval_s, loop.time())
                 batch: list[Delta] = []
-                while await _within(coming, due) and (delta := coming.result()) is not None:
+                while await _done_by(pending, due) and (delta := pending.result()) is not None:
                     batch.append(delta)
-                    coming = asyncio.ensure_future(anext(deltas, None))
-                await asyncio.sleep(due - loop.time())  # the last packet keeps the time, too
+                    pending = asyncio.ensure_future(anext(deltas, None))
+                await asyncio.sleep(due - loop.time())  # the last packet is sent at its time, too
                 yield batch
-                if coming.done() and coming.result() is None:
+                if pending.done() and pending.result() is None:
                     return
         finally:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
 
     def packet(self, events: Sequence[bytes]) -> bytes:
         """See `Pacing`."""
-        said = b"".join(events)
-        return said + b":" + b"." * self.padding(len(said) + SHORTEST_COMMENT) + b"\n\n"
+        data = b"".join(events)
+        return data + b":" + b"." * self.padding(len(data) + SHORTEST_COMMENT) + b"\n\n"
 
     def padding(self, num_bytes: int) -> int:
         """See `Pacing`."""
         return -num_bytes % self._packet_bytes
 
 
-async def _within(coming: "asyncio.Future[Delta | None]", due: float) -> bool:
-    """Wait for *coming* until the loop's time is *due*; return whether it came."""
-    await asyncio.wait((coming,), timeout=max(0.0, due - asyncio.get_running_loop().time()))
-    return coming.done()
+async def _done_by(pending: "asyncio.Future[Delta | None]", due: float) -> bool:
+    """Wait for *pending* until the loop's time is *due*; return whether it is done."""
+    await asyncio.wait((pending,), timeout=max(0.0, due - asyncio.get_running_loop().time()))
+    return pending.done()
 
 
 UNPACED = Unpaced()

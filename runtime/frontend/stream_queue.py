@@ -1,4 +1,4 @@
-"""What one stream has been sent and not yet read: bounded, however slowly its reader reads."""
+"""The outputs of one stream that have not been read yet, with limits on slow readers."""
 
 import asyncio
 import time
@@ -12,16 +12,19 @@ import msgspec
 from protos.errors import SlipstreamError, SlowReaderError
 from protos.messages import TokenOutput
 
-KEPT_APART = 16
-"""So many outputs wait one by one; what comes after them is added to the last one of its request."""
+MAX_SEPARATE = 16
+"""If more outputs are queued, a new one is merged into the last queued output of its request."""
 
-ADDED_UP = ("token_ids", "text", "logprobs", "prompt_logprobs")
-"""Fields of `TokenOutput` that grow; of the others the newest counts. Outputs that tell of their step stay apart."""
+CONCATENATED = ("token_ids", "text", "logprobs", "prompt_logprobs")
+"""Fields of `TokenOutput` that are concatenated in a merge; of other fields the newest value is kept.
+
+Outputs with a `step` are not merged.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of the request at `index` of those that were streamed together."""
+    """An output of the request at `index` in its stream."""
 
     index: int
     output: TokenOutput
@@ -29,106 +32,110 @@ class Delta:
 
 @dataclass(frozen=True)
 class ReadingLimits:
-    """How slow a reader may be.
+    """Limits on slow readers.
 
-    `max_unread` counts tokens, and candidates of log-probabilities, that wait for it; `stall_s` is how long one
-    output may wait while others come.
+    `max_unread` is the number of unread tokens and log-probability candidates; `stall_s` is how long nothing may be
+    read while new outputs arrive.
     """
 
     max_unread: int = 65_536
     stall_s: float = 60.0
 
 
-PATIENT = ReadingLimits()
+DEFAULT_READING_LIMITS = ReadingLimits()
 
 
-def joined(earlier: TokenOutput, later: TokenOutput) -> TokenOutput:
-    """Return one output that says what *earlier* and then *later*, of the same request, say."""
-    grown = {name: _added(getattr(earlier, name), getattr(later, name)) for name in ADDED_UP}
+def merge_outputs(earlier: TokenOutput, later: TokenOutput) -> TokenOutput:
+    """Return one output for *earlier* and *later* of the same request."""
+    merged = {name: _concatenate(getattr(earlier, name), getattr(later, name)) for name in CONCATENATED}
     speculation, cached = (
         later.speculation or earlier.speculation,
         max(earlier.num_cached_tokens, later.num_cached_tokens),
     )
-    return msgspec.structs.replace(later, **grown, speculation=speculation, num_cached_tokens=cached)
+    return msgspec.structs.replace(later, **merged, speculation=speculation, num_cached_tokens=cached)
 
 
-def _added(earlier: Any, later: Any) -> Any:
+def _concatenate(earlier: Any, later: Any) -> Any:
     if not earlier or not later:
         return earlier or later
     return earlier + later if isinstance(earlier, str) else [*earlier, *later]
 
 
 def weight(output: TokenOutput) -> int:
-    """Return what *output* counts for in `ReadingLimits.max_unread`."""
+    """Return the tokens and log-probability candidates of *output*, as `ReadingLimits.max_unread` counts them."""
     entries = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
     return len(output.token_ids) + sum(len(entry.token_ids) for entry in entries)
 
 
 class StreamQueue:
-    """The inbox of one stream. Belongs to its event loop; the engine puts, one reader takes.
+    """The queue of one stream, with one reader. Belongs to one event loop.
+
+    `open` maps the ids of unfinished requests to their indices.
 
     Args:
-        places: each request's id, and its index in the stream.
-        limits: how slow the reader may be.
+        indices: the index in the stream of each request id.
+        limits: limits on a slow reader.
     """
 
-    def __init__(self, places: Mapping[str, int], limits: ReadingLimits) -> None:
-        self.open = dict(places)
+    def __init__(self, indices: Mapping[str, int], limits: ReadingLimits) -> None:
+        self.open = dict(indices)
         self._limits = limits
-        self._waiting: deque[Delta] = deque()
+        self._queue: deque[Delta] = deque()
         self._unread = 0
         self._read_at = 0.0
         self._failure: SlipstreamError | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def put(self, output: TokenOutput) -> None:
-        """Add *output*. Raises `SlowReaderError` where the reader is too far behind: this stream must be failed."""
+        """Add *output*. Raises `SlowReaderError` if the reader exceeds the limits; the caller must fail the stream."""
         now = time.monotonic()
-        if not self._waiting:
+        if not self._queue:
             self._read_at = now
         self._unread += weight(output)
         self._check(now)
         self._add(Delta(self.open[output.request_id], output))
-        self._news.set()
+        self._changed.set()
 
     def _check(self, now: float) -> None:
-        """A reader that has read everything is never slow, however much comes at once."""
-        if not self._waiting:
+        """Raise `SlowReaderError` if the reader is too slow. If nothing was queued, it is not, however much arrives."""
+        if not self._queue:
             return
         if self._unread > self._limits.max_unread:
             raise SlowReaderError(
-                f"the answer was given up: {self._unread} tokens and candidates wait to be read; at "
-                f"most {self._limits.max_unread} may"
+                f"the answer was aborted: {self._unread} tokens and candidates are unread; the limit is "
+                f"{self._limits.max_unread}"
             )
         if now - self._read_at > self._limits.stall_s:
             raise SlowReaderError(
-                "the answer was given up: nothing of it was read for "
-                f"{now - self._read_at:.0f} s; at most {self._limits.stall_s:g} s may pass"
+                "the answer was aborted: nothing of it was read for "
+                f"{now - self._read_at:.0f} s; the limit is {self._limits.stall_s:g} s"
             )
 
     def _add(self, delta: Delta) -> None:
-        if len(self._waiting) >= KEPT_APART and delta.output.step is None:
-            for place in range(len(self._waiting) - 1, -1, -1):
-                if self._waiting[place].index == delta.index and self._waiting[place].output.step is None:
-                    self._waiting[place] = Delta(delta.index, joined(self._waiting[place].output, delta.output))
+        if len(self._queue) >= MAX_SEPARATE and delta.output.step is None:
+            for position in range(len(self._queue) - 1, -1, -1):
+                if self._queue[position].index == delta.index and self._queue[position].output.step is None:
+                    self._queue[position] = Delta(
+                        delta.index, merge_outputs(self._queue[position].output, delta.output)
+                    )
                     return
-        self._waiting.append(delta)
+        self._queue.append(delta)
 
     def fail(self, error: SlipstreamError) -> None:
-        """Let the reader find *error* behind what waits; nothing else comes."""
+        """Let the reader get *error* after what is queued. Nothing may be put afterwards."""
         if self._failure is None:
             self._failure = error
-        self._news.set()
+        self._changed.set()
 
     async def take(self) -> Delta:
-        """Return the next output, waiting for it. Raises what the stream was failed with."""
-        while not self._waiting:
+        """Wait for the next output and return it. Raises the error that the stream was failed with."""
+        while not self._queue:
             if self._failure is not None:
                 raise self._failure
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         self._read_at = time.monotonic()
-        delta = self._waiting.popleft()
+        delta = self._queue.popleft()
         self._unread -= weight(delta.output)
         if delta.output.finish_reason is not None:
             del self.open[delta.output.request_id]

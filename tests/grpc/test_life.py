@@ -84,7 +84,7 @@ def test_a_client_that_does_not_read_is_given_up() -> None:
         slow.run(slow.idle())  # well before all tokens are made
         assert slow.engine.stats().generated_tokens < LONG // 2
         error = failure(lambda: list(call), Code.DEADLINE_EXCEEDED)
-        assert "wait to be read" in error.details()
+        assert "are unread" in error.details()
 
 
 def test_a_message_that_nobody_takes_is_given_up() -> None:

@@ -31,13 +31,13 @@ def test_admission_counts_requests_and_tokens() -> None:
         await engine.close()
         admission = Admission(QueueLimits(3, 30))
         admission.enter(made[:2])
-        with pytest.raises(OverloadedError, match="prompts of 20 tokens wait already; at most 30") as full:
+        with pytest.raises(OverloadedError, match="prompts of 20 tokens are waiting; the limit is 30") as full:
             admission.check(1, 11)
         assert full.value.retry_after_s >= 1
         admission.start("r0")
         admission.enter(made[2:4])
         assert admission.num_waiting == 3
-        with pytest.raises(OverloadedError, match="3 requests wait already; at most 3"):
+        with pytest.raises(OverloadedError, match="3 requests are waiting; the limit is 3"):
             admission.check()
         for name in ("r1", "r2", "r3", "r3", "gone"):
             admission.leave(name)

@@ -12,7 +12,7 @@ from protos.errors import (
 )
 from protos.messages import TokenLogprobs, TokenOutput
 from protos.sampling import SamplingParams
-from runtime.frontend.stream_queue import KEPT_APART, ReadingLimits, StreamQueue, joined
+from runtime.frontend.stream_queue import MAX_SEPARATE, ReadingLimits, StreamQueue, merge_outputs
 from runtime.http.options import SafetyOptions
 from tests.support.serving.guarded_server import guarded, guarded_engine, settled
 
@@ -35,7 +35,7 @@ def test_what_nobody_reads_is_added_up() -> None:
         while delivery.open:
             taken.append(await delivery.take())
         mine = [delta.output for delta in taken if delta.index == 0]
-        assert len(taken) <= KEPT_APART + 2
+        assert len(taken) <= MAX_SEPARATE + 2
         assert [i for output in mine for i in output.token_ids] == list(range(1000))
         assert "".join(output.text for output in mine) == "".join(o.text for o in outputs(1000)) + "end"
         assert (mine[-1].finish_reason, mine[-1].num_cached_tokens) == ("length", 3)
@@ -46,26 +46,26 @@ def test_what_nobody_reads_is_added_up() -> None:
 def test_joined_outputs_keep_everything() -> None:
     entry = TokenLogprobs([1], [0.0], [1])
     first = TokenOutput("a", [1], "x", [entry], [entry], num_cached_tokens=2)
-    both = joined(first, TokenOutput("a", [2], "y", [entry]))
+    both = merge_outputs(first, TokenOutput("a", [2], "y", [entry]))
     assert both == TokenOutput("a", [1, 2], "xy", [entry, entry], [entry], num_cached_tokens=2)
     known = {"request_id", "token_ids", "text", "logprobs", "prompt_logprobs", "finish_reason", "stop_reason",
              "num_cached_tokens", "speculation", "error", "step", "queued_s"}  # fmt: skip
     assert set(TokenOutput.__struct_fields__) == known, (
-        "say in runtime.frontend.stream_queue how a new field is added up"
+        "define in runtime.frontend.stream_queue how a new field is merged"
     )
 
 
 def test_a_reader_too_far_behind_loses_its_stream() -> None:
     async def check() -> None:
         engine = guarded_engine(SafetyOptions(), LONG)
-        engine._reading = ReadingLimits(max_unread=200)
+        engine._streams._reading = ReadingLimits(max_unread=200)
         await engine.start()
         stream = engine.stream(await engine.prepare("endless", SamplingParams(max_tokens=LONG - 100), "slow"))
         first = await anext(stream)
         assert first.output.token_ids
         await asyncio.sleep(0.5)
         await settled(engine)  # aborted although nobody looked
-        with pytest.raises(SlowReaderError, match="at most 200"):
+        with pytest.raises(SlowReaderError, match="limit is 200"):
             async for _ in stream:
                 pass
         await engine.close()
