@@ -38,7 +38,9 @@ from protos.worker_messages import (
     WorkerId,
 )
 from workers.distributed.store import open_store
-from workers.draft.channel import DraftReceiver, DraftSender, join_as_draft, join_as_target
+from workers.draft.channel import join_as_draft, join_as_target
+from workers.draft.receiver import DraftReceiver
+from workers.draft.sender import DraftSender
 from workers.draft.wire import STAMP
 
 CHANNEL, WITH_PAIR, RAY, RAY_FIRST = "channel", "channel and pair", "ray actor calls", "ray, target 0 awaited alone"

@@ -76,10 +76,10 @@ def test_the_pace_grows_with_tokens_and_learns_slowness() -> None:
 def test_one_deadline_an_outage() -> None:
     clock = Clock()
     deadline = DraftDeadline(clock)
-    assert deadline.ask(0, 5) == pytest.approx(0.05)
+    assert deadline.start(0, 5) == pytest.approx(0.05)
     deadline.missed()
     for number in range(1, 20):
-        assert deadline.ask(number, 5) == 0
+        assert deadline.start(number, 5) == 0
         clock.now += 0.02
         deadline.arrived(Drafted(number - 10, 1, 0.2)) if number >= 10 else None  # 200 ms late, every round
         assert deadline.is_skipping
@@ -88,23 +88,23 @@ def test_one_deadline_an_outage() -> None:
 def test_a_draft_that_is_on_time_again_is_waited_for_again_though_it_is_slower_than_a_plain_round() -> None:
     clock = Clock()
     deadline = DraftDeadline(clock)
-    deadline.ask(0, 5)
+    deadline.start(0, 5)
     deadline.missed()
-    deadline.ask(1, 5)
+    deadline.start(1, 5)
     clock.now += 0.01
-    assert deadline.ask(2, 5) == 0
+    assert deadline.start(2, 5) == 0
     clock.now += 0.03
     deadline.arrived(Drafted(1, 1, 0.04))  # 40 ms after target 0 could verify round 1, when it is at round 2 already
     assert not deadline.is_skipping
-    assert deadline.ask(3, 5) > 0
+    assert deadline.start(3, 5) > 0
 
 
 def test_ids_that_come_before_the_plan_end_an_outage_too() -> None:
     deadline = DraftDeadline(Clock())
-    deadline.ask(0, 5)
+    deadline.start(0, 5)
     deadline.missed()
     deadline.arrived(Drafted(1, 1, 0.001))
-    assert deadline.ask(1, 5) > 0
+    assert deadline.start(1, 5) > 0
 
 
 def test_the_deadline_follows_the_median_leg_as_far_as_that_can_pay() -> None:

@@ -1,4 +1,4 @@
-"""Announcements between target 0 and the draft: PUSH to PULL, under CURVE keys that travel through a store."""
+"""Announcements between target rank 0 and the draft: ZeroMQ PUSH to PULL, with CURVE keys from a store."""
 
 from typing import Any, Generic, TypeVar
 
@@ -11,18 +11,18 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """Where to connect, and the key that proves it is the right place."""
+    """The address to connect to, and the public key of the listener."""
 
     where: str
     key: str
 
 
 class Listener(Generic[Message]):
-    """The end that is told. Made in one thread and then used by one.
+    """Receives announcements. Not thread-safe.
 
     Args:
-        store: where the other end finds the address.
-        name: of these announcements, unlike all others in the store.
+        store: passes the address to the other end.
+        name: of these announcements, unique in the store.
         host: an address of this machine that the other end reaches.
         kind: the type of the messages.
     """
@@ -38,18 +38,18 @@ class Listener(Generic[Message]):
         store.set(_key(name), msgspec.json.encode(address).decode())
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Return the next announcement, None where there is none within *timeout_s*. Raises `msgspec.DecodeError`."""
+        """Return the next announcement; None if there is none within *timeout_s*. Raises `msgspec.DecodeError`."""
         if not self._socket.poll(round(timeout_s * 1000)):
             return None
         return self._decoder.decode(self._socket.recv())
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the socket."""
         self._socket.close(linger=0)
 
 
 class Announcer(Generic[Message]):
-    """The end that tells. Connects when it is made; waits for the address as long as *store* lets it."""
+    """Sends announcements. Connects at once; waits for the address up to the timeout of *store*."""
 
     def __init__(self, store: Store, name: str) -> None:
         address = msgspec.json.decode(store.get(_key(name)), type=_Address)
@@ -60,11 +60,11 @@ class Announcer(Generic[Message]):
         self._socket.connect(address.where)
 
     def send(self, message: Message) -> None:
-        """Announce, without waiting."""
+        """Send a message, without waiting."""
         self._socket.send(msgspec.msgpack.encode(message))
 
     def close(self) -> None:
-        """Announce no more."""
+        """Close the socket."""
         self._socket.close(linger=0)
 
 

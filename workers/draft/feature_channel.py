@@ -1,8 +1,8 @@
-"""The way of features from target 0 to the draft: beside the pair, over a group of its own, and with credit.
+"""The feature channel: features from target rank 0 to the draft, over a group of two ranks of its own, with credit.
 
-Target 0 announces what it sends, and what it does not: the draft never waits for something that will not come. Of what
-the draft has not acknowledged, a few rounds at most are on their way; beyond, features are dropped, which leaves a gap
-in what the draft sees. DESIGN section 4.
+Target rank 0 announces for every round whether it sends features, so the draft never waits for features that will not
+come. At most `CREDIT` rounds may be unacknowledged; beyond that, features are dropped, which leaves a gap in the
+draft's cache.
 """
 
 import queue
@@ -20,17 +20,17 @@ from workers.draft.announce import Announcer, Listener
 from workers.features import COUNT, Features
 
 TARGET, DRAFT = 0, 1
-"""Ranks within a pair."""
+"""Ranks within a draft channel."""
 CREDIT = 8
-"""Rounds whose features may be on their way."""
-LOOK_S = 0.1
+"""Most rounds whose features are not acknowledged."""
+POLL_S = 0.1
 
 Send = Callable[[FromWorker], None]
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 class Shipped(msgspec.Struct, frozen=True):
-    """Features of a round are on their way, `[sum of counts, width]`; *table* is flat, and empty where none are."""
+    """Announces the features of a round, `[sum of counts, width]`; *table* is flat, and empty if none are sent."""
 
     round: int
     table: list[int] = []
@@ -39,14 +39,14 @@ class Shipped(msgspec.Struct, frozen=True):
 
 
 class FeatureSender:
-    """Target 0's end. A thread sends what was posted, in order.
+    """The end of target rank 0. A thread sends the posted features in order.
 
     Args:
-        epoch: of the pair.
-        group: of two; used by the thread alone.
-        announcer: tells the draft; used by the caller alone.
-        send: tells the controller.
-        device: where the group's tensors lie.
+        epoch: of the draft channel.
+        group: of the two ranks; used by the thread only.
+        announcer: sends announcements to the draft; used by the caller only.
+        send: sends a message to the controller.
+        device: of the group's tensors.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FeatureSender:
         self._queue: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event | None] | None] = queue.SimpleQueue()
         self._credit = threading.Semaphore(CREDIT)
         self._is_open = True
-        threading.Thread(target=self._serve, name=f"pair-{epoch}-features", daemon=True).start()
+        threading.Thread(target=self._serve, name=f"draft-channel-{epoch}-features", daemon=True).start()
 
     def post(self, round_number: int, features: Features) -> None:
         """Send the features of a round in the background, or drop them where too many are unacknowledged."""
@@ -73,11 +73,11 @@ class FeatureSender:
         )
 
     def acknowledged(self, count: int) -> None:
-        """The draft took the features of *count* rounds."""
+        """Record that the draft has received the features of *count* rounds."""
         self._credit.release(count)
 
     def close(self) -> None:
-        """Send no more; the thread ends by itself."""
+        """Leave the channel; the thread ends by itself."""
         self._is_open = False
         self._queue.put(None)
         self._announcer.close()
@@ -92,7 +92,7 @@ class FeatureSender:
                         torch.cuda.current_stream().wait_event(is_computed)
                     self._group.send(states_NF, DRAFT)
                     finish(self._device)
-        except Exception as error:  # whatever it is: the pair is of no more use, and nobody else may be hurt
+        except Exception as error:  # only the channel has failed
             if self._is_open:
                 self._is_open = False
                 self._send(PairFailed(self._epoch, str(error)))
@@ -101,14 +101,14 @@ class FeatureSender:
 
 
 class FeatureReceiver:
-    """The draft's end. A thread receives what was announced; `take` hands it over.
+    """The draft's end. A thread receives the announced features; `take` returns them.
 
     Args:
-        epoch: of the pair.
-        group: of two; used by the thread alone.
-        listener: brings announcements; used by the thread alone.
-        send: tells the controller.
-        device: where the group's tensors lie.
+        epoch: of the draft channel.
+        group: of the two ranks; used by the thread only.
+        listener: receives announcements; used by the thread only.
+        send: sends a message to the controller.
+        device: of the group's tensors.
     """
 
     def __init__(
@@ -120,19 +120,19 @@ class FeatureReceiver:
         self._arrived: list[Features] = []
         self._reached = -1
         self._is_open = True
-        threading.Thread(target=self._serve, name=f"pair-{epoch}-features", daemon=True).start()
+        threading.Thread(target=self._serve, name=f"draft-channel-{epoch}-features", daemon=True).start()
 
-    def take(self, round_number: int, patience_s: float) -> list[Features]:
-        """Return what came in, after waiting until it is known what there is of a round, or for *patience_s*."""
+    def take(self, round_number: int, timeout_s: float) -> list[Features]:
+        """Return the features received, after the announcement of a round has arrived, or after *timeout_s*."""
         with self._changed:
-            self._changed.wait_for(lambda: self._reached >= round_number or not self._is_open, patience_s)
+            self._changed.wait_for(lambda: self._reached >= round_number or not self._is_open, timeout_s)
             arrived, self._arrived = self._arrived, []
         for features in arrived:
             adopt(features.states_NF)
         return arrived
 
     def close(self) -> None:
-        """Receive no more; the thread ends by itself."""
+        """Leave the channel; the thread ends by itself."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -142,10 +142,10 @@ class FeatureReceiver:
         try:
             with side_stream(self._device):
                 while self._is_open:
-                    shipped = self._listener.receive(LOOK_S)
-                    if shipped is not None:
-                        self._receive(shipped)
-        except Exception as error:  # as at the other end
+                    announced = self._listener.receive(POLL_S)
+                    if announced is not None:
+                        self._receive(announced)
+        except Exception as error:  # only the channel has failed
             if self._is_open:
                 self.close()
                 self._send(PairFailed(self._epoch, str(error)))
@@ -153,17 +153,17 @@ class FeatureReceiver:
             self._listener.close()
             self._group.close()
 
-    def _receive(self, shipped: Shipped) -> None:
-        features = [self._fetch(shipped)] if shipped.table else []
+    def _receive(self, announced: Shipped) -> None:
+        features = [self._fetch(announced)] if announced.table else []
         with self._changed:
             self._arrived += features
-            self._reached = shipped.round
+            self._reached = announced.round
             self._changed.notify_all()
 
-    def _fetch(self, shipped: Shipped) -> Features:
-        table_M4 = np.array(shipped.table, np.int64).reshape(-1, 4)
+    def _fetch(self, announced: Shipped) -> Features:
+        table_M4 = np.array(announced.table, np.int64).reshape(-1, 4)
         states_NF = torch.empty(
-            int(table_M4[:, COUNT].sum()), shipped.width, dtype=_DTYPES[shipped.dtype], device=self._device
+            int(table_M4[:, COUNT].sum()), announced.width, dtype=_DTYPES[announced.dtype], device=self._device
         )
         self._group.recv(states_NF, TARGET)
         finish(self._device)

@@ -5,7 +5,8 @@ from collections.abc import Sequence as Seq
 from protos.draft import NO_DRAFT
 from protos.messages import RoundPlan, Row, Verdict
 from protos.worker_messages import FormPair
-from workers.draft.channel import DraftReceiver, Pairing
+from workers.draft.channel import DraftChannels
+from workers.draft.receiver import DraftReceiver
 from workers.draft.wire import decode, decode_probs
 from workers.target import TargetWorker
 from workers.verification.draft_probs import DRAFT_PROBS_SIZE, NO_DRAFT_PROBS, ProposedDrafts
@@ -15,17 +16,19 @@ class RemoteDraft:
     """A `DraftSource` of target rank 0: the draft is in another process and may be late, dead or absent.
 
     Args:
-        pairing: this end of the channel between target rank 0 and the draft.
+        channels: this end of the channel between target rank 0 and the draft.
         target: whose slots and vocabulary drafts are checked against.
         has_probs: whether the draft sends the distributions that it drew its tokens from.
     """
 
-    def __init__(self, pairing: Pairing[DraftReceiver], target: TargetWorker, *, has_probs: bool = False) -> None:
-        self._pairing, self._target, self._has_probs = pairing, target, has_probs
+    def __init__(
+        self, channels: DraftChannels[DraftReceiver], target: TargetWorker, *, has_probs: bool = False
+    ) -> None:
+        self._channels, self._target, self._has_probs = channels, target, has_probs
 
     def propose(self, plan: RoundPlan, rows: Seq[Row]) -> ProposedDrafts:
         """Return the drafts that arrive before the deadline; none for rows whose draft extends another text."""
-        end = self._pairing.end(plan.epoch)
+        end = self._channels.end(plan.epoch)
         if end is None:
             return ProposedDrafts([NO_DRAFT] * len(rows))
         arrival = end.collect(plan.round, max(row.k for row in rows))
@@ -37,7 +40,7 @@ class RemoteDraft:
 
     def feed_back(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict], seconds: float) -> None:
         """Send the features of kept tokens; *seconds* of scoring, which the draft worked through, move the deadline."""
-        end = self._pairing.end(plan.epoch)
+        end = self._channels.end(plan.epoch)
         if end is None:
             return
         end.scored(seconds)
@@ -46,8 +49,8 @@ class RemoteDraft:
 
     def form(self, order: FormPair) -> None:
         """Begin to form another channel."""
-        self._pairing.form(order)
+        self._channels.form(order)
 
     def close(self) -> None:
         """Leave the channel."""
-        self._pairing.close()
+        self._channels.close()

@@ -5,8 +5,9 @@ import time
 
 from protos.messages import RoundPlan
 from protos.worker_messages import FormPair, Plan, Stop, ToWorker
-from workers.draft.channel import DraftSender, Pairing
+from workers.draft.channel import DraftChannels
 from workers.draft.engine import DraftEngine
+from workers.draft.sender import DraftSender
 from workers.draft.wire import encode
 
 logger = logging.getLogger(__name__)
@@ -24,11 +25,11 @@ class DraftRank:
 
     Args:
         engine: the draft.
-        pairing: the draft's end of the channel to target rank 0.
+        channels: the draft's end of the channel to target rank 0.
     """
 
-    def __init__(self, engine: DraftEngine, pairing: Pairing[DraftSender]) -> None:
-        self._engine, self._worker, self._pairing = engine, engine.worker, pairing
+    def __init__(self, engine: DraftEngine, channels: DraftChannels[DraftSender]) -> None:
+        self._engine, self._worker, self._channels = engine, engine.worker, channels
         self._is_catching_up = False
         self._before: RoundPlan | None = None  # the plan before the newest
         self._end: DraftSender | None = None  # of the newest plan's pair
@@ -47,7 +48,7 @@ class DraftRank:
                 self._before, newest = newest or self._before, message.plan
                 self._worker.slots.apply(newest)
             elif isinstance(message, FormPair):
-                self._pairing.form(message)
+                self._channels.form(message)
             elif isinstance(message, Stop):
                 return False
         if newest is not None:
@@ -62,11 +63,11 @@ class DraftRank:
 
     def close(self) -> None:
         """Leave the pair."""
-        self._pairing.close()
+        self._channels.close()
 
     def _run(self, plan: RoundPlan) -> None:
         """Propose for a round, unless this draft does not take part in it."""
-        end = self._end = self._pairing.end(plan.epoch)
+        end = self._end = self._channels.end(plan.epoch)
         self._is_catching_up = end is not None
         if end is not None:
             began = time.monotonic()

@@ -37,10 +37,12 @@ from workers.device import set_device
 from workers.distributed.groups import LOOPBACK, Group, Solo
 from workers.distributed.shm_group import form_with_shared_memory
 from workers.distributed.store import address_towards, connect_store, open_store
-from workers.draft.channel import DraftReceiver, DraftSender, Pairing, join_as_draft, join_as_target
+from workers.draft.channel import DraftChannels, join_as_draft, join_as_target
 from workers.draft.deadline import FLOOR_S
 from workers.draft.load import load_draft
+from workers.draft.receiver import DraftReceiver
 from workers.draft.remote import RemoteDraft
+from workers.draft.sender import DraftSender
 from workers.process.draft_rank import DraftRank
 from workers.process.target_rank import TargetRank
 
@@ -230,7 +232,7 @@ class _Loading:
             )
 
         has_probs = speculative is not None and speculative.samples_drafts
-        remote = RemoteDraft(Pairing(self._port.send, join), ready.worker, has_probs=has_probs)
+        remote = RemoteDraft(DraftChannels(self._port.send, join), ready.worker, has_probs=has_probs)
         return TargetRank(tp, ready.worker, remote), remote
 
     def draft(self) -> DraftRank:
@@ -251,7 +253,7 @@ class _Loading:
                 order, self._port.send, self._setup.backend, self._device, has_features=draft.spec.needs != "none"
             )
 
-        return DraftRank(engine, Pairing(self._port.send, join))
+        return DraftRank(engine, DraftChannels(self._port.send, join))
 
     def _join(self) -> Group:
         """Form the group of all target ranks."""

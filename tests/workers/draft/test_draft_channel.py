@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from protos.worker_messages import FormPair, FromWorker, PairReady, StoreAddress
-from workers.draft.channel import Pairing
+from workers.draft.channel import DraftChannels
 
 
 @dataclass
@@ -31,18 +31,18 @@ def test_a_pair_is_left_before_the_next_is_formed() -> None:
         while len(said) < count and time.monotonic() < until:
             time.sleep(0.001)
 
-    pairing = Pairing(said.append, join)
+    channels = DraftChannels(said.append, join)
     store = StoreAddress("127.0.0.1", 1)
-    pairing.form(FormPair(1, store))
+    channels.form(FormPair(1, store))
     wait_for(1)
-    assert pairing.end(1) is ends[1]
-    assert pairing.end(2) is None
-    pairing.form(FormPair(2, store))
+    assert channels.end(1) is ends[1]
+    assert channels.end(2) is None
+    channels.form(FormPair(2, store))
     assert ends[1].closed.is_set()
-    assert pairing.end(1) is None
+    assert channels.end(1) is None
     may_join.set()
     wait_for(2)
-    assert pairing.end(2) is ends[2]
-    pairing.close()
+    assert channels.end(2) is ends[2]
+    channels.close()
     assert ends[2].closed.is_set()
     assert said == [PairReady(1), PairReady(2)]
