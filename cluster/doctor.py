@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.transport.process_workers import ProcessWorkerGroup
-from protos.doctor_messages import FromExamined, Join, Joined, Leave, Measure, Measured, Seen, Trouble
+from protos.doctor_messages import FromDiagnostics, Join, Joined, Leave, Measure, Measured, Seen, Trouble
 from protos.errors import SlipstreamError
 from protos.worker_messages import Died, WorkerId
 
@@ -74,7 +74,7 @@ class ProbeProcesses:
         """Return an empty group of processes."""
         return cls(
             ProcessWorkerGroup(
-                body, sends="protos.doctor_messages:FromExamined", receives="protos.doctor_messages:ToExamined"
+                body, sends="protos.doctor_messages:FromDiagnostics", receives="protos.doctor_messages:ToDiagnostics"
             )
         )
 
@@ -107,7 +107,7 @@ class ProbeProcesses:
         return replies
 
 
-def _failure(message: FromExamined) -> str:
+def _failure(message: FromDiagnostics) -> str:
     return message.reason if isinstance(message, Trouble | Died) else f"sent an unexpected {type(message).__name__}"
 
 

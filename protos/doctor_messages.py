@@ -44,7 +44,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     group: str
 
 
-ToExamined = Join | Measure | Leave | Stop
+ToDiagnostics = Join | Measure | Leave | Stop
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
@@ -77,4 +77,4 @@ class Trouble(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromExamined = Seen | Joined | Measured | Trouble | Died
+FromDiagnostics = Seen | Joined | Measured | Trouble | Died

@@ -8,14 +8,14 @@ import torch
 
 
 def set_device(device: torch.device) -> None:
-    """Make *device* this thread's own; nothing to do on a CPU."""
+    """Make *device* this thread's current device; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Let this thread queue its work on a stream of its own: what it waits for must not hold up the forward."""
+    """Run this thread's work on a stream of its own, so that it does not delay the forward."""
     if device.type != "cuda":
         yield
         return
@@ -24,8 +24,8 @@ def side_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """Return what another stream can wait for: that everything queued so far is done. None on a CPU."""
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that completes once all work queued so far is done; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -33,23 +33,23 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def finish(device: torch.device) -> None:
-    """Wait for this thread's stream: only then may a tensor be given up, or read on another one."""
+def synchronize(device: torch.device) -> None:
+    """Wait for this thread's stream, before a tensor is freed or read on another stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def adopt(tensor: torch.Tensor) -> None:
-    """Keep the memory of *tensor*, which another stream has allocated, until this thread's stream is done with it."""
+def record_stream(tensor: torch.Tensor) -> None:
+    """Keep the memory of *tensor*, allocated on another stream, until this thread's stream has used it."""
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of all weights, shared ones once."""
+    """Return the bytes of all weights, tied ones once."""
     return sum(weight.nbytes for weight in model.parameters())
 
 
 def free_memory() -> int:
-    """Return the bytes of main memory that are free now."""
+    """Return the bytes of free main memory."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from protos.worker_messages import FromWorker, PairFailed
-from workers.device import adopt, finish, mark, side_stream
+from workers.device import record_event, record_stream, side_stream, synchronize
 from workers.distributed.groups import Group, close_without_waiting
 from workers.draft.announce import Announcer, Listener
 from workers.features import COUNT, Features
@@ -67,7 +67,7 @@ class FeatureSender:
             self._announcer.send(Shipped(round_number))
             return
         states_NF = features.states_NF
-        self._queue.put((states_NF, mark(self._device)))
+        self._queue.put((states_NF, record_event(self._device)))
         self._announcer.send(
             Shipped(round_number, features.table_M4.flatten().tolist(), states_NF.shape[1], str(states_NF.dtype))
         )
@@ -91,7 +91,7 @@ class FeatureSender:
                     if is_computed is not None:
                         torch.cuda.current_stream().wait_event(is_computed)
                     self._group.send(states_NF, DRAFT)
-                    finish(self._device)
+                    synchronize(self._device)
         except Exception as error:  # only the channel has failed
             if self._is_open:
                 self._is_open = False
@@ -128,7 +128,7 @@ class FeatureReceiver:
             self._changed.wait_for(lambda: self._reached >= round_number or not self._is_open, timeout_s)
             arrived, self._arrived = self._arrived, []
         for features in arrived:
-            adopt(features.states_NF)
+            record_stream(features.states_NF)
         return arrived
 
     def close(self) -> None:
@@ -166,5 +166,5 @@ class FeatureReceiver:
             int(table_M4[:, COUNT].sum()), announced.width, dtype=_DTYPES[announced.dtype], device=self._device
         )
         self._group.recv(states_NF, TARGET)
-        finish(self._device)
+        synchronize(self._device)
         return Features(table_M4, states_NF)

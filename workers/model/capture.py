@@ -1,4 +1,4 @@
-"""Catches hidden states of the target while its forward runs, for proposers that are fed them."""
+"""Captures hidden states of the target in its forward, for proposers that read them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,18 @@ Hook = Callable[..., None]
 
 
 class Taps:
-    """Hooks on a causal LM, which stay. They are traced along with the model where it is compiled.
+    """Permanent hooks on a causal LM, compiled along with it.
 
     Args:
-        model: a `transformers` causal LM, or a rank's share of one: hidden states are the same on all ranks.
+        model: a `transformers` causal LM, or a rank's shard of one: hidden states are the same on all ranks.
         spec: which states.
 
     Raises:
-        ModelError: a layer is asked for that the model does not have.
+        ModelError: the model does not have one of the layers.
     """
 
     def __init__(self, model: Any, spec: FeatureSpec) -> None:
-        self._caught: dict[int, torch.Tensor] = {}
+        self._captured: dict[int, torch.Tensor] = {}
         self._order = spec.inputs_of or (0,)
         if spec.inputs_of:
             self._tap_layers(model, spec.inputs_of)
@@ -32,35 +32,35 @@ class Taps:
             model.get_decoder().register_forward_hook(self._keep_last_state)
 
     def collect(self) -> torch.Tensor:
-        """Return what the forward that has just run let by, `[T, F]`, and forget it."""
-        states = [self._caught[place][0] for place in self._order]
-        self._caught.clear()
+        """Return the states of the last forward, `[T, F]`, and drop them."""
+        states = [self._captured[layer][0] for layer in self._order]
+        self._captured.clear()
         return states[0] if len(states) == 1 else torch.cat(states, dim=-1)
 
-    def _tap_layers(self, model: Any, places: tuple[int, ...]) -> None:
+    def _tap_layers(self, model: Any, inputs_of: tuple[int, ...]) -> None:
         layers = decoder_layers(model)
-        strange = sorted(place for place in places if not 0 <= place <= len(layers))
-        if strange:
-            raise ModelError(f"the draft is fed the inputs of layers {strange}; the target has {len(layers)} layers")
-        for place in set(places) - {len(layers)}:
-            layers[place].register_forward_pre_hook(self._keep_input(place), with_kwargs=True)
-        if len(layers) in places:
+        unknown = sorted(layer for layer in inputs_of if not 0 <= layer <= len(layers))
+        if unknown:
+            raise ModelError(f"the draft is fed the inputs of layers {unknown}; the target has {len(layers)} layers")
+        for layer in set(inputs_of) - {len(layers)}:
+            layers[layer].register_forward_pre_hook(self._keep_input(layer), with_kwargs=True)
+        if len(layers) in inputs_of:
             layers[-1].register_forward_hook(self._keep_output(len(layers)))
 
-    def _keep_input(self, place: int) -> Hook:
+    def _keep_input(self, layer: int) -> Hook:
         def hook(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._caught[place] = inputs[0] if inputs else named["hidden_states"]
+            self._captured[layer] = inputs[0] if inputs else named["hidden_states"]
 
         return hook
 
-    def _keep_output(self, place: int) -> Hook:
+    def _keep_output(self, layer: int) -> Hook:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._caught[place] = output[0] if isinstance(output, tuple) else output
+            self._captured[layer] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
     def _keep_last_state(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._caught[0] = output[0]
+        self._captured[0] = output[0]
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

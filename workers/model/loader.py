@@ -1,4 +1,4 @@
-"""Load a checkpoint: a Hub id or a folder, safetensors only, nothing executed from it."""
+"""Loads a checkpoint: a Hub id or a folder. Reads only safetensors and runs no code from it."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -38,14 +38,14 @@ DTYPES = {
 
 
 def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
-    """Load what *config* names.
+    """Load a model.
 
     Args:
         config: the model.
-        group: ranks that share the model, all of which call this at once; each loads its own part. None: all of it.
+        group: ranks that share the model and all call this at once; each loads its shard. None: the whole model.
 
     Raises:
-        ModelError: it cannot be found, read or served; names what and why.
+        ModelError: it cannot be found, read or served; the message states why.
         ConfigError: this machine or this model does not support the execution mode.
     """
     described = read_config(config)
@@ -92,7 +92,7 @@ def _mode_of(config: ModelConfig) -> ExecutionMode:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Return the device *wanted* ("auto", "cpu", "cuda") means here."""
+    """Return the device for *wanted*: "auto", "cpu" or "cuda"."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ModelError("device is 'cuda', but torch sees no CUDA device; use device='cpu' or 'auto'")
     if wanted == "auto":
@@ -103,7 +103,7 @@ def pick_device(wanted: str) -> torch.device:
 def pick_dtype(
     wanted: str, described: Mapping[str, Any], folder: Path, device: torch.device
 ) -> tuple[torch.dtype, tuple[str, ...]]:
-    """Return the dtype to load in, and notes. "auto" is the checkpoint's, or fp32 where a CPU cannot compute in it."""
+    """Return the dtype to load in, and notes. "auto" is the checkpoint's, or fp32 if a CPU cannot compute in it."""
     is_auto = wanted == "auto"
     own = (described.get("dtype") or described.get("torch_dtype") or _stored_dtype(folder)) if is_auto else wanted
     dtype = DTYPES.get(str(own), torch.float32)
@@ -157,7 +157,7 @@ def _eos_ids(folder: Path, described: Mapping[str, Any]) -> tuple[int, ...]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from drawing bars and logging to stderr while it loads: start-up messages are ours."""
+    """Turn off transformers' progress bars and log messages while it loads."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -171,7 +171,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the `transformers` model (which has no useful static type), checked to be complete."""
+    """Return the `transformers` model, checked to be complete."""
     safely: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         with BUILDING, _quiet():
@@ -208,7 +208,7 @@ def _instantiate_shard(  # noqa: PLR0917
 
 
 def _vocab_size(model: Any, ranks: int) -> int:
-    # A rank's head has a share of the rows, and perhaps padding.
+    # A rank's head has only some of the rows, and perhaps padding.
     return int(model.get_output_embeddings().weight.shape[0]) if ranks == 1 else int(model.config.vocab_size)
 
 

@@ -33,17 +33,17 @@ class LoadedModule:
 
     @property
     def max_model_len(self) -> int:
-        """The longest text it can go on from."""
+        """The longest context it supports."""
         return int(self.module.max_model_len)
 
     @property
     def vocab_size(self) -> int:
-        """Ids above are not fed."""
+        """Size of its vocabulary."""
         return int(self.module.vocab_size)
 
 
 class ModuleRunner:
-    """One module, its KV cache and its attention. Reads block tables from *slots*; owns nothing else of them."""
+    """One module, its KV cache and its attention. Reads block tables from *slots*. See `DraftForward`."""
 
     def __init__(self, loaded: LoadedModule, slots: SlotTable, num_blocks: int, block_size: int) -> None:
         self.loaded, self.slots, self.num_blocks, self.block_size = loaded, slots, num_blocks, block_size

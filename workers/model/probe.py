@@ -1,4 +1,4 @@
-"""Runs one token through a model that was just loaded, to see what its layers ask of attention."""
+"""Runs one token through a loaded model to find the K and V shapes of its layers."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from workers.distributed.groups import GroupError
 
 
 class Probe:
-    """An attention backend that only looks at what each layer hands over."""
+    """An attention backend that records the shapes of its inputs."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -23,17 +23,17 @@ class Probe:
     def attend(
         self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
     ) -> torch.Tensor:
-        """Record the layer's shape; attention to oneself alone returns the value."""
+        """Record the layer's shape; return the value, which is the result for a single token."""
         self.shapes[layer] = LayerShape(key_1GTD.shape[1], key_1GTD.shape[3], value_1GTE.shape[3])
         share = query_1HTD.shape[1] // value_1GTE.shape[1]
         return value_1GTE.repeat_interleave(share, 1).transpose(1, 2).contiguous()
 
 
 def probe(model: Any, name: str, ranks: int = 1) -> tuple[LayerShape, ...]:
-    """Return the shape of every layer's K and V; with several *ranks*, of this one's share.
+    """Return the shape of every layer's K and V; with several *ranks*, of this one's shard.
 
     Raises:
-        ModelError: a layer does not come by the attention function, asks something unknown, or cannot be split.
+        ModelError: a layer does not use the attention interface, passes an unknown option, or cannot be split.
     """
     found = Probe()
     try:

@@ -19,13 +19,13 @@ from workers.slots import SlotTable
 logger = logging.getLogger(__name__)
 
 
-TIMINGS = 3  # runs of which the fastest counts
+TIMINGS = 3  # the fastest of so many runs is returned
 
 
 class ModelRunner:
-    """One model, its KV cache and its attention. Reads block tables from *slots*; owns nothing else of them.
+    """One model, its KV cache and its attention. Reads block tables from *slots*.
 
-    With *taps*, every forward brings features, too.
+    With *taps*, every forward returns features, too. For a draft, see `DraftForward`.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class ModelRunner:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes one KV block takes over all layers."""
+        """Bytes of one KV block in all layers."""
         return bytes_per_block(self.loaded.layers, self.block_size, self.loaded.dtype)
 
     def warm_up(self) -> str:
-        """Compile the model, or find out that it runs eager; returns the line to tell the user.
+        """Compile the model if possible; return a line for the user.
 
-        Scribbles on block 0: to be called before any sequence is served.
+        Overwrites block 0: to be called before any sequence is served.
         """
         if self.device.type != "cpu":
             return "running eager"
@@ -57,13 +57,16 @@ class ModelRunner:
         return note
 
     def _try(self, forward: Forward, num_tokens: int, num_wanted: int) -> torch.Tensor:
-        """Run *forward* on made-up tokens of one row, all of whose blocks are block 0."""
+        """Run *forward* on made-up tokens of one row, whose blocks are all block 0; return logits."""
         start, length = np.zeros(1, np.int64), np.array([num_tokens])
         batch = Batch(start, start, length, (np.arange(num_tokens) * 5 + 1) % self.loaded.vocab_size)
         return self._call(forward, batch, np.zeros((1, num_tokens), np.int32), np.arange(num_wanted))[0]
 
     def measure(self, max_tokens: int) -> dict[int, float]:
-        """Return seconds of one forward with 1, 2, 4 ... rows of one token, to *max_tokens* at least. As `warm_up`."""
+        """Return seconds of one forward with 1, 2, 4 ... rows of one token, to *max_tokens* at least.
+
+        Overwrites block 0, as `warm_up`.
+        """
         sizes = [1 << power for power in range((max_tokens - 1).bit_length() + 1)]
         return {size: min(self._time(size) for _ in range(TIMINGS)) for size in sizes}
 
@@ -73,7 +76,7 @@ class ModelRunner:
         started = time.perf_counter()
         wanted_N = _at_least(rows_R, min(2, num_rows))
         logits_NV, _ = self._call(self._run, batch, np.zeros((num_rows, 1), np.int32), wanted_N)
-        logits_NV.sum().item()  # waits for the device; on ranks without logits, too
+        logits_NV.sum().item()  # waits for the device, also on ranks without logits
         return time.perf_counter() - started
 
     def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,24 +93,23 @@ class ModelRunner:
         return self.run(batch, wanted_N)[0]
 
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
-        """As `forward`; return the features `[T, F]` of all tokens besides, None where there are no taps."""
+        """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""
         wanted_M = _at_least(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
         logits_MV, features_TF = self._call(self._run, batch, self.slots.blocks, wanted_M)
         return logits_MV[: len(wanted_N)], features_TF
 
     def _call(self, forward: Forward, batch: Batch, blocks_SB: npt.NDArray[np.int32], wanted_N: Ints) -> Outputs:
         self.attention.plan(AttentionMetadata.of(batch, blocks_SB, self.block_size))
-        # Tensors made inside and outside inference mode are of different kinds to a compiled graph: always inside.
+        # Compiled graphs distinguish tensors made inside and outside inference mode: always make them inside.
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)
             wanted = self._tensor(wanted_N)
             return run_with(self.attention, lambda: forward(tokens_1T, positions_1T, wanted), len(batch.tokens_T))
 
     def _tensor(self, array_N: Ints, *leading: int) -> torch.Tensor:
-        """Return a contiguous array as a tensor on our device, with *leading* dimensions of one.
+        """Return a contiguous array as a tensor on the device, with *leading* dimensions of one.
 
-        Its strides are always the same: those that numpy gives a single element are arbitrary, and compiled code that
-        does not expect them is compiled anew.
+        Strides are set explicitly: numpy's strides of a single element are arbitrary, and others would recompile.
         """
         size = len(array_N)
         tensor = torch.from_numpy(array_N).as_strided((*leading, size), (*(size for _ in leading), 1))
@@ -115,16 +117,16 @@ class ModelRunner:
 
 
 def _at_least(wanted_N: Ints, count: int) -> Ints:
-    """Pad *wanted_N* with index 0: sizes 0 and 1 would each be a shape of their own to compile."""
+    """Pad *wanted_N* with index 0: sizes 0 and 1 would be compiled separately."""
     if len(wanted_N) >= count:
         return wanted_N
     return np.concatenate([wanted_N, np.zeros(count - len(wanted_N), np.int64)])
 
 
 def causal_lm(model: Any) -> Forward:
-    """Return the model as a function of tokens, positions and wanted indices, giving fp32 logits `[N, V]`.
+    """Return the model as a function of tokens, positions and wanted indices that returns fp32 logits `[N, V]`.
 
-    The model's own head is called, with whatever its family does to logits (caps, scales).
+    It calls the model's own head, which includes caps and scales of logits.
     """
 
     def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> Outputs:
@@ -135,7 +137,7 @@ def causal_lm(model: Any) -> Forward:
 
 
 def tapped_lm(model: Any, taps: Taps) -> Forward:
-    """As `causal_lm`, with what *taps* catch of every token, `[T, F]`."""
+    """As `causal_lm`, with the states that *taps* capture of every token, `[T, F]`."""
 
     def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> Outputs:
         output = model(input_ids=tokens_1T, position_ids=positions_1T, use_cache=False, logits_to_keep=wanted_N)

@@ -1,4 +1,4 @@
-"""The C++ in `workers/native`: compiled once for this machine, kept in the user's cache, called through ctypes."""
+"""Compiles the C++ in `workers/native` once per machine, caches it in the user's home, and loads it with ctypes."""
 
 import ctypes
 import hashlib
@@ -22,17 +22,17 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class KernelUnavailableError(Exception):
-    """Native code cannot be used here; the message says why."""
+    """Native code does not work here; the message states why."""
 
 
 @cache
 def load_function(source: str, name: str, *flags: str) -> "ctypes._NamedFuncPointer":
-    """Return function *name* of `native/SOURCE.cpp`, building it on first use on this machine (a few seconds).
+    """Return function *name* of `native/SOURCE.cpp`, compiling it on first use on this machine (a few seconds).
 
     Args:
         source: the file's stem.
         name: of the function.
-        flags: for the compiler, besides `FLAGS`; the same for all functions of a file.
+        flags: for the compiler, in addition to `FLAGS`; the same for all functions of a file.
 
     Raises:
         KernelUnavailableError: there is no compiler, or it failed.
@@ -71,19 +71,19 @@ def _compile(compile_: list[str], source: Path, target: Path) -> None:
 
 
 def _cache_folder() -> Path:
-    # A folder of the user's own, so that nobody else can put a library there.
+    # Owned by the user, so that no other user can put a library there.
     folder = Path("~/.cache/slipstream").expanduser()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise KernelUnavailableError(f"{folder} cannot be made: {error}") from error
+        raise KernelUnavailableError(f"{folder} cannot be created: {error}") from error
     if folder.stat().st_uid != os.getuid():
-        raise KernelUnavailableError(f"{folder} belongs to somebody else")
+        raise KernelUnavailableError(f"{folder} belongs to another user")
     return folder
 
 
 def _fingerprint(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
-    """What the machine code depends on: source, flags, compiler, processor."""
+    """Hash what the machine code depends on: source, flags, compiler, processor."""
     digest = hashlib.sha256(source.read_bytes())
     for header in sorted(FOLDER.glob("*.h")):
         digest.update(header.read_bytes())

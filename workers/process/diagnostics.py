@@ -1,4 +1,4 @@
-"""A process that `slipstream doctor` examines with: says what it has, joins groups, and times their operations."""
+"""A process that `slipstream doctor` starts: reports its environment, joins groups, and times their operations."""
 
 import socket
 import time
@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from protos.doctor_messages import FromExamined, Join, Joined, Leave, Measure, Measured, Seen, ToExamined, Trouble
+from protos.doctor_messages import FromDiagnostics, Join, Joined, Leave, Measure, Measured, Seen, ToDiagnostics, Trouble
 from protos.worker_messages import Stop, StoreAddress
 from workers.device import set_device
 from workers.distributed.groups import Group, GroupError, form
@@ -15,7 +15,7 @@ from workers.distributed.shm_group import BUFFER_BYTES, SharedMemoryGroup, form_
 from workers.distributed.store import connect_store, open_store
 
 GROUP_S = 20.0
-"""Forming a group, and each operation, takes at most this long where nothing is wrong."""
+"""Timeout of forming a group, and of each operation."""
 PATTERN = 151
 SHARED = f"shared memory (above {BUFFER_BYTES >> 20} MiB gloo)"
 
@@ -23,38 +23,38 @@ SHARED = f"shared memory (above {BUFFER_BYTES >> 20} MiB gloo)"
 class DiagnosticsPort(Protocol):
     """This end of the channel to the doctor."""
 
-    def send(self, message: FromExamined) -> None:
+    def send(self, message: FromDiagnostics) -> None:
         """Send without waiting."""
         ...
 
-    def receive(self, timeout_s: float | None) -> ToExamined | None:
-        """Return the next order; None where there is none within *timeout_s*."""
+    def receive(self, timeout_s: float | None) -> ToDiagnostics | None:
+        """Return the next order; None if there is none within *timeout_s*."""
         ...
 
 
 def serve(port: DiagnosticsPort) -> None:
-    """Do what the doctor says, until told to stop."""
+    """Carry out the doctor's orders until it sends `Stop`."""
     _store, address = open_store()
-    port.send(look(address))
-    examined = DiagnosedGroups()
+    port.send(environment(address))
+    groups = DiagnosedGroups()
     while not isinstance(order := port.receive(None), Stop):
         if order is not None:
-            _obey(examined, order, port)
-    examined.close()
+            _carry_out(groups, order, port)
+    groups.close()
 
 
-def _obey(examined: "DiagnosedGroups", order: Join | Measure | Leave, port: DiagnosticsPort) -> None:
-    answer: FromExamined | None
+def _carry_out(groups: "DiagnosedGroups", order: Join | Measure | Leave, port: DiagnosticsPort) -> None:
+    answer: FromDiagnostics | None
     try:
-        answer = examined.do(order)
+        answer = groups.do(order)
     except Exception as error:
         answer = Trouble(str(error) or type(error).__name__)
     if answer is not None:
         port.send(answer)
 
 
-def look(store: StoreAddress) -> Seen:
-    """Return what this process has."""
+def environment(store: StoreAddress) -> Seen:
+    """Return the versions and devices of this process."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Seen(
         host=socket.gethostname(),
@@ -67,7 +67,7 @@ def look(store: StoreAddress) -> Seen:
 
 
 class DiagnosedGroups:
-    """The groups that this process is in."""
+    """The groups that this process has joined."""
 
     def __init__(self) -> None:
         self._groups: dict[str, tuple[Group, torch.device]] = {}
@@ -98,14 +98,14 @@ class DiagnosedGroups:
 
 
 def measure(group: Group, device: torch.device, order: Measure) -> float:
-    """Return the seconds that one operation takes.
+    """Return the seconds of one operation.
 
     Raises:
-        GroupError: it failed, or what arrived is not what was sent.
+        GroupError: it failed, or the data received differs from the data sent.
     """
     operate = broadcast if order.what == "broadcast" else ping
     tensor = torch.zeros(order.num_bytes, dtype=torch.uint8, device=device)
-    for turn in range(max(2, group.size)):  # the first operation of each pair of ranks makes their connection
+    for turn in range(max(2, group.size)):  # the first operation of each pair of ranks connects them
         check(group, operate, tensor, turn)
     _settle(device)
     started = time.perf_counter()
@@ -119,17 +119,17 @@ class Operation(Protocol):
     """Moves *tensor* through *group*, from rank `turn % size`."""
 
     def __call__(self, group: Group, tensor: torch.Tensor, turn: int) -> None:
-        """Do it once."""
+        """Run the operation once."""
         ...
 
 
 def broadcast(group: Group, tensor: torch.Tensor, turn: int) -> None:
-    """One rank after the other tells all, so that each waits for the one before."""
+    """Broadcast from each rank in turn, so that each operation waits for the one before."""
     group.broadcast(tensor, turn % group.size)
 
 
 def ping(group: Group, tensor: torch.Tensor, turn: int) -> None:
-    """There in one turn, back in the next."""
+    """Send to the other rank in one turn, back in the next."""
     sender = turn % 2
     if group.rank == sender:
         group.send(tensor, 1 - sender)
@@ -138,7 +138,7 @@ def ping(group: Group, tensor: torch.Tensor, turn: int) -> None:
 
 
 def check(group: Group, operate: Operation, tensor: torch.Tensor, turn: int) -> None:
-    """Let bytes that nobody else has go through; raises `GroupError` where others arrive."""
+    """Run the operation with a pattern of bytes; raise `GroupError` if other bytes arrive."""
     wanted = torch.arange(tensor.numel(), device=tensor.device).add_(turn).remainder_(PATTERN).to(torch.uint8)
     tensor.zero_()
     sender = turn % group.size
@@ -151,6 +151,6 @@ def check(group: Group, operate: Operation, tensor: torch.Tensor, turn: int) -> 
 
 
 def _settle(device: torch.device) -> None:
-    """Wait for what was queued on a device."""
+    """Wait until all work queued on a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

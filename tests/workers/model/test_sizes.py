@@ -11,7 +11,7 @@ from protos.layers import FeatureSpec
 from tests.support.models.tiny_models import build
 from workers.attention.batch import Batch
 from workers.attention.torch import TorchAttention
-from workers.compile import STEPS, Outputs, in_few_sizes, size_for
+from workers.compile import SIZE_STEPS, Outputs, pad_to_sizes, padded_size
 from workers.model.capture import Taps
 from workers.model.loader import load
 from workers.model.runner import ModelRunner
@@ -23,10 +23,10 @@ LENGTHS = ([33], [20, 1, 1, 30], [130, 5], [8, 4])
 
 
 def test_few_sizes() -> None:
-    sizes = {size_for(tokens) for tokens in range(1, 513)}
+    sizes = {padded_size(tokens) for tokens in range(1, 513)}
     assert len(sizes) == 64
-    assert all(tokens <= size_for(tokens) <= tokens * 1.125 for tokens in range(1, 5000))
-    assert size_for(STEPS[-1][0] + 1) == STEPS[-1][0] + 1
+    assert all(tokens <= padded_size(tokens) <= tokens * 1.125 for tokens in range(1, 5000))
+    assert padded_size(SIZE_STEPS[-1][0] + 1) == SIZE_STEPS[-1][0] + 1
 
 
 @pytest.mark.parametrize("in_torch", [False, True], ids=["kernel", "torch"])
@@ -41,7 +41,7 @@ def test_the_filling_changes_nothing(tmp_path: Path, family: str, in_torch: bool
         sizes.append((tokens_1T.shape[1], len(wanted_N)))
         return run(tokens_1T, positions_1T, wanted_N)
 
-    filled._run = in_few_sizes(watched)
+    filled._run = pad_to_sizes(watched)
     for lengths in LENGTHS:
         torch.testing.assert_close(outputs(filled, lengths), outputs(plain, lengths), atol=2e-5, rtol=1e-4)
     assert sizes == [(36, 17), (52, 26), (144, 72), (12, 6)]
