@@ -74,7 +74,7 @@ class Actors:
         """Return the id of a process that has answered once, or answers now; a stopped one may still be asked for."""
         if who not in self.pids:
             with contextlib.suppress(RayError, ValueError, TimeoutError):
-                where = _ray.get_actor(self._prefix + who).where.remote()
+                where = _ray.get_actor(self._prefix + who).location.remote()
                 self.pids[who] = int(_ray.get(where, timeout=ANSWER_S).pid)
         pid = self.pids.get(who)
         return pid if pid is not None and is_running(pid) else None

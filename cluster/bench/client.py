@@ -1,4 +1,4 @@
-"""One streamed request to any OpenAI server, and when its tokens came."""
+"""One streamed request to an OpenAI server, and the timing of its answer."""
 
 import json
 import time
@@ -17,7 +17,7 @@ DONE = b"[DONE]"
 
 @dataclass(frozen=True)
 class BenchTarget:
-    """Where to ask, and how. `extra` goes into every body as it is."""
+    """The server and how to send requests to it. `extra` is added to every body."""
 
     base_url: str
     endpoint: str
@@ -27,7 +27,7 @@ class BenchTarget:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with every request."""
+        """The headers of every request."""
         return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
 
     def body(self, prompt: BenchPrompt) -> dict[str, Any]:
@@ -52,17 +52,17 @@ def _as_text(messages: list[dict[str, str]]) -> str:
 
 @dataclass
 class RequestTiming:
-    """One request: seconds from when it was sent, and tokens as the server counted them.
+    """One request: seconds since it was sent, and token counts from the server.
 
-    `gaps` are those between pieces of the answer, each of one token or several; `error` says why there is no answer.
-    One that ends at once has no pieces, and no `first_s`.
+    `gaps` are the seconds between chunks of the answer, each of one or more tokens. `error` is set if the request
+    failed. An empty answer has no chunks, and no `first_s`.
     """
 
     sent_at: float
     first_s: float | None = None
     last_s: float = 0.0
     gaps: list[float] = field(default_factory=list)
-    num_pieces: int = 0
+    num_chunks: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     has_ended: bool = False
@@ -70,46 +70,46 @@ class RequestTiming:
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean seconds of the tokens behind the first, None where there are none."""
+        """Mean seconds per token after the first; None if there is only one."""
         if self.first_s is None or self.num_output_tokens < 2:
             return None
         return (self.last_s - self.first_s) / (self.num_output_tokens - 1)
 
-    def piece(self) -> None:
-        """A piece of the answer came."""
+    def add_chunk(self) -> None:
+        """Record the arrival of a chunk."""
         now = time.perf_counter() - self.sent_at
         if self.first_s is None:
             self.first_s = now
         else:
             self.gaps.append(now - self.last_s)
         self.last_s = now
-        self.num_pieces += 1
+        self.num_chunks += 1
 
     def end(self) -> None:
-        """The server said why the answer ends."""
+        """Record the end of the answer."""
         self.has_ended = True
         if self.first_s is None:
             self.last_s = time.perf_counter() - self.sent_at
 
 
-async def ask(session: aiohttp.ClientSession, target: BenchTarget, prompt: BenchPrompt) -> RequestTiming:
-    """Ask for an answer and read it to its end; whatever goes wrong is in what is returned."""
-    measured = RequestTiming(time.perf_counter())
+async def send(session: aiohttp.ClientSession, target: BenchTarget, prompt: BenchPrompt) -> RequestTiming:
+    """Send a request and read its answer to the end; errors are recorded in the result."""
+    timing = RequestTiming(time.perf_counter())
     try:
         async with session.post(
             target.base_url + target.endpoint, json=target.body(prompt), headers=target.headers
         ) as response:
             if response.status != 200:
-                measured.error = f"{response.status}: {await _reason(response)}"
+                timing.error = f"{response.status}: {await _reason(response)}"
             else:
-                await _read(response, measured)
+                await _read(response, timing)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        measured.error = f"{type(error).__name__}: {error}"
-    if measured.error is None and not measured.has_ended:
-        measured.error = "the answer broke off"
-    if measured.error is None and not measured.num_output_tokens:
-        measured.num_output_tokens = measured.num_pieces  # the server does not count: a piece is taken for a token
-    return measured
+        timing.error = f"{type(error).__name__}: {error}"
+    if timing.error is None and not timing.has_ended:
+        timing.error = "the answer broke off"
+    if timing.error is None and not timing.num_output_tokens:
+        timing.num_output_tokens = timing.num_chunks  # the server does not count tokens: take a chunk for a token
+    return timing
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
@@ -120,19 +120,19 @@ async def _reason(response: aiohttp.ClientResponse) -> str:
         return text[:200]
 
 
-async def _read(response: aiohttp.ClientResponse, measured: RequestTiming) -> None:
+async def _read(response: aiohttp.ClientResponse, timing: RequestTiming) -> None:
     async for data in _events(response):
         chunk = json.loads(data)
         if "error" in chunk:
-            measured.error = str(chunk["error"]["message"])
+            timing.error = str(chunk["error"]["message"])
             return
         if usage := chunk.get("usage"):
-            measured.num_prompt_tokens = usage["prompt_tokens"]
-            measured.num_output_tokens = usage["completion_tokens"]
+            timing.num_prompt_tokens = usage["prompt_tokens"]
+            timing.num_output_tokens = usage["completion_tokens"]
         if any(_has_text(choice) for choice in chunk["choices"]):
-            measured.piece()
+            timing.add_chunk()
         if any(choice.get("finish_reason") for choice in chunk["choices"]):
-            measured.end()
+            timing.end()
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
@@ -141,7 +141,7 @@ def _has_text(choice: dict[str, Any]) -> bool:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event, up to the last."""
+    """Yield the data of each server-sent event before `[DONE]`."""
     async for line in response.content:
         if line.startswith(FIELD):
             data = line[len(FIELD) :].strip()

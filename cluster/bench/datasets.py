@@ -1,4 +1,4 @@
-"""What `slipstream bench serve` asks for: made-up text, ShareGPT conversations, JSON lines, or our own workload."""
+"""Prompts of `slipstream bench serve`: random text, ShareGPT conversations, JSON lines, or our own workload."""
 
 import json
 import random
@@ -14,15 +14,15 @@ from protos.validation import shown
 RANDOM, SHAREGPT, CUSTOM, WORKLOAD = "random", "sharegpt", "custom", "workload"
 NAMES = (RANDOM, SHAREGPT, CUSTOM, WORKLOAD)
 SUFFIXES = {".json": SHAREGPT, ".jsonl": CUSTOM}
-CHARS_A_TOKEN = 4
-"""Answers of a data set are told in text; so many characters count as a token where no length is given."""
+CHARS_PER_TOKEN = 4
+"""Characters per token, to estimate the length of a data set's answers."""
 ONSETS = ("b", "c", "d", "f", "g", "l", "m", "n", "p", "r", "s", "t", "v", "w", "st", "tr", "pl")
 RIMES = ("a", "e", "i", "o", "u", "an", "en", "in", "on", "ar", "er", "or", "al", "el", "ing")
 
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """One request: text, or the messages of a conversation, and the most tokens its answer may have."""
+    """One request: text or the messages of a conversation, and its max_tokens."""
 
     content: str | list[dict[str, str]]
     max_tokens: int
@@ -30,9 +30,9 @@ class BenchPrompt:
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """Which requests are wanted. `output_len` overrides what a data set says of answers.
+    """Which prompts to use. `output_len` overrides the data set's answer lengths.
 
-    `input_len` counts words of made-up text, each of which most tokenizers make one or two tokens of.
+    `input_len` is the number of words of random text; most tokenizers make one or two tokens of each.
     """
 
     dataset: str = RANDOM
@@ -44,7 +44,7 @@ class DatasetOptions:
 
 
 def resolve(dataset: str, path: Path | None) -> tuple[str, Path | None]:
-    """Return the kind and the file of a data set that was given as a name, or as a file whose suffix tells the kind.
+    """Return the kind and file of a data set, given by name or as a file whose suffix determines the kind.
 
     Raises:
         ConfigError: there is no such kind, or its file is missing.
@@ -61,42 +61,42 @@ def resolve(dataset: str, path: Path | None) -> tuple[str, Path | None]:
     return kind, path
 
 
-def load(wanted: DatasetOptions) -> list[BenchPrompt]:
-    """Return as many prompts as are wanted, those of a data set again and again where it has fewer.
+def load(options: DatasetOptions) -> list[BenchPrompt]:
+    """Return `num_prompts` prompts; a smaller data set is repeated.
 
     Raises:
-        ConfigError: the file is not what it should be, or nothing in it can be used.
+        ConfigError: the file is malformed, or holds no usable request.
     """
-    kind, path = resolve(wanted.dataset, wanted.path)
-    rng = random.Random(wanted.seed)
+    kind, path = resolve(options.dataset, options.path)
+    rng = random.Random(options.seed)
     if kind == RANDOM:
-        return [_made_up(rng, wanted) for _ in range(wanted.num_prompts)]
-    found = _workload(wanted) if path is None else [*(_sharegpt if kind == SHAREGPT else _custom)(path, wanted)]
+        return [_random(rng, options) for _ in range(options.num_prompts)]
+    found = _workload(options) if path is None else [*(_sharegpt if kind == SHAREGPT else _custom)(path, options)]
     if not found:
         raise ConfigError(f"dataset {path or kind} holds no request that can be used")
     rng.shuffle(found)
-    return [*islice(cycle(found), wanted.num_prompts)]
+    return [*islice(cycle(found), options.num_prompts)]
 
 
-def _made_up(rng: random.Random, wanted: DatasetOptions) -> BenchPrompt:
-    words = [rng.choice(ONSETS) + rng.choice(RIMES) for _ in range(wanted.input_len)]
-    return BenchPrompt(" ".join(words), wanted.output_len or 128)
+def _random(rng: random.Random, options: DatasetOptions) -> BenchPrompt:
+    words = [rng.choice(ONSETS) + rng.choice(RIMES) for _ in range(options.input_len)]
+    return BenchPrompt(" ".join(words), options.output_len or 128)
 
 
-def _sharegpt(path: Path, wanted: DatasetOptions) -> Iterator[BenchPrompt]:
-    """Yield each conversation's first question, its answer as long as the one that was given."""
+def _sharegpt(path: Path, options: DatasetOptions) -> Iterator[BenchPrompt]:
+    """Yield the first question of each conversation, with the length of its recorded answer."""
     for row in _rows(path):
         turns = [turn.get("value") for turn in row.get("conversations", ()) if isinstance(turn, dict)]
         match turns:
             case [str(question), str(answer), *_] if question and answer:
-                yield BenchPrompt(question, wanted.output_len or max(4, len(answer) // CHARS_A_TOKEN))
+                yield BenchPrompt(question, options.output_len or max(4, len(answer) // CHARS_PER_TOKEN))
 
 
-def _custom(path: Path, wanted: DatasetOptions) -> Iterator[BenchPrompt]:
-    """Yield a request a line: `prompt` or `messages`, and perhaps `output_tokens`."""
+def _custom(path: Path, options: DatasetOptions) -> Iterator[BenchPrompt]:
+    """Yield one request per line: `prompt` or `messages`, and optionally `output_tokens`."""
     for row in _rows(path):
         content = row.get("messages") or row.get("prompt")
-        length = wanted.output_len or row.get("output_tokens") or 256
+        length = options.output_len or row.get("output_tokens") or 256
         if isinstance(content, str | list) and isinstance(length, int):
             yield BenchPrompt(content, length)
 
@@ -112,14 +112,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def _workload(wanted: DatasetOptions) -> list[BenchPrompt]:
-    """Return the requests of `benchmarks/workload.json`, which only a checkout has."""
+def _workload(options: DatasetOptions) -> list[BenchPrompt]:
+    """Return the requests of `benchmarks/workload.json`, which exists only in a checkout."""
     path = Path(__file__).parents[2] / "benchmarks" / "workload.json"
     if not path.is_file():
         raise ConfigError("dataset workload is not installed: install slipstream from a checkout, or choose another")
     stored = json.loads(path.read_text(encoding="utf-8"))
     return [
-        BenchPrompt(row["prompt"], wanted.output_len or row["output_tokens"])
+        BenchPrompt(row["prompt"], options.output_len or row["output_tokens"])
         for kind in ("single", "concurrent", "editing")
         for row in stored[kind]
     ]

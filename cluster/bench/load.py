@@ -1,4 +1,4 @@
-"""Load on a server: when requests are sent, how many at once, and what the server's own figures say of it."""
+"""Sends requests to a server at a given rate and concurrency, and reads its acceptance counters."""
 
 import asyncio
 import random
@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from cluster.bench.client import BenchTarget, RequestTiming, ask
+from cluster.bench.client import BenchTarget, RequestTiming, send
 from cluster.bench.datasets import BenchPrompt
 from protos.errors import ConfigError
 
 TIMEOUT_S = 6 * 3600.0
-LOOK_EVERY_S, LOOKS = 0.75, 6
+POLL_S, MAX_POLLS = 0.75, 6
 SAMPLE = re.compile(r'^vllm:spec_decode_num_(\w+?)_total\{(?:.*?position="(\d+)")?[^}]*\} (\S+)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Load:
-    """How requests come: *request_rate* a second at times drawn anew for each, infinite for all at once.
+class Traffic:
+    """When requests are sent: `request_rate` per second on average; infinite: all at once.
 
-    `burstiness` 1 draws them as a Poisson process does, less in bursts, more evenly. At most `max_concurrency` are in
-    flight, None for any number.
+    Gaps are gamma-distributed: `burstiness` 1 is a Poisson process, less is burstier, more is more even. At most
+    `max_concurrency` requests are in flight; None: any number.
     """
 
     request_rate: float = float("inf")
@@ -49,7 +49,7 @@ class Load:
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """The server's counters of speculation, under vLLM's names; per position of the draft, from 0 on."""
+    """The server's speculation counters, by vLLM's names; `per_position` maps draft position, from 0, to a count."""
 
     drafts: float = 0.0
     draft_tokens: float = 0.0
@@ -57,7 +57,7 @@ class AcceptanceCounts:
     per_position: dict[int, float] = field(default_factory=dict)
 
     def since(self, before: "AcceptanceCounts") -> "AcceptanceCounts":
-        """Return what was counted after *before*."""
+        """Return the counts since *before*."""
         per_position = {
             position: count - before.per_position.get(position, 0.0) for position, count in self.per_position.items()
         }
@@ -71,32 +71,32 @@ class AcceptanceCounts:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """What came of a load: every request, the seconds it took, and acceptance where the server tells."""
+    """The result: all requests, the duration, and acceptance if the server publishes it."""
 
     requests: Sequence[RequestTiming]
     seconds: float
     acceptance: AcceptanceCounts | None
 
 
-async def put(
-    target: BenchTarget, prompts: Sequence[BenchPrompt], load: Load, tell: Callable[[RequestTiming], None]
+async def run(
+    target: BenchTarget, prompts: Sequence[BenchPrompt], traffic: Traffic, on_done: Callable[[RequestTiming], None]
 ) -> LoadRun:
-    """Ask one request to warm up and then all *prompts*; *tell* hears of each that is over.
+    """Send one request to warm up and then all *prompts*; call *on_done* after each.
 
     Raises:
-        ConfigError: the server cannot be asked at all.
+        ConfigError: the server does not answer the first.
     """
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as session:
-        first = await ask(session, target, prompts[0])
+        first = await send(session, target, prompts[0])
         if first.error is not None:
             raise ConfigError(f"{target.base_url}{target.endpoint} does not answer: {first.error}")
-        before = await settled(session, target)
-        began = time.perf_counter()
-        requests = await _all(session, target, prompts, load, tell)
-        seconds = time.perf_counter() - began
-        after = await settled(session, target)
+        before = await settled_acceptance(session, target)
+        started = time.perf_counter()
+        requests = await _all(session, target, prompts, traffic, on_done)
+        seconds = time.perf_counter() - started
+        after = await settled_acceptance(session, target)
     return LoadRun(requests, seconds, None if before is None or after is None else after.since(before))
 
 
@@ -104,32 +104,32 @@ async def _all(
     session: aiohttp.ClientSession,
     target: BenchTarget,
     prompts: Sequence[BenchPrompt],
-    load: Load,
-    tell: Callable[[RequestTiming], None],
+    traffic: Traffic,
+    on_done: Callable[[RequestTiming], None],
 ) -> list[RequestTiming]:
     gate: AbstractAsyncContextManager[None] = nullcontext()
-    if load.max_concurrency is not None:
-        gate = asyncio.Semaphore(load.max_concurrency)
+    if traffic.max_concurrency is not None:
+        gate = asyncio.Semaphore(traffic.max_concurrency)
 
     async def one(prompt: BenchPrompt) -> RequestTiming:
         async with gate:
-            measured = await ask(session, target, prompt)
-        tell(measured)
-        return measured
+            timing = await send(session, target, prompt)
+        on_done(timing)
+        return timing
 
     tasks = []
-    for prompt, delay in zip(prompts, load.delays(len(prompts)), strict=True):
+    for prompt, delay in zip(prompts, traffic.delays(len(prompts)), strict=True):
         if delay:
             await asyncio.sleep(delay)
         tasks.append(asyncio.create_task(one(prompt)))
     return await asyncio.gather(*tasks)
 
 
-async def settled(session: aiohttp.ClientSession, target: BenchTarget) -> AcceptanceCounts | None:
-    """Return the server's counters once they rest: they may be published well after what they count."""
+async def settled_acceptance(session: aiohttp.ClientSession, target: BenchTarget) -> AcceptanceCounts | None:
+    """Return the server's counters once they stop changing: they may be published with a delay."""
     found = await acceptance(session, target)
-    for _ in range(LOOKS):
-        await asyncio.sleep(LOOK_EVERY_S)
+    for _ in range(MAX_POLLS):
+        await asyncio.sleep(POLL_S)
         before, found = found, await acceptance(session, target)
         if found == before:
             break
@@ -137,7 +137,7 @@ async def settled(session: aiohttp.ClientSession, target: BenchTarget) -> Accept
 
 
 async def acceptance(session: aiohttp.ClientSession, target: BenchTarget) -> AcceptanceCounts | None:
-    """Return what the server has counted so far; None where it does not tell."""
+    """Return the server's counters; None if it publishes none."""
     try:
         async with session.get(f"{target.base_url}/metrics", headers=target.headers) as response:
             return read_acceptance(await response.text()) if response.status == 200 else None
@@ -146,7 +146,7 @@ async def acceptance(session: aiohttp.ClientSession, target: BenchTarget) -> Acc
 
 
 def read_acceptance(text: str) -> AcceptanceCounts | None:
-    """Return the counters in *text*, Prometheus' format; None where there are none."""
+    """Return the counters in *text* (Prometheus format); None if there are none."""
     totals: dict[str, float] = {}
     per_position: dict[int, float] = {}
     for name, position, value in SAMPLE.findall(text):

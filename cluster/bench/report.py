@@ -1,4 +1,4 @@
-"""The figures of a load, under the names of vLLM's `bench serve`, as a table and as JSON."""
+"""The metrics of a load run, by the names of vLLM's `bench serve`, for a table and for JSON."""
 
 import math
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ PERCENTILES = (50, 90, 95, 99)
 LATENCIES = {
     "ttft": "Time to first token",
     "tpot": "Time per output token (first excluded)",
-    "itl": "Inter-token latency (between pieces)",
+    "itl": "Inter-token latency (between chunks)",
     "e2el": "End-to-end latency",
 }
 
 
-def figures(run: LoadRun) -> dict[str, Any]:
-    """Return all figures of *run*; latencies in milliseconds, None where nothing was measured."""
+def metrics(run: LoadRun) -> dict[str, Any]:
+    """Return all metrics of *run*; latencies in milliseconds, None if not measured."""
     answered = [one for one in run.requests if one.error is None]
     prompt, output = sum(one.num_prompt_tokens for one in answered), sum(one.num_output_tokens for one in answered)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "duration": run.seconds,
         "completed": len(answered),
         "failed": len(run.requests) - len(answered),
@@ -39,18 +39,18 @@ def figures(run: LoadRun) -> dict[str, Any]:
         "e2el": [one.last_s for one in answered],
     }
     for name, seconds in samples.items():
-        found |= _spread(name, seconds)
-    return found | ({} if run.acceptance is None else _accepted(run.acceptance))
+        values |= _latencies(name, seconds)
+    return values | ({} if run.acceptance is None else _acceptance(run.acceptance))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the *percent*-th percentile of sorted *values*, on a straight line between the two beside it."""
+    """Return the *percent*-th percentile of sorted *values*, linearly interpolated."""
     at = (len(values) - 1) * percent / 100
     low, high = math.floor(at), math.ceil(at)
     return values[low] + (values[high] - values[low]) * (at - low)
 
 
-def _spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+def _latencies(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
     values = sorted(1000 * each for each in seconds)
     keys = [f"mean_{name}_ms", *(f"p{percent}_{name}_ms" for percent in PERCENTILES)]
     if not values:
@@ -58,7 +58,7 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
     return dict(zip(keys, [sum(values) / len(values), *(percentile(values, p) for p in PERCENTILES)], strict=True))
 
 
-def _accepted(counted: AcceptanceCounts) -> dict[str, Any]:
+def _acceptance(counted: AcceptanceCounts) -> dict[str, Any]:
     drafts, tokens = counted.drafts, counted.draft_tokens
     return {
         "spec_decode_num_drafts": drafts,
@@ -75,7 +75,7 @@ def _accepted(counted: AcceptanceCounts) -> dict[str, Any]:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Return what to print of *found*."""
+    """Return the tables to print."""
     counts = Table("", "", title="Serving benchmark", show_header=False)
     for label, key, form in (
         ("Answered", "completed", "d"),
@@ -89,21 +89,21 @@ def tables(found: dict[str, Any]) -> list[Table]:
     ):
         counts.add_row(label, format(found[key], form))
     _add_acceptance(counts, found)
-    spread = Table("ms", "mean", *(f"p{percent}" for percent in PERCENTILES))
+    latencies = Table("ms", "mean", *(f"p{percent}" for percent in PERCENTILES))
     for name, label in LATENCIES.items():
         values = [found[f"mean_{name}_ms"], *(found[f"p{percent}_{name}_ms"] for percent in PERCENTILES)]
-        spread.add_row(label, *("-" if value is None else f"{value:.2f}" for value in values))
-    return [counts, spread]
+        latencies.add_row(label, *("-" if value is None else f"{value:.2f}" for value in values))
+    return [counts, latencies]
 
 
 def _add_acceptance(table: Table, found: dict[str, Any]) -> None:
     rate = found.get("spec_decode_acceptance_rate")
     if "spec_decode_num_drafts" not in found:
-        table.add_row("AcceptanceCounts", "this server does not tell (/metrics)")
+        table.add_row("Acceptance", "not published by this server (/metrics)")
     elif rate is None:
-        table.add_row("AcceptanceCounts", "nothing was drafted")
+        table.add_row("Acceptance", "nothing was drafted")
     else:
-        table.add_row("AcceptanceCounts", f"{rate:.1%}")
-        table.add_row("Tokens a step with a draft", f"{found['spec_decode_acceptance_length']:.2f}")
+        table.add_row("Acceptance", f"{rate:.1%}")
+        table.add_row("Tokens per step with a draft", f"{found['spec_decode_acceptance_length']:.2f}")
         shares = found["spec_decode_per_position_acceptance_rates"]
         table.add_row("Accepted, by position", "  ".join(f"{share:.0%}" for share in shares))

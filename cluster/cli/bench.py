@@ -1,4 +1,4 @@
-"""`slipstream bench`: load on any OpenAI server, and the measured comparisons of a checkout."""
+"""`slipstream bench`: load on an OpenAI server, or the benchmarks of a checkout."""
 
 import asyncio
 import json
@@ -14,7 +14,8 @@ from rich.progress import Progress
 from cluster.bench import datasets as bench_datasets
 from cluster.bench import report as bench_report
 from cluster.bench.client import BenchTarget, RequestTiming
-from cluster.bench.load import Load, put
+from cluster.bench.load import Traffic
+from cluster.bench.load import run as run_load
 from cluster.cli.console import ERR, OUT
 from protos.errors import ConfigError
 
@@ -29,7 +30,7 @@ app = typer.Typer(
 
 
 def run(args: list[str]) -> None:
-    """Run `slipstream bench` with *args*; what names no command goes to the comparisons, as it always has."""
+    """Run `slipstream bench` with *args*; without a known command they go to `engine`."""
     names = args[:1]
     app(args if names in (["serve"], [ENGINE], ["--help"]) else [ENGINE, *args], prog_name="slipstream bench")
 
@@ -38,7 +39,7 @@ def run(args: list[str]) -> None:
     ENGINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def engine(context: typer.Context) -> None:
-    """Run the measured comparisons; arguments go to `python -m benchmarks`."""
+    """Run the benchmarks of the checkout; arguments go to `python -m benchmarks`."""
     if find_spec("benchmarks") is None or find_spec("benchmarks.__main__") is None:
         raise ConfigError("the benchmarks are not installed: run this from a checkout, or `make bench` there")
     import runpy  # noqa: PLC0415 - loads torch
@@ -50,49 +51,46 @@ def engine(context: typer.Context) -> None:
 @app.command()
 def serve(
     *,
-    base_url: Annotated[str, typer.Option(help="Of the server, without /v1.")] = "http://127.0.0.1:8000",
+    base_url: Annotated[str, typer.Option(help="URL of the server, without /v1.")] = "http://127.0.0.1:8000",
     endpoint: Annotated[str, typer.Option(help="/v1/completions or /v1/chat/completions.")] = "/v1/completions",
-    model: Annotated[str | None, typer.Option(help="Default: the first the server lists.")] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first one the server lists.")] = None,
     dataset: Annotated[
         str, typer.Option("--dataset", "--dataset-name", help="random, sharegpt, custom, workload, or a file.")
     ] = bench_datasets.RANDOM,
     dataset_path: Annotated[Path | None, typer.Option(help="ShareGPT JSON, or JSON lines with `prompt`.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests in all.", min=1)] = 100,
-    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = float("inf"),
-    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: evenly.")] = 1.0,
+    request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = float("inf"),
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: even.")] = 1.0,
     max_concurrency: Annotated[int | None, typer.Option(help="Most requests in flight.", min=1)] = None,
-    random_input_len: Annotated[int, typer.Option(help="Words of a made-up prompt.", min=1)] = 256,
+    random_input_len: Annotated[int, typer.Option(help="Words of a random prompt.", min=1)] = 256,
     output_len: Annotated[
         int | None, typer.Option("--output-len", "--random-output-len", help="Tokens of each answer.", min=1)
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, where the server can.")] = (
-        False
-    ),
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Full-length answers, if supported.")] = False,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of prompts and times of arrival.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
     api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
     extra_body: Annotated[str | None, typer.Option(help="JSON object added to every request.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write all figures here as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write all metrics here as JSON.")] = None,
 ) -> None:
     """Put load on an OpenAI server, and print latencies, throughput and acceptance."""
-    wanted = bench_datasets.DatasetOptions(dataset, dataset_path, num_prompts, random_input_len, output_len, seed)
-    load = Load(request_rate, burstiness, max_concurrency, seed)
+    options = bench_datasets.DatasetOptions(dataset, dataset_path, num_prompts, random_input_len, output_len, seed)
+    traffic = Traffic(request_rate, burstiness, max_concurrency, seed)
     extra = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_extra(extra_body)}
     target = BenchTarget(base_url.rstrip("/"), endpoint, model or "", api_key, extra)
-    found = asyncio.run(_measure(target, bench_datasets.load(wanted), load))
+    found = asyncio.run(_measure(target, bench_datasets.load(options), traffic))
     for table in bench_report.tables(found):
         OUT.print(table)
     if output is not None:
-        request_rate_said = "inf" if request_rate == float("inf") else request_rate  # which JSON cannot say
-        told = {
+        content = {
             "dataset": dataset,
             "num_prompts": num_prompts,
-            "request_rate": request_rate_said,
+            "request_rate": "inf" if request_rate == float("inf") else request_rate,  # JSON has no infinity
             "max_concurrency": max_concurrency,
             "seed": seed,
             **found,
         }
-        output.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if found["failed"]:
         raise ConfigError(f"{found['failed']} of {num_prompts} requests failed: {'; '.join(found['errors'][:3])}")
 
@@ -109,16 +107,16 @@ def _extra(text: str | None) -> dict[str, Any]:
     return extra
 
 
-async def _measure(target: BenchTarget, prompts: list[bench_datasets.BenchPrompt], load: Load) -> dict[str, Any]:
+async def _measure(target: BenchTarget, prompts: list[bench_datasets.BenchPrompt], traffic: Traffic) -> dict[str, Any]:
     model = target.model or await _first_model(target)
     target = BenchTarget(target.base_url, target.endpoint, model, target.api_key, target.extra)
     with Progress(console=ERR, transient=True, disable=not ERR.is_terminal) as progress:
-        task = progress.add_task(f"asking {model}", total=len(prompts))
+        task = progress.add_task(f"requests to {model}", total=len(prompts))
 
-        def tell(measured: RequestTiming) -> None:
+        def on_done(timing: RequestTiming) -> None:
             progress.advance(task)
 
-        return {"model": model, **bench_report.figures(await put(target, prompts, load, tell))}
+        return {"model": model, **bench_report.metrics(await run_load(target, prompts, traffic, on_done))}
 
 
 async def _first_model(target: BenchTarget) -> str:
@@ -130,6 +128,6 @@ async def _first_model(target: BenchTarget) -> str:
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
-            f"{target.base_url}/v1/models does not tell a model ({type(error).__name__}: {error}); "
+            f"{target.base_url}/v1/models lists no model ({type(error).__name__}: {error}); "
             "is the server up? --model names one"
         ) from None

@@ -1,4 +1,4 @@
-"""`slipstream bench serve`: what it asks, when, what it makes of the answers, and a run against a small server."""
+"""`slipstream bench serve`: its requests, arrival times and metrics, and a run against a small server."""
 
 import asyncio
 import json
@@ -12,7 +12,8 @@ import pytest
 from cluster.bench import report as bench_report
 from cluster.bench.client import BenchTarget, RequestTiming
 from cluster.bench.datasets import BenchPrompt, DatasetOptions, load
-from cluster.bench.load import AcceptanceCounts, Load, LoadRun, put, read_acceptance
+from cluster.bench.load import AcceptanceCounts, LoadRun, Traffic, read_acceptance
+from cluster.bench.load import run as run_load
 from cluster.cli import bench as cli_bench
 from protos.errors import ConfigError
 from protos.stats import EngineStats
@@ -67,14 +68,14 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content:
 
 
 def test_arrivals_have_the_rate_and_the_evenness_asked_for() -> None:
-    assert Load().delays(3) == [0.0] * 3
-    poisson, even = (np.array(Load(4.0, burstiness, seed=1).delays(4000)) for burstiness in (1.0, 25.0))
+    assert Traffic().delays(3) == [0.0] * 3
+    poisson, even = (np.array(Traffic(4.0, burstiness, seed=1).delays(4000)) for burstiness in (1.0, 25.0))
     assert poisson.mean() == pytest.approx(0.25, rel=0.06)
     assert poisson.std() == pytest.approx(0.25, rel=0.1)
     assert even.std() == pytest.approx(0.05, rel=0.1)
-    assert Load(4.0, seed=1).delays(9) == Load(4.0, seed=1).delays(9) != Load(4.0, seed=2).delays(9)
+    assert Traffic(4.0, seed=1).delays(9) == Traffic(4.0, seed=1).delays(9) != Traffic(4.0, seed=2).delays(9)
     with pytest.raises(ConfigError, match="request_rate must be more than 0"):
-        Load(0.0)
+        Traffic(0.0)
 
 
 def test_bodies_fit_the_endpoint() -> None:
@@ -94,7 +95,7 @@ def test_figures_are_what_numpy_makes_of_the_same_times() -> None:
     rng = np.random.default_rng(0)
     requests = [measured(rng.uniform(0.1, 1), rng.uniform(0.01, 0.1, 9), 19) for _ in range(30)]
     failed = RequestTiming(0.0, error="429: try later")
-    found = bench_report.figures(LoadRun([*requests, failed], 5.0, None))
+    found = bench_report.metrics(LoadRun([*requests, failed], 5.0, None))
     assert (found["completed"], found["failed"], found["errors"]) == (30, 1, ["429: try later"])
     assert found["output_throughput"] == 30 * 19 / 5.0
     first_ms = [1000 * one.first_s for one in requests if one.first_s is not None]
@@ -105,7 +106,7 @@ def test_figures_are_what_numpy_makes_of_the_same_times() -> None:
         for percent in (50, 90, 95, 99):
             assert found[f"p{percent}_{name}_ms"] == pytest.approx(np.percentile(values, percent))
     assert "spec_decode_acceptance_rate" not in found
-    nothing = bench_report.figures(LoadRun([failed], 5.0, None))
+    nothing = bench_report.metrics(LoadRun([failed], 5.0, None))
     assert nothing["p99_ttft_ms"] is None
     assert len(bench_report.tables(nothing)) == 2
 
@@ -116,7 +117,7 @@ def test_acceptance_is_read_from_what_a_server_publishes() -> None:
     after = read_acceptance(Metrics("m", lambda: stats).render().decode())
     assert before == AcceptanceCounts(4, 16)
     assert after == AcceptanceCounts(10, 40, 25, {0: 10, 1: 8, 2: 5, 3: 2})
-    found = bench_report.figures(LoadRun([], 1.0, after.since(before)))
+    found = bench_report.metrics(LoadRun([], 1.0, after.since(before)))
     assert found["spec_decode_acceptance_rate"] == 25 / 24
     assert found["spec_decode_acceptance_length"] == 1 + 25 / 6
     assert read_acceptance("process_cpu_seconds_total 1\n") is None
@@ -193,10 +194,10 @@ async def asked_of(
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
-        return await put(
+        return await run_load(
             BenchTarget(address, "/v1/completions", "m"),
             [BenchPrompt("hi", 1)] * count,
-            Load(max_concurrency=3),
+            Traffic(max_concurrency=3),
             lambda measured: None,
         )
 
@@ -215,7 +216,7 @@ def saying(choice: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWrite
 def test_an_answer_may_be_empty_but_not_without_an_end() -> None:
     run = asyncio.run(asked_of(saying(b'{"text": "", "finish_reason": "stop"}'), 1))
     assert run.requests[0].error is None
-    assert bench_report.figures(run)["completed"] == 1
+    assert bench_report.metrics(run)["completed"] == 1
     with pytest.raises(ConfigError, match="the answer broke off"):
         asyncio.run(asked_of(saying(b'{"text": "x"}'), 1))
 
@@ -236,5 +237,5 @@ def test_no_more_requests_are_in_flight_than_wanted() -> None:
     run = asyncio.run(asked_of(answer, 12))
     assert most == 3
     assert [one.error for one in run.requests] == [None] * 12
-    assert {one.num_output_tokens for one in run.requests} == {1}, "pieces count where the server does not"
+    assert {one.num_output_tokens for one in run.requests} == {1}, "chunks are counted if the server counts no tokens"
     assert run.acceptance is None

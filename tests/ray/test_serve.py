@@ -54,7 +54,7 @@ def pids_of_replica(ray_cluster: Any) -> list[int]:
     named = ray_cluster.util.list_named_actors(all_namespaces=True)
     theirs = sorted((actor for actor in named if actor["namespace"] != ours), key=lambda actor: actor["name"])
     actors = [ray_cluster.get_actor(actor["name"], actor["namespace"]) for actor in theirs]
-    return [ray_cluster.get(actor.where.remote(), timeout=10).pid for actor in actors]
+    return [ray_cluster.get(actor.location.remote(), timeout=10).pid for actor in actors]
 
 
 @pytest.mark.full

@@ -70,7 +70,7 @@ class Running:
 
         assert self.channel.placement is not None
         actor = ray.get_actor(self.channel.placement.name_of(who))
-        return int(ray.get(actor.where.remote(), timeout=10).pid)
+        return int(ray.get(actor.location.remote(), timeout=10).pid)
 
     def stream(self, at: dict[int, Callable[[], None]] | None = None) -> Texts:
         """Stream all prompts at once; run each action once that many tokens have arrived in total."""
