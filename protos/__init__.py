@@ -1,1 +1,1 @@
-"""The words all parts speak: configuration, messages, protocols. Knows nothing of the parts."""
+"""Configuration, messages and protocols that all parts use. Imports none of the parts."""

@@ -1,4 +1,4 @@
-"""What `slipstream doctor` and the processes it examines with say to each other, over a gang's channel."""
+"""Messages between `slipstream doctor` and its probe processes, over a worker group's channel."""
 
 from typing import Literal
 
@@ -8,10 +8,10 @@ from protos.worker_messages import Died, Stop, StoreAddress
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Form *group* with the other ranks, who meet at *store*; answered by `Joined`.
+    """Form *group* with the other ranks, which meet at *store*; answered by `Joined`.
 
     Attributes:
-        is_near: whether its ranks share memory where they can, as target ranks do.
+        is_near: whether its ranks use shared memory if possible, as target ranks do.
     """
 
     group: str
@@ -24,12 +24,12 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Time an operation of *group*, which all its ranks are told to; answered by `Measured`.
+    """Time an operation of *group*; sent to all its ranks, answered by `Measured`.
 
     Attributes:
-        what: "broadcast" by each rank in turn, or "ping": there and back between two.
+        what: "broadcast" by each rank in turn, or "ping": a round trip between two ranks.
         num_bytes: size of the tensor.
-        repeats: how many operations one after the other.
+        repeats: number of operations.
     """
 
     group: str
@@ -48,7 +48,7 @@ ToDiagnostics = Join | Measure | Leave | Stop
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """The process runs. What it has: versions ("" where there is none), the names of its CUDA devices, its store."""
+    """The process runs. Reports library versions ("" if missing), the names of its CUDA devices, and its store."""
 
     host: str
     torch: str
@@ -59,20 +59,20 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """The group is formed, *over* what; it took *seconds*."""
+    """The group was formed in *seconds*; *over* names the transport."""
 
     seconds: float
     over: str
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """One operation takes *seconds*, and what arrives is what was sent."""
+    """One operation takes *seconds*; the received data was correct."""
 
     seconds: float
 
 
 class Trouble(msgspec.Struct, frozen=True, tag=True):
-    """What was ordered could not be done."""
+    """The operation failed."""
 
     reason: str
 

@@ -1,9 +1,9 @@
-"""What a learned proposer is made of, and what it may ask of the worker it lives on. DESIGN sections 2 and 4.
+"""Protocols of learned proposers, and of the worker that runs them.
 
-A learned proposer comes in two parts. Its *module* is a torch module that `build` makes from a checkpoint: weights, the
-published mathematics, and the K/V shapes of its attention layers if it has any. The *proposer* asks the worker to run
-the module over paged KV, chooses tokens by the target's own sampling, and strings them into drafts. Neither imports
-`workers`: attention inside a module goes through the function that `transformers` finds under `DraftWeights.attention`.
+A learned proposer has two parts. Its *module* is a torch module, built from a checkpoint: weights, forward, and the K/V
+shapes of its attention layers, if any. The *proposer* has the worker run the module over paged KV, samples tokens with
+the target's own sampler, and builds drafts from them. Neither imports `workers`: attention in a module uses the
+function that `transformers` has registered as `DraftWeights.attention`.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class DraftWeights(Protocol):
-    """What a module is built from: the draft's checkpoint, and what it borrows of the target."""
+    """What a module is built from: the draft's checkpoint, and modules shared with the target."""
 
     @property
     def folder(self) -> Path | None:
-        """Where the draft's checkpoint lies; None where it is part of the target's."""
+        """Folder of the draft's checkpoint; None if it is part of the target's."""
         ...
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The draft's `config.json`; the target's where the draft is part of it."""
+        """The draft's `config.json`; the target's if the draft is part of it."""
         ...
 
     @property
@@ -40,23 +40,23 @@ class DraftWeights(Protocol):
 
     @property
     def attention(self) -> str:
-        """The `attn_implementation` that reads and writes paged KV."""
+        """Name of the `attn_implementation` that reads and writes paged KV."""
         ...
 
     @property
     def dtype(self) -> "torch.dtype":
-        """What to compute in."""
+        """Dtype of the computation."""
         ...
 
     @property
     def device(self) -> "torch.device":
-        """Where to compute."""
+        """Device of the computation."""
         ...
 
     def tensors(self, prefix: str = "") -> "dict[str, torch.Tensor]":
-        """Read the draft's tensors, safely, those of the target's checkpoint where the draft is part of it.
+        """Read the draft's tensors, from the target's checkpoint if the draft is part of it.
 
-        *prefix* picks some, and is cut off their names. Dtype as stored, on the CPU.
+        Only those whose names begin with *prefix*, which is removed. Dtype as stored, on the CPU.
         """
         ...
 
@@ -65,19 +65,19 @@ class DraftWeights(Protocol):
         ...
 
     def head(self) -> "Callable[[torch.Tensor], torch.Tensor]":
-        """Return the target's head, states `[..., Ht]` -> logits `[..., V]`, with the caps and scales of its family."""
+        """Return the target's head, states `[..., Ht]` -> logits `[..., V]`, with its scaling and soft cap."""
         ...
 
 
 class Module(Protocol):
-    """What the worker runs. A `torch.nn.Module` in eval mode, without gradients.
+    """A draft's `torch.nn.Module`, in eval mode, without gradients.
 
     Attributes:
-        layers: K and V of each attention layer, in the order of their `layer_idx`; empty where there is none.
-        shift: 1 where the cache entry of position i is made of token i + 1 and the target's features of position i (the
-            EAGLE family and MTP), 0 where it is made of token i alone.
-        max_model_len: the longest text it can go on from.
-        vocab_size: ids above are replaced before they are fed (shift 0) or never proposed.
+        layers: K/V shape of each attention layer, in the order of their `layer_idx`; empty if there are none.
+        shift: 1 if the input at position i is token i + 1 and the target's features of position i (the EAGLE family and
+            MTP), 0 if it is token i alone.
+        max_model_len: the longest text that it can continue.
+        vocab_size: larger ids are replaced before they are fed (shift 0) or never drafted.
     """
 
     layers: tuple[LayerShape, ...]
@@ -86,28 +86,28 @@ class Module(Protocol):
     vocab_size: int
 
     def take_in(self, features_TF: "torch.Tensor") -> "torch.Tensor":
-        """Return what is kept of the target's features until they are fed, `[T, F] -> [T, X]`: `fc` of EAGLE-3, say."""
+        """Project the target's features, `[T, F] -> [T, X]`, before they are stored: `fc` of EAGLE-3."""
         ...
 
     def __call__(
         self, tokens_1T: "torch.Tensor", positions_1T: "torch.Tensor", features_1TF: "torch.Tensor | None"
     ) -> "torch.Tensor":
-        """Return what comes behind each entry, `[1, T, X]`: states, or logits.
+        """Return the output at each position, `[1, T, X]`: states, or logits.
 
-        `features_1TF` are the target's (F as `FeatureSpec` gives them, after `take_in`) for known tokens, and whatever
-        the proposer passes to `DraftRunner.extend` or `grow` for drafted ones.
+        `features_1TF` are the target's for known tokens (those of `FeatureSpec`, after `take_in`), and those passed to
+        `DraftRunner.extend` or `grow` for draft tokens.
         """
         ...
 
 
 class Level(NamedTuple):
-    """Nodes that are fed to a draft tree together; N of them, all of whose parents were fed before.
+    """N nodes of draft trees that are fed together; their parents were fed before.
 
     Attributes:
         row_N: index of each node's row among the rows of the round; ascending.
         tokens_N: ids, int64.
-        parents_N: the node's parent, counted in the order in which its row's nodes were fed from 0; -1: the root.
-        features_NX: what goes in beside the tokens, None where nothing does.
+        parents_N: the node's parent, as an index into its row's nodes in the order fed; -1: the root.
+        features_NX: features fed with the tokens, None if there are none.
     """
 
     row_N: "torch.Tensor"
@@ -117,20 +117,20 @@ class Level(NamedTuple):
 
 
 class DraftRunner(Protocol):
-    """What a learned proposer may ask of the worker it lives on. Rows are those handed to `propose`, or some."""
+    """What the draft worker offers a learned proposer. Rows are those passed to `propose`, or a subset."""
 
     @property
     def module(self) -> Any:
-        """What `build` returned; for `draft_model`, nothing that a proposer should touch."""
+        """The module that `build` returned; not for use by `draft_model`."""
         ...
 
     @property
     def draws_by_path(self) -> bool:
-        """Whether guesses are drawn by laws of their own: then those of a tree are drawn behind each node anew."""
+        """Whether draft tokens are sampled from distributions of their own, separately for each node of a tree."""
         ...
 
     def features(self, rows: Seq[DraftRow]) -> "torch.Tensor":
-        """Return the target's features behind which each row's newest known token was chosen, `[R, F]`."""
+        """Return the target's features from which each row's newest known token was sampled, `[R, F]`."""
         ...
 
     def newest(self, rows: Seq[DraftRow]) -> "torch.Tensor":
@@ -138,19 +138,19 @@ class DraftRunner(Protocol):
         ...
 
     def catch_up(self, rows: Seq[DraftRow]) -> "torch.Tensor":
-        """Feed the module what it has not seen of each row's known tokens; return its output behind them, `[R, X]`."""
+        """Feed the known tokens not fed before; return the output of the last one of each row, `[R, X]`."""
         ...
 
     def extend(
         self, rows: Seq[DraftRow], token_ids: "torch.Tensor", step: int, features: "torch.Tensor | None" = None
     ) -> "torch.Tensor":
-        """Feed drafted token number *step* of each row, ids `[R]`; return the module's output behind it, `[R, X]`."""
+        """Feed draft token number *step* of each row, ids `[R]`; return its output, `[R, X]`."""
         ...
 
     def grow(self, rows: Seq[DraftRow], level: Level) -> "torch.Tensor":
-        """Feed one level of each row's tree, behind what `catch_up` fed; return the output behind its nodes, `[N, X]`.
+        """Feed one level of each row's tree, after `catch_up`; return the output of its nodes, `[N, X]`.
 
-        A node sees the known tokens, its ancestors and itself.
+        A node attends to the known tokens, its ancestors and itself.
         """
         ...
 
@@ -163,25 +163,25 @@ class DraftRunner(Protocol):
         *,
         sees_all: bool,
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Feed, in one forward, what `catch_up` would feed and N drafted tokens behind it, some of each row.
+        """Feed, in one forward, the tokens that `catch_up` would feed and a block of draft tokens per row, N in all.
 
         Args:
-            rows: with at least as much room (`k`) as each has tokens, one more where the module's `shift` is 1.
-            row_N: index of each token's row, ascending; a row's tokens stand at consecutive positions.
+            rows: with `k` at least the size of the row's block, one more if the module's `shift` is 1.
+            row_N: index of each token's row, ascending; a row's tokens have consecutive positions.
             tokens_N: ids, int64.
-            features_NX: what goes in beside the tokens; None where nothing does.
-            sees_all: a token sees the known ones and its row's whole block, not only what comes before it in the block.
+            features_NX: features fed with the tokens; None if there are none.
+            sees_all: a token attends to its row's whole block, not only to the tokens before it.
 
         Returns:
-            The output behind each row's newest known entry, `[R, X]`, and behind the N tokens, `[N, X]`. What the N
-            leave in the cache is forgotten.
+            The output of each row's newest known token, `[R, X]`, and of the N tokens, `[N, X]`. The KV of the N tokens
+            is discarded.
         """
         ...
 
     def sample(self, rows: Seq[DraftRow], logits: "torch.Tensor", step: int) -> "torch.Tensor":
-        """Return ids `[R]` for drafted token number *step* by the target's pipeline and noise; logits `[R, V]`.
+        """Sample draft token number *step* with the target's sampler and noise: ids `[R]` from logits `[R, V]`.
 
-        Penalties count what this round's earlier calls sampled for the row.
+        Penalties count the tokens sampled for the row earlier in this round.
         """
         ...
 
@@ -195,48 +195,48 @@ class DraftRunner(Protocol):
         *,
         paths: "Callable[[], torch.Tensor] | None" = None,
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Return the *width* best ids behind each of N nodes `[N, W]`, best first, and their log-probabilities.
+        """Return the *width* best ids for the children of N nodes `[N, W]`, best first, and their log-probabilities.
 
-        *paths* returns the *depth* drafted tokens that lead to each node, int64 `[N, D]`. It is asked where
-        `draws_by_path`; trees of a proposer that does not say are then drafted in vain.
+        *paths* returns the *depth* draft tokens on the path to each node, int64 `[N, D]`. It is called if
+        `draws_by_path`; without it, no token of the tree can then be accepted.
 
-        The best are those of log q + the target's noise for drafted token number *depth*: with one candidate it is what
-        `sample` says, but for edits (penalties, bad words), which are left out. Where there is noise, probabilities are
-        the softmax of log q + noise: that the target, which has the same noise, says so. A tree of the likeliest by
-        them holds twice as many of its tokens at temperature 1 as one of the likeliest by q. Where `draws_by_path`,
-        ids are drawn without replacement, in that order, and their "log-probabilities" depend on the order alone: so
-        the shape of a tree that is grown by them tells nothing of what was drawn.
+        The best ids maximise log q + the target's noise for draft token number *depth*: the first one is what `sample`
+        returns, except that penalties and bad words are ignored. With noise, the probabilities are the softmax of
+        log q + noise: the probability that the target, with the same noise, samples the token. At temperature 1, a tree
+        ranked by them contains twice as many of the target's tokens as one ranked by q. With `draws_by_path`, ids are
+        sampled without replacement, in order, and their "log-probabilities" depend on the order alone, so that the
+        shape of a dynamic tree is independent of the tokens sampled.
         """
         ...
 
 
 def on_a_worker(runner: DraftRunner | None, method: str) -> DraftRunner:
-    """Return the *runner* that *method* is created with; raises `ConfigError` where there is none."""
+    """Return *runner*; raise `ConfigError` if it is None."""
     if runner is None:
-        raise ConfigError(f"method {method!r} runs on a draft worker, and there is none")
+        raise ConfigError(f"method {method!r} runs on a draft worker, but there is none")
     return runner
 
 
 class LearnedProposer(Protocol):
-    """A proposer with a module. Lives on the draft worker, or in target 0's process."""
+    """A proposer with a module. Runs on the draft worker, or in target rank 0's process."""
 
     on_worker: ClassVar[bool]
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:
-        """Return what it is fed, by the two `config.json`. Cheap: every target rank asks."""
+        """Return the features it is fed, from the two `config.json`. Cheap: called by every target rank."""
         ...
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, parts: DraftWeights) -> Module:
-        """Make the module. Raises `ModelError` naming the tensor and both shapes where the checkpoint does not fit."""
+    def build(cls, config: SpeculativeConfig, weights: DraftWeights) -> Module:
+        """Build the module. Raises `ModelError` naming the tensor and both shapes if the checkpoint does not fit."""
         ...
 
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> "LearnedProposer":
-        """Return the proposer for a runner of its module."""
+        """Return a proposer for the runner of its module."""
         ...
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return one draft a row, of 0 to `row.k` nodes."""
+        """Return one draft per row, of 0 to `row.k` nodes."""
         ...

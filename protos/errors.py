@@ -1,7 +1,7 @@
-"""Typed errors. Each message says what was wrong, the numbers, and the way out."""
+"""Typed errors. Each message names the problem, the values, and what to do."""
 
-BLAMED = ("structured_outputs",)
-"""Parameters that a worker may find impossible; its reason then begins with the name and a colon."""
+WORKER_CHECKED = ("structured_outputs",)
+"""Parameters that a worker may refuse; its reason then begins with the name and a colon."""
 
 
 class SlipstreamError(Exception):
@@ -17,11 +17,11 @@ class ModelError(SlipstreamError, ValueError):
 
 
 class InvalidRequestError(SlipstreamError, ValueError):
-    """One request is not acceptable; nothing was scheduled and nobody else is disturbed.
+    """One request is invalid; it was not scheduled, and other requests are not affected.
 
     Args:
         message: names the value and the limit.
-        param: the request field at fault, as the user spelt it.
+        param: the invalid request field, as the user spelled it.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -34,7 +34,7 @@ class EngineDeadError(SlipstreamError, RuntimeError):
 
 
 class TargetLostError(SlipstreamError, RuntimeError):
-    """A target rank died or hangs: the group must be rebuilt; requests go on from their committed tokens."""
+    """A target rank died or hangs: the group must be rebuilt; requests continue from their committed tokens."""
 
 
 class PlacementError(EngineDeadError):
@@ -42,11 +42,11 @@ class PlacementError(EngineDeadError):
 
 
 class OverloadedError(SlipstreamError, RuntimeError):
-    """Nothing was scheduled, because too much waits already; the same request may be taken later.
+    """The request was not scheduled, because too many are waiting; it may be accepted later.
 
     Args:
-        message: names what waits and the limit.
-        retry_after_s: seconds after which another try makes sense.
+        message: names the limit and how much is waiting.
+        retry_after_s: seconds after which to retry.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -55,24 +55,24 @@ class OverloadedError(SlipstreamError, RuntimeError):
 
 
 class DrainingError(OverloadedError):
-    """Nothing was scheduled, because the server is about to stop; another one may take the request."""
+    """The request was not scheduled, because the server is shutting down; another server may accept it."""
 
 
 class DeadlineExceededError(SlipstreamError, RuntimeError):
-    """A request was given up because its time was over; its blocks are free."""
+    """A request was aborted because its deadline passed; its blocks are free."""
 
 
 class SlowReaderError(DeadlineExceededError):
-    """A request was given up because nobody read its answer."""
+    """A request was aborted because the client did not read its answer."""
 
 
 class RequestFailedError(SlipstreamError, RuntimeError):
-    """One request could not go on, by no fault of its own."""
+    """One request failed for a reason outside the request."""
 
 
 def failure(reason: str) -> SlipstreamError:
-    """Return what is said to the client of a request that failed in a worker for *reason*."""
-    for param in BLAMED:
+    """Return the error for the client of a request that failed in a worker for *reason*."""
+    for param in WORKER_CHECKED:
         if reason.startswith(f"{param}: "):
             return InvalidRequestError(reason, param)
     return RequestFailedError(f"the request failed: {reason}")

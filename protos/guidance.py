@@ -1,7 +1,7 @@
-"""The grammar library (llguidance), as front ends and target read the same grammar: with one set of limits.
+"""The grammar library (llguidance), used by frontends and target with the same limits.
 
-It is loaded where the first grammar is asked for. A matcher never raises for what a grammar does to it: it enters an
-error state and stays there, which `trouble` tells.
+It is imported when the first grammar is used. A matcher never raises because of its grammar: it enters a permanent
+error state, which `error_message` describes.
 """
 
 from collections.abc import Sequence as Seq
@@ -18,26 +18,26 @@ LONGEST_REASON = 240
 
 
 class GrammarError(Exception):
-    """A grammar cannot be followed; says why in a line that a user may read."""
+    """A grammar cannot be compiled or matched; the message is one line, for users."""
 
 
 def vocabulary(tokenizer_json: str, vocab_size: int, eos_ids: Seq[int]) -> "LLTokenizer":
-    """Return a tokenizer as the library needs it: the bytes that each token stands for.
+    """Return the library's tokenizer: the bytes of each token.
 
     Args:
         tokenizer_json: the content of a tokenizer.json.
-        vocab_size: ids that the model can say; the tokenizer may know fewer or more.
-        eos_ids: what ends an answer, one at least.
+        vocab_size: of the model; the tokenizer may have fewer or more ids.
+        eos_ids: ids that end an answer, at least one.
 
     Raises:
-        GrammarError: it cannot be read, or nothing ends an answer.
+        GrammarError: the tokenizer cannot be read, or *eos_ids* is empty.
     """
     if not eos_ids:
         raise GrammarError("the model has no end-of-sequence token, which structured output must end with")
     try:
-        from llguidance import LLTokenizer  # noqa: PLC0415 - only where a grammar is asked for
+        from llguidance import LLTokenizer  # noqa: PLC0415 - only if a grammar is used
 
-        tokenizer_json = _bare(tokenizer_json)
+        tokenizer_json = _without_padding(tokenizer_json)
         known = LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
         if known.vocab_size >= vocab_size:
             return known
@@ -48,25 +48,25 @@ def vocabulary(tokenizer_json: str, vocab_size: int, eos_ids: Seq[int]) -> "LLTo
         raise GrammarError(f"structured output is not available with this tokenizer: {_line(str(error))}") from None
 
 
-def _bare(tokenizer_json: str) -> str:
-    """Leave out padding and truncation, which would add tokens to text, and take some away."""
-    described = msgspec.json.decode(tokenizer_json)
-    if not described.get("padding") and not described.get("truncation"):
+def _without_padding(tokenizer_json: str) -> str:
+    """Remove padding and truncation, which would change the tokens of a text."""
+    tokenizer = msgspec.json.decode(tokenizer_json)
+    if not tokenizer.get("padding") and not tokenizer.get("truncation"):
         return tokenizer_json
-    return msgspec.json.encode({**described, "padding": None, "truncation": None}).decode()
+    return msgspec.json.encode({**tokenizer, "padding": None, "truncation": None}).decode()
 
 
-def matcher(grammar: Grammar, words: "LLTokenizer") -> "LLMatcher":
+def matcher(grammar: Grammar, tokenizer: "LLTokenizer") -> "LLMatcher":
     """Return a matcher of *grammar* before the first token.
 
     Raises:
-        GrammarError: it is no grammar, or over a limit.
+        GrammarError: the grammar is invalid, or over a limit.
     """
     from llguidance import LLMatcher  # noqa: PLC0415
 
-    found = LLMatcher(words, _read(grammar), log_level=0, limits=_limits())
+    found = LLMatcher(tokenizer, _read(grammar), log_level=0, limits=_limits())
     if found.is_error():
-        raise GrammarError(trouble(found))
+        raise GrammarError(error_message(found))
     return found
 
 
@@ -81,7 +81,7 @@ def _read(grammar: Grammar) -> str:
 
 
 def _limits() -> "LLParserLimits":
-    """Return the parser's limits: the library's own but for the states, of which each takes 1 to 2 kB."""
+    """Return the parser's limits: the library's own, except for the number of states, which take 1 to 2 kB each."""
     from llguidance import LLParserLimits  # noqa: PLC0415
 
     return LLParserLimits(
@@ -95,15 +95,15 @@ def _limits() -> "LLParserLimits":
     )
 
 
-def trouble(found: "LLMatcher") -> str:
-    """Return why a matcher is in its error state, in a line."""
-    said = _line(found.get_error())
-    return "no text can satisfy it, or none that ends" if said in ("", "NoExtensionBias") else said
+def error_message(found: "LLMatcher") -> str:
+    """Return the reason for a matcher's error state, in one line."""
+    message = _line(found.get_error())
+    return "no text can satisfy it, or none that ends" if message in ("", "NoExtensionBias") else message
 
 
 def _line(text: str) -> str:
-    """Return what is said in *text*, without the drawings."""
+    """Return the text of an error message in one line, without the marked source."""
     lines = [line.strip() for line in text.splitlines()]
-    said = [line for line in lines if line and not line.startswith(("<", "^", "|")) and " | " not in line[:8]]
-    whole = "; ".join(said)
+    message = [line for line in lines if line and not line.startswith(("<", "^", "|")) and " | " not in line[:8]]
+    whole = "; ".join(message)
     return whole if len(whole) <= LONGEST_REASON else f"{whole[:LONGEST_REASON]}..."

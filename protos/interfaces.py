@@ -1,4 +1,4 @@
-"""The protocols through which the parts meet. `runtime` and `workers` know each other only by these."""
+"""Protocols between the parts. `runtime` and `workers` depend on each other only through these."""
 
 from collections.abc import Sequence as Seq
 from typing import ClassVar, Protocol
@@ -13,52 +13,52 @@ from protos.stats import PhaseTimes
 
 
 class Proposer(Protocol):
-    """Guesses what the target will say. Never decides anything: any draft is a valid draft.
+    """Drafts tokens for the target to verify. Any draft is valid.
 
-    `on_worker` says whether it lives on the draft worker (handed a `DraftRunner`) or beside the controller. What it is
-    fed of the target's features there, `protos.draft_module.LearnedProposer.features_of` says.
+    `on_worker` is True if it runs on the draft worker, with a `DraftRunner`, and False if in the controller process.
+    `protos.draft_module.LearnedProposer.features_of` defines which of the target's features it is fed.
     """
 
     on_worker: ClassVar[bool]
 
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> "Proposer":
-        """Return a proposer as *config* asks; *runner* is None beside the controller."""
+        """Return a proposer for *config*; *runner* is None in the controller process."""
         ...
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return one draft a row, of 0 to `row.k` tokens."""
+        """Return one draft per row, of 0 to `row.k` tokens."""
         ...
 
 
 class SequenceListener:
-    """What a proposer beside the controller inherits where it wants to know of sequences, from arrival to end.
+    """Base of proposers in the controller process that follow sequences from arrival to end.
 
-    It is told in the controller's own thread; whatever takes long belongs into `prepare`. A sequence that is preempted,
-    or computed again, goes on as the same one.
+    The methods are called in the controller's thread; slow work belongs in `prepare`. A sequence that is preempted or
+    recomputed remains the same one.
     """
 
     def prepare(self) -> None:
-        """Do a slice, of a millisecond or so, of what takes long. Called once a round, while speculation is on."""
+        """Do about a millisecond of slow work. Called once per round while speculation is on."""
 
     def begin(self, key: int, request: Request) -> None:
-        """A sequence arrived; *key*, from 1 on, is never used twice."""
+        """A sequence arrived; *key*, from 1 on, is never reused."""
 
     def grow(self, key: int, token_ids: Seq[int], probed: Seq[int]) -> None:
-        """A round committed *token_ids*; *probed* is what the target says behind each probe of the row's draft."""
+        """A round committed *token_ids*; *probed* are the target's next tokens after the probes of the row's draft."""
 
     def end(self, key: int, token_ids: Seq[int]) -> None:
-        """The sequence ended, for whatever reason, as *token_ids*: prompt and output."""
+        """The sequence ended, for any reason, as *token_ids*: prompt and output."""
 
 
 class DraftService(msgspec.Struct, frozen=True, gc=False):
-    """Whether an executor's draft worker can be counted on now.
+    """Whether an executor's draft worker is available.
 
     Attributes:
         is_up: rows may be planned with `k > 0`.
-        epoch: names who drafts, from 1 on; goes into plans. A draft of a new epoch knows no sequence yet. 0 where
-            nothing that drafts can be lost.
-        changes: how often the service changed so far, by reason.
+        epoch: number of the draft worker, from 1 on, for plans. A worker of a new epoch has no sequences yet. 0 if the
+            draft cannot be lost.
+        changes: number of changes so far, by reason.
     """
 
     is_up: bool = True
@@ -88,12 +88,12 @@ class Executor(Protocol):
 
     @property
     def drafting(self) -> DraftService:
-        """Whether the draft worker can be counted on now; changes only in `run`, `poll` and `rebuild`."""
+        """Whether the draft worker is available; changes only in `run`, `poll` and `rebuild`."""
         ...
 
     @property
     def times(self) -> PhaseTimes:
-        """What the phases of all rounds took so far."""
+        """Time spent in each phase so far."""
         ...
 
     def start(self) -> WorkerInfo:
@@ -101,10 +101,10 @@ class Executor(Protocol):
         ...
 
     def run(self, plan: RoundPlan) -> list[Verdict]:
-        """Run one round; one verdict for each row that samples or owes prompt log-probabilities, in order.
+        """Run one round; return a verdict for each row that samples or needs prompt log-probabilities, in order.
 
         Raises:
-            TargetLostError: `rebuild` must be called; whatever the workers knew is gone.
+            TargetLostError: `rebuild` must be called; the workers' state is lost.
         """
         ...
 
@@ -113,10 +113,10 @@ class Executor(Protocol):
         ...
 
     def rebuild(self, for_s: float) -> bool:
-        """Go on rebuilding a lost target group for at most *for_s* seconds; return whether it serves again.
+        """Continue rebuilding a lost target group for at most *for_s* seconds; return whether it serves again.
 
         Raises:
-            PlacementError: there is no place for it, and there was none for too long.
+            PlacementError: the cluster had no room for it for too long.
             EngineDeadError: it could not be rebuilt.
         """
         ...

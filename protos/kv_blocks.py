@@ -12,11 +12,11 @@ LEAST_BLOCKS = 2
 
 
 def settle_blocks(target: WorkerInfo, fitting: Mapping[str, int]) -> tuple[WorkerInfo, Allocate]:
-    """Return what the controller is to know, and what every worker is to allocate.
+    """Return the info for the controller, and the message to every worker.
 
     Args:
         target: what target rank 0 reported.
-        fitting: by worker, how many blocks it has memory for.
+        fitting: by worker, the number of blocks that fit in its memory.
 
     Raises:
         ConfigError: names the worker that has too little memory.

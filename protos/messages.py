@@ -1,4 +1,4 @@
-"""Messages between the controller and its workers, and between front ends and the controller.
+"""Messages between the controller and its workers, and between frontends and the controller.
 
 All are frozen msgspec structs: they cross processes as msgpack, never as pickle. Token ids are plain
 ints; positions count from 0 over prompt + output; blocks are indices into every worker's KV cache.
@@ -17,18 +17,18 @@ Kind = Literal["json_schema", "regex", "lark"]
 
 
 class Grammar(msgspec.Struct, frozen=True, gc=False):
-    """The form that an answer must have, as the grammar library reads it: see `protos.guidance`."""
+    """The format that an answer must have, as text for the grammar library: see `protos.guidance`."""
 
     kind: Kind
     text: str
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
-    """What the target's sampler needs of a request; everything is resolved and validated.
+    """The sampling options of a request, resolved and validated.
 
-    `top_k` 0 and `temperature` 0.0 mean off and greedy. `stop_ids` are masked before `min_tokens`
-    outputs. `logprobs` and `prompt_logprobs` are counts of top tokens, None for none asked. `grammar` is the form that
-    the output must have.
+    `top_k` 0 and `temperature` 0.0 mean off and greedy. `stop_ids` are masked for the first `min_tokens` tokens.
+    `logprobs` and `prompt_logprobs` are numbers of top tokens, None for no log-probabilities. `grammar` constrains the
+    output.
     """
 
     seed: int
@@ -50,12 +50,12 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """One sequence to generate, already validated and tokenised. `n > 1` is n requests of one group.
+    """One sequence to generate, validated and tokenised. `n > 1` is n requests of one group.
 
-    `cache_salt` separates prefix caches, and whatever else one tenant's text could tell another. `prediction_token_ids`
-    is what the user expects as the answer, for proposers to look things up in; empty for nothing. `wants_steps` asks
-    for `TokenOutput.step`. `num_speculative_tokens` and `method` narrow down what the engine has loaded: fewer guesses,
-    one method of a cascade.
+    `cache_salt` separates the prefix caches and suffix caches of tenants. `prediction_token_ids` is the answer that the
+    user expects, for lookup methods; may be empty. With `wants_steps`, outputs have `TokenOutput.step`.
+    `num_speculative_tokens` and `method` restrict the engine's speculation: fewer draft tokens, one method of a
+    cascade.
     """
 
     request_id: str
@@ -73,7 +73,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Stop these requests; their blocks are free within one step."""
+    """Stop these requests; their blocks are freed within one step."""
 
     request_ids: tuple[str, ...]
 
@@ -91,10 +91,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class NewSequence(msgspec.Struct, frozen=True, gc=False):
-    """A sequence that takes a worker slot: told in full. Tokens are prompt + output so far.
+    """A sequence that takes a worker slot, with all its tokens: prompt + output so far.
 
-    `generation`, from 1 on, is never used twice, so that workers can tell whether they speak of the same sequence; 0
-    where nobody compares.
+    `generation`, from 1 on, is never reused, so that workers can tell whether they hold the same sequence; 0 if it is
+    not compared.
     """
 
     slot: int
@@ -108,17 +108,17 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a round: feed known tokens `start .. start + length`, then `k` drafts.
 
     Attributes:
-        slot: the sequence's place in every worker's tables.
+        slot: the sequence's index in every worker's tables.
         start: position of the first token fed; everything before it is in the KV cache.
         length: known tokens fed, at least 1.
-        k: draft tokens wanted, or `len(draft)` where the ids ride in the plan.
-        samples: whether the last known token is fed, so that tokens come back.
-        new_token_ids: committed ids the workers have not been told, ending at position
-            `known_len - 1`. They override whatever the worker believed.
+        k: draft tokens wanted, or `len(draft)` if the draft is part of the plan.
+        samples: whether the last known token is fed, so that the row samples.
+        new_token_ids: committed ids not sent to the workers before, ending at position `known_len - 1`. They override
+            the worker's own.
         known_len: number of known tokens, prompt + output.
         new_block_ids / new_block_versions: blocks appended to the sequence's table. A block's version
-            changes whenever its content is given up, so (id, version) names a content for good.
-        draft: ids proposed beside the controller, or None: the draft worker proposes.
+            changes whenever its content is discarded, so (id, version) identifies its content.
+        draft: proposed in the controller process, or None: the draft worker proposes.
     """
 
     slot: int
@@ -136,9 +136,9 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 class RoundPlan(msgspec.Struct, frozen=True, gc=False):
     """One step for every worker. `new` sequences come before `rows` that use them.
 
-    `moves` are K and V that every target rank moves before anything is written: from, to, from, to ..., each a place in
-    the cache (block * block_size + offset). All are read before the first is written. They put the accepted path of a
-    tree where a chain would have stood. `speculates` says that guesses are made in this round, for whoever is ready.
+    `moves` are K/V entries that every target rank moves first: from, to, from, to ..., each an index into the cache
+    (block * block_size + offset). All are read before the first is written. They move the accepted path of a tree to
+    the positions of a chain. `speculates`: draft tokens are proposed in this round.
     """
 
     round: int
@@ -150,19 +150,19 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
-    """What a round decided for one row that samples, or the prompt log-probabilities of one that does not.
+    """The result of a round for one row that samples, or the prompt log-probabilities of one that does not.
 
     Attributes:
         slot: as in the row.
         token_ids: accepted draft tokens followed by the target's own next token; empty for rows that
             do not sample.
-        proposed: draft tokens that were scored and could have been accepted.
+        proposed: draft tokens that were scored and could be accepted.
         path: accepted nodes of the draft, root to leaf; for a chain 0 .. accepted - 1.
-        logprobs: one entry a token id, where asked for.
-        prompt_logprobs: entries for predicted positions `start + 1 ...` of the prompt, where asked for.
-        failed: a reason why this row alone cannot go on (its logits were NaN, say), else None.
-        probed: what the target would say behind each probe of the draft, in their order; -1 where it could not.
-        widths: how many of the tokens proposed stood at each depth of a tree, from 1 on; empty for a chain.
+        logprobs: one entry per token id, if requested.
+        prompt_logprobs: entries for positions `start + 1 ...` of the prompt, if requested.
+        failed: the reason why this row failed (NaN logits, for example), else None.
+        probed: the target's next token after each probe of the draft, in order; -1 if there is none.
+        widths: number of proposed tokens at each depth of a tree, from 1 on; empty for a chain.
     """
 
     slot: int
@@ -192,8 +192,8 @@ class SpeculationStats(msgspec.Struct, frozen=True, gc=False):
 class Step(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Where the tokens of one step came from.
 
-    The first `accepted` of them were drafted; one behind those, where there is one, is the target's own. `proposed`
-    draft tokens were scored, at most `depth` one behind the other; 0 where the step had no draft.
+    The first `accepted` tokens were drafted; the one after them, if any, is the target's own. `proposed` draft tokens
+    were scored, in a tree of `depth` levels; 0 if the step had no draft.
     """
 
     proposed: int = 0
@@ -205,8 +205,8 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     """What one step added to one request. `finish_reason` is None while it runs.
 
     `text` is the new text that may be shown: whole characters, with nothing that could still turn out
-    to be the beginning of a stop string. `step` is there where the request wants it. `queued_s`, told with the end of
-    a request that ran, is how many seconds it waited for its place.
+    to be the beginning of a stop string. `step` is set if the request wants it. `queued_s`, set at the end of a request
+    that ran, is the seconds it waited to be scheduled.
     """
 
     request_id: str
@@ -224,20 +224,19 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """Seconds of one forward by number of tokens fed, as measured in warm-up. No `draft_s`: guesses cost nothing."""
+    """Seconds of one forward by number of tokens fed, measured in warm-up. Empty `draft_s`: drafting is free."""
 
     target_s: dict[int, float]
     draft_s: dict[int, float] = {}
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """What a loaded executor tells the controller.
+    """What a loaded executor reports to the controller.
 
-    `num_blocks` is the minimum over workers; `max_model_len` is clamped to what the cache holds. `costs` is None
-    where nothing was measured. `draft_needs` says which features the draft is fed ("none", "last" or "all"); where it
-    is, it can guess only for rows that the target has fed before. `methods` and `num_speculative_tokens` are what
-    requests may choose from: filled in where the engine is put together, empty and 0 without speculation. `dtype` is
-    what the target computes in, such as "float32"; empty where nobody says.
+    `num_blocks` is the minimum over workers; `max_model_len` is limited to what the cache holds. `costs` is None if not
+    measured. `draft_needs` is which features the draft is fed; unless "none", it can draft only for rows that the
+    target has computed. `methods` and `num_speculative_tokens` are what requests may choose from, set by the engine;
+    empty and 0 without speculation. `dtype` is that of the target, such as "float32"; may be empty.
     """
 
     num_blocks: int

@@ -1,4 +1,4 @@
-"""What users get back, in vLLM's shapes."""
+"""Outputs of `LLM.generate`, with vLLM's names."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ class SpeculativeDecodingMetrics:
     """Acceptance statistics under vLLM's names, all over the steps in which something was proposed.
 
     Attributes:
-        mean_acceptance_length: tokens gained a step, 1 + accepted / steps; None without steps.
-        draft_acceptance_rate: accepted / proposed; None where nothing was proposed.
+        mean_acceptance_length: tokens per step, 1 + accepted / steps; None without steps.
+        draft_acceptance_rate: accepted / proposed; None if nothing was proposed.
         acceptance_histogram: index j counts the steps that accepted exactly j draft tokens.
         acceptance_per_position: index j is the share of steps that accepted a draft token at position j.
-        num_spec_steps / num_accepted_draft_tokens / num_draft_tokens: the counts behind them.
-        num_spec_tokens: the most draft tokens one behind the other that were proposed in a step.
+        num_spec_steps / num_accepted_draft_tokens / num_draft_tokens: the counts they are computed from.
+        num_spec_tokens: the longest chain of draft tokens proposed in a step.
     """
 
     mean_acceptance_length: float | None = None
@@ -58,7 +58,7 @@ class SpeculativeDecodingMetrics:
         )
 
     def counts(self) -> SpeculationStats:
-        """Return what `of` was given."""
+        """Return the statistics that `of` was given."""
         at_least = tuple(sum(self.acceptance_histogram[j + 1 :]) for j in range(self.num_spec_tokens))
         return SpeculationStats(self.num_spec_steps, self.num_draft_tokens, self.num_accepted_draft_tokens, at_least)
 
@@ -94,10 +94,10 @@ class CompletionOutput:
     Attributes:
         index: which of the request's `n` samples.
         token_ids: all output tokens, the end-of-sequence or stop token included.
-        cumulative_logprob: sum over the chosen tokens; None unless logprobs were asked for.
-        logprobs: one dict a token; None unless asked for.
+        cumulative_logprob: sum over the chosen tokens; None unless requested.
+        logprobs: one dict per token; None unless requested.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
-        stop_reason: the stop string or stop token id that ended it; after "error", what went wrong.
+        stop_reason: the stop string or stop token id that ended it; after "error", the message.
         speculation: acceptance statistics of this sample, once it has finished.
     """
 
@@ -111,7 +111,7 @@ class CompletionOutput:
     speculation: SpeculativeDecodingMetrics | None = None
 
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the sample is complete."""
         return self.finish_reason is not None
 
 
@@ -120,8 +120,8 @@ class RequestOutput:
     """A request and its `n` samples.
 
     Attributes:
-        prompt: the prompt's text; None where token ids were given.
-        prompt_logprobs: one dict a prompt token, None for the first; None unless asked for.
+        prompt: the prompt's text; None if token ids were given.
+        prompt_logprobs: one dict per prompt token, None for the first; None unless requested.
         num_cached_tokens: prompt tokens found in the prefix cache.
         metrics: times, and acceptance statistics over all samples.
     """

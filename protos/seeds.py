@@ -1,4 +1,4 @@
-"""Seeds: the 64-bit mixing function behind every random choice, and the seeds of the samples of one request.
+"""Seeds: the 64-bit mixing function for all random numbers, and the seeds of the samples of one request.
 
 The finaliser and its increment are those of SplitMix64 (Steele, Lea, Flood 2014). `workers.sampling.noise` computes the
 same function over tensors.

@@ -1,4 +1,4 @@
-"""One-line typed errors out of pydantic's, did-you-mean, and warnings that are said once."""
+"""Turns pydantic's errors into one-line typed errors; suggests names; logs warnings once."""
 
 import difflib
 import functools
@@ -36,12 +36,12 @@ logger = logging.getLogger("slipstream")
 
 @functools.lru_cache(maxsize=1024)
 def warn_once(message: str) -> None:
-    """Log *message* as a warning the first time it is said in this process."""
+    """Log *message* as a warning, once per process."""
     logger.warning(message)
 
 
 def shown(value: object) -> str:
-    """Return *value* as it may stand in an error: one line, no more than a few words, no addresses."""
+    """Return *value* for an error message: one short line, without addresses."""
     if not isinstance(value, str | int | float | bool | list | tuple | dict | type(None)):
         return f"a {type(value).__name__}"
     if isinstance(value, int) and abs(value) >= 10**40:
@@ -51,44 +51,44 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean 'x'?` for the nearest of *known*, or nothing."""
+    """Return `, did you mean 'x'?` for the most similar of *known*, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f", did you mean {near[0]!r}?" if near else ""
 
 
 def one_line(error: ValidationError, known: Collection[str]) -> tuple[str, str | None]:
-    """Return the message and the parameter of the first thing wrong."""
+    """Return the message and the parameter of the first error."""
     first = error.errors(include_url=False)[0]
     where, kind = first["loc"], first["type"]
     name = str(where[0]) if where else None
     if kind in ("unexpected_keyword_argument", "unexpected_positional_argument"):
         hint = did_you_mean(name or "", known) or "; positional arguments are not taken" * ("positional" in kind)
         return f"unknown argument {name!r}{hint}", name
-    said = _said(kind, first["msg"], first.get("ctx", {}))
-    if name is None:  # checks across arguments begin with the name of the one at fault
-        word = said.partition(" ")[0]
-        return said, word if word in known else None
+    text = _message(kind, first["msg"], first.get("ctx", {}))
+    if name is None:  # messages of checks across arguments begin with an argument's name
+        word = text.partition(" ")[0]
+        return text, word if word in known else None
     path = name + "".join(f"[{part!r}]" for part in where[1:] if part != "[key]")
-    # Sizes are told as sizes: the value itself may be megabytes.
+    # Report the size of long values, which may be megabytes.
     got = f"{len(first['input'])} items" if kind.startswith("too_") else shown(first["input"])
-    return f"{path} {said}, got {got}", name
+    return f"{path} {text}, got {got}", name
 
 
-def _said(kind: str, message: str, numbers: Mapping[str, Any]) -> str:
+def _message(kind: str, message: str, numbers: Mapping[str, Any]) -> str:
     limit = LIMITS.get(kind)
     return message.replace("Input should be", "must be") if limit is None else limit.format(**numbers)
 
 
 def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[T]]:
-    """Decorate a pydantic dataclass so that its constructor raises what *make* makes of a message and a parameter.
+    """Decorate a pydantic dataclass so that its constructor raises `make(message, parameter)`.
 
-    *foreign* is handed the keyword arguments first, and returns those that the class itself is to see.
+    *foreign* maps the keyword arguments to those passed to the class.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         validator: SchemaValidator = vars(cls)["__pydantic_validator__"]
 
-        # Not through pydantic's own constructor: there a user's field could bear the name of one of its arguments.
+        # Not pydantic's own constructor: a field may have the name of one of its arguments.
         @functools.wraps(cls.__init__)
         def init(self: object, /, *args: Any, **kwargs: Any) -> None:
             try:

@@ -1,8 +1,8 @@
-"""What a controller and the workers of its gang say to each other, and the protocols that carry it. DESIGN section 4.
+"""Messages between a controller and its worker group, and the protocols of their transport.
 
-A gang is T target ranks and at most one draft. It starts in two phases: every worker is placed and says where it is
-(`Placed`); then each is told its rank, its device and where its groups meet (`Setup`), loads (`Loaded`), is told how
-many KV blocks all can hold (`Allocate`), warms up, and is `Ready`. From then on it gets `RoundPlan`s until `Stop`.
+A group has T target ranks and at most one draft. It starts in two phases: every worker is placed and reports its host
+(`Placed`); then each receives its rank, device and rendezvous store (`Setup`), loads the weights (`Loaded`), receives
+the number of KV blocks (`Allocate`), warms up, and is ready (`WorkerReady`). Then it receives `Plan`s until `Stop`.
 
 All messages are frozen msgspec structs and cross processes as msgpack.
 """
@@ -18,7 +18,7 @@ Role = Literal["target", "draft"]
 
 
 class WorkerId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """One worker. A worker that replaces another has the next `incarnation`; mail of the old one is dropped."""
+    """One worker. A replacement has the next `incarnation`; messages of the old worker are dropped."""
 
     role: Role
     rank: int = 0
@@ -30,7 +30,7 @@ class WorkerId(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class StoreAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a `TCPStore` listens. It is opened by target rank 0, on a port the system chose."""
+    """Address of a `TCPStore`, opened by target rank 0 on a free port."""
 
     host: str
     port: int
@@ -40,15 +40,15 @@ class StoreAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """Who a worker is and what it loads.
+    """A worker's rank, device and configuration.
 
     Attributes:
         config: the `EngineConfig`, as JSON.
-        worker: which one it is.
+        worker: its id.
         world: number of target ranks.
-        device: "cpu", or "cuda:i" with i counted among the devices this worker sees.
+        device: "cpu", or "cuda:i" among the devices visible to this worker.
         backend: of torch.distributed, "gloo" or "nccl".
-        store: where the ranks of `tp` meet; None for a single rank, and for the draft.
+        store: rendezvous of the tensor-parallel ranks; None for a single rank, and for the draft.
     """
 
     config: str
@@ -60,9 +60,9 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """How many KV blocks every worker holds, and the context length they leave: the minimum over workers.
+    """The number of KV blocks of every worker and the context length: the minimum over workers.
 
-    `vocab_size` is the target's, which the draft samples in.
+    `vocab_size` is the target's, which the draft uses for sampling.
     """
 
     num_blocks: int
@@ -71,9 +71,9 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class FormPair(msgspec.Struct, frozen=True, tag=True):
-    """Form `pair` number *epoch* in the background: target 0 and the draft meet at *store* under that prefix.
+    """Form `pair` number *epoch* in the background: target 0 and the draft meet at *store*, under that prefix.
 
-    Where target 0 listens for the draft's announcements, and under which key, it says in that store.
+    Target 0 publishes the address and key for the draft's announcements in that store.
     """
 
     epoch: int
@@ -81,7 +81,7 @@ class FormPair(msgspec.Struct, frozen=True, tag=True):
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
-    """Run this round. `plan.epoch` names the pair that serves it; 0 means that no draft does."""
+    """Run this round. `plan.epoch` is the number of its pair; 0: no draft."""
 
     plan: RoundPlan
 
@@ -97,7 +97,7 @@ ToWorker = Setup | Allocate | FormPair | Plan | Stop
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
-    """The process runs. `devices` are those it sees, by name; empty on a CPU. `store` is offered by target rank 0."""
+    """The process runs. `devices` are the names of its visible devices; empty on a CPU. Target rank 0 has a `store`."""
 
     host: str
     node: str
@@ -107,7 +107,7 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The weights are in place. `info.num_blocks` is how many KV blocks this worker could hold.
+    """The weights are loaded. `info.num_blocks` is the number of KV blocks that fit on this worker.
 
     `weight_bytes` counts this rank's own share.
     """
@@ -117,9 +117,9 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
-    """Warmed up; waits for plans. `step_s` are measured seconds of one forward by number of tokens fed.
+    """Warmed up. `step_s` are measured seconds of one forward by number of tokens fed.
 
-    `draft_s` are those of a draft that lives in the same process.
+    `draft_s` are those of a draft in the same process.
     """
 
     step_s: dict[int, float] = {}
@@ -133,18 +133,17 @@ class PairReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class PairFailed(msgspec.Struct, frozen=True, tag=True):
-    """This end of pair *epoch* is broken, or could not be formed."""
+    """This end of pair *epoch* is lost, or could not be formed."""
 
     epoch: int
     reason: str
 
 
 class Drafted(msgspec.Struct, frozen=True, tag=True):
-    """The draft's ids of *round* are on their way over pair *epoch*, as int32 `[rows, width]`.
+    """The draft tokens of *round* are being sent over pair *epoch*, as int32 `[rows, width]`.
 
-    `propose_s` is how long they took.
-
-    Announced to target 0, which only then posts a receive, and to the controller, which counts.
+    `propose_s` is the time spent drafting. Sent to target 0, which then posts a receive, and to the controller, for
+    statistics.
     """
 
     round: int
@@ -155,15 +154,15 @@ class Drafted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
-    """The draft took the features of *count* rounds that were sent to it. Said to target 0 alone."""
+    """The draft received the features of *count* rounds. Sent to target 0 only."""
 
     count: int
 
 
 class RoundDone(msgspec.Struct, frozen=True, tag=True):
-    """Target 0's result of a round, and what its phases took in seconds.
+    """Target 0's result of a round, and the seconds spent in its phases.
 
-    `draft_missed` says that the draft was waited for in vain.
+    `draft_missed`: the draft did not arrive before its deadline.
     """
 
     round: int
@@ -175,9 +174,9 @@ class RoundDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sent twice a second from a thread of its own.
+    """Sent twice a second from a separate thread.
 
-    `stage` says what the worker does; while it is not "serving", it may take as long as it takes.
+    `stage` is what the worker is doing; there is no time limit unless it is "serving".
     """
 
     stage: str
@@ -185,20 +184,20 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A line for whoever waits."""
+    """A line about the progress of the start, for the user."""
 
     text: str
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
-    """The worker gives up; `kind` is the class name of the error."""
+    """The worker failed; `kind` is the class name of the error."""
 
     reason: str
     kind: str
 
 
 class Died(msgspec.Struct, frozen=True, tag=True):
-    """The worker's process is gone. Said by the gang, which watches it, not by the worker."""
+    """The worker's process is gone. Reported by the worker group, which watches it."""
 
     reason: str
 
@@ -226,35 +225,35 @@ class Port(Protocol):
         ...
 
     def receive(self, timeout_s: float | None) -> ToWorker | None:
-        """Return the next message, None where none came within *timeout_s* (None: wait for good)."""
+        """Return the next message; None if none arrived within *timeout_s* (None: no limit)."""
         ...
 
 
 class WorkerGroup(Protocol):
-    """Starts, watches and ends the worker processes of one replica, and carries their mail.
+    """Starts, watches and ends the worker processes of one replica, and transports their messages.
 
-    Used by one thread. Everything that happens comes out of `receive`, deaths too, in the order it was noticed.
+    Used by one thread. `receive` returns all events, deaths included, in the order in which they were noticed.
     """
 
     def start(self, workers: Seq[WorkerId]) -> None:
-        """Place and start these workers, in the background; each will say `Placed`, or the gang `Died`."""
+        """Place and start these workers in the background; `receive` returns `Placed` or `Died` for each."""
         ...
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
-        """Send without waiting. Mail to a worker that is gone is dropped."""
+        """Send without waiting. Messages to a worker that is gone are dropped."""
         ...
 
     def receive(self, timeout_s: float) -> list[tuple[WorkerId, FromWorker]]:
-        """Return what came in, as soon as there is something, or nothing after *timeout_s*."""
+        """Return the messages that arrived, as soon as there are any; none after *timeout_s*."""
         ...
 
     def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
-        """End these at once (SIGKILL). Their mail no longer comes out of `receive`.
+        """End these at once (SIGKILL). `receive` no longer returns their messages.
 
-        Returns when they are gone; without *waits* perhaps before, which matters where their node is cut off.
+        Returns when they are gone; without *waits* possibly before, for nodes that cannot be reached.
         """
         ...
 
     def close(self) -> None:
-        """End every worker and give back what was placed. May be called twice."""
+        """End every worker and release its resources. May be called twice."""
         ...

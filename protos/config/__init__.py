@@ -1,1 +1,1 @@
-"""The engine's configuration, and how user arguments become one."""
+"""The engine's configuration, and how it is built from user arguments."""

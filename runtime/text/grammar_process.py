@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from protos.guidance import GrammarError, matcher, trouble, vocabulary
+from protos.guidance import GrammarError, error_message, matcher, vocabulary
 from protos.messages import Grammar
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _follow(grammar: "LLMatcher") -> str | None:
     for _ in range(NUM_STEPS):
         bits = grammar.compute_bitmask()
         if grammar.is_error():
-            return trouble(grammar)
+            return error_message(grammar)
         if grammar.is_stopped():
             return None
         if not grammar.try_consume_tokens([_random_id(bits, rng)]):

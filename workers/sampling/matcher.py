@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.draft import Draft
-from protos.guidance import GrammarError, trouble
+from protos.guidance import GrammarError, error_message
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -113,7 +113,7 @@ class GrammarMatcher:
 
     def _check(self, is_well: bool) -> None:
         if not is_well:
-            raise GrammarError(trouble(self._matcher))
+            raise GrammarError(error_message(self._matcher))
 
 
 def _bits_of(ids: Seq[int], vocab_size: int) -> Bits:
