@@ -98,7 +98,7 @@ def judged(engine: Engine, asked: Seq[Request]) -> list[Judged]:
         owner.update({new.slot: names[tuple(new.token_ids[: new.prompt_len])] for new in plan.new})
         by_slot = {verdict.slot: verdict for verdict in verdicts}
         found += [
-            Judged(owner[row.slot], row.known_len, by_slot[row.slot].proposed, by_slot[row.slot].accepted)
+            Judged(owner[row.slot], row.known_len, by_slot[row.slot].proposed, len(by_slot[row.slot].path))
             for row in plan.rows
             if row.k
         ]

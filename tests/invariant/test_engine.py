@@ -99,7 +99,7 @@ def test_on_two_ranks_with_a_draft_of_its_own(target: Path, alone: Outputs, tmp_
 
 def test_the_draft_is_not_held_to_it(target: Path, tmp_path: Path) -> None:
     """What it computes decides nothing."""
-    from workers.draft.draft_model import _model_of, speculation_of
+    from workers.draft.load import _model_of, speculation_of
 
     config = configure((target, perturb(target, tmp_path)), **EXACTLY)
     assert config.model.batch_invariant
