@@ -1,6 +1,7 @@
 # People and CI use the same targets; each installs what it needs, once.
-#   make serve | test | check | docs | bench | accept-engine | accept-gang | accept-proposers | accept-serving |
+#   make serve | test | quick | check | docs | bench | accept-engine | accept-gang | accept-proposers | accept-serving |
 #        accept-exactness | clean
+# `make quick` runs ruff and the fast tests, in about a minute; SLOW_TESTS below lists the tests that it leaves out.
 # VENV and PYTHON may be given: `make test VENV=/path/to/venv PYTHON=python3.12`.
 
 PYTHON ?= python3
@@ -18,8 +19,17 @@ RESULTS := benchmarks/results
 
 TWO_THREADS := OMP_NUM_THREADS=2
 
+# Left out of `make quick`: tests with Ray, with child processes or servers, and with models that take seconds.
+SLOW_TESTS := tests/ray tests/ray_serve tests/distributed tests/exactness tests/invariant tests/seeds tests/http tests/grpc \
+	tests/cluster/deploy tests/cluster/test_bench_serve.py tests/cluster/test_check_command.py tests/cluster/test_cli.py \
+	tests/cluster/test_doctor.py tests/cluster/test_fresh_clone.py tests/cluster/test_process_workers.py \
+	tests/proposers/test_every_proposer.py tests/proposers/test_model_free_engine.py tests/proposers/test_trees.py \
+	tests/runtime/test_async_engine.py tests/runtime/test_scheduler_machine.py tests/structured/test_engine.py \
+	tests/workers/distributed tests/workers/draft tests/workers/model tests/workers/sampling \
+	tests/workers/verification/test_rejection_engine.py
+
 # What each acceptance runs. The engine's runs what no other one does.
-GANG_TESTS := tests/distributed tests/ray tests/workers/distributed tests/cluster/test_process_workers.py \
+WORKER_GROUP_TESTS := tests/distributed tests/ray tests/workers/distributed tests/cluster/test_process_workers.py \
 	tests/cluster/test_doctor.py
 PROPOSER_TESTS := tests/proposers tests/seeds tests/workers/draft tests/workers/attention tests/workers/model
 SERVING_TESTS := tests/http tests/grpc tests/docs tests/structured tests/ray_serve tests/cluster/test_bench_serve.py \
@@ -28,14 +38,19 @@ SERVING_TESTS := tests/http tests/grpc tests/docs tests/structured tests/ray_ser
 EXACTNESS_TESTS := tests/exactness tests/invariant tests/workers/verification tests/cluster/test_check_command.py \
 	tests/cluster/test_check_identity.py tests/cluster/test_check_distribution.py
 
-.PHONY: install serve test protos check docs bench accept-engine accept-gang accept-proposers accept-serving accept-exactness \
-	accept-oldest clean
+.PHONY: install serve test quick protos check docs bench accept-engine accept-gang accept-proposers accept-serving \
+	accept-exactness accept-oldest clean
 
 serve: $(READY)
 	$(BIN)/slipstream serve $(ARGS)
 
 test: check
 	$(TWO_THREADS) $(BIN)/python -m pytest $(ARGS)
+
+quick: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(TWO_THREADS) $(BIN)/python -m pytest $(addprefix --ignore=,$(SLOW_TESTS)) $(ARGS)
 
 # The floors of grpcio and protobuf in pyproject.toml follow the version of grpcio-tools.
 protos: $(READY)
@@ -58,14 +73,14 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.proposers --output $(RESULTS)/proposers.json
 
 accept-engine: check accept-oldest
-	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(GANG_TESTS) $(PROPOSER_TESTS) $(SERVING_TESTS) \
-		$(EXACTNESS_TESTS))
+	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(WORKER_GROUP_TESTS) $(PROPOSER_TESTS) \
+		$(SERVING_TESTS) $(EXACTNESS_TESTS))
 	$(MAKE) bench
 
 # Several processes a test on as many processors as there are: one thread each.
 accept-gang: check
 	mkdir -p $(RESULTS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full -s $(GANG_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full -s $(WORKER_GROUP_TESTS)
 	$(BIN)/python -m benchmarks.round_latency --output $(RESULTS)/round_latency.json
 	$(BIN)/python -m benchmarks.late_draft --output $(RESULTS)/late_draft.json
 	$(BIN)/python -m benchmarks.soak --output $(RESULTS)/soak.json

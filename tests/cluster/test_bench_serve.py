@@ -171,7 +171,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["total_input_tokens"] > 6 * 5
     assert 0 < found["p50_ttft_ms"] <= found["p99_ttft_ms"] <= found["p99_e2el_ms"]
     assert found["mean_itl_ms"] > found["mean_tpot_ms"] > 0, "a piece holds several tokens"
-    # The fake accepts 2 of 4, 2 of 4, 1 of 2, and then has no room for a guess.
+    # The fake engine accepts 2 of 4, 2 of 4, 1 of 2, and then has no room for draft tokens.
     assert found["spec_decode_acceptance_rate"] == 0.5
     assert found["spec_decode_num_drafts"] == 18
     assert found["spec_decode_per_position_acceptance_rates"] == [1.0, pytest.approx(2 / 3), 0.0, 0.0]
@@ -190,7 +190,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
 async def asked_of(
     answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], count: int
 ) -> LoadRun:
-    """Ask a server that answers like that, three requests at a time."""
+    """Run the benchmark against a server with these answers, three requests at a time."""
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:

@@ -1,4 +1,4 @@
-"""`slipstream check`, as users run it: it passes where nothing is wrong, and names what is where a bug is planted."""
+"""`slipstream check` as users run it: it passes without bugs, and names a planted bug."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def run(given: list[str], output: Path) -> tuple[int, dict[str, Any]]:
     return status or 0, json.loads(output.read_text())
 
 
-# Nothing wrong.
+# Without bugs.
 
 
 def test_a_right_engine_passes(
@@ -127,7 +127,7 @@ def test_planted_bugs_are_found_and_explained(
     status, report = run([*given, "--num-prompts", "3"], tmp_path / "report.json")
     assert (status, report["passed"]) == (1, False)
     assert "identity" in report["verdict"]
-    part = report["greedy" if bug == "lenient" else "seeded"]  # the others draw, and only by other noise
+    part = report["greedy" if bug == "lenient" else "seeded"]  # the other rows sample, with other noise
     assert part["violations"] > 0
     assert explanation in part["why"]
     wrong = [finding for finding in part["findings"] if not finding["is_tie"]]
@@ -155,7 +155,7 @@ def test_a_wrong_distribution_is_found_where_identity_is_not_promised(
     assert "distribution is WRONG" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
-# Nothing shown.
+# Inconclusive runs.
 
 
 def test_speculation_that_never_drafts_shows_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_each_part_must_have_accepted_draft_tokens() -> None:
 
 
 def test_samples_without_drafts_show_nothing(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
-    """Drafts for the eight prompts' first tokens, and then the batch is too large for any."""
+    """Drafts the first tokens of the eight prompts; then the batch is too large to draft."""
     seldom = {**drafted(pair, rejection_sample_method="standard"), "disable_by_batch_size": 2}
     status, report = run([*options(pair, prompts, seldom), "--samples", "100"], tmp_path / "report.json")
     assert status == 1
@@ -200,7 +200,7 @@ def test_samples_without_drafts_show_nothing(pair: tuple[Path, Path], prompts: P
     assert report["verdict"].startswith("NOT SHOWN: no prefix has enough tokens from rounds with a draft")
 
 
-# What is asked for.
+# Arguments.
 
 
 @pytest.mark.parametrize(

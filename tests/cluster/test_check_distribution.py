@@ -1,6 +1,6 @@
 """Tests of sampled distributions: against scipy, on exact samples, and on distributions that are off by a given amount.
 
-All draws have fixed seeds. Where a test draws, its false alarms are bounded in its text.
+All samples have fixed seeds; each sampling test states a bound on its false alarms.
 """
 
 import math
@@ -82,7 +82,7 @@ def test_the_bound_of_total_variation_is_the_protocols() -> None:
 
 @pytest.mark.parametrize("truth", [zipf(300), np.random.default_rng(5).dirichlet(np.full(200, 0.1))])
 def test_p_values_of_exact_samples_are_never_too_small(truth: Floats) -> None:
-    """1,500 samples each: more than 41 p-values under 1 % (15 are expected) come with a chance of less than 1e-7."""
+    """1,500 samples each: more than 41 p-values under 1 % (15 are expected) have a probability below 1e-7."""
     rng = np.random.default_rng(11)
     tests = [distribution.evaluate(group(counts), truth, LIMIT)[0] for counts in rng.multinomial(200, truth, size=1500)]
     assert all(test.passed for test in tests)
@@ -106,7 +106,7 @@ def test_exact_samples_pass(size: int, spread: float, draws: int, seed: int) -> 
 
 @pytest.mark.parametrize(("size", "draws"), [(4, 400), (10, 1000), (40, 4000)])
 def test_a_distribution_that_is_off_by_the_stated_amount_is_found(size: int, draws: int) -> None:
-    """97 % is stated; of 300 samples fewer than 276 (92 %) are found with a chance of about 1e-6."""
+    """97 % is stated; fewer than 276 of 300 samples (92 %) are detected with a probability of about 1e-6."""
     distance = statistics.least_tv(size - 1, draws, LIMIT)
     assert distance < 0.5
     even, off = off_by(size, distance)
@@ -118,7 +118,7 @@ def test_a_distribution_that_is_off_by_the_stated_amount_is_found(size: int, dra
 @QUICK
 @given(st.integers(2, 60), st.integers(1, 30), st.integers(0, 2**32))
 def test_a_distribution_that_is_far_off_is_found(size: int, times: int, seed: int) -> None:
-    """A distribution that is off by 1.5 times what is found with 97 % is missed with a chance under 1e-9 a sample."""
+    """A deviation of 1.5 times the one detected with 97 % is missed with a probability below 1e-9 per sample."""
     draws = 200 * size * times
     distance = 1.5 * statistics.least_tv(size - 1, draws, LIMIT)
     even, off = off_by(2 * (size // 2), distance)
@@ -139,7 +139,7 @@ def test_small_errors_are_found_together_where_none_is_alone() -> None:
 
 
 def test_strays_of_a_nearly_certain_token_are_found() -> None:
-    """Where all but one id are too unlikely for a cell there is no chi-square; the tail of the rest sees it."""
+    """If all ids but one are too unlikely for a cell there is no chi-square; the tail test of the rest detects it."""
     truth = np.append(0.999, np.full(50, 0.001 / 50))
     off = np.append(0.96, np.full(50, 0.04 / 50))
     test, _ = distribution.evaluate(drawn(off, 1000, 0), truth, LIMIT)
@@ -170,7 +170,7 @@ def test_half_precision_is_given_its_tolerance_and_no_more() -> None:
 
 
 def test_what_half_precision_hides_is_not_claimed_to_be_found() -> None:
-    """Of 20 samples that are off by what is claimed, 97 % are found: fewer than 17 of 20 have a chance of 0.4 %."""
+    """Samples off by the stated amount are detected with 97 %: fewer than 17 of 20 have a probability of 0.4 %."""
     for tolerance in (0.05, 0.3):
         distance = statistics.least_tv(7, 20_000, LIMIT, tolerance)
         assert distance > statistics.least_tv(7, 20_000, LIMIT) + tolerance / 2

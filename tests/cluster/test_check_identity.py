@@ -1,4 +1,4 @@
-"""The comparison of answers: first differences, gaps under the compared's noise, ties, what violations share."""
+"""The comparison of answers: first differences, gaps under the same noise, ties, common traits of violations."""
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ def logprobs(seed: int = 0) -> Floats:
 
 
 def noise(seed: int, index: int, token: int) -> float:
-    """The Gumbel noise of (seed, index, token), from the definition, in Python's own integers."""
+    """Return the Gumbel noise of (seed, index, token) by definition, in Python integers."""
     key = mix((mix((seed + INCREMENT) & MASK) + index * INCREMENT) & MASK)
     uniform = ((mix((key + (token + 1) * INCREMENT) & MASK) >> 12) + 0.5) / 2**52
     return float(-np.log(-np.log1p(-uniform)))
@@ -48,7 +48,7 @@ def at(
     return Difference(compared, 2, with_token, without_token, origin, (*compared.token_ids, 4, 4))
 
 
-# Where tokens come from.
+# Origins of tokens.
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_gaps_are_those_of_the_definition(compared: ComparedRequest) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**64 - 1), st.floats(0.2, 3.0), st.floats(0.0, 2e-4), st.booleans())
 def test_a_tie_is_what_lies_within_the_gap(seed: int, temperature: float, gap: float, sampled: bool) -> None:
-    """The runner-up is lifted to *gap* below the best, where the noise counts as well as where it does not."""
+    """Raise the runner-up to *gap* below the best, with and without noise."""
     compared = ComparedRequest("seeded", 0, (7, 8, 9), temperature if sampled else 0.0, seed)
     logprobs_V = logprobs(1)
     score_V = perturbed(compared, 5, logprobs_V)
@@ -151,7 +151,7 @@ def test_a_tie_is_what_lies_within_the_gap(seed: int, temperature: float, gap: f
 
 
 def test_rounding_to_half_precision_is_that_of_logits() -> None:
-    """What it moves logits by, temperature multiplies; the gap of fp32 is one of logits over temperature."""
+    """The gap is one of logits over temperature, so temperature scales the gap in logits."""
     bf16 = ALLOWANCES["bfloat16"]
     assert [bf16.gap_at(temperature) for temperature in (0.0, 0.5, 1.0, 2.0)] == [0.2, 0.4, 0.2, 0.1]
     assert [FP32.gap_at(temperature) for temperature in (0.0, 0.5, 1.0, 2.0)] == [1e-4] * 4

@@ -1,4 +1,4 @@
-"""The command line: options under all their spellings, results, and refusals of one line."""
+"""The command line: options in all spellings, results, and one-line errors."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def slipstream(*given: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, Any]]:
-    """What `serve` would have served, with which options."""
+    """Record the config and options that `serve` is called with."""
     calls: list[tuple[EngineConfig, Any]] = []
     monkeypatch.setattr(cli_serve, "serve", lambda config, options: calls.append((config, options)))
     return calls

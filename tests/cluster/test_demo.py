@@ -1,4 +1,4 @@
-"""The demo pair as shipped, and the training that makes drafts for other models."""
+"""The shipped demo pair, and training of drafts for other models."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Imports run one way: who may know whom, what each part loads, and strangers under our names."""
+"""Imports run one way, light parts load no heavy packages, and other packages of our names are detected."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ ALLOWED = {
     "demo": {"demo", "slipstream"},
     "slipstream": EVERYTHING,
 }
-# Packages that a part must not name anywhere, not even inside a function.
+# Packages that a part must not import, not even inside a function.
 NEVER = {
     "protos": {"ray", "transformers"},
     "proposers": {"ray"},
@@ -44,7 +44,7 @@ def part_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield the top-level name of every import in *path*, wherever it stands."""
+    """Yield the top-level name of every import in *path*."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""`LLM`: vLLM's signatures and shapes over a real engine, and requests that must not disturb each other."""
+"""`LLM`: vLLM's signatures and result types with a real engine; requests do not affect each other."""
 
 import math
 import shutil
@@ -34,7 +34,7 @@ def llm(pair: tuple[Path, Path]) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def reference(pair: tuple[Path, Path]) -> list[list[int]]:
-    """The greedy continuations, by transformers alone."""
+    """Return greedy continuations by transformers."""
     tokenizer = AutoTokenizer.from_pretrained(pair[0])
     model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
     model.generation_config.eos_token_id = None

@@ -1,6 +1,6 @@
-"""How often guesses are right does not suffer for good: not from a draft that is new, nor from blocks it never saw.
+"""Acceptance rates recover: after a restart of the draft, and with blocks that the draft never computed.
 
-Every comparison is of the same positions of the same texts, with and without the disturbance.
+Each test compares the same positions of the same texts, with and without the disturbance.
 """
 
 import threading
@@ -20,14 +20,14 @@ from tests.support.processes import wait_until
 BLOCK = 4
 PREFIX = 40
 FLOOR_S = 60.0
-"""Nothing here is about being late."""
+"""A deadline in seconds that no draft misses here."""
 ROOMY = 600
 """KV blocks; more than four requests need."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run, and how far acceptance may be off, as a share of the undisturbed one.
+    """The size of a run, and the allowed relative difference in acceptance.
 
     What is left are rounds that begin at other positions; that evens out over many.
     """
@@ -49,7 +49,7 @@ SIZES = [
 
 
 class Judged(NamedTuple):
-    """A row that wanted guesses: whose, behind how many known tokens, and what became of them."""
+    """A row with draft tokens: its request, its number of known tokens, and the result."""
 
     request_id: str
     known_len: int
@@ -69,7 +69,7 @@ def _quick_turns() -> Iterator[None]:
 
 
 def requests(size: Size, family: str = "", shared: int = 0) -> list[Request]:
-    """Sampled and greedy rows, each with a prompt of its own; its first *shared* tokens are alike in all families."""
+    """Return sampled and greedy requests with different prompts; the first *shared* are equal within a family."""
     return [
         Request(
             request_id=f"{family}{i}",
@@ -90,7 +90,7 @@ def requests(size: Size, family: str = "", shared: int = 0) -> list[Request]:
 
 
 def judged(engine: Engine, asked: Seq[Request]) -> list[Judged]:
-    """Return what became of every row that wanted guesses, in order."""
+    """Return the results of all rows with draft tokens, in order."""
     names = {request.prompt_token_ids: request.request_id for request in asked}
     owner: dict[int, str] = {}
     found = []
@@ -106,7 +106,7 @@ def judged(engine: Engine, asked: Seq[Request]) -> list[Judged]:
 
 
 def rate(rows: Seq[Judged], since: Mapping[str, int]) -> float:
-    """Return the share of guesses that were right, of the requests in *since* behind that many known tokens."""
+    """Return the share of draft tokens accepted, for the requests in *since* from that many known tokens on."""
     counted = [row for row in rows if row.known_len >= since.get(row.request_id, 1 << 30)]
     proposed = sum(row.proposed for row in counted)
     assert proposed > 0
@@ -148,7 +148,7 @@ def start(models: Models) -> Iterator[Start]:
 
 
 def lose_draft(engine: Engine) -> None:
-    """Kill the draft between rounds; return once that is known."""
+    """Kill the draft between rounds; return once the loss is detected."""
     assert engine.gang is not None
     executor = engine.built.executor
     engine.gang.newest("draft").crash()
@@ -161,7 +161,7 @@ def lose_draft(engine: Engine) -> None:
 
 
 def known(engine: Engine, asked: Seq[Request]) -> dict[str, int]:
-    """Return how many tokens of each request are known now, those of its prompt included."""
+    """Return the number of known tokens of each request, prompt included."""
     return {
         request.request_id: len(request.prompt_token_ids) + len(engine.outputs.get(request.request_id, ()))
         for request in asked

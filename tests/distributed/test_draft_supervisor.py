@@ -45,7 +45,7 @@ def test_a_draft_that_beats_but_gets_nothing_done_is_replaced() -> None:
     executor = make_executor(group, clock)
     executor.start()
     for number in range(100):
-        group.post(DRAFT, Heartbeat("serving", min(number - 1, 49)))  # always a round behind, then stuck
+        group.post(DRAFT, Heartbeat("serving", min(number - 1, 49)))  # always one round late, then stuck
         group.post(ONE, Heartbeat("serving", number - 1))
         clock.now += 0.5
         executor.run(make_plan(number, executor.drafting.epoch))
@@ -56,7 +56,7 @@ def test_a_draft_that_beats_but_gets_nothing_done_is_replaced() -> None:
 
 
 def pass_seconds(executor: DistributedExecutor, group: ScriptedGroup, clock: Clock, seconds: int) -> None:
-    """Let time pass in which nobody dies."""
+    """Let time pass in which no worker dies."""
     for _ in range(seconds * 4):
         clock.now += 0.25
         for worker in group.started:

@@ -1,4 +1,4 @@
-"""The same tokens from `transformers`, one process and a gang of processes, whoever guesses. DESIGN section 5."""
+"""The same tokens from `transformers`, one process and a worker group, with every source of drafts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,11 @@ from tests.support.distributed.engine import Engine, Models, configure, over, ti
 from tests.support.identity import Reference, assert_identical
 
 FAMILIES = ("llama", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_oss", "mixtral", "deepseek_v3")
-"""Tiny, with four heads, so that four ranks can share them, and a vocabulary of 97, which they cannot divide."""
+"""Tiny models with four heads for four ranks, and a vocabulary of 97, which they cannot divide."""
 GUESSES = 3
 ROOM: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 160}
 START_S = 300.0
-"""Many processes that load torch on few processors take their time."""
+"""A timeout for many processes that load torch on few processors."""
 Outputs = dict[str, list[int]]
 
 
@@ -34,7 +34,7 @@ QUICK, FULL = Size(requests=4, tokens=16), Size(requests=10, tokens=40)
 
 
 def requests(size: Size) -> list[Request]:
-    """Greedy ones and seeded ones by turns, prompts of unlike lengths that repeat themselves, longer than a step."""
+    """Return greedy and seeded requests by turns, with repetitive prompts of different lengths, longer than a step."""
     return [
         Request(
             request_id=str(i),
@@ -48,7 +48,7 @@ def requests(size: Size) -> list[Request]:
 
 
 def speculations(models: Models) -> dict[str, dict[str, Any] | None]:
-    """Who guesses: nobody, a table of the text so far, a draft on a worker of its own."""
+    """The source of drafts: none, n-grams of the text so far, or a draft model on its own worker."""
     return {
         "off": None,
         "ngram": {"method": "ngram", "num_speculative_tokens": GUESSES, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
@@ -64,7 +64,7 @@ def arguments(speculative: dict[str, Any] | None, ranks: int) -> dict[str, Any]:
 
 
 def run(engine: Engine, size: Size, name: str) -> Outputs:
-    """Run all requests to their ends, and see that guesses were made where they should be."""
+    """Run all requests to the end; check that drafts were proposed if expected."""
     try:
         engine.put(*requests(size))
         engine.step()
@@ -90,14 +90,14 @@ def together(models: Models, speculative: dict[str, Any] | None, ranks: int) -> 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `transformers` says of the greedy requests, and one process of all."""
+    """The outputs of `transformers` for the greedy requests, and of one process for all."""
 
     size: Size
     reference: Reference
     outputs: Outputs
 
     def check(self, outputs: Outputs) -> None:
-        """Same ids. Ties may only be shown where the reference can show them: in greedy rows."""
+        """Check for the same ids; near ties are allowed in greedy rows only."""
         greedy = [request for request in requests(self.size) if request.sampling.temperature == 0.0]
         prompts = [request.prompt_token_ids for request in greedy]
         assert_identical(
@@ -112,7 +112,7 @@ class Wanted:
 
 
 def wanted(models: Models, size: Size) -> Wanted:
-    """Hold one process without guesses to `transformers`; return what it says."""
+    """Compare one process without drafts with `transformers`; return its outputs."""
     reference = Reference(models[0])
     found = Wanted(size, reference, run(alone(models, None), size, "off"))
     theirs = {

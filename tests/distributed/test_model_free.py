@@ -1,4 +1,4 @@
-"""Model-free proposers beside the controller of a gang: two ranks say what one process says without guesses."""
+"""Model-free proposers in the controller process: two ranks return the tokens of one process without drafts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def plain(models: Models) -> dict[str, list[int]]:
-    """What every run must say."""
+    """The expected outputs of every run."""
     return said_plainly(models)
 
 
@@ -65,14 +65,14 @@ def test_every_method_beside_the_controller_is_among_them() -> None:
 def test_two_ranks_say_what_one_process_says(
     method: str, models: Models, plain: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """Greedy and seeded rows of unlike lengths, more than run at once."""
+    """Return greedy and seeded requests of different lengths, more than run at once."""
     speculative = keys(method, list(plain.values()), tmp_path)
     engine = threaded(configure(models, tensor_parallel_size=WORLD, speculative_config=speculative))
     try:
         engine.put(*requests(4, 20))
         assert_same(engine.finish(), plain)
         assert engine.proposed() > engine.accepted > 0
-        assert not engine.drafted, "nobody drafts on a worker"
+        assert not engine.drafted, "no worker drafts"
     finally:
         engine.built.shutdown()
 
@@ -80,7 +80,7 @@ def test_two_ranks_say_what_one_process_says(
 @pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_on_ray(method: str, models: Models, tmp_path: Path, ray_cluster: Any) -> None:
-    """The whole engine, sixteen rows at once: two ranks, each a process of its own."""
+    """The whole engine, sixteen rows at once, with two ranks in processes."""
     prompts = [list(request.prompt_token_ids) for request in requests(16)]
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24 + i % 5, ignore_eos=True, detokenize=False)

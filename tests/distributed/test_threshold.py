@@ -1,4 +1,4 @@
-"""The batch-size threshold: a ramp of concurrent requests up and down moves it once each way, where it was set."""
+"""The batch-size threshold: a ramp of requests up and down switches speculation once each way."""
 
 import threading
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Ramp:
 
     @property
     def calm(self) -> int:
-        """So few rows, held for a while, turn it on again."""
+        """So few rows for a while turn it on again."""
         return self.edge * 4 // 5
 
     def arguments(self, models: Models, placement: str | None) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _quick_turns() -> Iterator[None]:
 
 
 def requests(ramp: Ramp) -> list[Request]:
-    """One for each step of the way up, every other one sampled; none ends by itself on the way."""
+    """Return one request per step up, every other one sampled; none ends during the ramp."""
     return [
         Request(str(i), (3, 4, 5 + i % 80, 6 + i % 7), SamplingParams(), Sampling(i, float(i % 2)), LONGEST)
         for i in range(ramp.top)
@@ -77,7 +77,7 @@ def requests(ramp: Ramp) -> list[Request]:
 
 @dataclass
 class Counted:
-    """How many rows decoded in each round, as the policy was told."""
+    """The number of rows in each round, as passed to the policy."""
 
     engine: Engine
     decoding: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Counted:
         policy.begin_step = begin_step  # type: ignore[method-assign]
 
     def climb_and_descend(self, ramp: Ramp) -> dict[str, list[int]]:
-        """One request more a step up to the top, and one fewer every second step down to one."""
+        """Add one request per step up to the top, then abort one every second step down to one."""
         for request in requests(ramp):
             self.engine.put(request)
             self.engine.step()
@@ -108,7 +108,7 @@ class Counted:
         return [any(row.k for row in plan.rows) for plan, _ in self.engine.rounds]
 
     def span_off(self) -> range:
-        """Rounds from the first above the edge to the last without guesses before they come back."""
+        """The rounds without draft tokens."""
         guessing = self.guessing()
         first = next(i for i in range(1, len(guessing)) if guessing[i - 1] and not guessing[i])
         return range(first, next(i for i in range(first, len(guessing)) if guessing[i]))
@@ -121,21 +121,21 @@ class Counted:
         assert self.decoding[off.start] == ramp.edge + 1
         calm = [rows <= ramp.calm for rows in self.decoding[off.start : off.stop + 1]]
         assert calm.count(True) == RESUME_STEPS
-        assert all(calm[-RESUME_STEPS:]), "it comes back in the sixteenth calm step, no sooner and no later"
+        assert all(calm[-RESUME_STEPS:]), "speculation must resume in the sixteenth calm step"
         guessing = self.guessing()
         assert all(guessing[1 : off.start])
-        assert all(guessing[off.stop : -1])  # in the last round there may be one token left to say
+        assert all(guessing[off.stop : -1])  # one token may be left for the last round
         changes = self.engine.built.controller.stats().speculation_changes
         assert changes == {"batch_size_rose": 1, "batch_size_fell": 1}
 
 
 def alone(models: Models, arguments: dict[str, Any], *, draft: bool = True) -> Engine:
-    """Everything in this thread."""
+    """An engine in this thread."""
     return Engine(assemble.build(configure(models, draft=draft, **arguments), LocalInbox(), report=lambda line: None))
 
 
 def plain(models: Models, ramp: Ramp) -> dict[str, list[int]]:
-    """What the same requests say where speculation is not configured."""
+    """Return the outputs of the same requests without speculation."""
     engine = alone(models, ramp.room, draft=False)
     engine.put(*requests(ramp))
     outputs = engine.finish()
@@ -155,7 +155,7 @@ def check(engine: Engine, models: Models, ramp: Ramp) -> Counted:
 
 
 def assert_no_look_ahead(engine: Engine, off: range) -> None:
-    """While it is off, a row gets a block only for tokens that are known."""
+    """Check that without speculation rows get blocks for known tokens only."""
     held: dict[int, int] = {}
     for index, (plan, _) in enumerate(engine.rounds):
         held.update({new.slot: 0 for new in plan.new})
@@ -174,7 +174,7 @@ def test_a_ramp_in_one_process(models: Models, ramp: Ramp) -> None:
 @pytest.mark.parametrize("ramp", RAMPS)
 def test_a_ramp_over_a_gang_leaves_the_draft_idle(models: Models, ramp: Ramp, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = threaded(configure(models, **ramp.arguments(models, "dedicated")), floor_s=60.0)
-    worked: list[int] = []  # the round that ran at each forward of the draft
+    worked: list[int] = []  # the current round at each forward pass of the draft
     forward = ModelRunner.forward
 
     def note(self: ModelRunner, *args: Any) -> Any:
@@ -190,7 +190,7 @@ def test_a_ramp_over_a_gang_leaves_the_draft_idle(models: Models, ramp: Ramp, mo
     assert_no_look_ahead(engine, off)
     assert not any(plan.epoch for plan, _ in engine.rounds[off.start : off.stop])
     assert not engine.drafted & {plan.round for plan, _ in engine.rounds[off.start : off.stop]}
-    # What it was at when its last round ended it may finish beside the next one.
+    # The draft may finish its last work during the next round.
     assert not set(worked) & set(range(off.start + 2, off.stop))
     assert min(worked) < off.start < off.stop <= max(worked)
     assert engine.missed == 0

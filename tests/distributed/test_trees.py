@@ -1,4 +1,4 @@
-"""Trees in a gang of threads: on every rank alike, over the pair and from the controller, through the loss of ranks."""
+"""Draft trees in a worker group of threads: equal on all ranks, from the draft and the controller, and after losses."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -37,7 +37,7 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
     watchdog = Watchdog(clock)
     watchdog.mark_serving(ONE)
     watchdog.begin_round(0.0)
-    clock.now += 3600  # the caller of an offline engine was busy elsewhere, or our own process was stopped
+    clock.now += 3600  # the caller of an offline engine was busy, or this process was stopped
     watchdog.tick()
     assert not watchdog.silent()
     assert watchdog.overdue() is None

@@ -1,4 +1,4 @@
-"""The formulas and claims of `benchmarks.acceptance`, against sums written out and rules proved by enumeration."""
+"""The formulas and claims of `benchmarks.acceptance`, against explicit sums and rules proved by enumeration."""
 
 from dataclasses import replace
 

@@ -1,18 +1,18 @@
-"""Each of seven mistakes is caught, planted into the engine whose real rules the rest of the suite lets pass.
+"""Each of seven mistakes patched into the engine is detected.
 
-Power, by the laws of the mistakes; N tokens at guessed places, of which `power` says how many are needed:
+Power, from the mistakes' distributions; `power` computes how many tokens N after draft tokens are needed:
 
-- A rule that keeps 2 % of what should go emits .98 p + .02 q, so lambda = N x 4e-4 x sum (q - p)^2 / p.
+- A rule that accepts 2 % of the tokens to reject emits .98 p + .02 q, so lambda = N x 4e-4 x sum (q - p)^2 / p.
 - One that resamples from p emits min(p, q) + TV p, with TV the total variation of p and q.
-- A bonus from q has law q wherever all guesses were kept.
-- Shared noise, late penalties, a position key used twice and children that are not renormalised have no such formula;
-  what they do is measured, and printed by the full form.
+- A bonus from q has distribution q after fully accepted drafts.
+- Shared noise, late penalties, a position key used twice and children that are not renormalized have no such formula;
+  their effect is measured, and printed by the full form.
 
-`test_the_power_of_the_suite` computes how many tokens catch the first three with probability 0.99 at the false-alarm
-rate of the suite, 1e-6 over 500 tests: 2 % too lenient, 15,000 where a draft is certain of what the target says now and
-then, 75,000 where both are unrelated, 3,000,000 where they nearly agree; resampling from p, 2,000 and 5,500; a bonus
+`test_the_power_of_the_suite` computes how many tokens detect the first three with probability 0.99 at the false-alarm
+rate of the suite, 1e-6 over 500 tests: 2 % too lenient, 15,000 if a draft is certain of tokens that the target samples
+rarely, 75,000 if both are unrelated, 3,000,000 if they nearly agree; resampling from p, 2,000 and 5,500; a bonus
 from q, 300 and 1,200. The full matrix has 100,000 to 1,000,000 in each of these cells; the quick form takes 2,000 to
-12,000 where a mistake shows best, with fixed seeds.
+12,000 in the cell that shows a mistake best, with fixed seeds.
 """
 
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_it_is_the_mistake_that_is_caught(bug: Bug) -> None:
 
 
 def pairs_of(name: str) -> list[tuple[Law, Law]]:
-    """Return the laws of target and draft behind each token."""
+    """Return the distributions of target and draft after each token."""
     return [
         (law(OPTIONS["plain"], target_V, (), (0,)), law(OPTIONS["plain"], draft_V, (), (0,)))
         for target_V, draft_V in zip(*PAIRS[name], strict=True)
@@ -64,7 +64,7 @@ def pairs_of(name: str) -> list[tuple[Law, Law]]:
 
 
 def wrong_law(mistake: str, p_V: Law, q_V: Law) -> Law:
-    """Return what is emitted instead of p."""
+    """Return the distribution that is emitted instead of p."""
     if mistake == "accepts 2 % too often":
         return (1 - LENIENCE) * p_V + LENIENCE * q_V
     if mistake == "resamples from p":

@@ -1,6 +1,6 @@
-"""The law of what the whole engine emits, against one computed with transformers' own logits processors.
+"""The distribution of the engine's tokens, against one computed with transformers' logits processors.
 
-Joint outcomes of the first two tokens over a vocabulary of 16, drawn by one request each. Chi-square at a
+Joint outcomes of the first two tokens over a vocabulary of 16, one request each. Chi-square at a
 false-alarm rate of 1e-6 a test (nine in the full form, so 1e-5 in all), cells pooled to an expectation of 5.
 """
 
@@ -27,7 +27,7 @@ from tests.support.models.tiny_models import build
 
 VOCAB = 16
 PROMPT = [3, 9, 5, 9, 3]
-SPREAD = 0.1  # of the weights: a law with many likely outcomes
+SPREAD = 0.1  # of the weights: a distribution with many likely outcomes
 FALSE_ALARM = 1e-6
 SETTINGS = {
     "top-p and repetition": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3},
@@ -65,7 +65,7 @@ def expected_law(model: torch.nn.Module, setting: dict[str, object], outputs: li
 
 
 def joint_law(model: torch.nn.Module, setting: dict[str, object]) -> np.ndarray:
-    """Return the law of the first two tokens, `[V, V]`."""
+    """Return the distribution of the first two tokens, `[V, V]`."""
     first = expected_law(model, setting, [])
     return np.stack(
         [first[a] * expected_law(model, setting, [a]) if first[a] else np.zeros(VOCAB) for a in range(VOCAB)]

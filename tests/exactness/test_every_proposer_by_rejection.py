@@ -1,8 +1,8 @@
-"""Every proposer that needs a draft worker, under the rules that judge by p/q: what is emitted has the target's law.
+"""Every proposer on a draft worker, with rejection sampling: tokens have the target's distribution.
 
-The reference is `transformers`: its law behind every text that came up. All tests of this file together raise a false
+The reference is `transformers`: its distribution after every text. All tests of this file together raise a false
 alarm with probability 1e-6 at most, and seeds are fixed. Full: each case and shape under both rules, 20,000 texts of
-three tokens, which see a total variation of 2 % that is alike behind all texts in 97 of 100 cases
+three tokens, which detect a total variation of 2 %, equal after all texts, in 97 of 100 cases
 (`tests.support.exactness.statistics.power`); quick: 100 texts of some that
 `tests.workers.verification.test_rejection_engine` leaves out.
 """
@@ -28,14 +28,14 @@ PROMPT = (3, 9, 4, 9, 5)
 LENGTH = 3
 QUICK, FULL = 100, 20_000
 NUM_TESTS = 100
-"""More than there are, quick and full together."""
+"""A bound on the number of tests, quick and full together."""
 MANY = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 2000}
 NAMED = {case.name: case for case in CASES}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A kind of draft, what it drafts, and who judges it."""
+    """A kind of draft, its shape and the acceptance rule."""
 
     name: str
     shape: str
@@ -50,7 +50,7 @@ class Cell:
         return NAMED[self.name]
 
     def started(self, folders: Folders) -> Engine:
-        """An engine that drafts so."""
+        """An engine with this kind of draft."""
         asked = folders.speculative(self.case, **self.case.shapes[self.shape], rejection_sample_method=self.rule)
         return started(folders.of(self.case), asked, **MANY)
 
@@ -84,7 +84,7 @@ def sampled(count: int) -> list[Request]:
 
 
 def laws_behind(folder: Path, family: str, texts: list[tuple[int, ...]]) -> Law:
-    """Return what `transformers` makes of *texts* of one length, `[C, V]`."""
+    """Return the logits of `transformers` after *texts* of one length, `[C, V]`."""
     told = json.loads((folder / "config.json").read_text())
     plain = {key: value for key, value in told.items() if key not in {"model_type", "auto_map"}}
     config = AutoConfig.for_model(family, **plain)
@@ -95,7 +95,7 @@ def laws_behind(folder: Path, family: str, texts: list[tuple[int, ...]]) -> Law:
 
 
 def judged(folder: Path, family: str, texts_NL: Ints) -> Finding:
-    """Compare each token with the law behind what came before it."""
+    """Compare each token with the distribution after the text before it."""
     counts, laws = [], []
     for place in range(LENGTH):
         before, context_N = np.unique(texts_NL[:, :place], axis=0, return_inverse=True)
@@ -105,7 +105,7 @@ def judged(folder: Path, family: str, texts_NL: Ints) -> Finding:
 
 
 def check(cell: Cell, folders: Folders, running: list[Engine], count: int) -> None:
-    """Sample *count* texts, and let greedy rows say what they say alone."""
+    """Sample *count* texts; check that greedy rows equal those of a run alone."""
     folder = folders.of(cell.case)
     engine = cell.started(folders)
     running.append(engine)

@@ -1,4 +1,4 @@
-"""Greedy fp32: transformers `generate`, speculation off, n-gram and draft model say the same, for every family.
+"""Greedy fp32: the same tokens from transformers, without speculation, with n-grams and with a draft, for every family.
 
 A mixed batch: 16-token prefill chunks, shared prefixes, and so few blocks that sequences are preempted.
 """

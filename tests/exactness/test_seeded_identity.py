@@ -1,4 +1,4 @@
-"""Seeded sampling in fp32 on the demo pair: the same tokens whoever guesses, however many at once, preempted or not."""
+"""Seeded sampling in fp32 on the demo pair: the same tokens with every proposer and batch size, preempted or not."""
 
 import json
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from tests.conftest import ModelPair
 
 REPOSITORY = Path(__file__).parents[2]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-# Few enough blocks that 32 sequences of about 300 tokens cannot all stay.
+# Too few blocks for 32 sequences of about 300 tokens.
 TIGHT = {"num_gpu_blocks_override": 192}
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of the workload is run."""
+    """The share of the workload to run."""
 
     prompts: int
     tokens: int
@@ -38,7 +38,7 @@ def prompts(count: int) -> list[str]:
 
 
 def params(size: Size) -> list[SamplingParams]:
-    """Temperature 1, top-p 0.9, all penalties on, log-probabilities asked for; a seed each."""
+    """Return parameters with temperature 1, top-p 0.9, all penalties, log-probabilities, and a seed each."""
     return [
         SamplingParams(
             temperature=1.0,
@@ -72,7 +72,7 @@ def drafted(pair: ModelPair, length: int) -> dict[str, Any]:
 
 
 def variants(pair: ModelPair, size: Size) -> Iterator[tuple[str, dict[str, Any] | None, dict[str, Any]]]:
-    """Yield name, speculative config and engine arguments of everything that must say the same."""
+    """Yield name, speculative config and engine arguments of all runs, which must return the same tokens."""
     yield "off, one at a time", None, {"max_num_seqs": 1}
     yield "off, preempted", None, {"max_num_seqs": 32, **TIGHT}
     yield "ngram", NGRAM, {"max_num_seqs": 32}
@@ -86,17 +86,17 @@ def variants(pair: ModelPair, size: Size) -> Iterator[tuple[str, dict[str, Any] 
 NEAR, NEVER_OVER = 1e-5, 1e-4
 """Log-probabilities agree within the first, but for `MAX_FAR` of them; none is off by the second.
 
-Other batch shapes sum in another order. Without speculation, 32 at once against one at a time, of ten thousand values
-one is off by 1e-5 with AVX2, fewer with AVX-512, with any attention.
+Other batch shapes sum in another order. Without speculation, between 32 at once and one at a time, one of ten thousand
+values is off by 1e-5 with AVX2, fewer with AVX-512, with any attention.
 """
 MAX_FAR = 5e-4
 MAX_RANK_TIES = 1e-3
-"""Share of ranks that may be off by one: tokens less than `NEAR` apart may stand either way round."""
+"""Share of ranks that may be off by one: tokens less than `NEAR` apart may swap."""
 
 
 @dataclass
 class Differences:
-    """How far log-probabilities and ranks of two runs are apart, value by value."""
+    """Differences in log-probabilities and ranks of two runs."""
 
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)

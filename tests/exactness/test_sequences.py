@@ -1,11 +1,11 @@
-"""Sequence level: the joint law of whole texts, 256 outcomes, of a language that is solved exactly.
+"""Sequence level: the joint distribution of whole texts, 256 outcomes, of an exactly solvable language.
 
-Each token's law depends on all of the text before, and with penalties on how often each token was said, so that a
-wrong condition behind a rejection, a wrong bonus token or a stale cache entry moves the joint law. First by rounds
-alone, then through controller and scheduler with every fault of `tests.support.exactness.faults` at once. All tests of
-this
-file together raise a false alarm with probability 1e-6 at most. Quick: 1,500 texts a cell, 700 with faults, which see
-a total variation of some 15 % between joint laws; full: 20,000 and 8,000, which see 4 and 7 %.
+Each token's distribution depends on all of the text before, and with penalties on the counts of tokens, so that a
+wrong condition after a rejection, a wrong bonus token or a stale cache entry moves the joint distribution. First by
+rounds alone, then through controller and scheduler with every fault of `tests.support.exactness.faults` at once. All
+tests of this file together raise a false alarm with probability 1e-6 at most. Quick: 1,500 texts a cell, 700 with
+faults, which detect a total variation of some 15 % between joint distributions; full: 20,000 and 8,000, which detect 4
+and 7 %.
 """
 
 import logging
@@ -19,7 +19,7 @@ from tests.support.exactness.texts import DRAFTS, SAMPLINGS, Texts
 RULES = ("coupled", "standard", "block")
 CHAIN, TREE, WIDE = Shape(3), Shape(5, 2, 2), Shape(9, 3, 2)
 NUM_TESTS = 300
-"""More than there are, quick and full together."""
+"""A bound on the number of tests, quick and full together."""
 QUICK, FULL = 1_500, 20_000
 LIVES, MANY_LIVES = 700, 8_000
 
@@ -48,7 +48,7 @@ def check_lives(cell: Texts, count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Faults on purpose are told of, with a traceback each."""
+    """Injected faults are logged with tracebacks."""
     caplog.set_level(logging.CRITICAL)
 
 

@@ -1,4 +1,4 @@
-"""The witnesses themselves: they let exact samples pass, and find laws that are off with the power they claim."""
+"""The statistical tests themselves: exact samples pass, and deviations are detected with the stated power."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ def test_power_grows_with_samples_and_is_the_false_alarm_rate_where_nothing_is_w
 
 
 def test_total_variation_alone_misses_small_errors() -> None:
-    """Why it is the second witness."""
+    """The reason for the second test."""
     law = LAWS["even"]
     finding = compare(draw(tilted(law, 0.008), 200_000, 1)[None], law[None])
     assert finding.tv < finding.tv_bound

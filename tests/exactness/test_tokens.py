@@ -1,14 +1,12 @@
-"""Token level: every rule, sampling option and pair of laws that does its worst, through the engine's own rounds.
+"""Token level: every acceptance rule, sampling option and adversarial pair, through the engine's own rounds.
 
 Chi-square of each token given what came before it, and the total-variation bound
-(`tests.support.exactness.statistics`). All tests of this
-file together raise a false alarm with probability 1e-6 at most; each cell has seeds of its own, and they are fixed. The
-full form takes 1,000,000 tokens of every rule and pair in chains, 100,000 in trees and of every length, and 40,000 of
-every option: the rules themselves are proved by enumeration (`tests/workers/verification/test_rejection_math.py`), so
-that what is left to be seen is
-how they are wired, and mistakes there are not small. The quick one takes each option, pair and length once, of the
-rules and shapes in turn, with 1,500 tokens, and sees what moves one in ten of them; 1,000,000 see 0.3 %.
-`tests/exactness/test_bugs.py` has the power against mistakes that people make.
+(`tests.support.exactness.statistics`). All tests of this file together raise a false alarm with probability 1e-6 at
+most; each cell has its own fixed seeds. The full form takes 1,000,000 tokens of every rule and pair in chains, 100,000
+in trees and of every length, and 40,000 of every option: the rules themselves are proved by enumeration
+(`tests/workers/verification/test_rejection_math.py`), so only their wiring is left to test, where mistakes are large.
+The quick one takes each option, pair and length once, of the rules and shapes in turn, with 1,500 tokens, and detects
+changes of 10 %; 1,000,000 detect 0.3 %. `tests/exactness/test_bugs.py` computes the power against typical mistakes.
 """
 
 from itertools import cycle, product
