@@ -1,4 +1,4 @@
-"""Bodies: read, limited and checked on the way in, written as JSON on the way out."""
+"""Reads and validates JSON request bodies, and writes JSON responses."""
 
 from typing import Any, TypeVar
 
@@ -17,22 +17,22 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def described(model: type[RequestBody]) -> dict[str, Any]:
-    """Return the OpenAPI entry of a body that is read by `read_body`."""
+    """Return the OpenAPI entry of a body that `read_body` reads."""
     schema = model.model_json_schema()
-    whole = _spelt_out(schema, schema.pop("$defs", {}))
+    whole = _inlined(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
 
 
-def _spelt_out(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Return *schema* with definitions in place of references: in a document, those would lead elsewhere."""
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """Return *schema* with references replaced by their definitions."""
     if isinstance(schema, list):
-        return [_spelt_out(item, definitions) for item in schema]
+        return [_inlined(item, definitions) for item in schema]
     if not isinstance(schema, dict):
         return schema
     name = schema.get("$ref", "").rpartition("/")[2]
     if name in definitions:
-        return _spelt_out(definitions[name], definitions)
-    return {key: _spelt_out(value, definitions) for key, value in schema.items()}
+        return _inlined(definitions[name], definitions)
+    return {key: _inlined(value, definitions) for key, value in schema.items()}
 
 
 def json_response(body: msgspec.Struct | dict[str, Any]) -> Response:
@@ -41,11 +41,11 @@ def json_response(body: msgspec.Struct | dict[str, Any]) -> Response:
 
 
 async def read_body(http: Request, model: type[Body]) -> Body:
-    """Read and check a JSON body.
+    """Read and validate a JSON body.
 
     Raises:
-        ApiError: 415 for another content type, 413 for one too long, 400 for what is not JSON.
-        InvalidRequestError: a field is unknown, missing or wrong.
+        ApiError: 415 for another content type, 413 for a body that is too long, 400 for invalid JSON.
+        InvalidRequestError: a field is unknown, missing or invalid.
     """
     kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":

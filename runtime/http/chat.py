@@ -30,12 +30,12 @@ from runtime.http.responses import (
 )
 from runtime.http.schemas import ChatCompletionRequest
 from runtime.http.tools.choice import ToolUse
-from runtime.http.tools.parser import CallPart, CallReader, ParsedCalls
+from runtime.http.tools.scanner import CallPart, CallReader, ParsedCalls
 
 
 @dataclass(frozen=True)
 class ChatEnvelope(Envelope):
-    """The fields that a chat completion, or all its chunks, have in common."""
+    """The fields that a chat completion and all its chunks share."""
 
     kind: type[ChatCompletion] | type[ChatCompletionChunk]
     id: str
@@ -53,7 +53,7 @@ class ChatEnvelope(Envelope):
 
 
 class _ChatChoice(Choice):
-    """What both forms of a chat choice have in common."""
+    """A choice of a chat completion, streamed or not."""
 
     def __init__(self, index: int, body: ChatCompletionRequest, texts: TokenTexts, use: ToolUse) -> None:
         super().__init__(index)
@@ -64,25 +64,25 @@ class _ChatChoice(Choice):
         self._reader = use.reader()
 
     def add(self, output: TokenOutput) -> None:
-        """Take what a step added, and find the calls in it."""
-        said = self.text
+        """Add the output of a step, and find the calls in it."""
+        text_before = self.text
         super().add(output)
         if self._reader is not None:
-            self.text = said + self._read(self._reader, output)
+            self.text = text_before + self._read(self._reader, output)
 
     def _read(self, reader: CallReader, output: TokenOutput) -> str:
-        """Note the calls in the new text; return what of it is none."""
+        """Add the calls in the new text; return the text outside of calls."""
         found = reader.push(output.text)
         ended = reader.finish() if output.finish_reason is not None else ParsedCalls()
         kept = [part for part in (*found.parts, *ended.parts) if self._use.is_parallel or part.index == 0]
         self.calls += kept
-        # As with the public API: an answer is "tool_calls" where the model chose to call, not where it had to.
+        # As in OpenAI's API, the reason is not "tool_calls" if the request named the function.
         if output.finish_reason == "stop" and reader.num_calls and self._use.mode != "named":
             self.finish_reason = "tool_calls"
         return found.content + ended.content
 
-    def written_logprobs(self) -> ChatLogprobs | None:
-        """Return the pending log-probabilities, where they were asked for."""
+    def pending_logprobs(self) -> ChatLogprobs | None:
+        """Return the pending log-probabilities, if requested."""
         num_top = self.body.num_logprobs
         return None if num_top is None else chat_logprobs(self.logprobs, self.texts, num_top)
 
@@ -94,13 +94,13 @@ class ChatWriter(_ChatChoice):
         """See `Choice`."""
         shown = UNSET if self.body.prompt_logprobs is None else prompt_logprobs(self.prompt_logprobs, self.texts)
         return ChatChoice(
-            self.index, self._message(), self.written_logprobs(), self.finish_reason, self.stop_reason, shown
+            self.index, self._message(), self.pending_logprobs(), self.finish_reason, self.stop_reason, shown
         )
 
     def _message(self) -> ChatMessage:
         if not self.calls:
             return ChatMessage(self.text)
-        calls = [ToolCall(_call_id(), FunctionCall(name, arguments)) for name, arguments in joined(self.calls)]
+        calls = [ToolCall(_call_id(), FunctionCall(name, arguments)) for name, arguments in join_parts(self.calls)]
         return ChatMessage(self.text or None, tool_calls=calls)
 
 
@@ -120,11 +120,11 @@ class ChatChunkWriter(_ChatChoice):
         self.calls = []
         delta = ChatDelta(self.text if self.text or calls is UNSET else UNSET, self.role, calls)
         self.role = UNSET
-        return ChatChunkChoice(self.index, delta, self.written_logprobs(), self.finish_reason, self.stop_reason)
+        return ChatChunkChoice(self.index, delta, self.pending_logprobs(), self.finish_reason, self.stop_reason)
 
 
-def joined(parts: Sequence[CallPart]) -> list[tuple[str, str]]:
-    """Return name and arguments of each call that came in *parts*."""
+def join_parts(parts: Sequence[CallPart]) -> list[tuple[str, str]]:
+    """Return the name and arguments of each call in *parts*."""
     calls: list[tuple[str, str]] = []
     for part in parts:
         if part.name is not None:
@@ -146,7 +146,7 @@ def _call_id() -> str:
 
 
 async def chat_job(context: RouteContext, body: ChatCompletionRequest) -> CompletionJob:
-    """Validate everything *body* asks for; nothing is scheduled yet.
+    """Validate *body*; nothing is scheduled yet.
 
     Raises:
         InvalidRequestError: names the field, the value and the limit.
@@ -156,8 +156,8 @@ async def chat_job(context: RouteContext, body: ChatCompletionRequest) -> Comple
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     use = body.tool_use(context.options.tools)
     params = use.constrained(body.chat_sampling(context.options.sampling_defaults))
-    prompt = await context.engine.render_chat(body.messages, params, **body.template_options, **use.told)
-    with use.named_in_errors():
+    prompt = await context.engine.render_chat(body.messages, params, **body.template_options, **use.template_options)
+    with use.error_context():
         requests = await context.engine.prepare(prompt, params, request_id)
     group = context.with_options(requests, body)
     kind, writer = (ChatCompletionChunk, ChatChunkWriter) if body.stream else (ChatCompletion, ChatWriter)

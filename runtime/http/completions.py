@@ -19,7 +19,7 @@ from runtime.http.schemas import CompletionRequest
 
 @dataclass(frozen=True)
 class CompletionEnvelope(Envelope):
-    """The fields that a completion and all its chunks have in common."""
+    """The fields that a completion and all its chunks share."""
 
     id: str
     created: int
@@ -40,10 +40,10 @@ class CompletionWriter(Choice):
 
     Args:
         index: its number among the choices.
-        request: what is being answered.
-        body: what the client asked for.
+        request: the request of this choice.
+        body: the HTTP request.
         texts: the texts of tokens.
-        echoed: the prompt's text where it is to be echoed, else nothing.
+        echoed: the prompt's text if it is echoed, else empty.
     """
 
     def __init__(self, index: int, request: Request, body: CompletionRequest, texts: TokenTexts, echoed: str) -> None:
@@ -55,7 +55,7 @@ class CompletionWriter(Choice):
         self._logprobs = None if body.logprobs is None else LogprobsWriter(texts, body.logprobs)
 
     def add(self, output: TokenOutput) -> None:
-        """Take what a step added; of a request that only scores its prompt, no token."""
+        """Add the output of a step; without its token if the request only scores its prompt."""
         if self._body.only_scores:
             output = msgspec.structs.replace(output, token_ids=(), text="", logprobs=None, stop_reason=None)
             if output.finish_reason is not None:
@@ -64,13 +64,13 @@ class CompletionWriter(Choice):
 
     def render(self) -> CompletionChoice:
         """See `Choice`."""
-        logprobs = self._written_logprobs()
+        logprobs = self._pending_logprobs()
         text = (self._echo or "") + self.text
         self._echo = None
         shown = UNSET if self._body.prompt_logprobs is None else prompt_logprobs(self.prompt_logprobs, self._texts)
         return CompletionChoice(self.index, text, logprobs, self.finish_reason, self.stop_reason, shown)
 
-    def _written_logprobs(self) -> CompletionLogprobs | None:
+    def _pending_logprobs(self) -> CompletionLogprobs | None:
         if self._logprobs is None:
             return None
         if self._echo is None:
@@ -79,7 +79,7 @@ class CompletionWriter(Choice):
 
 
 async def completion_job(context: RouteContext, body: CompletionRequest) -> CompletionJob:
-    """Validate everything *body* asks for; nothing is scheduled yet.
+    """Validate *body*; nothing is scheduled yet.
 
     Raises:
         InvalidRequestError: names the field, the value and the limit.
@@ -98,14 +98,14 @@ async def completion_job(context: RouteContext, body: CompletionRequest) -> Comp
         choices += [
             CompletionWriter(len(choices) + j, each, body, context.texts, echoed) for j, each in enumerate(groups[-1])
         ]
-        await asyncio.sleep(0)  # a large batch must not hold up everyone's tokens
+        await asyncio.sleep(0)  # let other requests' tokens through while a large batch is prepared
     envelope = CompletionEnvelope(request_id, int(time.time()), model)
     spec_metrics, origins = context.spec_metrics(body), context.origins(body)
     return CompletionJob(groups, choices, envelope, body.wants_usage, spec_metrics, origins)
 
 
 def _echoed(prompt: str | list[int], request: Request, texts: TokenTexts) -> str:
-    """The prompt as it was given, or the text of its tokens where only they are known."""
+    """Return the prompt's text as given, or decoded if it was given as tokens or truncated."""
     if isinstance(prompt, str) and request.params.truncate_prompt_tokens is None:
         return prompt
     return texts.decode(request.prompt_token_ids, request.params)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}`, always."""
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
 import logging
 import math
@@ -21,20 +21,20 @@ from protos.errors import (
 
 log = logging.getLogger("slipstream")
 
-KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
+TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
 NO_RETRY = {"x-should-retry": "false"}
-"""Clients try again after 408 by themselves, but what took too long once would do so again."""
+"""Clients retry after 408 by default, but the request would take too long again."""
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """A response other than 200.
 
     Args:
         status: the HTTP status.
         message: one line for the user; never a path, an address or a traceback.
-        param: the request field at fault.
-        code: what programs test for.
-        headers: what the answer carries besides.
+        param: the invalid request field.
+        code: identifies the error for programs.
+        headers: additional response headers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ApiError(Exception):
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """The inside of an error body."""
+    """The content of an error body."""
 
     message: str
     type: str
@@ -69,23 +69,22 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Turn any exception into what a client may know of it."""
+    """Return the `ApiError` for any exception. Internal details are logged, not sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SlipstreamError):
-        return _told(error)
+        return _from_slipstream(error)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
-    return _unknown(error)
+    return _internal(error)
 
 
-def _unknown(error: Exception) -> ApiError:
+def _internal(error: Exception) -> ApiError:
     log.error("a request failed inside the server", exc_info=error)
     return ApiError(500, "the server failed on this request; its log says more")
 
 
-def _told(error: SlipstreamError) -> ApiError:
-    """What is said of an error that was raised on purpose."""
+def _from_slipstream(error: SlipstreamError) -> ApiError:
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), error.param)
     if isinstance(error, OverloadedError):
@@ -97,7 +96,7 @@ def _told(error: SlipstreamError) -> ApiError:
         return ApiError(503, "the engine has stopped and cannot answer; its log says why", code="engine_dead")
     if isinstance(error, RequestFailedError):
         return ApiError(500, str(error))
-    return _unknown(error)
+    return _internal(error)
 
 
 def _overloaded(error: OverloadedError) -> ApiError:
@@ -109,22 +108,21 @@ def _overloaded(error: OverloadedError) -> ApiError:
 
 def error_body(error: ApiError) -> bytes:
     """Return the JSON of *error*."""
-    kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, kind, error.param, error.code)))
 
 
 async def answer(request: Request, error: Exception) -> Response:
     """The exception handler of every route."""
-    known = as_api_error(error)
-    return error_response(known)
+    return error_response(as_api_error(error))
 
 
 def error_response(error: ApiError) -> Response:
-    """Return the answer that says *error*."""
+    """Return the response for *error*."""
     return Response(error_body(error), error.status, error.headers, media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
-    """Let *app* answer every error in this form."""
+    """Make *app* answer every error in this format."""
     for kind in (ApiError, SlipstreamError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what every route answers, errors included, and the key that it needs."""
+"""The OpenAPI document: the responses of every route, errors included, and the API key."""
 
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ ANSWERS: dict[str, type[msgspec.Struct]] = {
     "/detokenize": Detokenized,
 }
 STREAMS: dict[str, type[msgspec.Struct]] = {"/v1/completions": Completion, "/v1/chat/completions": ChatCompletionChunk}
-PLAIN: dict[str, dict[str, Any]] = {
+OTHER_ANSWERS: dict[str, dict[str, Any]] = {
     "/health": {},
     "/metrics": {"text/plain": {"schema": {"type": "string"}}},
     "/version": {
@@ -43,7 +43,7 @@ KEY = "key"
 
 
 def install(app: FastAPI) -> None:
-    """Let *app* describe itself in full; made when first asked for."""
+    """Set the document of *app*, which is built on first use."""
     app.openapi = partial(_document, app)  # type: ignore[method-assign]
 
 
@@ -54,13 +54,16 @@ def _document(app: FastAPI) -> dict[str, Any]:
         kinds = sorted(described, key=lambda each: each.__name__)
         _, schemas = msgspec.json.schema_components(kinds, ref_template=COMPONENT)
         document["components"] = {"schemas": schemas, "securitySchemes": {KEY: {"type": "http", "scheme": "bearer"}}}
-        document["paths"] = {_plain(path): _path(_plain(path), methods) for path, methods in document["paths"].items()}
+        document["paths"] = {
+            _without_converter(path): _path(_without_converter(path), methods)
+            for path, methods in document["paths"].items()
+        }
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _plain(path: str) -> str:
-    """Return *path* without what only the router understands."""
+def _without_converter(path: str) -> str:
+    """Return *path* without the converter of the router."""
     return path.replace(":path}", "}")
 
 
@@ -70,12 +73,12 @@ def _path(path: str, methods: dict[str, Any]) -> dict[str, Any]:
 
 
 def _responses(path: str) -> dict[str, Any]:
-    content = dict(PLAIN.get(path, {}))
+    content = dict(OTHER_ANSWERS.get(path, {}))
     if path in ANSWERS:
         content["application/json"] = {"schema": _reference(ANSWERS[path])}
     if path in STREAMS:
-        said = EVENTS.format(name=STREAMS[path].__name__)
-        event = {"type": "object", "properties": {"data": {"type": "string"}}, "description": said}
+        description = EVENTS.format(name=STREAMS[path].__name__)
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "description": description}
         content["text/event-stream"] = {"schema": event}
     error = {"description": "what went wrong", "content": {"application/json": {"schema": _reference(ErrorBody)}}}
     return {"200": {"description": "the answer", "content": content}, "default": error}

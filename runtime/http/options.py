@@ -1,4 +1,4 @@
-"""What a server allows its clients, in one table: the same names as flags, YAML keys and arguments of Ray Serve."""
+"""Safety options of a server, with the same names as CLI options, YAML keys and Ray Serve arguments."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -17,9 +17,9 @@ StreamPacing = Literal["off", "aggregate"]
 
 
 class SafetyOptions(BaseModel):
-    """Keys, bounds and time-outs, checked once. Descriptions are what `--help` shows.
+    """API keys, limits and time-outs. `--help` shows the descriptions.
 
-    The last two are for the HTTP server of our own; on Ray Serve connections are Ray's.
+    The last two do not apply on Ray Serve, which has its own HTTP server.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
@@ -43,7 +43,7 @@ class SafetyOptions(BaseModel):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "SafetyOptions":
-        """Return the options *given*. Raises `ConfigError`, which never tells a key."""
+        """Validate the options *given*. Raises `ConfigError`, which never contains a key."""
         try:
             return cls.model_validate(given)
         except ValidationError as error:
@@ -52,30 +52,30 @@ class SafetyOptions(BaseModel):
 
     @property
     def keys(self) -> Keys:
-        """The keys. Raises `ConfigError`."""
+        """The API keys. Raises `ConfigError`."""
         return Keys(self.api_key)
 
     @property
     def queue(self) -> QueueLimits:
-        """What may wait."""
+        """Limits on waiting requests."""
         return QueueLimits(self.max_waiting_requests, self.max_waiting_tokens)
 
     @property
     def reading(self) -> ReadingLimits:
-        """How slow a reader may be."""
+        """Limits on slow readers."""
         return ReadingLimits(stall_s=self.read_timeout)
 
     @property
     def guard(self) -> GuardOptions:
-        """What HTTP requests pass first. Raises `ConfigError`."""
+        """Options of the `Guard`. Raises `ConfigError`."""
         return GuardOptions(self.keys, self.body_timeout, salts_by_key=self.cache_salt_by_key)
 
     @property
     def pacing(self) -> Pacing:
-        """How streams are cut into packets."""
+        """How streams are divided into packets."""
         return Aggregate() if self.stream_pacing == "aggregate" else UNPACED
 
     @property
     def connections(self) -> ConnectionLimits:
-        """What clients may do to the connections of all."""
+        """Limits on connections."""
         return ConnectionLimits(self.max_connections, head_timeout_s=self.header_timeout, stall_s=self.read_timeout)

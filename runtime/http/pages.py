@@ -1,4 +1,4 @@
-"""The playground: a page at `/` and what it loads, all of it in this package."""
+"""The playground: a page at `/` and its assets."""
 
 from importlib.resources import files
 
@@ -7,7 +7,7 @@ from fastapi import FastAPI, Response
 from runtime.http.errors import ApiError
 
 INDEX = "index.html"
-KINDS = {
+CONTENT_TYPES = {
     INDEX: "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
     "app.js": "text/javascript; charset=utf-8",
@@ -15,7 +15,7 @@ KINDS = {
     "icon.svg": "image/svg+xml",
 }
 HEADERS = {
-    # Nothing from elsewhere is loaded, nothing inline is run, and the page is shown in no other.
+    # Load only from this server, run no inline code, and refuse to be framed.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -24,14 +24,14 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-PATHS = frozenset({"/", *(f"/playground/{name}" for name in KINDS)})
-"""Where a key may also come as a password, which browsers can ask for. What the page then asks for needs it as ever."""
+PATHS = frozenset({"/", *(f"/playground/{name}" for name in CONTENT_TYPES)})
+"""Paths that also accept a key as a Basic password, for which browsers can prompt."""
 
 
 def add_routes(app: FastAPI) -> None:
-    """Serve the playground; its files are read now."""
+    """Add the playground's routes to *app*. Its files are read now."""
     folder = files("runtime.http").joinpath("playground")
-    contents = {name: folder.joinpath(name).read_bytes() for name in KINDS}
+    contents = {name: folder.joinpath(name).read_bytes() for name in CONTENT_TYPES}
 
     @app.get("/", include_in_schema=False)
     async def playground() -> Response:
@@ -40,11 +40,11 @@ def add_routes(app: FastAPI) -> None:
 
     @app.get("/playground/{name}", include_in_schema=False)
     async def asset(name: str) -> Response:
-        """What the page loads."""
+        """An asset of the page."""
         if name not in contents or name == INDEX:
             raise ApiError(404, "there is no such file in the playground")
         return _file(name, contents[name])
 
 
 def _file(name: str, content: bytes) -> Response:
-    return Response(content, headers={**HEADERS, "content-type": KINDS[name]})
+    return Response(content, headers={**HEADERS, "content-type": CONTENT_TYPES[name]})

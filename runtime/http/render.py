@@ -1,4 +1,4 @@
-"""From token outputs to the fields of a response: token texts, log-probabilities, usage, statistics."""
+"""Response fields made from token outputs: token texts, log-probabilities, usage and statistics."""
 
 import math
 from collections.abc import Sequence
@@ -25,26 +25,25 @@ from runtime.http.responses import (
 )
 
 LOWEST = -9999.0
-"""What stands for minus infinity, which JSON cannot say."""
-
+"""Stands for minus infinity, which JSON cannot represent."""
 
 REPLACEMENT = "\ufffd"
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool = False) -> str:
         """Return the text of *ids*."""
         ...
 
     def convert_ids_to_tokens(self, ids: list[int], /) -> list[str]:
-        """Return *ids* as the vocabulary spells them."""
+        """Return the vocabulary's strings of *ids*."""
         ...
 
 
 class TokenTexts(dict[int, str]):
-    """The text of every token met so far, special tokens as they are spelt."""
+    """Cache of the texts of single tokens, including special tokens."""
 
     def __init__(self, tokenizer: Decoder) -> None:
         super().__init__()
@@ -52,28 +51,28 @@ class TokenTexts(dict[int, str]):
 
     def __missing__(self, token_id: int) -> str:
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        # Decoders of the sentencepiece kind drop the space that a text begins with; behind another token it shows.
+        # Decoders for sentencepiece drop the leading space of a text; decode the token twice to find it.
         if self._tokenizer.decode([token_id, token_id], skip_special_tokens=True) == f"{text} {text}":
             text = f" {text}"
         self[token_id] = text
         return text
 
     def decode(self, token_ids: Sequence[int], params: SamplingParams) -> str:
-        """Return the text of *token_ids*, with special tokens or without as *params* say."""
+        """Return the text of *token_ids*, with or without special tokens as in *params*."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
 
-    def spelt(self, token_ids: Sequence[int]) -> list[str]:
-        """Return *token_ids* as the vocabulary spells them; those it lacks are empty."""
+    def token_strs(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's strings of *token_ids*; empty for ids it lacks."""
         return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
 
 def finite(logprob: float) -> float:
-    """Return *logprob* as JSON can hold it."""
+    """Return *logprob*, or `LOWEST` if JSON cannot represent it."""
     return logprob if math.isfinite(logprob) else LOWEST
 
 
 class LogprobsWriter:
-    """Writes the log-probabilities of one choice, chunk after chunk; knows how far its text has come."""
+    """Formats the log-probabilities of one choice, chunk by chunk. Keeps the text offset."""
 
     def __init__(self, texts: TokenTexts, num_top: int) -> None:
         self._texts = texts
@@ -81,7 +80,7 @@ class LogprobsWriter:
         self._offset = 0
 
     def completion(self, entries: Sequence[TokenLogprobs], first_id: int | None = None) -> CompletionLogprobs:
-        """Return *entries*, behind a token *first_id* that nothing precedes."""
+        """Return *entries* in the completion format, after the token *first_id*, which has no log-probability."""
         head = [] if first_id is None else [self._texts[first_id]]
         tokens = head + [self._texts[entry.token_ids[0]] for entry in entries]
         offsets = list(accumulate(map(len, tokens), initial=self._offset))
@@ -94,7 +93,7 @@ class LogprobsWriter:
         )
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The best `num_top` tokens and the chosen one; of tokens spelt alike, the likelier."""
+        """Return the best `num_top` tokens and the sampled one; of tokens with equal text, the likelier."""
         last = 1 + self._num_top
         best: dict[str, float] = {}
         pairs = [*zip(entry.token_ids[1:last], entry.logprobs[1:last], strict=True)]
@@ -104,23 +103,25 @@ class LogprobsWriter:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], texts: TokenTexts, num_top: int) -> ChatLogprobs:
-    """Return chat's form: each token with its *num_top* best candidates."""
+    """Return *entries* in the chat format: each token with its *num_top* best candidates."""
     return ChatLogprobs([_chat_token(entry, texts, num_top) for entry in entries])
 
 
 def _chat_token(entry: TokenLogprobs, texts: TokenTexts, num_top: int) -> ChatTokenLogprob:
-    spelt = [texts[token_id] for token_id in entry.token_ids[: 1 + num_top]]
-    tops = [TopLogprob(text, finite(value), _bytes(text)) for text, value in zip(spelt, entry.logprobs, strict=False)]
-    return ChatTokenLogprob(spelt[0], finite(entry.logprobs[0]), _bytes(spelt[0]), tops[1:])
+    token_texts = [texts[token_id] for token_id in entry.token_ids[: 1 + num_top]]
+    tops = [
+        TopLogprob(text, finite(value), _bytes(text)) for text, value in zip(token_texts, entry.logprobs, strict=False)
+    ]
+    return ChatTokenLogprob(token_texts[0], finite(entry.logprobs[0]), _bytes(token_texts[0]), tops[1:])
 
 
 def _bytes(text: str) -> list[int] | None:
-    """UTF-8 of *text*, None for a piece of a character."""
+    """Return the UTF-8 of *text*, None for part of a character."""
     return None if REPLACEMENT in text else list(text.encode())
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs], texts: TokenTexts) -> PromptLogprobs:
-    """Return vLLM's form: null for the first token, then candidates by id."""
+    """Return *entries* in vLLM's format: null for the first token, then candidates by id."""
     return [None, *({str(i): candidate for i, candidate in _candidates(entry, texts)} for entry in entries)]
 
 
@@ -140,11 +141,11 @@ def usage(groups: Sequence[Sequence[Request]], num_generated: int, num_cached: i
 def speculation(
     stats: Sequence[SpeculationStats | None], steps: Sequence[Step], *, is_detailed: bool
 ) -> ResponseMetrics:
-    """Return the statistics of all choices together; *steps* are those in which they had drafts."""
-    figures = SpeculativeDecodingMetrics.of(total(stats))
+    """Return the statistics over all choices; *steps* are their steps with a draft."""
+    metrics = SpeculativeDecodingMetrics.of(total(stats))
     return ResponseMetrics(
         SpeculativeDecoding(
-            **asdict(figures),
+            **asdict(metrics),
             acceptance_histogram_by_draft_length=_by_length(steps),
             per_step_accepted=[step.accepted for step in steps] if is_detailed else UNSET,
             per_step_drafted=[step.proposed for step in steps] if is_detailed else UNSET,

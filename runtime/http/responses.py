@@ -1,4 +1,4 @@
-"""What the HTTP face gives, field by field. A field that is `UNSET` is left out."""
+"""The response bodies of the HTTP server. Fields that are `UNSET` are left out."""
 
 from typing import Literal
 
@@ -7,13 +7,13 @@ from msgspec import UNSET, UnsetType
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """How much of the prompt was in the prefix cache."""
+    """Prompt tokens that were in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of a whole response; a prompt counts once, however many samples it has."""
+    """Token counts of a whole response; a prompt counts once, whatever its number of samples."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -24,9 +24,9 @@ class Usage(msgspec.Struct, frozen=True):
 class SpeculativeDecoding(msgspec.Struct, frozen=True):
     """Acceptance statistics over all choices, under vLLM's names; see `SpeculativeDecodingMetrics` for most of them.
 
-    `acceptance_histogram_by_draft_length` has a row for every length of drafts there was: index j counts the steps
-    that accepted exactly j. `per_step_accepted` and `per_step_drafted` have an entry for each step with a draft, choice
-    after choice.
+    `acceptance_histogram_by_draft_length` has a row for each draft length; index j counts the steps that accepted
+    exactly j tokens. `per_step_accepted` and `per_step_drafted` have an entry for each step with a draft, choice by
+    choice.
     """
 
     mean_acceptance_length: float | None
@@ -46,9 +46,11 @@ Origin = Literal["accepted", "correction", "bonus", "plain"]
 
 
 class TokenOrigin(msgspec.Struct, frozen=True):
-    """One token: drafted and accepted; the target's own instead of a draft token, or behind them all; or undrafted.
+    """One token and its origin.
 
-    `text` is the token's by itself: a piece of a character is U+FFFD, and tokenizers may drop a space before a word.
+    `accepted`: a draft token. `correction`: sampled by the target in place of a rejected draft token. `bonus`: sampled
+    after a fully accepted draft. `plain`: sampled without a draft. `text` is decoded alone: part of a character is
+    U+FFFD, and tokenizers may drop a space before a word.
     """
 
     text: str
@@ -56,10 +58,10 @@ class TokenOrigin(msgspec.Struct, frozen=True):
 
 
 class StepOrigins(msgspec.Struct, frozen=True):
-    """What one step added to the choice `index`.
+    """The tokens of one step of the choice `index`.
 
-    `step` counts the choice's steps from 1 on; `drafted` tokens were proposed, at most `depth` one behind the other, of
-    which `accepted` were taken.
+    `step` counts the choice's steps from 1. `drafted` tokens were proposed, on paths of at most `depth` tokens, and
+    `accepted` of them were accepted.
     """
 
     index: int
@@ -71,14 +73,14 @@ class StepOrigins(msgspec.Struct, frozen=True):
 
 
 class ResponseMetrics(msgspec.Struct, frozen=True):
-    """Per-request statistics, and where the tokens of this response or chunk came from."""
+    """Per-request statistics, and the origins of the tokens of this response or chunk."""
 
     speculative_decoding: SpeculativeDecoding | UnsetType = UNSET
     token_origins: list[StepOrigins] | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a text completion, one entry a token; null for a token nothing precedes."""
+    """Log-probabilities of a text completion, one entry per token; null for the first token of the prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -87,7 +89,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One candidate of a prompt position."""
+    """One candidate at a prompt position."""
 
     logprob: float
     rank: int
@@ -98,7 +100,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One answer, or what a chunk adds to it."""
+    """One choice, or the part of it in a chunk."""
 
     index: int
     text: str
@@ -129,7 +131,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """A chat token and the candidates beside it."""
+    """A chat token and its candidates."""
 
     token: str
     logprob: float
@@ -138,7 +140,7 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a chat answer, one entry a token."""
+    """Log-probabilities of a chat answer, one entry per token."""
 
     content: list[ChatTokenLogprob]
 
@@ -159,14 +161,14 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class FunctionDelta(msgspec.Struct, frozen=True):
-    """What a chunk adds to a call; its first part has the name."""
+    """The part of a call in a chunk; the first part has the name."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """What a chunk adds to the call at `index`; its first part has an id."""
+    """The part in a chunk of the call at `index`; the first part has an id."""
 
     index: int
     function: FunctionDelta
@@ -184,7 +186,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """What a chunk adds to the answer; the first one of a choice names the role."""
+    """The part of an answer in a chunk; the first chunk of a choice has the role."""
 
     content: str | UnsetType
     role: Literal["assistant"] | UnsetType = UNSET
@@ -203,7 +205,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """What a chunk adds to one answer."""
+    """The part of one choice in a chunk."""
 
     index: int
     delta: ChatDelta
@@ -225,7 +227,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True):
-    """One chunk of its stream."""
+    """One chunk of a streamed chat completion."""
 
     id: str
     created: int
@@ -254,7 +256,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """The response of `POST /tokenize`; `token_strs` are the tokens as the vocabulary spells them."""
+    """The response of `POST /tokenize`; `token_strs` are the vocabulary's strings."""
 
     count: int
     max_model_len: int

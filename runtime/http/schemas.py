@@ -1,6 +1,6 @@
-"""What the HTTP face takes, field by field: strict types, unknown fields refused.
+"""The request bodies of the HTTP server, with strict types.
 
-What a request asks of sampling is checked by `SamplingParams`. `runtime.http.responses` has the other direction.
+Sampling fields are validated by `SamplingParams`. Response bodies are in `runtime.http.responses`.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
 from runtime.frontend.speculation_override import SpeculationOverride
-from runtime.http.forms import FormFields
+from runtime.http.structured_fields import StructuredFields
 from runtime.http.tools.choice import Tool, ToolChoice, ToolOptions, ToolUse, tool_use
 from runtime.http.unsupported_fields import NEUTRAL, NO_TOOLS, Neutral, screen
 
@@ -48,29 +48,29 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 class RequestBody(BaseModel):
-    """What every body has in common. A field that is null means its default."""
+    """Base of all request bodies. A field that is null has its default."""
 
     model_config = STRICT
 
     model: str | None = None
 
     neutral: ClassVar[Neutral] = {}
-    """Fields that are refused unless they say what happens anyway."""
+    """Unsupported fields, and the values with which they are accepted."""
 
     @classmethod
     def screened(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return *fields* without those that change nothing here. Raises `InvalidRequestError`."""
+        """Return *fields* without those that have no effect here. Raises `InvalidRequestError`."""
         return screen(fields, cls.neutral)
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """OpenAI's `stream_options`."""
 
     include_usage: bool = False
 
 
 class SpeculativeOptions(BaseModel):
-    """What one request may say about speculation, within what is loaded. It never changes the answer."""
+    """The speculation override of one request. It never changes the answer."""
 
     model_config = STRICT
 
@@ -80,7 +80,7 @@ class SpeculativeOptions(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A piece of text, where pieces of several kinds may stand."""
+    """A content part of type text."""
 
     model_config = STRICT
 
@@ -89,7 +89,7 @@ class TextPart(BaseModel):
 
 
 class PredictionField(BaseModel):
-    """What the answer is expected to be: it makes the answer faster, and changes no token."""
+    """The predicted output: makes the answer faster, and changes no token."""
 
     model_config = STRICT
 
@@ -98,12 +98,12 @@ class PredictionField(BaseModel):
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text of all parts."""
         return "".join(part.text for part in self.content)
 
 
-class GenerationRequest(RequestBody, FormFields):
-    """What completions and chat completions share."""
+class GenerationRequest(RequestBody, StructuredFields):
+    """Fields that completions and chat completions share."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -138,11 +138,11 @@ class GenerationRequest(RequestBody, FormFields):
     token_origins: bool | None = None
 
     endpoint_names: ClassVar[frozenset[str]] = frozenset()
-    """Fields that this endpoint maps to sampling itself."""
+    """Sampling fields with another meaning at this endpoint."""
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -155,9 +155,9 @@ class GenerationRequest(RequestBody, FormFields):
         )
 
     def sampling(self, defaults: Mapping[str, Any], **mapped: object) -> SamplingParams:
-        """Return the sampling parameters, *defaults* where none are given.
+        """Return the sampling parameters, with *defaults* for those not given.
 
-        *mapped* are those whose fields this endpoint spells differently.
+        *mapped* are the values of `endpoint_names`.
 
         Raises:
             InvalidRequestError: names the field, the value and the limit.
@@ -169,7 +169,7 @@ class GenerationRequest(RequestBody, FormFields):
         if self.seed is not None and -(SEED_MODULUS // 2) <= self.seed < 0:
             given["seed"] = self.seed % SEED_MODULUS
         given["prediction"] = None if self.prediction is None else self.prediction.text
-        given["structured_outputs"] = self.form()
+        given["structured_outputs"] = self.structured_outputs_fields()
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**(dict(defaults) | chosen | mapped))
 
@@ -205,7 +205,7 @@ class CompletionRequest(GenerationRequest):
         return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, one at least. Raises `InvalidRequestError`."""
+        """Return the prompts, at least one. Raises `InvalidRequestError`."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -218,7 +218,7 @@ class CompletionRequest(GenerationRequest):
         return list(given)
 
     def completion_sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters; `echo` with `logprobs` asks for those of the prompt too."""
+        """Return the sampling parameters; `echo` with `logprobs` includes those of the prompt."""
         if self.logprobs is not None and self.logprobs < 0:
             raise InvalidRequestError(f"logprobs must be at least 0, got {self.logprobs}", "logprobs")
         prompt_logprobs = self.prompt_logprobs
@@ -228,20 +228,20 @@ class CompletionRequest(GenerationRequest):
         return self.sampling(defaults, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs, **mapped)
 
 
-class _Templated(BaseModel):
-    """What the chat template may be told."""
+class _TemplateFields(BaseModel):
+    """Options of the chat template."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
     @property
     def template_options(self) -> dict[str, bool]:
-        """What is given of it."""
+        """The options that are given."""
         given = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
         return {name: value for name, value in given.items() if value is not None}
 
 
-class ChatCompletionRequest(GenerationRequest, _Templated):
+class ChatCompletionRequest(GenerationRequest, _TemplateFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -257,15 +257,15 @@ class ChatCompletionRequest(GenerationRequest, _Templated):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Candidates wanted beside each token, None for no log-probabilities at all."""
+        """Number of candidates per token, None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def tool_use(self, options: ToolOptions) -> ToolUse:
-        """Return what is to be made of the tools. Raises `InvalidRequestError`."""
+        """Return how the tools may be called. Raises `InvalidRequestError`."""
         return tool_use(self.tools, self.tool_choice, options, is_parallel=self.parallel_tool_calls is not False)
 
     def chat_sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters; without a limit, tokens up to the end of the context."""
+        """Return the sampling parameters; without a limit, up to the end of the context."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true", "top_logprobs")
         if self.top_logprobs is not None and self.top_logprobs < 0:
@@ -274,8 +274,8 @@ class ChatCompletionRequest(GenerationRequest, _Templated):
         return self.sampling(defaults, logprobs=self.num_logprobs, max_tokens=limit)
 
 
-class TokenizeRequest(RequestBody, _Templated):
-    """The body of `POST /tokenize`: a text, to which the tokenizer adds its special tokens, or a conversation."""
+class TokenizeRequest(RequestBody, _TemplateFields):
+    """The body of `POST /tokenize`: a text or a conversation."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
+"""`POST /tokenize` and `POST /detokenize`, in vLLM's formats."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from runtime.http.schemas import DetokenizeRequest, TokenizeRequest
 
 
 def add_routes(app: FastAPI, context: RouteContext) -> None:
-    """Let *app* tokenise and detokenise."""
+    """Add the routes to *app*."""
 
     @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
@@ -21,8 +21,8 @@ def add_routes(app: FastAPI, context: RouteContext) -> None:
         body = await read_body(http, TokenizeRequest)
         context.model_name(body.model)
         token_ids = await _token_ids(context, body)
-        spelt = context.texts.spelt(token_ids) if body.return_token_strs else None
-        return json_response(Tokenized(len(token_ids), context.engine.info.max_model_len, list(token_ids), spelt))
+        token_strs = context.texts.token_strs(token_ids) if body.return_token_strs else None
+        return json_response(Tokenized(len(token_ids), context.engine.info.max_model_len, list(token_ids), token_strs))
 
     @app.post("/detokenize", openapi_extra=described(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
@@ -40,7 +40,7 @@ async def _token_ids(context: RouteContext, body: TokenizeRequest) -> tuple[int,
         return await context.engine.tokenize(body.prompt, add_special_tokens=specials)
     options: dict[str, Any] = body.template_options
     if body.tools:
-        options["tools"] = [tool.told() for tool in body.tools]
+        options["tools"] = [tool.for_template() for tool in body.tools]
     prompt = await context.engine.render_chat(body.messages, SamplingParams(), **options)
     if body.add_special_tokens:
         return await context.engine.tokenize(prompt.text, add_special_tokens=True)

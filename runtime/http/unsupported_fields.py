@@ -1,4 +1,4 @@
-"""Fields that other servers know: those that change no token here are dropped, those that would are refused."""
+"""Fields of other servers that are not supported: ignored if they change no token, else refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from protos.errors import InvalidRequestError
 from protos.validation import shown
 
-# Of the OpenAI SDK and vLLM. What they steer does not exist here, or is always so.
-HARMLESS = frozenset({
+# Fields of the OpenAI SDK and vLLM that have no effect here.
+IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "moderation", "reasoning_effort", "verbosity", "early_stopping", "length_penalty",
 })  # fmt: skip
 
 Neutral = Mapping[str, tuple[object, ...]]
 
-# Refused unless they say what happens anyway.
+# Refused unless they have one of these values, which change nothing.
 NEUTRAL: Neutral = {
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
@@ -31,7 +31,7 @@ NO_TOOLS: Neutral = {
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
 }
-"""And where a prompt is no conversation."""
+"""The same for requests that are not conversations."""
 
 INSTEAD = {
     "functions": "use tools",
@@ -44,13 +44,13 @@ INSTEAD = {
 
 
 def screen(body: Mapping[str, Any], neutral: Neutral) -> dict[str, Any]:
-    """Return *body* without the fields that change nothing here.
+    """Return *body* without the fields that have no effect here.
 
     Raises:
-        InvalidRequestError: a field would change the answer; names it and its value.
+        InvalidRequestError: an unsupported field would change the answer; names it and its value.
     """
     for name, values in neutral.items():
         if name in body and body[name] not in values:
             instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
             raise InvalidRequestError(f"{name} is not supported, got {shown(body[name])}{instead}", name)
-    return {name: value for name, value in body.items() if name not in HARMLESS and name not in neutral}
+    return {name: value for name, value in body.items() if name not in IGNORED and name not in neutral}

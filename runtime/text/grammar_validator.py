@@ -16,7 +16,8 @@ import msgspec
 
 from protos.errors import InvalidRequestError, OverloadedError, SlipstreamError
 from protos.messages import Grammar
-from protos.structured import StructuredOutputsParams, grammar_of
+from protos.sampling import StructuredOutputsParams
+from protos.structured import grammar_of
 from runtime.subprocess import python_command
 from runtime.text.grammar_process import LENGTH, GrammarReply, GrammarSetup, framed
 from runtime.text.tokenizer import Tokenizer

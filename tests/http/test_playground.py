@@ -53,7 +53,9 @@ def test_the_page_and_all_it_loads_come_from_here() -> None:
         assert file.status_code == 200, path
         assert "script-src 'self'" in file.headers["content-security-policy"]
         assert file.headers["x-content-type-options"] == "nosniff"
-    assert {path.name for path in FOLDER.iterdir()} == set(pages.KINDS), "a file that is never served, or not there"
+    assert {path.name for path in FOLDER.iterdir()} == set(pages.CONTENT_TYPES), (
+        "a file that is never served, or not there"
+    )
 
 
 def test_nothing_external_and_nothing_inline() -> None:

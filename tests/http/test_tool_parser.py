@@ -8,17 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.http.chat import joined
-from runtime.http.tools.parser import (
-    ArrayReader,
-    CallPart,
-    CallReader,
-    HermesReader,
-    LlamaReader,
-    NamedReader,
-    ObjectEnd,
-    read_call,
-)
+from runtime.http.chat import join_parts
+from runtime.http.tools.formats import ArrayReader, HermesReader, LlamaReader, NamedReader
+from runtime.http.tools.scanner import CallPart, CallReader, ObjectEnd, read_call
 
 Calls = list[tuple[str, str]]
 Reader = Callable[[], CallReader]
@@ -28,7 +20,7 @@ def read(make: Reader, pieces: Sequence[str]) -> tuple[str, Calls, list[CallPart
     reader = make()
     found = [reader.push(piece) for piece in pieces] + [reader.finish()]
     parts = [part for each in found for part in each.parts]
-    return "".join(each.content for each in found), joined(parts), parts
+    return "".join(each.content for each in found), join_parts(parts), parts
 
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:

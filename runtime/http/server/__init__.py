@@ -1,1 +1,1 @@
-"""The HTTP server process: connections, guards and limits."""
+"""Limits of the HTTP server: connections, keys and bodies."""

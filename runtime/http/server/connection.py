@@ -22,21 +22,16 @@ REASONS = {
 
 
 class _HeadRefusedError(Exception):
-    """Raised through the parser, which makes it an invalid request."""
+    """Raised in a parser callback, to make the parser stop."""
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
-    """Return the protocol that uvicorn is to speak."""
-
-    class Guarded(GuardedProtocol):
-        """With these limits."""
-
-    Guarded.limits = limits
-    return Guarded
+    """Return a protocol class for uvicorn with *limits*."""
+    return type("LimitedProtocol", (GuardedProtocol,), {"limits": limits})
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with limits before a request is one. Its errors are JSON like all others."""
+    """uvicorn's protocol with limits on connections and request heads. Its errors are JSON like all others."""
 
     limits = ConnectionLimits()
 
@@ -48,9 +43,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client has come; maybe one too many."""
+        """Refuse the connection if there are too many."""
         super().connection_made(transport)
-        self._cut_when_stalled(transport)
+        self._limit_stall(transport)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(
                 ApiError(
@@ -63,8 +58,8 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._await_head()
 
-    def _cut_when_stalled(self, transport: Any) -> None:
-        """Nobody else can: a writer that waits for its reader sees no time pass."""
+    def _limit_stall(self, transport: Any) -> None:
+        """Close the connection if the client stops receiving: a blocked write has no time-out of its own."""
         option = getattr(socket, "TCP_USER_TIMEOUT", None)
         connection = transport.get_extra_info("socket")
         if option is not None and connection is not None:
@@ -74,9 +69,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def _await_head(self) -> None:
         self._is_in_head, self._head_bytes = True, 0
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self._head_is_late)
+            self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self._on_head_timeout)
 
-    def _head_is_late(self) -> None:
+    def _on_head_timeout(self) -> None:
         self._refuse(
             ApiError(
                 408,
@@ -85,19 +80,19 @@ class GuardedProtocol(HttpToolsProtocol):
             )
         )
 
-    def _head_is_over(self) -> None:
+    def _end_head(self) -> None:
         self._is_in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has left."""
-        self._head_is_over()
+        """Cancel the timer of the head."""
+        self._end_head()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come."""
+        """Parse *data*; refuse a head that is too large."""
         if self._refusal is not None:
             return
         super().data_received(data)
@@ -107,13 +102,13 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse(self._too_large(f"more than {self.limits.max_head_bytes} bytes"))
 
     def on_message_begin(self) -> None:
-        """A request's first bytes."""
+        """Start the timer of the next request's head."""
         super().on_message_begin()
         self._await_head()
 
     def on_headers_complete(self) -> None:
-        """A request's headers are there."""
-        self._head_is_over()
+        """Check the size and number of headers."""
+        self._end_head()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_head_bytes:
             self._refusal = self._too_large(f"{size} bytes")
@@ -132,19 +127,19 @@ class GuardedProtocol(HttpToolsProtocol):
         )
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request, or not an acceptable one."""
+        """Answer a malformed or refused request."""
         self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request"))
 
     def _refuse(self, error: ApiError) -> None:
         self._refusal = error
-        self._head_is_over()
-        if self.cycle is None or self.cycle.response_complete:  # never into the middle of another answer
-            self.transport.write(_written(error))
+        self._end_head()
+        if self.cycle is None or self.cycle.response_complete:  # not in the middle of another response
+            self.transport.write(_raw_response(error))
         self.transport.close()
 
 
-def _written(error: ApiError) -> bytes:
-    """Return the whole answer that says *error*, as it goes over the wire."""
+def _raw_response(error: ApiError) -> bytes:
+    """Return the HTTP response for *error* as bytes."""
     body = error_body(error)
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
     headers |= error.headers or {}

@@ -1,4 +1,4 @@
-"""What every HTTP request passes before a route sees it: keys, the queue, and bounds on its body."""
+"""Middleware that checks the API key, room in the queue, and limits on the body."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,33 +13,33 @@ from runtime.http.errors import ApiError, as_api_error, error_response
 from runtime.http.server.limits import GuardOptions
 
 OPEN_PATHS = frozenset({"/health"})
-"""Answered without a key: whatever keeps the server running must be able to ask."""
+"""Paths that need no key: health probes have none."""
 
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 BEARER = {"www-authenticate": "Bearer"}
-ASK_PERSON = {"www-authenticate": 'Basic realm="Slipstream: an API key as password", charset="UTF-8"'}
-"""Lets a browser ask for the key before it shows a page, since nobody can give it a header."""
+BASIC = {"www-authenticate": 'Basic realm="Slipstream: an API key as password", charset="UTF-8"'}
+"""Makes a browser prompt for the key before it shows a page."""
 BUSY_RETRY = {"retry-after": "1"}
 
 
 def routed_path(scope: Scope) -> str:
-    """Return the path that routes are matched against: never a URL put together from what the client says of itself."""
+    """Return the path that routes are matched against, without the root path. Never uses the Host header."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
 
 
 def authorization(scope: Scope) -> str | None:
-    """Return the header of that name, the first where there are several."""
+    """Return the first `authorization` header."""
     return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), None)
 
 
 class Guard:
-    """Turns away what must not reach the routes. Belongs to one event loop.
+    """Refuses requests that must not reach the routes. Belongs to one event loop.
 
     Args:
-        app: what is guarded.
-        engine: asked whether it takes requests, before anything of one is read.
-        options: keys and limits.
+        app: the guarded application.
+        engine: its queue is checked before the body of a request is read.
+        options: API keys and limits.
     """
 
     def __init__(self, app: ASGIApp, engine: EngineClient, options: GuardOptions) -> None:
@@ -72,13 +72,13 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         path, given, keys = routed_path(scope), authorization(scope), self._options.keys
         is_page = path in pages.PATHS and scope["method"] == "GET"
-        # Browsers send passwords along unasked, also for other people's pages: they open nothing but the page.
+        # Browsers send passwords also with cross-site requests, so a password gives access to the page alone.
         if path not in OPEN_PATHS and not keys.accepts(given) and not (is_page and keys.accepts_password(given)):
             raise ApiError(
                 401,
-                "a key that this server knows is needed: send the header Authorization: Bearer KEY",
+                "the API key is missing or wrong: send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
-                headers=ASK_PERSON if is_page else BEARER,
+                headers=BASIC if is_page else BEARER,
             )
         if self._options.salts_by_key:
             TENANT.set(keys.tenant(given))
@@ -86,13 +86,13 @@ class Guard:
             self._engine.check_open()
 
     def _take(self, num_bytes: int) -> None:
-        """Count bytes of bodies; negative to give them back."""
+        """Count bytes of bodies in flight; negative to release them."""
         limit = self._options.max_body_bytes_in_flight
         if num_bytes > 0 and self._in_flight + num_bytes > limit:
             raise ApiError(
                 429,
-                f"the server is overloaded: bodies of {self._in_flight} bytes are being read already, "
-                f"at most {limit} may; try again later",
+                f"the server is overloaded: bodies of {self._in_flight} bytes are being read; "
+                f"the limit is {limit}; try again later",
                 code="overloaded",
                 headers=BUSY_RETRY,
             )
@@ -100,24 +100,24 @@ class Guard:
 
 
 class _Body:
-    """One request's body on its way in: its bytes count until the answer begins, and it must come in time."""
+    """One request's body. It must arrive in time; its bytes count until the response begins."""
 
     def __init__(self, receive: Receive, timeout_s: float, take: Callable[[int], None]) -> None:
         self._receive = receive
         self._timeout_s = timeout_s
         self._take = take
         self._num_bytes = 0
-        self._until: float | None = None
+        self._deadline: float | None = None
         self._is_whole = False
 
     async def receive(self) -> Message:
-        if self._is_whole:  # what comes now is the news that the client left, however late
+        if self._is_whole:  # only `http.disconnect` can follow, at any time
             return await self._receive()
         loop = asyncio.get_running_loop()
-        if self._until is None:
-            self._until = loop.time() + self._timeout_s
+        if self._deadline is None:
+            self._deadline = loop.time() + self._timeout_s
         try:
-            async with asyncio.timeout_at(self._until):
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(

@@ -12,10 +12,10 @@ REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """Who may ask, and how much may be on its way in.
+    """API keys, and limits on request bodies.
 
-    `max_body_bytes_in_flight` is over all bodies that are being read and checked; one body alone is limited elsewhere.
-    `salts_by_key` keeps what the caches hold of one key's requests from those of another.
+    `max_body_bytes_in_flight` applies to all bodies that are being read; `runtime.http.bodies` limits a single one.
+    `salts_by_key` separates the caches of different API keys.
     """
 
     keys: Keys = field(default_factory=Keys)
@@ -30,10 +30,10 @@ class GuardOptions:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What one client may do to the connections of all.
+    """Limits on connections.
 
-    `max_head_bytes` and `max_headers` are of one request's line and headers, `head_timeout_s` how long they may take.
-    A connection whose client takes nothing it was sent for `stall_s` is cut.
+    `max_head_bytes` and `max_headers` limit one request's line and headers, `head_timeout_s` the time they take to
+    arrive. A connection whose client receives nothing for `stall_s` is closed.
     """
 
     max_connections: int = 4096

@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice`: what the model is told of functions, and what its answer may or must be."""
+"""`tools` and `tool_choice`: the functions in the prompt, and the calls an answer may or must contain."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from protos.errors import ConfigError, InvalidRequestError
-from protos.sampling import SamplingParams
-from protos.structured import StructuredOutputsParams
+from protos.sampling import SamplingParams, StructuredOutputsParams
 from protos.validation import shown
-from runtime.http.tools.parser import PARSERS, ArrayReader, CallReader, NamedReader
+from runtime.http.tools.formats import PARSERS, ArrayReader, NamedReader
+from runtime.http.tools.scanner import CallReader
 
 MAX_TOOLS = 128
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -20,9 +20,9 @@ Mode = Literal["none", "auto", "required", "named"]
 
 
 class Function(BaseModel):
-    """What a function is called and takes; `parameters` is a JSON schema.
+    """A function; `parameters` is a JSON schema.
 
-    Calls that are required keep to it, whether `strict` or not; those the model chooses to make may not.
+    Required calls follow the schema, whatever `strict` is; calls under `tool_choice` auto may not.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -41,15 +41,15 @@ class Tool(BaseModel):
     type: Literal["function"]
     function: Function
 
-    def told(self) -> dict[str, Any]:
-        """Return what the chat template gets."""
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as the chat template gets it."""
         function = self.function
         described = {} if function.description is None else {"description": function.description}
         parameters = function.parameters or NO_PARAMETERS
         return {"type": self.type, "function": {"name": function.name, **described, "parameters": parameters}}
 
 
-class Named(BaseModel):
+class NamedFunction(BaseModel):
     """The function of a `tool_choice`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -63,7 +63,7 @@ class NamedChoice(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["function"]
-    function: Named
+    function: NamedFunction
 
 
 def _checked_choice(value: object) -> object:
@@ -81,10 +81,10 @@ ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, Before
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """How the server takes calls: `parser` names how the model writes them, `auto` lets it choose by itself.
+    """The server's options for tools: `parser` names the format of calls, `auto` allows `tool_choice` auto.
 
     Raises:
-        ConfigError: nobody knows the parser, or there is none where the model is to choose.
+        ConfigError: the parser is unknown, or missing although `auto` is set.
     """
 
     parser: str | None = None
@@ -99,7 +99,7 @@ class ToolOptions:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What one request makes of its tools."""
+    """The tools of one request and how they may be called."""
 
     tools: tuple[Tool, ...] = ()
     mode: Mode = "none"
@@ -108,12 +108,12 @@ class ToolUse:
     is_parallel: bool = True
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What the chat template is told of functions."""
-        return {} if self.mode == "none" else {"tools": [tool.told() for tool in self.tools]}
+    def template_options(self) -> dict[str, Any]:
+        """The chat template's `tools`; empty if calls are off."""
+        return {} if self.mode == "none" else {"tools": [tool.for_template() for tool in self.tools]}
 
     def reader(self) -> CallReader | None:
-        """Return what finds the calls in one answer; None where there are none to find."""
+        """Return a reader of the calls in one answer; None if calls are off."""
         if self.mode == "named":
             return NamedReader(self.name)
         if self.mode == "required":
@@ -121,10 +121,10 @@ class ToolUse:
         return PARSERS[self.parser]() if self.mode == "auto" else None
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """Return *params* with the form that the answer must have.
+        """Return *params* with the structured output that enforces the calls.
 
         Raises:
-            InvalidRequestError: another form was asked for, or the functions' schemas cannot be one.
+            InvalidRequestError: *params* have a structured output of their own, or the functions' schemas conflict.
         """
         if self.mode == "none":
             return params
@@ -135,13 +135,13 @@ class ToolUse:
                 "tools",
             )
         if self.mode == "auto":
-            # In some vocabularies the marks around a call are special tokens.
+            # In some vocabularies the tags around a call are special tokens.
             return replace(params, skip_special_tokens=False)
         return replace(params, structured_outputs=StructuredOutputsParams(json=self._schema()))
 
     @contextlib.contextmanager
-    def named_in_errors(self) -> Iterator[None]:
-        """Let errors of the form that was made of the tools speak of the tools."""
+    def error_context(self) -> Iterator[None]:
+        """Reword errors about the structured output of `constrained` as errors about the tools."""
         try:
             yield
         except InvalidRequestError as error:
@@ -151,7 +151,7 @@ class ToolUse:
             raise InvalidRequestError(f"tools cannot be called as they are described: {reason}", "tools") from None
 
     def _schema(self) -> Any:
-        """The arguments of the function that was named, or a list of calls, each with a function's name."""
+        """Return the schema of the named function's arguments, or of a list of calls."""
         if self.mode == "named":
             return next(_parameters(tool) for tool in self.tools if tool.function.name == self.name)
         return _calls_of(self.tools, is_parallel=self.is_parallel)
@@ -160,33 +160,33 @@ class ToolUse:
 def tool_use(
     tools: Sequence[Tool] | None, choice: ToolChoice | None, options: ToolOptions, *, is_parallel: bool
 ) -> ToolUse:
-    """Return what a request's `tools` and `tool_choice` come to.
+    """Return the `ToolUse` of a request's `tools` and `tool_choice`.
 
     Raises:
-        InvalidRequestError: the choice asks for what is not there, or the server does not take calls.
+        InvalidRequestError: the choice does not match the tools, or the server does not allow it.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
         return ToolUse()
     _check(tools)
-    known = tuple(tools)
+    checked = tuple(tools)
     if isinstance(choice, NamedChoice):
         name = choice.function.name
-        if name not in {tool.function.name for tool in known}:
+        if name not in {tool.function.name for tool in checked}:
             raise InvalidRequestError(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
-        return ToolUse(known, "named", name)
+        return ToolUse(checked, "named", name)
     if choice == "required":
-        return ToolUse(known, "required", is_parallel=is_parallel)
+        return ToolUse(checked, "required", is_parallel=is_parallel)
     if choice == "none":
-        return ToolUse(known)
+        return ToolUse(checked)
     if not options.auto or options.parser is None:
         raise InvalidRequestError(
             "tools with tool_choice auto need a server started with --enable-auto-tool-choice and --tool-call-parser; "
             "set tool_choice to required, a function or none",
             "tool_choice",
         )
-    return ToolUse(known, "auto", parser=options.parser, is_parallel=is_parallel)
+    return ToolUse(checked, "auto", parser=options.parser, is_parallel=is_parallel)
 
 
 def _check(tools: Sequence[Tool]) -> None:
@@ -203,7 +203,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _calls_of(tools: Sequence[Tool], *, is_parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. What schemas define they must define alike: there is one place for it."""
+    """Return the schema of a list of calls. Definitions are shared, so equal names must have equal definitions."""
     shared: dict[str, Any] = {}
     calls = [_call_of(tool, shared) for tool in tools]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}

@@ -1,4 +1,4 @@
-"""How a body says what form the answer must have: OpenAI's way, vLLM's, and vLLM's older one."""
+"""The fields that request structured output: OpenAI's, vLLM's, and vLLM's deprecated ones."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ Name = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class JsonSchemaFormat(BaseModel):
-    """A JSON schema with a name. It is always followed to the letter, whatever `strict` says."""
+    """A named JSON schema. It is always enforced, whatever `strict` is."""
 
     model_config = STRICT
 
@@ -30,8 +30,8 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
-    def form(self) -> dict[str, Any] | None:
-        """Return it as fields of `StructuredOutputsParams`; None for plain text. Raises `InvalidRequestError`."""
+    def structured_outputs_fields(self) -> dict[str, Any] | None:
+        """Return the fields of `StructuredOutputsParams`; None for text. Raises `InvalidRequestError`."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             have = "needs" if self.type == "json_schema" else "takes no"
             raise InvalidRequestError(f"response_format of type {self.type!r} {have} json_schema", "response_format")
@@ -41,8 +41,8 @@ class ResponseFormat(BaseModel):
         return {"json_object": True} if self.type == "json_object" else None
 
 
-class FormFields(BaseModel):
-    """The fields of a body that say it; at most one of them does."""
+class StructuredFields(BaseModel):
+    """The fields of a body that request structured output; at most one may be given."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -52,22 +52,22 @@ class FormFields(BaseModel):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
 
-    def form(self) -> dict[str, Any] | None:
-        """Return what was asked as fields of `StructuredOutputsParams`; None where nothing was.
+    def structured_outputs_fields(self) -> dict[str, Any] | None:
+        """Return the fields of `StructuredOutputsParams`; None if none are given.
 
         Raises:
-            InvalidRequestError: it was asked in two ways.
+            InvalidRequestError: more than one way is used.
         """
         guided = {
             name.removeprefix(GUIDED): value
-            for name in FormFields.model_fields
+            for name in StructuredFields.model_fields
             if name.startswith(GUIDED) and (value := getattr(self, name)) is not None
         }
-        formatted = None if self.response_format is None else self.response_format.form()
-        asked = [form for form in (formatted, self.structured_outputs, guided or None) if form is not None]
-        if len(asked) > 1:
+        formatted = None if self.response_format is None else self.response_format.structured_outputs_fields()
+        given = [fields for fields in (formatted, self.structured_outputs, guided or None) if fields is not None]
+        if len(given) > 1:
             raise InvalidRequestError(
-                "response_format, structured_outputs and the guided_ fields say the same: give one of them",
+                "response_format, structured_outputs and the guided_ fields exclude each other: give one of them",
                 "response_format" if formatted is not None else "structured_outputs",
             )
-        return asked[0] if asked else None
+        return given[0] if given else None
