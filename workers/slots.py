@@ -1,7 +1,6 @@
-"""The workers' copy of what the controller knows: tokens, block tables and sampling by slot.
+"""The workers' copy of the controller's state: tokens, block tables and sampling parameters by slot.
 
-Host arrays, because they are read by Python once a step; nothing here decides anything. The controller
-overrides it with every plan.
+Arrays on the host, which Python reads once a step. The controller overrides them with every plan.
 """
 
 import numpy as np
@@ -14,15 +13,15 @@ class SlotTable:
     """Per-slot state of one worker.
 
     Attributes:
-        tokens: int64 `[S, L]`, prompt + output, then the round's draft behind the known ones: a chain's tokens, or a
-            tree's nodes, over which the target's choices along its path are written as they are made.
+        tokens: int64 `[S, L]`, prompt + output, then the round's draft: a chain's tokens, or a tree's nodes, which
+            the tokens sampled along its path overwrite.
         known_len: int64 `[S]`, number of known tokens.
         prompt_len: int64 `[S]`.
-        blocks: int32 `[S, B]`, block ids in order; `num_blocks` `[S]` says how many.
+        blocks: int32 `[S, B]`, block ids in order; `num_blocks` `[S]` of them.
         versions: int64 `[S, B]`, the version of each block's content.
         sampling: the slot's sampling parameters.
-        joined: int64 `[S]`, the generation of the sequence in the slot, 0 before the first; caches keyed by
-            (slot, joined) never mistake one sequence for another.
+        joined: int64 `[S]`, the generation of the sequence in the slot, 0 before the first: (slot, joined) identifies
+            a sequence.
         constrained: bool `[S]`, whether the slot's sequence has a grammar.
     """
 
@@ -55,7 +54,7 @@ class SlotTable:
         self.sampling[:] = [Sampling(seed=0)] * len(self.sampling)
 
     def apply(self, plan: RoundPlan) -> None:
-        """Take over what *plan* says of new and known sequences."""
+        """Update the slots of the new and running sequences in *plan*."""
         for new in plan.new:
             self._join(new)
         for row in plan.rows:
@@ -84,6 +83,6 @@ class SlotTable:
             self.num_blocks[slot] = last
 
     def write_draft(self, slot: int, token_ids: tuple[int, ...] | list[int]) -> None:
-        """Put drafted ids behind the known tokens, by place: where they are fed from, and penalties look for chains."""
+        """Write draft tokens after the known tokens, from where they are fed and penalties count them."""
         known = int(self.known_len[slot])
         self.tokens[slot, known : known + len(token_ids)] = token_ids

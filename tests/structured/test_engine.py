@@ -216,9 +216,9 @@ def test_requests_without_a_form_never_come_near(
     finish(engine)
     assert engine.accepted > 0
     grammars = engine.built.executor.rank.worker.sampler._masks.grammars  # type: ignore[attr-defined]
-    assert "_following" not in vars(grammars)
+    assert "_matching" not in vars(grammars)
     assert not grammars._compiled
-    assert not grammars._followed
+    assert not grammars._grammars
 
 
 def test_guesses_before_a_dead_end_count(folders: Folders, running: list[Engine]) -> None:

@@ -43,7 +43,7 @@ def test_who_is_too_slow_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("choice", "choice", None)
     sampler = engine_of([(name, [], Sampling(slot, 0.0)) for slot, name in enumerate(names)])
     with ThreadPoolExecutor(1) as pool:
-        sampler._masks.grammars._of(0).compiled = pool.submit(Slow, done)  # type: ignore[arg-type]
+        sampler._masks.grammars._state(0).compiled = pool.submit(Slow, done)  # type: ignore[arg-type]
         logits_NV = torch.randn(3, VOCAB)
         chosen = sampler.sample(logits_NV, np.arange(3), np.full(3, 2)).tolist()
         done.set()
@@ -86,7 +86,7 @@ def test_what_a_guess_leads_to_fails_nobody(is_slow: bool, prunes: bool, monkeyp
     grammars, done, guess = sampler._masks.grammars, threading.Event(), Draft((5, 6))
     logits_NV = torch.randn(4, VOCAB)
     with ThreadPoolExecutor(1) as pool:
-        grammars._of(0).compiled = pool.submit(Brittle, "choice", done if is_slow else None)  # type: ignore[arg-type]
+        grammars._state(0).compiled = pool.submit(Brittle, "choice", done if is_slow else None)  # type: ignore[arg-type]
         rows = [Row(0, 1, 1, 2, k=2), Row(1, 1, 1, 2)]
         if prunes:
             assert [*sampler.prune(rows, [guess, Draft(())])] == [Draft(()), Draft(())]

@@ -15,8 +15,8 @@ from protos.layers import FeatureSpec
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
 from workers.device import weight_bytes
-from workers.draft.vocab_map import Dictionary, translated
-from workers.draft.weights import DraftCheckpoint, Lender, ResidentLender, StoredLender
+from workers.draft.vocab_map import VocabMap, translate
+from workers.draft.weights import CheckpointEnds, DraftCheckpoint, LoadedEnds, TargetEnds
 from workers.model.draft_forward import DraftForward
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device, pick_dtype
@@ -61,11 +61,11 @@ class LoadedDraft(Protocol):
 
 @dataclass(frozen=True)
 class LanguageDraft:
-    """A causal language model; `dictionary` maps its vocabulary to the target's where they differ."""
+    """A causal language model; `vocab_map` maps its vocabulary to the target's where they differ."""
 
     loaded: LoadedModel
     is_eager: bool
-    dictionary: Dictionary | None = None
+    vocab_map: VocabMap | None = None
     spec = FeatureSpec()
     shift = 0
     width = 0
@@ -85,7 +85,7 @@ class LanguageDraft:
         if not self.is_eager:
             report("warming up the draft")
             report(f"draft: {runner.warm_up()}")
-        return translated(runner, self.loaded, self.dictionary)
+        return translate(runner, self.loaded, self.vocab_map)
 
 
 @dataclass(frozen=True)
@@ -153,15 +153,15 @@ def load_draft(config: EngineConfig, beside: LoadedModel | None, report: Progres
         return _load_module(config, speculative, learned, beside)
     is_eager = config.model.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
     loaded = load(_model_of(config, speculative))
-    dictionary = _dictionary(config, loaded, report) if speculative.use_heterogeneous_vocab else None
-    return LanguageDraft(loaded, is_eager, dictionary)
+    vocab_map = _vocab_map(config, loaded, report) if speculative.use_heterogeneous_vocab else None
+    return LanguageDraft(loaded, is_eager, vocab_map)
 
 
-def _dictionary(config: EngineConfig, draft: LoadedModel, report: ProgressCallback) -> Dictionary:
+def _vocab_map(config: EngineConfig, draft: LoadedModel, report: ProgressCallback) -> VocabMap:
     model = config.model
     vocab_size = int(read_config(model)["vocab_size"])
-    found = Dictionary.between(fetch_tokenizer(model), draft.folder, vocab_size, draft.vocab_size)
-    report(f"{len(found.ours_S)} of the draft's {draft.vocab_size} tokens have the text of a token of the target")
+    found = VocabMap.of_tokenizers(fetch_tokenizer(model), draft.folder, vocab_size, draft.vocab_size)
+    report(f"{len(found.target_S)} of the draft's {draft.vocab_size} tokens have the text of a token of the target")
     return found
 
 
@@ -190,13 +190,13 @@ def _load_module(
     dtype, _ = pick_dtype(
         config.model.dtype if speculative.dtype == "auto" else speculative.dtype, target, source, device
     )
-    lender: Lender = StoredLender(source, config.model.model, dtype, device)
+    ends: TargetEnds = CheckpointEnds(source, config.model.model, dtype, device)
     if beside is not None and beside.ranks == 1 and beside.dtype == dtype:
-        lender = ResidentLender(beside.model)
+        ends = LoadedEnds(beside.model)
     folder = None if speculative.model is None else fetch(_model_of(config, speculative), HEADS)
     described = target if speculative.model is None else read_config(_model_of(config, speculative))
     spec = learned.features_of(speculative, described, target)
-    parts = DraftCheckpoint(folder, folder or source, described, target, lender, dtype, device)
+    parts = DraftCheckpoint(folder, folder or source, described, target, ends, dtype, device)
     with BUILDING:
         module = learned.build(speculative, parts)
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])

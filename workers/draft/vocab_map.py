@@ -1,8 +1,7 @@
-"""A draft with another vocabulary than the target's: ids are translated by the text that they stand for.
+"""Drafts with another vocabulary than the target's: ids are translated by their text.
 
-Known tokens that the draft lacks are its unknown token to it, and of its guesses only those that both know are made
-(Timor et al. 2025, arXiv 2502.05202, token-level intersection). The target's noise decides among these as always, and
-the target's word is the answer as always.
+Known tokens that the draft's vocabulary lacks become its unknown token. Only tokens of both vocabularies are drafted
+(token-level intersection, Timor et al. 2025, arXiv 2502.05202). Sampling and acceptance are as for any other draft.
 """
 
 import json
@@ -22,40 +21,40 @@ from workers.model.loaded import LoadedModel
 from workers.model.runner import ModelRunner
 
 Texts = Mapping[tuple[str, bytes], int]
-"""Id of each token by kind ("special" or "text") and the bytes it stands for."""
+"""Id of each token by kind ("special" or "text") and its bytes."""
 
 VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that byte-level tokenizers write as the characters of the same number; the others are counted from 256 on."""
+"""Bytes that byte-level tokenizers map to the character of the same number; the others map to 256 and up."""
 HIDDEN = tuple(byte for byte in range(0x100) if byte not in VISIBLE)
 BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(0x100 + i): byte for i, byte in enumerate(HIDDEN)}
 
 
 @dataclass(frozen=True)
-class Dictionary:
-    """How two vocabularies hang together.
+class VocabMap:
+    """Maps ids between the vocabularies of target and draft.
 
     Attributes:
-        to_draft_V: int64, the draft's id for each of the target's; its unknown token where it has none.
-        ours_S, theirs_S: int64, ids of the target and of the draft that stand for the same text.
+        to_draft_V: int64, the draft's id for each id of the target; its unknown token if it has none.
+        target_S, draft_S: int64, ids of the target and of the draft that have the same text.
     """
 
     to_draft_V: Ints
-    ours_S: torch.Tensor
-    theirs_S: torch.Tensor
+    target_S: torch.Tensor
+    draft_S: torch.Tensor
 
     @property
     def vocab_size(self) -> int:
-        """Ids of the target."""
+        """Size of the target's vocabulary."""
         return len(self.to_draft_V)
 
     @classmethod
-    def between(cls, target: Path, draft: Path, vocab_size: int, draft_size: int) -> "Dictionary":
-        """Return the dictionary of the tokenizers in two folders, for models of *vocab_size* and *draft_size* ids.
+    def of_tokenizers(cls, target: Path, draft: Path, vocab_size: int, draft_size: int) -> "VocabMap":
+        """Return the map of the tokenizers in two folders, for models of *vocab_size* and *draft_size* ids.
 
-        Tokenizers may know ids that their models have no row for; those are nobody's.
+        Ids beyond the models' vocabularies, which tokenizers may have, are ignored.
 
         Raises:
-            ModelError: one has no tokenizer.json, or no text is in both.
+            ModelError: a folder has no tokenizer.json, or no text is in both.
         """
         (ours, _), (theirs, unknown) = _read(target), _read(draft)
         both = ((ours[text], theirs[text]) for text in ours.keys() & theirs.keys())
@@ -64,38 +63,38 @@ class Dictionary:
             raise ModelError(f"the tokenizers in {target} and {draft} share no token: take another draft")
         to_draft_V = np.full(vocab_size, unknown if unknown < draft_size else 0, np.int64)
         to_draft_V[[our for our, _ in shared]] = [their for _, their in shared]
-        ours_S, theirs_S = torch.tensor(shared).T
-        return cls(to_draft_V, ours_S, theirs_S)
+        target_S, draft_S = torch.tensor(shared).T
+        return cls(to_draft_V, target_S, draft_S)
 
 
 class TranslatedForward:
-    """Runs a draft as if it had the target's vocabulary. See `DraftForward`."""
+    """Runs a draft over ids of the target's vocabulary. See `DraftForward`."""
 
-    def __init__(self, forward: ModelRunner, loaded: LoadedModel, dictionary: Dictionary) -> None:
-        self._forward, self._dictionary = forward, dictionary
-        self.loaded = replace(loaded, vocab_size=dictionary.vocab_size)
+    def __init__(self, forward: ModelRunner, loaded: LoadedModel, vocab_map: VocabMap) -> None:
+        self._forward, self._vocab_map = forward, vocab_map
+        self.loaded = replace(loaded, vocab_size=vocab_map.vocab_size)
         self.module, self.num_blocks = forward.module, forward.num_blocks
-        self._ours_S, self._theirs_S = (ids.to(loaded.device) for ids in (dictionary.ours_S, dictionary.theirs_S))
+        self._target_S, self._draft_S = (ids.to(loaded.device) for ids in (vocab_map.target_S, vocab_map.draft_S))
 
     def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:
         """See `DraftForward`; logits of the target's ids, `[N, V]`."""
-        tokens_T = self._dictionary.to_draft_V[batch.tokens_T]
+        tokens_T = self._vocab_map.to_draft_V[batch.tokens_T]
         logits_ND = self._forward.forward(replace(batch, tokens_T=tokens_T), wanted_N)
-        logits_NV = logits_ND.new_full((len(logits_ND), self._dictionary.vocab_size), -torch.inf)
-        return logits_NV.index_copy_(1, self._ours_S, logits_ND.index_select(1, self._theirs_S))
+        logits_NV = logits_ND.new_full((len(logits_ND), self._vocab_map.vocab_size), -torch.inf)
+        return logits_NV.index_copy_(1, self._target_S, logits_ND.index_select(1, self._draft_S))
 
     def measure(self, max_tokens: int) -> dict[int, float]:
         """See `DraftForward`."""
         return self._forward.measure(max_tokens)
 
 
-def translated(forward: ModelRunner, loaded: LoadedModel, dictionary: Dictionary | None) -> DraftForward:
-    """Return *forward*, speaking the target's language where there is a dictionary."""
-    return forward if dictionary is None else TranslatedForward(forward, loaded, dictionary)
+def translate(forward: ModelRunner, loaded: LoadedModel, vocab_map: VocabMap | None) -> DraftForward:
+    """Return *forward*, over the target's ids if there is a map."""
+    return forward if vocab_map is None else TranslatedForward(forward, loaded, vocab_map)
 
 
 def _read(folder: Path) -> tuple[Texts, int]:
-    """Return the tokens of a folder's tokenizer, and its unknown token (0 where it has none)."""
+    """Return the tokens of a folder's tokenizer, and its unknown token (0 if it has none)."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelError(f"{folder} has no tokenizer.json, which use_heterogeneous_vocab needs of target and draft")
@@ -112,12 +111,12 @@ def _read(folder: Path) -> tuple[Texts, int]:
 
 
 def _byte_level(token: str) -> bytes:
-    """Return what a token of a byte-level tokenizer stands for; one that was added is written as it is."""
+    """Return the bytes of a token of a byte-level tokenizer; an added token is plain text."""
     return bytes(BYTE_OF[char] for char in token) if BYTE_OF.keys() >= set(token) else token.encode()
 
 
 def _sentencepiece(token: str) -> bytes:
-    """Return what a token of a sentencepiece-like tokenizer stands for."""
+    """Return the bytes of a token of a sentencepiece-like tokenizer."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("\u2581", " ").encode()

@@ -1,6 +1,6 @@
 """What the module of a learned proposer is built from: its checkpoint, and the target's embedding and head.
 
-Checkpoints of heads come as safetensors or as what `torch.save` wrote, which is read without running anything of it.
+Checkpoints are safetensors, or files of `torch.save`, which are read without running code in them.
 """
 
 import copy
@@ -25,59 +25,59 @@ from workers.weights.load import WeightLoader
 from workers.weights.reader import open_checkpoint
 
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
-"""What trainers leave beside the weights."""
+"""Files that trainers write next to the weights."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Lender(Protocol):
-    """Has the target's ends."""
+class TargetEnds(Protocol):
+    """The target's first and last layer: its input embedding and its head."""
 
     def embedding(self) -> nn.Module:
         """Return the input embedding."""
         ...
 
     def head(self) -> Head:
-        """Return the head, as `protos.draft_module.DraftWeights` says."""
+        """Return the head; see `protos.draft_module.DraftWeights`."""
         ...
 
 
-class ResidentLender:
-    """Lends what a whole target in this process has."""
+class LoadedEnds:
+    """Those of a target that is loaded in this process."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def embedding(self) -> nn.Module:
-        """See `Lender`."""
+        """See `TargetEnds`."""
         embedding: nn.Module = self._model.get_input_embeddings()
         return embedding
 
     def head(self) -> Head:
-        """See `Lender`."""
-        return Headpiece(self._model)
+        """See `TargetEnds`."""
+        return LogitsHead(self._model)
 
 
-class StoredLender:
-    """Reads the ends alone out of the target's checkpoint.
+class CheckpointEnds:
+    """Those of the target's checkpoint, of which only they are read.
 
     Args:
         folder: the checkpoint.
-        name: what the user called the target.
+        name: of the target, as the user gave it.
         dtype: of the weights.
-        device: where they go.
+        device: of the weights.
     """
 
     def __init__(self, folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._name, self._dtype, self._device = folder, name, dtype, device
 
     def embedding(self) -> nn.Module:
-        """See `Lender`. Raises `ModelError` where the checkpoint lacks it."""
-        return ResidentLender(self._ends).embedding()
+        """See `TargetEnds`. Raises `ModelError` if the checkpoint lacks it."""
+        return LoadedEnds(self._ends).embedding()
 
     def head(self) -> Head:
-        """See `Lender`. Raises `ModelError` where the checkpoint lacks it."""
-        return ResidentLender(self._ends).head()
+        """See `TargetEnds`. Raises `ModelError` if the checkpoint lacks it."""
+        return LoadedEnds(self._ends).head()
 
     @cached_property
     def _ends(self) -> Any:
@@ -92,26 +92,28 @@ class StoredLender:
         return model.eval().requires_grad_(False)
 
 
-class Headpiece:
-    """A causal LM from where its decoder ends: its own code makes logits of states, with all caps and scales."""
+class LogitsHead:
+    """The head of a causal LM, run by the LM's own code, with its caps and scales."""
 
     def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
         name = next(name for name, module in model.named_modules() if module is decoder)
-        self._model = _with(model, name.split("."), _Given())
+        self._model = _with(model, name.split("."), _Identity())
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits `[..., V]` of states `[..., H]`."""
+        """Return float32 logits `[..., V]` for states `[..., H]`."""
         states_1NH = states.reshape(1, -1, states.shape[-1])
         logits_1NV: torch.Tensor = self._model(inputs_embeds=states_1NH, use_cache=False).logits
         return logits_1NV.float().reshape(*states.shape[:-1], -1)
 
 
-class _Given(nn.Module):
-    """Stands where a decoder stood, and says what it is given."""
+class _Identity(nn.Module):
+    """Replaces a decoder: returns its input."""
 
     def forward(self, *_ids: Any, inputs_embeds: torch.Tensor, **_others: Any) -> Any:
-        return MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)  # has every decoder's fields
+        return MoEModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=inputs_embeds
+        )  # has the fields of all decoder outputs
 
 
 def _with(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
@@ -132,29 +134,29 @@ class DraftCheckpoint:
     source: Path
     config: Mapping[str, Any]
     target_config: Mapping[str, Any]
-    lender: Lender
+    ends: TargetEnds
     dtype: torch.dtype
     device: torch.device
     attention: str = NAME
 
     def tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """See `Parts`. Raises `ModelError` where files are damaged, or hold something else than tensors."""
+        """See `DraftWeights`. Raises `ModelError` if files are damaged, or contain anything but tensors."""
         return {name.removeprefix(prefix): tensor for name, tensor in read_tensors(self.source, prefix)}
 
     def embedding(self) -> nn.Module:
-        """See `Parts`."""
-        return self.lender.embedding()
+        """See `DraftWeights`."""
+        return self.ends.embedding()
 
     def head(self) -> Head:
-        """See `Parts`."""
-        return self.lender.head()
+        """See `DraftWeights`."""
+        return self.ends.head()
 
 
 def read_tensors(folder: Path, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of a checkpoint whose names begin with *prefix*; safetensors where there are any.
+    """Yield names and tensors of a checkpoint whose names begin with *prefix*; from safetensors, if there are any.
 
     Raises:
-        ModelError: there are no weights, files are damaged, or hold something else than tensors.
+        ModelError: there are no weights, files are damaged, or contain anything but tensors.
     """
     safe = sorted(folder.glob("*.safetensors"))
     saved = [
@@ -188,7 +190,7 @@ def _read_saved(path: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _load(path: Path) -> Any:
-    """Read what `torch.save` wrote; the old format cannot be mapped into memory, and is read whole."""
+    """Read a file of `torch.save`; the old format cannot be mapped into memory, and is read at once."""
     try:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -1,4 +1,4 @@
-"""Following one answer with a grammar: what it allows behind any text, committed or drafted."""
+"""Matches one sequence's output with a grammar: which tokens it allows after committed and draft tokens."""
 
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
@@ -16,14 +16,14 @@ Bits = npt.NDArray[np.uint8]
 
 
 class GrammarMatcher:
-    """A matcher that stands behind some output of one sequence, and moves to any other by rolling back.
+    """Holds a matcher's state after some output of one sequence, and moves to other outputs by rolling back.
 
-    Every method raises `GrammarError` where the matcher fails or is over a limit; it is of no use afterwards.
+    Every method raises `GrammarError` if the matcher fails or exceeds a limit; it cannot be used afterwards.
 
     Args:
-        matcher: before the first token; owned by this object.
-        vocab_size: ids that may be chosen.
-        endings: ids that end the answer, the model's own first: allowed exactly where the grammar may end.
+        matcher: in its initial state; owned by this object.
+        vocab_size: number of ids that may be sampled.
+        endings: ids that end the output, the model's own first; allowed exactly where the grammar may end.
     """
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int, endings: Seq[int]) -> None:
@@ -35,17 +35,17 @@ class GrammarMatcher:
 
     @property
     def num_fed(self) -> int:
-        """How many tokens of output it stands behind."""
+        """How many tokens of output are matched."""
         return len(self._fed)
 
     def allowed(self, start: int, tokens: Seq[int]) -> Bits:
-        """Return the ids allowed behind an output, a bit each, the least significant first; uint8 `[ceil(V / 8)]`.
+        """Return the ids allowed after an output, a bit each, the least significant first; uint8 `[ceil(V / 8)]`.
 
-        All are where the grammar forbids the output itself: nobody looks behind what is never said.
+        If the grammar forbids the output itself, all ids: the output is never sampled, so the mask is not used.
 
         Args:
-            start: so much of what it stands behind is as it was.
-            tokens: of the output from there on.
+            start: number of matched tokens that are unchanged.
+            tokens: the output from there on.
         """
         at = self._move(start, tokens)
         if at == len(tokens):
@@ -54,9 +54,9 @@ class GrammarMatcher:
         return self._ending_bits if has_ended else np.full_like(self._ending_bits, 0xFF)
 
     def prune(self, start: int, tokens: Seq[int], draft: Draft) -> Draft:
-        """Return *draft*, which follows an output as in `allowed`, without what the grammar forbids."""
+        """Return *draft*, which follows an output as in `allowed`, without tokens that the grammar forbids."""
         if draft.probes:
-            return draft  # what was asked about is answered, in the order in which it was asked
+            return draft  # all probes are read, in order
         if self._move(start, tokens) != len(tokens):
             return draft
         if draft.is_chain:
@@ -64,14 +64,14 @@ class GrammarMatcher:
         return _without(draft, self._forbidden(draft))
 
     def _move(self, start: int, tokens: Seq[int]) -> int:
-        """Go behind `tokens`, or as far as the grammar allows; return how far."""
-        behind = self._fed[start:]
+        """Match `tokens`, as far as the grammar allows; return how many."""
+        matched = self._fed[start:]
         common = next(
-            (i for i, pair in enumerate(zip(behind, tokens, strict=False)) if pair[0] != pair[1]),
-            min(len(behind), len(tokens)),
+            (i for i, pair in enumerate(zip(matched, tokens, strict=False)) if pair[0] != pair[1]),
+            min(len(matched), len(tokens)),
         )
-        if common < len(behind):
-            self._check(self._matcher.rollback(len(behind) - common))
+        if common < len(matched):
+            self._check(self._matcher.rollback(len(matched) - common))
             del self._fed[start + common :]
         rest = self._before_end(tokens[common:])
         if rest:
@@ -81,7 +81,7 @@ class GrammarMatcher:
         return self.num_fed - start
 
     def _before_end(self, tokens: Seq[int]) -> list[int]:
-        """Return *tokens* up to the first that ends the answer, whatever else it stands for."""
+        """Return *tokens* up to the first that ends the output."""
         ends = (i for i, token in enumerate(tokens) if token in self._endings)
         return list(tokens[: next(ends, len(tokens))])
 
@@ -91,9 +91,9 @@ class GrammarMatcher:
         return bits | self._ending_bits if self._matcher.is_accepting() else bits
 
     def _valid(self, tokens: Seq[int]) -> int:
-        """Return how many of *tokens* the grammar allows here, one that ends the answer included."""
+        """Return how many of *tokens* the grammar allows here, including one that ends the output."""
         text = self._before_end(tokens)
-        if self._matcher.is_stopped():  # it takes nothing more, not even the end
+        if self._matcher.is_stopped():  # it accepts no more tokens, not even the end
             return int(not text)
         ended = text if len(text) == len(tokens) else [*text, self._eos_id]
         count = int(self._matcher.validate_tokens(ended))
@@ -101,7 +101,7 @@ class GrammarMatcher:
         return count
 
     def _forbidden(self, draft: Draft) -> set[int]:
-        """Return the nodes of a tree that the grammar does not allow, or that hang below such."""
+        """Return the nodes of a tree that the grammar forbids, and the nodes below them."""
         paths: list[list[int]] = []
         forbidden: set[int] = set()
         for node, (parent, token) in enumerate(zip(draft.node_parents(), draft.tokens, strict=True)):
@@ -111,20 +111,20 @@ class GrammarMatcher:
                 forbidden.add(node)
         return forbidden
 
-    def _check(self, is_well: bool) -> None:
-        if not is_well:
+    def _check(self, is_ok: bool) -> None:
+        if not is_ok:
             raise GrammarError(error_message(self._matcher))
 
 
 def _bits_of(ids: Seq[int], vocab_size: int) -> Bits:
-    """Return the bits of some ids."""
+    """Return the bit mask of some ids."""
     chosen_V = np.zeros(vocab_size, np.bool_)
     chosen_V[[i for i in ids if i < vocab_size]] = True
     return np.packbits(chosen_V, bitorder="little")
 
 
 def _without(draft: Draft, nodes: set[int]) -> Draft:
-    """Return a tree without some *nodes* below which nothing else hangs."""
+    """Return a tree without *nodes*, which contain all nodes below them."""
     kept = [node for node in range(len(draft)) if node not in nodes]
     place = {-1: -1} | {node: i for i, node in enumerate(kept)}
     parents = tuple(place[draft.parents[node]] for node in kept)

@@ -16,7 +16,7 @@ from protos.config.engine import SpeculativeConfig
 from protos.errors import ModelError
 from tests.support.models import synthetic, synthetic_layers, tiny_models
 from tests.support.models.synthetic import Synthetic
-from workers.draft.weights import DraftCheckpoint, ResidentLender
+from workers.draft.weights import DraftCheckpoint, LoadedEnds
 
 WIDTH, VOCAB = 32, 96
 MADE: dict[str, Callable[[Path], Synthetic]] = {
@@ -74,7 +74,7 @@ def build(made: Synthetic, folder: Path, base: Path) -> Any:
         folder,
         made.config,
         synthetic.config_of(base),
-        ResidentLender(model),
+        LoadedEnds(model),
         torch.float32,
         torch.device("cpu"),
         "eager",
@@ -178,7 +178,7 @@ def test_a_pickle_that_runs_code(method: str, sound: Synthetic, tmp_path: Path, 
         folder,
         sound.config,
         synthetic.config_of(base),
-        ResidentLender(model),
+        LoadedEnds(model),
         torch.float32,
         torch.device("cpu"),
         "eager",
@@ -201,7 +201,7 @@ def test_a_damaged_target_says_so(tmp_path: Path, target: Path) -> None:
         folder,
         made.config,
         synthetic.config_of(target),
-        ResidentLender(model),
+        LoadedEnds(model),
         torch.float32,
         torch.device("cpu"),
         "eager",

@@ -26,7 +26,7 @@ from workers.draft.sampling import make_draft_sampler
 from workers.draft.worker import DraftWorker
 from workers.process.target_rank import TargetRank
 from workers.sampling.grammar_masks import GrammarMasks
-from workers.sampling.grammar_slots import SlotGrammars, Words
+from workers.sampling.grammar_slots import LoadVocabulary, SlotGrammars
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
@@ -166,7 +166,7 @@ class World:
     draft: TableModel
     rule: str = "coupled"
     shape: Shape = Shape(2)
-    words: Words | None = None
+    words: LoadVocabulary | None = None
     eos: int = 0
     options: dict[str, object] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from protos.errors import ConfigError, ModelError
 from slipstream import LLM, SamplingParams
 from tests.support.identity import collect
 from tests.support.models import tiny_models, tiny_pairs
-from workers.draft.vocab_map import Dictionary
+from workers.draft.vocab_map import VocabMap
 
 PROMPTS = ["def main():", "for i in range(10):\n    print(", "import os, sys", "x = ["]
 PARAMS = [SamplingParams(max_tokens=20, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(4)]
@@ -102,23 +102,23 @@ def test_tokens_meet_by_the_text_they_stand_for(tmp_path: Path) -> None:
     target = write_tokenizer(tmp_path / "target", ours, decoders.ByteLevel(), ["<eos>"])
     spelt = decoders.Sequence([decoders.ByteFallback()])
     draft = write_tokenizer(tmp_path / "draft", theirs, spelt, ["<eos>", "<unk>"])
-    found = Dictionary.between(target, draft, vocab_size=9, draft_size=7)
+    found = VocabMap.of_tokenizers(target, draft, vocab_size=9, draft_size=7)
     assert found.to_draft_V.tolist() == [1, 3, 2, 4, 5, 0, 1, 1, 1]
-    assert dict(zip(found.ours_S.tolist(), found.theirs_S.tolist(), strict=True)) == {1: 3, 2: 2, 3: 4, 4: 5, 5: 0}
+    assert dict(zip(found.target_S.tolist(), found.draft_S.tolist(), strict=True)) == {1: 3, 2: 2, 3: 4, 4: 5, 5: 0}
 
 
 def test_ids_that_a_model_has_no_row_for_are_nobodys(tmp_path: Path) -> None:
     target = write_tokenizer(tmp_path / "target", ["a", "b", "c", "<pad>"], decoders.ByteLevel(), ["<pad>"])
     draft = write_tokenizer(tmp_path / "draft", ["c", "a", "<pad>", "<unk>"], decoders.ByteLevel(), ["<pad>", "<unk>"])
-    found = Dictionary.between(target, draft, vocab_size=4, draft_size=2)
+    found = VocabMap.of_tokenizers(target, draft, vocab_size=4, draft_size=2)
     assert found.to_draft_V.tolist() == [1, 0, 0, 0]
-    assert found.theirs_S.tolist() == [1, 0]
+    assert found.draft_S.tolist() == [1, 0]
 
 
 def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
     target = write_tokenizer(tmp_path / "target", ["a"], decoders.ByteLevel(), [])
     draft = write_tokenizer(tmp_path / "draft", ["b"], decoders.ByteLevel(), [])
     with pytest.raises(ModelError, match="share no token"):
-        Dictionary.between(target, draft, 1, 1)
+        VocabMap.of_tokenizers(target, draft, 1, 1)
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        Dictionary.between(target, tiny_models.build("llama", tmp_path / "bare"), 1, 1)
+        VocabMap.of_tokenizers(target, tiny_models.build("llama", tmp_path / "bare"), 1, 1)

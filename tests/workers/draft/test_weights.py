@@ -10,37 +10,37 @@ from transformers import AutoModelForCausalLM
 
 from protos.errors import ModelError
 from tests.support.models import tiny_models
-from workers.draft.weights import Lender, ResidentLender, StoredLender, read_tensors
+from workers.draft.weights import CheckpointEnds, LoadedEnds, TargetEnds, read_tensors
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "gemma2", "cohere", "granite", "opt", "gpt2", "mixtral", "gpt_bigcode", "phi")
 """Plain, capped, scaled, divided; decoders in other places, heads with a bias, routers."""
 
 
-def assert_lends(lender: Lender, folder: Path) -> None:
+def assert_ends(ends: TargetEnds, folder: Path) -> None:
     """The logits of the last states are the model's own, and the embedding is what the first layer reads."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids_1T = torch.arange(3, 12)[None]
     with torch.inference_mode():
         said = model(ids_1T, output_hidden_states=True)
-        torch.testing.assert_close(lender.head()(said.hidden_states[-1][0]), said.logits[0], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(lender.embedding()(ids_1T), model.get_input_embeddings()(ids_1T))
+        torch.testing.assert_close(ends.head()(said.hidden_states[-1][0]), said.logits[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ends.embedding()(ids_1T), model.get_input_embeddings()(ids_1T))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_ends_are_read_alone(family: str, tied: bool, tmp_path: Path) -> None:
     folder = tiny_models.build(family, tmp_path / family, tie_word_embeddings=tied)
-    lender = StoredLender(folder, family, torch.float32, CPU)
-    assert_lends(lender, folder)
+    ends = CheckpointEnds(folder, family, torch.float32, CPU)
+    assert_ends(ends, folder)
 
 
 def test_a_whole_target_lends_what_it_has(tmp_path: Path) -> None:
     folder = tiny_models.build("gemma2", tmp_path / "gemma2")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    lender = ResidentLender(model)
-    assert_lends(lender, folder)
-    assert lender.embedding() is model.get_input_embeddings()
+    ends = LoadedEnds(model)
+    assert_ends(ends, folder)
+    assert ends.embedding() is model.get_input_embeddings()
     model(torch.ones(1, 3, dtype=torch.int64))  # lending its head has not touched the model
 
 

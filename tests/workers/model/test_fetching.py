@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
 from tests.support.models import tiny_models
-from tests.workers.draft.test_weights import CPU, FAMILIES, assert_lends
-from workers.draft.weights import StoredLender, read_tensors
+from tests.workers.draft.test_weights import CPU, FAMILIES, assert_ends
+from workers.draft.weights import CheckpointEnds, read_tensors
 from workers.weights import hub as fetching
 from workers.weights.hub import fetch, fetch_tokenizer, fetch_without_layers, read_config, shards_by_tensor
 
@@ -70,7 +70,7 @@ def in_shards(folder: Path) -> None:
 def test_a_draft_elsewhere_fetches_the_ends_alone(family: str, hub: Hub) -> None:
     in_shards(tiny_models.build(family, hub.source))
     folder = ends(NAME)
-    assert_lends(StoredLender(folder, family, torch.float32, CPU), hub.source)
+    assert_ends(CheckpointEnds(folder, family, torch.float32, CPU), hub.source)
     layers = {".layers.0.", ".layers.1.", "h.0.", "h.1."}
     for shard in hub.fetched:
         with safe_open(folder / shard, "pt") as weights:
