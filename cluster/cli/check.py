@@ -1,4 +1,4 @@
-"""`slipstream check`: run both engines, show what was found, and say whether speculation changes anything."""
+"""`slipstream check`: run both engines and print the report."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import demo
 from cluster.check.check import CheckOptions, examine, rule_of
 from cluster.check.engine_run import Tick
 from cluster.check.report import Decode, as_json, lines, tables, verdict_line
-from cluster.cli.console import ERR, OUT, say, show_warnings
+from cluster.cli.console import ERR, OUT, show_progress, show_warnings
 from cluster.cli.generate import PROMPT_FIELDS, read_items
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
@@ -20,32 +20,32 @@ from runtime.text.tokenizer import load_tokenizer
 JSON_LINES = frozenset({".jsonl", ".json"})
 
 
-def run(config: EngineConfig, wanted: CheckOptions, output: Path | None) -> bool:
-    """Check, print the report, write it to *output*; return whether speculation ran and changed nothing.
+def run(config: EngineConfig, options: CheckOptions, output: Path | None) -> bool:
+    """Check, print the report and write it to *output*; return whether the check passed.
 
     Raises:
-        ConfigError: something cannot be checked, read or written; before any engine is built.
+        ConfigError: the configuration cannot be checked, or *output* cannot be written; before an engine is built.
     """
     rule_of(config)
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"there is no folder {output.parent} to write {output.name} to")
     show_warnings()
-    report = examine(config, wanted, say, _bars)
+    report = examine(config, options, show_progress, _bars)
     for table in tables(report):
         OUT.print(table)
     for line in lines(report, _decoder(config)):
         OUT.print(line, markup=False, highlight=False)
     if output is not None:
         output.write_bytes(as_json(report))
-        say(f"the whole report is in {output}")
+        show_progress(f"the full report is in {output}")
     OUT.print(verdict_line(report), style="bold", markup=False, highlight=False)
     return report.passed
 
 
 def read_prompts(path: Path | None, count: int) -> list[Any]:
-    """Return up to *count* prompts: of a JSONL file as `slipstream generate` takes it, or of a text file, one a line.
+    """Return up to *count* prompts from a JSONL file (as for `slipstream generate`) or a text file, one per line.
 
-    Without a file, the demo's own. Of a JSONL line only the prompt counts.
+    Without a file, return the demo's prompts. Of a JSONL object only the prompt is used.
 
     Raises:
         ConfigError: the file cannot be read, or has no prompts.

@@ -1,4 +1,4 @@
-"""The two consoles of the command line: results on stdout, everything said about them on stderr."""
+"""The two consoles of the command line: results on stdout, progress and errors on stderr."""
 
 import logging
 
@@ -10,21 +10,21 @@ ERR = Console(stderr=True, soft_wrap=True)
 
 
 def show_error(message: str) -> None:
-    """Say what went wrong, in one line."""
+    """Print an error in one line."""
     ERR.print(f"slipstream: error: {' '.join(message.splitlines())}", style="red", markup=False, highlight=False)
 
 
-def say(line: str) -> None:
-    """Tell progress."""
+def show_progress(line: str) -> None:
+    """Print a line of progress."""
     ERR.print(line, style="dim", markup=False, highlight=False)
 
 
 def write(text: str) -> None:
-    """Show generated text as it is, at once."""
+    """Print generated text unformatted, without buffering."""
     OUT.print(text, end="", markup=False, highlight=False, emoji=False)
 
 
 def show_warnings() -> None:
-    """Let warnings of all parts reach stderr in the same form."""
+    """Print logged warnings on stderr."""
     handler = RichHandler(console=ERR, show_time=False, show_path=False, show_level=False, markup=False)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")

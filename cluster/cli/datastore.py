@@ -1,4 +1,4 @@
-"""`slipstream build-datastore`: the file that method `rest` looks things up in, from text files."""
+"""`slipstream build-datastore`: build the datastore of method `rest` from text files."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -6,27 +6,27 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import demo
-from cluster.cli.console import ERR, say, show_warnings
+from cluster.cli.console import ERR, show_progress, show_warnings
 from proposers.shared import datastore
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError
 from runtime.text.tokenizer import Tokenizer, load_tokenizer
 
-SORTING = datastore.DEPTH.bit_length()
+SORT_STEPS = datastore.DEPTH.bit_length()
 
 
 def run(model: ModelConfig, sources: Sequence[Path], output: Path) -> None:
     """Tokenise all text files in *sources*, files or folders, and write *output*.
 
     Raises:
-        ConfigError: there is nothing to read, or *output* cannot be written.
+        ConfigError: there are no files, or *output* cannot be written.
         ModelError: the tokenizer cannot be loaded.
     """
     show_warnings()
     files = files_in(sources)
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
-        raise ConfigError("a datastore is made of tokens: the model must have a tokenizer")
+        raise ConfigError("a datastore holds tokens: the model must have a tokenizer")
     with _progress() as progress:
         reading = progress.add_task("reading", total=len(files))
         texts = []
@@ -34,9 +34,9 @@ def run(model: ModelConfig, sources: Sequence[Path], output: Path) -> None:
             progress.advance(reading)
             if text:
                 texts.append(tokenizer.encode(text, add_special_tokens=False))
-        sorting = progress.add_task("sorting", total=SORTING)
+        sorting = progress.add_task("sorting", total=SORT_STEPS)
         count = _write(output, texts, tokenizer, lambda done: progress.update(sorting, completed=done))
-    say(f"{output}: {count} tokens of {len(texts)} texts, {output.stat().st_size / 2**20:.1f} MiB")
+    show_progress(f"{output}: {count} tokens of {len(texts)} texts, {output.stat().st_size / 2**20:.1f} MiB")
 
 
 def demo_model() -> str:
@@ -45,10 +45,10 @@ def demo_model() -> str:
 
 
 def files_in(sources: Sequence[Path]) -> list[Path]:
-    """Return all files in *sources*, those of folders in order and at any depth, but none that is hidden.
+    """Return all files in *sources*; those of folders recursively, in order, without hidden ones.
 
     Raises:
-        ConfigError: one of them is not there, or there are no files in them.
+        ConfigError: a source does not exist, or there are no files.
     """
     found: list[Path] = []
     for source in sources:
@@ -69,12 +69,12 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _texts(files: Sequence[Path]) -> Iterator[str]:
-    """Yield the text of each file; nothing of files that are no text, which are said."""
+    """Yield the text of each file; "" for a file that is not text, which is reported."""
     for path in files:
         try:
             yield path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            say(f"{path} is left out: {type(error).__name__}")
+            show_progress(f"skipping {path}: {type(error).__name__}")
             yield ""
 
 

@@ -1,4 +1,4 @@
-"""`slipstream env`: what a bug report needs, and nothing secret."""
+"""`slipstream env`: the environment for a bug report, without secrets."""
 
 import os
 import platform
@@ -78,7 +78,7 @@ def _processor() -> Iterator[tuple[str, str]]:
 
 
 def _proc(path: str) -> dict[str, str]:
-    """Return the first value of each name in a file of `name: value` lines; nothing where there is no such file."""
+    """Return the first value of each name in a file of `name: value` lines; empty if there is no such file."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -15,7 +15,7 @@ from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, SlipstreamError
 
 FAILED = 2
-# Names of options with `_` for `-`, as Python and YAML spell them.
+# Accept option names with `_` for `-`, as in Python and YAML.
 HYPHENS = {"token_normalize_func": lambda name: name.replace("_", "-")}
 
 app = typer.Typer(
@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its tables cut long option names off
+    rich_markup_mode=None,  # its tables truncate long option names
     context_settings=HYPHENS,
 )
 
@@ -57,19 +57,18 @@ def generate(
     sampling: dict[str, Any],
     *,
     prompt: Annotated[str | None, typer.Argument(help="Text to complete.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSONL: a string, or an object with `prompt`, a line.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL: a string, or an object with `prompt`, per line.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSONL of results for --prompts.")] = None,
 ) -> None:
-    """Complete a prompt, streaming, or a file of them; then say how fast it went and what was accepted.
+    """Complete a prompt, streaming, or a file of prompts; then print speed and acceptance.
 
-    One prompt runs eager unless --no-enforce-eager is given: compiling would take longer than it saves.
+    One prompt runs eager unless --no-enforce-eager is given: compiling takes longer than it saves.
     """
-    from cluster.cli import generate  # noqa: PLC0415 - what it loads, other commands need not wait for
+    from cluster.cli import generate  # noqa: PLC0415 - other commands need not load it
 
     if (prompt is None) == (prompts is None):
         raise ConfigError("give one prompt, or a file of them with --prompts")
     if prompts is None:
-        # Compiling takes longer than one answer could ever gain from it.
         generate.stream(engine_config({"enforce_eager": True, **engine}), prompt or "", sampling)
     elif output is None:
         raise ConfigError("--prompts needs --output, the file to write the results to")
@@ -118,31 +117,32 @@ def check(
     positional_model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
     model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the embedded demo pair.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL as for generate, or text, a prompt a line; default: the demo's.")
+        Path | None, typer.Option(help="JSONL as for generate, or text with a prompt per line; default: the demo's.")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts used at most.", min=1)] = 20,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer that is compared.", min=1)] = 64,
+    num_prompts: Annotated[int, typer.Option(help="Maximum number of prompts.", min=1)] = 20,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each compared answer.", min=1)] = 64,
     samples: Annotated[
-        int, typer.Option(help="Answers sampled behind each of the first 4 prompts, to test their law.", min=100)
+        int,
+        typer.Option(help="Answers sampled after each of the first 4 prompts, to test their distribution.", min=100),
     ] = 1000,
     temperature: Annotated[float, typer.Option(help="Of seeded answers and samples.", min=0.01, max=100.0)] = 1.0,
     false_alarm: Annotated[
-        float, typer.Option(help="Chance of finding a wrong law where there is none.", min=1e-12, max=0.1)
+        float, typer.Option(help="Probability of failing although nothing is wrong.", min=1e-12, max=0.1)
     ] = 1e-6,
-    json: Annotated[Path | None, typer.Option(help="Write the whole report here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the full report here.")] = None,
 ) -> None:
-    """Check that speculation changes nothing: the same answers with and without, and sampled ones of the same law.
+    """Check that speculation changes nothing: the same answers with and without it, sampled from the same distribution.
 
-    Exit status 0: it does not; 1: it does, or nothing was shown; 2: the check could not be run. --seed makes all seeds.
+    Exit status 0: passed; 1: failed, or nothing was shown; 2: the check could not run. --seed determines all seeds.
     """
     from cluster.check.check import CheckOptions  # noqa: PLC0415 - as above
     from cluster.cli.check import read_prompts, run  # noqa: PLC0415
 
     config = engine_config({**engine, "model": _one_model(positional_model, model)})
-    wanted = CheckOptions(
+    options = CheckOptions(
         read_prompts(prompts, num_prompts), max_tokens, samples, temperature, config.seed or 0, false_alarm
     )
-    if not run(config, wanted, json):
+    if not run(config, options, json):
         raise typer.Exit(1)
 
 
@@ -156,7 +156,7 @@ def build_datastore(
     revision: Annotated[str | None, typer.Option(help="Of the model or tokenizer on the Hub.")] = None,
     download_dir: Annotated[str | None, typer.Option(help="Where Hub files are kept.")] = None,
 ) -> None:
-    """Write the datastore that speculation by retrieval (method rest) looks things up in, from text files."""
+    """Build the datastore of retrieval-based speculation (method rest) from text files."""
     from cluster.cli import datastore  # noqa: PLC0415 - as above
 
     name = tokenizer or model or datastore.demo_model()
@@ -166,7 +166,7 @@ def build_datastore(
 @app.command(context_settings=HYPHENS)
 @with_options(engine=engine_options())
 def env(engine: dict[str, Any]) -> None:
-    """Print what a bug report needs: versions, processor, devices, and the configuration of these options."""
+    """Print the environment for a bug report: versions, processor, devices, and the resulting configuration."""
     from cluster.cli import env  # noqa: PLC0415 - as above
 
     env.show(engine_config(engine))
@@ -176,20 +176,21 @@ def env(engine: dict[str, Any]) -> None:
 def doctor(
     *,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option("--tensor-parallel-size", "-tp", help="Target ranks; default: what there is.", min=1)
+        int | None,
+        typer.Option("--tensor-parallel-size", "-tp", help="Target ranks; default: by the number of devices.", min=1),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     share_devices: Annotated[
-        bool, typer.Option("--share-devices", help="Several ranks on one device; NCCL must be told to allow it.")
+        bool, typer.Option("--share-devices", help="Several ranks on one device; NCCL must be configured to allow it.")
     ] = False,
-    ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Whether to check Ray, too.")] = True,
+    ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Also check Ray.")] = True,
 ) -> None:
-    """Check devices, process groups and Ray with real processes; say what is wrong and how to mend it."""
+    """Check devices, process groups and Ray with real processes; print errors and remedies."""
     from cluster.cli.doctor import run  # noqa: PLC0415 - as above
     from cluster.doctor import DoctorOptions  # noqa: PLC0415
 
-    wanted = DoctorOptions(tensor_parallel_size, device, share_devices)
-    if not run(wanted, with_ray=ray):
+    options = DoctorOptions(tensor_parallel_size, device, share_devices)
+    if not run(options, with_ray=ray):
         raise typer.Exit(1)
 
 
@@ -197,21 +198,21 @@ def doctor(
     context_settings={**HYPHENS, "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def bench(context: typer.Context) -> None:
-    """Measure: `bench serve` puts load on any OpenAI server; other arguments go to `python -m benchmarks`."""
+    """Measure: `bench serve` puts load on an OpenAI server; other arguments go to `python -m benchmarks`."""
     from cluster.cli import bench  # noqa: PLC0415 - as above
 
     bench.run(context.args)
 
 
 def main() -> None:
-    """Run the command line; what went wrong in a known way is one line on stderr, and exit status 2."""
+    """Run the command line. A `SlipstreamError` is printed as one line on stderr; exit status 2."""
     try:
         shadowing.check()
         app(prog_name="slipstream")
     except SlipstreamError as error:
         show_error(str(error))
         sys.exit(FAILED)
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:  # stdout was closed by its reader
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Command-line options made from the tables of engine and sampling arguments, and the YAML file that may hold them."""
+"""Command-line options from the tables of engine and sampling arguments, and the YAML file of --config."""
 
 import functools
 import inspect
@@ -26,9 +26,9 @@ SAFETY_PANEL = "Safety"
 SERVERS_PANEL = "Servers"
 SAFETY_KINDS: dict[type, type] = {bool: bool, tuple: tuple}
 API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
-"""Keys in the environment, with spaces between them, do not show in the list of processes."""
+"""API keys, separated by spaces. Unlike options, they do not appear in the process list."""
 SPECULATIVE_HELP = 'JSON, such as \'{"method": "ngram", "num_speculative_tokens": 5}\'; null turns speculation off'
-# Short forms that other tools have taught people; -tp is one option, not -t and -p.
+# Short forms of vLLM and llama.cpp; -tp is one option, not -t and -p.
 SHORT = {
     "tensor_parallel_size": ("-tp",),
     "speculative_config": ("-sc",),
@@ -66,7 +66,7 @@ def _parameter(name: str, kind: object, option: Any) -> inspect.Parameter:
 
 
 def _engine_parameter(name: str, shown: str | None) -> inspect.Parameter:
-    """Return the option of one engine argument; without a text to show it is taken, but not listed."""
+    """Return the option of one engine argument; hidden from --help without *shown*, its text."""
     flags = [spelling(name), *SHORT.get(name, ())]
     if name in argument_names.FLAGS:
         flags[0] += "/--no-" + name.replace("_", "-")
@@ -78,7 +78,7 @@ def _engine_parameter(name: str, shown: str | None) -> inspect.Parameter:
 
 
 def engine_options(*, but: tuple[str, ...] = ()) -> list[inspect.Parameter]:
-    """Return an option for every engine argument; those that only redirect or warn are not listed by `--help`."""
+    """Return an option for every engine argument except *but*; those that only redirect or warn are hidden."""
     shown = {option.name: option.help for option in argument_names.KEPT}
     shown[argument_names.SPECULATIVE] = SPECULATIVE_HELP
     shown |= {name: f"same as {spelling(key)[2:]}" for name, key in aliases.SHORTCUTS.items()}
@@ -88,7 +88,7 @@ def engine_options(*, but: tuple[str, ...] = ()) -> list[inspect.Parameter]:
 
 
 def sampling_options(**defaults: Any) -> list[inspect.Parameter]:
-    """Return the sampling options of one completion, some with other defaults than `SamplingParams`."""
+    """Return the sampling options; *defaults* override those of `SamplingParams`."""
 
     def one(name: str, kind: object) -> inspect.Parameter:
         default = defaults.get(name, getattr(SamplingParams(), name))
@@ -115,7 +115,7 @@ def server_options() -> list[inspect.Parameter]:
 
 
 def safety_options() -> list[inspect.Parameter]:
-    """Return an option for each of `SafetyOptions`; what is not given keeps its default."""
+    """Return an option for each field of `SafetyOptions`."""
     return [_safety_parameter(name, field) for name, field in SafetyOptions.model_fields.items()]
 
 
@@ -124,11 +124,11 @@ def _safety_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     if kind is bool:
         flag += "/--no-" + name.replace("_", "-")
     if kind is not bool and field.default not in (None, ()):
-        told = f"{field.description} [default: {field.default}]"
+        text = f"{field.description} [default: {field.default}]"
     else:
-        told = str(field.description)
+        text = str(field.description)
     variable = API_KEY_VARIABLE if name == "api_key" else None
-    option = typer.Option(None, flag, help=told, show_default=False, envvar=variable, rich_help_panel=SAFETY_PANEL)
+    option = typer.Option(None, flag, help=text, show_default=False, envvar=variable, rich_help_panel=SAFETY_PANEL)
     return _parameter(name, list[str] | None if kind is tuple else kind | None, option)
 
 
@@ -139,7 +139,7 @@ def _config_parameter() -> inspect.Parameter:
 
 
 def with_options(**groups: list[inspect.Parameter]) -> Decorator:
-    """Give a command `--config` and the options of *groups*; it gets each group's as one dict, unset ones left out."""
+    """Add `--config` and the options of *groups* to a command, which receives each group as a dict of those set."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -163,7 +163,7 @@ def _taken(given: dict[str, Any], options: list[inspect.Parameter]) -> dict[str,
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of the options that have their names."""
+    """Make the file's values the defaults of the options."""
     if path is not None:
         known = {parameter.name for parameter in context.command.params if parameter.name}
         context.default_map = {**(context.default_map or {}), **_defaults(path, known)}
@@ -182,7 +182,7 @@ def _defaults(path: Path, known: set[str]) -> dict[str, Any]:
 
 
 def _is_json(name: str, value: object) -> bool:
-    """Whether *value* must become the text that the option of an engine argument takes."""
+    """Whether *value* must be converted to JSON text for the option of an engine argument."""
     return isinstance(value, Mapping) or (isinstance(value, list) and name in argument_names.NAMES)
 
 

@@ -1,4 +1,4 @@
-"""`slipstream serve`: from the command line to the server."""
+"""`slipstream serve`: make the server's options from those of the command line."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -28,7 +28,7 @@ def run(
     tools: ToolOptions,
     safety: Mapping[str, Any],
 ) -> None:
-    """Serve until told to stop. Raises `ConfigError`, `ModelError`, `EngineDeadError`."""
+    """Serve until stopped. Raises `ConfigError`, `ModelError`, `EngineDeadError`."""
     levels = get_args(SpecMetrics)
     level = next((level for level in levels if level == spec_metrics), None)
     if level is None:

@@ -1,4 +1,4 @@
-"""What HTTP and gRPC servers have in common, for the service that runs both."""
+"""The interface of the HTTP and the gRPC server, for the service that runs both."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ from runtime.metrics.prometheus import Metrics
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What answers are made with. The engine has been started."""
+    """What a server needs to answer requests. The engine has been started."""
 
     engine: EngineClient
     tokenizer: Decoder
@@ -24,48 +24,48 @@ class ServerContext:
 
 
 class Frontend(Protocol):
-    """A server for one protocol. It takes its address, opens, serves, and stops, in this order."""
+    """A server for one protocol. Methods are called in the order `start`, `open`, `serve`, `stop`."""
 
     @property
     def num_running(self) -> int:
-        """Calls that are being answered."""
+        """Number of requests being answered."""
         ...
 
     @property
     def address(self) -> str:
-        """Where it listens, for people to read."""
+        """The address it listens on, for the log."""
         ...
 
     async def start(self) -> None:
-        """Take the address before anything is loaded. Raises `ConfigError` where it cannot be had."""
+        """Bind the address, before anything is loaded. Raises `ConfigError` if that fails."""
         ...
 
-    async def open(self, parts: ServerContext) -> None:
-        """Take calls from now on."""
+    async def open(self, context: ServerContext) -> None:
+        """Accept requests from now on."""
         ...
 
     async def serve(self) -> None:
-        """Answer until told to stop, or cancelled."""
+        """Answer requests until stopped or cancelled."""
         ...
 
-    async def look(self) -> None:
-        """Tell whoever watches over the server the engine's state as it is now."""
+    async def publish_health(self) -> None:
+        """Publish the engine's current state to health watchers."""
         ...
 
     async def stop(self, *, at_once: bool) -> None:
-        """End; answers in flight are given no time where it is to be *at_once*, and a moment otherwise."""
+        """Stop; running answers get a short time to end, or none if *at_once*."""
         ...
 
 
 @contextlib.contextmanager
 def bound(host: str, port: int, option: str = "port") -> Iterator[socket.socket]:
-    """Take an address; *option* is the one that chooses another.
+    """Bind an address; the error message names *option* as the way to choose another.
 
     Raises:
-        ConfigError: the address is taken, or is none of this machine's.
+        ConfigError: the address is in use, or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Without its protocol, asyncio would not turn off Nagle's algorithm, and each answer would wait 40 ms.
+    # asyncio disables Nagle's algorithm, a delay of 40 ms, only if the protocol is given.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

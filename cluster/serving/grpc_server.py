@@ -1,4 +1,4 @@
-"""The gRPC server of a service of its own."""
+"""The gRPC server of `slipstream serve`."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from runtime.http.render import TokenTexts
 from runtime.http.server.limits import GuardOptions
 
 CLOSING_S = 1.0
-"""Calls that never end by themselves, such as those that watch the health, have this long."""
+"""Time for calls that do not end by themselves, such as health watches."""
 
 
 @dataclass(frozen=True)
 class GrpcOptions:
-    """Where and how to listen."""
+    """The address and certificates of the gRPC server."""
 
     host: str = "0.0.0.0"
     port: int = 9000
@@ -25,12 +25,12 @@ class GrpcOptions:
 
 
 class GrpcFrontend:
-    """See `cluster.serving.frontend.Frontend`. Tells its health from the start.
+    """See `cluster.serving.frontend.Frontend`. Serves health checks from `start` on.
 
     Args:
-        options: where and how to listen.
-        guard: who may call.
-        stall_s: how long a client may read nothing of its answer.
+        options: address and certificates.
+        guard: API keys and limits.
+        stall_s: a client that reads nothing of its answer for this long is cut off.
     """
 
     def __init__(self, options: GrpcOptions, guard: GuardOptions, stall_s: float) -> None:
@@ -43,43 +43,45 @@ class GrpcFrontend:
 
     @property
     def num_running(self) -> int:
-        """See `Face`."""
+        """See `Frontend`."""
         return 0 if self._server is None else self._server.num_running
 
     @property
     def address(self) -> str:
-        """See `Face`."""
+        """See `Frontend`."""
         kind = "gRPC" if self._options.tls is None else "gRPC with TLS"
         return f"{kind} on {url_host(self._options.host)}:{self._port}"
 
     async def start(self) -> None:
-        """See `Face`."""
+        """See `Frontend`."""
         with bound(self._options.host, self._options.port, "grpc_port, or -1 for no gRPC"):
-            pass  # says why it cannot be had, as gRPC does not
+            pass  # raises a clear error, which gRPC does not
         tls = self._options.tls
         credentials = None if tls is None else tls_credentials(*tls.read())
         server = GrpcServer(self._guard, credentials, self._stall_s)
         self._port = await server.start(self._options.host, self._options.port)
         self._server = server
 
-    async def open(self, parts: ServerContext) -> None:
-        """See `Face`."""
+    async def open(self, context: ServerContext) -> None:
+        """See `Frontend`."""
         assert self._server is not None, "not started"
-        self._engine = parts.engine
-        await self._server.open(Answering(parts.engine, TokenTexts(parts.tokenizer), parts.options), parts.engine)
+        self._engine = context.engine
+        await self._server.open(
+            Answering(context.engine, TokenTexts(context.tokenizer), context.options), context.engine
+        )
 
     async def serve(self) -> None:
-        """See `Face`."""
+        """See `Frontend`."""
         assert self._server is not None, "not started"
         assert self._engine is not None, "not open"
         await self._server.health.follow(self._engine)
 
-    async def look(self) -> None:
-        """See `Face`."""
+    async def publish_health(self) -> None:
+        """See `Frontend`."""
         if self._server is not None and self._engine is not None:
             await self._server.health.look(self._engine)
 
     async def stop(self, *, at_once: bool) -> None:
-        """See `Face`."""
+        """See `Frontend`."""
         if self._server is not None:
             await self._server.stop(0 if at_once else CLOSING_S)

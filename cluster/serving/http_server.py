@@ -62,12 +62,12 @@ class HttpFrontend:
         """See `Frontend`."""
         self._listener = self._owned.enter_context(bound(self._options.host, self._options.port))
 
-    async def open(self, parts: ServerContext) -> None:
+    async def open(self, context: ServerContext) -> None:
         """See `Frontend`."""
         tls = self._options.tls
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_app(parts.engine, parts.tokenizer, parts.metrics, parts.options),
+                create_app(context.engine, context.tokenizer, context.metrics, context.options),
                 http=guarded_protocol(self._limits),
                 log_config=None,
                 log_level="warning",
@@ -94,7 +94,7 @@ class HttpFrontend:
         await server.main_loop()
         await server.shutdown(sockets)
 
-    async def look(self) -> None:
+    async def publish_health(self) -> None:
         """See `Frontend`. `/health` reads the engine's state itself."""
 
     async def stop(self, *, at_once: bool) -> None:

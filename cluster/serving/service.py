@@ -1,4 +1,4 @@
-"""`slipstream serve`: the controller in a child process or on Ray, its faces for HTTP and gRPC in this one."""
+"""`slipstream serve`: the HTTP and gRPC servers in this process, the controller in a child process or on Ray."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from cluster.channels import controller_channel
 from cluster.serving.frontend import Frontend, ServerContext
 from cluster.serving.grpc_server import GrpcFrontend, GrpcOptions
 from cluster.serving.http_server import HttpFrontend, HttpOptions
-from cluster.serving.startup_info import Stages, described, served_names
+from cluster.serving.startup_info import LoadingLog, described, served_names
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
@@ -30,15 +30,12 @@ from runtime.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("slipstream")
 
-LOOK_EVERY_S = 0.02
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """What `slipstream serve` is told beside its engine.
-
-    `grpc` None means no gRPC. `grace_s` is how long answers in flight may take once the server is told to stop.
-    """
+    """The server's options. `grpc` None: no gRPC server. `grace_s`: time for running answers after a stop signal."""
 
     version: str
     http: HttpOptions = field(default_factory=HttpOptions)
@@ -51,29 +48,29 @@ class ServiceOptions:
 
 
 def serve(config: EngineConfig, options: ServiceOptions) -> None:
-    """Serve until SIGINT or SIGTERM; a second one stops at once.
+    """Serve until SIGINT or SIGTERM; a second signal stops at once.
 
     Raises:
-        ConfigError, ModelError: the engine cannot be built, or an address is taken.
+        ConfigError, ModelError: the engine cannot be built, or an address is in use.
         PlacementError: the Ray cluster has no room for the workers.
-        EngineDeadError: the engine ended by itself, while it was loading or later.
+        EngineDeadError: the engine died, while loading or later.
     """
     log_to_stderr(config.log_format)
     if config.model.skip_tokenizer_init:
         raise ConfigError("serving needs a tokenizer: leave out skip_tokenizer_init")
-    faces: list[Frontend] = [HttpFrontend(options.http, options.safety.connections)]
+    frontends: list[Frontend] = [HttpFrontend(options.http, options.safety.connections)]
     if options.grpc is not None:
-        faces.append(GrpcFrontend(options.grpc, options.safety.guard, options.safety.read_timeout))
-    asyncio.run(_Service(config, options, faces).run())
+        frontends.append(GrpcFrontend(options.grpc, options.safety.guard, options.safety.read_timeout))
+    asyncio.run(_Service(config, options, frontends).run())
 
 
 class _Service:
     """One run of the server: load, serve, drain, stop."""
 
-    def __init__(self, config: EngineConfig, options: ServiceOptions, faces: Sequence[Frontend]) -> None:
+    def __init__(self, config: EngineConfig, options: ServiceOptions, frontends: Sequence[Frontend]) -> None:
         self._config = config
         self._options = options
-        self._faces = faces
+        self._frontends = frontends
         self._names = served_names(config)
         self._served = ServerOptions(
             self._names,
@@ -102,12 +99,12 @@ class _Service:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Load and serve until told to stop."""
+        """Load and serve until stopped."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         try:
-            for face in self._faces:
-                await face.start()
+            for frontend in self._frontends:
+                await frontend.start()
             info = await self._load()
             if info is not None:
                 await self._serve(info)
@@ -115,19 +112,19 @@ class _Service:
             await self._end()
 
     def _on_signal(self) -> None:
-        """Stop in order; the second time, or while nothing is served, at once."""
+        """Drain and stop; on a second signal, or while loading, stop at once."""
         if self._stop.is_set() or not self._is_serving:
             self._channel.kill()
             self._stop_at_once.set()
         if not self._stop.is_set():
-            log.info("stopping; answers in flight have %g s, once more stops at once", self._options.grace_s)
+            log.info("stopping; running answers have %g s, a second signal stops at once", self._options.grace_s)
         self._stop.set()
 
     async def _load(self) -> WorkerInfo | None:
-        """Start the engine; None if told to stop meanwhile."""
-        stages = Stages()
+        """Start the engine; return None if stopped meanwhile."""
+        stages = LoadingLog()
         self._tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
-        loading = asyncio.create_task(self._engine.start(stages.say))
+        loading = asyncio.create_task(self._engine.start(stages.report))
         reminding, stopping = asyncio.create_task(stages.remind()), asyncio.create_task(self._stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         reminding.cancel()
@@ -151,14 +148,14 @@ class _Service:
 
     async def _serve(self, info: WorkerInfo) -> None:
         assert self._tokenizer is not None
-        parts = ServerContext(self._engine, await self._tokenizer, self._metrics, self._served)
-        for face in self._faces:
-            await face.open(parts)
+        context = ServerContext(self._engine, await self._tokenizer, self._metrics, self._served)
+        for frontend in self._frontends:
+            await frontend.open(context)
         for line in described(self._config, info):
             log.info(line)
         log.info(self._ready_line())
         self._is_serving = True
-        self._tasks = [asyncio.create_task(face.serve()) for face in self._faces]
+        self._tasks = [asyncio.create_task(frontend.serve()) for frontend in self._frontends]
         if not self._config.disable_log_stats:
             self._tasks.append(asyncio.create_task(log_summaries(self._metrics)))
         await _first(self._stop.wait(), self._engine.death(), *self._tasks)
@@ -167,35 +164,35 @@ class _Service:
             raise await self._engine.death()
 
     async def _drain(self) -> None:
-        """Take nothing new, and let answers in flight end; not for ever, and not once told to stop at once."""
+        """Reject new requests and wait for running answers, up to `grace_s` or a second signal."""
         self._engine.drain()
-        for face in self._faces:
-            await face.look()
+        for frontend in self._frontends:
+            await frontend.publish_health()
         await _first(self._idle(), self._stop_at_once.wait(), asyncio.sleep(self._options.grace_s))
 
     async def _idle(self) -> None:
-        while any(face.num_running for face in self._faces):  # noqa: ASYNC110 - servers tell no end of a call
-            await asyncio.sleep(LOOK_EVERY_S)
+        while any(frontend.num_running for frontend in self._frontends):  # noqa: ASYNC110 - servers report no end of a call
+            await asyncio.sleep(POLL_S)
 
     async def _end(self) -> None:
-        """End the engine, which fails what is still unanswered; then the servers, once they have told so."""
+        """Close the engine, which fails unfinished requests; then stop the servers, which send those errors."""
         await self._engine.close()
-        for face in self._faces:
-            await face.stop(at_once=self._stop_at_once.is_set())
+        for frontend in self._frontends:
+            await frontend.stop(at_once=self._stop_at_once.is_set())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         log.info("stopped")
 
     def _ready_line(self) -> str:
-        url, *others = [face.address for face in self._faces]
+        url, *others = [frontend.address for frontend in self._frontends]
         body = f'{{"model": "{self._names[0]}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
         curl = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
         return f"ready on {', '.join([url, *others])}; try\n\n  {curl}\n"
 
 
 async def _first(*waits: Awaitable[Any]) -> None:
-    """Wait until one of *waits* is over, and give up the others; raise what it raised. Tasks go on."""
+    """Wait for the first of *waits* and raise its error. Cancel the others, except tasks that were passed in."""
     tasks = [asyncio.ensure_future(each) for each in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

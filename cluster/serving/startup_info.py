@@ -1,4 +1,4 @@
-"""What a server says of itself: the names it serves, what it is, and how far it has come."""
+"""What a server logs of itself: model names, limits, speculation, and the progress of loading."""
 
 import asyncio
 import logging
@@ -11,11 +11,11 @@ from protos.messages import WorkerInfo
 log = logging.getLogger("slipstream")
 
 SILENCE_S = 30.0
-"""A stage that says nothing for this long is named again."""
+"""A loading stage is logged again after this long without progress."""
 
 
 def served_names(config: EngineConfig) -> tuple[str, ...]:
-    """Return the names answers carry: those asked for, else the model's; of a folder only its last part."""
+    """Return the served model names: `served_model_name`, else the model's id or the last part of its folder."""
     if config.served_model_name:
         return config.served_model_name
     model = config.model.model
@@ -23,7 +23,7 @@ def served_names(config: EngineConfig) -> tuple[str, ...]:
 
 
 def described(config: EngineConfig, info: WorkerInfo) -> list[str]:
-    """Say what will be served, in lines for the log; of weights and cache the engine has told itself."""
+    """Return lines for the log about limits and speculation. The engine logs weights and cache."""
     return [
         f"context: {info.max_model_len:,} tokens; at most {config.scheduler.max_num_seqs} requests run at once",
         f"speculation: {_speculation(config.speculative)}",
@@ -37,25 +37,25 @@ def _speculation(config: SpeculativeConfig | None) -> str:
 
 
 def url_host(host: str) -> str:
-    """Return *host* as it stands in a URL that reaches it from this machine."""
+    """Return *host* as written in a URL that reaches it from this machine."""
     if host in ("0.0.0.0", "::"):
         return "localhost"
     return f"[{host}]" if ":" in host else host
 
 
-class Stages:
-    """Says what is being done while the engine loads, and says it again after a silence."""
+class LoadingLog:
+    """Logs the stages of loading, and the current stage again after a silence."""
 
     def __init__(self) -> None:
         self._text, self._since = "starting the engine process", time.monotonic()
 
-    def say(self, text: str) -> None:
-        """Begin a stage."""
+    def report(self, text: str) -> None:
+        """Log the start of a stage."""
         self._text, self._since = text, time.monotonic()
         log.info(text)
 
     async def remind(self) -> None:
-        """Name the stage once every `SILENCE_S`; runs until cancelled."""
+        """Log the current stage every `SILENCE_S` without progress, until cancelled."""
         while True:
             await asyncio.sleep(SILENCE_S)
             seconds = time.monotonic() - self._since

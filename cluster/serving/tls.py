@@ -1,4 +1,4 @@
-"""Certificates and keys of a server, read and checked before anything is loaded."""
+"""Certificates and keys of a server, checked before the engine is loaded."""
 
 import ssl
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from protos.errors import ConfigError
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files: a certificate chain, the key to it, and who signs the certificates that clients must show."""
+    """PEM files: a certificate chain, its private key, and the CA of the certificates that clients must present."""
 
     cert: str
     key: str
     client_ca: str | None = None
 
     def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """Return what is in them: certificate chain, key, and the authority of clients where there is one."""
+        """Return the contents: certificate chain, key, and client CA or None."""
         client_ca = None if self.client_ca is None else Path(self.client_ca).read_bytes()
         return Path(self.cert).read_bytes(), Path(self.key).read_bytes(), client_ca
 
@@ -25,17 +25,17 @@ class TlsFiles:
 def tls_files(
     names: tuple[str, str], cert: str | None, key: str | None, client_ca: str | None = None
 ) -> TlsFiles | None:
-    """Return the files that the options of these *names* give, checked; None where none is given.
+    """Return the TLS files, checked; None if none is given. *names* are the options, for error messages.
 
     Raises:
-        ConfigError: one is missing or cannot be read, or certificate and key do not belong together.
+        ConfigError: a file is missing or cannot be read, or the key does not match the certificate.
     """
     if cert is None or key is None:
         if (cert, key, client_ca) != (None, None, None):
-            raise ConfigError(f"TLS needs both {names[0]} and {names[1]}: the server's certificate and the key to it")
+            raise ConfigError(f"TLS needs both {names[0]} and {names[1]}: the server's certificate and its private key")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # A key with a password would have it asked for on the terminal.
+    # The empty password prevents a prompt on the terminal for an encrypted key.
     _check(f"{names[0]} {cert} with {names[1]} {key}", lambda: context.load_cert_chain(cert, key, lambda: b""))
     if client_ca is not None:
         _check(f"the client certificate authority {client_ca}", lambda: context.load_verify_locations(client_ca))
@@ -45,6 +45,6 @@ def tls_files(
 def _check(what: str, load: Callable[[], None]) -> None:
     try:
         load()
-    except OSError as error:  # what ssl raises is one, too
+    except OSError as error:  # includes ssl.SSLError
         reason = error.strerror or getattr(error, "reason", None) or type(error).__name__
         raise ConfigError(f"cannot use {what}: {reason}") from None

@@ -116,7 +116,7 @@ def test_the_command_builds_one_and_a_foreign_tokenizer_is_noticed(tmp_path: Pat
     )
     assert result.exit_code == 0, result.output
     assert "of 2 texts" in result.stderr
-    assert "noise.bin is left out" in result.stderr
+    assert "noise.bin: UnicodeDecodeError" in result.stderr
     tokenizer = load_tokenizer(ModelConfig(str(target)))
     assert tokenizer is not None
     [found] = Datastore(store).longest([tokenizer.encode("x return ", add_special_tokens=False)])
