@@ -73,7 +73,7 @@ def test_parameters_for_each_prompt_and_several_samples(llm: LLM) -> None:
         llm.generate(PROMPTS, params)
 
 
-def test_parameters_that_nobody_gives_are_those_of_the_checkpoint(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+def test_parameters_that_are_not_given_are_those_of_the_checkpoint(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     folder = Path(shutil.copytree(pair[0], tmp_path / "recommending"))
     (folder / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 5, "eos_token_id": []}')
     with LLM(str(folder), **SMALL) as llm:

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.transport.process_workers import ProcessWorkerGroup
 from protos.worker_messages import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerFailed, WorkerId
-from tests.support.distributed.mail import until
+from tests.support.distributed.messages import until
 from tests.support.processes import is_running, wait_gone
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +52,11 @@ def test_a_death_is_reported_within_a_second(make: Callable[[str], ProcessWorker
     until(group, Placed)
     group.send(DRAFT, Stop())
     started = time.monotonic()
-    mail = until(group, Died)
+    messages = until(group, Died)
     assert time.monotonic() - started < 1.0
-    assert mail[-1] == (DRAFT, Died(f"its process ended ({how})"))
+    assert messages[-1] == (DRAFT, Died(f"its process ended ({how})"))
     if body == "leave":
-        assert mail[0] == (DRAFT, WorkerFailed("something is wrong", "ModelError"))
+        assert messages[0] == (DRAFT, WorkerFailed("something is wrong", "ModelError"))
 
 
 def test_a_body_that_raises_ends_its_process(make: Callable[[str], ProcessWorkerGroup]) -> None:
@@ -76,11 +76,11 @@ def test_the_killed_are_gone_and_silent_and_can_be_replaced(make: Callable[[str]
     assert not is_running(pid)
     replacement = WorkerId("draft", incarnation=1)
     group.start([replacement])
-    mail = until(group, Placed)
-    while len(mail) < 20:
-        mail += group.receive(1.0)
-    assert {worker for worker, _ in mail} == {RANKS[0], replacement}
-    assert not any(isinstance(message, Died) for _, message in mail)
+    messages = until(group, Placed)
+    while len(messages) < 20:
+        messages += group.receive(1.0)
+    assert {worker for worker, _ in messages} == {RANKS[0], replacement}
+    assert not any(isinstance(message, Died) for _, message in messages)
 
 
 PARENT = """

@@ -69,8 +69,8 @@ def test_threads_may_all_send(hub: ZmqHub, port: ZmqPort) -> None:
     for thread in threads:
         thread.start()
     got: list[str] = []
-    while len(got) < 200 and (mail := hub.receive(PATIENCE_S)):
-        got += [message.text for _, message in mail]
+    while len(got) < 200 and (messages := hub.receive(PATIENCE_S)):
+        got += [message.text for _, message in messages]
     for thread in threads:
         thread.join()
     assert sorted(got) == sorted(f"{n}.{i}" for n in range(4) for i in range(50))
@@ -101,8 +101,8 @@ def test_messages_of_an_unregistered_worker_are_dropped(hub: ZmqHub, port: ZmqPo
     port.send(Progress("from the grave"))
     hub.post(replacement, Died("for a test"))
     hub.send(TARGET, Stop())
-    mail = hub.receive(PATIENCE_S) + hub.receive(0.3)
-    assert mail == [(replacement, Died("for a test"))]
+    messages = hub.receive(PATIENCE_S) + hub.receive(0.3)
+    assert messages == [(replacement, Died("for a test"))]
     assert port.receive(0.05) is None
 
 
@@ -141,7 +141,7 @@ def test_keys_are_fresh_and_never_shown() -> None:
     assert Endpoint("u", "d") == msgspec.json.decode(msgspec.json.encode(Endpoint("u", "d")), type=Endpoint)
 
 
-def test_the_end_leaves_no_socket_behind() -> None:
+def test_closing_removes_all_sockets() -> None:
     hub = ZmqHub()
     place = hub.endpoint.up.removeprefix("ipc://")
     import os

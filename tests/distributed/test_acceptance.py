@@ -149,9 +149,9 @@ def start(models: Models) -> Iterator[Start]:
 
 def lose_draft(engine: Engine) -> None:
     """Kill the draft between rounds; return once the loss is detected."""
-    assert engine.gang is not None
+    assert engine.workers is not None
     executor = engine.built.executor
-    engine.gang.newest("draft").crash()
+    engine.workers.newest("draft").crash()
 
     def is_known() -> bool:
         executor.poll()

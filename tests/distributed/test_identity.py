@@ -134,7 +134,7 @@ def test_two_ranks_and_a_draft_say_what_transformers_says(family: str, tmp_path:
 @pytest.mark.full
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_says_the_same_however_it_is_split_and_whoever_guesses(family: str, tmp_path: Path) -> None:
+def test_every_family_returns_the_same_tokens_however_it_is_split_and_drafted(family: str, tmp_path: Path) -> None:
     models = tiny_pair(tmp_path, family)
     said = wanted(models, FULL)
     for name, speculative in speculations(models).items():

@@ -14,9 +14,9 @@ from tests.support.distributed.engine import (
     Models,
     assert_same,
     configure,
+    outputs_without_drafts,
     quick_turns,
     requests,
-    said_plainly,
     threaded,
     tiny_pair,
 )
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def plain(models: Models) -> dict[str, list[int]]:
     """The expected outputs of every run."""
-    return said_plainly(models)
+    return outputs_without_drafts(models)
 
 
 def keys(method: str, texts: list[list[int]], folder: Path) -> dict[str, Any]:

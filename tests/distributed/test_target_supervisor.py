@@ -112,7 +112,7 @@ def test_a_replacement_may_find_a_little_less_memory() -> None:
         sizing.reuse(found(969))
 
 
-def test_mail_of_a_worker_that_was_replaced_is_nobodys() -> None:
+def test_messages_of_a_replaced_worker_are_ignored() -> None:
     clock = Clock()
     group = ScriptedGroup(clock)
     executor = make_executor(group, clock, draft=False)

@@ -172,7 +172,9 @@ def test_a_ramp_in_one_process(models: Models, ramp: Ramp) -> None:
 
 
 @pytest.mark.parametrize("ramp", RAMPS)
-def test_a_ramp_over_a_gang_leaves_the_draft_idle(models: Models, ramp: Ramp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ramp_over_a_worker_group_leaves_the_draft_idle(
+    models: Models, ramp: Ramp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = threaded(configure(models, **ramp.arguments(models, "dedicated")), floor_s=60.0)
     worked: list[int] = []  # the current round at each forward pass of the draft
     forward = ModelRunner.forward

@@ -90,11 +90,11 @@ def test_every_rank_scores_the_same_trees(models: Models, plain: dict[str, list[
 def test_moves_of_a_lost_cache_are_forgotten(models: Models, plain: dict[str, list[int]]) -> None:
     with planted(TreeProposer(texts(plain), VOCAB)):
         engine = threaded(configure(models, speculative_config={**NGRAM, "num_speculative_tokens": K}))
-    assert engine.gang is not None
+    assert engine.workers is not None
     try:
         engine.put(*requests())
         engine.until(lambda: engine.num_out >= 20)
-        engine.gang.newest("target").crash()
+        engine.workers.newest("target").crash()
         engine.until(lambda: engine.built.controller.stats().target_losses == 1)
         before = len(engine.rounds)
         assert_same(engine.finish(), plain)

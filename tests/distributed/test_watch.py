@@ -32,7 +32,7 @@ def test_silence_for_three_seconds_is_a_hang_once_a_worker_serves() -> None:
     assert [worker for worker, _ in watchdog.silent()] == [ONE]
 
 
-def test_time_in_which_nobody_looked_does_not_count() -> None:
+def test_time_without_polling_does_not_count() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
     watchdog.mark_serving(ONE)

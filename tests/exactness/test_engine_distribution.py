@@ -121,17 +121,17 @@ def check_law(folder: Path, method: str, names: list[str], draws: int) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_emitted_law_is_the_targets(method: str, tmp_path: Path) -> None:
+def test_the_emitted_distribution_is_the_targets(method: str, tmp_path: Path) -> None:
     check_law(tmp_path, method, [list(SETTINGS)[METHODS.index(method)]], draws=1500)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
-def test_the_emitted_law_is_the_targets_in_full(method: str, tmp_path: Path) -> None:
+def test_the_emitted_distribution_is_the_targets_in_full(method: str, tmp_path: Path) -> None:
     check_law(tmp_path, method, list(SETTINGS), draws=20_000)
 
 
-def test_the_check_would_notice_a_tilted_law(tmp_path: Path) -> None:
+def test_the_check_would_notice_a_tilted_distribution(tmp_path: Path) -> None:
     model = build("llama", tmp_path / "target", vocab_size=VOCAB, spread=SPREAD)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     law = joint_law(reference, SETTINGS["top-p and repetition"])

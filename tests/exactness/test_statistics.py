@@ -29,7 +29,7 @@ def test_exact_samples_pass_and_p_values_are_spread_evenly(name: str) -> None:
     assert stats.binomtest(below, len(found), 0.1).pvalue > 1e-6
 
 
-def test_contexts_are_judged_each_by_its_own_law() -> None:
+def test_contexts_are_compared_each_with_its_own_distribution() -> None:
     laws = np.stack([LAWS["even"], LAWS["uneven"]])
     right = np.stack([draw(law, 5_000, 1) for law in laws])
     assert not compare(right, laws).is_wrong(NUM_TESTS)
@@ -87,6 +87,6 @@ def test_total_variation_alone_misses_small_errors() -> None:
     assert finding.is_wrong(NUM_TESTS)
 
 
-def test_the_law_of_whole_texts_is_the_product_along_each() -> None:
+def test_the_distribution_of_whole_texts_is_the_product_along_each() -> None:
     first, second = np.array([[0.25, 0.75]]), np.array([[0.5, 0.5], [0.1, 0.9]])
     assert joint([first, second]).tolist() == pytest.approx([0.125, 0.125, 0.075, 0.675])

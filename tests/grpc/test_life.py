@@ -87,7 +87,7 @@ def test_a_client_that_does_not_read_is_given_up() -> None:
         assert "are unread" in error.details()
 
 
-def test_a_message_that_nobody_takes_is_given_up() -> None:
+def test_a_message_that_is_never_read_is_given_up() -> None:
     with serving(engine_with(), stall_s=0.5) as slow, slow.stub(("grpc.http2.bdp_probe", 0)) as stub:
         call = stub.Generate(request("endless", LONG - 100, logprobs=5))
         next(call)

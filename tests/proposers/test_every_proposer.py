@@ -199,7 +199,7 @@ def test_in_one_process_alone_and_sixteen_together(
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_on_a_gang_with_a_draft_of_its_own_that_dies_and_comes_back(
+def test_on_a_worker_group_with_a_draft_of_its_own_that_dies_and_comes_back(
     case: Case, folders: Folders, running: list[Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Speculation goes off and on again meanwhile: more than three rows at once are not speculated for."""
@@ -215,7 +215,7 @@ def test_on_a_gang_with_a_draft_of_its_own_that_dies_and_comes_back(
     )
     engine = threaded(config, body=late_comer(may_come, floor_s=5.0))
     running.append(engine)
-    assert engine.gang is not None
+    assert engine.workers is not None
     rows = requests()
     engine.put(*rows[:3])
     engine.until(lambda: engine.proposed() > 0 and engine.num_out >= 12)
@@ -223,7 +223,7 @@ def test_on_a_gang_with_a_draft_of_its_own_that_dies_and_comes_back(
     engine.put(*rows[3:9])
     engine.until(lambda: len(engine.rounds) >= on + 4)
     assert engine.proposed(len(engine.rounds) - 2) == 0
-    engine.gang.newest("draft").crash()
+    engine.workers.newest("draft").crash()
     engine.until(lambda: not engine.built.executor.drafting.is_up)
     may_come.set()
     engine.until_drafting(epoch=2)
@@ -240,7 +240,7 @@ def test_on_a_gang_with_a_draft_of_its_own_that_dies_and_comes_back(
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_on_a_gang_beside_the_first_rank(
+def test_on_a_worker_group_beside_the_first_rank(
     case: Case, folders: Folders, running: list[Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = "chain"

@@ -147,7 +147,7 @@ def test_a_prediction_is_followed(prediction: list[int], output: list[int], step
     assert [mine.follow(output, k) for output in outputs] == naive_prediction(prediction, outputs, k)
 
 
-def test_ngram_looks_a_prediction_up_first_and_finds_back_behind_an_edit() -> None:
+def test_ngram_looks_a_prediction_up_first_and_finds_back_after_an_edit() -> None:
     proposer = NgramProposer(2, 3)
     prompt, answer = [9, 1, 2, 9, 1], [1, 2, 3, 4, 5, 6, 7, 8]
     proposer.begin(4, request(prompt, prediction_token_ids=tuple(answer)))

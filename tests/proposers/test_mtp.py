@@ -106,7 +106,7 @@ class Written:
 
 @pytest.mark.parametrize("own_ends", [True, False])
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_heads_behind_the_last_layer_draft_what_is_published(tmp_path: Path, family: str, own_ends: bool) -> None:
+def test_heads_after_the_last_layer_draft_what_is_published(tmp_path: Path, family: str, own_ends: bool) -> None:
     made = Written(tmp_path, family, own_ends=own_ends)
     made.assert_chains(MtpProposer(made.runner(), 1, 5), ROWS)
 

@@ -1,4 +1,4 @@
-"""A user's own class, named by its import path: beside the controller or with a module, in one process and on gangs."""
+"""A proposer of the user, named by its import path: model-free or with a module, on one process and worker groups."""
 
 import importlib
 import sys
@@ -136,7 +136,7 @@ def test_after_a_method_of_ours(target: Path, heads: dict[str, Any], plain: dict
 
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
-def test_on_a_gang(target: Path, heads: dict[str, Any], plain: dict[str, list[int]], placement: str) -> None:
+def test_on_a_worker_group(target: Path, heads: dict[str, Any], plain: dict[str, list[int]], placement: str) -> None:
     with quick_turns():
         for keys in ({**heads, "placement": placement}, ECHO):
             config = configure((target, target), speculative_config=keys, tensor_parallel_size=2)

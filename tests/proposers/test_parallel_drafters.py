@@ -41,7 +41,7 @@ def assert_drafts(proposer: Any, made: World, logits_KV: Any, rows: list[DraftRo
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_pard_guesses_at_masks_behind_the_text(family: str, tied: bool) -> None:
+def test_pard_drafts_at_masks_after_the_text(family: str, tied: bool) -> None:
     made = world(H)
     config = {
         **HEAD,
@@ -174,7 +174,7 @@ def test_dflash_denoises_a_block_over_the_targets_states(anchor: bool, is_causal
     assert_drafts(DFlashProposer(made.runner(module)), made, logits_KV, [DraftRow(2, 1), DraftRow(1, 1)])
 
 
-def test_dflash_guesses_no_more_than_its_block_holds() -> None:
+def test_dflash_drafts_no_more_than_its_block_holds() -> None:
     made, weights = world(2 * H), dflash_tensors(2)
     config = {
         **HEAD,

@@ -44,7 +44,7 @@ def test_the_first_nodes_of_a_tree_are_a_tree(paths: set[Path], max_depth: int, 
 
 
 @given(paths=trees())
-def test_levels_say_where_each_node_is_guessed(paths: set[Path]) -> None:
+def test_levels_state_where_each_node_is_drafted(paths: set[Path]) -> None:
     tree = StaticTree.of(paths, 9, 0.9)
     points: list[Path] = [()]
     seen: list[int] = []
@@ -58,7 +58,7 @@ def test_levels_say_where_each_node_is_guessed(paths: set[Path]) -> None:
     assert sorted(seen) == list(range(len(tree.choices)))
 
 
-def test_three_guesses_hold_four_in_five() -> None:
+def test_three_draft_tokens_hold_four_in_five() -> None:
     assert math.fsum(rate((rank,), 1.0) for rank in range(3)) == pytest.approx(0.82, abs=0.01)
 
 

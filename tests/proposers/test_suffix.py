@@ -74,7 +74,7 @@ def test_answers_of_other_tenants_are_not_proposed() -> None:
     assert [draft.tokens for draft in drafts] == [(), (), (14, 15, 16)]
 
 
-def test_prompts_are_taken_in_slices_and_answers_behind_them() -> None:
+def test_prompts_are_taken_in_slices_and_answers_after_them() -> None:
     proposer = suffix()
     prompt = list(range(3 * following.SLICE))
     proposer.begin(1, request(prompt))
@@ -111,7 +111,7 @@ def test_nothing_is_kept_of_sequences_that_ended_while_speculation_was_off() -> 
         assert [draft.tokens[:1] for draft in proposer.propose([DraftRow(0, 4, [1, 2, 3, 1, 2], 0)])] == [(3,)]
 
 
-def test_in_a_cascade_suffix_guesses_only_where_it_is_confident() -> None:
+def test_in_a_cascade_suffix_drafts_only_where_it_is_confident() -> None:
     first, alone = suffix(method=("suffix", "draft_model")), suffix()
     weak = DraftRow(0, 4, [1, 2, 3, 1, 2, 4, 1, 2, 5, 6, 1, 2])
     strong = DraftRow(1, 4, [1, 2, 3, 4, 5, 6, 1, 2, 3])

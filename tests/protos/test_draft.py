@@ -74,7 +74,7 @@ def test_depths_ancestors_and_widths_of_one_tree() -> None:
     assert Draft((7,), (-1,), (True,)).widths() == []
 
 
-def test_positions_are_depths_and_probes_are_no_guesses_in_the_counts() -> None:
+def test_positions_are_depths_and_probes_are_no_draft_tokens_in_the_counts() -> None:
     counts = SpeculationCounts()
     counts.add([2, 3, 1], accepted=2)
     counts.add([1, 1], accepted=0)

@@ -52,7 +52,7 @@ def test_a_request_without_a_wish_gets_what_is_configured() -> None:
     assert planned(asked(SpeculationOverride())) == (4, (7, 7, 7, 7))
 
 
-def test_fewer_guesses_and_never_more_than_this_step_has() -> None:
+def test_fewer_draft_tokens_and_never_more_than_this_step_has() -> None:
     assert planned(asked(SpeculationOverride(num_speculative_tokens=2))) == (2, (7, 7))
     assert planned(asked(SpeculationOverride(num_speculative_tokens=4)), k=3) == (3, (7, 7, 7))
 
@@ -82,7 +82,7 @@ class Silent(Always):
         return [Draft(()) for _ in rows]
 
 
-def test_no_guesses() -> None:
+def test_no_draft_tokens() -> None:
     assert planned(asked(SpeculationOverride(enabled=False))) == (0, None)
     assert asked(SpeculationOverride(), PLAIN).speculate
     assert not asked(SpeculationOverride(enabled=False), PLAIN).speculate

@@ -1,4 +1,4 @@
-"""A gang of Ray actors: bundles, mail, deaths seen at once, and everything given back."""
+"""A worker group of Ray actors: bundles, messages, immediate detection of exits, and released resources."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ from cluster.ray.workers import RayWorkerGroup, RunningActor
 from cluster.settings import engine_config
 from protos.errors import PlacementError
 from protos.worker_messages import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerId
-from tests.support.distributed.mail import PATIENCE_S, Mail, until
+from tests.support.distributed.messages import PATIENCE_S, Messages, until
 from tests.support.processes import is_running, wait_gone, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -45,48 +45,48 @@ def is_given_back() -> bool:
 
 @pytest.fixture
 def make(ray_cluster: Any) -> Iterator[Make]:
-    gangs: list[RayWorkerGroup] = []
+    groups: list[RayWorkerGroup] = []
     placements: list[Placement] = []
 
     def make(body: str, plan: BundleLayout = EVERYBODY) -> RayWorkerGroup:
         placements.append(place(plan, PlacementTimeout(PATIENCE_S), lambda line: None))
-        gangs.append(RayWorkerGroup(placements[-1], f"tests.support.distributed.bodies:{body}"))
-        return gangs[-1]
+        groups.append(RayWorkerGroup(placements[-1], f"tests.support.distributed.bodies:{body}"))
+        return groups[-1]
 
     yield make
-    for gang in gangs:
-        gang.close()
+    for group in groups:
+        group.close()
     for placement in placements:
         placement.remove()
     wait_until(is_given_back, what="resources given back")
 
 
-def pids_of(mail: Mail) -> dict[WorkerId, int]:
-    return {worker: message.pid for worker, message in mail if isinstance(message, Placed)}
+def pids_of(messages: Messages) -> dict[WorkerId, int]:
+    return {worker: message.pid for worker, message in messages if isinstance(message, Placed)}
 
 
 def test_workers_fill_the_bundles_and_stop_when_told(make: Make) -> None:
-    gang = make("echo")
-    gang.start([*RANKS, DRAFT])
-    pids = pids_of(until(gang, Placed, Placed, Placed))
+    group = make("echo")
+    group.start([*RANKS, DRAFT])
+    pids = pids_of(until(group, Placed, Placed, Placed))
     assert set(pids) == {*RANKS, DRAFT}
     assert len(set(pids.values())) == 3
     assert cluster_resources()["GPU"] - available_resources()["GPU"] == 3
-    gang.send(RANKS[1], Allocate(4, 64))
-    assert until(gang, Progress) == [(RANKS[1], Progress("Allocate"))]
-    gang.send(DRAFT, Stop())
-    assert until(gang, Progress, Died) == [(DRAFT, Progress("goodbye")), (DRAFT, Died("its loop ended"))]
-    gang.close()
+    group.send(RANKS[1], Allocate(4, 64))
+    assert until(group, Progress) == [(RANKS[1], Progress("Allocate"))]
+    group.send(DRAFT, Stop())
+    assert until(group, Progress, Died) == [(DRAFT, Progress("goodbye")), (DRAFT, Died("its loop ended"))]
+    group.close()
     assert not any(map(is_running, pids.values()))
 
 
 def test_a_sigkill_is_noticed_within_a_second(make: Make) -> None:
-    gang = make("echo")
-    gang.start([*RANKS, DRAFT])
-    pids = pids_of(until(gang, Placed, Placed, Placed))
+    group = make("echo")
+    group.start([*RANKS, DRAFT])
+    pids = pids_of(until(group, Placed, Placed, Placed))
     os.kill(pids[RANKS[1]], signal.SIGKILL)
     started = time.monotonic()
-    ((worker, death),) = until(gang, Died)
+    ((worker, death),) = until(group, Died)
     assert time.monotonic() - started < 1.0
     assert worker == RANKS[1]
     assert isinstance(death, Died)
@@ -94,25 +94,25 @@ def test_a_sigkill_is_noticed_within_a_second(make: Make) -> None:
 
 
 def test_a_worker_that_raises_is_told_with_its_reason(make: Make) -> None:
-    gang = make("raise_at_once")
-    gang.start([DRAFT])
-    assert until(gang, Died) == [(DRAFT, Died("it failed: RuntimeError: cannot even begin"))]
+    group = make("raise_at_once")
+    group.start([DRAFT])
+    assert until(group, Died) == [(DRAFT, Died("it failed: RuntimeError: cannot even begin"))]
 
 
 def test_a_frozen_worker_is_killed_and_replaced_in_its_bundle(make: Make) -> None:
-    gang = make("beat")
-    gang.start([RANKS[0], DRAFT])
-    pids = pids_of(until(gang, Placed, Placed))
+    group = make("beat")
+    group.start([RANKS[0], DRAFT])
+    pids = pids_of(until(group, Placed, Placed))
     os.kill(pids[DRAFT], signal.SIGSTOP)
-    gang.kill([DRAFT])
+    group.kill([DRAFT])
     assert not is_running(pids[DRAFT])
     replacement = WorkerId("draft", incarnation=1)
-    gang.start([replacement])
-    mail = until(gang, Placed)
-    while not any(worker == replacement and isinstance(message, Heartbeat) for worker, message in mail):
-        mail += gang.receive(1.0)
-    assert {worker for worker, _ in mail} == {RANKS[0], replacement}
-    assert not any(isinstance(message, Died) for _, message in mail)
+    group.start([replacement])
+    messages = until(group, Placed)
+    while not any(worker == replacement and isinstance(message, Heartbeat) for worker, message in messages):
+        messages += group.receive(1.0)
+    assert {worker for worker, _ in messages} == {RANKS[0], replacement}
+    assert not any(isinstance(message, Died) for _, message in messages)
     assert is_running(pids[RANKS[0]])
 
 
@@ -124,23 +124,23 @@ def test_a_frozen_worker_can_be_left_to_its_end(make: Make, monkeypatch: pytest.
         ends(actor)
 
     monkeypatch.setattr(RunningActor, "wait_gone", held)
-    gang = make("beat")
-    gang.start([DRAFT])
-    pid = pids_of(until(gang, Placed))[DRAFT]
+    group = make("beat")
+    group.start([DRAFT])
+    pid = pids_of(until(group, Placed))[DRAFT]
     os.kill(pid, signal.SIGSTOP)
-    gang.kill([DRAFT], waits=False)
+    group.kill([DRAFT], waits=False)
     assert is_running(pid), "its end was not awaited"
     released.set()
     wait_gone([pid], 4)
 
 
 def test_a_worker_that_is_stuck_can_be_asked_for_its_stacks(make: Make) -> None:
-    gang = make("echo")
-    gang.start([DRAFT])
-    until(gang, Placed)
-    assert "in echo" in gang.stack_dump(DRAFT)
+    group = make("echo")
+    group.start([DRAFT])
+    until(group, Placed)
+    assert "in echo" in group.stack_dump(DRAFT)
     with pytest.raises(PlacementError, match="there is no target rank 0"):
-        gang.stack_dump(RANKS[0])
+        group.stack_dump(RANKS[0])
 
 
 def test_workers_die_with_who_made_them(ray_cluster: Any) -> None:
@@ -148,9 +148,9 @@ def test_workers_die_with_who_made_them(ray_cluster: Any) -> None:
 
     class Owner:
         def hire(self) -> dict[str, int]:
-            self.gang = RayWorkerGroup(placement, "tests.support.distributed.bodies:beat")
-            self.gang.start([*RANKS, DRAFT])
-            pids = pids_of(until(self.gang, Placed, Placed, Placed))
+            self.group = RayWorkerGroup(placement, "tests.support.distributed.bodies:beat")
+            self.group.start([*RANKS, DRAFT])
+            pids = pids_of(until(self.group, Placed, Placed, Placed))
             return {"owner": os.getpid(), **{str(worker): pid for worker, pid in pids.items()}}
 
     owner = ray_cluster.remote(Owner).options(**placement.options(0, "owner")).remote()

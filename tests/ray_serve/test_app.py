@@ -54,7 +54,7 @@ def test_arguments_are_those_of_the_engine_and_of_the_server() -> None:
         ("model", "args must hold"),
     ],
 )
-def test_arguments_nobody_knows_are_refused(given: Any, said: str) -> None:
+def test_unknown_arguments_are_refused(given: Any, said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         ServeArguments.model_validate(given)
     assert said in str(caught.value)
@@ -147,7 +147,7 @@ def test_serve_takes_what_the_command_takes() -> None:
 # Replicas.
 
 
-def test_a_replica_holds_the_gang() -> None:
+def test_a_replica_holds_the_worker_group() -> None:
     from cluster.ray.placement import layout
     from cluster.ray_serve.deployment import bundles
 
@@ -155,8 +155,8 @@ def test_a_replica_holds_the_gang() -> None:
         "tensor_parallel_size": 2,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
     }
-    gang = ServeArguments.model_validate(settings).config
-    assert bundles(layout(gang, {"GPU": 4.0}), gang) == [{"CPU": 2.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2]
+    config = ServeArguments.model_validate(settings).config
+    assert bundles(layout(config, {"GPU": 4.0}), config) == [{"CPU": 2.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2]
     alone = ServeArguments.model_validate({"worker_resources": {"GPU": 0.5}}).config
     assert bundles(layout(alone, {"GPU": 4.0}), alone) == [{"CPU": 1.0, "GPU": 0.5}]
 

@@ -107,7 +107,7 @@ def test_a_cancelled_waiter_is_aborted() -> None:
     run(check())
 
 
-def test_bad_requests_disturb_nobody() -> None:
+def test_bad_requests_disturb_no_other() -> None:
     async def check() -> None:
         async with started(local_engine()) as engine:
             good = asyncio.create_task(text_of(engine, "good", "good"))
@@ -170,7 +170,7 @@ def test_a_child_that_cannot_load_says_why() -> None:
     run(check())
 
 
-def test_progress_is_told_and_nothing_is_left_behind() -> None:
+def test_progress_is_reported_and_nothing_is_left_over() -> None:
     async def check() -> None:
         said: list[str] = []
         channel = process_channel()

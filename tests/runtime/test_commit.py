@@ -31,7 +31,7 @@ def finish_with(tokens: list[int], request: Request) -> object:
         ({"detokenize": False}, [0, 1, EOS], "", "stop", None),
     ],
 )
-def test_what_lies_behind_the_end_exists_nowhere(
+def test_tokens_after_the_end_exist_nowhere(
     options: dict[str, object], kept: list[int], text: str, reason: str, stop_reason: object
 ) -> None:
     output = finish_with([0, 1, EOS, 2, 5], make_request("a", [3, 3], max_tokens=5, params=SamplingParams(**options)))
@@ -42,7 +42,7 @@ def test_what_lies_behind_the_end_exists_nowhere(
     assert output.speculation.proposed <= len(kept)
 
 
-def test_the_cache_learns_nothing_from_behind_the_end() -> None:
+def test_the_cache_learns_nothing_from_after_the_end() -> None:
     scheduler = make_scheduler()
     scheduler.admit([make_request("a", [3, 3])])
     plan = scheduler.schedule(fixed_k(7))

@@ -37,7 +37,9 @@ def test_drafts_made_beside_the_controller_ride_in_the_plan() -> None:
 @pytest.mark.parametrize(
     ("tokens", "usable"), [((5, 6, 7, 8, 9), (5, 6, 7)), ((5, 10, 6), (5,)), ((-1,), None), ((), None)]
 )
-def test_a_bad_draft_costs_guesses_and_nothing_else(tokens: tuple[int, ...], usable: tuple[int, ...] | None) -> None:
+def test_a_bad_draft_costs_draft_tokens_and_nothing_else(
+    tokens: tuple[int, ...], usable: tuple[int, ...] | None
+) -> None:
     scheduler = started(make_request("a", [1, 2]), proposers=[Scripted(*tokens)])
     (row,) = scheduler.schedule(fixed_k(3)).rows
     assert row.draft == (Draft(usable) if usable else None)
@@ -89,7 +91,7 @@ def test_a_follower_is_told_of_every_sequence_from_arrival_to_end() -> None:
     ]
 
 
-def test_in_a_cascade_the_first_with_a_guess_supplies_it_and_a_worker_the_rest() -> None:
+def test_in_a_cascade_the_first_with_a_draft_supplies_it_and_a_worker_the_rest() -> None:
     silent, second = Scripted(-1), Scripted(5)
     requests = [make_request("a", [1, 2]), make_request("b", [3])]
     scheduler = started(*requests, proposers=[silent, second])
@@ -108,7 +110,7 @@ def test_proposers_beside_the_controller_do_without_a_draft_that_is_down() -> No
     assert scheduler.schedule(fixed_k(3), down).rows[0].k == 0
 
 
-def test_a_follower_that_fails_costs_guesses_and_nothing_else() -> None:
+def test_a_follower_that_fails_costs_draft_tokens_and_nothing_else() -> None:
     class Failing(Listening):
         def begin(self, key: int, request: Request) -> None:
             raise ValueError("not today")

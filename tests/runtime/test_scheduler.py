@@ -42,20 +42,20 @@ def test_accepted_drafts_move_the_computed_length_and_only_new_ids_are_told() ->
     assert (row.start, row.length, row.known_len, row.new_token_ids) == (8, 1, 9, [5, 6, 7])
 
 
-def test_guesses_stop_one_before_the_last_output_and_before_the_context_ends() -> None:
+def test_draft_tokens_stop_one_before_the_last_output_and_before_the_context_ends() -> None:
     scheduler = started(make_request("a", [1] * 5, max_tokens=4))
     assert scheduler.schedule(fixed_k(9)).rows[0].k == 2
     scheduler = started(make_request("a", [1] * 60, max_tokens=100))
     assert scheduler.schedule(fixed_k(9)).rows[0].k == 2
 
 
-def test_guesses_shrink_to_the_budget_and_leave_every_row_its_token() -> None:
+def test_draft_tokens_shrink_to_the_budget_and_leave_every_row_its_token() -> None:
     scheduler = started(*[make_request(name, [i + 1] * 4) for i, name in enumerate("abc")], max_num_batched_tokens=12)
     rows = scheduler.schedule(fixed_k(6)).rows
     assert [(row.length, row.k) for row in rows] == [(1, 6), (1, 3), (1, 0)]
 
 
-def test_guesses_shrink_to_the_blocks_before_anything_is_preempted() -> None:
+def test_draft_tokens_shrink_to_the_blocks_before_anything_is_preempted() -> None:
     info = WorkerInfo(num_blocks=4, block_size=4, max_model_len=16, vocab_size=10)
     scheduler = started(make_request("a", [1] * 5), make_request("b", [2] * 3), info=info)
     rows = scheduler.schedule(fixed_k(7)).rows
@@ -63,7 +63,7 @@ def test_guesses_shrink_to_the_blocks_before_anything_is_preempted() -> None:
     assert scheduler.stats().preemptions == 0
 
 
-def test_rows_without_guesses_hold_no_blocks_for_them() -> None:
+def test_rows_without_draft_tokens_hold_no_blocks_for_them() -> None:
     scheduler = started(make_request("a", [1] * 3))
     assert scheduler.schedule(OFF).rows[0].new_block_ids == []
     scheduler = started(make_request("a", [1] * 3))

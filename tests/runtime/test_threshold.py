@@ -18,12 +18,12 @@ def costs(flat_to: int, draft: float = 0.1) -> StepCosts:
     return StepCosts(target, {size: draft * seconds for size, seconds in target.items()} if draft else {})
 
 
-def test_guessing_pays_while_tokens_are_free() -> None:
+def test_drafting_pays_while_tokens_are_free() -> None:
     assert derive_threshold(costs(flat_to=10**6), 4, 128) is None
     assert speedup(costs(flat_to=10**6), 4, 1) == pytest.approx((1 - 0.7**5) / 0.3 / 1.4)
 
 
-def test_guessing_stops_where_tokens_cost() -> None:
+def test_drafting_stops_where_tokens_cost() -> None:
     limit = derive_threshold(costs(flat_to=64), 4, 128)
     assert limit is not None
     assert 64 // 5 < limit < 64
@@ -34,7 +34,7 @@ def test_a_single_request_gets_what_was_asked_for() -> None:
     assert derive_threshold(costs(flat_to=1, draft=1.0), 4, 64) == 1
 
 
-def test_guesses_beside_the_controller_cost_nothing() -> None:
+def test_draft_tokens_beside_the_controller_cost_nothing() -> None:
     free, paid = derive_threshold(costs(64, draft=0.0), 4, 256), derive_threshold(costs(64), 4, 256)
     assert free is not None
     assert paid is not None

@@ -41,7 +41,7 @@ def test_a_step_is_set_against_plain_steps_for_its_tokens() -> None:
     assert clock.plain_s == 2 * (1.5 + 0.5)
 
 
-def test_only_steps_of_guessing_and_decoding_count() -> None:
+def test_only_steps_of_drafting_and_decoding_count() -> None:
     clock = StepClock(COSTS)
     clock.add(plan(2, length=4), [], PhaseTimes(), seconds=2.0)
     clock.add(plan(2, speculates=False), [], PhaseTimes(), seconds=1.0)

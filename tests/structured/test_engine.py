@@ -1,4 +1,4 @@
-"""Answers in a given form: as asked for, and the same whoever guesses, in a gang, preempted or computed again."""
+"""Structured outputs: as requested, and the same with every proposer, in a worker group, preempted or recomputed."""
 
 import json
 from dataclasses import dataclass
@@ -110,7 +110,7 @@ def assert_same(engine: Engine, plain: Answers) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_whoever_guesses(method: str, folders: Folders, plain: Answers, running: list[Engine]) -> None:
+def test_every_proposer(method: str, folders: Folders, plain: Answers, running: list[Engine]) -> None:
     engine = started(folders, speculation(folders, method))
     running.append(engine)
     assert_same(engine, plain)
@@ -127,7 +127,9 @@ def test_preempted(method: str, folders: Folders, plain: Answers, running: list[
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model tree"])
-def test_in_a_gang_that_loses_its_target(method: str, folders: Folders, plain: Answers, running: list[Engine]) -> None:
+def test_in_a_worker_group_that_loses_its_target(
+    method: str, folders: Folders, plain: Answers, running: list[Engine]
+) -> None:
     dedicated = {"placement": "dedicated"} if method != "ngram" else {}
     speculative = {**speculation(folders, method), **dedicated}
     engine = threaded(
@@ -136,10 +138,10 @@ def test_in_a_gang_that_loses_its_target(method: str, folders: Folders, plain: A
         )
     )
     running.append(engine)
-    assert engine.gang is not None
+    assert engine.workers is not None
     engine.put(*requests(engine, wishes()))
     engine.until(lambda: engine.num_out >= 40, PATIENCE_S)
-    engine.gang.newest("target").crash()
+    engine.workers.newest("target").crash()
     engine.until(lambda: engine.built.controller.stats().target_losses == 1, PATIENCE_S)
     assert finish(engine) == plain
     assert engine.proposed() > engine.accepted > 0
@@ -221,7 +223,7 @@ def test_requests_without_a_form_never_come_near(
     assert not grammars._grammars
 
 
-def test_guesses_before_a_dead_end_count(folders: Folders, running: list[Engine]) -> None:
+def test_draft_tokens_before_a_dead_end_count(folders: Folders, running: list[Engine]) -> None:
     text = "yes it is"
     ids = tokenizer().encode(text, add_special_tokens=False)
     asked = {"structured_outputs": {"choice": [text]}, "prediction": text, "allowed_token_ids": ids}

@@ -78,7 +78,9 @@ class Brittle:
 
 @pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("prunes", [False, True])
-def test_what_a_guess_leads_to_fails_nobody(is_slow: bool, prunes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_draft_token_leads_to_fails_no_request(
+    is_slow: bool, prunes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_slots, "STEP_S", 0.5)
     monkeypatch.setattr(grammar_slots, "PRUNE_S", 0.3)
     sequences = [("choice", [], Sampling(0, 0.0)), ("regex", [], Sampling(1, 0.0))]

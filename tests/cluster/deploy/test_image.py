@@ -51,7 +51,7 @@ def test_ports_agree() -> None:
     assert exposed.split() == [str(PORTS["serve"]), str(PORTS["serve-grpc"])]
 
 
-def test_the_image_runs_as_nobody_special_and_has_what_probes_need() -> None:
+def test_the_image_runs_without_root_and_has_what_probes_need() -> None:
     steps = docker_steps()
     assert [rest for word, rest in steps if word == "USER"] == ["slipstream"]
     assert steps.index(("USER", "slipstream")) > max(i for i, (word, _) in enumerate(steps) if word in ("RUN", "COPY"))

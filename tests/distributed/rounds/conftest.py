@@ -10,10 +10,10 @@ from tests.support.distributed.engine import (
     PATIENT_S,
     Engine,
     Models,
-    StartGang,
+    StartEngine,
     configure,
+    outputs_without_drafts,
     quick_turns,
-    said_plainly,
     threaded,
     tiny_pair,
 )
@@ -34,11 +34,11 @@ def _quick_turns() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def plain(models: Models) -> dict[str, list[int]]:
     """What every run must say."""
-    return said_plainly(models)
+    return outputs_without_drafts(models)
 
 
 @pytest.fixture
-def gang(models: Models) -> Iterator[StartGang]:
+def start_engine(models: Models) -> Iterator[StartEngine]:
     started: list[Engine] = []
 
     def start(

@@ -10,7 +10,7 @@ from protos.messages import Request, Row
 from tests.support.distributed.engine import (
     K,
     Models,
-    StartGang,
+    StartEngine,
     assert_same,
     late_comer,
     requests,
@@ -22,16 +22,16 @@ from workers.verification.draft_probs import DraftProbsBySlot
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_draft_that_dies_is_replaced_and_nobody_notices(
-    gang: StartGang, plain: dict[str, list[int]], world: int
+def test_a_draft_that_dies_is_replaced_and_changes_no_token(
+    start_engine: StartEngine, plain: dict[str, list[int]], world: int
 ) -> None:
     may_come = threading.Event()
-    engine = gang(tensor_parallel_size=world, body=late_comer(may_come))
-    assert engine.gang is not None
+    engine = start_engine(tensor_parallel_size=world, body=late_comer(may_come))
+    assert engine.workers is not None
     engine.put(*requests(4, 20))
     engine.until(lambda: engine.num_out >= 20)
     assert engine.proposed() > 0
-    engine.gang.newest("draft").crash()
+    engine.workers.newest("draft").crash()
     engine.until(lambda: not engine.built.executor.drafting.is_up)
     lost = len(engine.rounds)
     engine.until(lambda: len(engine.rounds) > lost + 2)
@@ -46,13 +46,13 @@ def test_a_draft_that_dies_is_replaced_and_nobody_notices(
     assert engine.missed <= 1
 
 
-def test_a_silent_draft_costs_one_deadline(gang: StartGang, plain: dict[str, list[int]]) -> None:
-    engine = gang(floor_s=1.0)
-    assert engine.gang is not None
+def test_a_silent_draft_costs_one_deadline(start_engine: StartEngine, plain: dict[str, list[int]]) -> None:
+    engine = start_engine(floor_s=1.0)
+    assert engine.workers is not None
     engine.put(*requests())
     engine.until(lambda: engine.num_out >= 30 and engine.proposed() > 0)
     missed, rounds = engine.missed, len(engine.rounds)
-    engine.gang.newest("draft").is_deaf = True
+    engine.workers.newest("draft").is_deaf = True
     assert engine.finish() == plain
     assert len(engine.rounds) > rounds + 5
     assert engine.missed == missed + 1
@@ -61,19 +61,19 @@ def test_a_silent_draft_costs_one_deadline(gang: StartGang, plain: dict[str, lis
 
 
 def test_a_draft_delayed_every_round_is_not_waited_for_until_it_keeps_up(
-    gang: StartGang, plain: dict[str, list[int]]
+    start_engine: StartEngine, plain: dict[str, list[int]]
 ) -> None:
-    engine = gang(floor_s=0.5)
-    assert engine.gang is not None
+    engine = start_engine(floor_s=0.5)
+    assert engine.workers is not None
     engine.put(*requests())
     engine.until(lambda: engine.num_out >= 20 and engine.proposed() > 0)
     missed = engine.missed
-    engine.gang.newest("draft").delay_s = 0.7
+    engine.workers.newest("draft").delay_s = 0.7
     delayed = len(engine.rounds)
     engine.until(lambda: engine.num_out >= 100)
     assert engine.missed == missed + 1
     assert engine.proposed(delayed) == 0
-    engine.gang.newest("draft").delay_s = 0.0
+    engine.workers.newest("draft").delay_s = 0.0
     prompt = requests()[5]
     for first in range(10, 1000, 10):  # the draft has work to catch up with, for as long as that takes here
         again = [
@@ -90,7 +90,7 @@ def test_a_draft_delayed_every_round_is_not_waited_for_until_it_keeps_up(
 
 
 def test_rows_with_stale_stamps_go_without_and_others_do_not(
-    gang: StartGang, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode, spoiled = draft_table.encode, []
 
@@ -103,7 +103,7 @@ def test_rows_with_stale_stamps_go_without_and_others_do_not(
         return table
 
     monkeypatch.setattr(draft_rank, "encode", spoil)
-    engine = gang(tensor_parallel_size=2)
+    engine = start_engine(tensor_parallel_size=2)
     engine.put(*requests(4, 16))
     assert_same(engine.finish(), plain)
     assert len(spoiled) > 10
@@ -115,26 +115,26 @@ def test_rows_with_stale_stamps_go_without_and_others_do_not(
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_draft_that_is_the_target_is_never_wrong_whoever_died(
-    gang: StartGang, models: Models, plain: dict[str, list[int]], world: int
+    start_engine: StartEngine, models: Models, plain: dict[str, list[int]], world: int
 ) -> None:
     # Stale, missing or foreign KV in the draft's cache would show as a rejection: after it was recreated, after prefix
     # hits on blocks made while it was away, after preemption, and after the targets' blocks were all given up.
     same = {"method": "draft_model", "model": str(models[0]), "num_speculative_tokens": K, "placement": "dedicated"}
     may_come = threading.Event()
-    engine = gang(
+    engine = start_engine(
         tensor_parallel_size=world, speculative_config=same, num_gpu_blocks_override=40, body=late_comer(may_come)
     )
-    assert engine.gang is not None
+    assert engine.workers is not None
     engine.put(*requests(max_tokens=30 if world == 1 else 16))
     engine.until(lambda: engine.num_out >= 25)
-    engine.gang.newest("draft").crash()
+    engine.workers.newest("draft").crash()
     engine.until(lambda: not engine.built.executor.drafting.is_up)
     lost = len(engine.rounds)
     engine.until(lambda: len(engine.rounds) > lost + 5)
     may_come.set()
     engine.until_drafting(epoch=2)
     engine.until(lambda: engine.num_out >= 60)
-    engine.gang.newest("target").crash()
+    engine.workers.newest("target").crash()
     engine.until(lambda: engine.built.controller.stats().target_losses == 1)
     before = len(engine.rounds)
     engine.until(lambda: len(engine.rounds) > before)

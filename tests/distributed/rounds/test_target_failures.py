@@ -5,22 +5,22 @@ import pytest
 from protos.errors import EngineDeadError, PlacementError
 from protos.messages import Abort
 from protos.worker_messages import Port
-from tests.support.distributed.engine import PATIENT_S, StartGang, assert_same, requests
+from tests.support.distributed.engine import PATIENT_S, StartEngine, assert_same, requests
 from tests.support.distributed.thread_workers import ThreadPort
 from workers.process import main as rank
 
 
 @pytest.mark.parametrize(("world", "lost"), [(1, 0), (2, 0), (2, 1)])
 def test_a_target_rank_that_dies_is_rebuilt_and_every_request_goes_on(
-    gang: StartGang, plain: dict[str, list[int]], world: int, lost: int
+    start_engine: StartEngine, plain: dict[str, list[int]], world: int, lost: int
 ) -> None:
-    engine = gang(tensor_parallel_size=world)
-    assert engine.gang is not None
+    engine = start_engine(tensor_parallel_size=world)
+    assert engine.workers is not None
     engine.put(*requests(4, 20))
     engine.until(lambda: engine.num_out >= 30)
     before = len(engine.rounds)
     assert engine.proposed() > 0
-    engine.gang.newest("target", lost).crash()
+    engine.workers.newest("target", lost).crash()
     engine.until(lambda: len(engine.rounds) > before)
     engine.until_drafting(epoch=2)
     assert_same(engine.finish(), plain)
@@ -30,40 +30,40 @@ def test_a_target_rank_that_dies_is_rebuilt_and_every_request_goes_on(
     causes = engine.changes.keys() - {"started", "revived"}
     assert causes == {"targets_lost"} or (lost == 0 and causes == {"pair_lost"})
     assert set(engine.changes.values()) == {1}
-    assert engine.gang.newest("draft").worker.incarnation == 0, "the draft had nothing to do with it"
+    assert engine.workers.newest("draft").worker.incarnation == 0, "the draft had nothing to do with it"
 
 
-def test_both_lost_at_once_come_back(gang: StartGang, plain: dict[str, list[int]]) -> None:
-    engine = gang()
-    assert engine.gang is not None
+def test_both_lost_at_once_come_back(start_engine: StartEngine, plain: dict[str, list[int]]) -> None:
+    engine = start_engine()
+    assert engine.workers is not None
     engine.put(*requests())
     engine.until(lambda: engine.num_out >= 60)
     before = len(engine.rounds)
-    engine.gang.newest("target").crash()
-    engine.gang.newest("draft").crash()
+    engine.workers.newest("target").crash()
+    engine.workers.newest("draft").crash()
     engine.until(lambda: len(engine.rounds) > before)
     engine.until_drafting(epoch=2)
     assert engine.finish() == plain
     assert engine.proposed(before) > 0
 
 
-def test_three_failed_rebuilds_end_every_request_with_an_error(gang: StartGang) -> None:
+def test_three_failed_rebuilds_end_every_request_with_an_error(start_engine: StartEngine) -> None:
     def fail_again(port: ThreadPort) -> None:
         if port.worker.role == "target" and port.worker.incarnation:
             port.crash()
 
-    engine = gang(on_start=fail_again)
-    assert engine.gang is not None
+    engine = start_engine(on_start=fail_again)
+    assert engine.workers is not None
     engine.put(*requests())
     engine.until(lambda: engine.num_out >= 30)
     open_now = engine.built.controller.scheduler.num_unfinished
-    engine.gang.newest("target").crash()
+    engine.workers.newest("target").crash()
     with pytest.raises(EngineDeadError, match="could not be rebuilt in 3 attempts"):
         engine.until(lambda: False)
     words = engine.built.controller.final_outputs
     assert len(words) == open_now > 0
     assert all(word.finish_reason == "error" and "3 attempts" in (word.error or "") for word in words)
-    assert engine.gang.newest("target").worker.incarnation == 3
+    assert engine.workers.newest("target").worker.incarnation == 3
 
 
 def homeless(port: Port, floor_s: float = PATIENT_S) -> None:
@@ -74,12 +74,12 @@ def homeless(port: Port, floor_s: float = PATIENT_S) -> None:
     rank.serve(port, floor_s=floor_s)
 
 
-def test_targets_without_a_place_are_an_error_in_time_and_aborts_are_heard_meanwhile(gang: StartGang) -> None:
-    engine = gang(body=homeless, rebuild_timeout_s=2.0)
-    assert engine.gang is not None
+def test_targets_without_a_place_are_an_error_in_time_and_aborts_are_heard_meanwhile(start_engine: StartEngine) -> None:
+    engine = start_engine(body=homeless, rebuild_timeout_s=2.0)
+    assert engine.workers is not None
     engine.put(*requests())
     engine.until(lambda: engine.num_out >= 10)
-    engine.gang.newest("target").crash()
+    engine.workers.newest("target").crash()
     engine.until(lambda: engine.built.controller.stats().target_losses == 1)
     engine.put(Abort(("0",)))
     engine.until(lambda: engine.reasons.get("0") == "abort")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.distributed.engine import Engine, K, Models, StartGang, assert_same, requests, uni
+from tests.support.distributed.engine import Engine, K, Models, StartEngine, assert_same, requests, uni
 
 
 def assert_timed(engine: Engine, *, draft: bool) -> None:
@@ -30,10 +30,10 @@ def test_uni_with_a_draft_says_the_same(models: Models, plain: dict[str, list[in
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("draft", [True, False], ids=["draft", "off"])
-def test_a_gang_says_what_one_process_says(
-    gang: StartGang, plain: dict[str, list[int]], world: int, draft: bool
+def test_a_worker_group_returns_the_tokens_of_one_process(
+    start_engine: StartEngine, plain: dict[str, list[int]], world: int, draft: bool
 ) -> None:
-    engine = gang(tensor_parallel_size=world, draft=draft)
+    engine = start_engine(tensor_parallel_size=world, draft=draft)
     engine.put(*(requests() if world == 1 else requests(4, 20)))
     assert_same(engine.finish(), plain)
     if draft:
@@ -46,9 +46,9 @@ def test_a_gang_says_what_one_process_says(
 
 
 def test_above_the_threshold_the_draft_gets_no_work(
-    gang: StartGang, models: Models, plain: dict[str, list[int]]
+    start_engine: StartEngine, models: Models, plain: dict[str, list[int]]
 ) -> None:
-    engine = gang(
+    engine = start_engine(
         speculative_config={
             "method": "draft_model",
             "model": str(models[1]),
@@ -67,27 +67,27 @@ def test_above_the_threshold_the_draft_gets_no_work(
 
 
 def test_a_draft_in_target_0s_process_needs_no_pair(
-    gang: StartGang, models: Models, plain: dict[str, list[int]]
+    start_engine: StartEngine, models: Models, plain: dict[str, list[int]]
 ) -> None:
     inside = {"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": K, "placement": "colocated"}
-    engine = gang(tensor_parallel_size=2, speculative_config=inside)
-    assert engine.gang is not None
+    engine = start_engine(tensor_parallel_size=2, speculative_config=inside)
+    assert engine.workers is not None
     engine.put(*requests(4, 16))
     assert_same(engine.finish(), plain)
     assert engine.proposed() > engine.accepted > 0
-    assert {worker.role for worker in engine.gang.ports} == {"target"}
+    assert {worker.role for worker in engine.workers.ports} == {"target"}
 
 
-def test_ngram_guesses_ride_in_the_plan_to_every_rank(gang: StartGang, plain: dict[str, list[int]]) -> None:
+def test_ngram_drafts_travel_in_the_plan_to_every_rank(start_engine: StartEngine, plain: dict[str, list[int]]) -> None:
     looked_up = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    engine = gang(tensor_parallel_size=2, speculative_config=looked_up)
+    engine = start_engine(tensor_parallel_size=2, speculative_config=looked_up)
     engine.put(*requests(4, 24))
     assert_same(engine.finish(), plain)
     assert engine.proposed() > engine.accepted > 0
 
 
-def test_a_model_that_is_not_there_is_the_users_error(gang: StartGang, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_the_users_error(start_engine: StartEngine, tmp_path: Path) -> None:
     from protos.errors import ModelError
 
     with pytest.raises(ModelError, match="there is no such folder"):
-        gang(model=str(tmp_path / "nowhere"))
+        start_engine(model=str(tmp_path / "nowhere"))

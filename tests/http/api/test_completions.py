@@ -186,7 +186,7 @@ def test_every_step_on_demand(served: Served, n: int, stream: bool) -> None:
     assert served.post(**asked | {"stream": False}).json()["choices"][0]["text"] == expected(PROMPT, 31)
 
 
-def test_fewer_guesses_change_no_token(served: Served) -> None:
+def test_fewer_draft_tokens_change_no_token(served: Served) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 31, "per_request_spec_decode_metrics": "summary"}
     for wish, most in (({"num_speculative_tokens": 2}, 2), ({"method": "draft_model"}, 4), ({"enabled": True}, 4)):
         answer = served.post(**asked, speculative_config=wish).json()

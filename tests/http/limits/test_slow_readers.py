@@ -24,7 +24,7 @@ def outputs(count: int, **fields: Any) -> list[TokenOutput]:
     return [TokenOutput("a", [i], chr(97 + i % 26), **fields) for i in range(count)]
 
 
-def test_what_nobody_reads_is_added_up() -> None:
+def test_unread_outputs_are_joined() -> None:
     async def check() -> None:
         delivery = StreamQueue({"a": 0, "b": 1}, ReadingLimits())
         for output in outputs(1000):
@@ -55,7 +55,7 @@ def test_joined_outputs_keep_everything() -> None:
     )
 
 
-def test_a_reader_too_far_behind_loses_its_stream() -> None:
+def test_a_reader_too_slow_loses_its_stream() -> None:
     async def check() -> None:
         engine = guarded_engine(SafetyOptions(), LONG)
         engine._streams._reading = ReadingLimits(max_unread=200)

@@ -87,7 +87,7 @@ def eagle3_entry(weights: dict[str, torch.Tensor], embedded: torch.Tensor, state
         (heads_eagle.Eagle3, eagle3_entry, "midlayer"),
     ],
 )
-def test_chains_behind_anchors_are_what_a_draft_computes_one_step_after_another(
+def test_chains_after_anchors_are_what_a_draft_computes_one_step_after_another(
     make: Any, entry: Any, prefix: str, teacher: Teacher, lesson: Lesson
 ) -> None:
     """Entries of the target's states up to the anchor, then of the chain's own, in an ordinary causal layer."""

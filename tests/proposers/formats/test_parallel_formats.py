@@ -29,7 +29,7 @@ def test_p_eagle_is_eagle3_and_a_mask(target: Path) -> None:
         opened(made.having(ptd_token_id=None), target)
 
 
-def test_dflash_reads_behind_layers(target: Path) -> None:
+def test_dflash_reads_after_layers(target: Path) -> None:
     made = synthetic_layers.dflash(target, target_layers=(0, 5))
     spec, tensors = opened(made, target)
     assert (spec.inputs_of, spec.block_size, spec.mask_token_id, spec.causal) == ((1, 6), 4, 5, False)

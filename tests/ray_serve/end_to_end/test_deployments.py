@@ -37,7 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_pairs.build(tmp_path_factory.mktemp("pair"), "llama")
 
 
-def gang_config(made: Cluster, pair: tuple[Path, Path]) -> dict[str, Any]:
+def group_config(made: Cluster, pair: tuple[Path, Path]) -> dict[str, Any]:
     """Return a config of one replica: two target ranks and a draft, each in a bundle of its own."""
     draft = {"model": str(pair[1]), "num_speculative_tokens": 3, "placement": "dedicated"}
     return one_replica(
@@ -62,8 +62,8 @@ def title(pid: int) -> str:
         return ""
 
 
-def test_a_replica_rebuilds_its_gang_and_is_kept(served: Cluster, pair: tuple[Path, Path]) -> None:
-    served.deploy(gang_config(served, pair))
+def test_a_replica_rebuilds_its_worker_group_and_is_kept(served: Cluster, pair: tuple[Path, Path]) -> None:
+    served.deploy(group_config(served, pair))
     (before,) = served.replicas().items()
     whole = completed(served.url, "once upon a time", model="tiny", max_tokens=200)["choices"][0]["text"]
     workers = worker_pids(served, "WorkerActor")
@@ -82,7 +82,7 @@ def test_a_replica_rebuilds_its_gang_and_is_kept(served: Cluster, pair: tuple[Pa
     thread.join(PATIENCE_S)
     assert results[0].text == whole
     assert results[0].is_whole
-    until(lambda: len(worker_pids(served, "WorkerActor")) == 3, "a gang that is whole again")
+    until(lambda: len(worker_pids(served, "WorkerActor")) == 3, "a worker group that is whole again")
     time.sleep(15)  # five health checks: Serve would have replaced it
     assert dict([before]) == served.replicas()
 

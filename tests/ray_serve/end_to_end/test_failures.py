@@ -122,7 +122,7 @@ def test_what_runs_ends_before_its_replica_does(served: Cluster, wanted: dict[st
     assert before.isdisjoint(served.replicas())
 
 
-def test_a_config_that_is_wrong_is_told_and_disturbs_nobody(served: Cluster) -> None:
+def test_a_wrong_config_is_refused_and_disturbs_no_request(served: Cluster) -> None:
     config = on_ports_of(served, load(DEPLOY / "serve" / "config.yaml"))
     config["applications"][0]["args"]["modle"] = "x"
     with pytest.raises(AssertionError, match="unknown argument 'modle', did you mean 'model'"):

@@ -25,7 +25,7 @@ def test_chat_is_rendered_as_transformers_does(preprocessor: Preprocessor, folde
     assert preprocessor.requests(prompt, SamplingParams(), "r")[0].prompt_token_ids == prompt.token_ids
 
 
-def test_answers_that_nobody_limits_are_as_long_as_usual(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answers_without_a_limit_are_as_long_as_usual(tokenizer: PreTrainedTokenizerFast) -> None:
     sizes = {"vocab_size": VOCAB, "max_model_len": 64, "capacity": 1024}
     for usual, options, wanted in (
         (20, {}, 20),

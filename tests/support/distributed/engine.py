@@ -94,7 +94,7 @@ class Engine:
     """A controller over some executor, driven to the end; `rounds` records plans and verdicts."""
 
     built: assemble.Assembled
-    gang: ThreadWorkerGroup | None = None
+    workers: ThreadWorkerGroup | None = None
     rounds: list[tuple[RoundPlan, list[Verdict]]] = field(default_factory=list)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, str | None] = field(default_factory=dict)
@@ -156,10 +156,10 @@ class Engine:
     @property
     def missed(self) -> int:
         """Drafts that target 0 waited for in vain."""
-        assert self.gang is not None
+        assert self.workers is not None
         return sum(
             message.draft_missed
-            for port in self.gang.ports.values()
+            for port in self.workers.ports.values()
             for message in port.sent
             if isinstance(message, RoundDone)
         )
@@ -167,9 +167,12 @@ class Engine:
     @property
     def drafted(self) -> set[int]:
         """Rounds for which drafts were announced."""
-        assert self.gang is not None
+        assert self.workers is not None
         return {
-            message.round for port in self.gang.ports.values() for message in port.sent if isinstance(message, Drafted)
+            message.round
+            for port in self.workers.ports.values()
+            for message in port.sent
+            if isinstance(message, Drafted)
         }
 
 
@@ -184,7 +187,7 @@ def uni(models: Models, *, draft: bool) -> Engine:
     return Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
 
 
-def said_plainly(models: Models) -> dict[str, list[int]]:
+def outputs_without_drafts(models: Models) -> dict[str, list[int]]:
     """Return one process's outputs for all `requests` without drafts: every worker group must return the same."""
     engine = uni(models, draft=False)
     engine.put(*requests())
@@ -226,4 +229,4 @@ def late_comer(may_come: threading.Event, floor_s: float = 1.0) -> Callable[[Por
     return live
 
 
-StartGang = Callable[..., Engine]
+StartEngine = Callable[..., Engine]

@@ -19,13 +19,13 @@ class Crash(BaseException):
 class ThreadPort:
     """A worker's port. `delay_s` delays every plan, `is_deaf` drops them; `crash` ends the worker."""
 
-    def __init__(self, worker: WorkerId, mail: "queue.SimpleQueue[tuple[WorkerId, FromWorker]]") -> None:
+    def __init__(self, worker: WorkerId, messages: "queue.SimpleQueue[tuple[WorkerId, FromWorker]]") -> None:
         self.worker = worker
         self.delay_s = 0.0
         self.is_deaf = False
         self.is_gone = False
         self.sent: list[FromWorker] = []
-        self._mail = mail
+        self._messages = messages
         self._inbox: queue.Queue[ToWorker | None] = queue.Queue()
 
     def put(self, message: ToWorker) -> None:
@@ -38,7 +38,7 @@ class ThreadPort:
     def send(self, message: FromWorker) -> None:
         if not self.is_gone:
             self.sent.append(message)
-            self._mail.put((self.worker, message))
+            self._messages.put((self.worker, message))
 
     def receive(self, timeout_s: float | None) -> ToWorker | None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -67,14 +67,14 @@ class ThreadWorkerGroup:
 
     def __init__(self, body: Body = serve, on_start: Callable[[ThreadPort], None] = lambda port: None) -> None:
         self._body, self._on_start = body, on_start
-        self._mail: queue.SimpleQueue[tuple[WorkerId, FromWorker]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[WorkerId, FromWorker]] = queue.SimpleQueue()
         self._threads: dict[WorkerId, threading.Thread] = {}
         self._alive: set[WorkerId] = set()
         self.ports: dict[WorkerId, ThreadPort] = {}
 
     def start(self, workers: Sequence[WorkerId]) -> None:
         for worker in workers:
-            port = self.ports[worker] = ThreadPort(worker, self._mail)
+            port = self.ports[worker] = ThreadPort(worker, self._messages)
             self._alive.add(worker)
             self._on_start(port)
             self._threads[worker] = threading.Thread(target=self._live, args=(port,), name=str(worker), daemon=True)
@@ -84,7 +84,7 @@ class ThreadWorkerGroup:
         with contextlib.suppress(Crash, Exception):
             self._body(port)
         port.is_gone = True
-        self._mail.put((port.worker, Died("its thread ended")))
+        self._messages.put((port.worker, Died("its thread ended")))
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         if worker in self._alive:
@@ -93,9 +93,9 @@ class ThreadWorkerGroup:
     def receive(self, timeout_s: float) -> list[tuple[WorkerId, FromWorker]]:
         found = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._mail.get(block=timeout_s > 0, timeout=timeout_s or None))
-            while not self._mail.empty():
-                found.append(self._mail.get())
+            found.append(self._messages.get(block=timeout_s > 0, timeout=timeout_s or None))
+            while not self._messages.empty():
+                found.append(self._messages.get())
         return [(worker, message) for worker, message in found if worker in self._alive]
 
     def kill(self, workers: Sequence[WorkerId], *, waits: bool = True) -> None:

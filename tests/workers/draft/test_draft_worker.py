@@ -83,7 +83,7 @@ def test_a_draft_of_a_smaller_vocabulary_reads_ids_it_lacks(tmp_path: Path, capl
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_a_draft_that_fails_costs_guesses_and_no_request(
+def test_a_draft_that_fails_costs_draft_tokens_and_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build("llama", tmp_path / "target")

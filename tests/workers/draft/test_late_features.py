@@ -90,7 +90,7 @@ IDLE = st.tuples(st.just("idle"), st.integers(0, 2), st.just(0))
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(SCORE, DRAFT, DRAFT, IDLE), min_size=4, max_size=14))
-def test_guesses_are_of_what_is_there(steps: list[tuple[str, int, int]]) -> None:
+def test_drafts_are_of_what_is_there(steps: list[tuple[str, int, int]]) -> None:
     pair = Pair()
     with torch.inference_mode():
         for what, count, more in steps:
@@ -102,7 +102,7 @@ def test_guesses_are_of_what_is_there(steps: list[tuple[str, int, int]]) -> None
                 pair.idle(count)
 
 
-def test_features_ahead_of_the_plan_behind_a_gap() -> None:
+def test_features_ahead_of_the_plan_after_a_gap() -> None:
     """They begin where the plan's last entry would: it cannot be made, and no later round may try."""
     pair = Pair()
     with torch.inference_mode():

@@ -140,11 +140,11 @@ def test_on_a_worker_of_its_own_that_is_replaced(
     may_come = threading.Event()
     config = configure(models, speculative_config=speculation(heads, method, placement="dedicated"))
     engine = threaded(config, body=late_comer(may_come))
-    assert engine.gang is not None
+    assert engine.workers is not None
     try:
         engine.put(*requests())
         engine.until(lambda: engine.accepted >= 3)
-        engine.gang.newest("draft").crash()
+        engine.workers.newest("draft").crash()
         engine.until(lambda: not engine.built.executor.drafting.is_up)
         lost = len(engine.rounds)
         engine.until(lambda: len(engine.rounds) > lost + 3)
@@ -163,9 +163,7 @@ def test_on_a_worker_of_its_own_that_is_replaced(
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_a_rehearsal_leaves_nothing_behind(
-    models: Models, heads: Heads, plain: dict[str, list[int]], method: str
-) -> None:
+def test_a_warm_up_leaves_nothing(models: Models, heads: Heads, plain: dict[str, list[int]], method: str) -> None:
     engine = one_process(models, speculation(heads, method))
     executor = engine.built.executor
     assert isinstance(executor, UniExecutor)
@@ -202,7 +200,7 @@ def test_costs_are_measured_where_somebody_asks(models: Models, heads: Heads) ->
     assert not needs_step_costs(configure(models, draft=False, enforce_eager=False))
 
 
-def test_features_that_nobody_acknowledges_are_no_longer_sent(
+def test_features_that_are_not_acknowledged_are_no_longer_sent(
     models: Models, heads: Heads, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feature_pair, "CREDIT", 5)

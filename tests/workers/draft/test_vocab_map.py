@@ -58,7 +58,7 @@ def run(target: Path, draft: Path | None, **options: Any) -> Any:
         return collect(llm, [tokenizer.encode(prompt) for prompt in PROMPTS], PARAMS)
 
 
-def test_a_shuffled_draft_guesses_what_it_guessed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_shuffled_draft_drafts_the_same(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Greedy and seeded: the noise is that of the target's ids, so the very same guesses are right."""
     target, draft = pair
     plain, straight = run(target, None), run(target, draft)
@@ -75,7 +75,7 @@ def test_a_draft_that_lacks_texts_changes_nothing(pair: tuple[Path, Path], tmp_p
     other.assert_speculated()
 
 
-def test_another_tokenizer_is_refused_where_nobody_speaks_of_it(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_unless_configured(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = pair
     with pytest.raises(ModelError, match="use_heterogeneous_vocab"):
         run(target, shuffled(draft, tmp_path / "shuffled"))
@@ -107,7 +107,7 @@ def test_tokens_meet_by_the_text_they_stand_for(tmp_path: Path) -> None:
     assert dict(zip(found.target_S.tolist(), found.draft_S.tolist(), strict=True)) == {1: 3, 2: 2, 3: 4, 4: 5, 5: 0}
 
 
-def test_ids_that_a_model_has_no_row_for_are_nobodys(tmp_path: Path) -> None:
+def test_ids_that_a_model_has_no_row_for_are_unused(tmp_path: Path) -> None:
     target = write_tokenizer(tmp_path / "target", ["a", "b", "c", "<pad>"], decoders.ByteLevel(), ["<pad>"])
     draft = write_tokenizer(tmp_path / "draft", ["c", "a", "<pad>", "<unk>"], decoders.ByteLevel(), ["<pad>", "<unk>"])
     found = VocabMap.of_tokenizers(target, draft, vocab_size=4, draft_size=2)

@@ -57,7 +57,7 @@ def test_eager(family: str, spec: FeatureSpec, tmp_path: Path) -> None:
     torch.testing.assert_close(features(tapped(folder, spec)), wanted(folder, spec), atol=2e-5, rtol=1e-4)
 
 
-def test_behind_the_last_layer_and_before_the_norm(tmp_path: Path) -> None:
+def test_after_the_last_layer_and_before_the_norm(tmp_path: Path) -> None:
     folder = tiny_models.build("llama", tmp_path / "llama")
     runner = tapped(folder, FeatureSpec("all", (3,)))
     normed = runner.loaded.model.model.norm(features(runner))

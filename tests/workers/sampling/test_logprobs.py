@@ -28,7 +28,7 @@ def test_against_numpy(top: int, step: float, monkeypatch: pytest.MonkeyPatch) -
         assert entry.ranks == [1 + int((values[row] > values[row, i]).sum()) for i in entry.token_ids]
 
 
-def test_more_than_the_vocabulary_and_nobody_asking() -> None:
+def test_more_than_the_vocabulary_and_none_requested() -> None:
     assert len(token_logprobs(logits(1, 4), [2], 9)[0].token_ids) == 5
     assert token_logprobs(logits(0, 4), [], 3) == []
 

@@ -54,7 +54,7 @@ def test_noise_is_finite_at_the_ends_of_the_bits() -> None:
         (np.arange(200_000) << 43, np.full(1, 7), np.full(1, 4095)),
     ],
 )
-def test_law_along_each_coordinate(seeds: np.ndarray, index: np.ndarray, ids: np.ndarray) -> None:
+def test_distribution_along_each_coordinate(seeds: np.ndarray, index: np.ndarray, ids: np.ndarray) -> None:
     seeds, index, ids = (part.astype(np.int64) for part in np.broadcast_arrays(seeds, index, ids))
     values = uniform(seeds, index, ids)
     assert stats.chisquare(np.histogram(values, 256, (0, 1))[0]).pvalue > FALSE_ALARM

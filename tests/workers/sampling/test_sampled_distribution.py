@@ -117,7 +117,7 @@ def test_one_token(name: str, draws: int) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_the_law_is_that_of_the_definitions(name: str) -> None:
+def test_the_distribution_is_that_of_the_definitions(name: str) -> None:
     vocab, sampling = 64, EVERY[name]
     raw_V = random_logits(vocab, seed=7)
     slots = next(worlds(sampling, 1, OUTPUT))
@@ -233,7 +233,7 @@ def test_match_probability(draft: str, draws: int) -> None:
     assert stats.binomtest(pair.accepted, pair.proposed, expected).pvalue > FALSE_ALARM
 
 
-def test_a_wrong_law_is_noticed() -> None:
+def test_a_wrong_distribution_is_noticed() -> None:
     raw_V = random_logits(64, seed=7)
     slots = next(worlds(OPTIONS["plain"], SLOTS, OUTPUT))
     chosen = Sampler(slots, 64).sample(torch.from_numpy(raw_V).expand(SLOTS, 64), np.arange(SLOTS), slots.known_len)

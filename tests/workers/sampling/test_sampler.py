@@ -121,7 +121,7 @@ def test_a_row_alone_is_the_row_among_others(kinds: list[int], seed: int) -> Non
     assert torch.equal(values, before)
 
 
-def test_failed_rows_disturb_nobody() -> None:
+def test_failed_rows_disturb_no_other() -> None:
     requests = [sampling for sampling in MIXED for _ in range(4)]
     values = logits(len(requests))
     expected = draw(table(*requests), values)
@@ -139,7 +139,7 @@ def test_nothing_left_to_choose_is_a_failed_row() -> None:
     assert draw(table(*requests), logits(2)) == [-1, -1]
 
 
-def test_columns_behind_the_vocabulary_are_never_chosen() -> None:
+def test_columns_after_the_vocabulary_are_never_chosen() -> None:
     values = logits(8)
     values[:, 50:] = 100.0
     for sampling in MIXED:
@@ -268,7 +268,7 @@ def test_the_best_of_a_large_vocabulary_begin_with_what_is_sampled() -> None:
 
 
 @pytest.mark.parametrize("vocab", [61, 1500])
-def test_the_law_is_what_is_sampled_by(vocab: int) -> None:
+def test_the_distribution_is_what_is_sampled_by(vocab: int) -> None:
     slots = table(*MIXED * 8, outputs=[[6, 3, 3]] * len(MIXED) * 8)
     slots.tokens[:, 5:9] = [6, 8, 8, 1]
     rows = np.arange(len(MIXED) * 8)
@@ -283,7 +283,7 @@ def test_the_law_is_what_is_sampled_by(vocab: int) -> None:
     assert expected.tolist() == sampler.sample(values, rows, index).tolist()
 
 
-def test_rows_that_fail_have_no_law() -> None:
+def test_rows_that_fail_have_no_distribution() -> None:
     values = logits(len(MIXED))
     values[1::3, 9], values[2::3] = torch.nan, -torch.inf
     slots = table(*MIXED)
@@ -291,7 +291,7 @@ def test_rows_that_fail_have_no_law() -> None:
     assert found.sum(1).round(decimals=9).tolist() == [float(row % 3 == 0) for row in range(len(MIXED))]
 
 
-def test_a_short_law_is_that_of_the_likeliest_and_draws_without_replacement() -> None:
+def test_a_short_distribution_is_that_of_the_likeliest_and_draws_without_replacement() -> None:
     values, limits = logits(2), Limits(np.array([0.7, 1.0], np.float32), np.array([3, 0]), np.ones(2), np.zeros(2))
     ids, q = top_distribution(values, limits, 8)
     whole = distribution(values, limits).float()

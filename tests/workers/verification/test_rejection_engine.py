@@ -143,7 +143,7 @@ def test_without_a_draft_every_token_is_what_it_is_without_speculation(rule: str
     assert engine.proposed() == 0
 
 
-def test_a_greedy_draft_is_certain_of_its_guesses(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greedy_draft_is_certain_of_its_draft_tokens(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     accept = RejectionSampler.accept
     monkeypatch.setattr(
@@ -173,7 +173,7 @@ def broken(laws: DraftProbs) -> list[DraftProbs]:
 
 
 @pytest.mark.parametrize("fault", [*range(5), None])
-def test_laws_that_are_missing_or_make_no_sense_cost_guesses_alone(
+def test_distributions_that_are_missing_or_make_no_sense_cost_draft_tokens_alone(
     fault: int | None, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then every row goes on as without a draft."""
@@ -190,7 +190,7 @@ def test_laws_that_are_missing_or_make_no_sense_cost_guesses_alone(
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "tree"])
-def test_on_a_gang_with_a_draft_of_its_own_that_dies_and_comes_back(
+def test_on_a_worker_group_with_a_draft_of_its_own_that_dies_and_comes_back(
     kind: str, models: Models, running: list[Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     may_come = threading.Event()
@@ -199,11 +199,11 @@ def test_on_a_gang_with_a_draft_of_its_own_that_dies_and_comes_back(
     config = configure((models.target, models.target), tensor_parallel_size=2, speculative_config=options, **ROOM)
     engine = threaded(config, body=late_comer(may_come))
     running.append(engine)
-    assert engine.gang is not None
+    assert engine.workers is not None
     rows = requests()
     engine.put(*rows[:4])
     engine.until(lambda: seeded_accepted(engine) > 0)
-    engine.gang.newest("draft").crash()
+    engine.workers.newest("draft").crash()
     engine.until(lambda: not engine.built.executor.drafting.is_up)
     may_come.set()
     engine.until_drafting(epoch=2)
@@ -225,7 +225,7 @@ def seeded_accepted(engine: Engine) -> int:
     return total
 
 
-def test_on_a_gang_beside_the_first_rank(models: Models, running: list[Engine]) -> None:
+def test_on_a_worker_group_beside_the_first_rank(models: Models, running: list[Engine]) -> None:
     options = models.speculative("draft_model", rejection_sample_method="standard", placement="colocated")
     config = configure((models.target, models.target), tensor_parallel_size=2, speculative_config=options, **ROOM)
     engine = threaded(config)
@@ -307,7 +307,7 @@ def some_laws(count: int, size: int, seed: int = 0) -> DraftProbs:
 
 @pytest.mark.parametrize("size", [1, 2, 7])
 @pytest.mark.parametrize("with_tree", [False, True])
-def test_laws_cross_the_pair(size: int, with_tree: bool) -> None:
+def test_distributions_cross_the_pair(size: int, with_tree: bool) -> None:
     tree = Draft((4, 5, 6, 7), (-1, -1, 0, 2))
     drafts = [Draft((1, 2, 3)), tree if with_tree else Draft((9,)), NO_DRAFT, Draft((8, 8))]
     slots, rows = table_of(drafts)
@@ -324,14 +324,14 @@ def test_laws_cross_the_pair(size: int, with_tree: bool) -> None:
     assert are_valid([drafts[slot] for slot in laws], [came[slot] for slot in laws], VOCAB) == [True, True]
 
 
-def test_a_draft_whose_law_was_not_told_is_never_kept() -> None:
+def test_a_draft_without_probabilities_is_never_accepted() -> None:
     drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
     slots, rows = table_of(drafts)
     came = decode_probs(rows, drafts, encode(slots, rows, drafts, {0: some_laws(3, 1)}))
     assert not sampled_children(drafts[1], came[1])[-1].children.q_WL.any()
 
 
-def test_tables_without_laws_bring_none_and_too_wide_ones_nothing() -> None:
+def test_tables_without_distributions_bring_none_and_too_wide_ones_nothing() -> None:
     drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
     slots, rows = table_of(drafts)
     assert decode_probs(rows, drafts, encode(slots, rows, drafts)) == {}
@@ -339,7 +339,7 @@ def test_tables_without_laws_bring_none_and_too_wide_ones_nothing() -> None:
     assert decode(slots, rows, wide, VOCAB, DRAFT_PROBS_SIZE) == [NO_DRAFT] * 2
 
 
-def test_certain_guesses_leave_out_probes_and_what_was_guessed_twice() -> None:
+def test_certain_draft_tokens_leave_out_probes_and_what_was_drafted_twice() -> None:
     draft = Draft((4, 5, 4, 6, 7), (-1, -1, -1, 0, 0), (False, False, False, True, False))
     nodes = acceptable_nodes(draft)
     found = deterministic_children(subtree(draft, nodes))

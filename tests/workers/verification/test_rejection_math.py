@@ -34,7 +34,7 @@ CHAIN_RULES = {"standard": (rules.standard, rules.standard_acceptance), "block":
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("rule", CHAIN_RULES)
 @each_pair
-def test_a_chain_keeps_the_targets_law(pair: Pair, rule: str, count: int) -> None:
+def test_a_chain_keeps_the_targets_distribution(pair: Pair, rule: str, count: int) -> None:
     target, draft, size = pair
     verify, acceptance_of = CHAIN_RULES[rule]
     tally = Tally(target, size, count + 1)
@@ -74,7 +74,7 @@ def test_block_keeps_at_least_as_many(pair: Pair) -> None:
     assert mean_accepted("block", pair, 3) >= mean_accepted("standard", pair, 3) - EXACT
 
 
-def test_block_keeps_more_where_laws_differ_and_all_where_they_are_equal() -> None:
+def test_block_keeps_more_where_distributions_differ_and_all_where_they_are_equal() -> None:
     unlike, equal = PAIRS["unlike"], PAIRS["equal"]
     assert mean_accepted("block", unlike, 3) > mean_accepted("standard", unlike, 3) + 0.01
     assert mean_accepted("standard", equal, 3) == pytest.approx(3)

@@ -116,7 +116,7 @@ TREE_RULES = {"standard": standard_ends, "block": block_ends}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", TREE_RULES)
 @each_pair
-def test_a_tree_keeps_the_targets_law(pair: Pair, rule: str, shape: str, is_drawn: bool) -> None:
+def test_a_tree_keeps_the_targets_distribution(pair: Pair, rule: str, shape: str, is_drawn: bool) -> None:
     tree = Tree(SHAPES[shape])
     tally = Tally(pair.target, pair.size, tree.depth + 1)
     for weight, texts in tree.fillings(pair, is_drawn):

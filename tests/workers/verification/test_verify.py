@@ -67,7 +67,7 @@ def test_trees(case: tuple[Draft, list[int]]) -> None:
     ]  # nothing more could have been accepted
 
 
-def test_probes_are_never_accepted_nor_anything_behind_them() -> None:
+def test_probes_are_never_accepted_nor_anything_after_them() -> None:
     chain = Draft((5, 6, 7), probes=(False, True, False))
     assert accept_without_probes(chain, [5, 6, 7, 8]) == [0]
     beside = Draft((5, 5, 6), (-1, -1, 1), (True, False, False))
