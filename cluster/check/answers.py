@@ -84,3 +84,15 @@ class AnswerBuilder:
     def build(self, finish_reason: str) -> Answer:
         """Return the whole answer."""
         return Answer(tuple(self.token_ids), tuple(self.origins), finish_reason, self.has_tree)
+
+
+class DraftCounts(msgspec.Struct, frozen=True):
+    """Draft tokens of an engine so far."""
+
+    proposed: int
+    accepted: int
+
+    @property
+    def rejected(self) -> int:
+        """Draft tokens that were scored and not accepted."""
+        return self.proposed - self.accepted

@@ -13,14 +13,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from cluster.check import distribution, identity
 from cluster.check.answers import Answer, Place
 from cluster.check.coverage import missing_outcomes, parts_without_acceptance, untested_samples
 from cluster.check.distribution import DistributionVerdict
-from cluster.check.engine_run import DraftCounts, EngineRun, Ids, RunJob, Tick
+from cluster.check.engine_run import EngineRun, Ids, RunJob, Tick
 from cluster.check.identity import ALLOWANCES, NO_TIES, Allowance, ComparedRequest, IdentityVerdict, Part
+from cluster.check.report import Report, Setting
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.progress import ProgressCallback
@@ -63,7 +62,7 @@ class CheckOptions:
         """Number of prompts with samples."""
         return min(SAMPLED_PROMPTS, len(self.prompts))
 
-    def setting(self, sampled_tokens: int) -> "Setting":
+    def setting(self, sampled_tokens: int) -> Setting:
         """Return the part of the options that is reported."""
         return Setting(
             len(self.prompts),
@@ -74,52 +73,6 @@ class CheckOptions:
             self.temperature,
             self.seed,
         )
-
-
-class Setting(msgspec.Struct, frozen=True):
-    """The size of a check: `samples` answers of `sampled_tokens` tokens after each of `sampled_prompts` prompts."""
-
-    prompts: int
-    max_tokens: int
-    sampled_prompts: int = msgspec.field(name="law_prompts")
-    samples: int
-    sampled_tokens: int = msgspec.field(name="law_tokens")
-    temperature: float
-    seed: int
-
-
-class Report(msgspec.Struct, frozen=True):
-    """The result of a check.
-
-    Attributes:
-        dtype: of the target's logits.
-        rule: `rejection_sample_method`.
-        batch_invariant: whether ties are disallowed because the engine promises the same bits.
-        allowance: what counts as a tie.
-        setting: the size of the check.
-        with_speculation, without: draft tokens of the two engines.
-        missing: outcomes that did not occur, without which the check proves little.
-        greedy, seeded: identity; `seeded` is None for rules that do not promise it.
-        distribution: of the tokens sampled with speculation.
-    """
-
-    dtype: str
-    rule: str
-    batch_invariant: bool
-    allowance: Allowance
-    setting: Setting
-    with_speculation: DraftCounts
-    without: DraftCounts
-    missing: tuple[str, ...]
-    greedy: IdentityVerdict
-    seeded: IdentityVerdict | None
-    distribution: DistributionVerdict = msgspec.field(name="law")
-
-    @property
-    def passed(self) -> bool:
-        """Whether speculation ran and changed nothing."""
-        identical = self.greedy.passed and (self.seeded is None or self.seeded.passed)
-        return identical and self.distribution.passed and not self.missing
 
 
 def rule_of(config: EngineConfig) -> str:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from cluster.check.answers import Answer
+from cluster.check.answers import Answer, DraftCounts
 from cluster.check.distribution import LEAST_DRAWS, DistributionVerdict
-from cluster.check.engine_run import DraftCounts
 
 
 def missing_outcomes(with_speculation: DraftCounts, without: DraftCounts) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cluster.check.answers import Answer, AnswerBuilder
+from cluster.check.answers import Answer, AnswerBuilder, DraftCounts
 from cluster.engine import make_engine
 from protos.config.engine import EngineConfig
 from protos.errors import SlipstreamError
@@ -36,18 +36,6 @@ class RunJob:
 
     token_ids: Ids
     params: SamplingParams
-
-
-class DraftCounts(msgspec.Struct, frozen=True):
-    """Draft tokens of an engine so far."""
-
-    proposed: int
-    accepted: int
-
-    @property
-    def rejected(self) -> int:
-        """Draft tokens that were scored and not accepted."""
-        return self.proposed - self.accepted
 
 
 class EngineRun:

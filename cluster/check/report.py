@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from cluster.check.answers import PLACES
-from cluster.check.check import Report
+from cluster.check.answers import PLACES, DraftCounts
 from cluster.check.distribution import LEAST_DRAWS, MAX_TESTS, DistributionTest, DistributionVerdict, PlaceTest
-from cluster.check.identity import Finding, IdentityVerdict
+from cluster.check.identity import Allowance, Finding, IdentityVerdict
 
 Decode = Callable[[int], str]
 
@@ -23,6 +22,52 @@ PLACES_CAPTION = (
     "found with a probability of 97 %"
 )
 PASSED, VIOLATED, NOT_SHOWN, SKIPPED = "passed", "VIOLATED", "NOT SHOWN", "skipped"
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """The size of a check: `samples` answers of `sampled_tokens` tokens after each of `sampled_prompts` prompts."""
+
+    prompts: int
+    max_tokens: int
+    sampled_prompts: int = msgspec.field(name="law_prompts")
+    samples: int
+    sampled_tokens: int = msgspec.field(name="law_tokens")
+    temperature: float
+    seed: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The result of a check.
+
+    Attributes:
+        dtype: of the target's logits.
+        rule: `rejection_sample_method`.
+        batch_invariant: whether ties are disallowed because the engine promises the same bits.
+        allowance: what counts as a tie.
+        setting: the size of the check.
+        with_speculation, without: draft tokens of the two engines.
+        missing: outcomes that did not occur, without which the check proves little.
+        greedy, seeded: identity; `seeded` is None for rules that do not promise it.
+        distribution: of the tokens sampled with speculation.
+    """
+
+    dtype: str
+    rule: str
+    batch_invariant: bool
+    allowance: Allowance
+    setting: Setting
+    with_speculation: DraftCounts
+    without: DraftCounts
+    missing: tuple[str, ...]
+    greedy: IdentityVerdict
+    seeded: IdentityVerdict | None
+    distribution: DistributionVerdict = msgspec.field(name="law")
+
+    @property
+    def passed(self) -> bool:
+        """Whether speculation ran and changed nothing."""
+        identical = self.greedy.passed and (self.seeded is None or self.seeded.passed)
+        return identical and self.distribution.passed and not self.missing
 
 
 def verdict_line(report: Report) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.check import coverage
-from cluster.check.answers import Answer
-from cluster.check.engine_run import DraftCounts
+from cluster.check.answers import Answer, DraftCounts
 from cluster.cli import check as cli_check
 from cluster.cli import main as cli
 from protos.errors import ConfigError
