@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+import msgspec
+
 from protos.messages import Step, TokenOutput
 
 Origin = Literal["accepted", "correction", "bonus", "plain"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.check import distribution, identity
-from cluster.check.answers import Answer, Place
+from cluster.check.answers import Answer, DraftCounts, Place
 from cluster.check.coverage import missing_outcomes, parts_without_acceptance, untested_samples
 from cluster.check.distribution import DistributionVerdict
 from cluster.check.engine_run import EngineRun, Ids, RunJob, Tick

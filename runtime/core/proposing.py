@@ -4,11 +4,14 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.interfaces import Proposer, SequenceListener
 from runtime.core.sequence import ScheduledSequence, Sequence
-from runtime.core.stats import EngineCounters
+
+if TYPE_CHECKING:
+    from runtime.core.stats import EngineCounters
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +26,9 @@ class ControllerProposers:
         counters: where failures and proposing time are counted.
     """
 
-    def __init__(self, proposers: Seq[Proposer], vocab_size: int, methods: Seq[str], counters: EngineCounters) -> None:
+    def __init__(
+        self, proposers: Seq[Proposer], vocab_size: int, methods: Seq[str], counters: "EngineCounters"
+    ) -> None:
         self._proposers = tuple(proposers)
         self._methods = tuple(methods) or (None,) * len(proposers)
         self._listeners = [proposer for proposer in proposers if isinstance(proposer, SequenceListener)]

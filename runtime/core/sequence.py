@@ -5,12 +5,36 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from protos.draft import Draft
-from protos.messages import Request, Step, TokenLogprobs, TokenOutput, Verdict
+from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput, Verdict
 from runtime.core.block_manager import Chain
-from runtime.core.stats import SpeculationCounts
 from runtime.text.detokenizer import Detokenizer
 
 NO_SLOT = -1
+
+
+@dataclass(slots=True, eq=False)
+class SpeculationCounts:
+    """Adds up `SpeculationStats`."""
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+
+    def add(self, widths: Seq[int], accepted: int) -> None:
+        """Count one draft: `widths[i]` tokens were proposed at position i, and *accepted* of all were accepted."""
+        self.steps += 1
+        self.proposed += sum(widths)
+        self.accepted += accepted
+        per_pos = self.accepted_per_pos
+        if len(per_pos) < len(widths):
+            per_pos.extend([0] * (len(widths) - len(per_pos)))
+        for position in range(accepted):
+            per_pos[position] += 1
+
+    def snapshot(self) -> SpeculationStats:
+        """Return the counts so far."""
+        return SpeculationStats(self.steps, self.proposed, self.accepted, tuple(self.accepted_per_pos))
 
 
 @dataclass(slots=True, eq=False)

@@ -4,33 +4,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protos.messages import RoundPlan, SpeculationStats, StepCosts, TokenOutput
+from protos.messages import RoundPlan, StepCosts, TokenOutput
 from protos.stats import STEP_TOKENS, EngineStats, PhaseTimes
-
-
-@dataclass(slots=True, eq=False)
-class SpeculationCounts:
-    """Adds up `SpeculationStats`."""
-
-    steps: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    accepted_per_pos: list[int] = field(default_factory=list)
-
-    def add(self, widths: Sequence[int], accepted: int) -> None:
-        """Count one draft: `widths[i]` tokens were proposed at position i, and *accepted* of all were accepted."""
-        self.steps += 1
-        self.proposed += sum(widths)
-        self.accepted += accepted
-        per_pos = self.accepted_per_pos
-        if len(per_pos) < len(widths):
-            per_pos.extend([0] * (len(widths) - len(per_pos)))
-        for position in range(accepted):
-            per_pos[position] += 1
-
-    def snapshot(self) -> SpeculationStats:
-        """Return the counts so far."""
-        return SpeculationStats(self.steps, self.proposed, self.accepted, tuple(self.accepted_per_pos))
+from runtime.core.sequence import SpeculationCounts
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protos.draft import NO_DRAFT, Draft
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
-from runtime.core.stats import SpeculationCounts
+from runtime.core.sequence import SpeculationCounts
 from tests.support.tree_proposer import random_tree
 from workers.draft.wire import STAMP, broadcast_drafts, decode, encode
 from workers.slots import SlotTable
