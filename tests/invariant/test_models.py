@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPLIT_QUICKLY = frozenset({"llama", "gemma2", "phi3", "olmo2", "gpt2", "gpt_bigcode", "opt", "cohere", "stablelm",
                            "mixtral", "gpt_oss", "deepseek_v3"})  # fmt: skip
-"""One family of each way to be split."""
+"""One family for each way of splitting weights."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -29,7 +29,7 @@ def test_logits_are_the_same_bits_however_they_are_computed(family: str, tmp_pat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_is_still_the_model(family: str, tmp_path: Path) -> None:
-    """The same bits in every way could be the same mistake."""
+    """Equal bits could be equally wrong, so logits are compared with `transformers`."""
     model = Model(folder := build(family, tmp_path, vocab_size=VOCAB), "float32")
     exact = reference_logits(folder, [model.texts[0]], "eager")[0]
     assert (model.feed([(0, 0, LENGTH)])[0] - exact).abs().max() <= 2e-5 * exact.abs().max()
@@ -67,7 +67,7 @@ def test_more_ranks_and_biases(tmp_path: Path) -> None:
 
 
 def test_without_it_bits_differ(tmp_path: Path) -> None:
-    """Else nothing here would prove anything."""
+    """Without the mode the same comparison fails, so it can detect differences."""
     model = Model(build("llama", tmp_path, vocab_size=VOCAB))
     plain = load(ModelConfig(model=str(tmp_path), device="cpu", dtype="bfloat16"))
     model.runner = ModelRunner(plain, model.slots, model.runner.cache.num_blocks, BLOCK)

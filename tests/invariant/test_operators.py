@@ -1,4 +1,4 @@
-"""The operators of `batch_invariant`: right by float64, and the same bits wherever a row stands and whoever asks."""
+"""The operators of `batch_invariant`: right by float64, and the same bits for a row in any batch."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,7 +20,7 @@ from workers.invariant.attention_cuda import SplitAttention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""Largest error of a result, relative to the largest."""
+"""Largest error of a result, relative to the largest result."""
 WIDTHS = (1, 7, 16, 24, 33, 64, 97, 176)
 EACH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": torch.exp,
@@ -53,7 +53,7 @@ def check_near(found: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """What must be equal: NaNs and signs of zeros included."""
+    """Whether two tensors are equal bit by bit, NaNs and signs of zeros included."""
     return x.contiguous().view({4: torch.int32, 2: torch.int16}[x.element_size()])
 
 
@@ -106,7 +106,7 @@ def test_ranks_add_up_the_sums_that_one_adds_up(ranks: int, size: int) -> None:
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     assert same(parts[0], whole)
-    assert not same(whole, x.float() @ weight.float().t()), "an order of sums that everybody has would prove nothing"
+    assert not same(whole, x.float() @ weight.float().t()), "torch adds up in the same order: equal bits prove nothing"
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -189,7 +189,7 @@ def test_what_gpus_run_says_the_same_numbers(dtype: torch.dtype) -> None:
 
 
 CHAIN, BRANCHES = Draft((0,) * 6, (-1, 0, 1, 2, 3, 4)), Draft((0,) * 8, (-1, -1, 0, 1, 2, 2, 5, 4))
-"""The second holds the branch 0, 2, 5, 6, which is as long as the chain's first four tokens."""
+"""The tree contains the branch 0, 2, 5, 6, which is as long as the chain's first four tokens."""
 
 
 def attended(

@@ -52,7 +52,7 @@ def test_a_list_of_operators_says_the_same_bits_for_every_family(family: str, tm
 
 
 def test_an_input_taken_for_another_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing tells tensors apart by identity: positions that are the tokens' own tensor would be read as tokens."""
+    """Tracing distinguishes tensors by identity: positions that are the tokens' tensor are read as tokens."""
     traces = invariant.make_fx
 
     def confuse(forward: Callable[..., object], **options: object) -> Callable[..., object]:

@@ -249,14 +249,14 @@ def _gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> An
 
 def _nccl(store: Store, rank: int, size: int, device: torch.device | None, timeout_s: float, *, is_vital: bool) -> Any:
     nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL")  # noqa: B009 - not in builds of torch without CUDA
-    place = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    own = torch.device("cuda", torch.cuda.current_device()) if device is None else device
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    with torch.cuda.device(place):
+    with torch.cuda.device(own):
         with _environment:  # a group reads the environment when it is made
             os.environ |= {**NCCL_ENVIRONMENT, WHEN_NCCL_FAILS: ENDS_PROCESS if is_vital else ENDS_GROUP}
             backend = nccl(store, rank, size, options)
-        backend.eager_connect_single_device(place)
+        backend.eager_connect_single_device(own)
     return backend
 
 

@@ -5,7 +5,7 @@ from workers.native.build import NO_CONTRACTION, load_function
 
 
 class InvariantAttention(NativeAttention):
-    """Runs every row through a kernel whose results depend only on a query and the keys it sees."""
+    """Runs every row through a kernel whose results depend only on a query and the keys it attends to."""
 
     LONGEST = 1 << 62
     KERNEL = ("invariant_attention", "slipstream_invariant_attention", NO_CONTRACTION)

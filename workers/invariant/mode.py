@@ -70,7 +70,7 @@ class BatchInvariantMode:
             raise ConfigError(f"{name} (model_type {model.config.model_type!r}): {error}") from error
 
     def attention(self, cache: KVCache) -> AttentionBackend:
-        """Return attention whose results depend only on a query and the keys it sees."""
+        """Return attention whose results depend only on a query and the keys it attends to."""
         return InvariantAttention(cache) if cache.keys[0].device.type == "cpu" else SplitAttention(cache)
 
     def wrap(self, forward: Forward) -> Forward:

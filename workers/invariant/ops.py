@@ -37,7 +37,7 @@ def _define() -> torch.library.Library:
             tiled.grouped,
             _grouped_shape,
         ),
-        ("each(Tensor x, int what) -> Tensor", native.each, tiled.each, _same_shape),
+        ("each(Tensor x, int function) -> Tensor", native.each, tiled.each, _same_shape),
         # Over the last dimension; mean keeps it, with size 1.
         ("mean(Tensor x) -> Tensor", native.mean, tiled.mean, _mean_shape),
         ("softmax(Tensor x) -> Tensor", native.softmax, tiled.softmax, _same_shape),

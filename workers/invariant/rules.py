@@ -179,7 +179,7 @@ def _pow(x: torch.Tensor, exponent: float) -> torch.Tensor:
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if train and p:
-        raise ConfigError("batch_invariant: the model drops numbers at random")
+        raise ConfigError("batch_invariant: the model applies dropout")
     return x
 
 

@@ -86,7 +86,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
 def _mode_of(config: ModelConfig) -> ExecutionMode:
     if not config.batch_invariant:
         return TorchMode()
-    from workers.invariant.mode import BatchInvariantMode  # noqa: PLC0415 - operators that few users need
+    from workers.invariant.mode import BatchInvariantMode  # noqa: PLC0415 - only needed in this mode
 
     return BatchInvariantMode()
 

@@ -52,11 +52,11 @@ class ModelRunner:
         """
         if self.device.type != "cpu":
             return "running eager"
-        self._run, note = self.loaded.mode.optimize(self._run, self._try, self.loaded)
+        self._run, note = self.loaded.mode.optimize(self._run, self._trial, self.loaded)
         logger.info("%s", note)
         return note
 
-    def _try(self, forward: Forward, num_tokens: int, num_wanted: int) -> torch.Tensor:
+    def _trial(self, forward: Forward, num_tokens: int, num_wanted: int) -> torch.Tensor:
         """Run *forward* on made-up tokens of one row, whose blocks are all block 0; return logits."""
         start, length = np.zeros(1, np.int64), np.array([num_tokens])
         batch = Batch(start, start, length, (np.arange(num_tokens) * 5 + 1) % self.loaded.vocab_size)
@@ -74,7 +74,7 @@ class ModelRunner:
         rows_R = np.arange(num_rows)
         batch = Batch(rows_R, np.zeros_like(rows_R), np.ones_like(rows_R), rows_R % self.loaded.vocab_size)
         started = time.perf_counter()
-        wanted_N = _at_least(rows_R, min(2, num_rows))
+        wanted_N = _padded(rows_R, min(2, num_rows))
         logits_NV, _ = self._call(self._run, batch, np.zeros((num_rows, 1), np.int32), wanted_N)
         logits_NV.sum().item()  # waits for the device, also on ranks without logits
         return time.perf_counter() - started
@@ -94,7 +94,7 @@ class ModelRunner:
 
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
         """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""
-        wanted_M = _at_least(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
+        wanted_M = _padded(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
         logits_MV, features_TF = self._call(self._run, batch, self.slots.blocks, wanted_M)
         return logits_MV[: len(wanted_N)], features_TF
 
@@ -116,7 +116,7 @@ class ModelRunner:
         return tensor.to(self.device, non_blocking=True)
 
 
-def _at_least(wanted_N: Ints, count: int) -> Ints:
+def _padded(wanted_N: Ints, count: int) -> Ints:
     """Pad *wanted_N* with index 0: sizes 0 and 1 would be compiled separately."""
     if len(wanted_N) >= count:
         return wanted_N

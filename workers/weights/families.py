@@ -76,9 +76,9 @@ def _checkpoint_reason(config: Mapping[str, Any], kind: str) -> str | None:
         return f"its weights are quantised ({method}); use the unquantised checkpoint"
     if config.get("use_bidirectional_attention"):
         return "its attention is bidirectional"
-    strange = sorted(set(config.get("layer_types") or ()) - SERVED_LAYER_TYPES)
-    if strange:
-        return f"it has layers of type {', '.join(strange)}; only full and sliding attention are served"
+    unknown = sorted(set(config.get("layer_types") or ()) - SERVED_LAYER_TYPES)
+    if unknown:
+        return f"it has layers of type {', '.join(unknown)}; only full and sliding attention are served"
     return None
 
 

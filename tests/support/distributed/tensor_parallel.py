@@ -36,7 +36,7 @@ def runner_of(folder: Path, group: Group, rows: list[np.ndarray]) -> ModelRunner
 
 
 def check(folder: Path, ranks: int, vocab: int = VOCAB) -> list[tuple[LayerShape, ...]]:
-    """Hold the logits of *ranks* ranks, fed in chunks, to the unsplit model's; return each rank's cache shapes."""
+    """Compare logits of *ranks* ranks, fed in chunks, with the unsplit model's; return each rank's cache shapes."""
     rows = sequences(vocab)
     expected = reference_logits(folder, rows, "eager")
 

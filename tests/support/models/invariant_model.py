@@ -19,7 +19,7 @@ VOCAB, BLOCK, ROWS, LENGTH = 97, 4, 32, 37
 
 
 TREE = (Draft((0,) * 9, (-1, -1, 0, 2, 1, 2, 3, 6, 0)), (0, 2, 3, 6, 7))
-"""A tree, and the nodes of the branch that holds the true tokens."""
+"""A tree, and the nodes of the branch with the tokens that are accepted."""
 
 
 Table = dict[str, torch.Tensor]
@@ -44,18 +44,18 @@ class Model:
         self.runner = ModelRunner(loaded, self.slots, ROWS * each, BLOCK)
 
     def feed(self, parts: list[tuple[int, int, int]], drafts: dict[int, Draft] | None = None) -> list[torch.Tensor]:
-        """Feed (row, first, count) with drafts behind some rows' last tokens; return the logits of each, `[X, V]`."""
+        """Feed (row, first, count) with drafts after some rows' last tokens; return the logits of each, `[X, V]`."""
         rows = [Row(row, first, count, first + count, samples=True) for row, first, count in parts]
-        told = [(drafts or {}).get(row.slot, Draft(())) for row in rows]
-        for row, draft in zip(rows, told, strict=True):
+        drafts_R = [(drafts or {}).get(row.slot, Draft(())) for row in rows]
+        for row, draft in zip(rows, drafts_R, strict=True):
             if draft.tokens:
                 self.slots.write_draft(row.slot, draft.tokens)
-        batch = Scoring.of(rows, told, self.slots.tokens).batch
+        batch = Scoring.of(rows, drafts_R, self.slots.tokens).batch
         logits = self.runner.forward(batch, np.arange(len(batch.tokens_T)))
         return [part.clone() for part in logits.split(batch.lengths_R.tolist())]
 
     def known(self, length: int) -> None:
-        """Say how much of row 0 is known."""
+        """Set the known length of row 0."""
         self.slots.known_len[0] = length
 
 
@@ -78,18 +78,18 @@ def ways(model: Model) -> Table:
             others = [(row, (1 + row % 6) + at - 20, 1) for row in range(1, count)]
             decoded.append(model.feed([*others, (0, at, 1)])[-1])
         found[f"among {count}"] = torch.cat([prefilled, *decoded])
-    return {**found, **guessed(model)}
+    return {**found, **verified(model)}
 
 
-def guessed(model: Model) -> Table:
-    """The same of verifications: of chains of which some guesses are right, and of a tree."""
+def verified(model: Model) -> Table:
+    """The same in verification: of chains with some accepted draft tokens, and of a tree."""
     found = {}
-    for right, guesses in ((3, 5), (12, 16)):
+    for right, count in ((3, 5), (12, 16)):
         model.feed([(0, 0, 20)])
         model.known(21)
-        draft = Draft((*model.texts[0, 21 : 21 + right].tolist(), *[5] * (guesses - right)))
+        draft = Draft((*model.texts[0, 21 : 21 + right].tolist(), *[5] * (count - right)))
         logits = model.feed([(1, 0, 3), (0, 20, 1)], {0: draft})[1]
-        found[f"{guesses} guesses"] = logits[: right + 1]
+        found[f"{count} draft tokens"] = logits[: right + 1]
     tree, branch = TREE
     tokens = list(tree.tokens)
     for depth, node in enumerate(branch):
@@ -104,12 +104,12 @@ def guessed(model: Model) -> Table:
 
 
 FIRST = {"tree": 22}
-"""The first position of what is not computed from the beginning."""
+"""The first position of logits that do not begin at 0."""
 
 
 def check(found: Table, expected_LV: torch.Tensor) -> None:
     for name, logits in found.items():
-        first = FIRST.get(name, 20 if "guesses" in name else 0)
+        first = FIRST.get(name, 20 if "draft tokens" in name else 0)
         wanted = expected_LV[first : first + len(logits)]
         assert torch.equal(bits(logits), bits(wanted)), f"{name}: {(logits != wanted).any(1).sum()} positions differ"
 

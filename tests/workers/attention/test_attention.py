@@ -1,4 +1,4 @@
-"""The native attention kernel against attention in torch, layer alone: sizes, windows, caps, sinks, ragged chunks."""
+"""The native attention kernel against attention in torch: sizes, windows, caps, sinks, ragged chunks."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def rows_of(lengths: list[tuple[int, int]]) -> AttentionMetadata:
 
 
 def normal(heads: int, tokens: int, size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random `[1, heads, tokens, size]`, laid out as models do: token after token."""
+    """Random `[1, heads, tokens, size]`, with strides as in models: token-major."""
     values = torch.randn(1, tokens, heads, size, generator=torch.Generator().manual_seed(seed))
     return values.to(dtype).transpose(1, 2)
 
@@ -46,7 +46,7 @@ def normal(heads: int, tokens: int, size: int, dtype: torch.dtype, seed: int) ->
     size=st.sampled_from([(64, 64), (128, 128), (24, 24), (48, 32)]),
     heads=st.sampled_from([(8, 4), (4, 4), (6, 1), (1, 1)]),
     lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(1, CHUNK)), min_size=1, max_size=9),
-    asked=st.tuples(st.sampled_from([0, 1, 20, 100]), st.sampled_from([0.0, 5.0]), st.booleans()),
+    layer_options=st.tuples(st.sampled_from([0, 1, 20, 100]), st.sampled_from([0.0, 5.0]), st.booleans()),
 )
 @settings(max_examples=60, deadline=None)
 def test_kernel_equals_torch(
@@ -54,9 +54,9 @@ def test_kernel_equals_torch(
     size: tuple[int, int],
     heads: tuple[int, int],
     lengths: list[tuple[int, int]],
-    asked: tuple[int, float, bool],
+    layer_options: tuple[int, float, bool],
 ) -> None:
-    window, softcap, has_sinks = asked
+    window, softcap, has_sinks = layer_options
     rows = rows_of(lengths)
     shape = LayerShape(heads[1], *size)
     tokens = int(rows.lengths_R.sum())
@@ -74,12 +74,12 @@ def test_kernel_equals_torch(
     assert (found[0] - found[1]).abs().max() <= TOLERANCE[dtype] * max(1.0, found[1].abs().max().item())
 
 
-@pytest.mark.parametrize("asked", [(0, 0.0, False), (20, 0.0, False), (0, 5.0, True)])
+@pytest.mark.parametrize("layer_options", [(0, 0.0, False), (20, 0.0, False), (0, 5.0, True)])
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_long_rows_are_attended_in_parts(
-    asked: tuple[int, float, bool], is_broken: bool, monkeypatch: pytest.MonkeyPatch
+    layer_options: tuple[int, float, bool], is_broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window, softcap, has_sinks = asked
+    window, softcap, has_sinks = layer_options
     rows = rows_of([(30, 40), (5, 3), (0, 1), (64, 33)])
     query, key, value = (normal(4, 77, 24, torch.float32, seed) for seed in range(3))
     if is_broken:

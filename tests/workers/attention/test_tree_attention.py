@@ -40,7 +40,7 @@ class OneRow:
         return place if mask is None or place < mask.first else mask.positions[place - mask.first]
 
     def sees(self, query: int, key: int, window: int) -> bool:
-        """Whether the token at place *query* sees the key at place *key*: the rules, one at a time."""
+        """Whether the token at place *query* attends to the key at place *key*, by the rules one at a time."""
         if key < self.first_valid or (window and self.position(query) - self.position(key) >= window):
             return False
         if self.tree_mask is None or key < self.tree_mask.first:
@@ -117,7 +117,7 @@ def normal(heads: int, tokens: int, size: int, seed: int) -> torch.Tensor:
 def dense(
     cache: KVCache, rows: AttentionMetadata, plain: list[OneRow], query: torch.Tensor, options: Options
 ) -> torch.Tensor:
-    """Attend token by token, over the places that it sees and no others; K and V stand in *cache* already."""
+    """Attend token by token, over visible places only; K and V are in *cache* already."""
     found = []
     for r, row in enumerate(plain):
         blocks = rows.blocks_SB[r]
@@ -145,16 +145,16 @@ def _one(cache: KVCache, at_L: torch.Tensor, query_HD: torch.Tensor, options: Op
 @given(
     plain=st.lists(rows(), min_size=1, max_size=5),
     shape=st.sampled_from(SHAPES),
-    asked=st.tuples(st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 5.0]), st.booleans()),
+    layer_options=st.tuples(st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 5.0]), st.booleans()),
 )
 @settings(max_examples=30, deadline=None)
 def test_kernel_torch_and_masks_spelt_out_agree(
     plain: list[OneRow],
     shape: tuple[tuple[int, int], tuple[int, int]],
-    asked: tuple[int, float, bool],
+    layer_options: tuple[int, float, bool],
 ) -> None:
     (heads, kv_heads), sizes = shape
-    window, softcap, has_sinks = asked
+    window, softcap, has_sinks = layer_options
     laid_out = rows_of(plain)
     tokens = int(laid_out.lengths_R.sum())
     query, key, value = (
@@ -202,12 +202,12 @@ def test_a_node_never_touches_what_is_beside_it(make: type[AttentionBackend], si
 def test_rows_without_an_area_are_computed_as_if_alone() -> None:
     cache = filled(LayerShape(2, 64, 64), 64)
     alone = rows_of([OneRow(0, 1), OneRow(33, 4)])
-    beside = rows_of([OneRow(0, 1), OneRow(33, 4), tree_row((-1, 0, 0), 12)])
-    beside.blocks_SB[:2, : alone.blocks_SB.shape[1]] = alone.blocks_SB
-    beside.blocks_SB[2] = np.arange(40, 40 + beside.blocks_SB.shape[1])
+    together = rows_of([OneRow(0, 1), OneRow(33, 4), tree_row((-1, 0, 0), 12)])
+    together.blocks_SB[:2, : alone.blocks_SB.shape[1]] = alone.blocks_SB
+    together.blocks_SB[2] = np.arange(40, 40 + together.blocks_SB.shape[1])
     query, key, value = (normal(2, 9, 64, seed) for seed in range(3))
     found = []
-    for laid_out, tokens in ((alone, 5), (beside, 9)):
+    for laid_out, tokens in ((alone, 5), (together, 9)):
         backend = NativeAttention(cache)
         backend.plan(laid_out)
         found.append(backend.attend(0, query[:, :, :tokens], key[:, :, :tokens], value[:, :, :tokens], Options(0.1)))

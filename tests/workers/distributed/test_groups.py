@@ -1,4 +1,4 @@
-"""Groups made from a store: what their operations return, and how they fail."""
+"""Groups formed from a store: results and failures of their operations."""
 
 import os
 import threading
@@ -124,7 +124,7 @@ def test_solo() -> None:
 
 
 class Nccl:
-    """What `ProcessGroupNCCL` is made with: what it reads of the environment, and how long operations may take."""
+    """Stands for `ProcessGroupNCCL`: records the environment it reads and its timeout."""
 
     Options = SimpleNamespace
     seen: ClassVar[list[tuple[str | None, ...]]] = []
@@ -139,7 +139,7 @@ class Nccl:
 
 def test_over_nccl_a_failure_ends_the_process_or_the_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (groups.WHEN_NCCL_FAILS, *groups.NCCL_ENVIRONMENT):
-        monkeypatch.setenv(name, "1")  # as some clusters have it
+        monkeypatch.setenv(name, "1")  # as on some clusters
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(Nccl, "seen", [])
@@ -152,11 +152,11 @@ def test_over_nccl_a_failure_ends_the_process_or_the_group_alone(monkeypatch: py
 def test_only_what_waits_on_a_device_is_broken_off_by_others() -> None:
     closed = threading.Event()
 
-    class Told(ThreadGroup):
+    class ClosedGroup(ThreadGroup):
         def close(self) -> None:
             closed.set()
 
-    close_without_waiting(Told(Board(2), 0, 2), torch.device("cpu"))
+    close_without_waiting(ClosedGroup(Board(2), 0, 2), torch.device("cpu"))
     assert not closed.wait(0.1)
-    close_without_waiting(Told(Board(2), 0, 2), torch.device("cuda"))
+    close_without_waiting(ClosedGroup(Board(2), 0, 2), torch.device("cuda"))
     assert closed.wait(10)

@@ -1,4 +1,4 @@
-"""Groups over shared memory: the same results as over gloo, and peers that die, leave or are silent are told of."""
+"""Groups over shared memory: the same results as over gloo, and errors if a peer dies, leaves or hangs."""
 
 import gc
 import multiprocessing
@@ -34,13 +34,13 @@ def nearby(size: int, work: Callable[[SharedMemoryGroup], Result], *, timeout_s:
 
 
 def open_files() -> int:
-    """Return how many files of this process are memory of ours."""
+    """Return how many files of this process are shared memory of groups."""
     found = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sum(name.startswith("/memfd:slipstream-") for name in found)
 
 
 def steps(group: Group) -> list[torch.Tensor | None]:
-    """Do a little of everything, with tensors of many shapes and kinds; return all results."""
+    """Run every collective with tensors of many shapes and dtypes; return all results."""
     found: list[torch.Tensor | None] = []
     dice = torch.Generator().manual_seed(group.rank)
     for shape in ((1, 5), (3, 2, 4), (7,), (0, 3)):
@@ -79,7 +79,7 @@ def test_results_lie_where_gloo_puts_them() -> None:
 
 
 def test_ranks_that_run_ahead_write_over_nothing() -> None:
-    """Rank 1 waits for nobody in a `gather`: thousands in a row, and rank 0 misses none."""
+    """Rank 1 waits for no other rank in a `gather`: in thousands in a row, rank 0 misses none."""
 
     def work(group: Group) -> bool:
         fine = True
@@ -148,7 +148,7 @@ def test_a_peer_that_leaves_is_an_error_at_once() -> None:
 def test_closing_wakes_whoever_waits_in_the_same_process() -> None:
     def work(group: Group) -> str:
         if group.rank == 1:
-            time.sleep(0.5)  # and says nothing
+            time.sleep(0.5)  # without an operation
             return ""
         threading.Timer(0.1, group.close).start()
         with pytest.raises(GroupError) as caught:
@@ -202,9 +202,9 @@ def _full(*_: object) -> None:
 
 
 def test_where_one_rank_has_it_not_none_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of two machines, or two containers: what rank 0 made, rank 1 does not find."""
+    """As on two machines, or in two containers: rank 1 does not find the file of rank 0."""
     opened = shm_group._opened
-    elsewhere = shm_group._MemoryFile(2**22 + 1, 3, 5)  # above what Linux numbers processes with
+    elsewhere = shm_group._MemoryFile(2**22 + 1, 3, 5)  # above the largest process id of Linux
     monkeypatch.setattr(shm_group, "_opened", lambda at, group: opened(elsewhere if group.rank else at, group))
     assert kinds() == [TorchGroup] * 2
 

@@ -22,7 +22,7 @@ from workers.model.runner import ModelRunner
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GATHERED = frozenset({"olmo2", "olmoe", "phi3"})
-"""Families whose attention sees all heads on every rank."""
+"""Families in which every rank attends with all heads."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,7 +70,7 @@ def test_variants(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
 
 
 def decode(runner: ModelRunner, group: Group, prompt: np.ndarray, steps: int) -> list[int]:
-    """Greedy ids, chosen by rank 0 and told to the others."""
+    """Return greedy ids, sampled on rank 0 and broadcast to the others."""
     ids = list(prompt)
     start = 0
     for _ in range(steps):

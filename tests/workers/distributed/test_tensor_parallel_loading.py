@@ -1,4 +1,4 @@
-"""What ranks read of a checkpoint, under which names, and which models they refuse to split."""
+"""Reading one rank's shard of a checkpoint, and errors for models that cannot be split."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a rank of a split model takes of main memory, measured in processes of their own."""
+"""Main memory that each rank of a split model takes, measured in separate processes."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def anonymous():
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 group = form("tp", connect_store(StoreAddress("127.0.0.1", port)), rank, ranks, timeout_s=300)
-load(ModelConfig(model=folder + "/tiny", device="cpu"), group)  # what loading anything costs is not the weights'
+load(ModelConfig(model=folder + "/tiny", device="cpu"), group)  # loads libraries, which are not counted
 before = peak = anonymous()
 loaded = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The states that drafts are fed are those that `transformers` itself shows."""
+"""Captured hidden states equal those that `transformers` returns."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def features(runner: ModelRunner) -> torch.Tensor:
 
 
 def wanted(folder: Path, spec: FeatureSpec) -> torch.Tensor:
-    """Inputs of layers, or the last state; the output of the last layer has no name: its norm is taken by hand."""
+    """Inputs of layers, or the last state. `transformers` does not return the last layer's output before the norm."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     found = []
     with torch.inference_mode():

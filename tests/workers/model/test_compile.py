@@ -1,4 +1,4 @@
-"""How a model is compiled follows from what its weights are and what the processor can do with them."""
+"""Compiler options depend on dtype and size of the weights, free memory and processor."""
 
 import pytest
 import torch

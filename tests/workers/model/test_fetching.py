@@ -1,4 +1,4 @@
-"""What is fetched from the Hub: no weights for a tokenizer, and of a target no more than a draft elsewhere borrows."""
+"""Files fetched from the Hub: no weights for a tokenizer, and only the shards of a target that its draft reads."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ NAME = "someone/model"
 
 
 class Hub:
-    """The Hub's client, of a Hub that has one checkpoint: the client's own filter, and copies in a folder."""
+    """A Hub client with one checkpoint: filters as the real client does, and copies files into a folder."""
 
     def __init__(self, source: Path, cache: Path) -> None:
         self.source, self.cache = source, cache
@@ -60,7 +60,7 @@ def ends(model: str) -> Path:
 
 
 def in_shards(folder: Path) -> None:
-    """Save the model in *folder* again, a tensor or few in each shard."""
+    """Save the model in *folder* again, with few tensors in each shard."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="4KB")

@@ -1,4 +1,4 @@
-"""What is loaded, and what is refused by name with the reason."""
+"""Loading checkpoints, and errors that name the model and the reason."""
 
 import json
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_context_length(llama: Path) -> None:
     assert "made for 256 positions" in message
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests behaviour without CUDA")
 def test_cuda_without_cuda(llama: Path) -> None:
     assert "torch sees no CUDA device" in refusal(llama, device="cuda")
 
@@ -199,21 +199,21 @@ def test_not_a_model(tmp_path: Path) -> None:
 
 
 def test_hub_ids_go_through_the_hub_client(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str | None, str | None]] = []
+    requested: list[tuple[str, str | None, str | None]] = []
 
     def download(name: str, _file: str, revision: str | None, cache_dir: str | None) -> str:
-        asked.append((name, revision, cache_dir))
+        requested.append((name, revision, cache_dir))
         return str(llama / "config.json")
 
     def snapshot(name: str, revision: str | None, cache_dir: str | None, **patterns: list[str]) -> str:
-        asked.append((name, revision, cache_dir))
+        requested.append((name, revision, cache_dir))
         assert not any("bin" in pattern or "py" in pattern for pattern in patterns["allow_patterns"])
         return str(llama)
 
     monkeypatch.setattr(fetching, "hf_hub_download", download)
     monkeypatch.setattr(fetching, "snapshot_download", snapshot)
     load(ModelConfig(model="someone/llama", revision="abc", download_dir="/cache"))
-    assert asked == [("someone/llama", "abc", "/cache")] * 2
+    assert requested == [("someone/llama", "abc", "/cache")] * 2
 
 
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ CHUNKS = (
     ((0, 5), (1, 5), (3, 4)),
     ((0, 5), (1, 3), (2, 1)),
 )
-"""Rounds of (slot, tokens); row 2 starts behind the shared prefix."""
+"""Rounds of (slot, tokens); row 2 starts after the shared prefix."""
 
 
 def sequences(vocab: int = 96) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Speculation that is configured but off leaves no trace: same plans, same forward shapes, same operators."""
+"""Speculation that is configured but off costs nothing: same plans, same forward shapes, same operators."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Operators(TorchDispatchMode):
 
 @dataclass
 class Recorder(InOneProcess):
-    """An executor that notes every plan, and the operators that running it took."""
+    """An executor that records every plan, and the operators that ran for it."""
 
     inner: Executor
     plans: list[RoundPlan] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Trace:
 
 
 def requests() -> list[Request]:
-    """Rows of unlike lengths, greedy and sampled, more than fit at once; repetitive, so that n-grams would match."""
+    """Rows of different lengths, greedy and sampled, more than fit at once; repetitive, so that n-grams match."""
     return [
         Request(
             request_id=str(i),

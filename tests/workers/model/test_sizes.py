@@ -1,4 +1,4 @@
-"""Forwards that are filled up to few sizes say what they would say otherwise."""
+"""Forwards padded to a few sizes return the same as without padding."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from workers.slots import SlotTable
 
 BLOCK, BLOCKS = 8, 40
 LENGTHS = ([33], [20, 1, 1, 30], [130, 5], [8, 4])
-"""Tokens of each row: a prompt, a mixture, one too long for the kernel, and a size that needs no filling."""
+"""Tokens of each row: a prompt, mixed rows, one too long for the kernel, and a size that needs no padding."""
 
 
 def test_few_sizes() -> None:
