@@ -1,4 +1,4 @@
-"""Whole engines under `batch_invariant`, in bf16: the same tokens, greedy and seeded, without any allowance."""
+"""Whole engines under `batch_invariant`, in bf16: exactly the same tokens, greedy and seeded."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests() -> list[Request]:
-    """Greedy and seeded rows by turns, with shared beginnings; some repeat themselves, for n-grams to find."""
+    """Greedy and seeded rows in turn, with shared prefixes; some are repetitive, so that n-grams match."""
     shared = [11, 12, 13, 14, 15, 16, 17, 18, 19]
     return [
         Request(
@@ -44,7 +44,7 @@ def requests() -> list[Request]:
 
 
 def run(target: Path, speculative: dict[str, Any] | None, **options: Any) -> tuple[Outputs, Engine]:
-    """Return what one process says to all requests at once, and the engine, which has ended."""
+    """Return the outputs of one process for all requests at once, and the engine, which has shut down."""
     config = configure((target, target), **{"speculative_config": speculative, **ROOM, **EXACTLY, **options})
     engine = Engine(assemble.build(config, LocalInbox(), report=lambda line: None))
     engine.put(*requests())
@@ -55,7 +55,7 @@ def run(target: Path, speculative: dict[str, Any] | None, **options: Any) -> tup
 
 @pytest.fixture(scope="module")
 def alone(target: Path) -> Outputs:
-    """What is said to one request after another, without speculation, without shared prefixes, prompts in one piece."""
+    """Outputs for one request after another, without speculation or prefix caching, prompts in one chunk."""
     outputs, engine = run(target, None, max_num_seqs=1, enable_prefix_caching=False)
     assert engine.proposed() == 0
     return outputs
@@ -98,7 +98,7 @@ def test_on_two_ranks_with_a_draft_of_its_own(target: Path, alone: Outputs, tmp_
 
 
 def test_the_draft_is_not_held_to_it(target: Path, tmp_path: Path) -> None:
-    """What it computes decides nothing."""
+    """The draft itself need not be batch-invariant."""
     from workers.draft.load import _model_of, speculation_of
 
     config = configure((target, perturb(target, tmp_path)), **EXACTLY)
@@ -113,7 +113,7 @@ def test_it_is_an_argument_like_any_other(given: dict[str, Any]) -> None:
 
 
 class _Echo:
-    """Stands for an engine of `benchmarks.invariance`: says the number of each prompt, and notes who asked for it."""
+    """Stands for an engine of `benchmarks.invariance`: returns the number of each prompt, and records it by kind."""
 
     asked: ClassVar[dict[tuple[str, int, str], list[int]]] = {}
 

@@ -102,9 +102,7 @@ def shards_by_tensor(folder: Path, name: str) -> Mapping[str, str]:
         raise ModelError(f"{name}: {index.name} has no weight_map")
     for shard in sorted(set(map(str, shards.values()))):
         if "/" in shard or "\\" in shard or not shard.endswith(".safetensors"):
-            raise ModelError(
-                f"{name}: {index.name} names the shard {shard!r}; shards must be *.safetensors next to it"
-            )
+            raise ModelError(f"{name}: {index.name} names the shard {shard!r}; shards must be *.safetensors next to it")
     return {str(tensor): str(shard) for tensor, shard in shards.items()}
 
 
