@@ -81,7 +81,7 @@ def _tree_mask(row: Row, draft: Draft) -> TreeMask | None:
 class TargetWorker:
     """Owns the target's runner, its sampler and the acceptance rule.
 
-    `needs` are the tokens whose features a draft is fed; `judge` is the acceptance rule, sample and match by default;
+    `needs` are the tokens whose features a draft is fed; `rule` is the acceptance rule, sample and match by default;
     `forward_s` and `verify_s` are how long the last forward, and sampling and acceptance after it, took (on a GPU,
     `forward_s` is how long it took to launch).
     """
@@ -92,10 +92,10 @@ class TargetWorker:
         slots: SlotTable,
         sampler: Sampler,
         needs: Needs = "none",
-        judge: AcceptanceRule | None = None,
+        rule: AcceptanceRule | None = None,
     ) -> None:
         self.runner, self.slots, self.sampler, self.needs = runner, slots, sampler, needs
-        self._judge: AcceptanceRule = judge or SampleAndMatch(sampler)
+        self._rule: AcceptanceRule = rule or SampleAndMatch(sampler)
         self.forward_s = self.verify_s = 0.0
         self._offsets_R: Ints = np.empty(0, np.int64)
         self._states_TF = torch.empty(0, 0)
@@ -111,7 +111,7 @@ class TargetWorker:
 
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
         """Return *drafts* without tokens that could never be accepted."""
-        return self._judge.prune(rows, drafts)
+        return self._rule.prune(rows, drafts)
 
     def follow(self, rows: Seq[Row], drafts: Seq[Draft]) -> None:
         """Run the forward of a round; rank 0 samples and accepts."""
@@ -149,9 +149,9 @@ class TargetWorker:
             probs,
         )
         if scored.has_trees and any(draft.probes for draft in drafts):
-            accepted, probed = accept_with_probes(self._judge, scored, self.slots)
+            accepted, probed = accept_with_probes(self._rule, scored, self.slots)
         else:
-            accepted, probed = self._judge.accept(scored), {}
+            accepted, probed = self._rule.accept(scored), {}
         verdicts = self._verdicts(rows, drafts, scoring, accepted, logits_NV)
         if probed:
             verdicts = [with_probed(verdict, probed) for verdict in verdicts]

@@ -276,9 +276,16 @@ class FedTree:
         return TreeMask(first, [first + depth for depth in self._depths], self._ancestors[num_before:])
 
 
-def block_mask(first: int, size: int) -> TreeMask | None:
-    """Return the mask of a block from place *first* on that attends to itself in full; None if it is empty."""
-    return TreeMask(first, range(first, first + size), [(1 << size) - 1] * size) if size else None
+def block_masks(first_R: Ints, counts_R: Ints, lengths_R: Ints) -> TreeMasks | None:
+    """Return the masks of blocks of `counts_R` tokens from place `first_R` on that attend to themselves in full.
+
+    `lengths_R` is how many tokens of each row are fed, those before the block included.
+    """
+    masks = [
+        TreeMask(first, range(first, first + size), [(1 << size) - 1] * size) if size else None
+        for first, size in zip(first_R.tolist(), counts_R.tolist(), strict=True)
+    ]
+    return TreeMasks.of(masks, first_R + counts_R, lengths_R)
 
 
 def add_level(trees: Seq[FedTree], row_N: Seq[int], parents_N: Seq[int]) -> list[int]:

@@ -6,6 +6,7 @@ scored by their ranks alone. Under the rule "coupled" the draft worker uses the 
 """
 
 import math
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -89,8 +90,14 @@ class DraftSampler:
             scores_NW[at] = torch.tensor(SCORES_BY_RANK[:width], device=logits_NV.device)
         return ids_NW, scores_NW
 
-    def draft_probs(self, slot: int, draft: Draft) -> DraftProbs | None:
-        """Return the distributions that *draft* of this round was sampled from; None where they are not known."""
+    def draft_probs(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, DraftProbs]:
+        """Return the distributions that drafts of this round were sampled from, by slot, where they are known."""
+        if not self.samples:
+            return {}
+        found = {slot: self._probs_of(slot, draft) for slot, draft in zip(slots, drafts, strict=True)}
+        return {slot: probs for slot, probs in found.items() if probs is not None}
+
+    def _probs_of(self, slot: int, draft: Draft) -> DraftProbs | None:
         places = [self._places.get((slot, path)) for path in _inner_paths(draft)]
         found = [place for place in places if place is not None]
         if not places or len(found) < len(places):

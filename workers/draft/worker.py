@@ -1,9 +1,8 @@
 """The draft worker: keeps the draft's KV cache up to date with the sequences, and runs the draft for its proposer.
 
 The draft shares the target's block tables but has a cache of its own, in which blocks may be missing: speculation was
-off while the target filled them, or the draft is new. So it records, for every (block, version), which positions it has
-computed. A draft that reads only tokens recomputes the others in bounded chunks. One that is fed the target's features
-cannot, since these are not stored: it continues after the gap, and does not attend to positions before it.
+off while the target filled them, or the draft is new. A draft that reads only tokens recomputes them in bounded chunks.
+One that is fed the target's features cannot: it continues after the gap, and does not attend to positions before it.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from protos.draft_module import Level
 from protos.interfaces import Proposer
 from protos.layers import Needs
 from workers.attention.batch import Batch, Ints, TreeMasks
-from workers.draft.cache import DraftCache, FedTree, add_level, block_mask
+from workers.draft.cache import DraftCache, FedTree, add_level, block_masks
 from workers.draft.sampling import DraftPositions, DraftSampler
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.draft_forward import DraftForward
@@ -70,8 +69,6 @@ class DraftWorker:
         self._trees: dict[int, FedTree] = {}  # of this round, by slot
         self._lagging: list[int] = []  # slots of the last round that `catch_up_some` feeds
 
-    # Called once a round.
-
     def propose(self, proposer: Proposer, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a draft for every row; rows whose cache lags too far catch up a part of it and get none."""
         return self._propose(proposer, rows, self._within_budget(rows))
@@ -91,11 +88,7 @@ class DraftWorker:
 
     def draft_probs(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, DraftProbs]:
         """Return the distributions that the drafts of this round were sampled from, by slot."""
-        sampler = self._draft_sampler
-        if sampler is None or not sampler.samples:
-            return {}
-        found = {slot: sampler.draft_probs(slot, draft) for slot, draft in zip(slots, drafts, strict=True)}
-        return {slot: probs for slot, probs in found.items() if probs is not None}
+        return {} if self._draft_sampler is None else self._draft_sampler.draft_probs(slots, drafts)
 
     def catch_up_some(self, budget: int) -> bool:
         """Feed at most *budget* known tokens of the last round's slots that lag; return False when none does."""
@@ -218,11 +211,7 @@ class DraftWorker:
         tree_masks = None
         if sees_all:
             first_R = self._cache.ends(slots_R)
-            tree_masks = TreeMasks.of(
-                [block_mask(first, size) for first, size in zip(first_R.tolist(), counts_R.tolist(), strict=True)],
-                first_R + counts_R,
-                first_R - self._cache.held[slots_R] + counts_R,
-            )
+            tree_masks = block_masks(first_R, counts_R, first_R - self._cache.held[slots_R] + counts_R)
         return self._cache.feed_with(slots_R, counts_R, tokens_N.cpu().numpy(), features_NX, tree_masks)
 
     def sample(self, rows: Seq[DraftRow], logits: torch.Tensor, step: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What requests ask to be done to the logits before temperature: masks, bias and penalties, in vLLM's order.
+"""Logits processors: masks, bias and penalties of requests, applied before temperature, in vLLM's order.
 
 Allowed ids, bad words, minimum length, logit bias, then repetition, presence and frequency penalties. Repetition
-looks at prompt and output, the other penalties and bad words at the output only. "Output" includes the drafted
-tokens before the position: where the position's token is kept they are the emitted ones.
+counts prompt and output, the other penalties and bad words the output only. "Output" includes the draft
+tokens before the position: if the position's token is emitted, they were accepted.
 """
 
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ Ints = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.float32]
 
 
-def penalises(sampling: Sampling) -> bool:
-    """Say whether the request has a penalty, for which tokens must be counted."""
+def _has_penalties(sampling: Sampling) -> bool:
+    """Whether the request has a penalty, for which tokens are counted."""
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
-def _adds(sampling: Sampling) -> bool:
+def _has_additions(sampling: Sampling) -> bool:
     return bool(
         sampling.allowed_ids is not None
         or sampling.bad_words
@@ -34,14 +34,14 @@ def _adds(sampling: Sampling) -> bool:
 
 @dataclass(frozen=True)
 class _Additions:
-    """One request's masks and bias as ids and what is added to them; ids the vocabulary lacks are left out."""
+    """One request's masks and bias, as ids and what is added to their logits; unknown ids are left out."""
 
     ids: Ints
     values: Counts
     stop_ids: Ints
     min_tokens: int
     phrases: tuple[tuple[int, ...], ...]
-    others_V: torch.Tensor | None  # 0 for allowed ids, -inf for others; added, so that a NaN stays one
+    others_V: torch.Tensor | None  # 0 for allowed ids, -inf for others; added, so that NaN stays NaN
 
     @classmethod
     def of(cls, sampling: Sampling, vocab: int, device: torch.device) -> "_Additions":
@@ -58,7 +58,7 @@ class _Additions:
         )
 
     def masked_now(self, output: Ints) -> Ints:
-        """Return the ids masked because of the *output* so far: its length, and words of which only the end lacks."""
+        """Return the ids masked because of the *output* so far: its length, and its end, which begins bad words."""
         early = self.stop_ids if len(output) < self.min_tokens else self.stop_ids[:0]
         ends = [word[-1] for word in self.phrases if _ends_with(output, word[:-1])]
         return np.concatenate((early, np.array(ends, np.int64))) if ends else early
@@ -77,12 +77,12 @@ def _ends_with(output: Ints, prefix: tuple[int, ...]) -> bool:
 
 
 class LogitsProcessors:
-    """Applies every row's edits; remembers by slot what does not change from step to step.
+    """Applies each row's processors; caches by slot what does not change from step to step.
 
     Args:
         slots: owned by the worker; read only.
         vocab: number of columns of the logits given.
-        device: where the logits live.
+        device: of the logits.
     """
 
     def __init__(self, slots: SlotTable, vocab: int, device: torch.device) -> None:
@@ -91,21 +91,21 @@ class LogitsProcessors:
         self._counts: dict[int, _Counts] = {}
 
     def join(self, slot: int) -> None:
-        """Forget the sequence that had *slot* and prepare for the one that has it now."""
+        """Drop the state of the previous sequence in *slot*, and prepare for the present one."""
         self._additions.pop(slot, None)
         self._counts.pop(slot, None)
         sampling = self._slots.sampling[slot]
-        if _adds(sampling):
+        if _has_additions(sampling):
             self._additions[slot] = _Additions.of(sampling, self._vocab, self._device)
-        if penalises(sampling):
+        if _has_penalties(sampling):
             self._counts[slot] = _Counts(int(self._slots.prompt_len[slot]), self._vocab)
 
     def apply_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
-        """Edit the logits of position `index_N[r]` of `slots_N[r]` in place."""
-        self._add_(logits_NV, slots_N, index_N)
-        self._penalise_(logits_NV, slots_N, index_N)
+        """Process the logits of position `index_N[r]` of `slots_N[r]` in place."""
+        self._apply_additions_(logits_NV, slots_N, index_N)
+        self._apply_penalties_(logits_NV, slots_N, index_N)
 
-    def _add_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
+    def _apply_additions_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
         changed = _Elements()
         values: list[Counts] = []
         for row, (slot, index) in enumerate(zip(slots_N.tolist(), index_N.tolist(), strict=True)):
@@ -124,7 +124,7 @@ class LogitsProcessors:
             added = torch.from_numpy(np.concatenate(values)).to(self._device)
             logits_NV.index_put_(changed.on(self._device), added, accumulate=True)
 
-    def _penalise_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
+    def _apply_penalties_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
         seen = _Elements()
         counts: list[Counts] = []
         penalties: list[tuple[float, float, float]] = []
@@ -134,8 +134,8 @@ class LogitsProcessors:
                 ids, count = counter.before(index, self._slots.tokens[slot], int(self._slots.known_len[slot]))
                 seen.append(row, ids)
                 counts.append(count)
-                asked = self._slots.sampling[slot]
-                penalties.append((asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty))
+                sampling = self._slots.sampling[slot]
+                penalties.append((sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty))
         if counts:
             penalties_M3 = np.repeat(np.array(penalties, np.float32), seen.lengths, axis=0)
             where = seen.on(self._device)
@@ -175,7 +175,7 @@ class _Elements:
 class _Counts:
     """How often each token occurs in one sequence's output, and which ids occur at all, prompt included.
 
-    Committed tokens are counted once, as they come; drafted ones are counted for one answer and forgotten again.
+    Committed tokens are counted once; draft tokens are counted for one call only.
     """
 
     def __init__(self, prompt_len: int, vocab: int) -> None:
@@ -189,7 +189,7 @@ class _Counts:
         self._output_V = np.zeros(self._vocab, np.float32)
 
     def before(self, index: int, tokens_L: Ints, known_len: int) -> tuple[Ints, Counts]:
-        """Return the ids that occur before *index*, drafted ones perhaps twice, and each one's count in the output."""
+        """Return the ids before *index*, draft tokens possibly twice, and each one's count in the output."""
         committed = min(index, known_len)
         if committed < self._counted:
             self._reset()
@@ -214,5 +214,5 @@ class _Counts:
         self._ids = np.concatenate((self._ids, unseen))
 
     def _within(self, tokens: Ints) -> Ints:
-        """Leave out ids that the logits have no column for."""
+        """Return the tokens for which the logits have a column."""
         return tokens[tokens < self._vocab]

@@ -1,4 +1,4 @@
-"""Log-probabilities as users see them: of the model's raw logits, before anything the request asks for."""
+"""Log-probabilities of the model's raw logits, without logits processors or temperature."""
 
 from collections.abc import Sequence as Seq
 
@@ -6,18 +6,18 @@ import torch
 
 from protos.messages import TokenLogprobs
 
-SLICE_ELEMENTS = 1 << 22  # logits looked at together, so that a long prompt needs little memory beside its logits
+SLICE_ELEMENTS = 1 << 22  # logits processed together, which bounds memory for long prompts
 
 
 def token_logprobs(logits_MV: torch.Tensor, token_ids: Seq[int], top: int) -> list[TokenLogprobs]:
-    """Return one entry a position: the token itself, then the *top* most likely ones, best first.
+    """Return one entry per position: the token itself, then the *top* most likely ones, best first.
 
-    The token is named again where it is among the top ones, so every entry has `1 + top` tokens; of equally likely
-    ones the lowest id comes first. Ranks are 1 + the number of tokens strictly more likely.
+    Every entry has `1 + top` tokens: the token is repeated if it is among the top ones. Of equally likely tokens the
+    lowest id comes first. Ranks are 1 + the number of tokens strictly more likely.
 
     Args:
         logits_MV: float32, raw; not changed.
-        token_ids: the token that stands at each of the M positions.
+        token_ids: the token at each of the M positions.
         top: how many of the most likely tokens; -1 for the whole vocabulary.
     """
     vocab = logits_MV.shape[1]
@@ -52,6 +52,6 @@ def _top(logits_MV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     columns_K = torch.arange(count, device=logits_MV.device)
     ranks_MK = torch.where(new_MK, columns_K, 0).cummax(1).values + 1
     tied_M = ~new_MK.all(1) | ((logits_MV >= top_MK[:, -1:]).sum(1) > count)
-    # A head in half precision ties often. A stable sort, of those rows alone, leaves the lowest ids first.
+    # Half-precision logits tie often. A stable sort, of those rows only, puts the lowest ids first.
     ids_MK[tied_M] = logits_MV[tied_M].sort(dim=1, descending=True, stable=True).indices[:, :count]
     return top_MK, ids_MK, ranks_MK

@@ -1,8 +1,8 @@
-"""Gumbel noise keyed by (seed, index, token id): the same number wherever, whenever and however often it is asked.
+"""Gumbel noise that is a function of (seed, index, token id).
 
-Nothing is drawn from a stream, so nothing depends on the batch, on preemption or on how many tokens were guessed;
-target and draft share the noise by computing it. The same code runs over numpy arrays (sampling on the host) and
-torch tensors (any device), in int64 that wraps around.
+The noise is no stream of random numbers, so it does not depend on the batch, on preemption or on the number of draft
+tokens; target and draft share it by computing it. The same code runs on numpy arrays (sampling on the host) and torch
+tensors (any device), in int64 that wraps around.
 """
 
 from typing import TypeVar
@@ -29,7 +29,7 @@ STEP = signed(INCREMENT)
 FACTORS = tuple(signed(factor) for factor in MULTIPLIERS)
 DRAFT = signed(0xD1342543DE82EF95)
 ACCEPT = signed(0xA0761D6478BD642F)
-"""Streams of rules that judge by p/q: what a draft draws by, and what it is judged by."""
+"""Noise streams of rejection sampling: for sampling draft tokens, and for accepting them."""
 KEEP = tuple(MASK >> shift for shift in SHIFTS)  # turns the arithmetic shift of int64 into a logical one
 
 
@@ -49,9 +49,9 @@ def row_keys(seeds_N: Ints, index_N: Ints) -> Ints:
 
 
 def stream_seeds(seeds_N: Ints, stream: int, known_N: Ints) -> Ints:
-    """Return the int64 seeds of a stream of its own, fresh in every round: that had *known* tokens. Shapes `[N]`.
+    """Return the int64 seeds of a noise stream in the round of sequences of *known* tokens. Shapes `[N]`.
 
-    No noise of one stream tells anything of another's, nor of that of the seeds themselves.
+    The noise of one stream is independent of any other's, and of the noise of the seeds themselves.
     """
     return row_keys(mix_(seeds_N + stream), known_N)
 
@@ -72,7 +72,7 @@ def fraction_bits(keys: Words, ids: Words) -> Words:
 
 
 def uniform(keys: Ints, ids: Ints) -> npt.NDArray[np.float64]:
-    """Return uniform numbers between 0 and 1, neither of them included, for int64 keys and numbers that broadcast."""
+    """Return uniform numbers in the open interval (0, 1), for int64 keys and ids that broadcast."""
     numbers: npt.NDArray[np.float64] = (fraction_bits(keys, ids).astype(np.float64) + 0.5) * SCALE
     return numbers
 

@@ -186,7 +186,7 @@ class World:
         grammars = SlotGrammars(slots, self.target.vocab, (self.eos,), self.words or _no_words)
         masked = sampler.with_grammars(GrammarMasks(slots, grammars))
         target = TargetWorker(
-            TableForward(self.target, slots, num_blocks), slots, masked, judge=make_acceptance_rule(config, masked)
+            TableForward(self.target, slots, num_blocks), slots, masked, rule=make_acceptance_rule(config, masked)
         )
         info = WorkerInfo(num_blocks, block_size, max_len, self.target.vocab, (self.eos,), speculates=True)
         return UniExecutor(info, TargetRank(Solo(), target, DraftEngine(drafter, proposer)))
