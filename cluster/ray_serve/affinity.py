@@ -1,4 +1,4 @@
-"""Sends requests that begin alike to the replica that has computed that beginning already.
+"""Routes requests with a common prefix to the replica that has its KV cache.
 
 A proxy of Ray Serve chooses the replica before it reads the body, so a middleware there reads it first and writes the
 digests of the prompt's first blocks into the session header, which routers see. `cluster.ray_serve.router` does the
@@ -16,20 +16,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SESSION_HEADER = b"x-session-id"
 MARK = "prefix:"
-"""What tells our digests from the name of a session, which a client may send itself."""
+"""Distinguishes our digests from a session id that a client sent."""
 
 BLOCK_CHARS = 256
-"""About four blocks of the KV cache: shorter beginnings are not worth a detour."""
+"""About four blocks of the KV cache: shorter prefixes are not worth routing for."""
 MAX_BLOCKS = 32
 DIGEST_BYTES = 6
 MAX_BODY_BYTES = 1 << 20
-"""Longer bodies are passed on unread, and go where there is least to do."""
+"""Longer bodies are forwarded unparsed, and routed to the least loaded replica."""
 MAX_KEYS = 100_000
 ROUTES = ("/completions", "/chat/completions")
 
 
-class Opening(msgspec.Struct):
-    """The part of a body that says how a prompt begins, and whose cache it is in."""
+class PromptFields(msgspec.Struct):
+    """The fields of a body that determine the prompt and its cache salt."""
 
     prompt: Any = None
     messages: Any = None
@@ -37,17 +37,17 @@ class Opening(msgspec.Struct):
 
 
 def keys_of(body: bytes) -> list[str]:
-    """Return the digests of a request's first blocks, the shortest beginning first; none for what is no request."""
+    """Return the digests of a request's prefixes, the shortest first; empty for an invalid request."""
     try:
-        opening = msgspec.json.decode(body, type=Opening)
+        fields = msgspec.json.decode(body, type=PromptFields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return []
-    text = "\n".join(_texts(opening.prompt if opening.messages is None else opening.messages))
-    return list(_digests(text, opening.cache_salt or ""))
+    text = "\n".join(_texts(fields.prompt if fields.messages is None else fields.messages))
+    return list(_digests(text, fields.cache_salt or ""))
 
 
 def _texts(prompt: Any) -> Iterator[str]:
-    """Yield the words of a prompt or conversation in order; of several prompts only the first counts."""
+    """Yield the text of a prompt or conversation in order; of several prompts, only the first."""
     if isinstance(prompt, str):
         yield prompt
     elif isinstance(prompt, dict):
@@ -63,7 +63,7 @@ def _texts(prompt: Any) -> Iterator[str]:
 
 
 def _digests(text: str, salt: str) -> Iterator[str]:
-    """Yield a digest of each beginning of *text*, a block longer each; caches under other salts are others."""
+    """Yield a digest of each prefix of *text*, a block longer each. *salt* separates caches."""
     running = salt.encode("utf-8", "surrogatepass")
     for end in range(BLOCK_CHARS, min(len(text), BLOCK_CHARS * MAX_BLOCKS) + 1, BLOCK_CHARS):
         block = text[end - BLOCK_CHARS : end].encode("utf-8", "surrogatepass")
@@ -72,26 +72,26 @@ def _digests(text: str, salt: str) -> Iterator[str]:
 
 
 def session_of(keys: Sequence[str]) -> str:
-    """Return the header's value for *keys*."""
+    """Return the session header's value for *keys*."""
     return MARK + ".".join(keys)
 
 
 def keys_in(session: str) -> list[str]:
-    """Return the keys in a header's value; the name of a client's session is one key."""
+    """Return the keys in a session header's value; a client's own session id is one key."""
     if session.startswith(MARK):
         return session.removeprefix(MARK).split(".")[:MAX_BLOCKS]
     return [session] if session else []
 
 
-class Owners:
-    """Who has computed which beginning, of those that this proxy has sent somewhere; forgets the oldest."""
+class PrefixOwners:
+    """Which replicas this proxy has sent each prefix to; forgets the oldest prefixes."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
         self._owners: OrderedDict[str, set[str]] = OrderedDict()
 
     def of(self, keys: Sequence[str], among: Collection[str]) -> set[str]:
-        """Return those *among* the replicas that know the longest of the beginnings *keys*; nobody for no match."""
+        """Return the owners of the longest known prefix of *keys*, *among* these replicas; empty for no match."""
         for key in reversed(keys):
             owners = self._owners.get(key, set()) & set(among)
             if owners:
@@ -99,7 +99,7 @@ class Owners:
         return set()
 
     def learn(self, keys: Sequence[str], replica: str) -> None:
-        """Note that *replica* computes these beginnings."""
+        """Record that *replica* computes these prefixes."""
         for key in keys:
             self._owners.setdefault(key, set()).add(replica)
             self._owners.move_to_end(key)
@@ -107,7 +107,7 @@ class Owners:
             self._owners.popitem(last=False)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget every replica that is not one of these."""
+        """Forget all other replicas."""
         for key, owners in list(self._owners.items()):
             owners &= set(replicas)
             if not owners:
@@ -115,7 +115,7 @@ class Owners:
 
 
 class PrefixHeader:
-    """Writes the session header of requests that have none."""
+    """Middleware that adds the session header to requests without one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -141,7 +141,7 @@ def _is_wanted(scope: Scope) -> bool:
 
 
 async def _read(receive: Receive) -> list[Message]:
-    """Read the body, or as much of it as is looked at."""
+    """Read the body, up to `MAX_BODY_BYTES`."""
     read, size = [], 0
     while True:
         message = await receive()
@@ -163,5 +163,5 @@ def _replay(read: list[Message], receive: Receive) -> Receive:
 
 
 def middlewares() -> list[Middleware]:
-    """Return what the proxies of Ray Serve are to run; they ask for it by import path, see `cluster/deploy/serve/`."""
+    """Return the middlewares of Ray Serve's proxies, configured by import path in `cluster/deploy/serve/`."""
     return [Middleware(PrefixHeader)]

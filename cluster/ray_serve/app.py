@@ -1,7 +1,7 @@
 """Slipstream on Ray Serve: `serve run cluster.serve:build_app`, or `serve deploy cluster/deploy/serve/config.yaml`.
 
-Serve's proxies hand each call to the method of its name; errors become statuses here, because anything else that is
-raised would reach the client as a traceback.
+Serve's proxies forward each gRPC call to the method of its name. Errors become gRPC statuses here, because Serve sends
+any other exception to the client as a traceback.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,8 +25,8 @@ from runtime.grpc.errors import StatusError, as_status
 from runtime.grpc.health import ALIVE, NOT_SERVING, SERVICE, SERVING
 from runtime.http.server.limits import GuardOptions
 
-Asked = TypeVar("Asked", bound=Message)
-Reply = TypeVar("Reply", bound=Message)
+RequestT = TypeVar("RequestT", bound=Message)
+ReplyT = TypeVar("ReplyT", bound=Message)
 Context = RayServegRPCContext
 
 NO_KEY = "the API key is missing or wrong: send metadata authorization: Bearer KEY"
@@ -34,7 +34,7 @@ NO_KEY = "the API key is missing or wrong: send metadata authorization: Bearer K
 
 @serve.ingress()
 class Ingress:
-    """A replica as Ray Serve sees it: the application for HTTP, and a method for each of gRPC's.
+    """The Serve ingress of a replica: the HTTP application, and a method for each gRPC method.
 
     Args:
         config: the `EngineConfig`, as JSON.
@@ -47,24 +47,24 @@ class Ingress:
         self._answering = self._replica.answering()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Return what answers HTTP."""
+        """Return the HTTP application."""
         return self._replica.app()
 
     async def check_health(self) -> None:
-        """Do nothing while the replica is worth keeping; Serve ends one that raises several times in a row."""
+        """Raise if the replica is unhealthy; Serve replaces a replica that raises several times in a row."""
         self._replica.check()
 
     async def __del__(self) -> None:
-        """End the engine; Serve awaits this once what ran has ended."""
+        """Close the engine; Serve awaits this after the running requests."""
         await self._replica.close()
 
-    # gRPC, by the names of the methods in protos/slipstream_v1.proto and of grpc.health.v1.
+    # gRPC: methods of protos/slipstream_v1.proto and grpc.health.v1.
 
     async def Generate(self, message: pb.GenerateRequest, grpc_context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream an answer. A client that leaves closes the generator, which aborts the request."""
+        """Stream an answer. When the client disconnects, the generator is closed and the request aborted."""
         try:
             admit(self._replica.guard, grpc_context)
-            async with aclosing(self._answering.generate(message, _told(grpc_context, "request_id"))) as responses:
+            async with aclosing(self._answering.generate(message, _metadata(grpc_context, "request_id"))) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:
@@ -79,23 +79,25 @@ class Ingress:
         return await self._answered(self._answering.detokenize, message, grpc_context)
 
     async def GetModelInfo(self, message: pb.GetModelInfoRequest, grpc_context: Context) -> pb.GetModelInfoResponse:
-        """Say what is served."""
+        """Return the model's name and limits."""
         return await self._answered(self._answering.model_info, message, grpc_context)
 
     async def GetServerInfo(self, message: pb.GetServerInfoRequest, grpc_context: Context) -> pb.GetServerInfoResponse:
-        """Say what this replica is doing."""
+        """Return this replica's state."""
         return await self._answered(self._answering.server_info, message, grpc_context)
 
     async def Check(
         self, message: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """Say whether this replica lives, or by the service's name whether it takes requests; no key is needed."""
+        """Report whether the replica is alive, or for our service whether it accepts requests. Needs no key."""
         if message.service not in (ALIVE, SERVICE):
             raise refused(grpc_context, StatusError("NOT_FOUND", f"the only service is {SERVICE}"))
         serves = self._replica.is_alive if message.service == ALIVE else self._replica.is_ready
         return health_pb2.HealthCheckResponse(status=SERVING if serves else NOT_SERVING)
 
-    async def _answered(self, method: Callable[[Asked], Awaitable[Reply]], message: Asked, context: Context) -> Reply:
+    async def _answered(
+        self, method: Callable[[RequestT], Awaitable[ReplyT]], message: RequestT, context: Context
+    ) -> ReplyT:
         try:
             admit(self._replica.guard, context)
             return await method(message)
@@ -104,36 +106,36 @@ class Ingress:
 
 
 def admit(guard: GuardOptions, context: Context) -> None:
-    """Let a call in that brings a key; from now on it is answered from what the caches hold for that key.
+    """Check a call's API key, and set its tenant if caches are separated by key.
 
     Raises:
-        StatusError: it brings none that is accepted.
+        StatusError: the key is missing or wrong.
     """
-    given = _told(context, "authorization")
+    given = _metadata(context, "authorization")
     if not guard.keys.accepts(given):
         raise StatusError("UNAUTHENTICATED", NO_KEY)
     if guard.salts_by_key:
         TENANT.set(guard.keys.tenant(given))
 
 
-def _told(context: Context, name: str) -> str | None:
-    """Return what a call's metadata say under *name*."""
+def _metadata(context: Context, name: str) -> str | None:
+    """Return the call's metadata value of *name*; None if absent."""
     return next((str(value) for key, value in context.invocation_metadata() if key == name), None)
 
 
 def refused(context: Context, status: StatusError) -> RuntimeError:
-    """Set *status* for the client; return what is to be raised, for Serve knows no other way to end a call."""
+    """Set *status* for the client and return the exception to raise: Serve offers no other way to end a call."""
     context.set_code(StatusCode[status.code_name])
     context.set_details(status.details)
     return RuntimeError(status.details)
 
 
 def build_app(args: ServeArguments) -> serve.Application:
-    """Return the application that *args* ask for; Serve calls this with the `args:` of its config.
+    """Return the application of *args*; Serve calls this with the `args:` of its config.
 
     Raises:
-        ConfigError, ModelError: names the argument and what to do instead.
-        PlacementError: CUDA is asked for, and the cluster has no GPU.
+        ConfigError, ModelError: names the argument and the remedy.
+        PlacementError: the device is cuda, and the cluster has no GPU.
     """
     plan, config = planned(args.config)
     app: serve.Application = deployed(Ingress, plan, config, args.server).bind(

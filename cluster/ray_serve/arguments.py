@@ -1,4 +1,4 @@
-"""What stands under `args:` in a Ray Serve config: options of the engine and of the server, under their usual names."""
+"""The `args:` of a Ray Serve config: options of the engine and the server, by their usual names."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -21,20 +21,19 @@ ELSEWHERE = {
     "max_connections": "the connections are those of Ray Serve's proxies",
     "header_timeout": "the connections are those of Ray Serve's proxies",
 }
-"""Options of `slipstream serve` that have no place here, and why."""
-LONGEST_ANSWER_S = 600.0
+"""Options of `slipstream serve` that are rejected here, and the reason."""
+MAX_ANSWER_S = 600.0
 LEEWAY_S = 10.0
 
 
 class ServerArguments(SafetyOptions):
-    """What the server is told beside its engine.
+    """The options of the server.
 
     Attributes:
-        chat_template: the text of a template, in place of the model's, or the name of its file where the application is
-            built.
-        heartbeat_timeout_s: a replica whose controller has been silent for longer is replaced.
-        drain_timeout_s: how long a replica that is told to stop may finish its answers; by default a little longer than
-            requests may take.
+        chat_template: a template that replaces the model's, or its file on the machine that builds the application.
+        heartbeat_timeout_s: a replica is replaced if its controller has been silent for longer.
+        drain_timeout_s: time for a stopping replica to finish its answers; default: slightly more than the request
+            timeout.
     """
 
     model_config = STRICT
@@ -52,29 +51,29 @@ class ServerArguments(SafetyOptions):
         return chat_template_text(given)
 
     def model_post_init(self, context: Any, /) -> None:
-        """See that what is made of them later can be made. Raises `ConfigError`."""
+        """Validate the derived options. Raises `ConfigError`."""
         super().model_post_init(context)
         _ = self.tools, self.guard
 
     @cached_property
     def tools(self) -> ToolOptions:
-        """How calls are taken. Raises `ConfigError`."""
+        """Options of tool calls. Raises `ConfigError`."""
         return ToolOptions(self.tool_call_parser, self.enable_auto_tool_choice)
 
     @property
     def drain_s(self) -> float:
-        """Seconds a replica that is told to stop has."""
+        """Seconds for a stopping replica to finish its answers."""
         if self.drain_timeout_s is not None:
             return self.drain_timeout_s
-        return LONGEST_ANSWER_S if self.request_timeout is None else self.request_timeout + LEEWAY_S
+        return MAX_ANSWER_S if self.request_timeout is None else self.request_timeout + LEEWAY_S
 
 
 class ServeArguments(BaseModel):
-    """One application's arguments, checked when it is built; users write both parts as one list.
+    """An application's arguments, checked when it is built. Users write both parts as one mapping.
 
     Attributes:
-        engine: arguments of the engine, see `protos.config.arguments`.
-        server: the rest.
+        engine: see `protos.config.arguments`.
+        server: see `ServerArguments`.
     """
 
     model_config = STRICT
@@ -84,8 +83,8 @@ class ServeArguments(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _sorted(cls, given: Any) -> Any:
-        """Put each argument where it belongs, and refuse names that nobody knows."""
+    def _split(cls, given: Any) -> Any:
+        """Split the arguments by part, and reject unknown names."""
         if not isinstance(given, Mapping):
             raise ValueError("args must hold `name: value` lines")
         parts: dict[str, dict[str, Any]] = {"engine": {}, "server": {}}

@@ -1,10 +1,10 @@
-"""What one replica on Ray Serve holds, and how Serve is to treat it.
+"""The Serve deployment of a replica: its bundles and its options.
 
-A replica's placement group is its engine's whole gang, so that Serve places, ends and replaces it as one:
+A replica's placement group holds its engine's whole worker group, so that Serve places, ends and replaces it as one:
 
     bundle 0            the replica, and its controller
     bundles 1 .. T      the target ranks
-    bundle T + 1        the draft, where it has a worker of its own
+    bundle T + 1        the draft, if it has a worker of its own
 
 An engine in one process (`uni`) has bundle 0 only, with its device in it.
 """
@@ -24,27 +24,27 @@ from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 
 NAME = "Slipstream"
-"""By which a Serve config sets the number of replicas and other options."""
+"""The deployment's name in a Serve config."""
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 3.0, 30.0
-"""The check only reads what is known, so it is late only where the whole process is."""
-QUEUED = 256
-"""Requests that a proxy holds while all replicas are full; more are refused, as `backpressure_config` says."""
-OTHERS = 64
-"""Requests of a replica that are for no tokens."""
+"""The check only reads known state, so it is late only if the whole process is."""
+MAX_QUEUED = 256
+"""Requests that a proxy queues while all replicas are full; more are rejected."""
+OTHER_REQUESTS = 64
+"""Concurrent requests of a replica that generate no tokens, such as health checks."""
 
 
 def planned(config: EngineConfig) -> tuple[BundleLayout, EngineConfig]:
-    """Return what a replica needs, and *config* with that written down, so that replicas need not find out again.
+    """Return a replica's bundles, and *config* with the device and worker resources set accordingly.
 
-    A cluster that grows from nothing shows no GPU yet: `device: cuda` says that there will be some.
+    An autoscaling cluster may have no GPU yet: `device: cuda` requests them anyway.
 
     Raises:
-        ConfigError: nobody said on which device, and there is no cluster to ask yet.
+        ConfigError: device is auto, and Ray is not initialized.
     """
     if config.model.device == "auto" and not ray.is_initialized():
         raise ConfigError(
             "device must be cpu or cuda here: `serve run` builds the application before it joins Ray, "
-            "so that there is nobody to ask for GPUs"
+            "so the cluster's GPUs are unknown"
         )
     resources = {"cuda": {"GPU": 1.0}, "cpu": {}}.get(config.model.device)
     plan = layout(config, ray_cluster.cluster_resources() if resources is None else resources)
@@ -57,7 +57,7 @@ def planned(config: EngineConfig) -> tuple[BundleLayout, EngineConfig]:
 
 
 def bundles(plan: BundleLayout, config: EngineConfig) -> list[dict[str, float]]:
-    """Return the bundles of a replica; the first is the replica's own."""
+    """Return the bundles of a replica; the first one holds the replica itself."""
     if config.parallel.executor == "uni":
         return [{**ONE_CPU, **plan.worker}]
     return replica_bundles(plan, ONE_CPU)
@@ -71,10 +71,9 @@ def deployed(ingress: type, plan: BundleLayout, config: EngineConfig, settings: 
         "ray_actor_options": actor_resources(own),
         "placement_group_bundles": places,
         "placement_group_strategy": plan.strategy,
-        # The engine's own queue turns requests away, at once and by what they weigh; others, such as those for the
-        # health, must pass.
-        "max_ongoing_requests": config.scheduler.max_num_seqs + settings.max_waiting_requests + OTHERS,
-        "max_queued_requests": QUEUED,
+        # The engine's own queue rejects requests at once and by size; other requests, such as health checks, must pass.
+        "max_ongoing_requests": config.scheduler.max_num_seqs + settings.max_waiting_requests + OTHER_REQUESTS,
+        "max_queued_requests": MAX_QUEUED,
         "graceful_shutdown_timeout_s": settings.drain_s,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,

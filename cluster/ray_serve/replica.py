@@ -1,4 +1,4 @@
-"""One engine with its faces, in the process of a Ray Serve replica."""
+"""One engine with its HTTP and gRPC applications, in the process of a Ray Serve replica."""
 
 import asyncio
 import logging
@@ -36,8 +36,8 @@ from runtime.text.tokenizer import load_tokenizer
 log = logging.getLogger("slipstream")
 
 
-class WithoutRequestId:
-    """Takes our `x-request-id` off answers: Serve's proxies put the same one there, and clients would see it twice."""
+class StripRequestId:
+    """Removes our `x-request-id` from responses: Serve's proxies add the same header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -55,12 +55,12 @@ class WithoutRequestId:
 
 
 class Replica:
-    """Starts an engine, and makes what answers for it. Belongs to the event loop it was started on."""
+    """An engine and its applications. Belongs to the event loop it was started on."""
 
     def __init__(self, config: EngineConfig, settings: ServerArguments) -> None:
         log_to_stderr(config.log_format)
         self._config, self._settings = config, with_keys(settings)
-        self._options = _served(config, self._settings)
+        self._options = _server_options(config, self._settings)
         self.guard = self._options.guard
         self._tokenizer = _tokenizer(config, settings)
         self._metrics = Metrics(self._options.model_names[0], on_end=log_request_end if config.log_requests else None)
@@ -73,16 +73,16 @@ class Replica:
             queue=settings.queue,
         )
         self._metrics.use_stats(self._engine.stats)
-        self._beside: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
         return assemble.make_preprocessor(self._config, info, self._tokenizer)
 
     async def start(self) -> None:
-        """Load the engine; nothing of it is left where that fails.
+        """Load the engine; clean up on failure.
 
         Raises:
-            ConfigError, ModelError, PlacementError, EngineDeadError: as the controller found.
+            ConfigError, ModelError, PlacementError, EngineDeadError: the engine could not be started.
         """
         try:
             info = await self._engine.start()
@@ -91,28 +91,28 @@ class Replica:
             raise
         for line in described(self._config, info):
             log.info(line)
-        self._beside.append(asyncio.create_task(RayMetrics(self._metrics).run()))
+        self._tasks.append(asyncio.create_task(RayMetrics(self._metrics).run()))
         if not self._config.disable_log_stats:
-            self._beside.append(asyncio.create_task(log_summaries(self._metrics)))
+            self._tasks.append(asyncio.create_task(log_summaries(self._metrics)))
 
     def app(self) -> FastAPI:
-        """Return what answers HTTP."""
+        """Return the HTTP application."""
         app = create_app(self._engine, self._tokenizer, self._metrics, self._options)
-        app.add_middleware(WithoutRequestId)
+        app.add_middleware(StripRequestId)
         return app
 
     def answering(self) -> Answering:
-        """Return what answers gRPC."""
+        """Return the gRPC methods."""
         return Answering(self._engine, TokenTexts(self._tokenizer), self._options)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine can still answer, if not now."""
+        """Whether the engine is alive, even if it cannot answer now."""
         return self._engine.is_alive
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken and run now."""
+        """Whether requests are accepted and run now."""
         return is_ready(self._engine)
 
     def check(self) -> None:
@@ -120,34 +120,34 @@ class Replica:
         check(self._engine, self._settings.heartbeat_timeout_s)
 
     async def close(self) -> None:
-        """End the engine and everything it started."""
-        for task in self._beside:
+        """Close the engine and end its processes."""
+        for task in self._tasks:
             task.cancel()
         await self._engine.close()
 
 
 def check(engine: EngineClient, heartbeat_timeout_s: float) -> None:
-    """Do nothing while the controller lives, whatever its workers do: it rebuilds them itself.
+    """Check that the controller is alive. Its workers do not matter: it replaces them itself.
 
     Raises:
-        EngineDeadError: it has given up or is gone, or has been silent for too long.
+        EngineDeadError: the controller has ended, or has been silent for too long.
     """
     if not engine.is_alive:
-        raise EngineDeadError("the controller has given up or is gone; its log says why")
+        raise EngineDeadError("the controller has ended; see its log")
     if engine.silence_s > heartbeat_timeout_s:
         raise EngineDeadError(
-            f"the controller has said nothing for {engine.silence_s:.0f} s; heartbeat_timeout_s is "
+            f"the controller has been silent for {engine.silence_s:.0f} s; heartbeat_timeout_s is "
             f"{heartbeat_timeout_s:g}"
         )
 
 
 def with_keys(settings: ServerArguments) -> ServerArguments:
-    """Add the keys in this process's environment, where secrets of a cluster are handed over."""
+    """Add the API keys of this process's environment."""
     keys = tuple(os.environ.get(API_KEY_VARIABLE, "").split())
     return settings.model_copy(update={"api_key": (*settings.api_key, *keys)})
 
 
-def _served(config: EngineConfig, settings: ServerArguments) -> ServerOptions:
+def _server_options(config: EngineConfig, settings: ServerArguments) -> ServerOptions:
     return ServerOptions(
         served_names(config),
         version(),
@@ -169,7 +169,7 @@ def _tokenizer(config: EngineConfig, settings: ServerArguments) -> Decoder:
 
 
 def _channel(config: EngineConfig) -> Channel:
-    """Return the way to a controller beside this process, or in its placement group."""
+    """Return the channel to a controller in a child process, or in this replica's placement group."""
     if config.parallel.executor == "uni":
         return process_channel(config)
     return RayChannel(config, provider=ReplicaPlacementGroup())

@@ -1,4 +1,4 @@
-"""Chooses the replica of a request: the one that knows its beginning, unless that has much more to do than another."""
+"""Routes a request to the replica that has its prefix, unless that one is much busier than another."""
 
 import random
 from collections import deque
@@ -15,35 +15,35 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from cluster.ray_serve.affinity import Owners, keys_in
+from cluster.ray_serve.affinity import PrefixOwners, keys_in
 
 SLACK = 8
-"""A replica that knows the beginning may have so many requests more than the idlest one."""
+"""A replica with the prefix may have this many more requests than the least loaded one."""
 
 
 ENDED = 256
-"""Requests that are remembered as over before they were said to be routed; some never are, such as those refused."""
+"""Completed requests remembered because `on_request_routed` may come later; for refused ones it never comes."""
 
 
 class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
-    """Ray Serve makes one for each proxy; each knows only what it has sent itself.
+    """One per proxy of Ray Serve; each sees only the requests of its own proxy.
 
     Beginnings come as digests in the session id, see `cluster.ray_serve.affinity`; where there is none, or nobody knows
     it, the less busy of two replicas is taken.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take what `request_router_kwargs` of the deployment hold: `slack`."""
+        """Read the deployment's `request_router_kwargs`: `slack`."""
         self._slack = int(kwargs.pop("slack", SLACK))
         super().initialize_state(**kwargs)  # type: ignore[no-untyped-call]
-        self._beginnings = Owners()
-        self._running: dict[str, set[str]] = {}  # by replica, the requests it has
-        self._ended: deque[str] = deque(maxlen=ENDED)  # requests that were over before they were said to be routed
+        self._owners = PrefixOwners()
+        self._running: dict[str, set[str]] = {}  # request ids by replica
+        self._ended: deque[str] = deque(maxlen=ENDED)  # completed before `on_request_routed`
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return replicas in ranks: a lower rank is asked when nobody of the one above takes the request."""
+        """Return replicas in ranks: a rank is tried if no replica of the rank above accepts the request."""
         near = self.apply_locality_routing(pending_request=pending_request)
         others = [replica for replica in candidate_replicas if replica.replica_id in near]
         two = random.sample(others, min(2, len(others)))
@@ -53,15 +53,15 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         keys = [] if request is None else keys_in(request.metadata.session_id)
         named = {replica.replica_id.unique_id: replica for replica in candidates}
         limit = min(map(self._load, named), default=0) + self._slack
-        return [named[name] for name in sorted(self._beginnings.of(keys, named.keys())) if self._load(name) <= limit]
+        return [named[name] for name in sorted(self._owners.of(keys, named.keys())) if self._load(name) <= limit]
 
     def _load(self, replica: str) -> int:
         return len(self._running.get(replica, ()))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remember who computes what."""
+        """Record the replica of the request and its prefixes."""
         super().on_request_routed(pending_request, replica_id, result)
-        self._beginnings.learn(keys_in(pending_request.metadata.session_id), replica_id.unique_id)
+        self._owners.learn(keys_in(pending_request.metadata.session_id), replica_id.unique_id)
         request_id = pending_request.metadata.internal_request_id
         if request_id in self._ended:
             self._ended.remove(request_id)
@@ -69,7 +69,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             self._running.setdefault(replica_id.unique_id, set()).add(request_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count it off. In a proxy that lags, a short request may be over before `on_request_routed` hears of it."""
+        """Remove the request. In a slow proxy this may be called before `on_request_routed`."""
         super().on_request_completed(replica_id, internal_request_id)
         running = self._running.get(replica_id.unique_id, set())
         if internal_request_id in running:
@@ -78,17 +78,17 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             self._ended.append(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forget the replicas that are gone."""
+        """Forget removed replicas."""
         super().update_replicas(replicas)
         left = {replica.replica_id.unique_id for replica in replicas}
-        self._beginnings.keep(left)
+        self._owners.keep(left)
         self._running = {name: running for name, running in self._running.items() if name in left}
 
 
 def routing() -> dict[str, Any]:
-    """Return the options of a deployment that has its requests routed so.
+    """Return the deployment options that select this router.
 
-    None under HAProxy, which chooses replicas itself, and with which Serve refuses such options.
+    Empty under HAProxy, which chooses replicas itself: Serve rejects router options there.
     """
     if constants.RAY_SERVE_ENABLE_HA_PROXY:
         return {}

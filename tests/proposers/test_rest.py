@@ -92,7 +92,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the datastore"):
         Datastore(path)
     path.write_bytes(b"nothing of the kind")
-    with pytest.raises(ConfigError, match="no file of `slipstream build-datastore`"):
+    with pytest.raises(ConfigError, match="was not written by `slipstream build-datastore`"):
         Datastore(path)
     write(path, [[1, 2, 3]], TOKENIZER)
     path.write_bytes(path.read_bytes()[:-1])

@@ -12,8 +12,8 @@ from cluster.ray_serve.affinity import (
     BLOCK_CHARS,
     MAX_BLOCKS,
     MAX_BODY_BYTES,
-    Owners,
     PrefixHeader,
+    PrefixOwners,
     keys_in,
     keys_of,
     session_of,
@@ -58,7 +58,7 @@ def test_what_has_no_beginning_has_no_keys(bad: bytes) -> None:
 
 
 def test_the_longest_beginning_decides() -> None:
-    owners = Owners(max_keys=4)
+    owners = PrefixOwners(max_keys=4)
     owners.learn(["a", "b"], "one")
     owners.learn(["a"], "two")
     assert owners.of(["a", "b", "c"], {"one", "two"}) == {"one"}

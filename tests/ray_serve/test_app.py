@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.ray_serve.affinity import (
-    Owners,
+    PrefixOwners,
 )
 from cluster.ray_serve.arguments import ELSEWHERE, SERVER, ServeArguments, ServerArguments
 from protos.config import argument_names
@@ -78,7 +78,7 @@ def test_requests_are_counted_off_whichever_news_comes_first() -> None:
         return SimpleNamespace(metadata=SimpleNamespace(internal_request_id=name, session_id=""))
 
     router = PrefixRouter.__new__(PrefixRouter)
-    router._beginnings, router._running, router._ended = Owners(), {}, deque(maxlen=ENDED)
+    router._beginnings, router._running, router._ended = PrefixOwners(), {}, deque(maxlen=ENDED)
     where: Any = SimpleNamespace(unique_id="replica")
     for name in ("a", "b", "c"):
         router.on_request_routed(asked(name), where, None)
@@ -184,7 +184,7 @@ def test_only_a_controller_that_is_gone_or_silent_is_unhealthy() -> None:
     from cluster.ray_serve.replica import check
 
     check(Engine(silence_s=59.0), 60.0)
-    with pytest.raises(EngineDeadError, match="has said nothing for 61 s; heartbeat_timeout_s is 60"):
+    with pytest.raises(EngineDeadError, match="has been silent for 61 s; heartbeat_timeout_s is 60"):
         check(Engine(silence_s=61.0), 60.0)
     with pytest.raises(EngineDeadError, match="has given up or is gone"):
         check(Engine(is_alive=False), 60.0)
