@@ -51,7 +51,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Line:
+class AcceptanceRow:
     """One temperature: means over texts, and differences text by text."""
 
     temperature: float
@@ -64,7 +64,7 @@ class Line:
     two_less_standard: Ratio
 
     @classmethod
-    def of(cls, temperature: float, samples: Sequence[Sample]) -> "Line":
+    def of(cls, temperature: float, samples: Sequence[Sample]) -> "AcceptanceRow":
         """Sum up the texts of one temperature."""
         columns = {name: np.array([getattr(sample, name) for sample in samples]) for name in asdict(samples[0])}
 
@@ -143,7 +143,7 @@ def _law(logits_TV: torch.Tensor, temperature: float) -> Floats:
     return found
 
 
-def lines(target: Path, draft: Path, args: argparse.Namespace) -> list[Line]:
+def lines(target: Path, draft: Path, args: argparse.Namespace) -> list[AcceptanceRow]:
     """Measure and print every temperature."""
     items, models, found = workload.load(target, args.limit).single, Models(target, draft), []
     print(TITLE)
@@ -154,7 +154,7 @@ def lines(target: Path, draft: Path, args: argparse.Namespace) -> list[Line]:
         samples = [
             measured(models, text, draws, args.num_speculative_tokens, number) for number, text in enumerate(texts)
         ]
-        found.append(Line.of(temperature, samples))
+        found.append(AcceptanceRow.of(temperature, samples))
         print(found[-1], flush=True)
     return found
 

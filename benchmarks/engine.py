@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.shared import measure, workload
 from benchmarks.shared.peers import Assisted, Generate, GenerateBatch
-from benchmarks.shared.sides import Engine, share_outside
-from benchmarks.shared.workload import Item, Sampling, Workload
+from benchmarks.shared.sides import DemoEngine, share_outside
+from benchmarks.shared.workload import Item, SamplingSettings, Workload
 from demo import pair
 from workers.model.loader import pick_dtype
 
@@ -58,17 +58,17 @@ class Bench:
         self.repeat, self.rounds = args.repeat, args.rounds
         self.work: Workload = workload.load(target, args.limit)
         self.target: Path = target
-        self.off = Engine(target, None, threads=args.threads)
-        self.on = Engine(
+        self.off = DemoEngine(target, None, threads=args.threads)
+        self.on = DemoEngine(
             target, {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}, threads=args.threads
         )
         self.generate = Generate(target)
         self.assisted = Assisted(target, draft, None)
         self.assisted_k = Assisted(target, draft, args.num_speculative_tokens)
 
-    def single(self, name: str, sampling: Sampling) -> dict[str, Any]:
+    def single(self, name: str, sampling: SamplingSettings) -> dict[str, Any]:
         """Batch 1, one prompt after the other."""
-        sides: dict[str, Engine | Generate] = {
+        sides: dict[str, DemoEngine | Generate] = {
             ON: self.on,
             OFF: self.off,
             GENERATE: self.generate,
@@ -112,7 +112,7 @@ class Bench:
         return shares
 
 
-def median_outside(engine: Engine, batches: Sequence[Sequence[Item]]) -> float:
+def median_outside(engine: DemoEngine, batches: Sequence[Sequence[Item]]) -> float:
     return float(np.median([share_outside(partial(engine.all, batch)) for batch in batches]))
 
 

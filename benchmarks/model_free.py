@@ -103,7 +103,7 @@ def num_accepted(draft: Draft, truth: Sequence[int]) -> int:
 
 
 @dataclass
-class Rows:
+class ReplayedRows:
     """Sequences that are being said, as the controller has them."""
 
     truths: list[list[int]]
@@ -128,7 +128,7 @@ class Rows:
         return gains
 
 
-def begin(proposer: Proposer, rows: Rows) -> None:
+def begin(proposer: Proposer, rows: ReplayedRows) -> None:
     """Let the proposer know all prompts, in slices."""
     if isinstance(proposer, SequenceListener):
         for i, text in enumerate(rows.texts):
@@ -146,7 +146,7 @@ def remember(follower: SequenceListener, answers: Sequence[Sequence[int]], keys:
         follower.prepare()
 
 
-def run(name: str, proposer: Proposer, rows: Rows, rounds: int) -> Cost:
+def run(name: str, proposer: Proposer, rows: ReplayedRows, rounds: int) -> Cost:
     """Time rounds."""
     propose_s, update_s = [], []
     for _ in range(rounds):
@@ -178,7 +178,7 @@ def timed(name: str, config: SpeculativeConfig, args: argparse.Namespace) -> Cos
     """Time one method on rows whose texts go on for as long as the rounds need."""
     k = config.num_speculative_tokens
     truths = library_texts(args.rows, args.tokens + args.rounds * (k + 1), SAID_NOW)
-    rows = Rows(truths, [truth[: args.tokens] for truth in truths], k)
+    rows = ReplayedRows(truths, [truth[: args.tokens] for truth in truths], k)
     [proposer] = registry.controller_proposers(config)
     if isinstance(proposer, SequenceListener):
         remember(proposer, library_texts(args.past, ANSWER, SAID_BEFORE), count(10**6))

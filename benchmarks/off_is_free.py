@@ -11,7 +11,7 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.shared import measure, workload
-from benchmarks.shared.sides import Engine
+from benchmarks.shared.sides import DemoEngine
 from benchmarks.shared.workload import Item
 from demo import pair
 
@@ -32,7 +32,7 @@ def main() -> None:
         "num_speculative_tokens": args.num_speculative_tokens,
         "num_speculative_tokens_per_batch_size": [[1, ALL_BATCH_SIZES, 0]],
     }
-    configured, plain = (Engine(target, config, threads=args.threads) for config in (speculative, None))
+    configured, plain = (DemoEngine(target, config, threads=args.threads) for config in (speculative, None))
     items = [(Item(item.prompt, TOKENS),) for item in workload.load(target, args.limit).single]
     runs = {CONFIGURED: configured.all, PLAIN: plain.all}
     for run in runs.values():

@@ -150,7 +150,7 @@ class Clients:
         return Phase(name, seconds), since, since + seconds
 
 
-class Server:
+class ServerUnderLoad:
     """`slipstream serve` and the processes it started."""
 
     def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
@@ -177,7 +177,7 @@ def _memory_mib(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def served(args: argparse.Namespace) -> Iterator[Server]:
+def served(args: argparse.Namespace) -> Iterator[ServerUnderLoad]:
     """Start the server; stop it in the end."""
     options = [
         f"--num-threads={args.threads}",
@@ -196,7 +196,7 @@ def served(args: argparse.Namespace) -> Iterator[Server]:
     command = [sys.executable, "-m", "cluster.cli.main", "serve", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            yield Server(process, _url(process))
+            yield ServerUnderLoad(process, _url(process))
         finally:
             process.terminate()
             process.communicate(timeout=120)
@@ -213,7 +213,7 @@ def _url(process: "subprocess.Popen[str]") -> str:
     raise SystemExit("the server did not start:\n" + "".join(seen))
 
 
-async def phases(server: Server, args: argparse.Namespace) -> AsyncIterator[Phase]:
+async def phases(server: ServerUnderLoad, args: argparse.Namespace) -> AsyncIterator[Phase]:
     """Yield the best, then each flood and the best after it."""
     prompts = [list(item.prompt) for item in workload.load(args.model or demo.pair()[0], args.limit).concurrent]
     endless = aiohttp.ClientTimeout(total=None)

@@ -20,8 +20,8 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.shared import measure, workload
-from benchmarks.shared.sides import Engine
-from benchmarks.shared.workload import Item, Sampling
+from benchmarks.shared.sides import DemoEngine
+from benchmarks.shared.workload import Item, SamplingSettings
 from demo import corpus, head, pair
 from proposers.shared import datastore
 from protos.stats import EngineStats
@@ -32,7 +32,7 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Line:
+class ProposerRow:
     """One proposer on one task."""
 
     proposer: str
@@ -94,12 +94,14 @@ def build_store(target: Path, path: Path) -> None:
     )
 
 
-def ways(name: str, sampling: Mapping[str, Sampling]) -> list[Mapping[str, Sampling]]:
+def ways(name: str, sampling: Mapping[str, SamplingSettings]) -> list[Mapping[str, SamplingSettings]]:
     """Return which ways of sampling share an engine of this proposer."""
     return [{kind: one} for kind, one in sampling.items()] if name in REMEMBERING else [sampling]
 
 
-def lines(name: str, on: Engine, off: Engine, work: workload.Workload, kinds: Mapping[str, Sampling]) -> Iterator[Line]:
+def lines(
+    name: str, on: DemoEngine, off: DemoEngine, work: workload.Workload, kinds: Mapping[str, SamplingSettings]
+) -> Iterator[ProposerRow]:
     """Measure one proposer on all tasks, in these *kinds* of sampling."""
     tasks: dict[str, Sequence[Item]] = {HELDOUT: work.single, EDITING: work.editing}
     for sampling in kinds.values():
@@ -114,16 +116,16 @@ def _line(  # noqa: PLR0917
     name: str,
     task: str,
     kind: str,
-    on: Engine,
-    off: Engine,
+    on: DemoEngine,
+    off: DemoEngine,
     items: Sequence[Item],
-    sampling: Sampling,
-) -> Line:
+    sampling: SamplingSettings,
+) -> ProposerRow:
     sides = {ON: partial(on.one, sampling=sampling), OFF: partial(off.one, sampling=sampling)}
     before = on.llm.stats()
     timings = measure.alternate(sides, items)
     steps, rounds, proposed, accepted = _grown(before, on.llm.stats())
-    return Line(
+    return ProposerRow(
         name,
         task,
         kind,
@@ -168,13 +170,13 @@ def main() -> None:
     )
 
 
-def measured(target: Path, chosen: Mapping[str, Config], args: argparse.Namespace) -> Iterator[Line]:
+def measured(target: Path, chosen: Mapping[str, Config], args: argparse.Namespace) -> Iterator[ProposerRow]:
     """Print and yield every line of the table."""
-    work, off = workload.load(target, args.limit), Engine(target, None, threads=args.threads)
+    work, off = workload.load(target, args.limit), DemoEngine(target, None, threads=args.threads)
     print(TITLE)
     for name, config in chosen.items():
         for kinds in ways(name, work.sampling):
-            on = Engine(target, config, threads=args.threads)
+            on = DemoEngine(target, config, threads=args.threads)
             for line in lines(name, on, off, work, kinds):
                 print(line, flush=True)
                 yield line

@@ -1,10 +1,10 @@
-"""An empty round, controller to all workers and back from target 0, over our channel and over plain Ray actor calls.
+"""The time of an empty round, controller to workers and back, over Slipstream's channel and over Ray actor calls.
 
     python -m benchmarks.round_latency [--blocks 40] [--output figures.json]
 
-Nobody computes anything: what is timed is the control plane alone. The same round with ids that cross the pair from the
-draft to target 0, announced, shows what that adds. The sides take turns, block by block, another one first each time;
-the actors of all of them are on this machine's Ray. Both are set against a step of the demo pair in one process.
+The workers compute nothing: only the control plane is timed. The same round with draft tokens sent from the draft to
+target 0 shows the cost of that. The sides alternate block by block, a different one first each time; all actors run on
+this machine's Ray. The times are compared with a step of the demo pair in one process.
 """
 
 import os
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks.shared import measure, workload
-from benchmarks.shared.sides import Engine
+from benchmarks.shared.empty_worker import DRAFT, TIMEOUT_S, EmptyActor, is_first
+from benchmarks.shared.sides import DemoEngine
 from demo import pair
 from protos.messages import RoundPlan
 from protos.worker_messages import (
@@ -29,135 +30,52 @@ from protos.worker_messages import (
     PairReady,
     Placed,
     Plan,
-    Port,
     RoundDone,
     Setup,
-    Stop,
     StoreAddress,
     WorkerGroup,
     WorkerId,
 )
-from workers.distributed.store import open_store
-from workers.draft.channel import join_as_draft, join_as_target
-from workers.draft.receiver import DraftReceiver
-from workers.draft.sender import DraftSender
-from workers.draft.wire import STAMP
 
-CHANNEL, WITH_PAIR, RAY, RAY_FIRST = "channel", "channel and pair", "ray actor calls", "ray, target 0 awaited alone"
+CHANNEL, WITH_PAIR, RAY, RAY_FIRST = "channel", "channel and pair", "ray actor calls", "ray, awaiting target 0 only"
 AT_LEAST = 4.0
 SHAPES = {"1 target + 1 draft": 1, "2 targets + 1 draft": 2}
 ROUNDS = 100
 """Rounds of one side in one block."""
 EPOCH = 1
-PATIENCE_S = 60.0
 LOGICAL_CPUS = 8
-"""Of a cluster that is started here: room for two replicas, however few processors there are."""
-CPU = torch.device("cpu")
-DRAFT = WorkerId("draft")
-HERE = "benchmarks.round_latency"
+"""Of a cluster that is started here: room for two replicas on any machine."""
 
 
-# What the workers do.
+class ChannelRounds:
+    """Rounds over the channel. `waits` are the seconds target 0 waited for draft tokens, in rounds with a pair."""
 
-
-def answer(port: Port, *place: str) -> None:
-    """Be a worker that computes nothing: target 0 answers every plan, after the draft's ids where a pair serves it."""
-    _store, address = open_store()
-    port.send(Placed("", "", os.getpid(), store=address))
-    act: Callable[[RoundPlan], None] = _ignore
-    setup = Setup("", DRAFT, 1, "cpu", "gloo")
-    while not isinstance(message := port.receive(None), Stop):
-        if isinstance(message, Plan):
-            act(message.plan)
-        elif isinstance(message, Setup):
-            setup = message
-            act = _answering(port, None) if _is_first(setup.worker) else _ignore
-        elif isinstance(message, FormPair):
-            act = _paired(port, setup.worker, message, int(setup.config))
-
-
-def _is_first(worker: WorkerId) -> bool:
-    return worker.role == "target" and worker.rank == 0
-
-
-def _ignore(plan: RoundPlan) -> None:
-    """Hear of a round and do nothing."""
-
-
-def _paired(port: Port, me: WorkerId, order: FormPair, guesses: int) -> Callable[[RoundPlan], None]:
-    """Form our end of the pair; return what to do from now on."""
-    if _is_first(me):
-        receiver = join_as_target(order, port.send, "gloo", CPU, PATIENCE_S)
-        port.send(PairReady(order.epoch))
-        return _answering(port, receiver)
-    sender = join_as_draft(order, port.send, "gloo", CPU)
-    port.send(PairReady(order.epoch))
-    return _guessing(sender, guesses)
-
-
-def _answering(port: Port, end: DraftReceiver | None) -> Callable[[RoundPlan], None]:
-    def act(plan: RoundPlan) -> None:
-        began = time.monotonic()
-        if plan.epoch and (end is None or end.collect(plan.round, 1).table is None):
-            raise RuntimeError(f"no ids came in round {plan.round}")
-        port.send(RoundDone(plan.round, (), wait_s=time.monotonic() - began))
-
-    return act
-
-
-def _guessing(end: DraftSender, guesses: int) -> Callable[[RoundPlan], None]:
-    ids = np.zeros((1, STAMP + guesses), np.int32)
-
-    def act(plan: RoundPlan) -> None:
-        if plan.epoch:
-            end.post(ids, plan.round, 0.0)
-
-    return act
-
-
-class Plain:
-    """The same worker as an actor that is called for each round."""
-
-    def __init__(self) -> None:
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RoundPlan)
-
-    def round(self, plan: bytes) -> bytes:
-        """Answer a round."""
-        return self._encoder.encode(RoundDone(self._decoder.decode(plan).round, ()))
-
-
-# What the controller does.
-
-
-class Channel:
-    """Rounds over our channel. `waits` are the seconds target 0 waited for ids, of rounds with a pair."""
-
-    def __init__(self, gang: WorkerGroup, num_targets: int, guesses: int) -> None:
-        self._gang = gang
+    def __init__(self, group: WorkerGroup, num_targets: int, num_tokens: int) -> None:
+        self._group = group
         self._workers = [*(WorkerId("target", rank) for rank in range(num_targets)), DRAFT]
         self._round = 0
         self.waits: list[float] = []
-        gang.start(self._workers)
-        self._form(guesses)
+        group.start(self._workers)
+        self._form(num_tokens)
 
-    def _form(self, guesses: int) -> None:
+    def _form(self, num_tokens: int) -> None:
         store: StoreAddress | None = None
-        for worker, placed in self._hear(Placed, len(self._workers)):
-            store = placed.store if _is_first(worker) else store
+        for worker, placed in self._receive(Placed, len(self._workers)):
+            store = placed.store if is_first(worker) else store
         assert store is not None
         for worker in self._workers:
-            self._gang.send(worker, Setup(str(guesses), worker, len(self._workers) - 1, "cpu", "gloo"))
+            self._group.send(worker, Setup(str(num_tokens), worker, len(self._workers) - 1, "cpu", "gloo"))
         for worker in (self._workers[0], DRAFT):
-            self._gang.send(worker, FormPair(EPOCH, store))
-        self._hear(PairReady, 2)
+            self._group.send(worker, FormPair(EPOCH, store))
+        self._receive(PairReady, 2)
 
-    def _hear(self, kind: type, count: int) -> list[tuple[WorkerId, Any]]:
+    def _receive(self, kind: type, count: int) -> list[tuple[WorkerId, Any]]:
         found: list[tuple[WorkerId, Any]] = []
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while len(found) < count:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"heard {len(found)} of {count} {kind.__name__}")
-            for worker, message in self._gang.receive(1.0):
+                raise TimeoutError(f"received {len(found)} of {count} {kind.__name__}")
+            for worker, message in self._group.receive(1.0):
                 if isinstance(message, Died):
                     raise RuntimeError(f"{worker} died: {message.reason}")
                 if isinstance(message, kind):
@@ -170,8 +88,8 @@ class Channel:
             self._round += 1
             plan = Plan(RoundPlan(self._round, (), epoch=epoch))
             for worker in self._workers:
-                self._gang.send(worker, plan)
-            done = self._hear(RoundDone, 1)[0][1]
+                self._group.send(worker, plan)
+            done = self._receive(RoundDone, 1)[0][1]
             if done.round != self._round:
                 raise RuntimeError(f"round {self._round} was answered by {done.round}")
             if epoch:
@@ -179,12 +97,12 @@ class Channel:
         return count
 
 
-class Calls:
-    """Rounds as calls of methods: sent to all, and awaited of all, or of target 0 alone."""
+class ActorRounds:
+    """Rounds as actor calls: sent to all, and awaited from all, or from target 0 only."""
 
     def __init__(self, ray: Any, num_actors: int) -> None:
         self._get = ray.get
-        self._actors = [ray.remote(Plain).options(num_cpus=0).remote() for _ in range(num_actors)]
+        self._actors = [ray.remote(EmptyActor).options(num_cpus=0).remote() for _ in range(num_actors)]
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RoundDone)
         self._round = 0
 
@@ -201,7 +119,7 @@ class Calls:
 
 @contextmanager
 def cluster() -> Iterator[Any]:
-    """Yield Ray, joined or started as the engine does it, with workers that find the benchmarks."""
+    """Yield Ray, joined or started like the engine does, with workers that can import the benchmarks."""
     root = str(Path(__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     import ray  # noqa: PLC0415 - reads the environment when it is imported
@@ -215,15 +133,15 @@ def cluster() -> Iterator[Any]:
         member.leave()
 
 
-def measured(ray: Any, num_targets: int, blocks: int, guesses: int) -> tuple[measure.Timings, list[float]]:
-    """Return the times of all sides, and how long target 0 waited for ids."""
+def measured(ray: Any, num_targets: int, blocks: int, num_tokens: int) -> tuple[measure.Timings, list[float]]:
+    """Return the times of all sides, and target 0's waiting times for draft tokens."""
     from cluster.ray.placement import BundleLayout, PlacementTimeout, place  # noqa: PLC0415
     from cluster.ray.workers import RayWorkerGroup  # noqa: PLC0415
 
-    placement = place(BundleLayout(num_targets, True, {"CPU": 1.0}, "STRICT_PACK"), PlacementTimeout(PATIENCE_S), print)
-    gang = RayWorkerGroup(placement, f"{HERE}:answer")
+    placement = place(BundleLayout(num_targets, True, {"CPU": 1.0}, "STRICT_PACK"), PlacementTimeout(TIMEOUT_S), print)
+    group = RayWorkerGroup(placement, "benchmarks.shared.empty_worker:serve")
     try:
-        channel, calls = Channel(gang, num_targets, guesses), Calls(ray, num_targets + 1)
+        channel, calls = ChannelRounds(group, num_targets, num_tokens), ActorRounds(ray, num_targets + 1)
         sides: dict[str, Callable[[int], int]] = {
             CHANNEL: channel.rounds,
             WITH_PAIR: lambda count: channel.rounds(count, EPOCH),
@@ -235,14 +153,14 @@ def measured(ray: Any, num_targets: int, blocks: int, guesses: int) -> tuple[mea
         channel.waits.clear()
         return measure.alternate(sides, [ROUNDS] * blocks), channel.waits
     finally:
-        gang.close()
+        group.close()
         placement.remove()
 
 
 def demo_steps(args: Any) -> measure.Floats:
     """Return the seconds of a step of the demo pair, one request at a time, averaged over each request."""
     target, draft = args.model or pair()[0], args.draft or pair()[1]
-    engine = Engine(
+    engine = DemoEngine(
         target, {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}, threads=args.threads
     )
     items = workload.load(target, args.limit or 16).single

@@ -45,7 +45,7 @@ SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Asked:
+class SoakRequest:
     """A request, and what the undisturbed engine says to it."""
 
     prompt: tuple[int, ...]
@@ -68,10 +68,10 @@ class Score:
             self.notes.append(f"{what}: {text}")
 
 
-class Load:
+class SoakLoad:
     """Clients of one engine."""
 
-    def __init__(self, engine: AsyncEngine, asked: Sequence[Asked], seed: int) -> None:
+    def __init__(self, engine: AsyncEngine, asked: Sequence[SoakRequest], seed: int) -> None:
         self._engine, self._asked, self._seed = engine, asked, seed
         self._names = itertools.count()
         self.score = Score()
@@ -93,7 +93,7 @@ class Load:
             except SlipstreamError as error:
                 self.score.note("failed", f"{type(error).__name__}: {error}")
 
-    async def _stream(self, asked: Asked, leave_after: int | None) -> None:
+    async def _stream(self, asked: SoakRequest, leave_after: int | None) -> None:
         ids: list[int] = []
         prompt = {"prompt_token_ids": list(asked.prompt)}
         stream = self._engine.generate(prompt, asked.params, f"soak-{next(self._names)}")
@@ -107,7 +107,7 @@ class Load:
                     break
         self._judge(asked, ids, is_left=leave_after is not None)
 
-    def _judge(self, asked: Asked, ids: list[int], *, is_left: bool) -> None:
+    def _judge(self, asked: SoakRequest, ids: list[int], *, is_left: bool) -> None:
         """Compare token by token what was heard of a stream."""
         wanted = list(asked.wanted[: len(ids)] if is_left else asked.wanted)
         self.score.tokens += len(ids)
@@ -119,10 +119,10 @@ class Load:
         self.score.note("different", f"temperature {params.temperature}, seed {params.seed}, from token {same} on")
 
 
-def requests(items: Sequence[Item]) -> list[Asked]:
+def requests(items: Sequence[Item]) -> list[SoakRequest]:
     """Return the workload, greedy and seeded by turns."""
     return [
-        Asked(
+        SoakRequest(
             item.prompt,
             SamplingParams(
                 temperature=0.8 * (index % 2),
@@ -137,18 +137,18 @@ def requests(items: Sequence[Item]) -> list[Asked]:
     ]
 
 
-def undisturbed(asked: Sequence[Asked], base: dict[str, Any]) -> list[Asked]:
+def undisturbed(asked: Sequence[SoakRequest], base: dict[str, Any]) -> list[SoakRequest]:
     """Return the requests with what one process without speculation says to them."""
     with LLM(**base, speculative_config=None, distributed_executor_backend="uni") as llm:
         prompts = [{"prompt_token_ids": list(one.prompt)} for one in asked]
         results = llm.generate(prompts, [one.params for one in asked], use_tqdm=False)
     return [
-        Asked(one.prompt, one.params, tuple(result.outputs[0].token_ids))
+        SoakRequest(one.prompt, one.params, tuple(result.outputs[0].token_ids))
         for one, result in zip(asked, results, strict=True)
     ]
 
 
-async def soak(config: EngineConfig, asked: Sequence[Asked], args: argparse.Namespace) -> dict[str, Any]:
+async def soak(config: EngineConfig, asked: Sequence[SoakRequest], args: argparse.Namespace) -> dict[str, Any]:
     """Serve the load and do the harm; return the figures."""
     channel = RayChannel(config)
 
@@ -161,13 +161,13 @@ async def soak(config: EngineConfig, asked: Sequence[Asked], args: argparse.Name
         assert channel.placement is not None
         actors = Actors(channel.placement)
         await asyncio.to_thread(actors.refresh)
-        found = await _disturb(engine, Load(engine, asked, args.seed), actors, args)
+        found = await _disturb(engine, SoakLoad(engine, asked, args.seed), actors, args)
     finally:
         await engine.close()
     return {**found, "orphans": await _left(actors)}
 
 
-async def _disturb(engine: AsyncEngine, load: Load, actors: Actors, args: argparse.Namespace) -> dict[str, Any]:
+async def _disturb(engine: AsyncEngine, load: SoakLoad, actors: Actors, args: argparse.Namespace) -> dict[str, Any]:
     faults, memory = Faults(actors, engine.stats, random.Random(args.seed), args.every), Memory(actors)
     began = time.monotonic()
     until = began + 60 * args.minutes

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from benchmarks.shared.workload import Item, Sampling
+from benchmarks.shared.workload import Item, SamplingSettings
 
 Dtype = torch.dtype | Literal["auto"]
-GREEDY = Sampling(0.0)
+GREEDY = SamplingSettings(0.0)
 PAD = 0
 NO_EOS = -1  # continuous batching reads None as "the model's own"
 PAGE = 256
@@ -26,7 +26,7 @@ def _load(folder: Path, dtype: Dtype = "auto") -> PreTrainedModel:
     return model
 
 
-def _config(sampling: Sampling, max_tokens: int, eos: int | None = None) -> GenerationConfig:
+def _config(sampling: SamplingSettings, max_tokens: int, eos: int | None = None) -> GenerationConfig:
     if sampling.temperature == 0:
         return GenerationConfig(do_sample=False, max_new_tokens=max_tokens, eos_token_id=eos, pad_token_id=PAD)
     return GenerationConfig(
@@ -46,7 +46,7 @@ class Generate:
     def __init__(self, folder: Path, dtype: Dtype = "auto") -> None:
         self.model = _load(folder, dtype)
 
-    def one(self, item: Item, sampling: Sampling) -> int:
+    def one(self, item: Item, sampling: SamplingSettings) -> int:
         """Plain decoding at batch 1."""
         return self._run([item], _config(sampling, item.max_tokens))
 
@@ -82,7 +82,7 @@ class Assisted(Generate):
             self.assistant.generation_config.num_assistant_tokens_schedule = "constant"
             self.assistant.generation_config.assistant_confidence_threshold = 0.0
 
-    def one(self, item: Item, sampling: Sampling) -> int:
+    def one(self, item: Item, sampling: SamplingSettings) -> int:
         return self._run([item], _config(sampling, item.max_tokens), self.assistant)
 
 

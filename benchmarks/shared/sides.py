@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from benchmarks.shared.workload import Item, Sampling
+from benchmarks.shared.workload import Item, SamplingSettings
 from slipstream import LLM, SamplingParams
 from workers.attention.backend import AttentionBackend, run_with
 
@@ -15,7 +15,7 @@ CACHE_BYTES = 1 << 30
 Result = TypeVar("Result")
 
 
-class Engine:
+class DemoEngine:
     """An `LLM` that makes exactly the tokens asked for. Prefixes are not reused, so that repetitions cost the same."""
 
     def __init__(self, model: Path, speculative_config: dict[str, Any] | None, *, threads: int) -> None:
@@ -29,15 +29,15 @@ class Engine:
             disable_log_stats=True,
         )
 
-    def one(self, item: Item, sampling: Sampling) -> int:
+    def one(self, item: Item, sampling: SamplingSettings) -> int:
         """Run one request alone; return the tokens made."""
         return self._run([item], sampling)
 
     def all(self, items: Sequence[Item]) -> int:
         """Run all *items* at once, greedily; return the tokens made."""
-        return self._run(items, Sampling(0.0))
+        return self._run(items, SamplingSettings(0.0))
 
-    def _run(self, items: Sequence[Item], sampling: Sampling) -> int:
+    def _run(self, items: Sequence[Item], sampling: SamplingSettings) -> int:
         params = [
             SamplingParams(
                 temperature=sampling.temperature,

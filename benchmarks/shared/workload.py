@@ -19,7 +19,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """How tokens are chosen; temperature 0 is greedy."""
 
     temperature: float
@@ -33,7 +33,7 @@ class Workload:
     single: tuple[Item, ...]
     concurrent: tuple[Item, ...]
     editing: tuple[Item, ...]
-    sampling: dict[str, Sampling]
+    sampling: dict[str, SamplingSettings]
 
 
 def load(model: Path, limit: int | None = None) -> Workload:
@@ -45,5 +45,5 @@ def load(model: Path, limit: int | None = None) -> Workload:
         encoded = tokenizer.encode_batch([row["prompt"] for row in rows[:limit]], add_special_tokens=False)
         return tuple(Item(tuple(e.ids), row["output_tokens"]) for e, row in zip(encoded, rows, strict=False))
 
-    sampling = {name: Sampling(**values) for name, values in stored["sampling"].items()}
+    sampling = {name: SamplingSettings(**values) for name, values in stored["sampling"].items()}
     return Workload(items(stored["single"]), items(stored["concurrent"]), items(stored["editing"]), sampling)

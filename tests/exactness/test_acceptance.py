@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.acceptance import Line, Sample
+from benchmarks.acceptance import AcceptanceRow, Sample
 from benchmarks.shared.measure import Floats
 from benchmarks.shared.recorded import JUDGEMENTS, judged, match_probability
 from workers.verification import rejection_math as rules
@@ -46,8 +46,8 @@ def test_chains_are_judged_as_often_as_their_odds_say(rule: str) -> None:
 GOOD = Sample(0.6, 0.6, 0.75, 0.4, 0.62, 0.65, 1.5, 1.6)
 
 
-def line(**changed: float) -> Line:
-    return Line.of(1.0, [replace(GOOD, **changed)] * 3)
+def line(**changed: float) -> AcceptanceRow:
+    return AcceptanceRow.of(1.0, [replace(GOOD, **changed)] * 3)
 
 
 def test_claims_that_hold_are_not_complained_of() -> None:
@@ -73,4 +73,4 @@ def test_a_claim_that_fails_is_named(changed: dict[str, float], said: str) -> No
 
 
 def test_cold_drafts_may_be_greedy() -> None:
-    assert Line.of(0.3, [replace(GOOD, greedy=0.61)] * 3).failures() == []
+    assert AcceptanceRow.of(0.3, [replace(GOOD, greedy=0.61)] * 3).failures() == []
