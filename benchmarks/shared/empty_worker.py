@@ -22,7 +22,7 @@ DRAFT = WorkerId("draft")
 
 
 def serve(port: Port, *place: str) -> None:
-    """Run a worker that computes nothing; target 0 answers every plan, after receiving draft tokens if it has a pair."""
+    """Run a worker that computes nothing; target 0 answers every plan, with a pair after receiving draft tokens."""
     _store, address = open_store()
     port.send(Placed("", "", os.getpid(), store=address))
     act: Callable[[RoundPlan], None] = _ignore
