@@ -17,7 +17,7 @@ from typing import Protocol
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import Request, StepCosts
-from runtime.core.stats import interpolate
+from runtime.core.interpolation import interpolate
 
 logger = logging.getLogger(__name__)
 

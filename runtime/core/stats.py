@@ -1,11 +1,12 @@
 """Engine-wide counters and step timing."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protos.messages import RoundPlan, StepCosts, TokenOutput
 from protos.stats import STEP_TOKENS, EngineStats, PhaseTimes
+from runtime.core.interpolation import interpolate
 from runtime.core.sequence import SpeculationCounts
 
 
@@ -87,16 +88,3 @@ class StepClock:
 def _speculation_s(times: PhaseTimes) -> float:
     """Return the seconds that differ from a plain step: drafting, and the forward over draft tokens."""
     return times.propose_s + times.transfer_s + times.score_s
-
-
-def interpolate(seconds: Mapping[int, float], tokens: int) -> float:
-    """Return the seconds for *tokens*: linear between measured sizes, proportional above the largest."""
-    sizes = sorted(seconds)
-    above = bisect_left(sizes, tokens)
-    if above == len(sizes):
-        return seconds[sizes[-1]] * tokens / sizes[-1]
-    if above == 0 or sizes[above] == tokens:
-        return seconds[sizes[above]]
-    low, high = sizes[above - 1], sizes[above]
-    share = (tokens - low) / (high - low)
-    return seconds[low] * (1 - share) + seconds[high] * share
