@@ -22,8 +22,8 @@ from protos.messages import WorkerInfo
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.channel import Channel
 from runtime.frontend.client import EngineClient
-from runtime.grpc.answering import Answering
 from runtime.grpc.health import is_ready
+from runtime.grpc.service import GenerationService
 from runtime.http.app import create_app
 from runtime.http.context import ServerOptions
 from runtime.http.render import Decoder, TokenTexts
@@ -101,9 +101,9 @@ class Replica:
         app.add_middleware(StripRequestId)
         return app
 
-    def answering(self) -> Answering:
+    def answering(self) -> GenerationService:
         """Return the gRPC methods."""
-        return Answering(self._engine, TokenTexts(self._tokenizer), self._options)
+        return GenerationService(self._engine, TokenTexts(self._tokenizer), self._options)
 
     @property
     def is_alive(self) -> bool:

@@ -6,8 +6,8 @@ from cluster.serving.frontend import ServerContext, bound
 from cluster.serving.startup_info import url_host
 from cluster.serving.tls import TlsFiles
 from runtime.frontend.client import EngineClient
-from runtime.grpc.answering import Answering
 from runtime.grpc.server import GrpcServer, tls_credentials
+from runtime.grpc.service import GenerationService
 from runtime.http.render import TokenTexts
 from runtime.http.server.limits import GuardOptions
 
@@ -67,7 +67,7 @@ class GrpcFrontend:
         assert self._server is not None, "not started"
         self._engine = context.engine
         await self._server.open(
-            Answering(context.engine, TokenTexts(context.tokenizer), context.options), context.engine
+            GenerationService(context.engine, TokenTexts(context.tokenizer), context.options), context.engine
         )
 
     async def serve(self) -> None:
@@ -79,7 +79,7 @@ class GrpcFrontend:
     async def publish_health(self) -> None:
         """See `Frontend`."""
         if self._server is not None and self._engine is not None:
-            await self._server.health.look(self._engine)
+            await self._server.health.update(self._engine)
 
     async def stop(self, *, at_once: bool) -> None:
         """See `Frontend`."""

@@ -1,1 +1,1 @@
-"""The gRPC face: `answering` knows the interface and no server, `servicer` puts it on grpc.aio."""
+"""The gRPC server: `service` implements the methods, `servicer` serves them on grpc.aio."""

@@ -1,4 +1,4 @@
-"""Errors as gRPC clients expect them: a status and one line, never a part of a response."""
+"""Errors as gRPC statuses with one line of details."""
 
 import logging
 
@@ -15,10 +15,10 @@ from protos.errors import (
 log = logging.getLogger("slipstream")
 
 LONGEST_DETAILS = 1000
-"""Details travel in a header, and headers have limits."""
+"""Longest details, in characters: they are sent in a header."""
 
-# The first that fits counts: a server that drains is one that takes nothing, but another one may.
-KNOWN: dict[type[SlipstreamError], str] = {
+# The first match counts: `DrainingError` is an `OverloadedError`.
+CODES: dict[type[SlipstreamError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
     DrainingError: "UNAVAILABLE",
     OverloadedError: "RESOURCE_EXHAUSTED",
@@ -33,7 +33,7 @@ class StatusError(Exception):
     Args:
         code_name: a name of `grpc.StatusCode`.
         details: one line for the user; never a path, an address or a traceback.
-        retry_after_s: seconds after which the same call may be answered, where that is known.
+        retry_after_s: seconds after which the call may be retried, if known.
     """
 
     def __init__(self, code_name: str, details: str, retry_after_s: float | None = None) -> None:
@@ -44,19 +44,19 @@ class StatusError(Exception):
 
     @property
     def trailers(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata that tells clients, by gRPC's own convention, when to come again."""
+        """Return the metadata with the retry delay, by gRPC's convention."""
         if self.retry_after_s is None:
             return ()
         return (("grpc-retry-pushback-ms", str(round(1000 * self.retry_after_s))),)
 
 
 def as_status(error: Exception) -> StatusError:
-    """Turn any exception into what a client may know of it."""
+    """Return the `StatusError` for any exception. Internal details are logged, not sent."""
     if isinstance(error, StatusError):
         return error
     if isinstance(error, EngineDeadError):
         return StatusError("UNAVAILABLE", "the engine has stopped and cannot answer; its log says why")
-    for kind, code_name in KNOWN.items():
+    for kind, code_name in CODES.items():
         if isinstance(error, kind):
             return StatusError(code_name, str(error), getattr(error, "retry_after_s", None))
     log.error("a request failed inside the server", exc_info=error)

@@ -1,4 +1,4 @@
-"""`grpc.health.v1`: whether the process is worth keeping (the empty name), and whether it takes requests."""
+"""`grpc.health.v1`: liveness of the process under the empty name, readiness under the service's name."""
 
 import asyncio
 from typing import Any
@@ -13,45 +13,45 @@ SERVICE = "slipstream.v1.GenerationService"
 ALIVE = ""
 """The service name whose health is liveness."""
 
-LOOK_EVERY_S = 0.1
+POLL_INTERVAL_S = 0.1
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class EngineHealth:
-    """Tells the health of an engine, to those who ask and to those who watch.
+    """Reports the health of an engine to `Check` and `Watch`.
 
-    It is alive until it is dead; it is ready while it takes requests and can run them, so not while it loads, drains
-    or rebuilds its target. A draft that is away makes it slower, not less ready.
+    It is alive until it fails. It is ready while it accepts and runs requests: not while it loads, drains or rebuilds
+    its target. Without its draft worker it is slower, but ready.
     """
 
     def __init__(self) -> None:
         self.servicer: Any = health.aio.HealthServicer()
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
 
     async def begin(self) -> None:
-        """Be alive, and not ready."""
-        await self._tell(ALIVE, True)
-        await self._tell(SERVICE, False)
+        """Report alive and not ready."""
+        await self._report(ALIVE, True)
+        await self._report(SERVICE, False)
 
-    async def look(self, engine: EngineClient) -> None:
-        """Tell the state of *engine* as it is now."""
-        await self._tell(ALIVE, engine.state != "dead")
-        await self._tell(SERVICE, is_ready(engine))
+    async def update(self, engine: EngineClient) -> None:
+        """Report the current state of *engine*."""
+        await self._report(ALIVE, engine.state != "dead")
+        await self._report(SERVICE, is_ready(engine))
 
     async def follow(self, engine: EngineClient) -> None:
-        """Tell every change of its state; runs until cancelled."""
+        """Report every change of state; runs until cancelled."""
         while True:
-            await self.look(engine)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await self.update(engine)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _tell(self, name: str, is_well: bool) -> None:
-        status = SERVING if is_well else NOT_SERVING
-        if self._told.get(name) != status:
-            self._told[name] = status
+    async def _report(self, name: str, is_serving: bool) -> None:
+        status = SERVING if is_serving else NOT_SERVING
+        if self._reported.get(name) != status:
+            self._reported[name] = status
             await self.servicer.set(name, status)
 
 
 def is_ready(engine: EngineClient) -> bool:
-    """Whether requests are taken and run now."""
+    """Whether requests are accepted and run now."""
     return engine.state in ("live", "degraded") and not engine.stats().target_is_lost

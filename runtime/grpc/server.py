@@ -1,4 +1,4 @@
-"""The gRPC server: listens, tells its health from the start, and answers once it is opened."""
+"""The gRPC server. It reports its health from the start, and answers calls once it is opened."""
 
 from typing import Any
 
@@ -11,23 +11,23 @@ from grpc_reflection.v1alpha import reflection
 from protos import slipstream_v1_pb2_grpc as stubs
 from protos.errors import ConfigError
 from runtime.frontend.client import EngineClient
-from runtime.grpc.answering import Answering
 from runtime.grpc.health import SERVICE, EngineHealth
-from runtime.grpc.servicer import Gate, GenerationServicer
+from runtime.grpc.service import GenerationService
+from runtime.grpc.servicer import ApiKeyInterceptor, GenerationServicer
 from runtime.http.server.limits import GuardOptions
 
 MIB = 1024 * 1024
 LARGEST_REQUEST, LARGEST_RESPONSE = 32 * MIB, 64 * MIB  # bytes
 PING_EVERY_S, PONG_WITHIN_S, PINGS_APART_S = 60, 20, 10
 CLOSING_S = 1.0
-"""Calls that are no answers, such as those that watch the health, have this long to end."""
+"""Time for calls other than Generate to end, such as `Watch` of the health."""
 
 OPTIONS = (
     ("grpc.max_receive_message_length", LARGEST_REQUEST),
     ("grpc.max_send_message_length", LARGEST_RESPONSE),
-    # A port in use is an error, not a port to share.
+    # Fail if the port is in use, instead of sharing it.
     ("grpc.so_reuseport", 0),
-    # Clients that vanished are found out; those that ping through a long silence are not sent away for it.
+    # Detect clients that have vanished; accept their keep-alive pings during long silences.
     ("grpc.keepalive_time_ms", 1000 * PING_EVERY_S),
     ("grpc.keepalive_timeout_ms", 1000 * PONG_WITHIN_S),
     ("grpc.http2.max_pings_without_data", 0),
@@ -41,16 +41,16 @@ class GrpcServer:
     """Serves `slipstream.v1`, `grpc.health.v1` and reflection. Belongs to the event loop it was made on.
 
     Args:
-        guard: who may call.
-        credentials: of TLS; None for plain connections.
-        stall_s: how long a client may read nothing of its answer.
+        guard: API keys.
+        credentials: for TLS; None for plaintext connections.
+        stall_s: seconds a client may read nothing of its answer.
     """
 
     def __init__(self, guard: GuardOptions, credentials: Any, stall_s: float) -> None:
         self._credentials = credentials
         self._servicer = GenerationServicer(stall_s)
         self.health = EngineHealth()
-        self._server = aio.server(interceptors=(Gate(guard),), options=OPTIONS)
+        self._server = aio.server(interceptors=(ApiKeyInterceptor(guard),), options=OPTIONS)
         stubs.add_GenerationServiceServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
         names = (SERVICE, health_service.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -58,14 +58,14 @@ class GrpcServer:
 
     @property
     def num_running(self) -> int:
-        """Calls that are being answered; those to health and reflection do not count."""
+        """Number of running calls, without health and reflection."""
         return self._servicer.num_running
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, not answering yet; return the port, which *port* 0 leaves to the system.
+        """Listen, without answering yet; return the port, which the system chooses if *port* is 0.
 
         Raises:
-            ConfigError: the address is taken, or is none of this machine's.
+            ConfigError: the address is in use, or is not an address of this machine.
         """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
@@ -81,16 +81,16 @@ class GrpcServer:
             return int(self._server.add_insecure_port(address))
         return int(self._server.add_secure_port(address, self._credentials))
 
-    async def open(self, answering: Answering, engine: EngineClient) -> None:
-        """Answer from now on; `health.follow` tells what becomes of *engine* later."""
-        self._servicer.open(answering)
-        await self.health.look(engine)
+    async def open(self, service: GenerationService, engine: EngineClient) -> None:
+        """Answer calls from now on. `health.follow` reports later changes of *engine*."""
+        self._servicer.open(service)
+        await self.health.update(engine)
 
     async def stop(self, grace_s: float = CLOSING_S) -> None:
-        """Take no more calls, and end those that run after *grace_s* seconds."""
+        """Refuse new calls, and cancel running ones after *grace_s* seconds."""
         await self._server.stop(grace_s)
 
 
 def tls_credentials(cert: bytes, key: bytes, client_ca: bytes | None = None) -> Any:
-    """Return what makes a server's connections TLS, from PEM; with *client_ca*, clients must show its certificates."""
+    """Return TLS credentials from PEM. With *client_ca*, clients must present a certificate that it signed."""
     return grpc.ssl_server_credentials([(key, cert)], client_ca, require_client_auth=client_ca is not None)

@@ -1,4 +1,4 @@
-"""`slipstream.v1.GenerationService` on grpc.aio: what `Answering` answers, put on the wire."""
+"""Serves a `GenerationService` on grpc.aio."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -12,21 +12,21 @@ from grpc import aio
 from protos import slipstream_v1_pb2 as pb
 from protos import slipstream_v1_pb2_grpc as stubs
 from runtime.frontend.keys import TENANT
-from runtime.grpc import reading
-from runtime.grpc.answering import Answering
+from runtime.grpc import parsing
 from runtime.grpc.errors import StatusError, as_status
 from runtime.grpc.health import SERVICE
+from runtime.grpc.service import GenerationService
 from runtime.http.server.limits import GuardOptions
 
 REQUEST_ID = "request_id"
-"""The metadata key that names a request, as on Ray Serve."""
+"""The metadata key of the request id, as on Ray Serve."""
 
-OPEN_TO_ALL = ("/grpc.health.v1.Health/",)
-"""Methods that need no key: whoever watches over a server holds none."""
+OPEN_METHODS = ("/grpc.health.v1.Health/",)
+"""Methods that need no key: health probes have none."""
 
 RETRY_WHILE_LOADING_S = 5.0
 MALFORMED = object()
-"""What stands for a request that could not be parsed."""
+"""Stands for a request that could not be parsed."""
 
 Reply = TypeVar("Reply")
 
@@ -35,34 +35,34 @@ class GenerationServicer(stubs.GenerationServiceServicer):
     """Answers calls once it has been opened, and refuses them before. Belongs to one event loop.
 
     Args:
-        stall_s: how long a message may wait until the client has read enough of those before.
+        stall_s: seconds a message may wait for the client to read earlier ones.
     """
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
-        self._answering: Answering | None = None
+        self._service: GenerationService | None = None
         self.num_running = 0
-        """Calls that are being answered."""
+        """Number of running calls."""
 
-    def open(self, answering: Answering) -> None:
-        """Let *answering* answer from now on."""
-        self._answering = answering
+    def open(self, service: GenerationService) -> None:
+        """Let *service* answer from now on."""
+        self._service = service
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        """Stream an answer; a client that cancels, or whose deadline is over, ends it at once."""
+        """Stream an answer. Cancellation or the client's deadline ends it at once."""
         await self._answered(context, self._generate(request, context))
 
     async def _generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        answering = self._ready(request)
-        name = reading.request_id(request, _told(context.invocation_metadata(), REQUEST_ID))
+        service = self._ready(request)
+        name = parsing.request_id(request, _metadata_value(context.invocation_metadata(), REQUEST_ID))
         context.set_trailing_metadata(((REQUEST_ID, name),))
         await context.send_initial_metadata(((REQUEST_ID, name),))
-        async with aclosing(answering.generate(request, name)) as responses:
+        async with aclosing(service.generate(request, name)) as responses:
             async for response in responses:
                 await self._write(context, response)
 
     async def _write(self, context: Any, response: pb.GenerateResponse) -> None:
-        """Send *response*, which waits while the client does not read; not for ever."""
+        """Send *response*. Waits while the client does not read, at most `stall_s`."""
         try:
             async with asyncio.timeout(self._stall_s):
                 await context.write(response)
@@ -71,39 +71,39 @@ class GenerationServicer(stubs.GenerationServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Return the ids of a text or a conversation."""
-        return await self._answered(context, self._done(Answering.tokenize, request))
+        return await self._answered(context, self._done(GenerationService.tokenize, request))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
-        return await self._answered(context, self._done(Answering.detokenize, request))
+        return await self._answered(context, self._done(GenerationService.detokenize, request))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        """Return what is served."""
-        return await self._answered(context, self._done(Answering.model_info, request))
+        """Describe the model."""
+        return await self._answered(context, self._done(GenerationService.model_info, request))
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        """Return what serves it."""
-        return await self._answered(context, self._done(Answering.server_info, request))
+        """Describe the server."""
+        return await self._answered(context, self._done(GenerationService.server_info, request))
 
-    async def _done(self, method: Callable[[Answering, Any], Awaitable[Reply]], request: Any) -> Reply:
+    async def _done(self, method: Callable[[GenerationService, Any], Awaitable[Reply]], request: Any) -> Reply:
         return await method(self._ready(request), request)
 
-    def _ready(self, request: Any) -> Answering:
-        if self._answering is None:
+    def _ready(self, request: Any) -> GenerationService:
+        if self._service is None:
             raise StatusError("UNAVAILABLE", "the model is still being loaded", RETRY_WHILE_LOADING_S)
         if request is MALFORMED:
-            raise StatusError("INVALID_ARGUMENT", "the request is no message of slipstream.v1")
-        return self._answering
+            raise StatusError("INVALID_ARGUMENT", "the request is not a message of slipstream.v1")
+        return self._service
 
     async def _answered(self, context: Any, work: Awaitable[Reply]) -> Reply:
-        """Do *work*; whatever it raises ends the call with a status and one line."""
+        """Await *work*; an error ends the call with its status."""
         with self._counted():
             try:
                 return await work
             except Exception as error:
                 status = as_status(error)
                 code, details, trailers = grpc.StatusCode[status.code_name], status.details, status.trailers
-        # Where the client does not read, this waits for it: by now the call holds nothing any more.
+        # Waits for a client that does not read; the call holds no resources by now.
         await context.abort(code, details, (*(context.trailing_metadata() or ()), *trailers))
         raise AssertionError("abort raises")
 
@@ -116,23 +116,23 @@ class GenerationServicer(stubs.GenerationServiceServicer):
             self.num_running -= 1
 
 
-def _told(metadata: Any, key: str) -> str | None:
+def _metadata_value(metadata: Any, key: str) -> str | None:
     return next((value for name, value in metadata or () if name == key), None)
 
 
-class Gate(aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets only calls in that bring a key, but for those to `OPEN_TO_ALL`; makes messages that are none `MALFORMED`."""
+class ApiKeyInterceptor(aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without an accepted key, except to `OPEN_METHODS`. Malformed messages are parsed as `MALFORMED`."""
 
     def __init__(self, options: GuardOptions) -> None:
         self._options = options
-        # A handler of streams suits every kind of method: it need not wait for a message to refuse.
+        # A handler of streams fits every kind of method: it refuses without waiting for a message.
         self._refusing = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """Return the handler of a call, or the one that refuses it."""
+        """Return the handler of a call, or one that refuses it."""
         method = handler_call_details.method
-        given = _told(handler_call_details.invocation_metadata, "authorization")
-        if not method.startswith(OPEN_TO_ALL) and not self._options.keys.accepts(given):
+        given = _metadata_value(handler_call_details.invocation_metadata, "authorization")
+        if not method.startswith(OPEN_METHODS) and not self._options.keys.accepts(given):
             return self._refusing
         if self._options.salts_by_key:
             TENANT.set(self._options.keys.tenant(given))
@@ -143,7 +143,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Let our own code answer what cannot be parsed: grpc.aio would log a traceback, and tell its last line."""
+    """Return `MALFORMED` on parse errors: grpc.aio would log a traceback, and send its last line to the client."""
 
     def parsed(data: bytes) -> Any:
         try:

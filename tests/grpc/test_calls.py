@@ -13,7 +13,7 @@ from protos import slipstream_v1_pb2 as pb
 from protos.config.engine import SpeculativeConfig
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
-from runtime.grpc import reading
+from runtime.grpc import parsing
 from tests.support.serving.fake_engine import expected, ids, local_engine, ranked
 from tests.support.serving.grpc_server import Served, answer, request, serving
 
@@ -189,16 +189,16 @@ def test_every_sampling_parameter_has_a_field() -> None:
 def test_sampling_parameters_arrive_as_they_were_sent(name: str) -> None:
     value = VALUES[name]
     sent = pb.SamplingParams.FromString(pb.SamplingParams(**{name: value}).SerializeToString())
-    read = reading.sampling_params(sent, {"max_tokens": 16})
+    read = parsing.sampling_params(sent, {"max_tokens": 16})
     assert read == SamplingParams(**{"max_tokens": 16, name: value if name != "prediction" else "as expected"})
     assert read != SamplingParams() or name == "detokenize"
 
 
 def test_a_knob_that_is_set_to_zero_is_set() -> None:
-    read = reading.sampling_params(pb.SamplingParams(temperature=0, logprobs=0), {"temperature": 0.6, "top_k": 20})
+    read = parsing.sampling_params(pb.SamplingParams(temperature=0, logprobs=0), {"temperature": 0.6, "top_k": 20})
     assert (read.temperature, read.logprobs, read.top_k) == (0.0, 0, 20)
     with pytest.raises(InvalidRequestError, match="max_tokens must be at least 1"):
-        reading.sampling_params(pb.SamplingParams(max_tokens=0), {})
+        parsing.sampling_params(pb.SamplingParams(max_tokens=0), {})
 
 
 # Statuses

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from protos import slipstream_v1_pb2 as pb
-from runtime.grpc.answering import Answering
 from runtime.grpc.errors import StatusError
+from runtime.grpc.service import GenerationService
 from runtime.http.context import ServerOptions
 from runtime.http.render import TokenTexts
 from tests.support.serving.bad_fields import CHAT, COMPLETIONS, CONTEXT, ROWS
@@ -213,11 +213,11 @@ MESSAGES: list[tuple[str, pb.GenerateRequest]] = [
 
 @pytest.mark.parametrize("message", [message for _, message in MESSAGES], ids=[name for name, _ in MESSAGES])
 def test_bad_messages(served: Guarded, message: pb.GenerateRequest) -> None:
-    answering = Answering(served.engine, TokenTexts(tokenizer()), ServerOptions(("fake",), "1.2.3"))
+    service = GenerationService(served.engine, TokenTexts(tokenizer()), ServerOptions(("fake",), "1.2.3"))
 
     async def ask() -> StatusError:
         with pytest.raises(StatusError) as caught:
-            async for _ in answering.generate(message):
+            async for _ in service.generate(message):
                 pass
         return caught.value
 

@@ -1,6 +1,6 @@
-"""What each method of `slipstream.v1.GenerationService` does, without a server: messages in, messages or statuses out.
+"""The methods of `slipstream.v1.GenerationService`, independent of the server.
 
-Two thin adapters use it: `runtime.grpc.servicer` on grpc.aio, and the Ray Serve ingress.
+Two adapters use them: `runtime.grpc.servicer` on grpc.aio, and the ingress of Ray Serve.
 """
 
 import uuid
@@ -20,9 +20,9 @@ from runtime.frontend.client import EngineClient, Prompt
 from runtime.frontend.pacing import UNPACED, Pacing
 from runtime.frontend.speculation_override import apply_override
 from runtime.frontend.stream_queue import Delta
-from runtime.grpc import reading
+from runtime.grpc import parsing
 from runtime.grpc.errors import StatusError, as_status
-from runtime.grpc.writing import SampleWriter, padded
+from runtime.grpc.sample_writer import SampleWriter, pad
 from runtime.http.context import ServerOptions
 from runtime.http.render import TokenTexts
 from runtime.http.schemas import SpecMetrics
@@ -43,14 +43,14 @@ LEVELS: dict[int, SpecMetrics] = {
 
 Message = TypeVar("Message")
 Reply = TypeVar("Reply")
-Method = Callable[["Answering", Message], Awaitable[Reply]]
+Method = Callable[["GenerationService", Message], Awaitable[Reply]]
 
 
 def _with_statuses(method: Method[Message, Reply]) -> Method[Message, Reply]:
-    """Let a unary *method* raise nothing but `StatusError`."""
+    """Convert every error of a unary *method* to a `StatusError`."""
 
     @wraps(method)
-    async def guarded(self: "Answering", message: Message) -> Reply:
+    async def guarded(self: "GenerationService", message: Message) -> Reply:
         try:
             return await method(self, message)
         except Exception as error:
@@ -69,10 +69,10 @@ class _Job:
     timeout_s: float | None
     pacing: Pacing
 
-    def written(self, batch: Sequence[Delta]) -> list[pb.GenerateResponse]:
-        """Return what *batch* has the client told, in messages that are sent together."""
+    def messages(self, batch: Sequence[Delta]) -> list[pb.GenerateResponse]:
+        """Add *batch* to the writers; return the messages to send, as one packet."""
         for delta in batch:
-            self.writers[delta.index].take(delta.output)
+            self.writers[delta.index].add(delta.output)
         touched = sorted({delta.index for delta in batch})
         messages = [message for index in touched for message in self.writers[index].write()]
         if not messages and self.pacing is UNPACED:
@@ -80,15 +80,15 @@ class _Job:
         messages = messages or [pb.GenerateResponse()]
         for message in messages:
             message.request_id = self.request_id
-        padded(messages, self.pacing)
+        pad(messages, self.pacing)
         return messages
 
 
-class Answering:
-    """The interface's methods over one engine. Every error they raise is a `StatusError`.
+class GenerationService:
+    """The service's methods over one engine. Every error they raise is a `StatusError`.
 
     Args:
-        engine: answers; it stays the caller's to close.
+        engine: closed by the caller.
         texts: the texts of tokens.
         options: as for HTTP.
     """
@@ -101,12 +101,12 @@ class Answering:
     async def generate(
         self, message: pb.GenerateRequest, request_id: str | None = None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Stream the answer; *request_id* is one told beside the message, used where the message has none.
+        """Stream the answer; *request_id* is used if the message has none.
 
         Closing the generator aborts the request; its blocks are free within a step.
         """
         try:
-            job = await self._job(message, reading.request_id(message, request_id))
+            job = await self._job(message, parsing.request_id(message, request_id))
             async with aclosing(self._responses(job)) as responses:
                 async for response in responses:
                     yield response
@@ -119,28 +119,28 @@ class Answering:
             aclosing(job.pacing.batches(deltas)) as batches,
         ):
             async for batch in batches:
-                for response in job.written(batch):
+                for response in job.messages(batch):
                     yield response
 
     async def _job(self, message: pb.GenerateRequest, request_id: str) -> _Job:
-        """Validate everything *message* asks for; nothing is scheduled yet."""
+        """Validate *message*; nothing is scheduled yet."""
         self.model_name(message.model)
-        timeout_s = reading.timeout_s(message)
+        timeout_s = parsing.timeout_s(message)
         prompt, params = await self._prompt(message)
-        # Clients may name two requests alike, and try one again before its first try is gone.
+        # Clients may reuse an id, or retry a request before its first attempt is aborted.
         prepared = await self._engine.prepare(prompt, params, f"{request_id}-{uuid.uuid4().hex[:12]}")
-        override = reading.speculation_override(message.speculative_config)
+        override = parsing.speculation_override(message.speculative_config)
         level = self._level(message.per_request_spec_decode_metrics)
         requests = [
             msgspec.structs.replace(each, cache_salt=message.cache_salt, wants_steps=level == "detailed")
             for each in apply_override(prepared, override, self._engine.info)
         ]
-        streams = reading.given(message, "stream", default=True)
+        streams = parsing.flag(message, "stream", default=True)
         writers = [
             SampleWriter(index, request, self._texts, streams=streams, level=level)
             for index, request in enumerate(requests)
         ]
-        # An answer in one piece has no pace.
+        # An answer in one message is not paced.
         return _Job(request_id, requests, writers, timeout_s, self._options.pacing if streams else UNPACED)
 
     async def _prompt(self, message: pb.GenerateRequest) -> tuple[Prompt, SamplingParams]:
@@ -148,16 +148,16 @@ class Answering:
         if kind is None:
             raise InvalidRequestError("prompt must have text, token_ids or chat, got none of them", "prompt")
         if kind == "chat":
-            params = reading.sampling_params(message.sampling, {"max_tokens": None, **defaults})
+            params = parsing.sampling_params(message.sampling, {"max_tokens": None, **defaults})
             return await self._rendered(message.chat, params), params
-        params = reading.sampling_params(message.sampling, defaults)
+        params = parsing.sampling_params(message.sampling, defaults)
         return (message.text if kind == "text" else list(message.token_ids.ids)), params
 
     async def _rendered(self, chat: pb.Chat, params: SamplingParams) -> Prompt:
-        return await self._engine.render_chat(reading.chat_messages(chat), params, **reading.template_options(chat))
+        return await self._engine.render_chat(parsing.chat_messages(chat), params, **parsing.template_options(chat))
 
-    def _level(self, asked: int) -> SpecMetrics:
-        return LEVELS.get(asked, self._options.spec_metrics)
+    def _level(self, requested: int) -> SpecMetrics:
+        return LEVELS.get(requested, self._options.spec_metrics)
 
     @_with_statuses
     async def tokenize(self, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
@@ -174,7 +174,7 @@ class Answering:
         if kind == "chat":
             rendered: Any = await self._rendered(message.chat, SamplingParams())
             return tuple(rendered.token_ids)
-        adds = reading.given(message, "add_special_tokens", default=True)
+        adds = parsing.flag(message, "add_special_tokens", default=True)
         return await self._engine.tokenize(message.text, add_special_tokens=adds)
 
     @_with_statuses
@@ -185,7 +185,7 @@ class Answering:
 
     @_with_statuses
     async def model_info(self, message: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
-        """Return what is served."""
+        """Describe the model."""
         info = self._engine.info
         return pb.GetModelInfoResponse(
             model=self.model_name(message.model),
@@ -199,8 +199,8 @@ class Answering:
 
     @_with_statuses
     async def server_info(self, message: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
-        """Return what serves it, and how busy it is."""
-        del message  # it asks nothing
+        """Describe the server and its load."""
+        del message  # has no fields
         stats = self._engine.stats()
         return pb.GetServerInfoResponse(
             version=self._options.version,
@@ -211,12 +211,12 @@ class Answering:
             kv_cache_usage=stats.kv_usage,
         )
 
-    def model_name(self, asked: str) -> str:
-        """Return the served name *asked* for, the first for none. Raises `StatusError` for one that is not served."""
+    def model_name(self, requested: str) -> str:
+        """Return the served name for *requested*, the first one if empty. Raises `StatusError` if it is not served."""
         names = self._options.model_names
-        if not asked or asked in self._options.unlisted_names:
+        if not requested or requested in self._options.unlisted_names:
             return names[0]
-        if asked not in names:
+        if requested not in names:
             served = ", ".join(names)
-            raise StatusError("NOT_FOUND", f"the model {asked[:LONGEST_NAME]!r} does not exist; served: {served}")
-        return asked
+            raise StatusError("NOT_FOUND", f"the model {requested[:LONGEST_NAME]!r} does not exist; served: {served}")
+        return requested

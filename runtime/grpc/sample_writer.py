@@ -1,4 +1,4 @@
-"""From token outputs to messages of `slipstream.v1`."""
+"""Converts token outputs to messages of `slipstream.v1`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,8 +22,8 @@ PADDING_HEAD = 3
 SHORTEST_PADDING = 128
 
 
-class _Told:
-    """Parts of one sample's answer."""
+class _SampleOutput:
+    """Concatenated outputs of one sample."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -44,7 +44,7 @@ class _Told:
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
 
-    def join(self, later: "_Told", *, keeps_logprobs: bool) -> None:
+    def join(self, later: "_SampleOutput", *, keeps_logprobs: bool) -> None:
         self._texts += later._texts
         self.token_ids += later.token_ids
         if keeps_logprobs:
@@ -53,14 +53,14 @@ class _Told:
 
 
 class SampleWriter:
-    """Writes one sample of a request: takes outputs, gives the messages that tell them.
+    """Writes the messages of one sample of a request.
 
     Args:
         index: which of the request's `n` samples.
-        request: what is being answered.
+        request: the request of this sample.
         texts: the texts of tokens.
-        streams: whether chunks are wanted.
-        level: what the end tells of speculation.
+        streams: whether to send chunks.
+        level: detail of the speculation statistics at the end.
     """
 
     def __init__(self, index: int, request: Request, texts: TokenTexts, *, streams: bool, level: SpecMetrics) -> None:
@@ -69,14 +69,14 @@ class SampleWriter:
         self._texts = texts
         self._streams = streams
         self._level = level
-        self._told = _Told()
-        self._new = _Told()
+        self._all = _SampleOutput()
+        self._new = _SampleOutput()
         self._steps: list[Step] = []
         self._num_cached = 0
         self._end: TokenOutput | None = None
 
-    def take(self, output: TokenOutput) -> None:
-        """Add what a step added. Raises `SlipstreamError` where the request failed."""
+    def add(self, output: TokenOutput) -> None:
+        """Add the output of a step. Raises `SlipstreamError` if the request failed."""
         if output.error is not None:
             raise failure(output.error)
         self._num_cached = max(self._num_cached, output.num_cached_tokens)
@@ -87,15 +87,15 @@ class SampleWriter:
             self._end = output
 
     def write(self) -> list[pb.GenerateResponse]:
-        """Return what clients are to be told now: a chunk, the end, both or neither."""
-        written = []
+        """Return the messages to send now: a chunk, the completion, both or neither."""
+        messages = []
         if self._streams and self._new:
-            written.append(pb.GenerateResponse(chunk=self._chunk()))
-        self._told.join(self._new, keeps_logprobs=not self._streams)
-        self._new = _Told()
+            messages.append(pb.GenerateResponse(chunk=self._chunk()))
+        self._all.join(self._new, keeps_logprobs=not self._streams)
+        self._new = _SampleOutput()
         if self._end is not None:
-            written.append(pb.GenerateResponse(complete=self._complete(self._end)))
-        return written
+            messages.append(pb.GenerateResponse(complete=self._complete(self._end)))
+        return messages
 
     def _chunk(self) -> pb.GenerateChunk:
         sampling = self._request.sampling
@@ -112,21 +112,21 @@ class SampleWriter:
         sampling = self._request.sampling
         return pb.GenerateComplete(
             index=self._index,
-            text=self._told.text,
-            token_ids=self._told.token_ids,
+            text=self._all.text,
+            token_ids=self._all.token_ids,
             finish_reason=FINISH_REASONS.get(end.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
             stop_string=reason if isinstance(reason, str) else None,
             stop_token_id=reason if isinstance(reason, int) else None,
             usage=self._usage(stats),
-            logprobs=self._positions(self._told.logprobs, sampling.logprobs),
-            prompt_logprobs=self._positions(self._told.prompt_logprobs, sampling.prompt_logprobs),
+            logprobs=self._positions(self._all.logprobs, sampling.logprobs),
+            prompt_logprobs=self._positions(self._all.prompt_logprobs, sampling.prompt_logprobs),
             speculative_decoding=self._statistics(stats),
         )
 
     def _usage(self, stats: SpeculationStats) -> pb.Usage:
         return pb.Usage(
             prompt_tokens=len(self._request.prompt_token_ids),
-            completion_tokens=len(self._told.token_ids),
+            completion_tokens=len(self._all.token_ids),
             cached_tokens=self._num_cached,
             spec_accepted_tokens=stats.accepted,
             spec_draft_tokens=stats.proposed,
@@ -137,8 +137,8 @@ class SampleWriter:
             return []
         return [self._position(entry, 1 + num_top) for entry in entries]
 
-    def _position(self, entry: TokenLogprobs, num_told: int) -> pb.PositionLogprobs:
-        rows = zip(entry.token_ids[:num_told], entry.logprobs, entry.ranks, strict=False)
+    def _position(self, entry: TokenLogprobs, num_candidates: int) -> pb.PositionLogprobs:
+        rows = zip(entry.token_ids[:num_candidates], entry.logprobs, entry.ranks, strict=False)
         chosen, *top = [
             pb.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, text=self._texts[token_id])
             for token_id, logprob, rank in rows
@@ -156,12 +156,12 @@ class SampleWriter:
         )
 
 
-def padded(messages: list[pb.GenerateResponse], pacing: Pacing) -> None:
-    """Let *messages*, which are sent together, have the size of whole packets, framing aside."""
+def pad(messages: list[pb.GenerateResponse], pacing: Pacing) -> None:
+    """Pad *messages*, which are sent together, to the size of whole packets, without the framing."""
     num_bytes = sum(message.ByteSize() for message in messages) + PADDING_HEAD
     room = pacing.padding(num_bytes)
     if room is None:
         return
-    if room < SHORTEST_PADDING:  # one packet more
+    if room < SHORTEST_PADDING:  # one more packet
         room += 1 + (pacing.padding(num_bytes + room + 1) or 0)
     messages[-1].padding = bytes(room)

@@ -1,4 +1,4 @@
-"""From messages of `slipstream.v1` to what the engine takes. Names of sampling fields are those of `SamplingParams`."""
+"""Converts messages of `slipstream.v1` to the engine's types. Sampling fields have the names of `SamplingParams`."""
 
 import uuid
 from collections.abc import Callable, Mapping
@@ -13,23 +13,23 @@ from runtime.http.server.limits import REQUEST_ID
 
 
 def request_id(message: pb.GenerateRequest, in_metadata: str | None = None) -> str:
-    """Return the client's name for a request, that in the message first, or a new one.
+    """Return the request id of the message, else the one *in_metadata*, else a new one.
 
     Raises:
-        InvalidRequestError: it is too long, or has other characters than an id may.
+        InvalidRequestError: it is too long, or has invalid characters.
     """
-    told = str(message.request_id or in_metadata or "")
-    if not told:
+    name = str(message.request_id or in_metadata or "")
+    if not name:
         return uuid.uuid4().hex
-    if not REQUEST_ID.fullmatch(told):
+    if not REQUEST_ID.fullmatch(name):
         raise InvalidRequestError(
-            f"request_id must be 1 to 128 characters of A-Z a-z 0-9 _ . : / + = -, got {shown(told)}", "request_id"
+            f"request_id must be 1 to 128 characters of A-Z a-z 0-9 _ . : / + = -, got {shown(name)}", "request_id"
         )
-    return told
+    return name
 
 
 def timeout_s(message: pb.GenerateRequest) -> float | None:
-    """Return how many seconds the request may take, None for the server's limit. Raises `InvalidRequestError`."""
+    """Return the time limit in seconds, None for the server's limit. Raises `InvalidRequestError`."""
     if not message.HasField("timeout_ms"):
         return None
     if message.timeout_ms == 0:
@@ -37,8 +37,8 @@ def timeout_s(message: pb.GenerateRequest) -> float | None:
     return float(message.timeout_ms) / 1000
 
 
-def given(message: Any, name: str, *, default: bool) -> bool:
-    """Return an optional flag of *message*, *default* where it is not set."""
+def flag(message: Any, name: str, *, default: bool) -> bool:
+    """Return an optional flag of *message*, *default* if it is not set."""
     return bool(getattr(message, name)) if message.HasField(name) else default
 
 
@@ -48,24 +48,24 @@ def speculation_override(message: pb.SpeculativeConfig) -> SpeculationOverride:
 
 
 def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters that *message* gives, *defaults* for those it leaves out.
+    """Return the sampling parameters of *message*, with *defaults* for those it leaves out.
 
     Raises:
         InvalidRequestError: names the field, the value and the limit.
     """
-    asked = {**defaults, **_fields(message)}
+    values = {**defaults, **_fields(message)}
     for name in ("logprobs", "prompt_logprobs"):
-        if message.HasField(name) and asked[name] < 0:  # the whole vocabulary, at every position, is no answer to send
-            raise InvalidRequestError(f"{name} must be 0 to {MAX_LOGPROBS}, got {asked[name]}", name)
-    return SamplingParams(**asked)
+        if message.HasField(name) and values[name] < 0:  # the whole vocabulary at every position would be too large
+            raise InvalidRequestError(f"{name} must be 0 to {MAX_LOGPROBS}, got {values[name]}", name)
+    return SamplingParams(**values)
 
 
 def _fields(message: Any) -> dict[str, Any]:
-    """Return what is set in *message*, by name: optional fields even where they hold zero."""
-    return {field.name: _READERS.get(field.name, _plain)(value) for field, value in message.ListFields()}
+    """Return the fields that are set in *message*, by name. Optional fields may be zero."""
+    return {field.name: _CONVERTERS.get(field.name, _scalar_or_tuple)(value) for field, value in message.ListFields()}
 
 
-def _plain(value: Any) -> Any:
+def _scalar_or_tuple(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool) else tuple(value)
 
 
@@ -80,17 +80,17 @@ def _choices(message: pb.Choices) -> tuple[str, ...]:
     return tuple(message.choices)
 
 
-_READERS: Mapping[str, Callable[[Any], Any]] = {
+_CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "logit_bias": dict,
     "prediction": _prediction,
     "structured_outputs": _fields,
     "choice": _choices,
 }
-"""Fields that are neither plain values nor lists of them."""
+"""Converters of fields that are neither scalars nor lists of scalars."""
 
 
 def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
-    """Return the messages of a conversation as chat templates know them."""
+    """Return the messages of a conversation in the format of chat templates."""
     return [_chat_message(message) for message in chat.messages]
 
 
@@ -100,6 +100,6 @@ def _chat_message(message: pb.ChatMessage) -> dict[str, str]:
 
 
 def template_options(chat: pb.Chat) -> dict[str, bool]:
-    """Return what the chat template is told."""
+    """Return the options of the chat template."""
     names = ("add_generation_prompt", "continue_final_message")
     return {name: getattr(chat, name) for name in names if chat.HasField(name)}
