@@ -8,30 +8,20 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cluster import assemble
-from protos.draft import NO_DRAFT, Draft
-from protos.messages import NewSequence, Request, RoundPlan, Row, Sampling
+from protos.draft import Draft
+from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.core.controller import LocalInbox
 from tests.support.distributed.engine import Engine, configure, late_comer, threaded
 from tests.support.models import synthetic_layers, tiny_models
-from workers.draft.wire import STAMP, decode, decode_probs, encode
 from workers.draft.worker import DraftWorker
-from workers.slots import SlotTable
-from workers.verification.draft_probs import (
-    DRAFT_PROBS_SIZE,
-    DraftProbs,
-    are_valid,
-    deterministic_children,
-    sampled_children,
-)
-from workers.verification.probes import acceptable_nodes, subtree
+from workers.verification.draft_probs import DraftProbs
 from workers.verification.rejection import RejectionSampler
 
 VOCAB = 23
@@ -235,21 +225,6 @@ def test_on_a_worker_group_beside_the_first_rank(models: Models, running: list[E
     assert seeded_accepted(engine) > 0
 
 
-def test_what_a_grammar_forbids_is_left_out_only_where_it_was_not_drawn() -> None:
-    """To leave out a guess by what it says, and go on as if there had been none, would tilt the law of what is left."""
-    slots, rows = table_of([NO_DRAFT] * 3)
-    slots.sampling[:] = [Sampling(seed=0), Sampling(seed=0, temperature=0.0), Sampling(seed=0)]
-    rows[2] = Row(2, 0, 3, 3, k=2, draft=Draft((7, 8)))
-    drafts = [Draft((1, 2)), Draft((3, 4)), Draft((7, 8))]
-    sampler: Any = SimpleNamespace(slots=slots, prune=lambda rows, drafts: [NO_DRAFT for _ in drafts])
-    assert RejectionSampler(sampler, "standard", samples_drafts=True).prune(rows, drafts) == [
-        drafts[0],
-        NO_DRAFT,
-        NO_DRAFT,
-    ]
-    assert RejectionSampler(sampler, "block", samples_drafts=False).prune(rows, drafts) == [NO_DRAFT] * 3
-
-
 # Rates that are given.
 
 
@@ -283,66 +258,3 @@ def test_synthetic_rates_are_met_on_average(models: Models) -> None:
     assert rounds >= 60
     assert abs(first / rounds - 0.5) < 5 * (0.25 / rounds) ** 0.5
     assert others == [0, 0]
-
-
-# What crosses the wire.
-
-
-def table_of(drafts: list[Draft]) -> tuple[SlotTable, list[Row]]:
-    slots = SlotTable(len(drafts), 32, 4)
-    rows = [Row(slot, 0, 3, 3, k=5) for slot in range(len(drafts))]
-    slots.apply(
-        RoundPlan(
-            0, rows, [NewSequence(slot, [1, 2, 3], 3, Sampling(seed=slot), slot + 1) for slot in range(len(drafts))]
-        )
-    )
-    return slots, rows
-
-
-def some_laws(count: int, size: int, seed: int = 0) -> DraftProbs:
-    rng = np.random.default_rng(seed)
-    ids_ML = np.stack([rng.permutation(VOCAB)[:size] for _ in range(count)])
-    return DraftProbs(ids_ML, -np.sort(-rng.dirichlet(np.ones(size), count).astype(np.float32), 1))
-
-
-@pytest.mark.parametrize("size", [1, 2, 7])
-@pytest.mark.parametrize("with_tree", [False, True])
-def test_distributions_cross_the_pair(size: int, with_tree: bool) -> None:
-    tree = Draft((4, 5, 6, 7), (-1, -1, 0, 2))
-    drafts = [Draft((1, 2, 3)), tree if with_tree else Draft((9,)), NO_DRAFT, Draft((8, 8))]
-    slots, rows = table_of(drafts)
-    laws = {0: some_laws(3, size), 1: some_laws(3 if with_tree else 1, size, seed=1)}
-    told = encode(slots, rows, drafts, laws)
-    assert told.shape == (4, STAMP + 5 * (1 + with_tree + 2 * size))
-    assert decode(slots, rows, told, VOCAB) == [NO_DRAFT] * 4  # where no laws are to come
-    found = decode(slots, rows, told, VOCAB, DRAFT_PROBS_SIZE)
-    assert found == drafts
-    came = decode_probs(rows, found, told)
-    for slot, expected in laws.items():
-        assert came[slot].ids_ML.tolist() == expected.ids_ML.tolist()
-        assert came[slot].q_ML.tolist() == expected.q_ML.tolist()
-    assert are_valid([drafts[slot] for slot in laws], [came[slot] for slot in laws], VOCAB) == [True, True]
-
-
-def test_a_draft_without_probabilities_is_never_accepted() -> None:
-    drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
-    slots, rows = table_of(drafts)
-    came = decode_probs(rows, drafts, encode(slots, rows, drafts, {0: some_laws(3, 1)}))
-    assert not sampled_children(drafts[1], came[1])[-1].children.q_WL.any()
-
-
-def test_tables_without_distributions_bring_none_and_too_wide_ones_nothing() -> None:
-    drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
-    slots, rows = table_of(drafts)
-    assert decode_probs(rows, drafts, encode(slots, rows, drafts)) == {}
-    wide = np.zeros((2, STAMP + 5 * (3 + 2 * DRAFT_PROBS_SIZE)), np.int32)
-    assert decode(slots, rows, wide, VOCAB, DRAFT_PROBS_SIZE) == [NO_DRAFT] * 2
-
-
-def test_certain_draft_tokens_leave_out_probes_and_what_was_drafted_twice() -> None:
-    draft = Draft((4, 5, 4, 6, 7), (-1, -1, -1, 0, 0), (False, False, False, True, False))
-    nodes = acceptable_nodes(draft)
-    found = deterministic_children(subtree(draft, nodes))
-    assert found.keys() == {-1, 0}
-    assert (found[-1].ids_L.tolist(), list(found[-1].children.nodes)) == ([4, 5], [0, 1])
-    assert [nodes[node] for node in found[0].children.nodes] == [4]
