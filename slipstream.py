@@ -1,6 +1,6 @@
-"""Slipstream: lossless speculative decoding, served. `from slipstream import LLM, SamplingParams`.
+"""Slipstream: serving with lossless speculative decoding. `from slipstream import LLM, SamplingParams`.
 
-Importing this loads nothing heavy; what is named is loaded when it is named.
+Names are imported on first use, so importing this module is fast.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
-_HOMES = {
+_MODULES = {
     "LLM": "cluster.llm",
     "SamplingParams": "protos.sampling",
     "StructuredOutputsParams": "protos.structured",
@@ -24,9 +24,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,1 +1,1 @@
-"""Places the parts and starts them: executors put together, the command line, and (lazily) Ray."""
+"""Builds engines, places them on machines, and serves them: the command line, the servers, and (lazily) Ray."""

@@ -1,4 +1,4 @@
-"""Compares the answers of two engines, and tells floating-point ties from violations.
+"""Compares the answers of two engines, and separates floating-point ties from violations.
 
 Both engines must return the same ids, except after a tie. Another batch shape sums in another order, which moves fp32
 logits by about 1e-6. If the target's two best candidates are closer than an `Allowance`, either may be chosen, and what

@@ -28,8 +28,8 @@ ENDED = 256
 class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """One per proxy of Ray Serve; each sees only the requests of its own proxy.
 
-    Beginnings come as digests in the session id, see `cluster.ray_serve.affinity`; where there is none, or nobody knows
-    it, the less busy of two replicas is taken.
+    The session id holds digests of prefixes, see `cluster.ray_serve.affinity`. Without a match, the less loaded of two
+    random replicas is chosen.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:

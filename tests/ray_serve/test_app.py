@@ -78,7 +78,7 @@ def test_requests_are_counted_off_whichever_news_comes_first() -> None:
         return SimpleNamespace(metadata=SimpleNamespace(internal_request_id=name, session_id=""))
 
     router = PrefixRouter.__new__(PrefixRouter)
-    router._beginnings, router._running, router._ended = PrefixOwners(), {}, deque(maxlen=ENDED)
+    router._owners, router._running, router._ended = PrefixOwners(), {}, deque(maxlen=ENDED)
     where: Any = SimpleNamespace(unique_id="replica")
     for name in ("a", "b", "c"):
         router.on_request_routed(asked(name), where, None)
@@ -174,7 +174,7 @@ def test_a_group_that_a_config_made_too_small_is_named() -> None:
 
 
 class Engine:
-    """The part of an engine that the health check looks at."""
+    """The part of an engine that the health check reads."""
 
     def __init__(self, *, is_alive: bool = True, silence_s: float = 0.0) -> None:
         self.is_alive, self.silence_s = is_alive, silence_s
@@ -186,7 +186,7 @@ def test_only_a_controller_that_is_gone_or_silent_is_unhealthy() -> None:
     check(Engine(silence_s=59.0), 60.0)
     with pytest.raises(EngineDeadError, match="has been silent for 61 s; heartbeat_timeout_s is 60"):
         check(Engine(silence_s=61.0), 60.0)
-    with pytest.raises(EngineDeadError, match="has given up or is gone"):
+    with pytest.raises(EngineDeadError, match="the controller has ended"):
         check(Engine(is_alive=False), 60.0)
 
 
