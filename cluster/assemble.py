@@ -112,7 +112,7 @@ def _policy(config: EngineConfig, info: WorkerInfo, report: ProgressCallback) ->
 
 
 def _make_uni_executor(config: EngineConfig, report: ProgressCallback) -> Executor:
-    from workers.uni import build_uni  # noqa: PLC0415 - torch loads when an engine is built, not before
+    from workers.build import build_uni  # noqa: PLC0415 - torch loads when an engine is built, not before
 
     return build_uni(config, report)
 

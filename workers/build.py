@@ -4,19 +4,22 @@ Loading has two steps, because all workers hold the same number of KV blocks: `l
 weights and find out how many blocks fit; once the number is settled, `make_target` and `make_draft` allocate.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 
 from protos.config.engine import CacheConfig, EngineConfig
+from protos.kv_blocks import kv_summary, settle_blocks
 from protos.layers import FeatureSpec
-from protos.messages import WorkerInfo
+from protos.messages import StepCosts, WorkerInfo
 from protos.progress import ProgressCallback
 from protos.worker_messages import Allocate
 from workers.attention.kv import bytes_per_block
 from workers.device import free_memory, weight_bytes
-from workers.distributed.groups import Group
+from workers.distributed.groups import Group, Solo
 from workers.draft.engine import DraftEngine, make_engine
 from workers.draft.load import LoadedDraft, feature_spec, load_draft
 from workers.model.capture import Taps
@@ -27,7 +30,10 @@ from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
+from workers.target_rank import TargetRank, UniExecutor
 from workers.verification.factory import make_acceptance_rule
+
+logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 4 << 30
 """The default KV cache on a CPU takes at most this much memory, as in vLLM."""
@@ -159,6 +165,25 @@ def measure_draft(config: EngineConfig, draft: DraftEngine) -> dict[int, float]:
     measured = draft.measure(num_rows, max_draft(config)) if needs_step_costs(config) else {}
     draft.worker.slots.clear()
     return measured
+
+
+def build_uni(config: EngineConfig, report: ProgressCallback = logger.info) -> UniExecutor:
+    """Load everything *config* names into this process.
+
+    Raises:
+        ModelError, ConfigError: with what is wrong and the numbers.
+    """
+    if config.model.num_threads:
+        torch.set_num_threads(config.model.num_threads)
+    tp = Solo()
+    loaded = load_target(config, tp, report, with_draft=True)
+    info = loaded.info(config)
+    info, allocate = settle_blocks(info, {"this process": info.num_blocks})
+    for note in (*info.notes, kv_summary(info)):
+        report(note)
+    ready = make_target(config, loaded, allocate, report)
+    costs = StepCosts(ready.step_s, ready.draft_s) if needs_step_costs(config) else None
+    return UniExecutor(structs.replace(info, costs=costs), TargetRank(tp, ready.worker, ready.draft))
 
 
 def make_slots(config: EngineConfig, allocate: Allocate) -> SlotTable:

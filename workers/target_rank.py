@@ -1,7 +1,7 @@
 """One rank of the target group: its part of every round.
 
 A worker process of a group of T ranks and an engine in one process run the same code. In one process the group has
-one member and the draft is local (`workers.uni`).
+one member and the draft is local; `UniExecutor` adapts such a rank to the `Executor` protocol.
 """
 
 import time
@@ -9,7 +9,9 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from protos.draft import NO_DRAFT
-from protos.messages import RoundPlan, Row, Verdict
+from protos.interfaces import ALWAYS_UP, DraftService
+from protos.messages import RoundPlan, Row, Verdict, WorkerInfo
+from protos.stats import PhaseTimes
 from protos.worker_messages import RoundDone
 from workers.distributed.groups import Group
 from workers.draft.wire import broadcast_drafts
@@ -103,3 +105,49 @@ class TargetRank:
         new = iter(proposed.drafts)
         drafts = [next(new) if row.draft is None else row.draft for row in rows]
         return proposed._replace(drafts=self.worker.prune(rows, drafts))
+
+
+class UniExecutor:
+    """An `Executor` without other processes: there is none to wait for, to lose or to rebuild."""
+
+    def __init__(self, info: WorkerInfo, rank: TargetRank) -> None:
+        self.info, self.rank = info, rank
+        self._propose_s = self._score_s = self._verify_s = 0.0
+
+    @property
+    def drafting(self) -> DraftService:
+        """See `Executor`."""
+        return ALWAYS_UP
+
+    @property
+    def times(self) -> PhaseTimes:
+        """See `Executor`."""
+        return PhaseTimes(propose_s=self._propose_s, score_s=self._score_s, verify_s=self._verify_s)
+
+    def start(self) -> WorkerInfo:
+        """See `Executor`. Everything is loaded already."""
+        return self.info
+
+    def run(self, plan: RoundPlan) -> list[Verdict]:
+        """See `Executor`."""
+        done = self.rank.run(plan)
+        assert done is not None, "a group of one has a result"
+        self.rank.feed_back(plan, done)
+        self._add(done)
+        return list(done.verdicts)
+
+    def poll(self) -> None:
+        """See `Executor`."""
+
+    def rebuild(self, for_s: float) -> bool:
+        """See `Executor`."""
+        return True
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+        self.rank.close()
+
+    def _add(self, done: RoundDone) -> None:
+        self._propose_s += done.wait_s
+        self._score_s += done.score_s
+        self._verify_s += done.verify_s

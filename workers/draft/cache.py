@@ -92,7 +92,8 @@ class DraftCache:
         is_new = bool(self._joined[slot] != self.slots.joined[slot])
         if is_new:
             self._joined[slot] = self.slots.joined[slot]
-            self.waiting.clear(slot)
+            if self.needs != "none":
+                self.waiting.clear(slot)
             self._from[slot] = 0
             self.held[slot] = 0 if self.needs == "all" else self.validity.prefix(*self._table(slot))
         return is_new

@@ -1,7 +1,7 @@
 """The life of a worker process: report its place, load its part, warm up, and serve until told to stop.
 
 Whatever started the process calls `serve` with a `Port` to the controller; `protos.worker_messages` defines the
-messages. What the process runs are rounds: `workers.process.target_rank` and `workers.process.draft_rank`.
+messages. What the process runs are rounds: `workers.target_rank` and `workers.process.draft_rank`.
 """
 
 import logging
@@ -44,7 +44,7 @@ from workers.draft.receiver import DraftReceiver
 from workers.draft.remote import RemoteDraft
 from workers.draft.sender import DraftSender
 from workers.process.draft_rank import DraftRank
-from workers.process.target_rank import TargetRank
+from workers.target_rank import TargetRank
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,12 @@ from workers.distributed.groups import Solo
 from workers.draft.engine import DraftEngine
 from workers.draft.sampling import make_draft_sampler
 from workers.draft.worker import DraftWorker
-from workers.process.target_rank import TargetRank
 from workers.sampling.grammar_masks import GrammarMasks
 from workers.sampling.grammar_slots import LoadVocabulary, SlotGrammars
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
-from workers.uni import UniExecutor
+from workers.target_rank import TargetRank, UniExecutor
 from workers.verification.factory import make_acceptance_rule
 
 Table = npt.NDArray[np.float32]

@@ -28,8 +28,7 @@ from tests.support.exactness.statistics import Ints
 from tests.support.tree_proposer import random_tree
 from workers.distributed.groups import Solo
 from workers.draft.engine import DraftEngine
-from workers.process.target_rank import TargetRank
-from workers.uni import UniExecutor
+from workers.target_rank import TargetRank, UniExecutor
 
 NUM_SLOTS, BLOCK_SIZE, BUDGET = 12, 2, 64
 PREEMPTION, DEATH, FAILURE, LOSS, BLIND = 0.2, 0.05, 0.05, 0.02, 0.15

@@ -27,7 +27,7 @@ from workers.build import needs_step_costs
 from workers.draft import channel as pair
 from workers.draft import feature_channel as feature_pair
 from workers.draft.engine import DraftEngine
-from workers.uni import UniExecutor
+from workers.target_rank import UniExecutor
 
 HEADS = tuple(METHODS)
 Heads = dict[str, Path]
