@@ -67,7 +67,7 @@ def test_a_deadline_counts_while_a_request_waits(served: Served) -> None:
 
 
 def engine_with(**options: Any) -> AsyncEngine:
-    """Return a fake engine with options of its own."""
+    """Return a fake engine with *options* of `AsyncEngine`."""
     channel = ThreadChannel(lambda inbox, say: fake_engine.build(inbox, say, LONG))
     metrics = Metrics("fake")
     engine = AsyncEngine(channel, fake_engine.make_preprocessor, metrics, **options)

@@ -88,9 +88,9 @@ def test_mutual_tls(secured: Served, authority: Authority, tmp_path: Path) -> No
     stranger = Authority(tmp_path / "theirs", "theirs")
     assert asked_with(secured, grpc.ssl_channel_credentials(ca, *known.pair)) == expected("safe", 5)
     for wrong in (
-        grpc.ssl_channel_credentials(ca),  # no certificate of its own
+        grpc.ssl_channel_credentials(ca),  # no client certificate
         grpc.ssl_channel_credentials(ca, *stranger.sign("client").pair),
-        grpc.ssl_channel_credentials(stranger.cert.read_bytes(), *known.pair),  # does not know the server
+        grpc.ssl_channel_credentials(stranger.cert.read_bytes(), *known.pair),  # does not trust the server
     ):
         failure(lambda wrong=wrong: asked_with(secured, wrong), Code.UNAVAILABLE)
     with secured.stub() as plain:

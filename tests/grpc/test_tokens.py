@@ -1,4 +1,4 @@
-"""The same request over HTTP and over gRPC, answered by one model: the same tokens, whatever is asked of sampling."""
+"""The same requests over HTTP and gRPC to one model: the same tokens with all sampling parameters."""
 
 from collections.abc import Iterator
 from typing import Any

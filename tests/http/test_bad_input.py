@@ -26,7 +26,7 @@ FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 TELLING = re.compile(
     r"0x[0-9a-f]{6,}|/(home|root|usr|opt|tmp|work|etc)/|site-packages|Traceback|File \"|<class|object at|\.py\b"
 )
-"""What an error must never tell: addresses, paths, the inside of the program."""
+"""What an error must not contain: addresses, paths, internals of the program."""
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_a_request_id_cannot_split_headers(served: Guarded) -> None:
         assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
-# gRPC: the same rows, where the interface can say them
+# gRPC: the same rows as far as the interface has the fields
 
 
 def sampling(**fields: Any) -> pb.GenerateRequest:

@@ -1,4 +1,4 @@
-"""Calls that the model chooses to make, through the real client; the model says what the prompt tells it to."""
+"""Tool calls chosen by the model, through the OpenAI client; the fake model generates the text given in the prompt."""
 
 from collections.abc import Iterator
 from typing import Any

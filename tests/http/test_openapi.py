@@ -1,4 +1,4 @@
-"""The OpenAPI document against the server: whatever it permits, and much of what it does not, never a 5xx.
+"""The OpenAPI document against the server: valid and invalid requests never cause a 5xx.
 
 The requests are made by schemathesis out of the document, by the same rules for everybody.
 """
@@ -61,7 +61,7 @@ def test_every_answer_is_described(document: dict[str, Any]) -> None:
 
 
 def drive(served: Guarded, document: dict[str, Any], method: str, path: str, num_examples: int) -> None:
-    """Ask what the document allows, and for bodies what it does not; then the engine lives and holds nothing."""
+    """Send valid requests and invalid bodies; afterwards the engine is alive and holds no blocks."""
     operation = schemathesis.openapi.from_dict(document)[path][method]
     modes = [GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if method == "POST" else [])]
     quietly = settings(

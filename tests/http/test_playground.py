@@ -62,7 +62,7 @@ def test_nothing_external_and_nothing_inline() -> None:
     for path in FOLDER.iterdir():
         text = path.read_text(encoding="utf-8").replace('xmlns="http://www.w3.org/2000/svg"', "")
         assert not re.search(r"(?:https?:)?//[\w-]+\.", text), path.name
-        assert "innerHTML" not in text, "what a model says is text, never markup"
+        assert "innerHTML" not in text, "model output is text, never markup"
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", page)
 
@@ -108,7 +108,7 @@ def test_a_streamed_coloured_answer_with_speculation_on_and_off(page: Any, tmp_p
         )
         assert green != amber
         figures = page.locator(".answer").first.locator("[data-figure=rate]").inner_text()
-        assert figures == "48 %"  # the last steps may only guess what still fits
+        assert figures == "48 %"  # the last steps draft only what still fits
         assert page.locator(".answer").first.locator(".bars div").count() == 4
         on.locator(".token.accepted").first.hover()
         assert "drafted, accepted; 2 of 4 draft tokens accepted" in page.locator("#hint").inner_text()

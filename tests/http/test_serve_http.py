@@ -1,4 +1,4 @@
-"""`slipstream serve` as a process: ready, signals, and what it leaves behind (nothing)."""
+"""`slipstream serve` as a process: readiness, signals, and no leaked processes."""
 
 import contextlib
 import signal

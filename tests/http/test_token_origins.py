@@ -1,4 +1,4 @@
-"""Where tokens came from: what each step's tokens are called, and what is told of them over HTTP."""
+"""Origins of tokens: the origin of each step's tokens, and their fields over HTTP."""
 
 import asyncio
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def test_each_choice_counts_its_own_steps() -> None:
 
 
 async def ask(*bodies: dict[str, Any]) -> list[httpx.Response]:
-    """Ask a fake engine that drafts four tokens, of which it accepts two."""
+    """Query a fake engine that drafts four tokens and accepts two."""
     engine = local_engine(speculative=SpeculativeConfig("fake", num_speculative_tokens=4))
     await engine.start()
     assert engine.metrics is not None

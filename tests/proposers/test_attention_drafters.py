@@ -44,7 +44,7 @@ def eagle_behind(made: World, weights: Weights, layers: int = 1) -> Behind:
     def behind(slot: int, drafted: Drafted) -> torch.Tensor:
         tokens, given = made.texts[slot][1:] + drafted, made.features[slot]
         states = given
-        while True:  # one guess of a state after another, each computed over everything
+        while True:  # one draft state after another, each computed over the whole text
             count = len(states)
             h = linear(weights, "fc", torch.cat([made.embedding[tokens[:count]], states], -1))
             for i in range(layers):
@@ -86,7 +86,7 @@ def test_eagle_2_grows_the_tree_of_best_scores() -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """An EAGLE-3 checkpoint: where its norms are, and what it brings."""
+    """An EAGLE-3 checkpoint: the places of its norms, and its optional tensors."""
 
     config: dict[str, Any] = field(default_factory=dict)
     layers: int = 1

@@ -1,4 +1,4 @@
-"""Every proposer that needs a draft worker, as one suite: whoever guesses, and however, the target says the same.
+"""Every proposer on a draft worker, as one suite: the target's tokens are the same with all of them.
 
 A new proposer is one entry in `CASES`: its name, what writes a checkpoint of it for a tiny target, and the options that
 make it draft chains and trees.
@@ -24,7 +24,7 @@ from tests.support.identity import generate
 from tests.support.models import synthetic, synthetic_layers, tiny_models
 
 VOCAB = 23
-"""So few that random guesses are right now and then, and no number that two ranks could divide."""
+"""So few ids that random drafts are sometimes right; two ranks cannot divide the number."""
 ROOM: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 400}
 Options = dict[str, Any]
 Outputs = dict[str, list[int]]
@@ -38,9 +38,9 @@ class Case:
         name: of the case.
         method: as users call it.
         write: puts a checkpoint of it for a target's folder into another folder; None: it is in the target's.
-        shapes: by name, what is asked of `speculative_config`.
+        shapes: keys of `speculative_config` by name.
         family: of the target.
-        target: what the target has besides.
+        target: further config of the target.
         make: writes the target.
     """
 
@@ -65,7 +65,7 @@ def as_speculators_writes(target: Path, folder: Path) -> Path:
 
 
 def mimo(family: str, folder: Path, **options: Any) -> Path:
-    """A target as MiMo's: it calls itself so, and names code of its own, which is never run."""
+    """A target like MiMo's, whose config names remote code, which is never run."""
     synthetic_layers.with_mtp(family, folder, **options)
     config = synthetic.config_of(folder)
     code = {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM", "AutoConfig": "configuration_mimo.MiMoConfig"}
@@ -107,7 +107,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> "Folders":
 
 
 class Folders:
-    """Targets by family, what they say without speculation, and drafts by case; each made when first asked for."""
+    """Targets by family, their outputs without speculation, and drafts by case; each built on first use."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -128,7 +128,7 @@ class Folders:
         return case.write(self.of(case), self.root / f"draft-{name}") if case.write else None
 
     def _plain(self, target: Path) -> Outputs:
-        """What every run must say."""
+        """Return the expected outputs of every run."""
         engine = started(target, None)
         engine.put(*requests())
         outputs = engine.finish()
@@ -137,7 +137,7 @@ class Folders:
         return outputs
 
     def speculative(self, case: Case, **options: Any) -> Options:
-        """What is asked of `speculative_config`."""
+        """Return the `speculative_config`."""
         draft = self.draft(case.name)
         return {"method": case.method, **({"model": str(draft)} if draft else {}), **options}
 
@@ -147,7 +147,7 @@ def test_every_method_of_a_draft_worker_is_among_the_cases() -> None:
 
 
 def requests() -> list[Request]:
-    """Greedy and seeded rows by turns, some with penalties; prompts of unlike lengths, some that share a start."""
+    """Return greedy and seeded requests by turns, some with penalties; prompt lengths differ, some share a prefix."""
     shared = [3 + 7 * i % 20 for i in range(9)]
     return [
         Request(
@@ -264,7 +264,7 @@ def test_on_a_worker_group_beside_the_first_rank(
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "shape"), SHAPED)
 def test_on_ray(case: Case, shape: str, folders: Folders, ray_cluster: Any) -> None:
-    """The whole engine: two ranks and a draft, each a process of its own."""
+    """The whole engine: two ranks and a draft, in separate processes."""
     rows = requests()
     params = [
         SamplingParams(

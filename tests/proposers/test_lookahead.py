@@ -1,4 +1,4 @@
-"""Lookahead decoding against simulated targets: its window, its pool, and that what it says comes true."""
+"""Lookahead decoding against simulated targets: its window, its pool, and accepted drafts."""
 
 import random
 
@@ -22,7 +22,7 @@ def path_to(draft: Draft, node: int) -> list[int]:
 
 
 class Target:
-    """A language with a memory of `order` tokens, which says the same behind the same."""
+    """A deterministic language: each token depends on the last `order` tokens."""
 
     def __init__(self, order: int, size: int = 40) -> None:
         self.order, self.size = order, size
@@ -31,7 +31,7 @@ class Target:
         return random.Random(hash(tuple(text[-self.order :]))).randrange(self.size)
 
     def run(self, text: list[int], draft: Draft) -> tuple[list[int], list[int]]:
-        """Return new tokens and what is said behind the probes, as the target worker does."""
+        """Return new tokens and the tokens after the probes, as the target worker does."""
         y = [self.after(text), *(self.after(text + path_to(draft, node)) for node in range(len(draft)))]
         path = accept_without_probes(draft, y)
         probed = [y[1 + node] for node, probe in enumerate(draft.probes) if probe]
@@ -56,7 +56,7 @@ def test_the_window_grows_to_its_levels_and_moves_with_the_text() -> None:
     said, probed = target.run(text, draft)
     state.learn(len(said), probed)
     text += said
-    # A token further on: the first column is behind us, and of each line one entry is unknown.
+    # One token later: the first column is past, and one entry of each line is unknown.
     assert state.levels[0][:2] == first[1:]
     assert state.levels[1][:2] == [target.after([token]) for token in first[1:]]
     assert [len(level) for level in state.levels] == [3, 3]

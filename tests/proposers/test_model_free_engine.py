@@ -1,4 +1,4 @@
-"""Model-free proposers in an engine, on the demo target: whoever guesses, the tokens are those without guesses."""
+"""Model-free proposers in an engine, on the demo target: the tokens are those without drafts."""
 
 import json
 from functools import cache
@@ -67,7 +67,7 @@ def store(demo_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def off(demo_pair: ModelPair) -> dict[float, identity.Run]:
-    """What is said without speculation."""
+    """The outputs without speculation."""
     runs = {t: identity.generate(demo_pair.target, prompts(demo_pair.target), params(t)) for t in (0.0, 0.7)}
     assert all(run.proposed == 0 for run in runs.values())
     return runs
@@ -101,7 +101,7 @@ def engine(pair: ModelPair, keys: dict[str, Any], **arguments: Any) -> LLM:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_it_says_the_same(name: str, demo_pair: ModelPair, store: Path, off: dict[float, identity.Run]) -> None:
-    """Greedy and seeded, many at once and one at a time; the second pass finds what was said in the first."""
+    """Greedy and seeded, many at once and one at a time; the second pass finds the answers of the first."""
     with engine(demo_pair, keys_of(name, demo_pair, store)) as llm:
         for temperature, wanted in off.items():
             run = identity.collect(llm, prompts(demo_pair.target), params(temperature))
@@ -140,7 +140,7 @@ def test_it_says_the_same_when_it_goes_off_and_on_again(
 
 
 def test_in_a_cascade_both_supply_drafts(demo_pair: ModelPair, store: Path) -> None:
-    """More is proposed than by suffix alone, which leaves rows without a guess; the rest is the draft model's."""
+    """More is proposed than by suffix alone, which leaves rows without a draft; the draft model fills them."""
     one = {"num_speculative_tokens": 4}
     shares = []
     for name in ("suffix", "cascade with a draft"):

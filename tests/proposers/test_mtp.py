@@ -76,7 +76,7 @@ class Written:
         return DenseRunner(MtpProposer.build(CONFIG, parts), texts, self.noise)
 
     def behind(self, slot: int, drafted: Drafted) -> torch.Tensor:
-        """Return the logits behind *drafted*: head k modulo n makes guess k, from states that head k - 1 made."""
+        """Return the logits after *drafted*: head k modulo n makes draft token k, from the states of head k - 1."""
         tokens, states, heads = self.texts[slot][1:] + drafted, self.features[slot], len(self.model.model.layers)
         for step in range(len(drafted) + 1):
             index = step % (heads - self.first)

@@ -75,7 +75,7 @@ number = 3
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder on the import path with modules that are nobody's but the user's."""
+    """A folder on the import path with the user's modules."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "my_guesses.py").write_text(OWN)
     (folder / "my_broken.py").write_text("raise RuntimeError('not today')")
@@ -88,7 +88,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """So few ids that random guesses are right now and then."""
+    """So few ids that random drafts are sometimes right."""
     return tiny_models.build("llama", tmp_path_factory.mktemp("models") / "target", vocab_size=23)
 
 

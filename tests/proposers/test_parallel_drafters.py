@@ -32,7 +32,7 @@ D = H // HEADS
 
 
 def assert_drafts(proposer: Any, made: World, logits_KV: Any, rows: list[DraftRow] = ROWS) -> None:
-    """`logits_KV(slot, k)` are those behind the places of k guesses."""
+    """`logits_KV(slot, k)` are the logits of k draft positions."""
     for row, draft in zip(rows, proposer.propose(rows), strict=True):
         log_q = logits_KV(row.slot, row.k).log_softmax(-1) + made.noise[row.slot, : row.k]
         assert list(draft.tokens) == log_q.argmax(-1).tolist()
@@ -125,7 +125,7 @@ def dflash_block(
     *,
     sees_block: torch.Tensor,
 ) -> torch.Tensor:
-    """Return states behind the last norm of each place of the block: keys and values of context come first."""
+    """Return states after the last norm at each position of the block: keys and values of context come first."""
     context = rms(linear(weights, "fc", made.features[slot]), weights["hidden_norm.weight"])
     known = len(context)
     positions = list(range(known + len(block)))

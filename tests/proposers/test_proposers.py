@@ -1,4 +1,4 @@
-"""Every proposer of the registry obeys the protocol; each one's guesses equal a straightforward computation."""
+"""Every proposer of the registry obeys the protocol; each one's drafts equal a straightforward computation."""
 
 import random
 

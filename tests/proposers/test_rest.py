@@ -23,7 +23,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=
 
 
 def places_of(texts: list[list[int]], context: list[int], size: int) -> list[list[int]]:
-    """What follows each place behind which the last *size* tokens of *context* stand."""
+    """Return the continuation of each occurrence of the last *size* tokens of *context*."""
     return [text[end:] for text in texts for end in range(size, len(text)) if text[end - size : end] == context[-size:]]
 
 
@@ -66,7 +66,7 @@ def test_the_best_nodes_of_all_continuations_are_the_draft(tmp_path: Path) -> No
     texts = [[1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 6], [1, 2, 7], [9, 2, 8, 8]]
     rest = proposer(tmp_path, texts)
     [draft, short, none] = rest.propose([DraftRow(0, 4, [5, 1, 2]), DraftRow(1, 1, [5, 1, 2]), DraftRow(2, 4, [1, 5])])
-    # Behind "1 2" stand 3 twice and 7 once, behind "3" 4 twice.
+    # "1 2" is followed by 3 twice and by 7 once, "3" by 4 twice.
     nodes = set(zip(draft.tokens, draft.parents, strict=True))
     assert draft.tokens[:2] == (3, 4)
     assert {(3, -1), (4, 0), (7, -1)} <= nodes

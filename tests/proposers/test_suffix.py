@@ -134,7 +134,7 @@ def editing(rng: random.Random) -> tuple[list[int], list[int]]:
 
 
 def tokens_a_round(proposer: NgramProposer | SuffixProposer, prompt: list[int], answer: list[int], k: int) -> float:
-    """How many tokens of *answer* a round yields, if it is what the target says."""
+    """Return the number of tokens per round if the target generates *answer*."""
     proposer.begin(1, request(prompt))
     for _ in range(3):
         proposer.prepare()

@@ -66,7 +66,7 @@ def requests(tokens: int) -> list[Request]:
 
 
 class Told:
-    """Everything that an engine said of each request."""
+    """Run an engine; return all outputs of each request."""
 
     def __init__(self, engine: Engine, asked: Sequence[Request]) -> None:
         self.asked = asked
@@ -92,7 +92,7 @@ class Told:
 
 
 def alone(model: Path, proposer: TreeProposer | None, **arguments: Any) -> Engine:
-    """An engine in this process, with a proposer beside the controller, or with the target's twin as its draft."""
+    """An engine in this process, with a proposer in the controller, or with a copy of the target as its draft."""
     speculative: dict[str, Any] | None = None if proposer is None else NGRAM
     if isinstance(proposer, WorkerTreeProposer):
         speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": K}
@@ -103,7 +103,7 @@ def alone(model: Path, proposer: TreeProposer | None, **arguments: Any) -> Engin
 
 @contextmanager
 def planted(proposer: TreeProposer | None) -> Iterator[None]:
-    """Let engines that are built meanwhile get this proposer instead of the one they ask for."""
+    """Replace the proposer of engines built within this block."""
 
     def on_worker(_config: Any, runner: DraftWorker) -> TreeProposer | None:
         if isinstance(proposer, WorkerTreeProposer):

@@ -83,7 +83,7 @@ def test_positions_are_depths_and_probes_are_no_draft_tokens_in_the_counts() -> 
 
 
 def table(ks: list[int]) -> tuple[SlotTable, list[Row]]:
-    """Slots with a known text each, and rows that want *ks* guesses."""
+    """Return slots with a known text each, and rows with *ks* draft tokens."""
     slots = SlotTable(len(ks), 32, 4)
     news = [NewSequence(slot, (1, 2, 3), 3, Sampling(seed=0), slot + 1) for slot in range(len(ks))]
     rows = [Row(slot, 0, 3, 3, k) for slot, k in enumerate(ks)]

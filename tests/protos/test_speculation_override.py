@@ -1,4 +1,4 @@
-"""What one request may choose of the speculation that is loaded: fewer guesses, one method, none."""
+"""Overrides of speculation by a request: fewer draft tokens, one method, none."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ PLAIN = WorkerInfo(32, 4, 64, 10)
 
 
 class Always:
-    """Guesses one token, over and over."""
+    """Proposes the same token repeatedly."""
 
     on_worker = False
 
@@ -40,7 +40,7 @@ def asked(wish: SpeculationOverride, info: WorkerInfo = LOADED) -> Request:
 
 
 def planned(request: Request, info: WorkerInfo = LOADED, *, k: int = 4) -> tuple[int, tuple[int, ...] | None]:
-    """Return K and the draft of the request's first round, with `ngram` guessing 7 and `suffix` 8."""
+    """Return K and the draft of the request's first round, with `ngram` proposing 7 and `suffix` 8."""
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(), info, proposers=[Always(7), Always(8)])
     scheduler.admit([request])
     config = SpeculativeConfig(method=("ngram", "suffix", "draft_model"), num_speculative_tokens=k)
@@ -73,7 +73,7 @@ def test_a_method_beside_the_controller_leaves_nothing_to_the_worker() -> None:
 
 
 class Silent(Always):
-    """Never has a guess."""
+    """Never proposes a token."""
 
     def __init__(self) -> None:
         super().__init__(0)

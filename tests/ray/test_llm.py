@@ -35,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def undisturbed(pair: Pair) -> Texts:
-    """What `uni` says without speculation."""
+    """The outputs of `uni` without speculation."""
     with LLM(str(pair.target), **SMALL) as llm:
         return ids_of(llm)
 
@@ -77,7 +77,7 @@ Start = Callable[..., Running]
 
 @pytest.fixture
 def start(gives_back: None, pair: Pair) -> Iterator[Start]:
-    """Start engines with a draft, two target ranks where nothing else is said; they end with the test."""
+    """Start engines with a draft, by default with two target ranks; they end with the test."""
     started: list[Running] = []
 
     def start(body: str = BODY, **arguments: Any) -> Running:
@@ -229,4 +229,4 @@ def test_a_draft_that_is_late_in_every_round(start: Start, undisturbed: Texts) -
     running = start("tests.support.distributed.bodies:slow_draft")
     assert running.stream() == undisturbed
     running.until(lambda: running.changes("late") > 0)
-    assert running.changes("late") <= 3  # told once an outage, not once a round
+    assert running.changes("late") <= 3  # reported once per outage, not per round

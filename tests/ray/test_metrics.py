@@ -16,7 +16,7 @@ LABELS = ("model_name", "engine")
 
 @dataclass
 class Noted:
-    """A gauge that remembers what it was set to."""
+    """A gauge that records its values."""
 
     labels: tuple[str, ...]
     values: dict[tuple[str, ...], float] = field(default_factory=dict)

@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Said:
-    """What one process says without speculation."""
+    """The outputs of one process without speculation."""
 
     outputs: list[list[int]]
     streamed: list[int]
@@ -46,12 +46,12 @@ def undisturbed(models: dict[str, str]) -> Said:
 
 
 def on_nodes(order: dict[str, Any]) -> dict[str, Any]:
-    """Let a process of its own carry out *order*; return what it answers. It must leave nobody behind."""
+    """Run *order* in a separate process; return its results. It must leave no process running."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLIPSTREAM_TEST": f"{os.getpid()}"}
     command = [sys.executable, "-m", "tests.support.distributed.ray_nodes", json.dumps(order)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    wait_until(lambda: not left_behind(environment["SLIPSTREAM_TEST"]), what="processes left behind")
+    wait_until(lambda: not left_behind(environment["SLIPSTREAM_TEST"]), what="leaked processes")
     answer: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
     return answer
 
@@ -104,4 +104,4 @@ def test_targets_whose_node_died_are_waited_for_and_then_it_is_an_error(models: 
 def test_the_node_of_the_controller_takes_the_engine_with_it(models: dict[str, str]) -> None:
     answer = on_nodes({"what": "lose", "who": "controller", **SPREAD_OUT, **models})
     assert answer["error"] == "EngineDeadError", answer
-    assert answer["seconds"] < HANG_S  # Ray itself takes about 2 s to tell that a node is gone
+    assert answer["seconds"] < HANG_S  # Ray takes about 2 s to report that a node is gone

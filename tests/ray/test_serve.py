@@ -1,4 +1,4 @@
-"""`slipstream serve` with its controller on Ray: it answers, stops when told, and ends badly when its engine does."""
+"""`slipstream serve` with its controller on Ray: it answers, stops on request, and fails if its engine dies."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(ray_cluster: Any, model: Path) -> Iterator[Running]:
-    """Two target ranks behind HTTP; afterwards their places are free again."""
+    """Serve two target ranks over HTTP; afterwards their resources are free again."""
     free = available_resources()["GPU"]
     command = [sys.executable, "-m", "slipstream", "serve", str(model), "-tp", "2", "--port", "0", *FLAGS]
     address = ray_cluster.get_runtime_context().gcs_address

@@ -201,7 +201,7 @@ ray._private.services.get_node = stumble
 
 
 def joining(before: str = "", **variables: str) -> list[str]:
-    """Return what a process that cannot join says on stderr."""
+    """Return the stderr of a process that cannot join."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, "-W", "error", "-c", before + JOIN]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

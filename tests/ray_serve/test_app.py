@@ -131,7 +131,7 @@ def test_the_device_must_be_said_where_there_is_no_cluster_to_ask(monkeypatch: p
 
 
 def test_serve_takes_what_the_command_takes() -> None:
-    """But for where to listen, which is Serve's, and how long to drain, which has a name of its own here."""
+    """Except addresses, which belong to Serve, and the drain time, which has another name here."""
     from typer.main import get_command
 
     from cluster.cli.main import app
@@ -191,7 +191,7 @@ def test_only_a_controller_that_is_gone_or_silent_is_unhealthy() -> None:
 
 
 class Call:
-    """The part of a gRPC call on Serve that tells who calls."""
+    """A gRPC call on Serve with its metadata."""
 
     def __init__(self, **metadata: str) -> None:
         self._metadata = metadata

@@ -67,7 +67,7 @@ def adapted(text: str, models: tuple[Path, Path] | None = None) -> str:
 
 
 def run(text: str) -> dict[str, Any]:
-    """Run a snippet; return what it defined."""
+    """Run a snippet; return its variables."""
     names: dict[str, Any] = {}
     exec(compile(text, "snippet", "exec"), names)
     return names
@@ -146,7 +146,7 @@ def test_snippets_with_heads_run(
     llama_pair: tuple[Path, Path],
     tmp_path: Path,
 ) -> None:
-    """Four target ranks and a draft worker, as they ask for; the checkpoints are tiny ones in their public formats."""
+    """With four target ranks and a draft worker as in the snippets; tiny checkpoints in their public formats."""
     target, _ = llama_pair
     names = run(adapted(snippet, (target, write(target).write(tmp_path / "heads"))))
     assert names["llm"].config.parallel.tensor_parallel_size == 4
@@ -156,7 +156,7 @@ def test_snippets_with_heads_run(
 
 @pytest.mark.parametrize("name", HEADS)
 def test_snippets_with_heads_and_histories_are_understood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their checkpoints are out of reach, so what the engine would be built from is looked at; no name tells K."""
+    """Their checkpoints are not available, so only the parsed config is checked; K is not part of any name."""
     snippet, wanted = HEADS[name]
     built: list[EngineConfig] = []
 
@@ -211,7 +211,7 @@ def test_several_devices_parse() -> None:
 
 @contextlib.contextmanager
 def served(command: str) -> Iterator[None]:
-    """Run *command* from when it says it is ready; stop it afterwards."""
+    """Start *command*, wait until it is ready, and stop it afterwards."""
     _, *arguments = shlex.split(command.replace("\\\n", " "))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-m", "slipstream", *arguments]

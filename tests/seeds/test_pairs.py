@@ -43,7 +43,7 @@ def shapes_of(base: str, layers: int | None = None) -> dict[str, Shape]:
     return {name: tuple(weight.shape) for name, weight in model_of(base, layers).named_parameters()}
 
 
-# What a rank has of a weight, told without the code that cuts: by its name, and the heads of its model.
+# A rank's share of a weight, independent of the code that cuts: by its name and the model's heads.
 COLUMNS = re.compile(r"\.(q_proj|gate_proj|up_proj|fc1|c_fc|q_b_proj|kv_b_proj)\.(weight|bias)$")
 ROWS = re.compile(r"(\.(o_proj|out_proj|down_proj|fc2)|attn\.c_proj|mlp\.c_proj)\.weight$")
 KEYS = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
@@ -103,7 +103,7 @@ def test_sizes_are_the_published_ones() -> None:
 
 
 def check_slices(base: str, ranks: int, layers: int | None = None) -> None:
-    """Every rank holds of every tensor what it should, and together they hold all of it."""
+    """Check that every rank holds its share of every tensor, and that together they hold all of it."""
     if not divides(base, ranks):
         with pytest.raises(ModelError, match=rf"{ranks} ranks can.* evenly"):
             cuts_of(base, 0, ranks, layers)

@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def speculation(folders: Folders, method: str) -> Options:
-    """What is asked of `speculative_config`."""
+    """Return the `speculative_config`."""
     name, _, shape = method.partition(" ")
     looked_up = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if name == "ngram" else {}
     models = {"draft_model": {"model": str(folders["draft"])}, "eagle3": {"model": str(folders["eagle3"])}}
@@ -50,7 +50,7 @@ def speculation(folders: Folders, method: str) -> Options:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request; *form* names what it must be like, if anything."""
+    """Return a request; *form* names its structured output, if any."""
 
     prompt: str
     form: str | None
@@ -64,7 +64,7 @@ def wish(number: int, form: str | None, **options: Any) -> Ask:
 
 
 def wishes() -> list[Ask]:
-    """Every form, drawn, greedy and penalised, beside requests that have none."""
+    """Return requests of every form, sampled, greedy and with penalties, and some without a form."""
     kinds = ({}, {"temperature": 0.0, "max_tokens": 30}, PENALISED)
     return [wish(i, form, **kinds[i % 3]) for i, form in enumerate((*FORMS, None) * 2)]
 
@@ -89,7 +89,7 @@ def finish(engine: Engine) -> Answers:
 
 @pytest.fixture(scope="module")
 def plain(folders: Folders) -> Answers:
-    """What every run must say: in the form that was asked for, wherever it came to an end."""
+    """The expected outputs of every run, each in its form if it is complete."""
     engine = started(folders, None)
     engine.put(*requests(engine, wishes()))
     found = finish(engine)

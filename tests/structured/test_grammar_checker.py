@@ -13,7 +13,7 @@ from protos.structured import StructuredOutputsParams
 from runtime.text.grammar_validator import GrammarChecker, GrammarLimits
 from tests.support.structured import EOS, FORMS, tokenizer, vocab_size
 
-# And what can be asked, but means nothing.
+# Valid parameters with meaningless grammars.
 MEANINGLESS: dict[str, tuple[dict[str, Any], str]] = {
     "an open bracket": ({"regex": "a("}, "unclosed group"),
     "a look-around": ({"regex": "(?=a)b"}, "look-around"),
@@ -79,7 +79,7 @@ def test_a_process_that_dies_is_replaced() -> None:
     checker = GrammarChecker(tokenizer(), vocab_size(), (EOS,))
     checker.check(EASY)
     assert checker._process is not None
-    os.kill(checker._process._popen.pid, signal.SIGSTOP)  # so that it is dead while somebody waits for it
+    os.kill(checker._process._popen.pid, signal.SIGSTOP)  # so that it dies while a caller waits
     threading.Timer(0.3, checker._process._popen.kill).start()
     with pytest.raises(InvalidRequestError, match="too complex"):
         checker.check(Grammar("regex", "c+"))

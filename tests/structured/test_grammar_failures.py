@@ -55,7 +55,7 @@ def test_who_is_too_slow_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Brittle:
-    """Follows a sequence, but not behind what a guess says: there it fails, or does not come back."""
+    """A matcher that fails or hangs after draft tokens."""
 
     def __init__(self, name: str, done: "threading.Event | None" = None) -> None:
         self._follower, self._done = fresh(name), done
@@ -100,7 +100,7 @@ def test_what_a_draft_token_leads_to_fails_no_request(
     assert -1 not in roots
     assert chosen[1] == -1 or prunes
     assert grammars.reason(0) is None
-    assert [*sampler.prune(rows, [guess, Draft(())])] == [Draft(()), Draft(())], "it is asked about no more guesses"
+    assert [*sampler.prune(rows, [guess, Draft(())])] == [Draft(()), Draft(())], "it gets no more draft tokens"
     assert sampler.sample(logits_NV[:1], np.array([0]), np.array([2])).tolist() == roots[:1]
 
 

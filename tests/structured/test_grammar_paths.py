@@ -131,7 +131,7 @@ def test_a_draft_is_sampled_as_token_by_token(names: list[str | None], seed: int
     for _ in range(3):
         drafts = [a_draft(true, dice) for true in truth]
         for draft, emitted, true in zip(drafts, judged(drafting, drafts), truth, strict=True):
-            end = min(len(emitted), len(true))  # what lies behind the end is nobody's
+            end = min(len(emitted), len(true))  # tokens after the end are undefined
             assert emitted[:end] == true[:end], draft
             assert end
 

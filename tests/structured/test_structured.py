@@ -30,7 +30,7 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
-# What is asked, and what the refusal says.
+# Parameters, and words of the error.
 UNASKABLE: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "exactly one of json, regex, choice, grammar, json_object must be given, got none"),
     "two things": ({"json": {}, "regex": "a"}, "got json and regex"),
@@ -70,7 +70,7 @@ def test_what_cannot_be_asked(case: str) -> None:
 EASY = Grammar("regex", "b+")
 
 
-# The ways to ask.
+# Ways to request a form.
 
 
 VERDICT = pydantic.create_model("Verdict", answer=(str, ...))

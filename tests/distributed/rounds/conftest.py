@@ -33,7 +33,7 @@ def _quick_turns() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain(models: Models) -> dict[str, list[int]]:
-    """What every run must say."""
+    """The expected outputs of every run."""
     return outputs_without_drafts(models)
 
 

@@ -63,7 +63,7 @@ def test_every_route_but_health_needs_a_key(locked: Guarded) -> None:
         for method in ("GET", "POST"):
             answer = locked.client.request(method, locked.url + path.replace("{name}", "x").replace("{name:path}", "x"))
             assert answer.status_code == 401, (method, path)
-            scheme = "Basic" if (method, path) == ("GET", "/") else "Bearer"  # a browser must be able to ask
+            scheme = "Basic" if (method, path) == ("GET", "/") else "Bearer"  # so that a browser prompts for the key
             assert answer.headers["www-authenticate"].startswith(scheme)
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.json()["error"]["type"] == "authentication_error"

@@ -15,7 +15,7 @@ PACKET = 1024
 
 
 def sizes(served: Guarded, prompt: str, length: int = 40) -> np.ndarray:
-    """Return the sizes of a stream's pieces as they come, in order, with zeros behind them."""
+    """Return the sizes of a stream's chunks in order, padded with zeros."""
     found = np.zeros(length)
     body = {"prompt": prompt, "max_tokens": 48, "stream": True}
     with served.client.stream("POST", "/v1/completions", json=body) as response:
@@ -25,7 +25,7 @@ def sizes(served: Guarded, prompt: str, length: int = 40) -> np.ndarray:
 
 
 def accuracy(served: Guarded) -> float:
-    """Return how often a nearest-centroid classifier tells the prompt from the sizes alone."""
+    """Return the accuracy of a nearest-centroid classifier of prompts by sizes alone."""
     prompts = [f"prompt number {i} says" for i in range(NUM_PROMPTS)]
     centroids = np.array([np.mean([sizes(served, prompt) for _ in range(NUM_TRAINED)], axis=0) for prompt in prompts])
     right = 0

@@ -64,7 +64,7 @@ def test_a_reader_too_slow_loses_its_stream() -> None:
         first = await anext(stream)
         assert first.output.token_ids
         await asyncio.sleep(0.5)
-        await settled(engine)  # aborted although nobody looked
+        await settled(engine)  # aborted without a read
         with pytest.raises(SlowReaderError, match="limit is 200"):
             async for _ in stream:
                 pass

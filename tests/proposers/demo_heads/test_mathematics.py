@@ -51,7 +51,7 @@ def test_a_loss_in_slices_is_the_loss_and_has_its_gradient(monkeypatch: pytest.M
 def dense_layer(
     weights: dict[str, torch.Tensor], prefix: str, x_TW: torch.Tensor, residual_TH: torch.Tensor, config: Any
 ) -> torch.Tensor:
-    """One layer over whole sequences, for the state behind the last entry."""
+    """Run one layer over whole sequences; return the state after the last entry."""
     sees = published.causal(len(x_TW))
     attended = published.attention(
         weights,
@@ -106,7 +106,7 @@ def test_chains_after_anchors_are_what_a_draft_computes_one_step_after_another(
 
 
 def test_flat_heads_compute_what_was_published(teacher: Teacher, lesson: Lesson) -> None:
-    """Hydra's second head, the MLP speculator's third guess, ReDrafter's second: by their formulas."""
+    """Hydra's second head, the MLP speculator's third draft token, ReDrafter's second: by their formulas."""
     hydra, mlp, recurrent = (
         shaken(make(teacher, depth=3))
         for make in (  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_agreement_counts_drafts_that_are_right_from_their_start(teacher: Teacher) -> None:
-    """By a head that is right but in its second guess, behind every anchor whose token there is odd."""
+    """With a head that is wrong only in its second draft token, at anchors where that token is odd."""
 
     class Knowing(heads_eagle.Eagle1):
         def best(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_shipped_heads_are_small() -> None:
 
 
 def test_shipped_eagle3_is_right_more_often_than_the_mlp_speculator_and_a_repeater() -> None:
-    """On a text that was held out: the share of first guesses that are what the target says, teacher forced."""
+    """On held-out text: the share of first draft tokens equal to the target's, teacher forced."""
     folder = demo.pair()[0]
     teacher = Teacher(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     ids_BL = heldout_ids(folder)

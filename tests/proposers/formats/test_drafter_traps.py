@@ -72,7 +72,7 @@ def test_eagle_3_reads_the_embedding_before_the_state() -> None:
     made, variant = world(3 * H), VARIANTS["as published"]
     weights = variant.tensors()
     blind = dict(weights)
-    for name in "qkv":  # the half that reads embeddings; those are then seen by nobody
+    for name in "qkv":  # the half that reads embeddings; they are then unused
         blind[f"midlayer.self_attn.{name}_proj.weight"] = weights[f"midlayer.self_attn.{name}_proj.weight"].clone()
         blind[f"midlayer.self_attn.{name}_proj.weight"][:, :H] = 0.0
     drafts = eagle3_drafts(made, blind, variant)

@@ -47,7 +47,7 @@ def test_medusa_truncated_vocabulary(target: Path) -> None:
 
 
 def test_medusa_heads_that_are_there_count_whatever_the_config_says(target: Path) -> None:
-    """Published configs say 2 where there are 5."""
+    """Published configs have 2 although there are 5."""
     assert opened(synthetic.medusa(target, heads=5).having(medusa_num_heads=2), target)[0].num_heads == 5
     with pytest.raises(ModelError, match=r"blocks\.5\.0\.weight should be \[32, 32\].*no such tensor"):
         opened(synthetic.medusa(target, heads=5).having(medusa_num_heads=6), target)

@@ -31,7 +31,7 @@ def served(folder: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, str]:
-    """What the demo pair says to each prompt, in one process and without Ray."""
+    """The demo pair's answer to each prompt, in one process and without Ray."""
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
     with LLM(enforce_eager=True, num_gpu_blocks_override=1024, speculative_config=None) as llm:
         results = llm.generate(PROMPTS, params, use_tqdm=False)

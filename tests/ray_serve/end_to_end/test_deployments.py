@@ -38,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def group_config(made: Cluster, pair: tuple[Path, Path]) -> dict[str, Any]:
-    """Return a config of one replica: two target ranks and a draft, each in a bundle of its own."""
+    """Return a config of one replica: two target ranks and a draft, each in its own bundle."""
     draft = {"model": str(pair[1]), "num_speculative_tokens": 3, "placement": "dedicated"}
     return one_replica(
         made,
@@ -102,7 +102,7 @@ def streamed_with(url: str, prompt: str, began: Callable[[], None], **fields: An
 
 
 def one_replica(made: Cluster, **arguments: Any) -> dict[str, Any]:
-    """Return the shipped config with one replica of its own arguments."""
+    """Return the shipped config with one replica and *arguments*."""
     config = on_ports_of(made, load(DEPLOY / "serve" / "config.yaml"))
     (application,) = config["applications"]
     deployments = [{**application["deployments"][0], "num_replicas": 1}]
@@ -204,7 +204,7 @@ def test_serve_run_serves_until_it_is_told_to_stop(served: Cluster) -> None:
 
 
 def test_the_lines_of_cluster_yaml_make_nodes_that_serve() -> None:
-    """Head and worker as `ray up` would start them, with a token, beside each other on this machine."""
+    """Start head and worker as `ray up` would, with a token, both on this machine."""
     config = load(CLUSTER / "cluster.yaml")
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         token = Path(folder) / "token"
@@ -216,7 +216,7 @@ def test_the_lines_of_cluster_yaml_make_nodes_that_serve() -> None:
             shipped = on_ports_of(made, load(DEPLOY / "serve" / "config.yaml"))
             made.environment["RAY_AUTH_MODE"] = "disabled"
             with pytest.raises(AssertionError):
-                made.deploy(shipped)  # the token is asked for
+                made.deploy(shipped)  # the token is required
             made.environment["RAY_AUTH_MODE"] = "token"
             made.environment["RAY_AUTH_TOKEN"] = token.read_text()
             made.deploy(shipped)

@@ -16,11 +16,11 @@ from tests.support.processes import wait_gone
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(0)]
 NOTICED_S = 20.0
-"""Proxies know of a replica's death within this."""
+"""Seconds within which proxies notice a replica's death."""
 
 
 class Watch:
-    """Asks for the health again and again, and whether what it says is so: who is well, answers."""
+    """Polls the health and a completion: a healthy server must answer."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -89,7 +89,7 @@ def test_a_replica_that_is_killed_takes_only_its_own_streams_and_returns(
 
 
 def test_a_controller_that_is_killed_is_an_error_in_words_and_its_replica_is_replaced(served: Cluster) -> None:
-    """The replica lives on and tells its clients; Serve sees it by the health check."""
+    """The replica keeps running and reports an error to its clients; Serve replaces it after a failed health check."""
     before = served.replicas()
     name, pid = next(iter(before.items()))
     engine = engine_of(pid)
