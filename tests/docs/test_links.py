@@ -106,7 +106,7 @@ def has_module(module: str, name: str | None) -> bool:
 
 @cache
 def names(path: Path) -> set[str]:
-    """Return the classes, functions, methods and variables of a Python file; everything for what it imports."""
+    """Return the classes, functions, methods and variables of a Python file, and what its `__all__` names."""
     found: set[str] = set()
     for node in ast.parse(path.read_text("utf-8")).body:
         found |= _names(node)
@@ -119,13 +119,10 @@ def _names(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}
     if isinstance(node, ast.Assign):
-        return {target.id for target in node.targets if isinstance(target, ast.Name)}
+        found = {target.id for target in node.targets if isinstance(target, ast.Name)}
+        return found | set(ast.literal_eval(node.value)) if "__all__" in found else found
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         return {node.target.id}
-    if isinstance(node, ast.ImportFrom | ast.Import):
-        return {alias.asname or alias.name for alias in node.names}
-    if isinstance(node, ast.If):
-        return {name for inner in node.body for name in _names(inner)}
     return set()
 
 
@@ -134,6 +131,7 @@ def _names(node: ast.stmt) -> set[str]:
     [
         ("runtime/core/controller.py:Controller.step", True),
         ("runtime/core/controller.py:Controller.nothing", False),
+        ("runtime/core/controller.py:Scheduler", False),  # which it imports
         ("runtime/core/nothing.py", False),
         ("slipstream.py:LLM", True),
         ("proposers/formats/", True),
