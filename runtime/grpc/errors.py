@@ -55,9 +55,9 @@ def as_status(error: Exception) -> StatusError:
     if isinstance(error, StatusError):
         return error
     if isinstance(error, EngineDeadError):
-        return StatusError("UNAVAILABLE", "the engine has stopped and cannot answer; its log says why")
+        return StatusError("UNAVAILABLE", "the engine has stopped and cannot answer; see its log")
     for kind, code_name in CODES.items():
         if isinstance(error, kind):
             return StatusError(code_name, str(error), getattr(error, "retry_after_s", None))
     log.error("a request failed inside the server", exc_info=error)
-    return StatusError("INTERNAL", "the server failed on this request; its log says more")
+    return StatusError("INTERNAL", "the server failed on this request; see its log")

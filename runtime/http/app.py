@@ -46,7 +46,7 @@ def _add_service_routes(app: FastAPI, context: RouteContext, prometheus: Metrics
     async def health() -> Response:
         """200 while requests are accepted, else 503."""
         if not context.engine.is_alive:
-            raise ApiError(503, "the engine has stopped; its log says why", code="engine_dead")
+            raise ApiError(503, "the engine has stopped; see its log", code="engine_dead")
         if context.engine.state == "draining":
             raise ApiError(503, "the server is about to stop and takes no new requests", code="draining")
         return Response()

@@ -81,7 +81,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def _internal(error: Exception) -> ApiError:
     log.error("a request failed inside the server", exc_info=error)
-    return ApiError(500, "the server failed on this request; its log says more")
+    return ApiError(500, "the server failed on this request; see its log")
 
 
 def _from_slipstream(error: SlipstreamError) -> ApiError:
@@ -93,7 +93,7 @@ def _from_slipstream(error: SlipstreamError) -> ApiError:
         code = "slow_reader" if isinstance(error, SlowReaderError) else "deadline_exceeded"
         return ApiError(408, str(error), code=code, headers=NO_RETRY)
     if isinstance(error, EngineDeadError):
-        return ApiError(503, "the engine has stopped and cannot answer; its log says why", code="engine_dead")
+        return ApiError(503, "the engine has stopped and cannot answer; see its log", code="engine_dead")
     if isinstance(error, RequestFailedError):
         return ApiError(500, str(error))
     return _internal(error)

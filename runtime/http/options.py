@@ -28,12 +28,12 @@ class SafetyOptions(BaseModel):
     max_waiting_requests: int = Field(1024, ge=1, description="requests that may wait; more are refused with 429")
     max_waiting_tokens: int = Field(1_048_576, ge=1, description="prompt tokens that may wait")
     request_timeout: float | None = Field(
-        None, gt=0, le=86_400, description="seconds a request may wait and run, where it sets none itself; default: any"
+        None, gt=0, le=86_400, description="seconds a request that sets no time-out may wait and run; default: no limit"
     )
     read_timeout: float = Field(60.0, gt=0, le=86_400, description="seconds a client may read nothing of its answer")
     body_timeout: float = Field(60.0, gt=0, le=86_400, description="seconds a request's body may take to arrive")
     stream_pacing: StreamPacing = Field(
-        "off", description="aggregate: streams in equal packets at equal times, which tell nothing of the text"
+        "off", description="aggregate: streams in equal packets at equal times, which reveal nothing of the text"
     )
     cache_salt_by_key: bool = Field(
         True, description="keep the caches of each API key apart, as if it were part of cache_salt"

@@ -13,7 +13,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of a whole response; a prompt counts once, whatever its number of samples."""
+    """Token counts of a whole response; a prompt counts once for all its samples."""
 
     prompt_tokens: int
     completion_tokens: int

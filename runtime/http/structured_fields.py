@@ -12,7 +12,7 @@ Name = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class JsonSchemaFormat(BaseModel):
-    """A named JSON schema. It is always enforced, whatever `strict` is."""
+    """A named JSON schema. It is always enforced, also without `strict`."""
 
     model_config = STRICT
 

@@ -55,7 +55,7 @@ def render_chat(
             **options,
         )
     except RecursionError:
-        raise InvalidRequestError("the messages or tools are nested too deeply to be written out", "messages") from None
+        raise InvalidRequestError("the messages or tools are nested too deeply to be rendered", "messages") from None
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise InvalidRequestError(f"the chat template refuses these messages: {reason}", "messages") from None

@@ -1,4 +1,4 @@
-"""Keeps special tokens that are spelt out in chat messages ordinary text.
+"""Encodes special tokens that are written out in chat messages as ordinary text.
 
 Otherwise a message could end itself and begin another one in the role of the system. Prompts of completions are not
 escaped: there users write the whole template themselves.
@@ -16,7 +16,7 @@ from runtime.text.tokenizer import Tokenizer
 
 
 class SpecialTokenEscaper:
-    """Finds special tokens spelt out in messages, and encodes them as text.
+    """Finds special tokens written out in messages, and encodes them as text.
 
     `escape` replaces them by marks before the chat template is rendered; `encode` tokenises the rendered text.
     """

@@ -160,7 +160,7 @@ def test_an_engine_that_dies() -> None:
         in_flight = stub.Generate(ENDLESS)
         next(in_flight)
         error = failure(lambda: list(stub.Generate(request("raise", 4))), Code.UNAVAILABLE)
-        assert error.details() == "the engine has stopped and cannot answer; its log says why"
+        assert error.details() == "the engine has stopped and cannot answer; see its log"
         failure(lambda: list(in_flight), Code.UNAVAILABLE)
         assert told.get(timeout=60) == NOT_SERVING
         assert checked(channel, SERVICE) == NOT_SERVING
@@ -178,7 +178,7 @@ def test_what_goes_wrong_inside_stays_inside(
     with served.stub() as stub:
         for call in (lambda: list(stub.Generate(request("x"))), lambda: stub.Tokenize(pb.TokenizeRequest(text="x"))):
             error = failure(call, Code.INTERNAL)
-            assert error.details() == "the server failed on this request; its log says more"
+            assert error.details() == "the server failed on this request; see its log"
     assert "/secret/path.py" in caplog.text
 
 

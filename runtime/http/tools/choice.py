@@ -22,7 +22,7 @@ Mode = Literal["none", "auto", "required", "named"]
 class Function(BaseModel):
     """A function; `parameters` is a JSON schema.
 
-    Required calls follow the schema, whatever `strict` is; calls under `tool_choice` auto may not.
+    Required calls follow the schema, also without `strict`; calls under `tool_choice` auto may not.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
