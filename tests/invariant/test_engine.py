@@ -115,7 +115,7 @@ def test_it_is_an_argument_like_any_other(given: dict[str, Any]) -> None:
 class _Echo:
     """Stands for an engine of `benchmarks.invariance`: returns the number of each prompt, and records it by kind."""
 
-    asked: ClassVar[dict[tuple[str, int, str], list[int]]] = {}
+    seeds: ClassVar[dict[tuple[str, int, str], list[int]]] = {}
 
     def __init__(self, _target: Path, speculative_config: dict[str, Any] | None = None, **options: Any) -> None:
         self.llm = self
@@ -129,21 +129,23 @@ class _Echo:
     def stats(self) -> Any:
         return SimpleNamespace(proposed=0, accepted=0)
 
-    def say(self, asked: list[list[int]], seeds: Sequence[int], tokens: int, kind: str, batch: int) -> list[list[int]]:
+    def generate(
+        self, texts: list[list[int]], seeds: Sequence[int], tokens: int, kind: str, batch: int
+    ) -> list[list[int]]:
         if not self._is_reference:
-            self.asked.setdefault((self._method, batch, kind), []).extend(seeds)
-        return [[seed, *ids[:tokens]] for seed, ids in zip(seeds, asked, strict=True)]
+            self.seeds.setdefault((self._method, batch, kind), []).extend(seeds)
+        return [[seed, *ids[:tokens]] for seed, ids in zip(seeds, texts, strict=True)]
 
 
 def test_all_turns_are_all_prompts_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [str(turn) for turn in range(12)]
     monkeypatch.setattr("sys.argv", ["invariance", "--share", "5", "--turns", *turns])
-    monkeypatch.setattr(invariance, "Engine", _Echo)
+    monkeypatch.setattr(invariance, "TokenEngine", _Echo)
     cells = list(invariance.Identity(invariance.arguments(), is_on=True, count=58).cells([invariance.UNI]))
     assert len(cells) == 12 * 24
     assert not any(cell.differing for cell in cells)
-    assert len(_Echo.asked) == 24
-    assert all(sorted(set(numbers)) == list(range(58)) for numbers in _Echo.asked.values())
+    assert len(_Echo.seeds) == 24
+    assert all(sorted(set(numbers)) == list(range(58)) for numbers in _Echo.seeds.values())
 
 
 @pytest.mark.full
