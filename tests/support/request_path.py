@@ -1,11 +1,10 @@
 """Files that one `LLM.generate` runs through: `python -m tests.support.request_path`.
 
-Counts calls of this repository's functions, by file, between the call and its return, on any thread.
+Counts calls of this repository's functions, by file, between the call and its return, in the calling thread.
 The engine is the default one (the demo pair, speculation on), built before counting.
 """
 
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 from types import FrameType
@@ -27,7 +26,6 @@ def trace(root: Path = ROOT, **arguments: Any) -> Counter[str]:
             entered[name.removeprefix(prefix)] += 1
 
     with LLM(enforce_eager=True, **arguments) as llm:
-        threading.setprofile_all_threads(profile) if hasattr(threading, "setprofile_all_threads") else None
         sys.setprofile(profile)
         llm.generate("def read_lines(path):", SamplingParams(max_tokens=16))
         sys.setprofile(None)
