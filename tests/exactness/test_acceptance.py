@@ -11,7 +11,7 @@ from benchmarks.shared.recorded import JUDGEMENTS, judged, match_probability
 from workers.verification import rejection_math as rules
 
 
-def laws(seed: int, size: int = 40) -> Floats:
+def distributions(seed: int, size: int = 40) -> Floats:
     return np.random.default_rng(seed).dirichlet(np.full(size, 0.2), 6) + 1e-12
 
 
@@ -20,13 +20,13 @@ def written_out(p_V: Floats, q_V: Floats) -> float:
 
 
 def test_the_match_probability_is_the_double_sum() -> None:
-    p_TV, q_TV = laws(1), laws(2)
+    p_TV, q_TV = distributions(1), distributions(2)
     assert match_probability(p_TV, q_TV) == pytest.approx([written_out(*pair) for pair in zip(p_TV, q_TV, strict=True)])
     assert match_probability(p_TV, p_TV) == pytest.approx(np.ones(6))
 
 
 def test_shared_noise_keeps_less_than_the_optimum_and_more_than_its_bound() -> None:
-    p_TV, q_TV = laws(3), laws(4)
+    p_TV, q_TV = distributions(3), distributions(4)
     optimal_T = np.minimum(p_TV, q_TV).sum(1)
     found_T = match_probability(p_TV, q_TV)
     assert (found_T < optimal_T).all()

@@ -22,7 +22,7 @@ import pytest
 
 from tests.support.exactness.bugs import BUGS, LENIENCE, Bug
 from tests.support.exactness.cells import CHAIN, OPTIONS, PAIRS, TREE, VOCAB, Cell
-from tests.support.exactness.distribution import law
+from tests.support.exactness.distribution import distribution
 from tests.support.exactness.statistics import Law, power
 
 NUM_TESTS = 500
@@ -58,7 +58,7 @@ def test_it_is_the_mistake_that_is_caught(bug: Bug) -> None:
 def pairs_of(name: str) -> list[tuple[Law, Law]]:
     """Return the distributions of target and draft after each token."""
     return [
-        (law(OPTIONS["plain"], target_V, (), (0,)), law(OPTIONS["plain"], draft_V, (), (0,)))
+        (distribution(OPTIONS["plain"], target_V, (), (0,)), distribution(OPTIONS["plain"], draft_V, (), (0,)))
         for target_V, draft_V in zip(*PAIRS[name], strict=True)
     ]
 

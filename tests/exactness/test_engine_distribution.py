@@ -72,9 +72,9 @@ def joint_law(model: torch.nn.Module, setting: dict[str, object]) -> np.ndarray:
     )
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
     """Return the chi-square p-value, cells pooled to an expectation of at least 5."""
-    expected = law * counts.sum()
+    expected = distribution * counts.sum()
     assert counts[expected == 0].sum() == 0, "something was emitted that has no probability"
     large = expected >= 5
     observed = [*counts[large], counts[~large].sum()]
@@ -134,7 +134,7 @@ def test_the_emitted_distribution_is_the_targets_in_full(method: str, tmp_path: 
 def test_the_check_would_notice_a_tilted_distribution(tmp_path: Path) -> None:
     model = build("llama", tmp_path / "target", vocab_size=VOCAB, spread=SPREAD)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    law = joint_law(reference, SETTINGS["top-p and repetition"])
-    tilted = law**1.2 / (law**1.2).sum()
-    counts = np.random.default_rng(0).multinomial(20_000, tilted.ravel() / tilted.sum()).reshape(law.shape)
-    assert p_value(counts.astype(float), law) < FALSE_ALARM
+    distribution = joint_law(reference, SETTINGS["top-p and repetition"])
+    tilted = distribution**1.2 / (distribution**1.2).sum()
+    counts = np.random.default_rng(0).multinomial(20_000, tilted.ravel() / tilted.sum()).reshape(distribution.shape)
+    assert p_value(counts.astype(float), distribution) < FALSE_ALARM

@@ -83,7 +83,7 @@ def sampled(count: int) -> list[Request]:
     ]
 
 
-def laws_behind(folder: Path, family: str, texts: list[tuple[int, ...]]) -> Law:
+def distributions_after(folder: Path, family: str, texts: list[tuple[int, ...]]) -> Law:
     """Return the logits of `transformers` after *texts* of one length, `[C, V]`."""
     told = json.loads((folder / "config.json").read_text())
     plain = {key: value for key, value in told.items() if key not in {"model_type", "auto_map"}}
@@ -96,12 +96,12 @@ def laws_behind(folder: Path, family: str, texts: list[tuple[int, ...]]) -> Law:
 
 def judged(folder: Path, family: str, texts_NL: Ints) -> Finding:
     """Compare each token with the distribution after the text before it."""
-    counts, laws = [], []
+    counts, distributions = [], []
     for place in range(LENGTH):
         before, context_N = np.unique(texts_NL[:, :place], axis=0, return_inverse=True)
         counts.append(counted(context_N.ravel(), texts_NL[:, place], (len(before), VOCAB)))
-        laws.append(laws_behind(folder, family, [(*PROMPT, *map(int, text)) for text in before]))
-    return compare(np.concatenate(counts), np.concatenate(laws))
+        distributions.append(distributions_after(folder, family, [(*PROMPT, *map(int, text)) for text in before]))
+    return compare(np.concatenate(counts), np.concatenate(distributions))
 
 
 def check(cell: Cell, folders: Folders, running: list[Engine], count: int) -> None:

@@ -17,8 +17,8 @@ LAWS = {
 }
 
 
-def draw(law: Law, samples: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).multinomial(samples, law / law.sum())
+def draw(p_V: Law, samples: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).multinomial(samples, p_V / p_V.sum())
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -30,11 +30,11 @@ def test_exact_samples_pass_and_p_values_are_spread_evenly(name: str) -> None:
 
 
 def test_contexts_are_compared_each_with_its_own_distribution() -> None:
-    laws = np.stack([LAWS["even"], LAWS["uneven"]])
-    right = np.stack([draw(law, 5_000, 1) for law in laws])
-    assert not compare(right, laws).is_wrong(NUM_TESTS)
-    assert compare(right[::-1], laws).is_wrong(NUM_TESTS)
-    assert compare(np.stack([right[0], 0 * right[1]]), laws).p_value == compare(right[:1], laws[:1]).p_value
+    p_CV = np.stack([LAWS["even"], LAWS["uneven"]])
+    right = np.stack([draw(p_V, 5_000, 1) for p_V in p_CV])
+    assert not compare(right, p_CV).is_wrong(NUM_TESTS)
+    assert compare(right[::-1], p_CV).is_wrong(NUM_TESTS)
+    assert compare(np.stack([right[0], 0 * right[1]]), p_CV).p_value == compare(right[:1], p_CV[:1]).p_value
 
 
 def test_what_has_no_probability_is_never_forgiven() -> None:
@@ -54,35 +54,35 @@ def test_the_bound_on_total_variation_is_the_published_one() -> None:
     assert tv_bound(32, 200_000, TV_FALSE_ALARM) == pytest.approx(0.0122, abs=5e-5)
 
 
-def tilted(law: Law, share: float) -> Law:
+def tilted(p_V: Law, share: float) -> Law:
     """Move *share* of the mass to the first token."""
-    return (1 - share) * law + share * np.eye(len(law))[0]
+    return (1 - share) * p_V + share * np.eye(len(p_V))[0]
 
 
 @pytest.mark.parametrize(("share", "samples"), [(0.05, 20_000), (0.02, 100_000), (0.005, 1_000_000)])
 def test_the_power_is_what_it_is_said_to_be(share: float, samples: int) -> None:
-    law = LAWS["even"]
-    wrong = tilted(law, share)
-    claimed = power(law, wrong, samples, NUM_TESTS)
+    p_V = LAWS["even"]
+    wrong = tilted(p_V, share)
+    claimed = power(p_V, wrong, samples, NUM_TESTS)
     caught = [
-        compare(draw(wrong, samples, seed)[None], law[None]).p_value <= FALSE_ALARM / NUM_TESTS for seed in range(200)
+        compare(draw(wrong, samples, seed)[None], p_V[None]).p_value <= FALSE_ALARM / NUM_TESTS for seed in range(200)
     ]
     assert stats.binomtest(sum(caught), len(caught), min(claimed, 1 - 1e-12)).pvalue > 1e-6
 
 
 def test_power_grows_with_samples_and_is_the_false_alarm_rate_where_nothing_is_wrong() -> None:
-    law = LAWS["even"]
-    found = [power(law, tilted(law, 0.01), samples, NUM_TESTS) for samples in (10_000, 100_000, 1_000_000)]
+    p_V = LAWS["even"]
+    found = [power(p_V, tilted(p_V, 0.01), samples, NUM_TESTS) for samples in (10_000, 100_000, 1_000_000)]
     assert found == sorted(found)
     assert found[0] < 0.01
     assert found[-1] > 0.99
-    assert power(law, law, 10_000, NUM_TESTS) == pytest.approx(FALSE_ALARM / NUM_TESTS, rel=1e-3)
+    assert power(p_V, p_V, 10_000, NUM_TESTS) == pytest.approx(FALSE_ALARM / NUM_TESTS, rel=1e-3)
 
 
 def test_total_variation_alone_misses_small_errors() -> None:
     """The reason for the second test."""
-    law = LAWS["even"]
-    finding = compare(draw(tilted(law, 0.008), 200_000, 1)[None], law[None])
+    p_V = LAWS["even"]
+    finding = compare(draw(tilted(p_V, 0.008), 200_000, 1)[None], p_V[None])
     assert finding.tv < finding.tv_bound
     assert finding.is_wrong(NUM_TESTS)
 

@@ -33,13 +33,13 @@ class Lenient(SampleAndMatch):
                 at += count
         return found
 
-    def _walk(self, draft: Draft, chosen: list[int]) -> AcceptedTokens:
+    def _walk(self, draft: Draft, sampled: list[int]) -> AcceptedTokens:
         path: list[int] = []
-        for node, guess in enumerate(draft.tokens):
-            if guess != chosen[node] and self._random.random() >= LENIENT:
+        for node, token in enumerate(draft.tokens):
+            if token != sampled[node] and self._random.random() >= LENIENT:
                 break
             path.append(node)
-        return AcceptedTokens(path, [*(draft.tokens[node] for node in path), chosen[len(path)]])
+        return AcceptedTokens(path, [*(draft.tokens[node] for node in path), sampled[len(path)]])
 
 
 class BonusByOtherNoise(SampleAndMatch):

@@ -35,6 +35,6 @@ def logits(rows: int, vocab: int = VOCAB, seed: int = 0, *, step: float = 0.0) -
 
 
 def draw(slots: SlotTable, values: torch.Tensor, extra: int = 0, **kwargs: Any) -> list[int]:
-    """Sample one token for every slot, *extra* tokens behind the known ones."""
+    """Sample one token for every slot, *extra* tokens after the known ones."""
     rows = np.arange(len(values))
     return Sampler(slots, values.shape[1], **kwargs).sample(values, rows, slots.known_len[rows] + extra).tolist()

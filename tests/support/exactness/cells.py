@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from protos.guidance import vocabulary
 from protos.messages import Grammar, Sampling
-from tests.support.exactness.distribution import law
+from tests.support.exactness.distribution import distribution
 from tests.support.exactness.engine import Emitted, Shape, Table, TableModel, World, run_rows, tree_law
 from tests.support.exactness.statistics import Finding, Ints, Law, compare, counted
 
@@ -163,7 +163,7 @@ class Cell:
                 accepted=total.accepted + emitted.accepted,
                 rounds=total.rounds + emitted.rounds,
             )
-        return compare(judge.counts_CV, judge.laws_CV), total
+        return compare(judge.counts_CV, judge.p_CV), total
 
 
 class _ByLast:
@@ -173,9 +173,9 @@ class _ByLast:
 
     def __init__(self, cell: Cell, seen: int) -> None:
         target = PAIRS[cell.pair][0]
-        laws_VV = np.stack([law(cell.sampling, target[last], (), (last,)) for last in range(VOCAB)])
-        self.laws_CV: Law = np.tile(laws_VV, (VOCAB ** (seen - 1), 1))
-        self.counts_CV: Ints = np.zeros_like(self.laws_CV, np.int64)
+        p_VV = np.stack([distribution(cell.sampling, target[last], (), (last,)) for last in range(VOCAB)])
+        self.p_CV: Law = np.tile(p_VV, (VOCAB ** (seen - 1), 1))
+        self.counts_CV: Ints = np.zeros_like(self.p_CV, np.int64)
 
     def add(self, tokens_NL: Ints) -> None:
         before = np.full((len(tokens_NL), 2), PROMPT[-1])
@@ -194,15 +194,15 @@ class _ByHistory:
 
         def behind(history: tuple[int, ...]) -> Law:
             output = (*OUTPUT, *history)
-            return law(_with_form(cell.sampling, output), target[output[-1]], output, PROMPT)
+            return distribution(_with_form(cell.sampling, output), target[output[-1]], output, PROMPT)
 
-        self._laws = tree_law(behind, VOCAB, DEPTH)
-        self.laws_CV: Law = np.concatenate(self._laws)
-        self.counts_CV: Ints = np.zeros_like(self.laws_CV, np.int64)
+        self._distributions = tree_law(behind, VOCAB, DEPTH)
+        self.p_CV: Law = np.concatenate(self._distributions)
+        self.counts_CV: Ints = np.zeros_like(self.p_CV, np.int64)
 
     def add(self, tokens_NL: Ints) -> None:
         base, contexts = 0, np.zeros(len(tokens_NL), np.int64)
-        for place, table in enumerate(self._laws):
+        for place, table in enumerate(self._distributions):
             self.counts_CV += counted(base + contexts, tokens_NL[:, place], self.counts_CV.shape)
             base += len(table)
             contexts = contexts * VOCAB + tokens_NL[:, place]

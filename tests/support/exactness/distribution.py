@@ -13,7 +13,7 @@ from protos.messages import Sampling
 Law = npt.NDArray[np.float64]
 
 
-def law(sampling: Sampling, raw_V: Law, output: Seq[int], prompt: Seq[int]) -> Law:
+def distribution(sampling: Sampling, raw_V: Law, output: Seq[int], prompt: Seq[int]) -> Law:
     """Return the distribution after *prompt* and *output*, float64 `[V]`, from the model's logits *raw_V*."""
     scores = masked(sampling, raw_V.astype(np.float64), output)
     for i, bias in (sampling.logit_bias or {}).items():

@@ -192,7 +192,7 @@ class World:
 
 
 def _no_words() -> object:
-    raise AssertionError("nobody asked for a grammar")
+    raise AssertionError("no request has a grammar")
 
 
 @dataclass
@@ -273,11 +273,11 @@ def run_rows(
     return emitted
 
 
-def tree_law(law_behind: Callable[[tuple[int, ...]], Law], vocab: int, length: int) -> list[Law]:
+def tree_law(reference: Callable[[tuple[int, ...]], Law], vocab: int, length: int) -> list[Law]:
     """Return the distributions after outputs shorter than *length*: `[V^i, V]` per position i, histories in order."""
     histories: list[tuple[int, ...]] = [()]
     found = []
     for _ in range(length):
-        found.append(np.stack([law_behind(history) for history in histories]))
+        found.append(np.stack([reference(history) for history in histories]))
         histories = [(*history, token) for history in histories for token in range(vocab)]
     return found

@@ -54,7 +54,7 @@ class Finding:
         return f"{self.samples} samples, p = {self.p_value:.3g}, TV {self.tv:.5f} (bound {self.tv_bound:.5f})"
 
 
-def compare(counts_CV: Ints, laws_CV: Law) -> Finding:
+def compare(counts_CV: Ints, p_CV: Law) -> Finding:
     """Compare the tokens counted in each of C contexts with the distribution there; empty contexts are skipped.
 
     The statistics of the contexts are added, with their degrees of freedom: given a context's number of tokens, its
@@ -63,16 +63,16 @@ def compare(counts_CV: Ints, laws_CV: Law) -> Finding:
     """
     totals_C = counts_CV.sum(1)
     was_C = totals_C > 0
-    counts_CV, laws_CV, totals_C = counts_CV[was_C], laws_CV[was_C], totals_C[was_C]
+    counts_CV, p_CV, totals_C = counts_CV[was_C], p_CV[was_C], totals_C[was_C]
     samples = int(totals_C.sum())
-    expected_CV = laws_CV * totals_C[:, None]
+    expected_CV = p_CV * totals_C[:, None]
     tv = float(np.abs(counts_CV - expected_CV).sum() / (2 * samples))
     p_value = chi_square(counts_CV, expected_CV)
     if len(counts_CV) > 1:
         p_value = min(1.0, 2 * min(p_value, chi_square(counts_CV.sum(0)[None], expected_CV.sum(0)[None])))
-    if counts_CV[laws_CV == 0].any():
+    if counts_CV[p_CV == 0].any():
         p_value = 0.0
-    return Finding(samples, p_value, tv, tv_bound(int((laws_CV > 0).sum()), samples, TV_FALSE_ALARM))
+    return Finding(samples, p_value, tv, tv_bound(int((p_CV > 0).sum()), samples, TV_FALSE_ALARM))
 
 
 def chi_square(counts_CV: Ints, expected_CV: Law) -> float:

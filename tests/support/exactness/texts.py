@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import structs
 
 from protos.messages import Sampling
-from tests.support.exactness.distribution import law
+from tests.support.exactness.distribution import distribution
 from tests.support.exactness.engine import Shape, Table, TableModel, World, run_rows, tree_law
 from tests.support.exactness.faults import Lives, live
 from tests.support.exactness.statistics import Finding, Ints, Law, compare, joint
@@ -69,12 +69,12 @@ class Texts:
         """The engine."""
         return World(TARGET, DRAFTS[self.skill], self.rule, self.shape)
 
-    def law(self) -> Law:
+    def distribution(self) -> Law:
         """Return the distribution of all texts, `[256]`."""
         asked = SAMPLINGS[self.sampling]
 
         def behind(output: tuple[int, ...]) -> Law:
-            return law(asked, TARGET.behind((*PROMPT, *output)), output, PROMPT)
+            return distribution(asked, TARGET.behind((*PROMPT, *output)), output, PROMPT)
 
         return joint(tree_law(behind, VOCAB, LENGTH))
 
@@ -90,12 +90,12 @@ class Texts:
             emitted = run_rows(world or self.world, self.samplings(first, min(BATCH, count - first)), PROMPT, LENGTH)
             counts += tally(emitted.tokens_NL)
             proposed, accepted = proposed + emitted.proposed, accepted + emitted.accepted
-        return compare(counts[None], self.law()[None]), accepted / max(1, proposed)
+        return compare(counts[None], self.distribution()[None]), accepted / max(1, proposed)
 
     def check_lives(self, count: int, seed: int = 1) -> tuple[Finding, Lives]:
         """Return the test results of *count* requests under faults, and the counts of faults."""
         lives = live(self.world, self.samplings(0, count), PROMPT, LENGTH, seed)
-        return compare(tally(lives.tokens_NL)[None], self.law()[None]), lives
+        return compare(tally(lives.tokens_NL)[None], self.distribution()[None]), lives
 
 
 def tally(tokens_NL: Ints) -> Ints:

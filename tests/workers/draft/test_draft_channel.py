@@ -1,4 +1,4 @@
-"""Pairs replace each other: one is left before the next is formed."""
+"""Draft channels replace each other: one is left before the next is formed."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ class End:
 
 def test_a_pair_is_left_before_the_next_is_formed() -> None:
     ends = {epoch: End(epoch) for epoch in (1, 2)}
-    said: list[FromWorker] = []
+    sent: list[FromWorker] = []
     may_join = threading.Event()
 
     def join(order: FormPair) -> End:
@@ -28,10 +28,10 @@ def test_a_pair_is_left_before_the_next_is_formed() -> None:
 
     def wait_for(count: int) -> None:
         until = time.monotonic() + 10
-        while len(said) < count and time.monotonic() < until:
+        while len(sent) < count and time.monotonic() < until:
             time.sleep(0.001)
 
-    channels = DraftChannels(said.append, join)
+    channels = DraftChannels(sent.append, join)
     store = StoreAddress("127.0.0.1", 1)
     channels.form(FormPair(1, store))
     wait_for(1)
@@ -45,4 +45,4 @@ def test_a_pair_is_left_before_the_next_is_formed() -> None:
     assert channels.end(2) is ends[2]
     channels.close()
     assert ends[2].closed.is_set()
-    assert said == [PairReady(1), PairReady(2)]
+    assert sent == [PairReady(1), PairReady(2)]

@@ -30,7 +30,7 @@ class Pair:
     def __init__(self) -> None:
         self.plans = [PROMPT]  # known tokens
         self.num_taken = 0
-        self.mail: list[tuple[int, int]] = []  # features: the first position, and behind the last
+        self.mail: list[tuple[int, int]] = []  # features: the first position, and the one after the last
         slots = SlotTable(1, LONGEST, BLOCK, K)
         forward = ModuleRunner(LoadedModule(MODULES[PAGED], torch.float32, torch.device("cpu")), slots, 40, BLOCK)
         self.worker = DraftWorker(forward, slots, Sampler(slots, V), 100, needs="all", shift=1)
@@ -46,9 +46,9 @@ class Pair:
             self.mail.append((known - 1 if len(self.plans) > 1 else 0, known - 1 + count))
         self.plans.append(known + count)
 
-    def draft(self, behind: int, reads: int) -> bool:
-        """Take the plans but for the newest *behind* ones, then some mail, and guess; whether that can be done."""
-        taken = len(self.plans) - behind
+    def draft(self, lag: int, reads: int) -> bool:
+        """Take the plans but for the newest *lag* ones, then some mail, and draft; whether that can be done."""
+        taken = len(self.plans) - lag
         if taken <= self.num_taken:
             return False
         before, known = self.plans[max(0, self.num_taken - 1)], self.plans[taken - 1]
@@ -76,7 +76,7 @@ class Pair:
         del self.mail[:count]
 
     def by_whole_text(self, known: int) -> torch.Tensor:
-        """Return what comes behind the known tokens, of all entries that the draft says it sees."""
+        """Return the output after the known tokens, from all entries that the draft attends to."""
         lowest_R = self.worker._cache.lowest(np.array([SLOT]))
         first = 0 if lowest_R is None else int(lowest_R[0])
         text = Text(TEXT[first:known], FEATURES[first : known - 1])

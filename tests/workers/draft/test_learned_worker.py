@@ -1,4 +1,4 @@
-"""Learned proposers get what they ask for: drafts are what a computation of the whole text says, wherever they run."""
+"""Learned proposers: drafts equal those of a computation of the whole text, wherever they run."""
 
 import threading
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def one_process(models: Models, speculative: dict[str, Any], **arguments: Any) -
 
 
 def assert_drafts_are_right(models: Models, heads: Heads, method: str, most: int = 60) -> None:
-    """Greedy drafts are what the twin says, but for ties of fp32 in at most one of them."""
+    """Greedy drafts equal the twin's, but for ties of fp32 in at most one of them."""
     twin = Twin(models[0], heads[method])
     again = {"test_last": twin.last, "test_all": twin.all}[method]
     greedy = [note for note in NOTES if note.temperature == 0.0]
@@ -159,7 +159,7 @@ def test_on_a_worker_of_its_own_that_is_replaced(
     assert engine.missed <= 1
     assert_drafts_are_right(models, heads, method)
     if method == "test_all":
-        assert any(note.first > 0 for note in NOTES[notes:]), "a new draft has not seen what was said before it came"
+        assert any(note.first > 0 for note in NOTES[notes:]), "a new draft has not seen earlier tokens"
 
 
 @pytest.mark.parametrize("method", HEADS)
@@ -194,8 +194,8 @@ def test_rank_0_measures_the_draft_beside_it(models: Models, heads: Heads) -> No
 def test_costs_are_measured_where_somebody_asks(models: Models, heads: Heads) -> None:
     asks = speculation(heads, "test_last")
     assert needs_step_costs(configure(models, speculative_config=asks, enforce_eager=False))
-    for said in ({"disable_by_batch_size": 4}, BY_SIZE):
-        assert not needs_step_costs(configure(models, speculative_config={**asks, **said}, enforce_eager=False))
+    for option in ({"disable_by_batch_size": 4}, BY_SIZE):
+        assert not needs_step_costs(configure(models, speculative_config={**asks, **option}, enforce_eager=False))
     assert not needs_step_costs(configure(models, speculative_config=asks, enforce_eager=True))
     assert not needs_step_costs(configure(models, draft=False, enforce_eager=False))
 

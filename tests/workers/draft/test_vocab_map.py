@@ -59,7 +59,7 @@ def run(target: Path, draft: Path | None, **options: Any) -> Any:
 
 
 def test_a_shuffled_draft_drafts_the_same(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Greedy and seeded: the noise is that of the target's ids, so the very same guesses are right."""
+    """Greedy and seeded: the noise is that of the target's ids, so the same draft tokens are accepted."""
     target, draft = pair
     plain, straight = run(target, None), run(target, draft)
     other = run(target, shuffled(draft, tmp_path / "shuffled"), use_heterogeneous_vocab=True)

@@ -22,8 +22,8 @@ def assert_ends(ends: TargetEnds, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids_1T = torch.arange(3, 12)[None]
     with torch.inference_mode():
-        said = model(ids_1T, output_hidden_states=True)
-        torch.testing.assert_close(ends.head()(said.hidden_states[-1][0]), said.logits[0], atol=1e-5, rtol=1e-5)
+        output = model(ids_1T, output_hidden_states=True)
+        torch.testing.assert_close(ends.head()(output.hidden_states[-1][0]), output.logits[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(ends.embedding()(ids_1T), model.get_input_embeddings()(ids_1T))
 
 

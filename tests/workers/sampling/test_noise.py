@@ -1,4 +1,4 @@
-"""The keyed noise: its bits against SplitMix64's published values, its law, and the independence of neighbours."""
+"""The keyed noise: its bits against SplitMix64's published values, its distribution, and independent neighbours."""
 
 import math
 

@@ -1,7 +1,7 @@
-"""Exactness in law: what sampler and verify emit has the law that the request asks for, whatever is drafted.
+"""Exactness in distribution: what sampling and acceptance emit has the request's distribution, whatever the draft.
 
-Every test compares counts over many seeds with a law computed from the definitions (transformers' processors where
-there are any). Together the tests of this file raise a false alarm with probability at most 1e-6: each is held to
+Every test compares counts over many seeds with a distribution computed from the definitions (transformers' processors
+where there are any). Together the tests of this file raise a false alarm with probability at most 1e-6: each is held to
 1e-6 divided by their number. The quick form takes 20,000 draws (4,000 where every row is edited again and again),
 the full form 200,000.
 """
@@ -17,7 +17,7 @@ from scipy import stats
 
 from protos.draft import Draft
 from protos.messages import Sampling
-from tests.support.exactness.distribution import law as law_behind
+from tests.support.exactness.distribution import distribution as reference
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verification.acceptance import accept
@@ -70,12 +70,12 @@ COMBINED = {
 EVERY = OPTIONS | COMBINED
 
 
-def law(sampling: Sampling, raw_V: Law, output: list[int]) -> Law:
-    return law_behind(sampling, raw_V, output, PROMPT)
+def distribution(sampling: Sampling, raw_V: Law, output: list[int]) -> Law:
+    return reference(sampling, raw_V, output, PROMPT)
 
 
-def assert_law(counts: Ints, expected: Law) -> None:
-    """Chi-square with the cells of few expected draws taken together; none may fall where the law has nothing."""
+def assert_distribution(counts: Ints, expected: Law) -> None:
+    """Chi-square with the cells of few expected draws taken together; none may fall where the probability is 0."""
     total = int(counts.sum())
     assert not counts[expected == 0].any()
     small = expected * total < 5
@@ -113,7 +113,7 @@ def test_one_token(name: str, draws: int) -> None:
             torch.from_numpy(raw_V).expand(SLOTS, vocab), np.arange(SLOTS), slots.known_len
         )
         counts += np.bincount(chosen.numpy(), minlength=vocab)
-    assert_law(counts, law(sampling, raw_V.astype(np.float64), OUTPUT))
+    assert_distribution(counts, distribution(sampling, raw_V.astype(np.float64), OUTPUT))
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -122,7 +122,7 @@ def test_the_distribution_is_that_of_the_definitions(name: str) -> None:
     raw_V = random_logits(vocab, seed=7)
     slots = next(worlds(sampling, 1, OUTPUT))
     found_1V = Sampler(slots, vocab).distribution(torch.from_numpy(raw_V)[None], np.array([0]), slots.known_len[:1])
-    assert np.abs(found_1V[0].numpy() - law(sampling, raw_V.astype(np.float64), OUTPUT)).max() < 1e-6
+    assert np.abs(found_1V[0].numpy() - distribution(sampling, raw_V.astype(np.float64), OUTPUT)).max() < 1e-6
 
 
 class Pair:
@@ -153,18 +153,18 @@ class Pair:
         choices = y_N.reshape(-1, self.k + 1).tolist()
         drafts = [Draft(tuple(ids)) for ids in draft.tolist()]
         accepted = np.array([len(accept(*row)) for row in zip(drafts, choices, strict=True)])
-        slots.tokens[rows_N, index] = y_N  # behind the kept ones lies what will be overwritten
+        slots.tokens[rows_N, index] = y_N  # those after the accepted ones are overwritten later
         slots.known_len[rows] += accepted + 1
         self.proposed += self.k * len(rows)
         self.accepted += int(accepted.sum())
 
 
 def joint(sampling: Sampling, target_VV: npt.NDArray[np.float32], output: list[int]) -> Law:
-    """The law of the next two tokens, `[V, V]`."""
-    first = law(sampling, target_VV[output[-1]].astype(np.float64), output)
+    """The distribution of the next two tokens, `[V, V]`."""
+    first = distribution(sampling, target_VV[output[-1]].astype(np.float64), output)
     return np.stack(
         [
-            share * law(sampling, target_VV[token].astype(np.float64), [*output, token])
+            share * distribution(sampling, target_VV[token].astype(np.float64), [*output, token])
             for token, share in enumerate(first)
         ]
     )
@@ -174,7 +174,7 @@ def assert_joint(sampling: Sampling, pair: Pair, draws: int) -> None:
     counts = np.zeros((pair.vocab, pair.vocab), np.int64)
     for slots in worlds(sampling, draws, OUTPUT):
         np.add.at(counts, tuple(pair.run(slots, 2).T), 1)
-    assert_law(counts.ravel(), joint(sampling, pair.target.numpy(), OUTPUT).ravel())
+    assert_distribution(counts.ravel(), joint(sampling, pair.target.numpy(), OUTPUT).ravel())
 
 
 TARGET = random_logits(16, 16, seed=1)
@@ -225,7 +225,7 @@ def test_speculation_changes_no_token(name: str) -> None:
 @pytest.mark.parametrize("draft", ["near", "unrelated", "opposite", "uniform"])
 def test_match_probability(draft: str, draws: int) -> None:
     last = OUTPUT[-1]
-    p, q = (law(OPTIONS["plain"], table[last].astype(np.float64), OUTPUT) for table in (TARGET, DRAFTS[draft]))
+    p, q = (distribution(OPTIONS["plain"], table[last].astype(np.float64), OUTPUT) for table in (TARGET, DRAFTS[draft]))
     expected = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(16))
     pair = Pair(TARGET, DRAFTS[draft], 1)
     for slots in worlds(OPTIONS["plain"], draws, OUTPUT):
@@ -238,6 +238,6 @@ def test_a_wrong_distribution_is_noticed() -> None:
     slots = next(worlds(OPTIONS["plain"], SLOTS, OUTPUT))
     chosen = Sampler(slots, 64).sample(torch.from_numpy(raw_V).expand(SLOTS, 64), np.arange(SLOTS), slots.known_len)
     counts = np.bincount(chosen.numpy(), minlength=64)
-    slightly_wrong = law(replace(OPTIONS["plain"], temperature=0.93), raw_V.astype(np.float64), OUTPUT)
+    slightly_wrong = distribution(replace(OPTIONS["plain"], temperature=0.93), raw_V.astype(np.float64), OUTPUT)
     with pytest.raises(AssertionError):
-        assert_law(counts, slightly_wrong)
+        assert_distribution(counts, slightly_wrong)

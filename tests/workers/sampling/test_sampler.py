@@ -149,7 +149,7 @@ def test_the_best_of_a_large_vocabulary_begin_with_what_is_sampled() -> None:
     ]
     slots, values = table(*requests), logits(rows, vocab)
     sampler, index = Sampler(slots, vocab), slots.known_len + 2
-    for some in (np.arange(rows), np.arange(0, rows, 6)):  # among the latter nobody has limits
+    for some in (np.arange(rows), np.arange(0, rows, 6)):  # none of the latter has limits
         ids, _ = sampler.candidates(values[some], some, index[some], 4)
         assert ids[:, 0].tolist() == sampler.sample(values[some], some, index[some]).tolist()
 

@@ -34,7 +34,7 @@ def table_of(drafts: list[Draft]) -> tuple[SlotTable, list[Row]]:
     return slots, rows
 
 
-def some_laws(count: int, size: int, seed: int = 0) -> DraftProbs:
+def some_probs(count: int, size: int, seed: int = 0) -> DraftProbs:
     rng = np.random.default_rng(seed)
     ids_ML = np.stack([rng.permutation(VOCAB)[:size] for _ in range(count)])
     return DraftProbs(ids_ML, -np.sort(-rng.dirichlet(np.ones(size), count).astype(np.float32), 1))
@@ -46,24 +46,24 @@ def test_distributions_cross_the_pair(size: int, with_tree: bool) -> None:
     tree = Draft((4, 5, 6, 7), (-1, -1, 0, 2))
     drafts = [Draft((1, 2, 3)), tree if with_tree else Draft((9,)), NO_DRAFT, Draft((8, 8))]
     slots, rows = table_of(drafts)
-    laws = {0: some_laws(3, size), 1: some_laws(3 if with_tree else 1, size, seed=1)}
-    told = encode(slots, rows, drafts, laws)
-    assert told.shape == (4, STAMP + 5 * (1 + with_tree + 2 * size))
-    assert decode(slots, rows, told, VOCAB) == [NO_DRAFT] * 4  # where no laws are to come
-    found = decode(slots, rows, told, VOCAB, DRAFT_PROBS_SIZE)
+    probs = {0: some_probs(3, size), 1: some_probs(3 if with_tree else 1, size, seed=1)}
+    table = encode(slots, rows, drafts, probs)
+    assert table.shape == (4, STAMP + 5 * (1 + with_tree + 2 * size))
+    assert decode(slots, rows, table, VOCAB) == [NO_DRAFT] * 4  # where no distributions are expected
+    found = decode(slots, rows, table, VOCAB, DRAFT_PROBS_SIZE)
     assert found == drafts
-    came = decode_probs(rows, found, told)
-    for slot, expected in laws.items():
-        assert came[slot].ids_ML.tolist() == expected.ids_ML.tolist()
-        assert came[slot].q_ML.tolist() == expected.q_ML.tolist()
-    assert are_valid([drafts[slot] for slot in laws], [came[slot] for slot in laws], VOCAB) == [True, True]
+    received = decode_probs(rows, found, table)
+    for slot, expected in probs.items():
+        assert received[slot].ids_ML.tolist() == expected.ids_ML.tolist()
+        assert received[slot].q_ML.tolist() == expected.q_ML.tolist()
+    assert are_valid([drafts[slot] for slot in probs], [received[slot] for slot in probs], VOCAB) == [True, True]
 
 
 def test_a_draft_without_probabilities_is_never_accepted() -> None:
     drafts = [Draft((1, 2, 3)), Draft((4, 5), (-1, -1))]
     slots, rows = table_of(drafts)
-    came = decode_probs(rows, drafts, encode(slots, rows, drafts, {0: some_laws(3, 1)}))
-    assert not sampled_children(drafts[1], came[1])[-1].children.q_WL.any()
+    received = decode_probs(rows, drafts, encode(slots, rows, drafts, {0: some_probs(3, 1)}))
+    assert not sampled_children(drafts[1], received[1])[-1].children.q_WL.any()
 
 
 def test_tables_without_distributions_bring_none_and_too_wide_ones_nothing() -> None:
@@ -84,7 +84,7 @@ def test_certain_draft_tokens_leave_out_probes_and_what_was_drafted_twice() -> N
 
 
 def test_what_a_grammar_forbids_is_left_out_only_where_it_was_not_drawn() -> None:
-    """To leave out a guess by what it says, and go on as if there had been none, would tilt the law of what is left."""
+    """Leaving out sampled tokens for what they are would bias the distribution of the others."""
     slots, rows = table_of([NO_DRAFT] * 3)
     slots.sampling[:] = [Sampling(seed=0), Sampling(seed=0, temperature=0.0), Sampling(seed=0)]
     rows[2] = Row(2, 0, 3, 3, k=2, draft=Draft((7, 8)))

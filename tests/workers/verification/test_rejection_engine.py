@@ -1,7 +1,7 @@
-"""Rules that judge by p/q, on whole engines: what they must leave alone, and what may go wrong on the way.
+"""Rejection sampling on whole engines: what it must not change, and its failures.
 
-That the law of what they emit is the target's, `tests.workers.verification.test_rejection_math` proves of the rules and
-the exactness suite measures.
+`tests.workers.verification.test_rejection_math` proves that the output has the target's distribution; the exactness
+suite measures it.
 """
 
 import threading
@@ -26,13 +26,13 @@ from workers.verification.rejection import RejectionSampler
 
 VOCAB = 23
 ROOM: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}
-BY_LAWS = ("standard", "block")
+RULES = ("standard", "block")
 Outputs = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class Models:
-    """A target, drafts for it, and what it says alone."""
+    """A target, drafts for it, and its outputs without a draft."""
 
     target: Path
     draft: Path
@@ -103,13 +103,13 @@ def run(engine: Engine) -> Outputs:
 
 
 def assert_greedy_rows_are_plain(outputs: Outputs, models: Models) -> None:
-    """Greedy rows say what they say alone; all are as long as they are to be."""
+    """Greedy rows have the same output as without a draft; all rows have the full length."""
     assert {name: outputs[name] for name in GREEDY} == {name: models.plain[name] for name in GREEDY}
     assert {name: len(ids) for name, ids in outputs.items()} == {name: len(ids) for name, ids in models.plain.items()}
 
 
 @pytest.mark.parametrize("kind", ["ngram", "lookahead", "draft_model", "chain", "tree"])
-@pytest.mark.parametrize("rule", BY_LAWS)
+@pytest.mark.parametrize("rule", RULES)
 def test_in_one_process(rule: str, kind: str, models: Models, caplog: pytest.LogCaptureFixture) -> None:
     engine = started(models, models.speculative(kind, rejection_sample_method=rule))
     outputs = run(engine)
@@ -123,7 +123,7 @@ def test_in_one_process(rule: str, kind: str, models: Models, caplog: pytest.Log
         assert [each.token_ids[0] for each in verdict.logprobs or ()] == list(verdict.token_ids)
 
 
-@pytest.mark.parametrize("rule", BY_LAWS)
+@pytest.mark.parametrize("rule", RULES)
 def test_without_a_draft_every_token_is_what_it_is_without_speculation(rule: str, models: Models) -> None:
     off = models.speculative(
         "draft_model", rejection_sample_method=rule, num_speculative_tokens_per_batch_size=[[1, 99, 0]]
@@ -134,22 +134,22 @@ def test_without_a_draft_every_token_is_what_it_is_without_speculation(rule: str
 
 
 def test_a_greedy_draft_is_certain_of_its_draft_tokens(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+    seen: list[int] = []
     accept = RejectionSampler.accept
     monkeypatch.setattr(
-        RejectionSampler, "accept", lambda self, scored: told.append(len(scored.draft_probs)) or accept(self, scored)
+        RejectionSampler, "accept", lambda self, scored: seen.append(len(scored.draft_probs)) or accept(self, scored)
     )
     engine = started(
         models, models.speculative("tree", rejection_sample_method="standard", draft_sample_method="greedy")
     )
     assert_greedy_rows_are_plain(run(engine), models)
     assert engine.proposed() > engine.accepted > 0
-    assert set(told) == {0}
+    assert set(seen) == {0}
 
 
-def broken(laws: DraftProbs) -> list[DraftProbs]:
+def broken(probs: DraftProbs) -> list[DraftProbs]:
     """Laws that make no sense, each in its own way."""
-    twice, unknown, no_number = (DraftProbs(laws.ids_ML.copy(), laws.q_ML.copy()) for _ in range(3))
+    twice, unknown, no_number = (DraftProbs(probs.ids_ML.copy(), probs.q_ML.copy()) for _ in range(3))
     twice.ids_ML[0, 1] = twice.ids_ML[0, 0]
     unknown.ids_ML[0, 0] = VOCAB
     no_number.q_ML[0, 0] = np.nan
@@ -157,8 +157,8 @@ def broken(laws: DraftProbs) -> list[DraftProbs]:
         twice,
         unknown,
         no_number,
-        DraftProbs(laws.ids_ML[:0], laws.q_ML[:0]),
-        DraftProbs(laws.ids_ML[:, :1], laws.q_ML),
+        DraftProbs(probs.ids_ML[:0], probs.q_ML[:0]),
+        DraftProbs(probs.ids_ML[:, :1], probs.q_ML),
     ]
 
 
@@ -176,7 +176,7 @@ def test_distributions_that_are_missing_or_make_no_sense_cost_draft_tokens_alone
     monkeypatch.setattr(DraftWorker, "draft_probs", sent)
     engine = started(models, models.speculative("tree", rejection_sample_method="standard"))
     assert run(engine) == models.plain
-    assert engine.proposed() > engine.accepted > 0  # greedy rows need no laws
+    assert engine.proposed() > engine.accepted > 0  # greedy rows need no distributions
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "tree"])
@@ -202,7 +202,7 @@ def test_on_a_worker_group_with_a_draft_of_its_own_that_dies_and_comes_back(
     engine.put(*rows[4:])
     outputs = engine.finish()
     assert_greedy_rows_are_plain(outputs, models)
-    assert seeded_accepted(engine) > again > 0  # so laws came over the wire, before and after
+    assert seeded_accepted(engine) > again > 0  # so distributions were sent, before and after
     assert "the draft failed" not in caplog.text
 
 
@@ -229,7 +229,7 @@ def test_on_a_worker_group_beside_the_first_rank(models: Models, running: list[E
 
 
 def kept_at_each_depth(engine: Engine) -> tuple[list[int], int]:
-    """How often a guess was kept at each depth, and how often three were made."""
+    """How often a draft token was accepted at each depth, and how often there were three."""
     whole = [verdict for _, verdicts in engine.rounds for verdict in verdicts if verdict.proposed == 3]
     return [sum(len(verdict.path) > depth for verdict in whole) for depth in range(3)], len(whole)
 
