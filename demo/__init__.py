@@ -1,10 +1,10 @@
-"""The embedded demo: a small Llama that writes Python, and what guesses what it will write: a draft, and heads."""
+"""The embedded demo: a small Llama that writes Python, a draft model for it, and draft heads."""
 
 from pathlib import Path
 
 HERE = Path(__file__).parent
 PROMPTS = HERE / "prompts.jsonl"
-"""Beginnings of Python files, one a line, that the demo target can go on with."""
+"""Beginnings of Python files, one per line, for the demo target to continue."""
 
 
 def pair() -> tuple[Path, Path]:

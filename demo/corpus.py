@@ -9,9 +9,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-HELDOUT_LIST = Path(__file__).with_name("heldout.txt")
+TENSOR_PATTERNSOUT_LIST = Path(__file__).with_name("heldout.txt")
 
-# Tables of numbers and generated text: they would teach the model to count, not to write Python.
+# Tables of numbers and generated text, which are no use for learning Python.
 _SKIPPED_FOLDERS = {
     "site-packages",
     "test",
@@ -24,7 +24,7 @@ _SKIPPED_FOLDERS = {
     "__pycache__",
     "turtledemo",
 }
-_HELDOUT_SHARE = 20  # one file in twenty
+_TENSOR_PATTERNSOUT_SHARE = 20  # one file in twenty
 
 
 def stdlib_root() -> Path:
@@ -39,8 +39,8 @@ def text_files(root: Path) -> list[Path]:
 
 
 def is_heldout(name: str) -> bool:
-    """Return whether the file *name* (relative to its root) stays out of training: a fixed hash decides."""
-    return hashlib.sha256(name.encode()).digest()[0] % _HELDOUT_SHARE == 0
+    """Return whether the file *name* (relative to its root) is held out, by a fixed hash."""
+    return hashlib.sha256(name.encode()).digest()[0] % _TENSOR_PATTERNSOUT_SHARE == 0
 
 
 def split(root: Path) -> tuple[list[Path], list[Path]]:

@@ -1,4 +1,4 @@
-"""The Llama layer of EAGLE heads, for training: over what is known, and over a chain behind each anchor."""
+"""The Llama layer of EAGLE heads, for training: over the known tokens, and over a chain after each anchor."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Dims:
-    """Of the layer: *reads* wide where its queries, keys and values look."""
+    """Dimensions of the layer; *reads* is the input width of its queries, keys and values."""
 
     hidden: int
     reads: int
@@ -23,7 +23,7 @@ class Dims:
 
 
 def dims_of(config: Any, *, reads: int, inner: float) -> Dims:
-    """Return a layer like those of a Llama-like target; *reads* and *inner* are in its hidden sizes."""
+    """Return a layer like those of a Llama-like target; *reads* and *inner* are multiples of its hidden size."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     return Dims(
         hidden=hidden,
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Grouped attention with rotary positions, over what is known and over a chain behind each anchor."""
+    """Grouped attention with rotary positions, over the known tokens and a chain after each anchor."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(dims.heads * dims.head_dim, dims.hidden, bias=False)
 
     def entry(self, x_BTX: torch.Tensor, positions_BT: torch.Tensor) -> Entry:
-        """Return what is cached of *x*."""
+        """Return the keys and values of *x*."""
         keys = self._turned(self._split(self.k_proj(x_BTX), self.dims.kv_heads), positions_BT)
         return Entry(keys, self._split(self.v_proj(x_BTX), self.dims.kv_heads))
 
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         hidden_BML: torch.Tensor,
         chain: list[Entry],
     ) -> torch.Tensor:
-        """Return `[B, M, H]`: *x* attends to *known* but for *hidden*, and to its anchor's entry in each of *chain*."""
+        """Return `[B, M, H]`: *x* attends to *known*, except for *hidden*, and to its anchor's entries in *chain*."""
         kv_heads, group = self.dims.kv_heads, self.dims.heads // self.dims.kv_heads
         queries = self._turned(self._split(self.q_proj(x_BMX), self.dims.heads), positions_BM)
         batch, _, count, size = queries.shape
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Llama's."""
+    """Llama's gated MLP."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -106,13 +106,13 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(dims.inner, dims.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[..., H]` of `[..., H]`."""
+        """Map `[..., H]` to `[..., H]`."""
         out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class Layer(nn.Module):
-    """A Llama layer without its first norm; `forward` adds both of its parts to a residual of its own."""
+    """A Llama layer without its first norm; `forward` takes the residual separately."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -123,14 +123,14 @@ class Layer(nn.Module):
             nn.init.normal_(last.weight, std=1e-3)
 
     def forward(self, residual_BMH: torch.Tensor, attended_BMH: torch.Tensor) -> torch.Tensor:
-        """Return what comes out, `[B, M, H]`."""
+        """Return the output, `[B, M, H]`."""
         state = residual_BMH + attended_BMH
         out: torch.Tensor = state + self.mlp(self.post_attention_layernorm(state))
         return out
 
 
 class NormedLayer(Layer):
-    """EAGLE-3's: the embedding and the state have a norm each."""
+    """EAGLE-3's layer: the embedding and the state have a norm each."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)

@@ -1,4 +1,4 @@
-"""How long the drafts of a head are right, on what the target goes on to write behind texts it has never seen."""
+"""Measures how many draft tokens of a head match the target's greedy continuations of held-out texts."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ NUM_TEXTS, PROMPT_TOKENS, TOKENS = 16, 96, 192
 
 @torch.no_grad()
 def continuations(teacher: Teacher, ids_N: torch.Tensor) -> torch.Tensor:
-    """Return `[B, L]`: pieces of *ids_N*, evenly spread, and what the target greedily writes behind them."""
+    """Return `[B, L]`: pieces of *ids_N*, evenly spread, with the target's greedy continuations."""
     starts = torch.linspace(0, len(ids_N) - PROMPT_TOKENS - 1, NUM_TEXTS).long().tolist()
     prompts_BL = torch.stack([ids_N[start : start + PROMPT_TOKENS].long() for start in starts])
     where = next(teacher.model.parameters()).device
@@ -27,7 +27,7 @@ def continuations(teacher: Teacher, ids_N: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def agreement(teacher: Teacher, head: Head, texts_BL: torch.Tensor) -> list[float]:
-    """Return, for each guess of a greedy draft, the share of drafts that are right up to it; last their sum."""
+    """Return, for each token of a greedy draft, the share of drafts that match up to it; last their sum."""
     first, last = PROMPT_TOKENS - 2, texts_BL.shape[1] - head.depth - 1
     anchors_BM = torch.arange(first, last, device=texts_BL.device).expand(len(texts_BL), -1)
     lesson = teacher.teach(texts_BL, anchors_BM)
@@ -40,6 +40,6 @@ def agreement(teacher: Teacher, head: Head, texts_BL: torch.Tensor) -> list[floa
 
 
 def free_running(head: Head, lesson: Lesson) -> list[torch.Tensor]:
-    """Return the ids `[B, M]` of each greedy guess, where the head reads those before it."""
+    """Return the ids `[B, M]` of each greedy draft token; the head reads those before it."""
     follow = partial(head.best, lesson)
     return [follow(i, states) for i, states in enumerate(head.states(lesson, follow))]

@@ -1,9 +1,9 @@
-"""Heads that guess what a target says next, in training: what a teacher shows, what a head is, and how it learns.
+"""Training of draft heads: the teacher, the base class of heads, and the loss.
 
 A head is a torch module whose `state_dict` has the public tensor names of its format. It is trained on *anchors*,
-positions t behind which it guesses: it is given the target's states up to t and the token at t + 1, and its guess
-number i, from 0, is of the token at t + 2 + i. What the target would say there is known, for the text is: so every
-guess learns the target's distribution (Hinton et al. 2015), those further on with less weight.
+positions t after which it drafts: it is given the target's states up to t and the token at t + 1, and its prediction
+number i, from 0, is of the token at t + 2 + i. The target's distributions there are known, since the text is, and every
+prediction is distilled from them (Hinton et al. 2015), later ones with less weight.
 
 Letters in names of tensors: B texts of L tokens, M anchors in each, N of them together; H wide states, V tokens.
 """
@@ -19,23 +19,23 @@ from torch import nn
 
 from demo.losses import divergence
 
-DECAY = 0.8  # weight of a guess against the one before it
+DECAY = 0.8  # weight of a prediction relative to the one before it
 ROWS_AT_ONCE = 256  # logits of so many rows fit in a cache
 
 Follow = Callable[[int, torch.Tensor], torch.Tensor]
-"""Tells the ids `[B, M]` that stand where guess number i was made, by i and what the guess was read from."""
+"""Returns the ids `[B, M]` that follow prediction number i, given i and the states it was read from."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one pass of the target shows, and the anchors to guess at.
+    """One forward of the target over a batch of texts, and the anchors to draft from.
 
     Attributes:
-        teacher: whose it is.
+        teacher: the target.
         ids_BL: the text, int64.
-        states_BLH: what the target's head reads, after the final norm.
-        aux_BLF: the inputs of `teacher.inputs_of`, side by side.
-        logits_BLV: what the target says behind each token.
+        states_BLH: the states that the target's head reads, after the final norm.
+        aux_BLF: the inputs of the layers `teacher.inputs_of`, concatenated.
+        logits_BLV: the target's logits after each token.
         anchors_BM: positions, int64; at least `depth` short of the end.
     """
 
@@ -47,13 +47,13 @@ class Lesson:
     anchors_BM: torch.Tensor
 
     def at(self, what_BLx: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """Return `[B, M, ...]`: *what* stands *offset* behind the anchors."""
+        """Return the values of *what*, `[B, M, ...]`, *offset* positions after the anchors."""
         rows_B1 = torch.arange(len(what_BLx), device=what_BLx.device)[:, None]
         found: torch.Tensor = what_BLx[rows_B1, self.anchors_BM + offset]
         return found
 
     def tokens(self, offset: int) -> torch.Tensor:
-        """Return the ids `[B, M]` that stand *offset* behind the anchors."""
+        """Return the ids `[B, M]`, *offset* positions after the anchors."""
         return self.at(self.ids_BL, offset)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
@@ -67,15 +67,15 @@ class Lesson:
         return self.at(self.states_BLH)
 
     def true_tokens(self, guess: int, _: torch.Tensor) -> torch.Tensor:
-        """A `Follow` by the text itself: teacher forcing."""
+        """A `Follow` that returns the text itself: teacher forcing."""
         return self.tokens(2 + guess)
 
 
 class Teacher:
-    """A frozen target: what it computes of a text, its embedding, and its head."""
+    """A frozen target: its states and logits for a text, its embedding, and its head."""
 
     def __init__(self, model: Any) -> None:
-        """Raise `ValueError` for a family whose logits are not made as `output` makes them."""
+        """Raise `ValueError` for a family whose logits `output` cannot compute."""
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
         self.embedding: nn.Module = model.get_input_embeddings()
@@ -86,7 +86,7 @@ class Teacher:
 
     @torch.no_grad()
     def teach(self, ids_BL: torch.Tensor, anchors_BM: torch.Tensor) -> Lesson:
-        """Read a text of int64 ids once, for every head."""
+        """Run the target once over int64 ids, for all heads."""
         seen = self.model(input_ids=ids_BL, use_cache=False, output_hidden_states=True)
         aux_BLF = torch.cat([seen.hidden_states[i] for i in self.inputs_of], -1)
         return Lesson(self, ids_BL, seen.hidden_states[-1], aux_BLF, seen.logits.float(), anchors_BM)
@@ -116,12 +116,12 @@ class Teacher:
 
 
 class Head(nn.Module, ABC):
-    """One method's guesser.
+    """The head of one method.
 
     Attributes:
-        method: what `speculative_config` calls it.
-        file_name: where its tensors are stored.
-        depth: guesses it learns to make behind an anchor.
+        method: its name in `speculative_config`.
+        file_name: of its tensors.
+        depth: number of predictions per anchor in training.
     """
 
     method: str
@@ -130,14 +130,14 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def states(self, lesson: Lesson, follow: Follow) -> list[torch.Tensor]:
-        """Return, for each guess, what its logits are read from, `[B, M, X]`."""
+        """Return, for each prediction, the states of its logits, `[B, M, X]`."""
 
     @abstractmethod
     def logits(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
         """Return `[..., V]` from states `[..., X]`."""
 
     def output_weights(self, guess: int) -> tuple[nn.Parameter, ...]:
-        """Return what `logits` reads of this module: nothing where the target's head is used."""
+        """Return the parameters that `logits` reads; none if the target's head is used."""
         return ()
 
     @abstractmethod
@@ -145,11 +145,11 @@ class Head(nn.Module, ABC):
         """Return the `config.json` of its format for a target with the config *target*."""
 
     def loss(self, lesson: Lesson) -> torch.Tensor:
-        """Return the weighted mean of the guesses' losses, the text itself following each guess."""
+        """Return the weighted mean of the predictions' losses, with teacher forcing."""
         return self.guess_loss(lesson, self.states(lesson, lesson.true_tokens))
 
     def guess_loss(self, lesson: Lesson, states: list[torch.Tensor]) -> torch.Tensor:
-        """Return the mean divergence of guesses that are read from *states*, later ones weighing less."""
+        """Return the weighted mean divergence of the predictions from *states*."""
         total = torch.zeros((), device=lesson.ids_BL.device)
         for i, states_BMX in enumerate(states):
             total = total + DECAY**i * self._guess_loss(lesson, i, states_BMX)
@@ -166,16 +166,16 @@ class Head(nn.Module, ABC):
         return loss
 
     def comparable(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return of the target's logits `[..., V]` those that this head can guess."""
+        """Return of the target's logits `[..., V]` those that this head can predict."""
         return logits
 
     def best(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest id behind states `[..., X]`; as a `Follow`, what a greedy draft feeds itself."""
+        """Return the most likely id after states `[..., X]`; as a `Follow`, greedy drafting."""
         return self.logits(lesson, guess, states).argmax(-1)
 
 
 class _InSlices(torch.autograd.Function):
-    """A mean over rows, and its gradient, a few rows at a time: logits of all rows are never in memory together."""
+    """A mean over rows, and its gradient, computed a few rows at a time to limit memory."""
 
     @staticmethod
     def forward(
@@ -185,7 +185,7 @@ class _InSlices(torch.autograd.Function):
         wanted_NV: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the mean of `score(states, wanted)`, which reads *weights* besides."""
+        """Return the mean of `score(states, wanted)`, which also depends on *weights*."""
         total, slopes, slopes_of = states_NX.new_zeros(()), [], [torch.zeros_like(weight) for weight in weights]
         pieces = torch.split(states_NX, ROWS_AT_ONCE), torch.split(wanted_NV, ROWS_AT_ONCE)
         for states, wanted in zip(*pieces, strict=True):
@@ -202,13 +202,13 @@ class _InSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients that `forward` kept."""
+        """Return the gradients computed in `forward`."""
         states, *weights = (slopes[0] * kept for kept in ctx.saved_tensors)
         return None, states, None, *weights
 
 
 def anchors(ids_BL: torch.Tensor, count: int, depth: int) -> torch.Tensor:
-    """Return *count* positions a text to guess at, int64 `[B, M]` ascending; the same for the same text."""
+    """Return *count* anchors per text, int64 `[B, M]` ascending; the same for the same text."""
     generator = torch.Generator().manual_seed(int(ids_BL.sum()))
     room = ids_BL.shape[1] - depth - 1
     drawn = torch.stack([torch.randperm(room, generator=generator)[:count] for _ in ids_BL])

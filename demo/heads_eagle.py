@@ -1,10 +1,10 @@
-"""EAGLE heads: one Llama layer over the target's states, which goes on from its own (Li et al. 2024, 2025).
+"""EAGLE heads: one Llama layer over the target's states, then over its own (Li et al. 2024, 2025).
 
-EAGLE-1 (arXiv 2401.15077) learns the target's next state (smooth L1) and what it says (KL), from states with noise.
-EAGLE-3 (arXiv 2503.01840) learns only what it says, from three layers. A draft several tokens long reads states of its
-own, so both are trained on such chains ("training-time test"). The paper unrolls every position; here a chain grows
-behind each anchor, which sees the target's states up to its anchor and its own behind it: just what a draft sees.
-Entry i of the cache is made of the token i + 1 and the state i.
+EAGLE-1 (arXiv 2401.15077) is trained on the target's next state (smooth L1) and its distribution (KL), from noisy
+states. EAGLE-3 (arXiv 2503.01840) is trained on the distribution only, from three layers. A longer draft reads the
+head's own states, so both are trained on chains of them ("training-time test"). The paper unrolls every position; here
+one chain per anchor reads the target's states up to the anchor and its own after it, as in drafting. The input at
+position i is token i + 1 and state i.
 """
 
 from abc import abstractmethod
@@ -18,12 +18,12 @@ from demo.eagle_layer import Dims, Entry, Layer, NormedLayer, dims_of
 from demo.heads import Follow, Head, Lesson, Teacher
 
 NOISE = 0.1  # of EAGLE-1's states, either way
-STATE_WEIGHT = 1.0  # of the distance of states against that of guesses; published is 10
+STATE_WEIGHT = 1.0  # weight of the state loss relative to the KL loss; published is 10
 LARGEST_VOCABULARY = 32_000
 
 
 class Eagle(Head):
-    """What both have in common: dense entries for what is known, and a chain behind each anchor."""
+    """Base of both: dense entries for the known tokens, and a chain after each anchor."""
 
     def __init__(self, dims: Dims, depth: int) -> None:
         super().__init__()
@@ -36,22 +36,22 @@ class Eagle(Head):
 
     @abstractmethod
     def take_in(self, lesson: Lesson) -> torch.Tensor:
-        """Return the target's states as the layer goes on from its own, `[B, L, H]`."""
+        """Return the target's states in the form of the layer's own, `[B, L, H]`."""
 
     @abstractmethod
     def enter(self, embedded: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what attention looks at, `[..., reads]`, and the residual, `[..., H]`."""
+        """Return the attention's input, `[..., reads]`, and the residual, `[..., H]`."""
 
     def states(self, lesson: Lesson, follow: Follow) -> list[torch.Tensor]:
         """See `Head`."""
         return [self.read(out) for out in self.chain(lesson, follow)]
 
     def read(self, out: torch.Tensor) -> torch.Tensor:
-        """Return of what comes out what the head reads."""
+        """Return the states that the head reads, from the layer's output."""
         return out
 
     def chain(self, lesson: Lesson, follow: Follow) -> list[torch.Tensor]:
-        """Return what comes out of the layer for each guess, `[B, M, H]`."""
+        """Return the layer's output for each prediction, `[B, M, H]`."""
         attention, places_BM = self.layer.self_attn, lesson.anchors_BM
         positions_L = torch.arange(lesson.ids_BL.shape[1] - 1, device=places_BM.device)
         known_x, residuals = self.enter(lesson.embedded(lesson.ids_BL[:, 1:]), self.take_in(lesson)[:, :-1])
@@ -92,7 +92,7 @@ class Eagle(Head):
 
 
 class Eagle1(Eagle):
-    """`h = fc(cat(embedding, state))`, and the target's own head behind the layer."""
+    """`h = fc(cat(embedding, state))`, and the target's own head after the layer."""
 
     method = "eagle"
 
@@ -110,7 +110,7 @@ class Eagle1(Eagle):
         return self.layers[0]  # type: ignore[return-value]
 
     def take_in(self, lesson: Lesson) -> torch.Tensor:
-        """See `Eagle`; with noise while it learns."""
+        """See `Eagle`; with noise in training."""
         states = lesson.states_BLH
         return states + torch.empty_like(states).uniform_(-NOISE, NOISE) if self.training else states
 
@@ -124,7 +124,7 @@ class Eagle1(Eagle):
         return lesson.teacher.output(states)
 
     def loss(self, lesson: Lesson) -> torch.Tensor:
-        """See `Head`; and how far its states are from the target's."""
+        """See `Head`; adds the loss of the states."""
         states = self.states(lesson, lesson.true_tokens)
         apart = [
             F.smooth_l1_loss(state.float(), lesson.at(lesson.states_BLH, 1 + i).float())
@@ -138,10 +138,10 @@ class Eagle1(Eagle):
 
 
 class Eagle3(Eagle):
-    """Reads three layers; attends to embedding and state side by side; goes on from what its own norm has not seen.
+    """Reads three layers; attends to embedding and state, concatenated; feeds back its states before the norm.
 
-    Its vocabulary is the target's where that is small, and then the head is the target's too; else it has a head over
-    the most frequent ids, and `d2t`, `t2d` say which those are.
+    For a small vocabulary, the head is the target's. Otherwise it has its own head over the most frequent ids, which
+    `d2t` and `t2d` map.
     """
 
     method = "eagle3"
@@ -149,7 +149,7 @@ class Eagle3(Eagle):
     t2d: torch.Tensor
 
     def __init__(self, teacher: Teacher, depth: int = 4, frequent: torch.Tensor | None = None) -> None:
-        """*frequent* are the ids it can guess, int64 `[Vd]` ascending; None: all."""
+        """*frequent* are the ids it can predict, int64 `[Vd]` ascending; None: all."""
         dims = dims_of(teacher.config, reads=2, inner=1.5)
         super().__init__(dims, depth)
         self.inputs_of = teacher.inputs_of
@@ -169,7 +169,7 @@ class Eagle3(Eagle):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it can guess every token, by the target's head."""
+        """Whether it uses the target's head, with all tokens."""
         return "t2d" not in self._buffers
 
     @property
@@ -201,7 +201,7 @@ class Eagle3(Eagle):
         return () if self.is_whole else tuple(self.lm_head.parameters())
 
     def comparable(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Head`: the target's distribution over the ids that it can guess."""
+        """See `Head`: the target's distribution over the ids that it can predict."""
         return logits if self.is_whole else logits[..., self.t2d]
 
     def best(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
@@ -222,7 +222,7 @@ class Eagle3(Eagle):
 
 
 def most_frequent(ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor | None:
-    """Return the ids that a large vocabulary is cut to, int64 ascending; None where it is small."""
+    """Return the ids kept of a large vocabulary, int64 ascending; None if it is small."""
     if vocab_size <= LARGEST_VOCABULARY:
         return None
     counts = torch.bincount(ids_N.long(), minlength=vocab_size)

@@ -1,8 +1,8 @@
-"""Heads without attention: each guesses from the target's last state, and from the tokens since.
+"""Heads without attention: each predicts from the target's last state and the tokens since.
 
 Medusa (Cai et al. 2024, arXiv 2401.10774), Hydra (Ankner et al. 2024, arXiv 2402.05109), the MLP speculator (Wertheimer
-et al. 2024, arXiv 2404.19124) and ReDrafter (Cheng et al. 2024, arXiv 2403.09919). They begin as near the target's
-own head as their form allows: with its weights, or with the best approximation of its rank.
+et al. 2024, arXiv 2404.19124) and ReDrafter (Cheng et al. 2024, arXiv 2403.09919). They are initialised
+from the target's own head: with its weights, or with the best low-rank approximation.
 """
 
 import math
@@ -17,7 +17,7 @@ from demo.heads import Follow, Head, Lesson, Teacher
 
 
 class ResidualBlock(nn.Module):
-    """`x + SiLU(W x + b)`, where the sum starts from a projection of x if widths differ; begins as the identity."""
+    """`x + SiLU(W x + b)`, with a projection of x if widths differ; initialised as the identity."""
 
     def __init__(self, reads: int, width: int) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class ResidualBlock(nn.Module):
         self.res_connection = None if reads == width else _selecting(reads, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[..., width]` of `[..., reads]`."""
+        """Map `[..., reads]` to `[..., width]`."""
         kept = x if self.res_connection is None else self.res_connection(x)
         return kept + F.silu(self.linear(x))
 
 
 class MedusaHeads(nn.ModuleList, Head):
-    """Head i is `{i}.0.linear`; all go on to the target's own head, as in TGI's variant."""
+    """Head i is `{i}.0.linear`; all use the target's own head, as in TGI's variant."""
 
     method, file_name = "medusa", "medusa_lm_head.safetensors"
 
@@ -43,7 +43,7 @@ class MedusaHeads(nn.ModuleList, Head):
         self.depth = depth
 
     def states(self, lesson: Lesson, follow: Follow) -> list[torch.Tensor]:
-        """See `Head`; what was guessed before makes no difference."""
+        """See `Head`; independent of the tokens before."""
         return [head[0](lesson.at_anchors_BMH) for head in self]  # type: ignore[index]
 
     def logits(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class MedusaHeads(nn.ModuleList, Head):
 
 
 class HydraHeads(Head):
-    """Grounded heads of the `mlp` form; each has a whole head over the vocabulary, so there are few."""
+    """Grounded heads of the `mlp` form; few, because each has an output layer over the whole vocabulary."""
 
     method, file_name = "hydra", "hydra_lm_head.pt"
 
@@ -112,12 +112,12 @@ class ScaledNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is of the same shape as *x*."""
+        """Return a tensor of the shape of *x*."""
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) + self.bias
 
 
 class _TiedSpeculator(nn.Module):
-    """The tensors of a tied MLP speculator: one of each, and a second projection for all guesses behind the first."""
+    """The tensors of a tied MLP speculator: one of each, and a second projection for later predictions."""
 
     def __init__(self, teacher: Teacher, inner: int) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def low_rank(weight_VH: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _base(target: Any) -> str:
-    """Return the target's Hub id, or the name of its folder: where that lies is nobody else's business."""
+    """Return the target's Hub id, or the name of its folder without the path."""
     path = Path(target.name_or_path)
     return path.name if path.is_absolute() else str(path)
 
@@ -248,12 +248,12 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(weight: torch.Tensor, *, bias: bool = False) -> nn.Linear:
-    """Return a layer that begins with a copy of *weight* `[out, in]`, and without a bias to speak of."""
+    """Return a layer initialised with *weight* `[out, in]` and a zero bias."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias)
     layer.load_state_dict({"weight": weight} | ({"bias": torch.zeros(len(weight))} if bias else {}))
     return layer
 
 
 def _selecting(reads: int, width: int) -> nn.Linear:
-    """Return a layer that begins by passing on the first *width* of what it reads."""
+    """Return a layer initialised to return the first *width* elements of its input."""
     return _linear(torch.eye(width, reads), bias=True)

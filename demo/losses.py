@@ -1,4 +1,4 @@
-"""What the demo's models are trained to make small."""
+"""Losses of the demo's models."""
 
 from collections.abc import Callable
 
@@ -38,10 +38,10 @@ def distillation_loss(draft: nn.Module, target: nn.Module) -> Loss:
 
 
 def divergence(guessed_NV: torch.Tensor, wanted_NV: torch.Tensor) -> torch.Tensor:
-    """Return KL(wanted || guessed) + their total variation at `SHARP`, a mean over rows of logits.
+    """Return KL(wanted || guessed) + their total variation at `SHARP`, as a mean over rows of logits.
 
-    KL covers everything the target might say; total variation is the share of guesses that optimal acceptance
-    would refuse, taken at a lower temperature so that the likeliest tokens count most.
+    KL covers the whole distribution; total variation is the share of draft tokens that optimal acceptance rejects, at a
+    lower temperature so that the most likely tokens count most.
     """
     guessed, wanted = guessed_NV.float(), wanted_NV.float()
     kl = F.kl_div(F.log_softmax(guessed, -1), F.log_softmax(wanted, -1), reduction="batchmean", log_target=True)

@@ -1,4 +1,4 @@
-"""Train heads for a target, all of them together: the target reads each text once, whatever learns from it."""
+"""Train heads for a target, all together: the target computes each text once for all heads."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ def train_heads(
 ) -> dict[str, list[float]]:
     """Train one head of each of *methods*, and write it into the folder *out* / method in its public format.
 
-    Returns, for each, what `evaluate.agreement` says on texts that were held out.
+    Returns, for each, `evaluate.agreement` on held-out texts.
     """
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(device())
@@ -105,7 +105,7 @@ def read(head: Head, folder: Path) -> Head:
 
 
 def _one_each(heads: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Return an optimizer for each head, so that none disturbs another. For so short a training AdamW alone will do."""
+    """Return an optimizer for each head. For so short a training, AdamW is enough."""
     return [adamw(head.parameters(), rate) for head in heads.children()]
 
 

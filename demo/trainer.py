@@ -1,4 +1,4 @@
-"""A training run that can be stopped and started at any moment, and counts the time it really had."""
+"""A training run that can be stopped and resumed at any time, and counts its actual running time."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +17,14 @@ CHECKPOINT_EVERY_S = 120.0
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What one training run needs: sequences of *length* tokens, *batch* at a time, for *minutes*."""
+    """The settings of a training run: sequences of *length* tokens, *batch* at a time, for *minutes*."""
 
     minutes: float
     learning_rate: float = 3e-3
     length: int = 512
     batch: int = 8
     seed: int = 0
-    warm_up: int = 40  # steps until the learning rate is whole
+    warm_up: int = 40  # warm-up steps of the learning rate
 
 
 def encode(texts: Sequence[str], tokenizer: Any) -> torch.Tensor:
@@ -36,7 +36,7 @@ def encode(texts: Sequence[str], tokenizer: Any) -> torch.Tensor:
 
 
 def device() -> str:
-    """Return where training runs."""
+    """Return the device for training."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -56,12 +56,12 @@ def optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def adamw(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """Return AdamW as everything here uses it."""
+    """Return AdamW with the settings used here."""
     return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 class Trainer:
-    """Trains one model for the time of its run, and can be stopped and started at any moment."""
+    """Trains one model for the time of its run; can be stopped and resumed at any time."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Trainer:
         partial.replace(self.state)
 
     def _batch(self) -> torch.Tensor:
-        """Return ids `[B, L]`, the streams by turns; a function of the step alone: a resumed run sees the same data."""
+        """Return ids `[B, L]`, from alternating streams; the same for a resumed run."""
         generator = torch.Generator().manual_seed(self.run.seed * 1_000_003 + self.step)
         rows = [self._cut(self.streams[i % len(self.streams)], generator) for i in range(self.run.batch)]
         return torch.stack(rows).long().to(next(self.model.parameters()).device)
@@ -146,5 +146,5 @@ class Trainer:
 
 
 def _clock() -> float:
-    """Seconds of work: on a CPU those really spent computing, so that a starved or paused run loses no training."""
+    """Seconds of work: on a CPU those really spent computing, so that a paused run loses no training."""
     return time.monotonic() if torch.cuda.is_available() else time.process_time() / torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""What tensors `transformers` has for a causal model or one of its layers, by the config alone."""
+"""The tensors of a `transformers` causal model or of one of its layers, from the config alone."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from proposers.formats.shared.layout import Shapes, refuse
 from proposers.formats.shared.values import Config
 
 STANDS_FOR = {"mimo": "qwen2"}
-"""Model types that `transformers` does not have, and those whose layers they have."""
+"""Model types missing in `transformers`, and the types that have the same layers."""
 
 
 def model_config(title: str, config: Config, **instead: Any) -> Any:
-    """Return the `transformers` config (which has no useful static type) of *config*, changed by *instead*.
+    """Return the `transformers` config (which has no useful static type) of *config*, with the changes *instead*.
 
     Raises:
         ModelError: there is no such model, or the config does not fit it.
@@ -44,10 +44,10 @@ def model_shapes(title: str, config: Config) -> tuple[Shapes, Shapes]:
 
 
 def last_layer_shapes(title: str, config: Config) -> Shapes:
-    """Return the tensors of the last decoder layer of *config*'s model; no more layers are made than that takes.
+    """Return the tensors of the last decoder layer of *config*'s model; no more layers than necessary are made.
 
     Raises:
-        ModelError: there is no such model, or its layers cannot be told.
+        ModelError: there is no such model, or its layers are not known.
     """
     few = int(config.get("first_k_dense_replace") or 0) + 1
     short = model_config(title, config, num_hidden_layers=few, layer_types=["full_attention"] * few)

@@ -1,4 +1,4 @@
-"""Tells what method a checkpoint is for: by what it says, else by its tensors, else by its own name."""
+"""Detects the method of a checkpoint: from its config, else from its tensors, else from its name."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -16,16 +16,16 @@ WHOLE = "draft_model"
 def describe(model: str, revision: str | None = None, *, cache: str | None = None) -> Described:
     """Describe the checkpoint of a Hub id or a folder; `cache` is where downloads are kept.
 
-    Of Hub ids `config.json` is fetched, and headers of weights only where that tells too little. What cannot be reached
-    is judged by its name alone, and remains unknown where that says nothing.
+    For Hub ids, `config.json` is fetched, and headers of weights only if that is not enough. A checkpoint that cannot
+    be reached is detected by its name, or unknown.
 
     Raises:
-        ModelError: it is a draft of a kind that is not available, or its config contradicts itself.
+        ModelError: it is a kind of draft that is not supported, or its config is contradictory.
     """
     peek = Peek(model, revision, cache)
     method = _by_config(peek.config) or _by_tensors(peek) or _by_name(model)
     if method == "mtp" and _lacks_heads(peek):
-        method = WHOLE  # some tools leave the heads out, but not the config's word for them
+        method = WHOLE  # some tools remove the heads but keep the config
     if method is None:
         return Described()
     count, source = _tokens(method, peek)
@@ -46,7 +46,7 @@ def _by_config(config: Config) -> str | None:
     for unsupported in ("dspark", "dflash2"):
         if any(unsupported in kind for kind in kinds):
             refuse(unsupported, "this kind of draft is not supported")
-    for method, marks, keys in SAID:
+    for method, marks, keys in CONFIG_MARKS:
         if any(mark in kind for mark in marks for kind in kinds) or any(config.get(key) for key in keys):
             return method
     if any("eagle3" in kind for kind in kinds) or any(config.get(key) for key in ("draft_vocab_size", "eagle_config")):
@@ -58,14 +58,14 @@ def _by_config(config: Config) -> str | None:
     return "pard" if has_mask(config) else None
 
 
-SAID: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+CONFIG_MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("medusa", ("medusa",), ("medusa_num_heads",)),
     ("hydra", ("hydra",), ("hydra_num_heads",)),
     ("mlp_speculator", ("mlp_speculator", "mlpspeculator"), ()),
     ("recurrent", ("recurrent_drafting", "recurrentdrafting", "redrafter"), ("num_draft_layers",)),
     ("dflash", ("dflash",), ("dflash_config",)),
 )
-"""Methods, words in the model type or the architectures that mean them, and keys of the config that do."""
+"""Methods, the words in the model type or architectures that identify them, and the config keys that do."""
 
 
 def _architectures(config: Config) -> Collection[object]:
@@ -74,18 +74,19 @@ def _architectures(config: Config) -> Collection[object]:
 
 
 def _by_tensors(peek: Peek) -> str | None:
-    """Look at the names of tensors where the config is that of a plain model, or is silent."""
+    """Detect the method by the names of tensors, if the config is that of a plain model or does not name one."""
     is_small = integer("draft", peek.config, "num_hidden_layers", "n_layer", default=0) <= 1
     is_told = bool(peek.config.get("architectures")) and not is_small and _by_name(peek.model) is None
     if is_told and not peek.is_local:
         return WHOLE
     names = {name.removeprefix("model.") for name in peek.names}
     return next(
-        (method for method, there, absent in HELD if _matches(names, there) and not _matches(names, absent)), None
+        (method for method, there, absent in TENSOR_PATTERNS if _matches(names, there) and not _matches(names, absent)),
+        None,
     )
 
 
-HELD: tuple[tuple[str, str, str], ...] = (
+TENSOR_PATTERNS: tuple[tuple[str, str, str], ...] = (
     ("hydra", r"(hydra_heads?\.)?hydra_mlp\.", "$^"),
     ("medusa", r"(medusa_heads?\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.)", "$^"),
     ("mlp_speculator", r"speculator\.(emb|proj)\.0\.", "$^"),
@@ -97,7 +98,7 @@ HELD: tuple[tuple[str, str, str], ...] = (
     ("mtp", r"mtp\.fc\.|mtp_layers\.|layers\.\d+\.eh_proj\.", "$^"),
     (WHOLE, r"((decoder|transformer|gpt_neox)\.)?(embed_tokens|wte|embed_in)\.", r"fc\.weight$"),
 )
-"""Methods, in the order in which they are tried: a pattern that some name must match, and one that none may."""
+"""Methods, in the order tried: a pattern that some name must match, and one that none may match."""
 
 
 def _matches(names: Collection[str], pattern: str) -> bool:
@@ -119,7 +120,7 @@ ACCELERATORS = re.compile(r"(ibm-ai-platform|ibm-fms|ibm-granite)/.*-accelerator
 
 
 def _by_name(model: str) -> str | None:
-    """Judge by the last part of a path or a Hub id."""
+    """Detect the method by the last part of a path or a Hub id."""
     name = model.rstrip("/").rpartition("/")[2].lower()
     if ACCELERATORS.match(model) or "mlp_speculator" in name or "mlp-speculator" in name:
         return "mlp_speculator"
@@ -127,7 +128,7 @@ def _by_name(model: str) -> str | None:
 
 
 def _tokens(method: str, peek: Peek) -> tuple[int, str]:
-    """Return how many tokens a checkpoint was made to guess, and what says so; 0 where nothing does."""
+    """Return the number of tokens that a checkpoint drafts, and where it is stated; 0 if it is not."""
     config = peek.config
     if speculators.is_speculators(config) and (told := speculators.tokens_of(config)):
         return told, "speculative_tokens"

@@ -1,4 +1,4 @@
-"""DFlash (arXiv 2602.06036): `z-lab/*-DFlash`, and `speculators`' own. Guesses a block of tokens in one forward."""
+"""DFlash (arXiv 2602.06036): `z-lab/*-DFlash`, and `speculators`' own. Predicts a block of tokens in one forward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,18 +36,18 @@ class DFlashSpec(Fitted):
     Attributes:
         dims: of its decoder layers.
         num_layers: of them.
-        windows: the sliding window of each layer, None for all that is known.
+        windows: the sliding window of each layer, None for full attention.
         inputs_of: the target's layers whose inputs it reads, in this order.
         target_hidden: width of each of those.
         vocab_size: the target's.
-        draft_size: rows of its head; where fewer, `target_ids` says which.
-        block_size: tokens of a forward: the newest known one, and masks.
-        causal: tokens of the block see those before them only.
-        samples_anchor: the first guess comes from the newest known token's own place, not from the first mask's.
+        draft_size: rows of its head; if fewer than the target's, `target_ids` maps them.
+        block_size: tokens of a forward: the newest known one and masks.
+        causal: tokens of the block attend only to those before them.
+        samples_anchor: the first draft token is predicted at the newest known token, not at the first mask.
         mask_token_id: an id of the embedding.
-        has_embedding, has_head: it brings its own; else the target's is used.
-        rope: rotary parameters, as `transformers` 5 writes them.
-        max_model_len: positions it may be used for.
+        has_embedding, has_head: the checkpoint has its own; else the target's is used.
+        rope: rotary parameters, in the format of `transformers` 5.
+        max_model_len: most positions.
     """
 
     dims: LayerDims
@@ -68,12 +68,12 @@ class DFlashSpec(Fitted):
 
 
 def features_of(config: Config, target_config: Config) -> tuple[int, ...]:
-    """Return `inputs_of` by the configs alone; raises `ModelError` where the target has no such layers."""
+    """Return `inputs_of` from the configs alone; raises `ModelError` if the target has no such layers."""
     return dflash_layers(FORMAT, speculators.flattened(config), target_of(target_config))
 
 
 def block_size_of(config: Config) -> int:
-    """Return the tokens of a block by the config alone; raises `ModelError` where it does not say or has no room."""
+    """Return the size of a block from the config alone; raises `ModelError` if it is missing or below 2."""
     default = SPECULATORS_BLOCK if speculators.is_speculators(config) else None
     size = integer(FORMAT, {**section(config, "dflash_config"), **config}, "block_size", default=default)
     if size < 2:
@@ -82,7 +82,7 @@ def block_size_of(config: Config) -> int:
 
 
 def tokens_of(config: Config) -> int:
-    """Return the tokens a block guesses, 0 where the config does not say how large it is; raises as `block_size_of`."""
+    """Return the number of draft tokens of a block, 0 if its size is not stated; raises like `block_size_of`."""
     plain = speculators.flattened(config)
     nested = section(plain, "dflash_config")
     anchor = flag(FORMAT, {**plain, **nested}, "sample_from_anchor", default=False)
@@ -94,7 +94,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> DFlashSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
-        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+        ModelError: it does not fit the target, or is inconsistent; names the tensor and both shapes.
     """
     check_unquantised(FORMAT, config)
     plain, target = speculators.flattened(config), target_of(target_config)
@@ -137,7 +137,7 @@ def load(spec: DFlashSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, 
     `target_ids`, int64 `[Vd]`: the target's id of each of the draft's.
 
     Raises:
-        ModelError: the vocabulary maps lead out of the vocabulary, or disagree.
+        ModelError: the vocabulary maps have invalid ids, or disagree.
     """
     from proposers.formats.shared.vocabulary import target_ids  # noqa: PLC0415 - `read` and `features_of` need no torch
 

@@ -1,5 +1,5 @@
 """EAGLE-1 and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858): `yuhuili/EAGLE-*`. The weights are the same;
-EAGLE-2 is a way to grow trees.
+EAGLE-2 drafts dynamic trees with them.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ class EagleSpec(Fitted):
     """An EAGLE head.
 
     Attributes:
-        dims: of its decoder layers; layer 0 has no input norm, and there is no norm behind the last.
+        dims: of its decoder layers; layer 0 has no input norm, and there is no final norm.
         num_layers: nearly always 1.
-        fc_bias: whether `fc` has one; true where the config is silent.
-        has_embedding: it brings its own; else the target's is used.
+        fc_bias: whether `fc` has a bias; the default is true.
+        has_embedding: the checkpoint has its own; else the target's is used.
         vocab_size: the target's.
-        rope: rotary parameters, as `transformers` 5 writes them.
-        max_model_len: positions it may be used for.
+        rope: rotary parameters, in the format of `transformers` 5.
+        max_model_len: most positions.
     """
 
     dims: LayerDims
@@ -52,7 +52,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> EagleSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
-        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+        ModelError: it does not fit the target, or is inconsistent; names the tensor and both shapes.
     """
     check_unquantised(FORMAT, config)
     target = target_of(target_config)

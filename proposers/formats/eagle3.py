@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840), with what NVIDIA's, vLLM's and `speculators`' checkpoints add to it."""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840), with extensions of NVIDIA's, vLLM's and `speculators`' checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -46,15 +46,15 @@ class Eagle3Spec(Fitted):
         inputs_of: the target's layers whose inputs it reads, in this order; empty: the state the target's head reads.
         target_hidden: width of each of those.
         vocab_size: the target's.
-        draft_size: rows of its head; where fewer, `target_ids` says which.
+        draft_size: rows of its head; if fewer than the target's, `target_ids` maps them.
         norm_before_residual: the residual of layer 0 starts from the normalised state.
-        norm_before_fc: one norm over all it reads, `input_norm`, in front of `fc`.
-        fc_norm: a norm for each of the states it reads, `fc_norm.{i}`, in front of `fc`.
-        norm_output: states that are fed back have passed the last norm.
-        has_fc: `fc` leads from what it reads to `hidden`; else that is used as it is.
-        has_embedding, has_head: it brings its own; else the target's is used.
-        rope: rotary parameters, as `transformers` 5 writes them.
-        max_model_len: positions it may be used for.
+        norm_before_fc: one norm over all states, `input_norm`, before `fc`.
+        fc_norm: a norm for each of the states, `fc_norm.{i}`, before `fc`.
+        norm_output: the states fed back are those after the last norm.
+        has_fc: `fc` projects the states to `hidden`; else they are used directly.
+        has_embedding, has_head: the checkpoint has its own; else the target's is used.
+        rope: rotary parameters, in the format of `transformers` 5.
+        max_model_len: most positions.
     """
 
     dims: LayerDims
@@ -75,12 +75,12 @@ class Eagle3Spec(Fitted):
 
     @property
     def features(self) -> int:
-        """Width of all it reads of the target together."""
+        """Total width of the target's states that it reads."""
         return self.target_hidden * max(1, len(self.inputs_of))
 
 
 def features_of(config: Config, target_config: Config) -> tuple[int, ...]:
-    """Return `inputs_of` by the configs alone; raises `ModelError` where the target has no such layers."""
+    """Return `inputs_of` from the configs alone; raises `ModelError` if the target has no such layers."""
     plain = speculators.flattened(config)
     return eagle_layers(FORMAT, plain, target_of(target_config)) if _uses_aux(plain) else ()
 
@@ -89,13 +89,13 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> Eagle3Spec:
     """Check a checkpoint by its config and the shapes of its tensors; a P-EAGLE one may be read as EAGLE-3.
 
     Raises:
-        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+        ModelError: it does not fit the target, or is inconsistent; names the tensor and both shapes.
     """
     return read_as(FORMAT, config, target_config, shapes)
 
 
 def read_as(title: str, config: Config, target_config: Config, shapes: Shapes) -> Eagle3Spec:
-    """See `read`; *title* is what messages call the checkpoint."""
+    """See `read`; *title* is the checkpoint's name in messages."""
     check_unquantised(title, config)
     plain, target = speculators.flattened(config), target_of(target_config)
     names = renamed(title, shapes, RULES)
@@ -137,7 +137,7 @@ def load(spec: Eagle3Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, 
     and where there are maps `target_ids`, int64 `[Vd]`: the target's id of each of the draft's.
 
     Raises:
-        ModelError: the vocabulary maps lead out of the vocabulary, or disagree.
+        ModelError: the vocabulary maps have invalid ids, or disagree.
     """
     from proposers.formats.shared.vocabulary import target_ids  # noqa: PLC0415 - `read` and `features_of` need no torch
 
@@ -150,7 +150,7 @@ def load(spec: Eagle3Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, 
 
 
 def _layout(title: str, spec: Eagle3Spec, mask: Shape | None) -> TensorLayout:
-    """Return the tensors of a checkpoint of *spec*, whose `mask_hidden` has the shape *mask*: ones may stand in it."""
+    """Return the tensors of a checkpoint of *spec*, whose `mask_hidden` has the shape *mask*."""
     hidden, dims = spec.dims.hidden, spec.dims
     required: dict[str, Shape] = {"norm.weight": (hidden,), "layers.0.hidden_norm.weight": (hidden,)}
     for i in range(spec.num_layers):

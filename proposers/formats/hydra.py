@@ -1,8 +1,8 @@
-"""Hydra heads (Ankner et al. 2024, arXiv 2402.05109): `ankner/hydra-*`. Medusa heads that see the tokens between.
+"""Hydra heads (Ankner et al. 2024, arXiv 2402.05109): `ankner/hydra-*`. Medusa heads that also read the draft tokens.
 
 Two of the published architectures are read. In `mlp`, head i is `hydra_mlp.{i}` and `hydra_lm_head.{i}`. In
-`prefix-mlp` a Llama model of one layer over the target's states stands in front, misspelt `prefix_embeding_layer`, and
-dropouts count among the numbers: block k is `hydra_mlp.{i}.{2k + 1}`, the output `hydra_lm_head.{i}.1`. Blocks behind
+`prefix-mlp` a Llama model of one layer over the target's states precedes them, misspelled `prefix_embeding_layer`, and
+dropouts are counted as modules: block k is `hydra_mlp.{i}.{2k + 1}`, the output `hydra_lm_head.{i}.1`. Blocks after
 the first are one module, repeated; some checkpoints store it once, some every time.
 """
 
@@ -37,14 +37,14 @@ class HydraSpec(Fitted):
 
     Attributes:
         width: of the target's states and embedding.
-        num_heads: head i (from 0) guesses the token at i + 2 behind the state's own.
+        num_heads: head i (from 0) predicts the token i + 2 positions after the state's own.
         num_blocks: residual blocks of a head.
         grounded: head i reads the state and i + 1 embeddings, `(i + 2) width`; else the state alone.
         head_bias: outputs have biases.
         vocab_size: the target's.
-        prefix: dimensions of the layer in front of the heads (a Llama layer and a norm behind it); None without.
-        rope: its rotary parameters, as `transformers` 5 writes them.
-        max_model_len: positions it may be used for.
+        prefix: dimensions of the layer before the heads (a Llama layer and a norm); None without.
+        rope: its rotary parameters, in the format of `transformers` 5.
+        max_model_len: most positions.
     """
 
     width: int
@@ -62,7 +62,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> HydraSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
-        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+        ModelError: it does not fit the target, or is inconsistent; names the tensor and both shapes.
     """
     check_unquantised(FORMAT, config)
     target = read_target(target_config)
@@ -132,7 +132,7 @@ def _spec(
 
 
 def _prefix(target_config: Config, names: Mapping[str, str]) -> LayerDims:
-    """The layer has the target's dimensions: its config repeats nothing of them."""
+    """Return the dimensions of the prefix layer, which are the target's: its own config does not state them."""
     return layer_dims(FORMAT, target_config, [name for name in names if name.startswith("prefix.")])
 
 
@@ -149,7 +149,7 @@ def _blocks(spec: HydraSpec) -> dict[str, Shape]:
 
 
 def _first_of(spec: HydraSpec, name: str) -> str:
-    """Return the name of the block that *name* repeats: the first of those behind the wide one."""
+    """Return the name of the block that *name* repeats: the first one after the wide block."""
     part, head, block, leaf = name.split(".", 3)
     return f"{part}.{head}.{min(int(block), 1 if spec.grounded else 0)}.{leaf}"
 

@@ -1,10 +1,10 @@
-"""Medusa heads (Cai et al. 2024, arXiv 2401.10774), as four tools write them.
+"""Medusa heads (Cai et al. 2024, arXiv 2401.10774), in the formats of four tools.
 
-* `FasterDecoding/medusa-*` (and the heads of TGI): `{head}.{block}.linear.*`, and the output under the number behind
-  the last block; Medusa-2 checkpoints hold them below `medusa_head.` beside the whole target.
-* TGI's second version: blocks alone; every head goes on to the target's own head.
+* `FasterDecoding/medusa-*` (and the heads of TGI): `{head}.{block}.linear.*`, and the output layer numbered after
+  the last block; Medusa-2 checkpoints contain them under `medusa_head.`, with the whole target.
+* TGI's second version: blocks only; every head uses the target's own head.
 * vLLM's conversion: `blocks.{head}.layers.{block}.*`, `lm_heads.{head}.weight` or one `lm_head.weight`, and perhaps a
-  `token_map` of the ids that are left in a truncated vocabulary.
+  `token_map` of the ids of a truncated vocabulary.
 """
 
 from collections.abc import Mapping
@@ -38,12 +38,12 @@ class MedusaSpec(Fitted):
 
     Attributes:
         width: of the target's states.
-        num_heads: head i (from 0) guesses the token at i + 2 behind the state's own.
+        num_heads: head i (from 0) predicts the token i + 2 positions after the state's own.
         num_blocks: residual blocks of a head.
         has_bias: blocks have biases.
-        output: what turns states into logits: each head's own, one that they share, or the target's head.
+        output: the output layer: each head's own, a shared one, or the target's head.
         vocab_size: the target's.
-        head_size: rows of own or shared outputs; fewer than `vocab_size` where the vocabulary is truncated.
+        head_size: rows of own or shared outputs; fewer than `vocab_size` if the vocabulary is truncated.
     """
 
     width: int
@@ -58,10 +58,10 @@ class MedusaSpec(Fitted):
 def read(config: Config, target_config: Config, shapes: Shapes) -> MedusaSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
-    Published configs often name fewer heads than there are: those that are there count.
+    Published configs often state fewer heads than there are: the tensors decide.
 
     Raises:
-        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+        ModelError: it does not fit the target, or is inconsistent; names the tensor and both shapes.
     """
     check_unquantised(FORMAT, config)
     target = target_of(target_config)
@@ -92,7 +92,7 @@ def load(spec: MedusaSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, 
     `head.weight [Vh, H]` or nothing; with a truncated vocabulary also `target_ids`, the target's id of each row, int64.
 
     Raises:
-        ModelError: ids in the token map lie outside of the vocabulary, or stand there twice.
+        ModelError: ids in the token map are outside of the vocabulary, or repeated.
     """
     found = taken(spec, tensors)
     if "token_map" in found:
@@ -109,7 +109,7 @@ def _output(names: Mapping[str, str]) -> Output:
 
 
 def _is_whole_model(names: Mapping[str, str]) -> bool:
-    """Whether the target itself is stored beside the heads, so that `lm_head` is the target's."""
+    """Whether the checkpoint contains the target as well, so that `lm_head` is the target's."""
     return any(stored.startswith("medusa_head.") for stored in names.values())
 
 

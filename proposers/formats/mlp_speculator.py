@@ -1,4 +1,4 @@
-"""IBM's MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): `ibm-ai-platform/*-accelerator` and their like."""
+"""IBM's MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): `ibm-ai-platform/*-accelerator` and similar ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> MLPSpeculator
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
-        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+        ModelError: it does not fit the target, or is inconsistent; names the tensor and both shapes.
     """
     check_unquantised(FORMAT, config)
     target = target_of(target_config)

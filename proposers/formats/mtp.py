@@ -1,8 +1,8 @@
-"""Heads for multi-token prediction, which live in the target's own checkpoint (DeepSeek-AI 2024, arXiv 2412.19437).
+"""Heads for multi-token prediction, part of the target's own checkpoint (DeepSeek-AI 2024, arXiv 2412.19437).
 
-Three ways to store them:
+Three storage formats:
 
-* DeepSeek-V3, GLM-4.5: as layers behind the last, `model.layers.{n + i}.*`, with `enorm`, `hnorm`, `eh_proj`,
+* DeepSeek-V3, GLM-4.5: as layers after the last, `model.layers.{n + i}.*`, with `enorm`, `hnorm`, `eh_proj`,
   `shared_head` and perhaps copies of embedding and head.
 * MiMo: `model.mtp_layers.{i}.*`; the state comes before the embedding.
 * Qwen3-Next: `mtp.*`; layers share one projection and one norm, and norms multiply by 1 + weight.
@@ -76,15 +76,15 @@ class MtpSpec(Fitted):
 
     Attributes:
         hidden: width of the target's states.
-        num_layers: heads; guess k comes from head k modulo this.
-        first_layer: number of the first one, counted behind the target's layers.
+        num_layers: number of heads; draft token k is predicted by head k modulo this.
+        first_layer: number of the first one, after the target's layers.
         vocab_size: the target's.
         state_first: the projection reads state, embedding; else embedding, state.
-        recycles_normed: what is fed back has passed the head's last norm.
-        one_step: more than one guess is not meant.
+        recycles_normed: the states fed back are those after the head's last norm.
+        one_step: trained to draft one token only.
         blanks_first: the embedding at position 0 is zero.
         one_plus: norms multiply by 1 + weight.
-        own_embedding, own_head: each layer brings its own; else the target's is used.
+        own_embedding, own_head: each layer has its own; else the target's is used.
         eps: of its norms.
         block: the tensors of one decoder layer, as `transformers` has them.
     """
@@ -105,21 +105,21 @@ class MtpSpec(Fitted):
 
 
 def num_heads(config: Config) -> int:
-    """Return how many heads a config speaks of, 0 for none; raises `ModelError` where it is no number."""
+    """Return the number of heads in a config, 0 for none; raises `ModelError` if it is not a number."""
     plain = speculators.flattened(config)
     default = 1 if plain.get("model_type") == "qwen3_next" else 0
     return integer(FORMAT, plain, *COUNTS, default=default)
 
 
 def prefixes(config: Config) -> tuple[str, ...]:
-    """Return what the names of all tensors of heads begin with, in the checkpoint of *config*'s model."""
+    """Return the name prefixes of the heads' tensors in the checkpoint of *config*'s model."""
     plain = speculators.flattened(config)
     first, count = integer(FORMAT, plain, "num_hidden_layers", "n_layer"), num_heads(config)
     return (*(f"model.layers.{first + i}." for i in range(count)), *PREFIXES.values())
 
 
 def read(config: Config, target_config: Config, shapes: Shapes) -> MtpSpec:
-    """Check the heads by the model's config and the shapes of its tensors, of which those of heads are looked at.
+    """Check the heads by the model's config and the shapes of its tensors, of which only those of heads are read.
 
     Raises:
         ModelError: there are none, or they do not fit the model; names the tensor and both shapes.
@@ -140,9 +140,9 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> MtpSpec:
 def load(spec: MtpSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return for each head i `layers.{i}.embed_norm.weight`, `.state_norm.weight`, `.norm.weight [H]`, `.proj.weight
     [H, 2H]`, `.block.*` with the names and shapes of `spec.block`, and perhaps `.embed_tokens.weight` and
-    `.head.weight [V, H]`. Experts that are stored one by one are stacked; what heads share is the same tensor.
+    `.head.weight [V, H]`. Experts that are stored one by one are stacked; tensors shared by heads are the same object.
     """
-    import torch  # noqa: PLC0415 - `read`'s questions to the config alone need none
+    import torch  # noqa: PLC0415 - `read` needs no torch
 
     found = {name: tensors[stored] for name, stored in spec.stored.items()}
     shared = {name.removeprefix("shared."): found.pop(name) for name in list(found) if name.startswith("shared.")}
@@ -170,7 +170,7 @@ def _numbering(style: Style, config: Config) -> Rules:
 
 
 def _spec(config: Config, target: TargetDims, style: Style, names: Mapping[str, str]) -> MtpSpec:
-    from proposers.formats.causal import last_layer_shapes  # noqa: PLC0415 - what is asked of the config alone needs none
+    from proposers.formats.causal import last_layer_shapes  # noqa: PLC0415 - reading the config needs no torch
 
     stored = numbered(names, r"layers\.(\d+)\.")
     return MtpSpec(
@@ -205,13 +205,13 @@ def _layout(spec: MtpSpec, style: Style, names: Mapping[str, str]) -> TensorLayo
 
 
 def _glue(prefix: str, hidden: int) -> dict[str, Shape]:
-    """Return what leads into a layer and out of it."""
+    """Return the tensors of a layer's norms, projection, embedding and head."""
     norms = {f"{prefix}{name}.weight": (hidden,) for name in ("embed_norm", "state_norm", "norm")}
     return {**norms, f"{prefix}proj.weight": (hidden, 2 * hidden)}
 
 
 def _stored_as(name: str, shape: Shape, names: Mapping[str, str]) -> dict[str, Shape]:
-    """Return how a tensor of a layer is stored: experts one by one, unless they lie together already."""
+    """Return how a tensor of a layer is stored: experts separately, unless they are stacked already."""
     match = EXPERTS.match(name)
     if match is None or name in names:
         return {name: shape}
@@ -221,7 +221,7 @@ def _stored_as(name: str, shape: Shape, names: Mapping[str, str]) -> dict[str, S
 
 
 def _expert(name: str, expert: int) -> tuple[str, ...]:
-    """Return the tensors that lie behind one another in expert number *expert* of the stacked tensor *name*."""
+    """Return the tensors that are concatenated in expert number *expert* of the stacked tensor *name*."""
     experts, _, kind = name.rpartition(".")
     kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     return tuple(f"{experts}.{expert}.{kind}.weight" for kind in kinds)

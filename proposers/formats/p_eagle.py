@@ -1,4 +1,4 @@
-"""P-EAGLE: an EAGLE-3 head that guesses all tokens in one forward, the later ones behind a mask token and state."""
+"""P-EAGLE: an EAGLE-3 head that predicts all draft tokens in one forward, from a mask token and a mask state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> ParallelEagle
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
-        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+        ModelError: it does not fit the target, or is inconsistent; names the tensor and both shapes.
     """
     spec = eagle3.read_as(FORMAT, config, target_config, shapes)
     if eagle3.MASK not in spec.stored:
@@ -37,6 +37,6 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> ParallelEagle
 
 
 def load(spec: ParallelEagleSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Return what `eagle3.load` does, and `mask_hidden [features]`: what goes into `fc` at masked places."""
+    """Return what `eagle3.load` does, and `mask_hidden [features]`: the state of masked positions, before `fc`."""
     mask_F = tensors[spec.stored[eagle3.MASK]].reshape(-1)
     return {**eagle3.load(spec, tensors), eagle3.MASK: mask_F}

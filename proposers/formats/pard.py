@@ -1,4 +1,4 @@
-"""PARD (An et al. 2025, arXiv 2504.18583): `amd/PARD-*`. A plain causal model, trained to guess at mask tokens."""
+"""PARD (An et al. 2025, arXiv 2504.18583): `amd/PARD-*`. A causal model trained to predict masked tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ FORMAT = "pard"
 
 @dataclass(frozen=True, kw_only=True)
 class PardSpec(Fitted):
-    """A causal model with a mask token. It serves a family of targets, whose vocabularies may be padded otherwise.
+    """A causal model with a mask token. It serves a family of targets, whose vocabularies may have other padding.
 
     Attributes:
         vocab_size: its own.
         mask_token_id: an id of its own, which need not be one of the target's.
-        max_model_len: positions it was made for.
+        max_model_len: most positions.
     """
 
     vocab_size: int
@@ -33,7 +33,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> PardSpec:
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
-        ModelError: it does not fit itself; names the tensor and both shapes.
+        ModelError: it is inconsistent; names the tensor and both shapes.
     """
     from proposers.formats.causal import model_shapes  # noqa: PLC0415 - detection must not load transformers
 
@@ -50,5 +50,5 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> PardSpec:
 
 
 def load(spec: PardSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Return the weights as `transformers` names them; those that are tied are there if they are stored."""
+    """Return the weights as `transformers` names them; tied ones only if they are stored."""
     return taken(spec, tensors)

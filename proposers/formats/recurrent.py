@@ -28,10 +28,10 @@ class RecurrentSpec(Fitted):
 
     Attributes:
         width: of the target's states and embedding, and of the recurrent state.
-        exit: width in front of the head.
-        num_blocks: residual blocks in front of the head.
-        is_rnn: the state passes through learned matrices; else embeddings are summed.
-        has_input: `input_proj` leads from the two states together, `2 width`, to `exit`; else they go in as they are.
+        exit: width before the head.
+        num_blocks: residual blocks before the head.
+        is_rnn: the recurrence has learned matrices; else embeddings are summed.
+        has_input: `input_proj` projects the two states, `2 width`, to `exit`; else they are used directly.
         vocab_size: the target's.
     """
 
@@ -47,7 +47,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> RecurrentSpec
     """Check a checkpoint by its config and the shapes of its tensors.
 
     Raises:
-        ModelError: it does not fit the target or itself; names the tensor and both shapes.
+        ModelError: it does not fit the target, or is inconsistent; names the tensor and both shapes.
     """
     check_unquantised(FORMAT, config)
     target = target_of(target_config)

@@ -1,4 +1,4 @@
-"""The `speculators` format: a config that holds the draft's layers in a part of its own, and names its target."""
+"""The `speculators` format: a config with a section for the draft's layers, which names its target."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def is_speculators(config: Config) -> bool:
 
 
 def method_of(config: Config) -> str:
-    """Return the method of a config of this format; raises `ModelError` for those that are not available."""
+    """Return the method of a config of this format; raises `ModelError` if it is not supported."""
     kind = str(config[TYPE])
     if kind not in METHODS:
         refuse("speculators", f"its type {kind!r} is not supported; supported are {', '.join(sorted(METHODS))}")
@@ -25,7 +25,7 @@ def method_of(config: Config) -> str:
 
 
 def flattened(config: Config) -> dict[str, Any]:
-    """Return *config* with its layers' part at the top, where other formats have it; others as they are."""
+    """Return *config* with its layers' section at the top level, as in other formats; other configs unchanged."""
     layers = section(config, LAYERS)
     if not is_speculators(config):
         return dict(config)
@@ -34,13 +34,13 @@ def flattened(config: Config) -> dict[str, Any]:
 
 
 def verifier_of(config: Config) -> str | None:
-    """Return the target that the checkpoint was made for, a Hub id or a folder, where it says so."""
+    """Return the target that the checkpoint was made for, a Hub id or a folder; None if not stated."""
     name = section(section(config, "speculators_config"), "verifier").get("name_or_path")
     return str(name) if name else None
 
 
 def tokens_of(config: Config) -> int | None:
-    """Return how many tokens the checkpoint proposes, where it says so; raises `ModelError` for no number."""
+    """Return the number of draft tokens, if stated; raises `ModelError` if it is not a number."""
     proposals = section(config, "speculators_config").get("proposal_methods")
     first = proposals[0] if isinstance(proposals, list) and proposals and isinstance(proposals[0], dict) else {}
     return integer("speculators", first, "speculative_tokens", default=0) or None

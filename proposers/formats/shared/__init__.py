@@ -1,1 +1,1 @@
-"""What several checkpoint formats have in common."""
+"""Shared by several checkpoint formats."""

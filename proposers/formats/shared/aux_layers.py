@@ -1,9 +1,9 @@
 """Which of the target's hidden states a draft reads, in one convention: the *input* of decoder layer i, from 0.
 
 Three are in use: inputs, as vLLM and `speculators` write them (`eagle_aux_hidden_state_layer_ids` at the top of the
-config; there it is told as "behind layer id - 1"); outputs of layers, as TensorRT-LLM and SGLang read them
+config, described there as "after layer id - 1"); outputs of layers, as TensorRT-LLM and SGLang read them
 (`eagle_config.eagle_aux_hidden_state_layer_ids`) and as DFlash writes them (`dflash_config.target_layer_ids`); and
-nothing at all, which means the inputs of layers 2, n / 2 and n - 3.
+no entry, which means the inputs of layers 2, n / 2 and n - 3.
 """
 
 from proposers.formats.shared.layout import refuse
@@ -13,7 +13,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 def eagle_layers(title: str, config: Config, target: TargetDims) -> tuple[int, ...]:
-    """Return the layers whose inputs an EAGLE-3 draft reads; raises `ModelError` where the target has none such."""
+    """Return the layers whose inputs an EAGLE-3 draft reads; raises `ModelError` if the target has no such layers."""
     inputs = integers(title, config, KEY)
     outputs = integers(title, section(config, "eagle_config"), KEY)
     default = (2, target.layers // 2, target.layers - 3)
@@ -21,7 +21,7 @@ def eagle_layers(title: str, config: Config, target: TargetDims) -> tuple[int, .
 
 
 def dflash_layers(title: str, config: Config, target: TargetDims) -> tuple[int, ...]:
-    """Return the layers whose inputs a DFlash draft reads; raises `ModelError` where there are none, or no such."""
+    """Return the layers whose inputs a DFlash draft reads; raises `ModelError` if they are missing."""
     outputs = integers(title, section(config, "dflash_config"), "target_layer_ids")
     outputs = outputs or integers(title, config, "target_layer_ids")
     found = integers(title, config, "aux_hidden_state_layer_ids") or tuple(i + 1 for i in outputs)

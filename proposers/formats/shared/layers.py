@@ -21,7 +21,7 @@ class LayerDims:
         qkv_bias, o_bias, mlp_bias: which linears have biases.
         qk_norm: queries and keys are normalised, each head by `[head_dim]` weights.
         eps: of its RMS norms.
-        act: activation of the MLP, as `transformers` calls it.
+        act: activation of the MLP, by its name in `transformers`.
     """
 
     hidden: int
@@ -72,12 +72,12 @@ def layer_dims(title: str, config: Config, names: Collection[str]) -> LayerDims:
     """Read the dimensions of a checkpoint's layers.
 
     Args:
-        title: what messages call the checkpoint.
+        title: the checkpoint's name in messages.
         config: its config.
-        names: canonical names of its tensors; biases and norms that configs do not tell are seen by them.
+        names: canonical names of its tensors; biases and norms that configs do not state are detected by them.
 
     Raises:
-        ModelError: a number is missing, or the layers are of another kind.
+        ModelError: a value is missing, or the layers are of another kind.
     """
     if config.get(MLA):
         refuse(title, f"its layers have latent attention ({MLA} {config[MLA]}), which is not supported for this format")
@@ -100,9 +100,9 @@ def layer_dims(title: str, config: Config, names: Collection[str]) -> LayerDims:
 
 
 def rope_of(config: Config, target_config: Config) -> dict[str, Any]:
-    """Return rotary parameters as `transformers` 5 writes them (`rope_type`, `rope_theta`, ...).
+    """Return rotary parameters in the format of `transformers` 5 (`rope_type`, `rope_theta`, ...).
 
-    What the draft leaves out is the target's: published drafts often do not repeat it.
+    Missing values are the target's: published drafts often do not repeat them.
     """
     theirs = _written(target_config)
     own = _written(config)
@@ -112,7 +112,7 @@ def rope_of(config: Config, target_config: Config) -> dict[str, Any]:
 
 
 def _written(config: Config) -> dict[str, Any]:
-    """Return what *config* says of rotary positions in any of the ways configs do; empty where it says nothing."""
+    """Return the rotary parameters of *config* in any of the known formats; empty if there are none."""
     found = dict(section(config, "rope_parameters")) or dict(section(config, "rope_scaling"))
     if any(isinstance(value, Mapping) for value in found.values()):  # one for each type of layer
         found = dict(section(found, "full_attention"))
@@ -122,14 +122,14 @@ def _written(config: Config) -> dict[str, Any]:
         found.setdefault("rope_theta", float(config["rope_theta"]))
     if not found and "rope_scaling" in config:
         found["rope_type"] = "default"
-    found.pop("partial_rotary_factor", None)  # of the target's heads, where it is inherited
+    found.pop("partial_rotary_factor", None)  # of the target's heads, if inherited
     return {key: value for key, value in found.items() if value is not None}
 
 
 def context_of(title: str, config: Config, target: TargetDims) -> int:
-    """Return the positions a head is made for: the target's, where its own config states fewer.
+    """Return the context length of a head: at least the target's.
 
-    Published heads say 2048 because they were trained on texts that short; their positions are rotary, and cutting
-    texts there would end speculation early.
+    Published heads state 2048 because they were trained on such short texts; their positions are rotary, and a limit
+    there would end speculation early.
     """
     return max(integer(title, config, "max_position_embeddings", default=0), target.max_model_len)

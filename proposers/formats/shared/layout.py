@@ -1,4 +1,4 @@
-"""What tensors a checkpoint must hold, under which names and of which shapes, and what is said where it does not."""
+"""The tensors that a checkpoint must have, with names and shapes, and the errors if it does not."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 Rules = Seq[tuple[str, str]]
-"""Patterns of stored names and what canonical ones have instead, applied one after another."""
+"""Patterns of stored names and their canonical replacements, applied one after another."""
 
 QUANTISED = re.compile(
     r"\.(weight_packed|weight_scale|weight_scale_inv|weight_zero_point|weight_shape|qweight|qzeros|"
     r"scales|g_idx|input_scale|absmax|quant_map)$"
 )
 COMPUTED = r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
-"""Buffers that old checkpoints store although they follow from the configuration."""
+"""Buffers in old checkpoints that are computed from the configuration."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class TensorLayout:
     """The tensors of one checkpoint, by canonical name.
 
     Attributes:
-        format: the method it is for, as messages call it.
-        required: what must be there.
-        optional: what may be there.
-        unused: patterns of what public checkpoints hold besides, and nobody reads.
+        format: its name in messages.
+        required: tensors that must exist.
+        optional: tensors that may exist.
+        unused: patterns of other tensors in public checkpoints, which are ignored.
     """
 
     format: str
@@ -44,7 +44,7 @@ class TensorLayout:
         """Return canonical -> stored name of every tensor that is used.
 
         Raises:
-            ModelError: one is missing, left over, given twice, or of another shape; names it and both shapes.
+            ModelError: one is missing, unexpected, repeated, or of another shape; names it and both shapes.
         """
         found = renamed(self.format, shapes, rules)
         unused = re.compile("|".join(self.unused) or "$^")
@@ -58,7 +58,7 @@ class TensorLayout:
 
     @property
     def wanted(self) -> Shapes:
-        """Everything that has a place."""
+        """All tensors, required and optional."""
         return {**self.optional, **self.required}
 
     def _check(self, name: str, stored: str, shape: Shape) -> None:
@@ -71,13 +71,13 @@ class TensorLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """What every reader returns: `stored` maps the canonical name of each tensor to the checkpoint's own."""
+    """Base of the specs that readers return: `stored` maps each tensor's canonical name to the checkpoint's own."""
 
     stored: Mapping[str, str]
 
 
 def renamed(title: str, shapes: Iterable[str], rules: Rules) -> dict[str, str]:
-    """Return canonical -> stored name; raises `ModelError` where two tensors claim one name, or one is quantised."""
+    """Return canonical -> stored name; raises `ModelError` if two tensors have one name, or one is quantised."""
     found: dict[str, str] = {}
     for stored in shapes:
         if QUANTISED.search(stored):

@@ -1,6 +1,6 @@
-"""Looks into a checkpoint without loading it: its config, and the names of its tensors. Needs no torch, runs no code.
+"""Reads a checkpoint's config and tensor names without loading it. Needs no torch, runs no code.
 
-Of pickled files only the strings are read off, opcode by opcode; nothing is unpickled.
+Of pickled files, only the strings are read, opcode by opcode; nothing is unpickled.
 """
 
 import json
@@ -25,7 +25,7 @@ LONGEST_HEADER = 100_000_000
 class Peek:
     """A checkpoint: a folder, or a Hub id, of which only small files are fetched.
 
-    What is not there, cannot be reached or cannot be read is empty: whoever loads the checkpoint says more about it.
+    Missing, unreachable or unreadable parts are empty: loading the checkpoint reports the error.
     """
 
     model: str
@@ -40,7 +40,7 @@ class Peek:
 
     @property
     def is_local(self) -> bool:
-        """Whether looking costs nothing."""
+        """Whether it is a local folder, which is cheap to read."""
         return self.folder is not None
 
     @cached_property
@@ -86,7 +86,7 @@ class Peek:
         expected = (HfHubHTTPError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError, OSError)
         try:
             return fetch()
-        except expected as error:  # what cannot be reached now may be reached when it is loaded
+        except expected as error:  # it may be reachable when it is loaded
             logger.debug("%s: %s", self.model, error)
             return None
 

@@ -1,4 +1,4 @@
-"""Reads a draft's and a target's `config.json` as data: numbers, booleans that are text, and the names of yesterday."""
+"""Reads a draft's and a target's `config.json` as data: numbers, booleans given as text, and old names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ TRUE, FALSE = ("true", "1"), ("false", "0")
 
 @dataclass(frozen=True)
 class TargetDims:
-    """What readers must know of the target.
+    """The target's dimensions, for readers.
 
     Attributes:
         hidden: width of the states its head reads.
         layers: number of decoder layers.
         vocab_size: rows of its head.
-        max_model_len: positions it was made for, 0 where it does not say.
+        max_model_len: most positions, 0 if not stated.
     """
 
     hidden: int
@@ -28,7 +28,7 @@ class TargetDims:
 
 
 def target_of(config: Config) -> TargetDims:
-    """Return the dimensions of a target; raises `ModelError` where its config does not tell them."""
+    """Return the dimensions of a target; raises `ModelError` if its config does not state them."""
     return TargetDims(
         hidden=integer("target", config, "hidden_size", "n_embd", "d_model"),
         layers=integer("target", config, "num_hidden_layers", "n_layer"),
@@ -41,7 +41,7 @@ def integer(title: str, config: Config, *keys: str, default: int | None = None) 
     """Return the first of *keys* that has a value, or *default*.
 
     Raises:
-        ModelError: none has and there is no default, or it is no whole number of at least 0.
+        ModelError: none has and there is no default, or it is not a whole number of at least 0.
     """
     key = next((key for key in keys if config.get(key) is not None), None)
     if key is None:
@@ -55,7 +55,7 @@ def integer(title: str, config: Config, *keys: str, default: int | None = None) 
 
 
 def number(title: str, config: Config, key: str, default: float) -> float:
-    """Return a real number, *default* where there is none; raises `ModelError` for anything else."""
+    """Return a real number, *default* if missing; raises `ModelError` for anything else."""
     value = config.get(key)
     if value is None:
         return default
@@ -81,7 +81,7 @@ def flag(title: str, config: Config, *keys: str, default: bool) -> bool:
 
 
 def integers(title: str, config: Config, key: str) -> tuple[int, ...]:
-    """Return a list of whole numbers, empty where there is none; raises `ModelError` for anything else."""
+    """Return a list of whole numbers, empty if missing; raises `ModelError` for anything else."""
     value = config.get(key)
     if value is None:
         return ()
@@ -91,7 +91,7 @@ def integers(title: str, config: Config, key: str) -> tuple[int, ...]:
 
 
 def section(config: Config, key: str) -> Config:
-    """Return the object under *key*, empty where there is none."""
+    """Return the object under *key*, empty if missing."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
 

@@ -1,4 +1,4 @@
-"""Maps of a draft's ids to the target's: offsets (`d2t`), masks (`t2d`) and plain lists, checked and made one thing."""
+"""Maps of a draft's ids to the target's: offsets (`d2t`), masks (`t2d`) and plain lists, checked and merged."""
 
 import torch
 
@@ -6,7 +6,7 @@ from proposers.formats.shared.layout import refuse
 
 
 def checked_ids(title: str, name: str, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return *ids* as int64 `[Vd]`; raises `ModelError` where they are not distinct ids below *vocab_size*."""
+    """Return *ids* as int64 `[Vd]`; raises `ModelError` if they are not distinct ids below *vocab_size*."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         refuse(title, f"{name} should hold whole numbers, but holds {str(ids.dtype).removeprefix('torch.')}")
     ids_V = ids.reshape(-1).to(torch.int64)
@@ -24,13 +24,13 @@ def target_ids(title: str, d2t: torch.Tensor, t2d: torch.Tensor | None, vocab_si
     """Return the target's id of every draft id, int64 `[Vd]`.
 
     Args:
-        title: what messages call the checkpoint.
+        title: the checkpoint's name in messages.
         d2t: offsets `[Vd]`: the target's id is the draft's plus this.
-        t2d: whether the draft knows an id of the target `[V]`, where the checkpoint has it.
+        t2d: whether the draft has an id of the target `[V]`, if the checkpoint has this map.
         vocab_size: V.
 
     Raises:
-        ModelError: ids leave the vocabulary or meet, or the two maps disagree.
+        ModelError: ids are invalid or repeated, or the two maps disagree.
     """
     offsets = d2t.reshape(-1)
     if offsets.is_floating_point() or offsets.dtype == torch.bool:
