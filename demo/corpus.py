@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-TENSOR_PATTERNSOUT_LIST = Path(__file__).with_name("heldout.txt")
+HELDOUT_LIST = Path(__file__).with_name("heldout.txt")
 
 # Tables of numbers and generated text, which are no use for learning Python.
 _SKIPPED_FOLDERS = {
@@ -24,7 +24,7 @@ _SKIPPED_FOLDERS = {
     "__pycache__",
     "turtledemo",
 }
-_TENSOR_PATTERNSOUT_SHARE = 20  # one file in twenty
+_HELDOUT_SHARE = 20  # one file in twenty
 
 
 def stdlib_root() -> Path:
@@ -40,7 +40,7 @@ def text_files(root: Path) -> list[Path]:
 
 def is_heldout(name: str) -> bool:
     """Return whether the file *name* (relative to its root) is held out, by a fixed hash."""
-    return hashlib.sha256(name.encode()).digest()[0] % _TENSOR_PATTERNSOUT_SHARE == 0
+    return hashlib.sha256(name.encode()).digest()[0] % _HELDOUT_SHARE == 0
 
 
 def split(root: Path) -> tuple[list[Path], list[Path]]:

@@ -108,7 +108,7 @@ def train_target(work: Path, run: TrainingRun, out: Path) -> None:
     """Train tokenizer and target on the standard library, and list the held-out files."""
     train_files, heldout = corpus.split(corpus.stdlib_root())
     names = [path.relative_to(corpus.stdlib_root()).as_posix() for path in heldout]
-    corpus.TENSOR_PATTERNSOUT_LIST.write_text("\n".join(names) + "\n")
+    corpus.HELDOUT_LIST.write_text("\n".join(names) + "\n")
     texts = list(corpus.read(train_files))
     if not (work / "tokenizer" / "tokenizer.json").exists():
         train_tokenizer(texts, work / "tokenizer")

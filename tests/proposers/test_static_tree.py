@@ -49,10 +49,10 @@ def test_levels_state_where_each_node_is_drafted(paths: set[Path]) -> None:
     points: list[Path] = [()]
     seen: list[int] = []
     for level in tree.levels:
-        for node, place, rank in zip(level.nodes, level.froms_M, level.ranks_M, strict=True):
+        for node, place, rank in zip(level.nodes, level.input_M, level.ranks_M, strict=True):
             assert tree.choices[node] == (*points[place], rank)
             assert rank < level.width
-        points = [tree.choices[level.nodes[place]] for place in level.points_P]
+        points = [tree.choices[level.nodes[place]] for place in level.next_inputs_P]
         assert all(any(path[: len(point)] == point != path for path in paths) for point in points)
         seen += level.nodes
     assert sorted(seen) == list(range(len(tree.choices)))
@@ -63,7 +63,7 @@ def test_three_draft_tokens_hold_four_in_five() -> None:
 
 
 def test_a_choice_that_hangs_on_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\(1, 0\), but not \(1,\)"):
+    with pytest.raises(ConfigError, match=r"\(1, 0\), but not its parent \(1,\)"):
         StaticTree.of(((0,), (1, 0)), 3, 0.9)
 
 
