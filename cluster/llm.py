@@ -240,14 +240,14 @@ class LLM:
 
 
 class _ProgressBar:
-    """A progress bar over prompts that also shows tokens per second; does nothing if not wanted."""
+    """A progress bar over prompts that also shows tokens per second; does nothing if *use_tqdm* is False."""
 
-    def __init__(self, wanted: Progress, num_prompts: int) -> None:
+    def __init__(self, use_tqdm: Progress, num_prompts: int) -> None:
         self._bar = None
         self._num_tokens = 0
         self._started = time.monotonic()
-        if wanted:
-            self._bar = (_tqdm() if wanted is True else wanted)(
+        if use_tqdm:
+            self._bar = (_tqdm() if use_tqdm is True else use_tqdm)(
                 total=num_prompts, desc="Processed prompts", dynamic_ncols=True
             )
 

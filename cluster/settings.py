@@ -26,22 +26,22 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: names the argument, its value, and the limit or the remedy.
     """
-    wanted = argument_names.normalised(given)
-    if wanted.get("model") is None:
-        wanted = _with_demo(wanted)
-    cache = wanted.get("download_dir")
+    options = argument_names.normalised(given)
+    if options.get("model") is None:
+        options = _with_demo(options)
+    cache = options.get("download_dir")
     described = functools.cache(functools.partial(detect.describe, cache=None if cache is None else str(cache)))
-    return arguments.parse(wanted, methods=registry.names(), detect=described)
+    return arguments.parse(options, methods=registry.names(), detect=described)
 
 
-def _with_demo(wanted: dict[str, Any]) -> dict[str, Any]:
+def _with_demo(options: dict[str, Any]) -> dict[str, Any]:
     """Fill in the demo target, and its draft unless speculation is off or another method is chosen."""
     target, draft = demo.pair()
-    filled = {"served_model_name": DEMO_NAME, **wanted, "model": str(target)}
-    speculative = wanted.get(argument_names.SPECULATIVE, {})
+    filled = {"served_model_name": DEMO_NAME, **options, "model": str(target)}
+    speculative = options.get(argument_names.SPECULATIVE, {})
     keys = {str(key).replace("-", "_"): value for key, value in speculation.mapping(speculative).items()}
-    named = keys.keys() | aliases.collect(wanted).keys()
-    is_off = argument_names.SPECULATIVE in wanted and not keys
+    named = keys.keys() | aliases.collect(options).keys()
+    is_off = argument_names.SPECULATIVE in options and not keys
     if not is_off and METHOD_KEYS.isdisjoint(named):
         num_tokens = {} if NUM_TOKENS_KEY in named else {NUM_TOKENS_KEY: DEMO_NUM_TOKENS}
         filled[argument_names.SPECULATIVE] = {**num_tokens, **keys, "model": str(draft)}

@@ -29,8 +29,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         OUT.print(f"slipstream {version()}", highlight=False)
         raise typer.Exit
 
