@@ -45,7 +45,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
         speculation: its state now.
         step_tokens: steps by the tokens they fed, draft tokens included: up to each of `STEP_TOKENS`, then above.
         fed_tokens: the sum over all steps.
-        phases: drafting in the controller process included.
+        phases: seconds per phase over all rounds; includes drafting in the controller process.
         steps_s, speculative_s, plain_s: see `runtime.core.stats.StepClock`.
         target_is_lost, draft_is_down: whether the target is being rebuilt, and whether the draft worker is absent.
     """

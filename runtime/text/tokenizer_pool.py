@@ -52,19 +52,19 @@ class TokenizerPool:
 
         def run() -> None:
             try:
-                deliver = partial(job.set_result, work())
+                set_outcome = partial(job.set_result, work())
             except Exception as error:
-                deliver = partial(job.set_exception, error)
+                set_outcome = partial(job.set_exception, error)
             with contextlib.suppress(RuntimeError):  # the loop may be closed
-                loop.call_soon_threadsafe(self._end, job, deliver)
+                loop.call_soon_threadsafe(self._end, job, set_outcome)
 
         threading.Thread(target=run, name="slipstream-tokenise", daemon=True).start()
         return job
 
-    def _end(self, job: "asyncio.Future[T]", deliver: Callable[[], None]) -> None:
+    def _end(self, job: "asyncio.Future[T]", set_outcome: Callable[[], None]) -> None:
         self._slots.release()
         if not job.done():
-            deliver()
+            set_outcome()
 
     def _too_slow(self) -> InvalidRequestError:
         return InvalidRequestError(
