@@ -71,5 +71,5 @@ def test_one_method_of_a_cascade_may_run_on_the_worker_and_it_comes_last() -> No
     ]
     with pytest.raises(ConfigError, match=r"2 run on the draft worker \(medusa, draft_model\)"):
         registry.worker_method(cascade("medusa", "ngram", "draft_model"))
-    with pytest.raises(ConfigError, match="behind 'draft_model' would never be asked"):
+    with pytest.raises(ConfigError, match="after 'draft_model' would never be used"):
         registry.worker_method(cascade("draft_model", "ngram"))
