@@ -23,7 +23,7 @@ import pytest
 from tests.support.exactness.bugs import BUGS, LENIENCE, Bug
 from tests.support.exactness.cells import CHAIN, OPTIONS, PAIRS, TREE, VOCAB, Cell
 from tests.support.exactness.distribution import distribution
-from tests.support.exactness.statistics import Law, power
+from tests.support.exactness.statistics import Probs, power
 
 NUM_TESTS = 500
 FULL, FULL_TEXTS = 100_000, 20_000
@@ -55,7 +55,7 @@ def test_it_is_the_mistake_that_is_caught(bug: Bug) -> None:
     assert not finding.is_wrong(NUM_TESTS), f"{bug.cell}: {finding}"
 
 
-def pairs_of(name: str) -> list[tuple[Law, Law]]:
+def pairs_of(name: str) -> list[tuple[Probs, Probs]]:
     """Return the distributions of target and draft after each token."""
     return [
         (distribution(OPTIONS["plain"], target_V, (), (0,)), distribution(OPTIONS["plain"], draft_V, (), (0,)))
@@ -63,7 +63,7 @@ def pairs_of(name: str) -> list[tuple[Law, Law]]:
     ]
 
 
-def wrong_law(mistake: str, p_V: Law, q_V: Law) -> Law:
+def wrong_distribution(mistake: str, p_V: Probs, q_V: Probs) -> Probs:
     """Return the distribution that is emitted instead of p."""
     if mistake == "accepts 2 % too often":
         return (1 - LENIENCE) * p_V + LENIENCE * q_V
@@ -88,6 +88,6 @@ def wrong_law(mistake: str, p_V: Law, q_V: Law) -> Law:
 )
 def test_the_power_of_the_suite(mistake: str, pair: str, samples: int) -> None:
     joint = np.concatenate([p_V for p_V, _ in pairs_of(pair)]) / VOCAB
-    wrong = np.concatenate([wrong_law(mistake, p_V, q_V) for p_V, q_V in pairs_of(pair)]) / VOCAB
+    wrong = np.concatenate([wrong_distribution(mistake, p_V, q_V) for p_V, q_V in pairs_of(pair)]) / VOCAB
     found = power(joint, wrong, samples, NUM_TESTS)
     assert found > 0.99

@@ -43,7 +43,7 @@ SETTINGS = {
 METHODS = ("off", "ngram", "draft_model")
 
 
-def expected_law(model: torch.nn.Module, setting: dict[str, object], outputs: list[int]) -> np.ndarray:
+def expected_distribution(model: torch.nn.Module, setting: dict[str, object], outputs: list[int]) -> np.ndarray:
     """Return p(next | PROMPT + outputs), float64 `[V]`: bias, penalties, temperature, min-p, top-k, top-p."""
     ids = torch.tensor([[*PROMPT, *outputs]])
     with torch.no_grad():
@@ -64,11 +64,11 @@ def expected_law(model: torch.nn.Module, setting: dict[str, object], outputs: li
     return warpers(ids, scores)[0].softmax(-1).numpy()
 
 
-def joint_law(model: torch.nn.Module, setting: dict[str, object]) -> np.ndarray:
+def joint_distribution(model: torch.nn.Module, setting: dict[str, object]) -> np.ndarray:
     """Return the distribution of the first two tokens, `[V, V]`."""
-    first = expected_law(model, setting, [])
+    first = expected_distribution(model, setting, [])
     return np.stack(
-        [first[a] * expected_law(model, setting, [a]) if first[a] else np.zeros(VOCAB) for a in range(VOCAB)]
+        [first[a] * expected_distribution(model, setting, [a]) if first[a] else np.zeros(VOCAB) for a in range(VOCAB)]
     )
 
 
@@ -92,7 +92,7 @@ def speculation(method: str, draft: Path) -> dict[str, object] | None:
     return configs[method]
 
 
-def check_law(folder: Path, method: str, names: list[str], draws: int) -> None:
+def check_distribution(folder: Path, method: str, names: list[str], draws: int) -> None:
     model = build("llama", folder / "target", vocab_size=VOCAB, spread=SPREAD)
     draft = perturbed(model, folder / "draft", scale=0.2)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -115,26 +115,26 @@ def check_law(folder: Path, method: str, names: list[str], draws: int) -> None:
             for result in results:
                 first, second, _ = result.outputs[0].token_ids
                 counts[first, second] += 1
-            assert p_value(counts, joint_law(reference, setting)) > FALSE_ALARM, (method, name)
+            assert p_value(counts, joint_distribution(reference, setting)) > FALSE_ALARM, (method, name)
             proposed, accepted = (getattr(llm.stats(), key) - getattr(before, key) for key in ("proposed", "accepted"))
             assert (proposed > accepted > 0) if method != "off" else proposed == 0
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_emitted_distribution_is_the_targets(method: str, tmp_path: Path) -> None:
-    check_law(tmp_path, method, [list(SETTINGS)[METHODS.index(method)]], draws=1500)
+    check_distribution(tmp_path, method, [list(SETTINGS)[METHODS.index(method)]], draws=1500)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_the_emitted_distribution_is_the_targets_in_full(method: str, tmp_path: Path) -> None:
-    check_law(tmp_path, method, list(SETTINGS), draws=20_000)
+    check_distribution(tmp_path, method, list(SETTINGS), draws=20_000)
 
 
 def test_the_check_would_notice_a_tilted_distribution(tmp_path: Path) -> None:
     model = build("llama", tmp_path / "target", vocab_size=VOCAB, spread=SPREAD)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    distribution = joint_law(reference, SETTINGS["top-p and repetition"])
+    distribution = joint_distribution(reference, SETTINGS["top-p and repetition"])
     tilted = distribution**1.2 / (distribution**1.2).sum()
     counts = np.random.default_rng(0).multinomial(20_000, tilted.ravel() / tilted.sum()).reshape(distribution.shape)
     assert p_value(counts.astype(float), distribution) < FALSE_ALARM

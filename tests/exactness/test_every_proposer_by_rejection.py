@@ -21,7 +21,7 @@ from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from tests.proposers.test_every_proposer import CASES, VOCAB, Case, Folders, requests, started
 from tests.support.distributed.engine import Engine
-from tests.support.exactness.statistics import Finding, Ints, Law, compare, counted
+from tests.support.exactness.statistics import Finding, Ints, Probs, compare, counted
 
 RULES = ("standard", "block")
 PROMPT = (3, 9, 4, 9, 5)
@@ -83,14 +83,14 @@ def sampled(count: int) -> list[Request]:
     ]
 
 
-def distributions_after(folder: Path, family: str, texts: list[tuple[int, ...]]) -> Law:
+def distributions_after(folder: Path, family: str, texts: list[tuple[int, ...]]) -> Probs:
     """Return the logits of `transformers` after *texts* of one length, `[C, V]`."""
     told = json.loads((folder / "config.json").read_text())
     plain = {key: value for key, value in told.items() if key not in {"model_type", "auto_map"}}
     config = AutoConfig.for_model(family, **plain)
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
     with torch.inference_mode():
-        found: Law = model(torch.tensor(texts)).logits[:, -1].double().softmax(-1).numpy()
+        found: Probs = model(torch.tensor(texts)).logits[:, -1].double().softmax(-1).numpy()
     return found
 
 

@@ -52,11 +52,11 @@ def too_lenient_coupled(patch: pytest.MonkeyPatch, cell: Cell | Texts) -> None:
 
     def lenient(self: SampleAndMatch, scored: Scored) -> list[int]:
         chosen_N = np.array(sample(self, scored))
-        guessed_N = self._sampler.slots.tokens[scored.slots_N, scored.index_N]
+        draft_N = self._sampler.slots.tokens[scored.slots_N, scored.index_N]
         last_N = np.zeros(len(chosen_N), np.bool_)
         last_N[np.cumsum(scored.counts_R) - 1] = True
         dice_N = uniform(row_keys(scored.slots_N + ACCEPT, scored.index_N), np.zeros_like(chosen_N))
-        return np.where((dice_N < LENIENCE) & ~last_N, guessed_N, chosen_N).tolist()
+        return np.where((dice_N < LENIENCE) & ~last_N, draft_N, chosen_N).tolist()
 
     patch.setattr(SampleAndMatch, "_sample", lenient)
 

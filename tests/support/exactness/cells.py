@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from protos.guidance import vocabulary
 from protos.messages import Grammar, Sampling
 from tests.support.exactness.distribution import distribution
-from tests.support.exactness.engine import Emitted, Shape, Table, TableModel, World, run_rows, tree_law
-from tests.support.exactness.statistics import Finding, Ints, Law, compare, counted
+from tests.support.exactness.engine import Emitted, Shape, Table, TableModel, World, run_rows, tree_distribution
+from tests.support.exactness.statistics import Finding, Ints, Probs, compare, counted
 
 VOCAB, EOS = 16, 0
 LETTERS = "abcdefghijklmno"  # ids 1 .. 15
@@ -174,7 +174,7 @@ class _ByLast:
     def __init__(self, cell: Cell, seen: int) -> None:
         target = PAIRS[cell.pair][0]
         p_VV = np.stack([distribution(cell.sampling, target[last], (), (last,)) for last in range(VOCAB)])
-        self.p_CV: Law = np.tile(p_VV, (VOCAB ** (seen - 1), 1))
+        self.p_CV: Probs = np.tile(p_VV, (VOCAB ** (seen - 1), 1))
         self.counts_CV: Ints = np.zeros_like(self.p_CV, np.int64)
 
     def add(self, tokens_NL: Ints) -> None:
@@ -192,12 +192,12 @@ class _ByHistory:
     def __init__(self, cell: Cell) -> None:
         target = PAIRS[cell.pair][0]
 
-        def behind(history: tuple[int, ...]) -> Law:
+        def after(history: tuple[int, ...]) -> Probs:
             output = (*OUTPUT, *history)
             return distribution(_with_form(cell.sampling, output), target[output[-1]], output, PROMPT)
 
-        self._distributions = tree_law(behind, VOCAB, DEPTH)
-        self.p_CV: Law = np.concatenate(self._distributions)
+        self._distributions = tree_distribution(after, VOCAB, DEPTH)
+        self.p_CV: Probs = np.concatenate(self._distributions)
         self.counts_CV: Ints = np.zeros_like(self.p_CV, np.int64)
 
     def add(self, tokens_NL: Ints) -> None:

@@ -10,10 +10,10 @@ import transformers
 
 from protos.messages import Sampling
 
-Law = npt.NDArray[np.float64]
+Probs = npt.NDArray[np.float64]
 
 
-def distribution(sampling: Sampling, raw_V: Law, output: Seq[int], prompt: Seq[int]) -> Law:
+def distribution(sampling: Sampling, raw_V: Probs, output: Seq[int], prompt: Seq[int]) -> Probs:
     """Return the distribution after *prompt* and *output*, float64 `[V]`, from the model's logits *raw_V*."""
     scores = masked(sampling, raw_V.astype(np.float64), output)
     for i, bias in (sampling.logit_bias or {}).items():
@@ -30,7 +30,7 @@ def distribution(sampling: Sampling, raw_V: Law, output: Seq[int], prompt: Seq[i
     return values[0].softmax(0).numpy()
 
 
-def masked(sampling: Sampling, scores: Law, output: Seq[int]) -> Law:
+def masked(sampling: Sampling, scores: Probs, output: Seq[int]) -> Probs:
     """Return *scores* with -inf for tokens that word lists and the minimum length forbid."""
     gone = [word[-1] for word in sampling.bad_words if len(word) == 1 or tuple(output[-(len(word) - 1) :]) == word[:-1]]
     gone += sampling.stop_ids if len(output) < sampling.min_tokens else ()

@@ -18,7 +18,7 @@ from proposers.draft_model import DraftModelProposer
 from protos.config.engine import SpeculativeConfig
 from protos.layers import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling, WorkerInfo
-from tests.support.exactness.statistics import Ints, Law
+from tests.support.exactness.statistics import Ints, Probs
 from workers.attention.batch import Batch
 from workers.distributed.groups import Solo
 from workers.draft.engine import DraftEngine
@@ -67,7 +67,7 @@ class TableModel:
         """Return the table row after texts with these hashes and last tokens."""
         return tokens_N if self.order else (codes_N & 0xFFFFFF) % len(self.rows_MV)
 
-    def behind(self, text: Seq[int]) -> Table:
+    def after(self, text: Seq[int]) -> Table:
         """Return the logits `[V]` after a text."""
         return self.rows_MV[self.pick(np.array([code_of(text)]), np.array([text[-1]]))[0]]
 
@@ -205,7 +205,7 @@ class Emitted:
     rounds: int = 0
 
 
-Guesses = Callable[[Ints, Ints, Ints], Ints]
+DraftSizes = Callable[[Ints, Ints, Ints], Ints]
 """Maps the round's number and the rows' tokens and accepted draft tokens so far to the rows' draft sizes."""
 
 
@@ -216,7 +216,7 @@ def run_rows(
     length: int,
     *,
     output: Seq[int] = (),
-    guesses: Guesses | None = None,
+    draft_sizes: DraftSizes | None = None,
 ) -> Emitted:
     """Run one row per sampling until each has *length* tokens after *prompt* and *output*.
 
@@ -236,8 +236,8 @@ def run_rows(
     while len(rows_R):
         k_R = (
             np.full(len(rows_R), world.shape.k)
-            if guesses is None
-            else guesses(rows_R, done_N[rows_R], accepted_N[rows_R])
+            if draft_sizes is None
+            else draft_sizes(rows_R, done_N[rows_R], accepted_N[rows_R])
         )
         first = emitted.rounds == 0
         rows = [
@@ -273,7 +273,7 @@ def run_rows(
     return emitted
 
 
-def tree_law(reference: Callable[[tuple[int, ...]], Law], vocab: int, length: int) -> list[Law]:
+def tree_distribution(reference: Callable[[tuple[int, ...]], Probs], vocab: int, length: int) -> list[Probs]:
     """Return the distributions after outputs shorter than *length*: `[V^i, V]` per position i, histories in order."""
     histories: list[tuple[int, ...]] = [()]
     found = []

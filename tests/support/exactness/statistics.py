@@ -23,7 +23,7 @@ from scipy import stats
 
 from cluster.check.statistics import chi_square_quantile, chi_square_tail, tv_bound
 
-Law = npt.NDArray[np.float64]
+Probs = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 FALSE_ALARM = 1e-6
@@ -54,7 +54,7 @@ class Finding:
         return f"{self.samples} samples, p = {self.p_value:.3g}, TV {self.tv:.5f} (bound {self.tv_bound:.5f})"
 
 
-def compare(counts_CV: Ints, p_CV: Law) -> Finding:
+def compare(counts_CV: Ints, p_CV: Probs) -> Finding:
     """Compare the tokens counted in each of C contexts with the distribution there; empty contexts are skipped.
 
     The statistics of the contexts are added, with their degrees of freedom: given a context's number of tokens, its
@@ -75,7 +75,7 @@ def compare(counts_CV: Ints, p_CV: Law) -> Finding:
     return Finding(samples, p_value, tv, tv_bound(int((p_CV > 0).sum()), samples, TV_FALSE_ALARM))
 
 
-def chi_square(counts_CV: Ints, expected_CV: Law) -> float:
+def chi_square(counts_CV: Ints, expected_CV: Probs) -> float:
     """Return the p-value; the small cells of a context are pooled, and pooled with its largest if still small."""
     small_CV = expected_CV < SMALLEST_CELL
     pooled_C = np.where(small_CV, expected_CV, 0).sum(1)
@@ -97,7 +97,7 @@ def chi_square(counts_CV: Ints, expected_CV: Law) -> float:
     return chi_square_tail(statistic, freedom)
 
 
-def power(promised: Law, real: Law, samples: int, num_tests: int) -> float:
+def power(promised: Probs, real: Probs, samples: int, num_tests: int) -> float:
     """Return the probability that chi-square rejects *samples* of *real* `[K]` if *promised* `[K]` is expected."""
     expected = promised * samples
     kept = expected >= SMALLEST_CELL
@@ -115,9 +115,9 @@ def counted(contexts_N: Ints, tokens_N: Ints, shape: tuple[int, int]) -> Ints:
     return np.bincount(contexts_N * vocab + tokens_N, minlength=num_contexts * vocab).reshape(shape)
 
 
-def joint(law_of: Seq[Law]) -> Law:
+def joint(distribution_of: Seq[Probs]) -> Probs:
     """Return the distribution of whole texts, flat, from a table `[V^i, V]` per position i, histories in order."""
     found = np.ones(1)
-    for table in law_of:
+    for table in distribution_of:
         found = (found[:, None] * table).ravel()
     return found

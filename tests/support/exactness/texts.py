@@ -9,9 +9,9 @@ from msgspec import structs
 
 from protos.messages import Sampling
 from tests.support.exactness.distribution import distribution
-from tests.support.exactness.engine import Shape, Table, TableModel, World, run_rows, tree_law
+from tests.support.exactness.engine import Shape, Table, TableModel, World, run_rows, tree_distribution
 from tests.support.exactness.faults import Lives, live
-from tests.support.exactness.statistics import Finding, Ints, Law, compare, joint
+from tests.support.exactness.statistics import Finding, Ints, Probs, compare, joint
 
 VOCAB, LENGTH = 4, 4
 PROMPT = (2, 0, 3, 1, 1)
@@ -69,14 +69,14 @@ class Texts:
         """The engine."""
         return World(TARGET, DRAFTS[self.skill], self.rule, self.shape)
 
-    def distribution(self) -> Law:
+    def distribution(self) -> Probs:
         """Return the distribution of all texts, `[256]`."""
         asked = SAMPLINGS[self.sampling]
 
-        def behind(output: tuple[int, ...]) -> Law:
-            return distribution(asked, TARGET.behind((*PROMPT, *output)), output, PROMPT)
+        def after(output: tuple[int, ...]) -> Probs:
+            return distribution(asked, TARGET.after((*PROMPT, *output)), output, PROMPT)
 
-        return joint(tree_law(behind, VOCAB, LENGTH))
+        return joint(tree_distribution(after, VOCAB, LENGTH))
 
     def samplings(self, first: int, count: int) -> list[Sampling]:
         """Return the sampling with *count* seeds of this cell alone."""
