@@ -26,8 +26,8 @@ from demo import pair
 from protos.messages import RoundPlan
 from protos.worker_messages import (
     Died,
-    FormPair,
-    PairReady,
+    DraftChannelReady,
+    FormDraftChannel,
     Placed,
     Plan,
     RoundDone,
@@ -66,8 +66,8 @@ class ChannelRounds:
         for worker in self._workers:
             self._group.send(worker, Setup(str(num_tokens), worker, len(self._workers) - 1, "cpu", "gloo"))
         for worker in (self._workers[0], DRAFT):
-            self._group.send(worker, FormPair(EPOCH, store))
-        self._receive(PairReady, 2)
+            self._group.send(worker, FormDraftChannel(EPOCH, store))
+        self._receive(DraftChannelReady, 2)
 
     def _receive(self, kind: type, count: int) -> list[tuple[WorkerId, Any]]:
         found: list[tuple[WorkerId, Any]] = []

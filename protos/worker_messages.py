@@ -70,10 +70,10 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int = 0
 
 
-class FormPair(msgspec.Struct, frozen=True, tag=True):
-    """Form `pair` number *epoch* in the background: target 0 and the draft meet at *store*, under that prefix.
+class FormDraftChannel(msgspec.Struct, frozen=True, tag=True):
+    """Form draft channel number *epoch* in the background: target rank 0 and the draft meet at *store*.
 
-    Target 0 publishes the address and key for the draft's announcements in that store.
+    Target rank 0 publishes the address and key for the draft's announcements in that store.
     """
 
     epoch: int
@@ -81,7 +81,7 @@ class FormPair(msgspec.Struct, frozen=True, tag=True):
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
-    """Run this round. `plan.epoch` is the number of its pair; 0: no draft."""
+    """Run this round. `plan.epoch` is the number of its draft channel; 0: no draft."""
 
     plan: RoundPlan
 
@@ -90,7 +90,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave the loop and exit."""
 
 
-ToWorker = Setup | Allocate | FormPair | Plan | Stop
+ToWorker = Setup | Allocate | FormDraftChannel | Plan | Stop
 
 
 # From a worker to the controller.
@@ -126,24 +126,24 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     draft_s: dict[int, float] = {}
 
 
-class PairReady(msgspec.Struct, frozen=True, tag=True):
-    """This end of pair *epoch* is formed."""
+class DraftChannelReady(msgspec.Struct, frozen=True, tag=True):
+    """This end of draft channel *epoch* is formed."""
 
     epoch: int
 
 
-class PairFailed(msgspec.Struct, frozen=True, tag=True):
-    """This end of pair *epoch* is lost, or could not be formed."""
+class DraftChannelFailed(msgspec.Struct, frozen=True, tag=True):
+    """This end of draft channel *epoch* is lost, or could not be formed."""
 
     epoch: int
     reason: str
 
 
 class Drafted(msgspec.Struct, frozen=True, tag=True):
-    """The draft tokens of *round* are being sent over pair *epoch*, as int32 `[rows, width]`.
+    """The draft tokens of *round* are being sent over draft channel *epoch*, as int32 `[rows, width]`.
 
-    `propose_s` is the time spent drafting. Sent to target 0, which then posts a receive, and to the controller, for
-    statistics.
+    `propose_s` is the time spent drafting. Sent to target rank 0, which then posts a receive, and to the controller,
+    for statistics.
     """
 
     round: int
@@ -153,14 +153,14 @@ class Drafted(msgspec.Struct, frozen=True, tag=True):
     width: int = 0
 
 
-class Taken(msgspec.Struct, frozen=True, tag=True):
-    """The draft received the features of *count* rounds. Sent to target 0 only."""
+class FeaturesReceived(msgspec.Struct, frozen=True, tag=True):
+    """The draft received the features of *count* rounds. Sent to target rank 0 only."""
 
     count: int
 
 
 class RoundDone(msgspec.Struct, frozen=True, tag=True):
-    """Target 0's result of a round, and the seconds spent in its phases.
+    """Target rank 0's result of a round, and the seconds spent in its phases.
 
     `draft_missed`: the draft did not arrive before its deadline.
     """
@@ -206,8 +206,8 @@ FromWorker = (
     Placed
     | Loaded
     | WorkerReady
-    | PairReady
-    | PairFailed
+    | DraftChannelReady
+    | DraftChannelFailed
     | Drafted
     | RoundDone
     | Heartbeat

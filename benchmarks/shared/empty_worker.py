@@ -9,7 +9,17 @@ import numpy as np
 import torch
 
 from protos.messages import RoundPlan
-from protos.worker_messages import FormPair, PairReady, Placed, Plan, Port, RoundDone, Setup, Stop, WorkerId
+from protos.worker_messages import (
+    DraftChannelReady,
+    FormDraftChannel,
+    Placed,
+    Plan,
+    Port,
+    RoundDone,
+    Setup,
+    Stop,
+    WorkerId,
+)
 from workers.distributed.store import open_store
 from workers.draft.channel import join_as_draft, join_as_target
 from workers.draft.receiver import DraftReceiver
@@ -33,7 +43,7 @@ def serve(port: Port, *place: str) -> None:
         elif isinstance(message, Setup):
             setup = message
             act = _answering(port, None) if is_first(setup.worker) else _ignore
-        elif isinstance(message, FormPair):
+        elif isinstance(message, FormDraftChannel):
             act = _paired(port, setup.worker, message, int(setup.config))
 
 
@@ -45,14 +55,14 @@ def _ignore(plan: RoundPlan) -> None:
     """Do nothing in a round."""
 
 
-def _paired(port: Port, me: WorkerId, order: FormPair, num_tokens: int) -> Callable[[RoundPlan], None]:
-    """Form this end of the pair; return what to do in each round."""
+def _paired(port: Port, me: WorkerId, order: FormDraftChannel, num_tokens: int) -> Callable[[RoundPlan], None]:
+    """Form this end of the draft channel; return what to do in each round."""
     if is_first(me):
         receiver = join_as_target(order, port.send, "gloo", CPU, TIMEOUT_S)
-        port.send(PairReady(order.epoch))
+        port.send(DraftChannelReady(order.epoch))
         return _answering(port, receiver)
     sender = join_as_draft(order, port.send, "gloo", CPU)
-    port.send(PairReady(order.epoch))
+    port.send(DraftChannelReady(order.epoch))
     return _sending(sender, num_tokens)
 
 

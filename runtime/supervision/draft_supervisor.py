@@ -14,12 +14,12 @@ from protos.errors import SlipstreamError
 from protos.interfaces import DraftService
 from protos.worker_messages import (
     Died,
+    DraftChannelFailed,
+    DraftChannelReady,
     Drafted,
-    FormPair,
+    FormDraftChannel,
     FromWorker,
     Heartbeat,
-    PairFailed,
-    PairReady,
     RoundDone,
     StoreAddress,
     WorkerFailed,
@@ -130,9 +130,9 @@ class DraftSupervisor:
             return
         if isinstance(message, Died | WorkerFailed):
             self.lose(f"died: {message.reason}" if isinstance(message, Died) else f"failed: {message.reason}")
-        elif isinstance(message, PairReady):
+        elif isinstance(message, DraftChannelReady):
             self._end_ready(worker, message.epoch)
-        elif isinstance(message, PairFailed):
+        elif isinstance(message, DraftChannelFailed):
             self._pair_failed(worker, message)
         elif isinstance(message, Drafted):
             self._drafted = message
@@ -216,7 +216,7 @@ class DraftSupervisor:
         self._form_by = self._watchdog.now + FORM_S
         self._retry_at = None
         for worker in (self._target, self.worker):
-            self._group.send(worker, FormPair(self._epoch, self._store))
+            self._group.send(worker, FormDraftChannel(self._epoch, self._store))
 
     def _end_ready(self, worker: WorkerId, epoch: int) -> None:
         if epoch != self._epoch or not self.is_forming:
@@ -229,7 +229,7 @@ class DraftSupervisor:
             self._served_since = self._watchdog.now
             self._change("started" if self._epoch == 1 else "revived", f"{self.worker} serves, as pair {self._epoch}")
 
-    def _pair_failed(self, worker: WorkerId, message: PairFailed) -> None:
+    def _pair_failed(self, worker: WorkerId, message: DraftChannelFailed) -> None:
         if message.epoch == self._epoch and (self.is_serving or self.is_forming):
             self._abandon_pair(f"{worker}: {message.reason}")
 

@@ -5,8 +5,8 @@ import pytest
 from protos.messages import Verdict
 from protos.worker_messages import (
     Died,
+    DraftChannelFailed,
     Heartbeat,
-    PairFailed,
     RoundDone,
     WorkerId,
 )
@@ -69,18 +69,18 @@ def test_a_pair_that_breaks_is_formed_again_and_a_draft_that_cannot_be_paired_is
     group = ScriptedGroup(clock)
     executor = make_executor(group, clock)
     executor.start()
-    group.post(ONE, PairFailed(1, "connection reset"))
+    group.post(ONE, DraftChannelFailed(1, "connection reset"))
     executor.poll()
     assert not executor.drafting.is_up
     pass_seconds(executor, group, clock, 2)
     assert executor.drafting.epoch == 2
     for epoch in (2, 3, 4):
-        group.post(DRAFT, PairFailed(epoch, "connection reset"))
+        group.post(DRAFT, DraftChannelFailed(epoch, "connection reset"))
         pass_seconds(executor, group, clock, 2)
     assert executor.drafting.epoch == 5
     assert not group.killed, "each of these pairs was formed before it broke"
     group.mute = {DRAFT}
-    group.post(ONE, PairFailed(5, "gone"))
+    group.post(ONE, DraftChannelFailed(5, "gone"))
     pass_seconds(executor, group, clock, 300)
     assert group.killed == [DRAFT]
 
@@ -108,7 +108,7 @@ def test_a_draft_that_served_long_is_replaced_at_once_even_if_its_pair_broke_fir
     for number in range(1, 9):
         pass_seconds(executor, group, clock, 20)
         assert executor.drafting.is_up
-        group.post(ONE, PairFailed(executor.drafting.epoch, "connection reset"))
+        group.post(ONE, DraftChannelFailed(executor.drafting.epoch, "connection reset"))
         executor.poll()
         group.post(group.started[-1], Died("signal SIGKILL"))
         executor.poll()

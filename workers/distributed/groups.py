@@ -1,7 +1,8 @@
 """Process groups formed from a store, without the single default group of `torch.distributed`.
 
-So one process can form and close several independent groups (`tp`, `pair`), and can hold several ranks. A group is used
-by one thread at a time. An operation that fails or times out leaves its group unusable: close it and form another.
+So one process can form and close several independent groups (tensor parallelism, the draft channel), and can hold
+several ranks. A group is used by one thread at a time. An operation that fails or times out leaves its group unusable:
+close it and form another.
 """
 
 import os

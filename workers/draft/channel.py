@@ -14,13 +14,20 @@ from typing import Generic, TypeVar
 
 import torch
 
-from protos.worker_messages import Drafted, FormPair, FromWorker, PairFailed, PairReady, Taken
+from protos.worker_messages import (
+    DraftChannelFailed,
+    DraftChannelReady,
+    Drafted,
+    FeaturesReceived,
+    FormDraftChannel,
+    FromWorker,
+)
 from workers.device import set_device
 from workers.distributed.groups import form
 from workers.distributed.store import address_towards, connect_store
 from workers.draft.announce import Announcer, Listener
 from workers.draft.deadline import FLOOR_S, DraftDeadline
-from workers.draft.feature_channel import DRAFT, TARGET, FeatureReceiver, FeatureSender, Shipped
+from workers.draft.feature_channel import DRAFT, TARGET, FeatureReceiver, FeatureSender, FeaturesSent
 from workers.draft.receiver import DraftReceiver
 from workers.draft.sender import DraftSender
 
@@ -39,15 +46,15 @@ class DraftChannels(Generic[End]):
         join: forms this process's end of a channel; called in a thread of its own.
     """
 
-    def __init__(self, send: Send, join: Callable[[FormPair], End]) -> None:
+    def __init__(self, send: Send, join: Callable[[FormDraftChannel], End]) -> None:
         self._send = send
-        self._join: Callable[[FormPair], End] = join
+        self._join: Callable[[FormDraftChannel], End] = join
         self._lock = threading.Lock()
         self._end: End | None = None
         self._retired: list[End] = []  # closed in the thread that uses them
         self._is_open = True
 
-    def form(self, order: FormPair) -> None:
+    def form(self, order: FormDraftChannel) -> None:
         """Leave the present channel, and begin to form another; the result is sent to the controller."""
         with self._lock:
             self._close_retired()
@@ -76,14 +83,14 @@ class DraftChannels(Generic[End]):
         while self._retired:
             self._retired.pop().close()
 
-    def _form(self, order: FormPair) -> None:
+    def _form(self, order: FormDraftChannel) -> None:
         try:
             end = self._join(order)
         except Exception as error:
-            self._send(PairFailed(order.epoch, str(error)))
+            self._send(DraftChannelFailed(order.epoch, str(error)))
             return
         if self._install(end):
-            self._send(PairReady(order.epoch))
+            self._send(DraftChannelReady(order.epoch))
 
     def _install(self, end: End) -> bool:
         """Use *end*, unless a newer one is in use; return whether it is used."""
@@ -99,7 +106,7 @@ class DraftChannels(Generic[End]):
 
 
 def join_as_target(
-    order: FormPair,
+    order: FormDraftChannel,
     send: Send,
     backend: str,
     device: torch.device,
@@ -122,7 +129,9 @@ def join_as_target(
         is_vital=False,
     )
     with ExitStack() as undo:
-        listener: Listener[Drafted | Taken] = Listener(store, str(order.epoch), host, Drafted | Taken)
+        listener: Listener[Drafted | FeaturesReceived] = Listener(
+            store, str(order.epoch), host, Drafted | FeaturesReceived
+        )
         undo.callback(listener.close)
         group = two(f"draft-channel/{order.epoch}")
         undo.callback(group.close)
@@ -130,7 +139,7 @@ def join_as_target(
         if has_features:
             back = two(_features_name(order))
             undo.callback(back.close)
-            announcer: Announcer[Shipped] = Announcer(store, _features_name(order))
+            announcer: Announcer[FeaturesSent] = Announcer(store, _features_name(order))
             features = FeatureSender(order.epoch, back, announcer, send, device=device)
         undo.pop_all()
     deadline = DraftDeadline(time.monotonic, floor_s)
@@ -138,7 +147,7 @@ def join_as_target(
 
 
 def join_as_draft(
-    order: FormPair, send: Send, backend: str, device: torch.device, *, has_features: bool = False
+    order: FormDraftChannel, send: Send, backend: str, device: torch.device, *, has_features: bool = False
 ) -> DraftSender:
     """Form the draft's end. Raises `GroupError` if target rank 0 does not join."""
     set_device(device)
@@ -157,16 +166,16 @@ def join_as_draft(
     with ExitStack() as undo:
         group = two(f"draft-channel/{order.epoch}")
         undo.callback(group.close)
-        announcer: Announcer[Drafted | Taken] = Announcer(store, str(order.epoch))
+        announcer: Announcer[Drafted | FeaturesReceived] = Announcer(store, str(order.epoch))
         undo.callback(announcer.close)
         features = None
         if has_features:
-            listener: Listener[Shipped] = Listener(store, _features_name(order), host, Shipped)
+            listener: Listener[FeaturesSent] = Listener(store, _features_name(order), host, FeaturesSent)
             undo.callback(listener.close)
             features = FeatureReceiver(order.epoch, two(_features_name(order)), listener, send, device=device)
         undo.pop_all()
     return DraftSender(order.epoch, group, announcer, send, device=device, features=features)
 
 
-def _features_name(order: FormPair) -> str:
+def _features_name(order: FormDraftChannel) -> str:
     return f"draft-channel/{order.epoch}/features"

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
-from protos.worker_messages import FromWorker, PairFailed
+from protos.worker_messages import DraftChannelFailed, FromWorker
 from workers.device import record_event, record_stream, side_stream, synchronize
 from workers.distributed.groups import Group, close_without_waiting
 from workers.draft.announce import Announcer, Listener
@@ -29,7 +29,7 @@ Send = Callable[[FromWorker], None]
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
-class Shipped(msgspec.Struct, frozen=True):
+class FeaturesSent(msgspec.Struct, frozen=True):
     """Announces the features of a round, `[sum of counts, width]`; *table* is flat, and empty if none are sent."""
 
     round: int
@@ -50,7 +50,7 @@ class FeatureSender:
     """
 
     def __init__(
-        self, epoch: int, group: Group, announcer: Announcer[Shipped], send: Send, *, device: torch.device
+        self, epoch: int, group: Group, announcer: Announcer[FeaturesSent], send: Send, *, device: torch.device
     ) -> None:
         self._epoch, self._group, self._announcer, self._send = epoch, group, announcer, send
         self._device = device
@@ -64,12 +64,12 @@ class FeatureSender:
         if not self._is_open:
             return
         if not len(features.table_M4) or not self._credit.acquire(blocking=False):
-            self._announcer.send(Shipped(round_number))
+            self._announcer.send(FeaturesSent(round_number))
             return
         states_NF = features.states_NF
         self._queue.put((states_NF, record_event(self._device)))
         self._announcer.send(
-            Shipped(round_number, features.table_M4.flatten().tolist(), states_NF.shape[1], str(states_NF.dtype))
+            FeaturesSent(round_number, features.table_M4.flatten().tolist(), states_NF.shape[1], str(states_NF.dtype))
         )
 
     def acknowledged(self, count: int) -> None:
@@ -95,7 +95,7 @@ class FeatureSender:
         except Exception as error:  # only the channel has failed
             if self._is_open:
                 self._is_open = False
-                self._send(PairFailed(self._epoch, str(error)))
+                self._send(DraftChannelFailed(self._epoch, str(error)))
         finally:
             self._group.close()
 
@@ -112,7 +112,7 @@ class FeatureReceiver:
     """
 
     def __init__(
-        self, epoch: int, group: Group, listener: Listener[Shipped], send: Send, *, device: torch.device
+        self, epoch: int, group: Group, listener: Listener[FeaturesSent], send: Send, *, device: torch.device
     ) -> None:
         self._epoch, self._group, self._listener, self._send = epoch, group, listener, send
         self._device = device
@@ -148,19 +148,19 @@ class FeatureReceiver:
         except Exception as error:  # only the channel has failed
             if self._is_open:
                 self.close()
-                self._send(PairFailed(self._epoch, str(error)))
+                self._send(DraftChannelFailed(self._epoch, str(error)))
         finally:
             self._listener.close()
             self._group.close()
 
-    def _receive(self, announced: Shipped) -> None:
+    def _receive(self, announced: FeaturesSent) -> None:
         features = [self._fetch(announced)] if announced.table else []
         with self._changed:
             self._arrived += features
             self._reached = announced.round
             self._changed.notify_all()
 
-    def _fetch(self, announced: Shipped) -> Features:
+    def _fetch(self, announced: FeaturesSent) -> Features:
         table_M4 = np.array(announced.table, np.int64).reshape(-1, 4)
         states_NF = torch.empty(
             int(table_M4[:, COUNT].sum()), announced.width, dtype=_DTYPES[announced.dtype], device=self._device

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from protos.worker_messages import Drafted, FromWorker, PairFailed, Taken
+from protos.worker_messages import DraftChannelFailed, Drafted, FeaturesReceived, FromWorker
 from workers.device import side_stream
 from workers.distributed.groups import Group, close_without_waiting
 from workers.draft.announce import Listener
@@ -43,7 +43,7 @@ class DraftReceiver:
         self,
         epoch: int,
         group: Group,
-        listener: Listener[Drafted | Taken],
+        listener: Listener[Drafted | FeaturesReceived],
         send: Callable[[FromWorker], None],
         *,
         device: torch.device,
@@ -96,7 +96,7 @@ class DraftReceiver:
                     message = self._listener.receive(POLL_S)
                     if isinstance(message, Drafted):
                         self._receive(message)
-                    elif isinstance(message, Taken) and self.features is not None:
+                    elif isinstance(message, FeaturesReceived) and self.features is not None:
                         self.features.acknowledged(message.count)
         except Exception as error:  # only the channel has failed
             self._fail(error)
@@ -116,4 +116,4 @@ class DraftReceiver:
     def _fail(self, error: Exception) -> None:
         if self._is_open:
             self._shut()
-            self._send(PairFailed(self.epoch, str(error)))
+            self._send(DraftChannelFailed(self.epoch, str(error)))

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 
 from protos.draft import NO_DRAFT
 from protos.messages import RoundPlan, Row, Verdict
-from protos.worker_messages import FormPair
+from protos.worker_messages import FormDraftChannel
 from workers.draft.channel import DraftChannels
 from workers.draft.receiver import DraftReceiver
 from workers.draft.wire import decode, decode_probs
@@ -47,7 +47,7 @@ class RemoteDraft:
         if end.features is not None:
             end.features.post(plan.round, target.kept(plan.rows, verdicts))
 
-    def form(self, order: FormPair) -> None:
+    def form(self, order: FormDraftChannel) -> None:
         """Begin to form another channel."""
         self._channels.form(order)
 

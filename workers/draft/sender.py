@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from protos.worker_messages import Drafted, FromWorker, PairFailed, Taken
+from protos.worker_messages import DraftChannelFailed, Drafted, FeaturesReceived, FromWorker
 from workers.device import side_stream
 from workers.distributed.groups import Group, close_without_waiting
 from workers.draft.announce import Announcer
@@ -30,7 +30,7 @@ class DraftSender:
         self,
         epoch: int,
         group: Group,
-        announcer: Announcer[Drafted | Taken],
+        announcer: Announcer[Drafted | FeaturesReceived],
         send: Callable[[FromWorker], None],
         *,
         device: torch.device,
@@ -54,7 +54,7 @@ class DraftSender:
     def acknowledge(self, count: int) -> None:
         """Acknowledge the features of *count* rounds."""
         if self._is_open:
-            self._announcer.send(Taken(count))
+            self._announcer.send(FeaturesReceived(count))
 
     def close(self) -> None:
         """Leave the channel; its thread ends by itself."""
@@ -73,6 +73,6 @@ class DraftSender:
         except Exception as error:  # only the channel has failed
             if self._is_open:
                 self._is_open = False
-                self._send(PairFailed(self.epoch, str(error)))
+                self._send(DraftChannelFailed(self.epoch, str(error)))
         finally:
             self._group.close()

@@ -4,7 +4,7 @@ import logging
 import time
 
 from protos.messages import RoundPlan
-from protos.worker_messages import FormPair, Plan, Stop, ToWorker
+from protos.worker_messages import FormDraftChannel, Plan, Stop, ToWorker
 from workers.draft.channel import DraftChannels
 from workers.draft.engine import DraftEngine
 from workers.draft.sender import DraftSender
@@ -32,7 +32,7 @@ class DraftRank:
         self._engine, self._worker, self._channels = engine, engine.worker, channels
         self._is_catching_up = False
         self._before: RoundPlan | None = None  # the plan before the newest
-        self._end: DraftSender | None = None  # of the newest plan's pair
+        self._end: DraftSender | None = None  # of the newest plan's draft channel
         self.round = -1
 
     @property
@@ -47,7 +47,7 @@ class DraftRank:
             if isinstance(message, Plan):
                 self._before, newest = newest or self._before, message.plan
                 self._worker.slots.apply(newest)
-            elif isinstance(message, FormPair):
+            elif isinstance(message, FormDraftChannel):
                 self._channels.form(message)
             elif isinstance(message, Stop):
                 return False
@@ -62,7 +62,7 @@ class DraftRank:
         self._is_catching_up = self._worker.catch_up_some(CHUNK)
 
     def close(self) -> None:
-        """Leave the pair."""
+        """Leave the draft channel."""
         self._channels.close()
 
     def _run(self, plan: RoundPlan) -> None:

@@ -19,7 +19,7 @@ from protos.errors import ConfigError
 from protos.messages import WorkerInfo
 from protos.worker_messages import (
     Allocate,
-    FormPair,
+    FormDraftChannel,
     Heartbeat,
     Loaded,
     Placed,
@@ -160,7 +160,7 @@ def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, hear
                     port.send(done)
                     rank.feed_back(message.plan, done)
                 heart.round = rank.round
-            elif isinstance(message, FormPair) and remote is not None:
+            elif isinstance(message, FormDraftChannel) and remote is not None:
                 remote.form(message)
     finally:
         if remote is not None:
@@ -221,7 +221,7 @@ class _Loading:
         if ready.draft is not None or tp.rank:
             return TargetRank(tp, ready.worker, ready.draft), None
 
-        def join(order: FormPair) -> DraftReceiver:
+        def join(order: FormDraftChannel) -> DraftReceiver:
             return join_as_target(
                 order,
                 self._port.send,
@@ -248,7 +248,7 @@ class _Loading:
         engine = make_draft(config, draft, allocate, self._device, self._report)
         self._ready(WorkerReady(measure_draft(config, engine)))
 
-        def join(order: FormPair) -> DraftSender:
+        def join(order: FormDraftChannel) -> DraftSender:
             return join_as_draft(
                 order, self._port.send, self._setup.backend, self._device, has_features=draft.spec.needs != "none"
             )

@@ -6,11 +6,11 @@ from protos.config.engine import CacheConfig, EngineConfig, ModelConfig, Paralle
 from protos.messages import RoundPlan, Row, Verdict, WorkerInfo
 from protos.worker_messages import (
     Allocate,
-    FormPair,
+    DraftChannelReady,
+    FormDraftChannel,
     FromWorker,
     Heartbeat,
     Loaded,
-    PairReady,
     Placed,
     Plan,
     RoundDone,
@@ -65,8 +65,8 @@ class ScriptedGroup:
             self.post(worker, Loaded(info, 1))
         elif isinstance(message, Allocate):
             self.post(worker, WorkerReady({1: 0.001}))
-        elif isinstance(message, FormPair):
-            self.post(worker, PairReady(message.epoch))
+        elif isinstance(message, FormDraftChannel):
+            self.post(worker, DraftChannelReady(message.epoch))
         elif isinstance(message, Plan) and worker.role == "target" and worker.rank == 0:
             self.post(worker, RoundDone(message.plan.round, [Verdict(0, [1])]))
 

@@ -4,7 +4,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from protos.worker_messages import FormPair, FromWorker, PairReady, StoreAddress
+from protos.worker_messages import DraftChannelReady, FormDraftChannel, FromWorker, StoreAddress
 from workers.draft.channel import DraftChannels
 
 
@@ -22,7 +22,7 @@ def test_a_pair_is_left_before_the_next_is_formed() -> None:
     sent: list[FromWorker] = []
     may_join = threading.Event()
 
-    def join(order: FormPair) -> End:
+    def join(order: FormDraftChannel) -> End:
         assert order.epoch == 1 or may_join.wait(10)
         return ends[order.epoch]
 
@@ -33,11 +33,11 @@ def test_a_pair_is_left_before_the_next_is_formed() -> None:
 
     channels = DraftChannels(sent.append, join)
     store = StoreAddress("127.0.0.1", 1)
-    channels.form(FormPair(1, store))
+    channels.form(FormDraftChannel(1, store))
     wait_for(1)
     assert channels.end(1) is ends[1]
     assert channels.end(2) is None
-    channels.form(FormPair(2, store))
+    channels.form(FormDraftChannel(2, store))
     assert ends[1].closed.is_set()
     assert channels.end(1) is None
     may_join.set()
@@ -45,4 +45,4 @@ def test_a_pair_is_left_before_the_next_is_formed() -> None:
     assert channels.end(2) is ends[2]
     channels.close()
     assert ends[2].closed.is_set()
-    assert sent == [PairReady(1), PairReady(2)]
+    assert sent == [DraftChannelReady(1), DraftChannelReady(2)]
