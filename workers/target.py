@@ -129,7 +129,7 @@ class TargetWorker:
     def score(self, rows: Seq[Row], drafts: Seq[Draft], probs: DraftProbsBySlot = NO_DRAFT_PROBS) -> list[Verdict]:
         """Return one verdict for each row that samples or owes prompt log-probabilities, in order.
 
-        *probs* are the distributions that draft tokens were drawn from, which some acceptance rules need.
+        *probs* are the distributions that draft tokens were sampled from, which some acceptance rules need.
         """
         began = time.monotonic()
         scoring, prompt_P = self._lay_out(rows, drafts)

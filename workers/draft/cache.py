@@ -245,7 +245,7 @@ class BlockValidity:
     def mark(self, blocks: Seq[int], versions: Seq[int], first: int, end: int) -> None:
         """Record that a sequence's positions *first* to *end* are valid.
 
-        Earlier positions of a block stay valid if they reach up to *first*, and are forgotten otherwise.
+        Earlier positions of a block stay valid if they reach up to *first*, and become invalid otherwise.
         """
         for i in range(first // self.block_size, -(-end // self.block_size)):
             block, base = blocks[i], i * self.block_size

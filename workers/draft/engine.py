@@ -55,7 +55,7 @@ class DraftEngine:
         return self._proposed(rows, lambda drafted: self.worker.propose(self.proposer, drafted))
 
     def propose_ready(self, plan: RoundPlan, rows: Seq[Row]) -> ProposedDrafts:
-        """As `propose`, but without waiting: rows whose cache lags far behind get no draft and catch up later."""
+        """As `propose`, but without waiting: rows whose cache lags too far get no draft and catch up later."""
         slots = [row.slot for row in plan.rows]
         return self._proposed(rows, lambda drafted: self.worker.propose_at_once(self.proposer, slots, drafted))
 

@@ -133,12 +133,12 @@ def feature_spec(config: EngineConfig) -> FeatureSpec:
     return learned.features_of(speculative, draft, target)
 
 
-def load_draft(config: EngineConfig, beside: LoadedModel | None, report: ProgressCallback) -> LoadedDraft | None:
+def load_draft(config: EngineConfig, loaded_target: LoadedModel | None, report: ProgressCallback) -> LoadedDraft | None:
     """Load the draft that runs on a worker; return None where *config* has none.
 
     Args:
         config: a parsed configuration.
-        beside: the target, where this process has it and does not share it with other ranks.
+        loaded_target: the target if it is loaded in this process, else None.
         report: called with a line for each stage.
 
     Raises:
@@ -147,10 +147,10 @@ def load_draft(config: EngineConfig, beside: LoadedModel | None, report: Progres
     speculative = config.speculative
     if speculative is None or registry.worker_method(speculative) is None:
         return None
-    report(f"loading the draft {speculative.model or 'out of the target'}")
+    report(f"loading the draft {speculative.model or 'from the target'}")
     learned = registry.learned(speculative)
     if learned is not None:
-        return _load_module(config, speculative, learned, beside)
+        return _load_module(config, speculative, learned, loaded_target)
     is_eager = config.model.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
     loaded = load(_model_of(config, speculative))
     vocab_map = _vocab_map(config, loaded, report) if speculative.use_heterogeneous_vocab else None
@@ -182,7 +182,10 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
 
 
 def _load_module(
-    config: EngineConfig, speculative: SpeculativeConfig, learned: type[LearnedProposer], beside: LoadedModel | None
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    learned: type[LearnedProposer],
+    loaded_target: LoadedModel | None,
 ) -> ModuleDraft:
     target = read_config(config.model)
     source = fetch_without_layers(config.model, target)
@@ -191,8 +194,8 @@ def _load_module(
         config.model.dtype if speculative.dtype == "auto" else speculative.dtype, target, source, device
     )
     ends: TargetEnds = CheckpointEnds(source, config.model.model, dtype, device)
-    if beside is not None and beside.ranks == 1 and beside.dtype == dtype:
-        ends = LoadedEnds(beside.model)
+    if loaded_target is not None and loaded_target.ranks == 1 and loaded_target.dtype == dtype:
+        ends = LoadedEnds(loaded_target.model)
     folder = None if speculative.model is None else fetch(_model_of(config, speculative), HEADS)
     described = target if speculative.model is None else read_config(_model_of(config, speculative))
     spec = learned.features_of(speculative, described, target)

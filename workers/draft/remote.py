@@ -18,7 +18,7 @@ class RemoteDraft:
     Args:
         channels: this end of the channel between target rank 0 and the draft.
         target: whose slots and vocabulary drafts are checked against.
-        has_probs: whether the draft sends the distributions that it drew its tokens from.
+        has_probs: whether the draft sends the distributions that it sampled its tokens from.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RemoteDraft:
         return ProposedDrafts(drafts, decode_probs(rows, drafts, arrival.table) if self._has_probs else NO_DRAFT_PROBS)
 
     def feed_back(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict], seconds: float) -> None:
-        """Send the features of kept tokens; *seconds* of scoring, which the draft worked through, move the deadline."""
+        """Send the features of kept tokens, and adjust the deadline to *seconds*, the duration of scoring."""
         end = self._channels.end(plan.epoch)
         if end is None:
             return

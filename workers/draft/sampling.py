@@ -46,7 +46,7 @@ class DraftPositions(NamedTuple):
 
 
 class DraftSampler:
-    """Samples draft tokens from short distributions, with noise of their own, and remembers the distributions.
+    """Samples draft tokens from short distributions, with noise of their own, and stores the distributions.
 
     Greedy rows take the most likely tokens, and so do all rows with *samples* False.
 
@@ -60,7 +60,7 @@ class DraftSampler:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the distributions of the previous round."""
+        """Discard the distributions of the previous round."""
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._places: dict[tuple[int, Path], tuple[int, int]] = {}
         self._on_host: list[DraftProbs] = []

@@ -34,7 +34,7 @@ def encode(slots: SlotTable, rows: Seq[Row], drafts: Seq[Draft], probs: DraftPro
     """Return the table that the draft worker sends: base length, generation, count, ids, links if any, probabilities.
 
     int32, `[R, 3 + K]` if all drafts are chains, else `[R, 3 + 2 * K]`; K is the most nodes that a row may have. With
-    distributions of L ids it is `2 * L * K` wider, so that the width alone tells what the table contains.
+    distributions of L ids it is `2 * L * K` wider, so the width alone determines the layout.
     """
     width = max(row.k for row in rows)
     has_links = not all(draft.is_chain for draft in drafts)

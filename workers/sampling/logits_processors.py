@@ -18,12 +18,18 @@ Ints = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.float32]
 
 
+def changes_logits(sampling: Sampling) -> bool:
+    """Whether a request has any option that is applied here."""
+    return _has_penalties(sampling) or _has_additions(sampling)
+
+
 def _has_penalties(sampling: Sampling) -> bool:
     """Whether the request has a penalty, for which tokens are counted."""
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def _has_additions(sampling: Sampling) -> bool:
+    """Whether the request has masks or a bias, which are added to logits."""
     return bool(
         sampling.allowed_ids is not None
         or sampling.bad_words

@@ -49,9 +49,9 @@ def row_keys(seeds_N: Ints, index_N: Ints) -> Ints:
 
 
 def stream_seeds(seeds_N: Ints, stream: int, known_N: Ints) -> Ints:
-    """Return the int64 seeds of a noise stream in the round of sequences of *known* tokens. Shapes `[N]`.
+    """Return the int64 seeds of a noise stream for the round that begins with `known_N` known tokens. Shapes `[N]`.
 
-    The noise of one stream is independent of any other's, and of the noise of the seeds themselves.
+    Streams are independent of each other, and of the noise of the seeds themselves.
     """
     return row_keys(mix_(seeds_N + stream), known_N)
 

@@ -35,7 +35,7 @@ class NativeSampler:
 
     def __init__(self, seeds_S: npt.NDArray[np.uint64], limits_S: Limits) -> None:
         self._function: Any = load_function("sample", "slipstream_sample")
-        self._arrays = (seeds_S, limits_S)  # keeps the memory that the pointers name
+        self._arrays = (seeds_S, limits_S)  # keeps alive the memory that the pointers refer to
         self._arguments = _Arguments(
             seeds=seeds_S.ctypes.data,
             temperature=limits_S.temperature.ctypes.data,

@@ -1,4 +1,4 @@
-"""The one sampling pipeline: samples every token, of target and draft, with and without speculation.
+"""The sampling pipeline of every token, of target and draft, with and without speculation.
 
 y = argmax over v of (log p(v) + g(seed, index, v)) at temperature > 0, argmax of log p at 0, where p is what logits
 processors (`workers.sampling.logits_processors`), temperature and limits (`workers.sampling.sample`) make of the
@@ -19,7 +19,7 @@ import torch
 from protos.draft import Draft
 from protos.messages import NewSequence, Row, Sampling
 from workers.native.build import KernelUnavailableError
-from workers.sampling.logits_processors import LogitsProcessors
+from workers.sampling.logits_processors import LogitsProcessors, changes_logits
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import MIN_TEMPERATURE, Ints, Limits, candidates, distribution, greedy, sample
 from workers.sampling.sample_native import NativeSampler
@@ -232,19 +232,6 @@ class Sampler:
 
     def _keys(self, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         return torch.from_numpy(row_keys(self._seed_S.view(np.int64)[slots_N], index_N))
-
-
-def changes_logits(sampling: Sampling) -> bool:
-    """Whether a request has any option that `workers.sampling.logits_processors` applies."""
-    return bool(
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.allowed_ids is not None
-        or sampling.bad_words
-        or sampling.logit_bias
-        or (sampling.min_tokens and sampling.stop_ids)
-    )
 
 
 def _greedy(logits_NV: torch.Tensor, _slots_N: Ints, _index_N: Ints) -> torch.Tensor:

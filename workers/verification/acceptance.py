@@ -176,7 +176,7 @@ def _first_path(draft: Draft, count: int) -> list[int]:
 def thresholds(sampler: Sampler, slots_R: Ints, known_R: Ints, count: int) -> Floats:
     """Return the numbers that acceptance probabilities are compared with, uniform between 0 and 1, `[R, count]`.
 
-    They come from a noise stream of their own, with new numbers in every round: those of sequences of *known* tokens.
+    They come from a noise stream of their own, and differ from round to round, which `known_R` identifies.
     """
     keys_R = row_keys(stream_seeds(sampler.seeds(slots_R), ACCEPT, known_R), known_R)
     return uniform(keys_R[:, None], np.arange(count))

@@ -74,7 +74,7 @@ class RejectionSampler:
 
     Args:
         sampler: the target's; its distribution is p.
-        rule: which.
+        rule: how drafts are verified.
         samples_drafts: whether the draft worker samples its tokens, and sends their distributions.
     """
 
