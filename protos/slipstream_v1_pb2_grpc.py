@@ -65,40 +65,40 @@ class GenerationServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Answers a prompt: chunks as tokens come, and one `complete` for each of the `n` samples.
+        """Continues a prompt: streams chunks as tokens are generated, and one `complete` for each of the `n` samples.
 
         Statuses: INVALID_ARGUMENT (the details name the field, the value and the limit), NOT_FOUND (no such model),
-        UNAUTHENTICATED, RESOURCE_EXHAUSTED (overloaded; trailing metadata `grpc-retry-pushback-ms` says when to come
-        again), DEADLINE_EXCEEDED (the client's deadline or `timeout_ms`), UNAVAILABLE (loading, draining, or the engine is
-        gone), INTERNAL. A cancelled call frees what it held within a step.
+        UNAUTHENTICATED, RESOURCE_EXHAUSTED (overloaded; trailing metadata `grpc-retry-pushback-ms` is the time
+        to wait before a retry), DEADLINE_EXCEEDED (the client's deadline or `timeout_ms`), UNAVAILABLE (loading, draining,
+        or the engine has stopped), INTERNAL. The resources of a cancelled call are free within a step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text or a conversation -> token ids, as Generate would see them.
+        """Returns the token ids of a text or a conversation, as Generate would compute them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids -> text, special tokens as they are spelt.
+        """Returns the text of token ids, special tokens included.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served: names, sizes, speculation.
+        """Returns the names, sizes and speculation of the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """What serves it: version, state, load.
+        """Returns the version, state and load of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -83,7 +83,7 @@ class GrammarChecker:
         """Compile and try *grammar*.
 
         Raises:
-            InvalidRequestError: it cannot be used; says why.
+            InvalidRequestError: it cannot be used; the message gives the reason.
             OverloadedError: too many grammars are waiting.
         """
         refusal = self._refusal(grammar)

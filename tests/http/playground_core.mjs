@@ -119,11 +119,11 @@ assert.equal(readChunk({ error: { message: "no" } }).error, "no");
 
 // Both sides, and hints.
 assert.deepEqual(compared({ text: "same", speed: 30 }, { text: "same", speed: 20 }),
-  { same: true, text: "The same answer, to the letter; 1.50 times as fast with speculation." });
+  { same: true, text: "The answers are identical; 1.50 times as fast with speculation." });
 assert.match(compared({ text: "abcd", speed: null }, { text: "abXd", speed: null }).text, /from character 3 on/);
 {
   const [first, second] = tokensOf(step(3, 1, "accepted", "correction"));
   assert.equal(described(first), "step 1, token 1 of 2: drafted, accepted; 1 of 3 draft tokens accepted");
-  assert.match(described(second), /token 2 of 2: the target's, instead of a draft token/);
+  assert.match(described(second), /token 2 of 2: sampled by the target in place of a rejected draft token/);
   assert.match(described(tokensOf(step(0, 0, "plain"))[0]), /without a draft$/);
 }

@@ -1,10 +1,10 @@
-// The page: what is typed goes to the server, what it streams is shown as it comes.
+// The page: sends requests to the server, and shows the streamed answers.
 
 import { Aligner, Clock, Events, Tally, compared, described, readChunk, requestFor, tokensOf } from "./core.js";
 
 const MAX_STRIP = 160;
 const LOOK_EVERY_MS = 5000;
-const DEMO = "demo"; // the embedded model writes code; it can be talked to, but has little to say
+const DEMO = "demo"; // the embedded model writes code; it has a chat template, but is no chat model
 const EXAMPLES = {
   complete: "def quicksort(items: list[int]) -> list[int]:\n    \"\"\"Return the items in ascending order.\"\"\"\n",
   chat: "Write a haiku about a river.",
@@ -28,20 +28,20 @@ function complain(text) {
   $("problem").hidden = !text;
 }
 
-// What is asked.
+// The request.
 
 function settings() {
   const prompt = $("prompt").value;
-  const asked = {
+  const given = {
     model: $("model").value || undefined,
     maxTokens: $("max-tokens").valueAsNumber || undefined,
     temperature: Number.isNaN($("temperature").valueAsNumber) ? 0 : $("temperature").valueAsNumber,
     seed: Number.isNaN($("seed").valueAsNumber) ? undefined : $("seed").valueAsNumber,
   };
   if (state.kind === "chat") {
-    return { ...asked, messages: [...state.turns, { role: "user", content: prompt }] };
+    return { ...given, messages: [...state.turns, { role: "user", content: prompt }] };
   }
-  return { ...asked, prompt };
+  return { ...given, prompt };
 }
 
 function choose(kind) {
@@ -67,7 +67,7 @@ function showTurns() {
   $("turns").scrollTop = $("turns").scrollHeight;
 }
 
-// What is answered.
+// The answers.
 
 class Answer {
   constructor(title) {
@@ -78,8 +78,8 @@ class Answer {
     this.tally = new Tally();
     this.clock = new Clock(performance.now());
     this.pre = this.element.querySelector(".text");
-    this.group = null; // of the step that is being shown
-    this.steps = []; // that came since the last frame
+    this.group = null; // of the newest step
+    this.steps = []; // received since the last frame
     this.pieces = [];
     this.frame = null;
     $("answers").append(this.element);
@@ -98,7 +98,7 @@ class Answer {
     this.clock.tick(performance.now(), this.tally.tokens);
     this.steps.push(...steps);
     this.pieces.push(...this.aligner.push(text, steps.flatMap(tokensOf)));
-    // Once a frame, however fast steps come: laying the page out for each of thousands a second would freeze it.
+    // Once per frame: a layout for each step, of which there may be thousands per second, would freeze the page.
     this.frame ??= requestAnimationFrame(() => this.#show());
   }
 
@@ -242,24 +242,24 @@ async function run() {
   }
 }
 
-async function answerAll(asked, signal) {
+async function answerAll(request, signal) {
   const mode = $("mode").value;
   const sides = mode === "both" ? [true, false] : [mode === "on"];
   $("answers").replaceChildren();
   $("verdict").textContent = "";
   delete $("verdict").dataset.same;
   const answers = sides.map((speculates) => new Answer(speculates ? "Speculation on" : "Speculation off"));
-  // One after the other: side by side in one batch, each would slow the other down.
+  // One after the other: in the same batch, they would slow each other down.
   for (const [place, speculates] of sides.entries()) {
-    await stream(answers[place], requestFor(asked, speculates), signal);
+    await stream(answers[place], requestFor(request, speculates), signal);
   }
   if (answers.length === 2) {
     const verdict = compared(...answers);
     $("verdict").textContent = verdict.text;
     $("verdict").dataset.same = String(verdict.same);
   }
-  if (asked.messages) {
-    state.turns = [...asked.messages, { role: "assistant", content: answers[0].text }];
+  if (request.messages) {
+    state.turns = [...request.messages, { role: "assistant", content: answers[0].text }];
     $("prompt").value = "";
     showTurns();
   }
@@ -281,7 +281,7 @@ async function look() {
 async function listModels() {
   const response = await fetch("v1/models", { headers: headers() }).catch(() => null);
   if (!response?.ok) {
-    complain(response?.status === 401 ? "This server asks for an API key." : "The server does not tell its models.");
+    complain(response?.status === 401 ? "This server requires an API key." : "The server did not list its models.");
     return;
   }
   complain("");
@@ -290,7 +290,7 @@ async function listModels() {
   await offerChat();
 }
 
-/** A model without a chat template cannot chat; `tokenize` says so without generating anything. */
+/** A model without a chat template cannot chat; `tokenize` reports that without generating anything. */
 async function offerChat() {
   const body = JSON.stringify({ messages: [{ role: "user", content: "hello" }] });
   const response = await fetch("tokenize", { method: "POST", headers: headers(), body }).catch(() => null);

@@ -1,9 +1,9 @@
-// What the playground computes, apart from any page: events, requests, tokens against text, and figures.
+// The playground's logic, independent of the page: events, requests, the alignment of tokens with text, and figures.
 
 const GARBLED = "\ufffd";
-const FAR_AHEAD = 8; // tokens that are looked at to find where the text goes on
+const FAR_AHEAD = 8; // tokens that are searched for the next text
 
-/** Cuts a stream of text into the data of server-sent events. */
+/** Splits a stream of text into the data of server-sent events. */
 export class Events {
   constructor() {
     this.rest = "";
@@ -20,7 +20,7 @@ export class Events {
   }
 }
 
-/** Return the path and the body that ask for an answer. */
+/** Return the path and the body of a request. */
 export function requestFor(settings, speculates) {
   const body = {
     model: settings.model, max_tokens: settings.maxTokens, temperature: settings.temperature, seed: settings.seed,
@@ -33,7 +33,7 @@ export function requestFor(settings, speculates) {
   return { path: "v1/completions", body: { ...body, prompt: settings.prompt } };
 }
 
-/** Return what a chunk of either endpoint adds: text, steps, why it ended, an error's message. */
+/** Return the new text, steps, finish reason and error message in a chunk of either endpoint. */
 export function readChunk(chunk) {
   if (chunk.error) {
     return { text: "", steps: [], finish: null, error: chunk.error.message };
@@ -48,8 +48,8 @@ export function readChunk(chunk) {
 }
 
 /**
- * Lays tokens along the text they are of. The text is what counts: a token's own text may be a piece of a character,
- * lack a space, or be a special one that is not shown; and text may come later than its tokens.
+ * Aligns tokens with the text. The text takes precedence: a token's own text may be part of a character, lack a space,
+ * or be a special token that is not shown; and text may arrive later than its tokens.
  */
 export class Aligner {
   constructor() {
@@ -57,7 +57,7 @@ export class Aligner {
     this.tokens = [];
   }
 
-  /** Take new text and the tokens of a step, each with its step; return pieces of text, each with its token. */
+  /** Add new text and the tokens of steps; return pieces of text, each with its token. */
   push(text, tokens) {
     this.text += text;
     this.tokens.push(...tokens);
@@ -68,7 +68,7 @@ export class Aligner {
     return pieces;
   }
 
-  /** Return the rest: text that no token fits goes with the last that waits. */
+  /** Return the rest: text that matches no token is assigned to the last pending token. */
   finish() {
     const token = this.tokens.at(-1) ?? null;
     const rest = this.text;
@@ -88,7 +88,7 @@ export class Aligner {
     if (this.#mayStillCome(this.tokens[0].text)) {
       return null;
     }
-    // Pieces of characters, or tokens that are not shown: they share what stands before the next that fits.
+    // Parts of characters, or tokens that are not shown: they share the text before the next token that matches.
     for (let ahead = 1; ahead < Math.min(this.tokens.length, FAR_AHEAD); ahead += 1) {
       const found = this.#match(this.tokens[ahead].text, 2 * ahead);
       if (found) {
@@ -98,7 +98,7 @@ export class Aligner {
     return null;
   }
 
-  /** Return where a token's text stands, at most *slack* characters and blanks from the front. */
+  /** Return where a token's text is, after at most *slack* characters and any blanks. */
   #match(text, slack) {
     if (!text || text.includes(GARBLED)) {
       return null;
@@ -123,7 +123,7 @@ export class Aligner {
   }
 }
 
-/** Adds up what steps brought. */
+/** Counts tokens over steps. */
 export class Tally {
   constructor() {
     this.tokens = 0;
@@ -150,7 +150,7 @@ export class Tally {
     }
   }
 
-  /** Tokens a step gave, null before the first. */
+  /** Mean tokens per step, null before the first. */
   get meanLength() {
     return this.steps ? this.tokens / this.steps : null;
   }
@@ -160,7 +160,7 @@ export class Tally {
     return this.drafted ? this.accepted / this.drafted : null;
   }
 
-  /** For each position of the draft, the share of steps that accepted it of those that offered it. */
+  /** For each position of the draft, the share of the steps with such a position that accepted it. */
   get positions() {
     return this.offered.map((offered, position) => this.taken[position] / offered);
   }
@@ -175,7 +175,7 @@ export class Clock {
     this.atFirst = 0;
   }
 
-  /** Note that there are so many tokens now. */
+  /** Record the number of tokens at the time *now*. */
   tick(now, tokens) {
     if (tokens && this.first === null) {
       this.first = now;
@@ -188,18 +188,18 @@ export class Clock {
     return this.first === null ? null : this.first - this.began;
   }
 
-  /** Tokens a second, counted from the first ones on; null while nothing can be said. */
+  /** Tokens per second after the first ones; null while there are too few. */
   speed(tokens) {
     const seconds = this.first === null ? 0 : (this.last - this.first) / 1000;
     return seconds > 0 && tokens > this.atFirst ? (tokens - this.atFirst) / seconds : null;
   }
 }
 
-/** Say how two answers to one request compare. */
+/** Compare two answers to one request. */
 export function compared(on, off) {
   const speeds = on.speed && off.speed ? `${(on.speed / off.speed).toFixed(2)} times as fast with speculation` : "";
   if (on.text === off.text) {
-    return { same: true, text: ["The same answer, to the letter", speeds].filter(Boolean).join("; ") + "." };
+    return { same: true, text: ["The answers are identical", speeds].filter(Boolean).join("; ") + "." };
   }
   let at = 0;
   while (at < Math.min(on.text.length, off.text.length) && on.text[at] === off.text[at]) {
@@ -214,19 +214,19 @@ export function compared(on, off) {
 
 const ORIGINS = {
   accepted: "drafted, accepted",
-  correction: "the target's, instead of a draft token",
-  bonus: "the target's, behind a whole accepted draft",
-  plain: "the target's, without a draft",
+  correction: "sampled by the target in place of a rejected draft token",
+  bonus: "sampled by the target after a fully accepted draft",
+  plain: "sampled by the target without a draft",
 };
 
-/** Say where a token came from. */
+/** Describe the origin of a token. */
 export function described(token) {
   const step = token.step;
   const drafted = step.drafted ? `; ${step.accepted} of ${step.drafted} draft tokens accepted` : "";
   return `step ${step.step}, token ${token.position} of ${step.tokens.length}: ${ORIGINS[token.origin]}${drafted}`;
 }
 
-/** Return the tokens of a step, each knowing its step and its place there, counted from 1. */
+/** Return the tokens of a step, each with its step and its position there, counted from 1. */
 export function tokensOf(step) {
   return step.tokens.map((token, place) => ({ ...token, step, position: place + 1 }));
 }

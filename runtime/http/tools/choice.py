@@ -167,7 +167,7 @@ def tool_use(
     """
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
+            raise InvalidRequestError("tool_choice requires a call, but there are no tools", "tool_choice")
         return ToolUse()
     _check(tools)
     checked = tuple(tools)
