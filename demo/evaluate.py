@@ -33,8 +33,8 @@ def agreement(teacher: Teacher, head: Head, texts_BL: torch.Tensor) -> list[floa
     lesson = teacher.teach(texts_BL, anchors_BM)
     right = torch.ones_like(anchors_BM, dtype=torch.bool)
     shares = []
-    for i, guesses_BM in enumerate(free_running(head, lesson)):
-        right = right & (guesses_BM == lesson.tokens(2 + i))
+    for i, drafted_BM in enumerate(free_running(head, lesson)):
+        right = right & (drafted_BM == lesson.tokens(2 + i))
         shares.append(right.float().mean().item())
     return [*shares, sum(shares)]
 

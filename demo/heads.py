@@ -20,7 +20,7 @@ from torch import nn
 from demo.losses import divergence
 
 DECAY = 0.8  # weight of a prediction relative to the one before it
-ROWS_AT_ONCE = 256  # logits of so many rows fit in a cache
+ROWS_AT_ONCE = 256  # the logits of this many rows fit in the processor's cache
 
 Follow = Callable[[int, torch.Tensor], torch.Tensor]
 """Returns the ids `[B, M]` that follow prediction number i, given i and the states it was read from."""
@@ -66,9 +66,9 @@ class Lesson:
         """The target's states at the anchors."""
         return self.at(self.states_BLH)
 
-    def true_tokens(self, guess: int, _: torch.Tensor) -> torch.Tensor:
+    def true_tokens(self, index: int, _: torch.Tensor) -> torch.Tensor:
         """A `Follow` that returns the text itself: teacher forcing."""
-        return self.tokens(2 + guess)
+        return self.tokens(2 + index)
 
 
 class Teacher:
@@ -133,11 +133,11 @@ class Head(nn.Module, ABC):
         """Return, for each prediction, the states of its logits, `[B, M, X]`."""
 
     @abstractmethod
-    def logits(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
-        """Return `[..., V]` from states `[..., X]`."""
+    def logits(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits `[..., V]` of prediction number *index* from its states `[..., X]`."""
 
-    def output_weights(self, guess: int) -> tuple[nn.Parameter, ...]:
-        """Return the parameters that `logits` reads; none if the target's head is used."""
+    def output_weights(self, index: int) -> tuple[nn.Parameter, ...]:
+        """Return the parameters that `logits` reads for prediction *index*; none if the target's head is used."""
         return ()
 
     @abstractmethod
@@ -146,32 +146,32 @@ class Head(nn.Module, ABC):
 
     def loss(self, lesson: Lesson) -> torch.Tensor:
         """Return the weighted mean of the predictions' losses, with teacher forcing."""
-        return self.guess_loss(lesson, self.states(lesson, lesson.true_tokens))
+        return self.predictions_loss(lesson, self.states(lesson, lesson.true_tokens))
 
-    def guess_loss(self, lesson: Lesson, states: list[torch.Tensor]) -> torch.Tensor:
+    def predictions_loss(self, lesson: Lesson, states: list[torch.Tensor]) -> torch.Tensor:
         """Return the weighted mean divergence of the predictions from *states*."""
         total = torch.zeros((), device=lesson.ids_BL.device)
         for i, states_BMX in enumerate(states):
-            total = total + DECAY**i * self._guess_loss(lesson, i, states_BMX)
+            total = total + DECAY**i * self._prediction_loss(lesson, i, states_BMX)
         return total / sum(DECAY**i for i in range(len(states)))
 
-    def _guess_loss(self, lesson: Lesson, guess: int, states_BMX: torch.Tensor) -> torch.Tensor:
+    def _prediction_loss(self, lesson: Lesson, index: int, states_BMX: torch.Tensor) -> torch.Tensor:
         def score(states_NX: torch.Tensor, wanted_NV: torch.Tensor) -> torch.Tensor:
-            return divergence(self.logits(lesson, guess, states_NX), wanted_NV)
+            return divergence(self.logits(lesson, index, states_NX), wanted_NV)
 
-        wanted_BMV = self.comparable(lesson.at(lesson.logits_BLV, 1 + guess))
+        wanted_BMV = self.comparable(lesson.at(lesson.logits_BLV, 1 + index))
         loss: torch.Tensor = _InSlices.apply(  # type: ignore[no-untyped-call]
-            score, states_BMX.flatten(0, 1), wanted_BMV.flatten(0, 1), *self.output_weights(guess)
+            score, states_BMX.flatten(0, 1), wanted_BMV.flatten(0, 1), *self.output_weights(index)
         )
         return loss
 
     def comparable(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return of the target's logits `[..., V]` those that this head can predict."""
+        """Return those of the target's logits `[..., V]` whose tokens this head can predict."""
         return logits
 
-    def best(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
+    def best(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
         """Return the most likely id after states `[..., X]`; as a `Follow`, greedy drafting."""
-        return self.logits(lesson, guess, states).argmax(-1)
+        return self.logits(lesson, index, states).argmax(-1)
 
 
 class _InSlices(torch.autograd.Function):

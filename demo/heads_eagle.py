@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from demo.eagle_layer import Dims, Entry, Layer, NormedLayer, dims_of
 from demo.heads import Follow, Head, Lesson, Teacher
 
-NOISE = 0.1  # of EAGLE-1's states, either way
+NOISE = 0.1  # uniform noise on EAGLE-1's states, plus or minus
 STATE_WEIGHT = 1.0  # weight of the state loss relative to the KL loss; published is 10
 LARGEST_VOCABULARY = 32_000
 
@@ -119,7 +119,7 @@ class Eagle1(Eagle):
         mixed = self.fc(torch.cat([embedded, state], -1))
         return mixed, mixed
 
-    def logits(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
         """See `Head`."""
         return lesson.teacher.output(states)
 
@@ -130,7 +130,7 @@ class Eagle1(Eagle):
             F.smooth_l1_loss(state.float(), lesson.at(lesson.states_BLH, 1 + i).float())
             for i, state in enumerate(states)
         ]
-        return self.guess_loss(lesson, states) + STATE_WEIGHT * torch.stack(apart).mean()
+        return self.predictions_loss(lesson, states) + STATE_WEIGHT * torch.stack(apart).mean()
 
     def describe(self, target: Any) -> dict[str, Any]:
         """See `Head`."""
@@ -192,11 +192,11 @@ class Eagle3(Eagle):
         normed: torch.Tensor = self.norm(out)
         return normed
 
-    def logits(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
         """See `Head`; with a vocabulary of its own `[..., Vd]`."""
         return lesson.teacher.output(states) if self.is_whole else self.lm_head(states).float()
 
-    def output_weights(self, guess: int) -> tuple[nn.Parameter, ...]:
+    def output_weights(self, index: int) -> tuple[nn.Parameter, ...]:
         """See `Head`."""
         return () if self.is_whole else tuple(self.lm_head.parameters())
 
@@ -204,9 +204,9 @@ class Eagle3(Eagle):
         """See `Head`: the target's distribution over the ids that it can predict."""
         return logits if self.is_whole else logits[..., self.t2d]
 
-    def best(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
+    def best(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
         """See `Head`."""
-        ids = super().best(lesson, guess, states)
+        ids = super().best(lesson, index, states)
         return ids if self.is_whole else ids + self.d2t[ids]
 
     def describe(self, target: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class MedusaHeads(nn.ModuleList, Head):
         """See `Head`; independent of the tokens before."""
         return [head[0](lesson.at_anchors_BMH) for head in self]  # type: ignore[index]
 
-    def logits(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
         """See `Head`."""
         return lesson.teacher.output(states)
 
@@ -80,14 +80,14 @@ class HydraHeads(Head):
             read.append(lesson.embedded(follow(i, states[-1])))
         return states
 
-    def logits(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
         """See `Head`."""
-        logits: torch.Tensor = self.hydra_lm_head[guess](states)
+        logits: torch.Tensor = self.hydra_lm_head[index](states)
         return logits
 
-    def output_weights(self, guess: int) -> tuple[nn.Parameter, ...]:
+    def output_weights(self, index: int) -> tuple[nn.Parameter, ...]:
         """See `Head`."""
-        return tuple(self.hydra_lm_head[guess].parameters())
+        return tuple(self.hydra_lm_head[index].parameters())
 
     def describe(self, target: Any) -> dict[str, Any]:
         """See `Head`."""
@@ -156,12 +156,12 @@ class MlpSpeculator(Head):
             ids_BM = follow(i, state)
         return states
 
-    def logits(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
         """See `Head`."""
         logits: torch.Tensor = self.speculator.head[0](states)
         return logits
 
-    def output_weights(self, guess: int) -> tuple[nn.Parameter, ...]:
+    def output_weights(self, index: int) -> tuple[nn.Parameter, ...]:
         """See `Head`."""
         return tuple(self.speculator.head[0].parameters())
 
@@ -205,12 +205,12 @@ class RecurrentHeads(Head):
             ids_BM = follow(i, states[-1])
         return states
 
-    def logits(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
         """See `Head`."""
         logits: torch.Tensor = self.lm_head[1](states)
         return logits
 
-    def output_weights(self, guess: int) -> tuple[nn.Parameter, ...]:
+    def output_weights(self, index: int) -> tuple[nn.Parameter, ...]:
         """See `Head`."""
         return tuple(self.lm_head[1].parameters())
 

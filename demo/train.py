@@ -149,7 +149,7 @@ def _new_draft(target_folder: Path) -> Any:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, help="train only a draft or heads, for the model in this folder")
-    parser.add_argument("--draft", type=Path, help="a draft to go on from (default: a new one)")
+    parser.add_argument("--draft", type=Path, help="a draft to continue training (default: a new one)")
     parser.add_argument(
         "--heads",
         nargs="?",
@@ -159,9 +159,11 @@ def _arguments() -> argparse.Namespace:
         help=f"train heads instead: all, or some of {', '.join(train_heads.MAKERS)}",
     )
     parser.add_argument("--text", type=Path, default=corpus.stdlib_root(), help="folder of text to distil on")
-    parser.add_argument("--out", type=Path, help="where they go (default: TARGET-draft, TARGET-heads)")
+    parser.add_argument("--out", type=Path, help="output folder (default: TARGET-draft, TARGET-heads)")
     parser.add_argument("--work", type=Path, help="folder for checkpoints (default: one for each target in demo/.work)")
-    parser.add_argument("--own-texts", type=int, default=own_text.NUM_TEXTS, help="how many the target writes itself")
+    parser.add_argument(
+        "--own-texts", type=int, default=own_text.NUM_TEXTS, help="number of texts that the target generates"
+    )
     parser.add_argument("--target-minutes", type=float, default=75.0)
     parser.add_argument("--draft-minutes", type=float, default=40.0)
     parser.add_argument("--head-minutes", type=float, default=60.0)
@@ -181,11 +183,11 @@ def _train_heads(args: argparse.Namespace, target: Path, out: Path) -> None:
     material = train_heads.Material(args.text, args.own_texts)
     for method, shares in train_heads.train_heads(target, args.heads, material, args.work, run, out=out).items():
         *right, length = (f"{share:.3f}" for share in shares)
-        sys.stdout.write(f"{method}: right up to each guess {' '.join(right)}, {length} guesses a draft\n")
+        sys.stdout.write(f"{method}: right up to each draft token {' '.join(right)}, {length} right tokens per draft\n")
 
 
 def main() -> None:
-    """Train what the command line asks for."""
+    """Train the models or heads that the command line names."""
     args = _arguments()
     os.nice(19)
     args.work = args.work or HERE / ".work" / (args.target.resolve().name if args.target else "")

@@ -32,7 +32,7 @@ MAKERS: Mapping[str, Callable[[Teacher, torch.Tensor], Head]] = {
 
 @dataclass(frozen=True)
 class Material:
-    """What heads are trained on: *text* below this folder, and as much of *own_texts* that the target writes itself."""
+    """What heads are trained on: the texts below the folder *text*, and *own_texts* texts that the target generates."""
 
     text: Path
     own_texts: int

@@ -107,7 +107,7 @@ class MtpModule(nn.Module):
         layer = self.net.layers[index]
         normed_NH = layer.norm(states_NH)
         head = layer.head if self._head is None else self._head
-        return head(normed_NH).float(), normed_NH if self._spec.recycles_normed else states_NH
+        return head(normed_NH).float(), normed_NH if self._spec.feeds_back_normed else states_NH
 
     def _embed(self, layer: Any, tokens_1T: torch.Tensor) -> torch.Tensor:
         embed = layer.embed_tokens if self._embedding is None else self._embedding

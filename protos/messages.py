@@ -93,7 +93,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 class NewSequence(msgspec.Struct, frozen=True, gc=False):
     """A sequence that takes a worker slot, with all its tokens: prompt + output so far.
 
-    `generation`, from 1 on, is never reused, so that workers can tell whether they hold the same sequence; 0 if it is
+    `generation`, from 1 on, is never reused: workers compare it to detect that a slot has a new sequence. 0 if it is
     not compared.
     """
 

@@ -38,7 +38,7 @@ REFUSED = {
     "use_beam_search": "beam search is not available",
     "guided_decoding": "use structured_outputs",
     "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
-    "extra_args": "no extra arguments are known",
+    "extra_args": "there are no extra arguments",
     "repetition_detection": "use the penalties or stop strings",
     "thinking_token_budget": "use max_tokens",
     "logprob_token_ids": "use logprobs",

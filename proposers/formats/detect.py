@@ -76,8 +76,8 @@ def _architectures(config: Config) -> Collection[object]:
 def _by_tensors(peek: Peek) -> str | None:
     """Detect the method by the names of tensors, if the config is that of a plain model or does not name one."""
     is_small = integer("draft", peek.config, "num_hidden_layers", "n_layer", default=0) <= 1
-    is_told = bool(peek.config.get("architectures")) and not is_small and _by_name(peek.model) is None
-    if is_told and not peek.is_local:
+    is_plain = bool(peek.config.get("architectures")) and not is_small and _by_name(peek.model) is None
+    if is_plain and not peek.is_local:
         return WHOLE
     names = {name.removeprefix("model.") for name in peek.names}
     return next(
@@ -130,17 +130,17 @@ def _by_name(model: str) -> str | None:
 def _tokens(method: str, peek: Peek) -> tuple[int, str]:
     """Return the number of tokens that a checkpoint drafts, and where it is stated; 0 if it is not."""
     config = peek.config
-    if speculators.is_speculators(config) and (told := speculators.tokens_of(config)):
-        return told, "speculative_tokens"
+    if speculators.is_speculators(config) and (count := speculators.tokens_of(config)):
+        return count, "speculative_tokens"
     if method == "dflash":
         return dflash.tokens_of(config), "block_size"
     if method == "mtp":
         return mtp.num_heads(config), "the number of heads"
     keys, what = COUNTED.get(method, ((), ""))
-    told = integer(method, config, *keys, default=0) if keys else 0
+    count = integer(method, config, *keys, default=0) if keys else 0
     if method == "medusa" and peek.is_local:
-        told = max(told, numbered(peek.names, r"(?:medusa_heads?\.)?(?:blocks\.)?(\d+)\."))
-    return told, what
+        count = max(count, numbered(peek.names, r"(?:medusa_heads?\.)?(?:blocks\.)?(\d+)\."))
+    return count, what
 
 
 COUNTED: Mapping[str, tuple[tuple[str, ...], str]] = {

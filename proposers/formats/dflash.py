@@ -86,8 +86,8 @@ def tokens_of(config: Config) -> int:
     plain = speculators.flattened(config)
     nested = section(plain, "dflash_config")
     anchor = flag(FORMAT, {**plain, **nested}, "sample_from_anchor", default=False)
-    is_told = speculators.is_speculators(config) or "block_size" in {**nested, **plain}
-    return block_size_of(config) - (0 if anchor else 1) if is_told else 0
+    is_stated = speculators.is_speculators(config) or "block_size" in {**nested, **plain}
+    return block_size_of(config) - (0 if anchor else 1) if is_stated else 0
 
 
 def read(config: Config, target_config: Config, shapes: Shapes) -> DFlashSpec:

@@ -132,7 +132,7 @@ def read_as(title: str, config: Config, target_config: Config, shapes: Shapes) -
 
 def load(spec: Eagle3Spec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return `layers.{i}.*` as `transformers` names a Llama layer (layer 0 also `hidden_norm.weight [H]`, its queries,
-    keys and values `[., 2H]`), `norm.weight [H]`, and as the spec says `fc.weight [H, features]`,
+    keys and values `[., 2H]`), `norm.weight [H]`, and, depending on the spec, `fc.weight [H, features]`,
     `input_norm.weight [features]`, `fc_norm.{i}.weight [Ht]`, `embed_tokens.weight [V, H]`, `lm_head.weight [Vd, H]`,
     and where there are maps `target_ids`, int64 `[Vd]`: the target's id of each of the draft's.
 

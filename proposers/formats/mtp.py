@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "mtp"
-Style = Literal["behind", "mimo", "qwen"]
+Style = Literal["appended", "mimo", "qwen"]
 PREFIXES: Mapping[Style, str] = {"mimo": "model.mtp_layers.", "qwen": "mtp."}
 RULES: Mapping[Style, Rules] = {
-    "behind": (
+    "appended": (
         (r"^(\d+)\.enorm\.", r"layers.\1.embed_norm."),
         (r"^(\d+)\.hnorm\.", r"layers.\1.state_norm."),
         (r"^(\d+)\.eh_proj\.", r"layers.\1.proj."),
@@ -80,7 +80,7 @@ class MtpSpec(Fitted):
         first_layer: number of the first one, after the target's layers.
         vocab_size: the target's.
         state_first: the projection reads state, embedding; else embedding, state.
-        recycles_normed: the states fed back are those after the head's last norm.
+        feeds_back_normed: the states fed back are those after the head's last norm.
         one_step: trained to draft one token only.
         blanks_first: the embedding at position 0 is zero.
         one_plus: norms multiply by 1 + weight.
@@ -94,7 +94,7 @@ class MtpSpec(Fitted):
     first_layer: int
     vocab_size: int
     state_first: bool
-    recycles_normed: bool
+    feeds_back_normed: bool
     one_step: bool
     blanks_first: bool
     one_plus: bool
@@ -158,12 +158,12 @@ def load(spec: MtpSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, tor
 
 def _style(heads: Shapes) -> Style:
     first = next(iter(heads))
-    return next((style for style, prefix in PREFIXES.items() if first.startswith(prefix)), "behind")
+    return next((style for style, prefix in PREFIXES.items() if first.startswith(prefix)), "appended")
 
 
 def _numbering(style: Style, config: Config) -> Rules:
     """Return rules that make names begin with the number of their head."""
-    if style != "behind":
+    if style != "appended":
         return ((f"^{re.escape(PREFIXES[style])}", ""),)
     first = integer(FORMAT, config, "num_hidden_layers")
     return tuple((rf"^model\.layers\.{first + i}\.", f"{i}.") for i in range(num_heads(config)))
@@ -180,7 +180,7 @@ def _spec(config: Config, target: TargetDims, style: Style, names: Mapping[str, 
         first_layer=target.layers,
         vocab_size=target.vocab_size,
         state_first=style == "mimo",
-        recycles_normed=style == "qwen" or str(config.get("model_type")).startswith("deepseek"),
+        feeds_back_normed=style == "qwen" or str(config.get("model_type")).startswith("deepseek"),
         one_step=style == "mimo",
         blanks_first=style != "qwen",
         one_plus=style == "qwen",

@@ -62,7 +62,7 @@ class Places:
     Args:
         sizes: of the n-grams, largest first. The largest size with an occurrence is used, so the longest match is found
             unless it lies beyond the visited places of a smaller size.
-        reach: longest match that is told apart: longer ones count as this long.
+        reach: longer matches count as this long.
         most: most places that are visited.
 
     Attributes:

@@ -20,7 +20,7 @@ from runtime.http.responses import (
 from runtime.http.server.guard import OPEN_PATHS
 
 COMPONENT = "#/components/schemas/{name}"
-EVENTS = "Server-sent events where `stream` is true: `data: ` and JSON of the form {name}, and at the end `data: [DONE]`."
+EVENTS = "Server-sent events where `stream` is true: `data: ` and JSON of the form {name}, finally `data: [DONE]`."
 ANSWERS: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": Completion,
     "/v1/chat/completions": ChatCompletion,

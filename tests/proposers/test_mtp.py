@@ -19,7 +19,7 @@ from tests.support.models.synthetic import config_of, stored
 from tests.support.models.synthetic_layers import with_mtp
 
 GLUE = {
-    "behind": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "appended": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
 }
 
@@ -31,7 +31,7 @@ class Written:
         self.folder = with_mtp(family, folder / "target", heads=heads, **options)
         self.tensors, self.config = stored(self.folder), config_of(self.folder)
         self.first = self.config["num_hidden_layers"]
-        self.style = "mimo" if family == "qwen2" else "behind"
+        self.style = "mimo" if family == "qwen2" else "appended"
         self.eps = self.config["rms_norm_eps"]
         self.model = self._longer(folder / "longer", heads)
         self.embedding = self.tensors["model.embed_tokens.weight"]
@@ -84,7 +84,7 @@ class Written:
             e = glue["tokens"][tokens[:count]]
             e[0] = 0.0
             both = [rms(e, glue["embed"], self.eps), rms(states, glue["state"], self.eps)]
-            x = torch.cat(both if self.style == "behind" else both[::-1], -1) @ glue["proj"].T
+            x = torch.cat(both if self.style == "appended" else both[::-1], -1) @ glue["proj"].T
             positions = torch.arange(count)[None]
             mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
             rope = self.model.model.rotary_emb(x[None], positions)

@@ -26,7 +26,9 @@ def dflash_layers(title: str, config: Config, target: TargetDims) -> tuple[int, 
     outputs = outputs or integers(title, config, "target_layer_ids")
     found = integers(title, config, "aux_hidden_state_layer_ids") or tuple(i + 1 for i in outputs)
     if not found:
-        refuse(title, "its config does not say which layers of the target it reads (dflash_config.target_layer_ids)")
+        refuse(
+            title, "its config does not name the layers of the target that it reads (dflash_config.target_layer_ids)"
+        )
     return _checked(title, found, target)
 
 

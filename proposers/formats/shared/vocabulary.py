@@ -42,5 +42,5 @@ def target_ids(title: str, d2t: torch.Tensor, t2d: torch.Tensor | None, vocab_si
             refuse(title, f"t2d marks {int(known.sum())} ids of the target, but the draft has {ids_V.numel()}")
         if not bool(known[ids_V].all()):
             first = int(ids_V[~known[ids_V]][0])
-            refuse(title, f"d2t leads to the target's id {first}, which t2d says the draft does not know")
+            refuse(title, f"d2t maps to the target's id {first}, which t2d does not mark")
     return ids_V

@@ -43,8 +43,8 @@ def test_a_large_vocabulary_is_cut_to_its_most_frequent_ids(
     spec, tensors = assert_fits("eagle3", tmp_path, target)
     assert spec.draft_size == 20
     assert import_module("proposers.formats.eagle3").load(spec, tensors)["target_ids"].tolist() == [*range(70, 90)]
-    guessed = head.best(lesson, 0, head.states(lesson, lesson.true_tokens)[0])
-    assert set(guessed.flatten().tolist()) <= set(range(70, 90))
+    drafted = head.best(lesson, 0, head.states(lesson, lesson.true_tokens)[0])
+    assert set(drafted.flatten().tolist()) <= set(range(70, 90))
     assert head.comparable(lesson.logits_BLV).shape[-1] == 20
     assert torch.isfinite(head.loss(lesson))
 
@@ -66,9 +66,9 @@ def test_agreement_counts_drafts_that_are_right_from_their_start(teacher: Teache
     """With a head that is wrong only in its second draft token, at anchors where that token is odd."""
 
     class Knowing(heads_eagle.Eagle1):
-        def best(self, lesson: Lesson, guess: int, states: torch.Tensor) -> torch.Tensor:
-            true = lesson.true_tokens(guess, states)
-            return torch.where((true % 2 == 1) & (guess == 1), true + 1, true)
+        def best(self, lesson: Lesson, index: int, states: torch.Tensor) -> torch.Tensor:
+            true = lesson.true_tokens(index, states)
+            return torch.where((true % 2 == 1) & (index == 1), true + 1, true)
 
     texts = evaluate.continuations(teacher, torch.randint(3, 96, (400,)))
     assert texts.shape == (evaluate.NUM_TEXTS, evaluate.TOKENS)
@@ -80,10 +80,10 @@ def test_agreement_counts_drafts_that_are_right_from_their_start(teacher: Teache
 
 def test_a_free_run_feeds_itself(teacher: Teacher, lesson: Lesson) -> None:
     head = shaken(heads_eagle.Eagle3(teacher, depth=3))
-    guesses = evaluate.free_running(head, lesson)
-    forced = head.states(lesson, lambda guess, _: guesses[guess])
+    drafted = evaluate.free_running(head, lesson)
+    forced = head.states(lesson, lambda index, _: drafted[index])
     for i, states in enumerate(forced):
-        assert torch.equal(head.best(lesson, i, states), guesses[i])
+        assert torch.equal(head.best(lesson, i, states), drafted[i])
     assert not torch.equal(torch.stack(forced), torch.stack(head.states(lesson, lesson.true_tokens)))
 
 

@@ -20,7 +20,7 @@ def test_mtp_heads_are_found_in_the_targets_checkpoint(tmp_path: Path, family: s
     found = mtp.load(spec, tensors)
     assert (spec.num_layers, spec.first_layer) == (2, 3)
     assert (spec.state_first, spec.one_step) == (family == "qwen2",) * 2
-    assert spec.recycles_normed == (family == "deepseek_v3")
+    assert spec.feeds_back_normed == (family == "deepseek_v3")
     assert spec.own_embedding == (family != "qwen2")
     prefix = "model.mtp_layers.1." if family == "qwen2" else "model.layers.4."
     assert found["layers.1.block.self_attn.o_proj.weight"].equal(tensors[prefix + "self_attn.o_proj.weight"])
@@ -60,7 +60,7 @@ def test_mtp_heads_of_qwen3_next_share_what_leads_in_and_out() -> None:
         parts = mtp._stored_as(f"mtp.layers.0.{name}", shape, {})
         shapes |= parts
     spec = mtp.read(config, config, shapes)
-    assert (spec.num_layers, spec.one_plus, spec.state_first, spec.recycles_normed) == (1, True, False, True)
+    assert (spec.num_layers, spec.one_plus, spec.state_first, spec.feeds_back_normed) == (1, True, False, True)
     found = mtp.load(spec, {name: torch.zeros(shape) for name, shape in shapes.items()})
     assert {name.removeprefix("layers.0.block.") for name in found if ".block." in name} == block.keys()
     assert {"layers.0.norm.weight", "layers.0.proj.weight", "layers.0.embed_norm.weight"} <= found.keys()
