@@ -20,6 +20,7 @@ from runtime.http.render import TokenTexts
 from tests.support.serving.bad_fields import CHAT, COMPLETIONS, CONTEXT, ROWS
 from tests.support.serving.fake_engine import expected, tokenizer
 from tests.support.serving.guarded_server import Guarded, guarded
+from tests.support.serving.metric_series import settled_series
 
 POSTED = (COMPLETIONS, CHAT, "/tokenize", "/detokenize")
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "timeout")
@@ -230,9 +231,8 @@ def test_bad_messages(served: Guarded, message: pb.GenerateRequest) -> None:
 
 
 def test_random_names_make_no_series(served: Guarded) -> None:
-    def series() -> set[str]:
-        lines = served.get("/metrics").text.splitlines()
-        return {line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")}
+    def metrics() -> str:
+        return served.get("/metrics").text
 
     def junk(client: httpx.Client, number: int) -> None:
         headers = {"authorization": f"Bearer key-{number}", "x-request-id": f"id-{number}"}
@@ -242,9 +242,9 @@ def test_random_names_make_no_series(served: Guarded) -> None:
         client.request(f"METHOD{number}", "/health", headers=headers)
         client.post(COMPLETIONS, content=json.dumps({"prompt": "x", f"field{number}": number}), headers=headers)
 
-    series()
+    metrics()
     junk(served.client, 0)
-    before = series()
+    before = settled_series(metrics)
     for number in range(1, 1001):
         junk(served.client, number)
-    assert series() == before
+    assert settled_series(metrics) == before

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.serving.fake_engine import local_engine
 from tests.support.serving.http_server import Served, serving
+from tests.support.serving.metric_series import settled_series
 
 LONG = 100_000
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -109,9 +110,8 @@ def test_the_client_sees_its_own_error_types(served: Served) -> None:
 
 
 def test_random_names_make_no_series(served: Served) -> None:
-    def series() -> set[str]:
-        lines = httpx.get(served.url + "/metrics").text.splitlines()
-        return {line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")}
+    def metrics() -> str:
+        return httpx.get(served.url + "/metrics").text
 
     def junk(client: httpx.Client, number: int) -> None:
         client.post("/v1/completions", json={"model": f"model-{number}", "prompt": "x"})
@@ -120,12 +120,12 @@ def test_random_names_make_no_series(served: Served) -> None:
         client.request(f"METHOD{number}", "/health")
 
     with httpx.Client(base_url=served.url) as client:
-        series()
+        metrics()
         junk(client, 0)
-        before = series()
+        before = settled_series(metrics)
         for number in range(1, 250):
             junk(client, number)
-    assert series() == before
+    assert settled_series(metrics) == before
     assert len(before) < 1000
 
 
