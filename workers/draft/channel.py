@@ -13,6 +13,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from protos.worker_messages import (
     DraftChannelFailed,
@@ -23,7 +24,7 @@ from protos.worker_messages import (
     FromWorker,
 )
 from workers.device import set_device
-from workers.distributed.groups import form
+from workers.distributed.groups import Group, form
 from workers.distributed.store import address_towards, connect_store
 from workers.draft.announce import Announcer, Listener
 from workers.draft.deadline import FLOOR_S, DraftDeadline
@@ -115,29 +116,17 @@ def join_as_target(
     has_features: bool = False,
 ) -> DraftReceiver:
     """Form the end of target rank 0. Raises `GroupError` if the draft does not join."""
-    set_device(device)
-    store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
-    two = partial(
-        form,
-        store=store,
-        rank=TARGET,
-        size=2,
-        backend=backend,
-        device=device,
-        host=host,
-        timeout_s=FORM_S,
-        is_vital=False,
-    )
+    store, host, form_group = _rendezvous(order, TARGET, backend, device)
     with ExitStack() as undo:
         listener: Listener[Drafted | FeaturesReceived] = Listener(
             store, str(order.epoch), host, Drafted | FeaturesReceived
         )
         undo.callback(listener.close)
-        group = two(f"draft-channel/{order.epoch}")
+        group = form_group(f"draft-channel/{order.epoch}")
         undo.callback(group.close)
         features = None
         if has_features:
-            back = two(_features_name(order))
+            back = form_group(_features_name(order))
             undo.callback(back.close)
             announcer: Announcer[FeaturesSent] = Announcer(store, _features_name(order))
             features = FeatureSender(order.epoch, back, announcer, send, device=device)
@@ -150,21 +139,9 @@ def join_as_draft(
     order: FormDraftChannel, send: Send, backend: str, device: torch.device, *, has_features: bool = False
 ) -> DraftSender:
     """Form the draft's end. Raises `GroupError` if target rank 0 does not join."""
-    set_device(device)
-    store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
-    two = partial(
-        form,
-        store=store,
-        rank=DRAFT,
-        size=2,
-        backend=backend,
-        device=device,
-        host=host,
-        timeout_s=FORM_S,
-        is_vital=False,
-    )
+    store, host, form_group = _rendezvous(order, DRAFT, backend, device)
     with ExitStack() as undo:
-        group = two(f"draft-channel/{order.epoch}")
+        group = form_group(f"draft-channel/{order.epoch}")
         undo.callback(group.close)
         announcer: Announcer[Drafted | FeaturesReceived] = Announcer(store, str(order.epoch))
         undo.callback(announcer.close)
@@ -172,9 +149,29 @@ def join_as_draft(
         if has_features:
             listener: Listener[FeaturesSent] = Listener(store, _features_name(order), host, FeaturesSent)
             undo.callback(listener.close)
-            features = FeatureReceiver(order.epoch, two(_features_name(order)), listener, send, device=device)
+            features = FeatureReceiver(order.epoch, form_group(_features_name(order)), listener, send, device=device)
         undo.pop_all()
     return DraftSender(order.epoch, group, announcer, send, device=device, features=features)
+
+
+def _rendezvous(
+    order: FormDraftChannel, rank: int, backend: str, device: torch.device
+) -> tuple[Store, str, Callable[[str], Group]]:
+    """Return the store of *order*, an address of this machine, and a function that forms a group of two by its name."""
+    set_device(device)
+    store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
+    form_group = partial(
+        form,
+        store=store,
+        rank=rank,
+        size=2,
+        backend=backend,
+        device=device,
+        host=host,
+        timeout_s=FORM_S,
+        is_vital=False,
+    )
+    return store, host, form_group
 
 
 def _features_name(order: FormDraftChannel) -> str:

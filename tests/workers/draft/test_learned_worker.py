@@ -24,9 +24,9 @@ from tests.support.distributed.engine import (
 from tests.support.models import tiny_heads
 from tests.support.models.tiny_heads import METHODS, NOTES, Twin
 from workers.build import needs_step_costs
-from workers.draft import channel as pair
-from workers.draft import feature_channel as feature_pair
+from workers.draft import feature_channel
 from workers.draft.engine import DraftEngine
+from workers.draft.sender import DraftSender
 from workers.target_rank import UniExecutor
 
 HEADS = tuple(METHODS)
@@ -203,8 +203,8 @@ def test_costs_are_measured_where_somebody_asks(models: Models, heads: Heads) ->
 def test_features_that_are_not_acknowledged_are_no_longer_sent(
     models: Models, heads: Heads, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feature_pair, "CREDIT", 5)
-    monkeypatch.setattr(pair.DraftSender, "acknowledge", lambda end, count: None)
+    monkeypatch.setattr(feature_channel, "CREDIT", 5)
+    monkeypatch.setattr(DraftSender, "acknowledge", lambda end, count: None)
     engine = threaded(configure(models, speculative_config=speculation(heads, "test_all", placement="dedicated")))
     try:
         engine.put(*requests(4))
