@@ -42,7 +42,7 @@ POLL_S = 0.25
 """Longest wait for messages before hangs are looked for."""
 REPORT_EVERY_S = 30.0
 DRAFT_AT_START_S = 60.0
-"""`start` waits this long for the draft to be paired, then returns without it."""
+"""`start` waits this long for the draft to be connected, then returns without it."""
 
 
 class DistributedExecutor:
@@ -102,7 +102,7 @@ class DistributedExecutor:
         return self._phases.times
 
     def start(self) -> WorkerInfo:
-        """See `Executor`. Returns when every worker is ready and the draft is paired, or is late."""
+        """See `Executor`. Returns when every worker is ready and the draft is connected, or is late."""
         try:
             return self._start()
         except Exception:

@@ -1,4 +1,4 @@
-"""Keeps a draft worker in service: starts it, pairs it with the targets, notices its loss, and starts the next one.
+"""Keeps a draft worker in service: starts it, connects it to the targets, notices its loss, and starts the next one.
 
 All of it happens while rounds go on, when the executor reads messages. Without a draft in service rows get no draft
 tokens from it; nothing here can fail a request.
@@ -38,11 +38,11 @@ MAX_COUNTED_FAILURES = 16
 STEADY_S = 15.0
 """A draft that served for this long is replaced at once; otherwise the delay doubles with each failure."""
 FORM_S = 60.0
-"""Both ends of a pair must be ready after this long."""
+"""Both ends of a draft channel must be ready after this long."""
 STUCK_S = 10.0
 """A draft that has plans but finishes no round for this long hangs, even if it sends heartbeats."""
-MAX_FAILED_PAIRS = 3
-"""After more pairs in a row that failed, the draft is replaced."""
+MAX_FAILED_CHANNELS = 3
+"""After more draft channels in a row that failed, the draft is replaced."""
 
 MakeStartup = Callable[[WorkerId], GroupStartup]
 
@@ -72,14 +72,14 @@ class DraftSupervisor:
         self._is_ready = False
         self._target: WorkerId | None = None
         self._store: StoreAddress | None = None
-        self._epoch = 0  # of the newest pair, formed or not
+        self._epoch = 0  # of the newest draft channel, formed or not
         self._ready_ends: set[WorkerId] = set()
         self._form_by: float | None = None
-        self._serving_epoch = 0  # 0 while no pair serves
+        self._serving_epoch = 0  # 0 while no draft channel serves
         self._served_since = 0.0
         self._retry_at: float | None = None
         self._num_failures = 0
-        self._num_failed_pairs = 0
+        self._num_failed_channels = 0
         self._changes: Counter[str] = Counter()
         self._is_late = False
         self._sent_round: int | None = None  # the newest round that was sent to it and is not finished
@@ -98,7 +98,7 @@ class DraftSupervisor:
 
     @property
     def is_forming(self) -> bool:
-        """Whether a pair is being formed, which may keep target 0 busy."""
+        """Whether a draft channel is being formed, which may keep target rank 0 busy."""
         return self._form_by is not None
 
     @property
@@ -106,7 +106,7 @@ class DraftSupervisor:
         """What is missing until the draft serves."""
         if self._startup is not None:
             return self._startup.waits_for
-        return "the draft to be paired with target rank 0" if self.is_forming else "the draft to be started again"
+        return "the draft to be connected to target rank 0" if self.is_forming else "the draft to be started again"
 
     def mark_ready(self) -> None:
         """The draft was started and waits for plans."""
@@ -114,18 +114,18 @@ class DraftSupervisor:
         self._watchdog.mark_serving(self.worker)
 
     def targets_up(self, target: WorkerId, store: StoreAddress) -> None:
-        """Target rank 0 serves; pairs meet at its store."""
+        """Target rank 0 serves; draft channels are formed over its store."""
         self._target, self._store = target, store
         if self._is_ready:
-            self._form_pair()
+            self._form_channel()
 
     def targets_down(self) -> None:
-        """The targets are gone, and the pair with them."""
+        """The targets are gone, and the draft channel with them."""
         self._target = self._store = None
         self._leave_service("targets_lost")
 
     def take(self, worker: WorkerId, message: FromWorker) -> None:
-        """Handle a message of the draft, or of target rank 0 about the pair."""
+        """Handle a message of the draft, or of target rank 0 about the draft channel."""
         if worker.role == "draft" and worker != self.worker:
             return
         if isinstance(message, Died | WorkerFailed):
@@ -133,7 +133,7 @@ class DraftSupervisor:
         elif isinstance(message, DraftChannelReady):
             self._end_ready(worker, message.epoch)
         elif isinstance(message, DraftChannelFailed):
-            self._pair_failed(worker, message)
+            self._channel_failed(worker, message)
         elif isinstance(message, Drafted):
             self._drafted = message
         elif isinstance(message, Heartbeat):
@@ -165,12 +165,12 @@ class DraftSupervisor:
         self._sent_round = round_number
 
     def tick(self) -> None:
-        """Do what is due: replace a draft that is stuck, abandon a pair that does not form, start the next draft."""
+        """Do what is due: replace a stuck draft, abandon a draft channel that does not form, start the next draft."""
         now = self._watchdog.now
         if self._sent_round is not None and now - self._progress_at > STUCK_S:
             self.lose(f"hangs: no round finished for {STUCK_S:.0f} s")
         elif self._form_by is not None and now > self._form_by:
-            self._abandon_pair(f"not formed within {FORM_S:.0f} s")
+            self._abandon_channel(f"not formed within {FORM_S:.0f} s")
         elif self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
             self._retry()
@@ -191,7 +191,7 @@ class DraftSupervisor:
 
     def _retry(self) -> None:
         if self._is_ready:
-            self._form_pair()
+            self._form_channel()
             return
         self._startup = self._make_startup(self.worker)
         self._startup.start()
@@ -205,10 +205,10 @@ class DraftSupervisor:
         if startup.is_ready:
             self._startup = None
             self.mark_ready()
-            self._form_pair()
+            self._form_channel()
 
-    def _form_pair(self) -> None:
-        """Let both ends form the next pair in the background; it serves when both are ready."""
+    def _form_channel(self) -> None:
+        """Let both ends form the next draft channel in the background; it serves when both are ready."""
         if self._target is None or self._store is None:
             return
         self._epoch += 1
@@ -224,22 +224,26 @@ class DraftSupervisor:
         self._ready_ends.add(worker)
         if self._ready_ends >= {self._target, self.worker}:
             self._form_by = None
-            self._num_failed_pairs = 0
+            self._num_failed_channels = 0
             self._serving_epoch = self._epoch
             self._served_since = self._watchdog.now
-            self._change("started" if self._epoch == 1 else "revived", f"{self.worker} serves, as pair {self._epoch}")
+            self._change(
+                "started" if self._epoch == 1 else "revived", f"{self.worker} serves, over draft channel {self._epoch}"
+            )
 
-    def _pair_failed(self, worker: WorkerId, message: DraftChannelFailed) -> None:
+    def _channel_failed(self, worker: WorkerId, message: DraftChannelFailed) -> None:
         if message.epoch == self._epoch and (self.is_serving or self.is_forming):
-            self._abandon_pair(f"{worker}: {message.reason}")
+            self._abandon_channel(f"{worker}: {message.reason}")
 
-    def _abandon_pair(self, reason: str) -> None:
-        """Try another pair with the same draft, which may be alive; after several failures replace the draft."""
-        self._leave_service("pair_lost", f"pair {self._epoch} failed ({reason}); decoding continues without the draft")
-        self._num_failed_pairs += 1
-        if self._num_failed_pairs > MAX_FAILED_PAIRS:
-            self._num_failed_pairs = 0
-            self.lose(f"could not be paired {MAX_FAILED_PAIRS} times")
+    def _abandon_channel(self, reason: str) -> None:
+        """Form another draft channel with the same draft, which may be alive; replace it after several failures."""
+        self._leave_service(
+            "pair_lost", f"draft channel {self._epoch} failed ({reason}); decoding continues without it"
+        )
+        self._num_failed_channels += 1
+        if self._num_failed_channels > MAX_FAILED_CHANNELS:
+            self._num_failed_channels = 0
+            self.lose(f"could not be connected {MAX_FAILED_CHANNELS} times")
         elif self._is_ready:
             self._retry_at = self._watchdog.now + RETRY_S
 

@@ -26,7 +26,7 @@ class _Watched:
 
 
 class Watchdog:
-    """Measures silence and rounds in watched time, which excludes pauses of the controller and forming a pair.
+    """Measures silence and rounds in watched time: without pauses of the controller and the forming of draft channels.
 
     Args:
         clock: seconds, monotonic.
