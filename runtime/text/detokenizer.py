@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Tokenizer, decoders
 
+from protos.byte_level import token_bytes
+
 if TYPE_CHECKING:
     from protos.messages import Request
 
@@ -26,29 +28,16 @@ class PieceDecoder(Protocol):
         ...
 
 
-def _byte_of_char() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
 class _TokenBytes(dict[int, bytes]):
     """Maps tokens of a byte-level vocabulary to their bytes; filled on demand."""
 
     def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(hidden_ids, b""))
         self._tokenizer = tokenizer
-        self._byte_of = _byte_of_char()
 
     def __missing__(self, token_id: int) -> bytes:
-        token: str = self._tokenizer.id_to_token(token_id) or ""
-        if all(char in self._byte_of for char in token):
-            token_bytes = bytes(self._byte_of[char] for char in token)
-        else:
-            token_bytes = token.encode()
-        self[token_id] = token_bytes
-        return token_bytes
+        found = self[token_id] = token_bytes(self._tokenizer.id_to_token(token_id) or "")
+        return found
 
 
 class _BytePieces:
@@ -56,8 +45,8 @@ class _BytePieces:
 
     __slots__ = ("_bytes", "_utf8")
 
-    def __init__(self, token_bytes: _TokenBytes) -> None:
-        self._bytes = token_bytes
+    def __init__(self, bytes_by_id: _TokenBytes) -> None:
+        self._bytes = bytes_by_id
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
@@ -211,10 +200,10 @@ class DetokenizerFactory:
         )
 
     def _bytes_of(self, skip_special: bool) -> _TokenBytes:
-        token_bytes = self._token_bytes.get(skip_special)
-        if token_bytes is None:
+        bytes_by_id = self._token_bytes.get(skip_special)
+        if bytes_by_id is None:
             tokenizer: Any = self._tokenizer
             added = tokenizer.get_added_tokens_decoder()
             hidden = frozenset(i for i, token in added.items() if token.special and skip_special)
-            token_bytes = self._token_bytes[skip_special] = _TokenBytes(tokenizer, hidden)
-        return token_bytes
+            bytes_by_id = self._token_bytes[skip_special] = _TokenBytes(tokenizer, hidden)
+        return bytes_by_id

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from protos.byte_level import token_bytes
 from protos.errors import ModelError
 from workers.attention.batch import Batch, Ints
 from workers.model.draft_forward import DraftForward
@@ -22,11 +23,6 @@ from workers.model.runner import ModelRunner
 
 Texts = Mapping[tuple[str, bytes], int]
 """Id of each token by kind ("special" or "text") and its bytes."""
-
-VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that byte-level tokenizers map to the character of the same number; the others map to 256 and up."""
-HIDDEN = tuple(byte for byte in range(0x100) if byte not in VISIBLE)
-BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(0x100 + i): byte for i, byte in enumerate(HIDDEN)}
 
 
 @dataclass(frozen=True)
@@ -101,18 +97,13 @@ def _read(folder: Path) -> tuple[Texts, int]:
     tokenizer = Tokenizer.from_file(str(file))
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     described: dict[str, Any] = json.loads(tokenizer.to_str())
-    spelt = _byte_level if "ByteLevel" in json.dumps(described.get("decoder")) else _sentencepiece
+    spelt = token_bytes if "ByteLevel" in json.dumps(described.get("decoder")) else _sentencepiece
     texts: dict[tuple[str, bytes], int] = {}
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         key = ("special", token.encode()) if token in special else ("text", spelt(token))
         texts.setdefault(key, index)
     unknown = tokenizer.token_to_id(str(described["model"].get("unk_token")))
     return texts, unknown or 0
-
-
-def _byte_level(token: str) -> bytes:
-    """Return the bytes of a token of a byte-level tokenizer; an added token is plain text."""
-    return bytes(BYTE_OF[char] for char in token) if BYTE_OF.keys() >= set(token) else token.encode()
 
 
 def _sentencepiece(token: str) -> bytes:
