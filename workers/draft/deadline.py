@@ -15,8 +15,8 @@ MEMORY = 32
 class DraftDeadline:
     """Counts from when target rank 0 could verify a round. Not thread-safe.
 
-    After a missed deadline there is no waiting until the draft is on time again: until the table of a round arrives
-    within the deadline after target rank 0 could verify *that* round, waited for or not.
+    After a missed deadline, target rank 0 does not wait until the draft is on time again: until the table of some round
+    arrives within the deadline counted from when target rank 0 could verify that round.
 
     Args:
         clock: seconds, monotonic.
