@@ -35,7 +35,7 @@ class EagleSpec(Fitted):
         fc_bias: whether `fc` has a bias; the default is true.
         has_embedding: the checkpoint has its own; else the target's is used.
         vocab_size: the target's.
-        rope: rotary parameters, in the format of `transformers` 5.
+        rope: rotary parameters, in the format of `transformers` 5; the authors read none from the target.
         max_model_len: most positions.
     """
 
@@ -72,7 +72,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> EagleSpec:
         fc_bias=fc_bias,
         has_embedding="embed_tokens.weight" in names,
         vocab_size=vocab_size,
-        rope=rope_of(config, target_config),
+        rope=rope_of(config),
         max_model_len=context_of(FORMAT, config, target),
     )
 

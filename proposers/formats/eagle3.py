@@ -53,7 +53,7 @@ class Eagle3Spec(Fitted):
         norm_output: the states fed back are those after the last norm.
         has_fc: `fc` projects the states to `hidden`; else they are used directly.
         has_embedding, has_head: the checkpoint has its own; else the target's is used.
-        rope: rotary parameters, in the format of `transformers` 5.
+        rope: rotary parameters, in the format of `transformers` 5; the authors read none from the target.
         max_model_len: most positions.
     """
 
@@ -120,7 +120,7 @@ def read_as(title: str, config: Config, target_config: Config, shapes: Shapes) -
         has_fc=bool(inputs_of) or "fc.weight" in names,
         has_embedding="embed_tokens.weight" in names,
         has_head="lm_head.weight" in names,
-        rope=rope_of(plain, target_config),
+        rope=rope_of(plain),
         max_model_len=context_of(title, plain, target),
     )
     _check(title, plain, spec, target)

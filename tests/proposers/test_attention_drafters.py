@@ -12,7 +12,7 @@ from tests.support.models.drafter_world import (
     CONFIG,
     HEAD,
     HEADS,
-    THETA,
+    SILENT_THETA,
     Behind,
     H,
     K,
@@ -56,7 +56,7 @@ def eagle_behind(made: World, weights: Weights, layers: int = 1) -> Behind:
                     list(range(count)),
                     causal(count),
                     head_dim=H // HEADS,
-                    theta=THETA,
+                    theta=SILENT_THETA,
                 )
                 normed = rms(h, weights[f"layers.{i}.post_attention_layernorm.weight"])
                 h = h + mlp(weights, f"layers.{i}.mlp", normed)
@@ -141,7 +141,13 @@ def eagle3_behind(made: World, weights: Weights, variant: Variant) -> Behind:
     def layer(i: int, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         prefix, count = f"layers.{i}" if i else variant.prefix, len(h)
         h = h + attention(
-            weights, f"{prefix}.self_attn", x, list(range(count)), causal(count), head_dim=H // HEADS, theta=THETA
+            weights,
+            f"{prefix}.self_attn",
+            x,
+            list(range(count)),
+            causal(count),
+            head_dim=H // HEADS,
+            theta=SILENT_THETA,
         )
         return h + mlp(weights, f"{prefix}.mlp", rms(h, weights[f"{prefix}.post_attention_layernorm.weight"]))
 

@@ -16,6 +16,7 @@ from tests.support.models.drafter_world import (
     HEADS,
     KV_HEADS,
     ROWS,
+    SILENT_THETA,
     THETA,
     H,
     K,
@@ -99,7 +100,7 @@ def test_p_eagle_feeds_a_learned_state_beside_masks() -> None:
             list(range(count)),
             causal(count),
             head_dim=D,
-            theta=THETA,
+            theta=SILENT_THETA,
         )
         h = h + mlp(weights, "layers.0.mlp", rms(h, weights["layers.0.post_attention_layernorm.weight"]))
         return linear(weights, "lm_head", rms(h, weights["norm.weight"]))[-k:]

@@ -99,12 +99,12 @@ def layer_dims(title: str, config: Config, names: Collection[str]) -> LayerDims:
     )
 
 
-def rope_of(config: Config, target_config: Config) -> dict[str, Any]:
+def rope_of(config: Config, target_config: Config | None = None) -> dict[str, Any]:
     """Return rotary parameters in the format of `transformers` 5 (`rope_type`, `rope_theta`, ...).
 
-    Missing values are the target's: published drafts often do not repeat them.
+    Missing values are those of *target_config* if it is given, else theta 10000 without scaling, as in `LlamaConfig`.
     """
-    theirs = _written(target_config)
+    theirs = {} if target_config is None else _written(target_config)
     own = _written(config)
     if not own:
         return {"rope_type": "default", "rope_theta": 10000.0, **theirs}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from proposers.formats import eagle, eagle3
+from proposers.formats import dflash, eagle3
 from protos.errors import ModelError
 from tests.support.models import synthetic, synthetic_layers
 from tests.support.models.format_readers import READERS, VOCAB, WIDTH, opened, same
@@ -143,7 +143,9 @@ def test_a_short_context_is_raised_to_the_targets(target: Path) -> None:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, {"rope_type": "default", "rope_theta": 3.0}),
     ],
 )
-def test_rope_is_inherited_where_it_is_missing(target: Path, own: dict[str, Any], rope: dict[str, Any]) -> None:
+def test_rope_of_dflash_is_inherited_where_it_is_missing(
+    target: Path, own: dict[str, Any], rope: dict[str, Any]
+) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0}
     plain = {key: value for key, value in synthetic.config_of(target).items() if key != "rope_parameters"}
     for theirs in (
@@ -156,5 +158,30 @@ def test_rope_is_inherited_where_it_is_missing(target: Path, own: dict[str, Any]
             }
         },
     ):
-        made = synthetic_layers.eagle(target).having(**own)
-        assert eagle.read(made.config, {**plain, **theirs}, made.shapes).rope == rope
+        made = synthetic_layers.dflash(target).having(**own)
+        assert dflash.read(made.config, {**plain, **theirs}, made.shapes).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("own", "rope"),
+    [
+        ({}, {"rope_type": "default", "rope_theta": 1e4}),
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 1e4}),
+        ({"rope_scaling": None, "rope_theta": None}, {"rope_type": "default", "rope_theta": 1e4}),
+        ({"rope_theta": 7.0}, {"rope_type": "default", "rope_theta": 7.0}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, {"rope_type": "default", "rope_theta": 3.0}),
+    ],
+)
+def test_rope_of_eagle_is_the_authors_default_where_it_is_missing(
+    target: Path, own: dict[str, Any], rope: dict[str, Any]
+) -> None:
+    """EAGLE's `cnets.py` and SpecForge's `llama3_eagle.py` read nothing of the target's rope: base 10000, unscaled."""
+    scaling = {"rope_type": "llama3", "factor": 8.0}
+    theirs = {**synthetic.config_of(target), "rope_parameters": {**scaling, "rope_theta": 5e5}}
+    for made in (synthetic_layers.eagle(target), synthetic_layers.eagle3(target), synthetic_layers.p_eagle(target)):
+        changed = made.having(**own)
+        assert READERS[made.method].read(changed.config, theirs, made.shapes).rope == rope

@@ -13,7 +13,9 @@ from tests.support.models.dense_runner import DenseRunner, FakeParts, Text
 from tests.support.models.published import Drafted, Weights
 
 V, H, HEADS, KV_HEADS, INNER = 40, 16, 4, 2, 24
-THETA = 5000.0
+THETA = 20.0
+SILENT_THETA = 10000.0
+"""Base of an EAGLE draft's rotary positions if its config states none, as in EAGLE's `cnets.py`."""
 K = 5
 TARGET = {
     "model_type": "llama",
