@@ -3,7 +3,8 @@
 Two of the published architectures are read. In `mlp`, head i is `hydra_mlp.{i}` and `hydra_lm_head.{i}`. In
 `prefix-mlp` a Llama model of one layer over the target's states precedes them, misspelled `prefix_embeding_layer`, and
 dropouts are counted as modules: block k is `hydra_mlp.{i}.{2k + 1}`, the output `hydra_lm_head.{i}.1`. Blocks after
-the first are one module, repeated; some checkpoints store it once, some every time.
+the first are one module, repeated; some checkpoints store it once, some every time. Those that the authors' `train.py`
+saves also hold the target's embedding, `input_embed_fn`, which is not read.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 FORMAT = "hydra"
 MLP, PREFIX = "mlp", "prefix-mlp"
-UNUSED = (r"^prefix\.embed_tokens\.", r"(^|\.)rotary_emb\.inv_freq$")
+EMBEDDING = "input_embed_fn.weight"
+UNUSED = (r"^input_embed_fn\.weight$", r"^prefix\.embed_tokens\.", r"(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> HydraSpec:
     num_blocks = integer(FORMAT, config, "hydra_num_layers", default=1)
     rules = _rules(arch, num_blocks)
     names = renamed(FORMAT, shapes, rules)
+    _check_embedding(names, shapes, target)
     spec = _spec(config, target_config, target, num_blocks, names)
     spec = replace(spec, prefix=_prefix(target_config, names) if arch == PREFIX else None)
     return replace(spec, stored=_layout(spec).fit(shapes, rules))
@@ -97,6 +100,17 @@ def _arch(config: Config) -> str:
     return arch
 
 
+def _check_embedding(names: Mapping[str, str], shapes: Shapes, target: TargetDims) -> None:
+    """Refuse a copy of another target's embedding; raises `ModelError` with both shapes."""
+    stored, wanted = names.get(EMBEDDING), (target.vocab_size, target.hidden)
+    if stored is not None and shapes[stored] != wanted:
+        refuse(
+            FORMAT,
+            f"{stored} is {list(shapes[stored])}, but the target's embedding is {list(wanted)}: "
+            "use the one that was trained for this target",
+        )
+
+
 def _rules(arch: str, num_blocks: int) -> Rules:
     blocks = [
         (
@@ -106,7 +120,7 @@ def _rules(arch: str, num_blocks: int) -> Rules:
         for k in range(num_blocks)
     ]
     return (
-        (r"^(model\.)?(hydra_heads?\.)?(?=hydra_|prefix_)", ""),
+        (r"^(model\.)?(hydra_heads?\.)?(?=hydra_|prefix_|input_embed_fn\.)", ""),
         *blocks,
         (r"^(blocks\.\d+\.\d+\.)res_connection\.", r"\1res."),
         (r"^hydra_lm_heads?\.(\d+)\." + (r"1\." if arch == PREFIX else ""), r"heads.\1."),

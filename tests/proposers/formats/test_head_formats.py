@@ -85,6 +85,18 @@ def test_hydra_numbers_are_the_same_with_and_without_dropouts(target: Path, pref
     assert same(opened(once, target)[1], tensors)
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("stored", ["input_embed_fn.weight", "hydra_head.input_embed_fn.weight"])
+def test_hydra_as_its_train_script_saves_it(target: Path, prefix: bool, stored: str) -> None:
+    """`HydraMLP` and `HydraPrefixMLP` register the target's embedding as a child, so their state dicts hold it."""
+    made = synthetic.hydra(target, prefix=prefix)
+    saved = made.holding({stored: torch.ones(VOCAB, WIDTH)})
+    assert same(opened(saved, target)[1], opened(made, target)[1])
+    smaller = made.holding({stored: torch.ones(VOCAB - 6, WIDTH)})
+    with pytest.raises(ModelError, match=rf"{stored} is \[90, 32\], but the target's embedding is \[96, 32\]"):
+        opened(smaller, target)
+
+
 def test_hydra_blocks_that_do_not_see_tokens(target: Path) -> None:
     spec, tensors = opened(synthetic.hydra(target, grounded=False), target)
     assert not spec.grounded
