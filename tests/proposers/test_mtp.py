@@ -91,8 +91,7 @@ class Written:
             block = self.model.model.layers[self.first + index]
             out = block(x[None], attention_mask=mask, position_embeddings=rope)[0]
             normed = rms(out, glue["norm"], self.eps)
-            recycled = normed if self.config["model_type"] != "glm4_moe" else out
-            states = torch.cat([states, recycled[-1:]])
+            states = torch.cat([states, normed[-1:]])  # as `deepseek_nextn.py` and `glm4_moe_nextn.py` of SGLang return
         return normed[-1] @ glue["head"].T
 
     @torch.inference_mode()
