@@ -1,9 +1,10 @@
 """Which of the target's hidden states a draft reads, in one convention: the *input* of decoder layer i, from 0.
 
 Three are in use: inputs, as vLLM and `speculators` write them (`eagle_aux_hidden_state_layer_ids` at the top of the
-config, described there as "after layer id - 1"); outputs of layers, as TensorRT-LLM and SGLang read them
-(`eagle_config.eagle_aux_hidden_state_layer_ids`) and as DFlash writes them (`dflash_config.target_layer_ids`); and
-no entry, which means the inputs of layers 2, n / 2 and n - 3.
+config, described there as "after layer id - 1"); outputs of layers, as DFlash writes them
+(`dflash_config.target_layer_ids`); and no entry, which means the inputs of layers 2, n / 2 and n - 3.
+`eagle_config.eagle_aux_hidden_state_layer_ids` has either: as SGLang does, it is read as outputs if the first id is 1,
+else as inputs (n is the output of the last layer, before the final norm).
 """
 
 from proposers.formats.shared.layout import refuse
@@ -15,9 +16,11 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 def eagle_layers(title: str, config: Config, target: TargetDims) -> tuple[int, ...]:
     """Return the layers whose inputs an EAGLE-3 draft reads; raises `ModelError` if the target has no such layers."""
     inputs = integers(title, config, KEY)
-    outputs = integers(title, section(config, "eagle_config"), KEY)
+    nested = integers(title, section(config, "eagle_config"), KEY)
+    if nested[:1] == (1,):
+        nested = tuple(i + 1 for i in nested)
     default = (2, target.layers // 2, target.layers - 3)
-    return _checked(title, inputs or tuple(i + 1 for i in outputs) or default, target)
+    return _checked(title, inputs or nested or default, target)
 
 
 def dflash_layers(title: str, config: Config, target: TargetDims) -> tuple[int, ...]:

@@ -104,9 +104,10 @@ def test_heads_that_say_2048_go_as_far_as_the_target() -> None:
         ({}, (2, 16, 29)),
         ({"eagle_aux_hidden_state_layer_ids": [3, 17, 30]}, (3, 17, 30)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [20, 26, 32]}}, (20, 26, 32)),
     ],
 )
-def test_layers_are_named_in_three_ways(config: dict[str, Any], inputs_of: tuple[int, ...]) -> None:
+def test_layers_are_named_in_several_ways(config: dict[str, Any], inputs_of: tuple[int, ...]) -> None:
     target = {"hidden_size": H, "num_hidden_layers": 32, "vocab_size": V}
     assert Eagle3Proposer.features_of(CONFIG, {**HEAD, **config}, target).inputs_of == inputs_of
 

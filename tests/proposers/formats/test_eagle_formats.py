@@ -72,9 +72,10 @@ def test_a_truncated_vocabulary_needs_its_map(target: Path) -> None:
         ({}, (2, 3, 3)),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, (1, 3, 6)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, (2, 3, 6)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}}, (2, 4, 6)),
         ({"eagle_config": {"use_aux_hidden_state": "false"}}, ()),
     ],
-    ids=["none", "inputs", "outputs", "the head's"],
+    ids=["none", "inputs", "nested outputs", "nested inputs", "the head's"],
 )
 def test_three_conventions_for_auxiliary_layers(
     target: Path, config: dict[str, Any], inputs_of: tuple[int, ...]
@@ -92,6 +93,13 @@ def test_the_layers_of_a_large_target() -> None:
     described = {"hidden_size": 8, "num_hidden_layers": 32, "vocab_size": 9}
     outputs = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}
     assert eagle3.features_of({}, described) == eagle3.features_of(outputs, described) == (2, 16, 29)
+
+
+def test_nested_layers_that_do_not_begin_with_1_are_inputs() -> None:
+    """As in `nvidia/gpt-oss-120b-Eagle3-v3`; 36 of 36 layers is the output of the last one, before the final norm."""
+    described = {"hidden_size": 8, "num_hidden_layers": 36, "vocab_size": 9}
+    nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [24, 30, 36], "use_aux_hidden_state": True}}
+    assert eagle3.features_of(nested, described) == (24, 30, 36)
 
 
 def test_eagle3_names_of_other_tools(target: Path) -> None:
