@@ -1,4 +1,4 @@
-"""The fixed workload of every benchmark, read from `workload.json`."""
+"""The fixed workload of every benchmark, read from `benchmarks/workload.json`."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-PATH = Path(__file__).with_name("workload.json")
+PATH = Path(__file__).parents[1] / "workload.json"
 
 
 @dataclass(frozen=True)

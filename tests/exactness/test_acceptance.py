@@ -6,13 +6,20 @@ import numpy as np
 import pytest
 
 from benchmarks.acceptance import AcceptanceRow, Sample
+from benchmarks.shared import workload
 from benchmarks.shared.measure import Floats
 from benchmarks.shared.recorded import JUDGEMENTS, judged, match_probability
+from demo import pair
 from workers.verification import rejection_math as rules
 
 
 def distributions(seed: int, size: int = 40) -> Floats:
     return np.random.default_rng(seed).dirichlet(np.full(size, 0.2), 6) + 1e-12
+
+
+def test_the_workload_of_all_benchmarks_can_be_loaded() -> None:
+    found = workload.load(pair()[0], 2)
+    assert [len(items) for items in (found.single, found.concurrent, found.editing)] == [2, 2, 2]
 
 
 def written_out(p_V: Floats, q_V: Floats) -> float:
