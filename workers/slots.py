@@ -86,3 +86,23 @@ class SlotTable:
         """Write draft tokens after the known tokens, from where they are fed and penalties count them."""
         known = int(self.known_len[slot])
         self.tokens[slot, known : known + len(token_ids)] = token_ids
+
+
+def changes_logits(sampling: Sampling) -> bool:
+    """Whether a request needs logits processors (`workers.sampling.logits_processors`)."""
+    return has_penalties(sampling) or has_additions(sampling)
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    """Whether the request has a penalty, for which tokens are counted."""
+    return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def has_additions(sampling: Sampling) -> bool:
+    """Whether the request has masks or a bias, which are added to logits."""
+    return bool(
+        sampling.allowed_ids is not None
+        or sampling.bad_words
+        or sampling.logit_bias
+        or (sampling.min_tokens and sampling.stop_ids)
+    )

@@ -12,30 +12,10 @@ import numpy.typing as npt
 import torch
 
 from protos.messages import Sampling
-from workers.slots import SlotTable
+from workers.slots import SlotTable, has_additions, has_penalties
 
 Ints = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.float32]
-
-
-def changes_logits(sampling: Sampling) -> bool:
-    """Whether a request has any option that is applied here."""
-    return _has_penalties(sampling) or _has_additions(sampling)
-
-
-def _has_penalties(sampling: Sampling) -> bool:
-    """Whether the request has a penalty, for which tokens are counted."""
-    return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
-
-
-def _has_additions(sampling: Sampling) -> bool:
-    """Whether the request has masks or a bias, which are added to logits."""
-    return bool(
-        sampling.allowed_ids is not None
-        or sampling.bad_words
-        or sampling.logit_bias
-        or (sampling.min_tokens and sampling.stop_ids)
-    )
 
 
 @dataclass(frozen=True)
@@ -101,9 +81,9 @@ class LogitsProcessors:
         self._additions.pop(slot, None)
         self._counts.pop(slot, None)
         sampling = self._slots.sampling[slot]
-        if _has_additions(sampling):
+        if has_additions(sampling):
             self._additions[slot] = _Additions.of(sampling, self._vocab, self._device)
-        if _has_penalties(sampling):
+        if has_penalties(sampling):
             self._counts[slot] = _Counts(int(self._slots.prompt_len[slot]), self._vocab)
 
     def apply_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:

@@ -19,11 +19,11 @@ import torch
 from protos.draft import Draft
 from protos.messages import NewSequence, Row, Sampling
 from workers.native.build import KernelUnavailableError
-from workers.sampling.logits_processors import LogitsProcessors, changes_logits
+from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import MIN_TEMPERATURE, Ints, Limits, candidates, distribution, greedy, sample
 from workers.sampling.sample_native import NativeSampler
-from workers.slots import SlotTable
+from workers.slots import SlotTable, changes_logits
 
 if TYPE_CHECKING:
     from workers.sampling.grammar_masks import GrammarMasks
