@@ -1,20 +1,20 @@
-"""How many guesses each rule of acceptance keeps, on the demo pair, against what theory says.
+"""How many draft tokens each acceptance rule accepts, on the demo pair, compared with theory.
 
     python -m benchmarks.acceptance [--limit 32] [--output figures.json]
 
-Target and draft are recorded along texts that the target samples behind the demo's prompts; the real samplers and rules
-then draw, guess and judge at every position of them. All rules see the same texts, so that they are compared pair by
-pair: intervals are bootstrap 95 % intervals of the mean over texts. "Per token" is how often one guess is kept behind a
-text that was kept so far. For chains of K, the guesses are the draft's own, drawn behind every 16th token, and the
-target scores them.
+The target samples texts after the workload's prompts. The logits of target and draft are recorded along them; then the
+engine's own samplers and acceptance rules run at every position. All rules see the same texts and are compared text by
+text: intervals are bootstrap 95 % intervals of the mean over texts. Rates per token are the probability that a single
+draft token is accepted after the recorded text. For chains of K, the draft samples its own tokens after every 16th
+token, and the target scores them.
 
-Claims, at every temperature; exit status 1 where one fails:
+Claims, at every temperature; the exit status is 1 if one fails:
 - coupled is within 1 % of its formula, sum_i 1 / sum_j max(p_j/p_i, q_j/q_i);
-- coupled keeps at least as much as a greedy draft does, from temperature 0.7 up;
-- coupled keeps at most 15 % less than standard, and than sum min(p, q), which standard would keep if it were told all
-  of the draft's law and not the likeliest 64 tokens of it;
-- block keeps at least as much of a chain as standard: the interval of the difference does not reach below 0;
-- two coupled candidates hold the target's token at least as often as standard keeps its one: likewise.
+- coupled accepts at least as much as with a greedy draft, from temperature 0.7 up;
+- coupled accepts at most 15 % less than standard, and than sum min(p, q), which standard would accept with all
+  probabilities of the draft instead of those of its 64 most likely tokens;
+- block accepts at least as much of a chain as standard: the interval of the difference does not reach below 0;
+- two coupled candidates include the target's token at least as often as standard accepts its single one: likewise.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.shared import measure, workload
 from benchmarks.shared.measure import Floats, Ratio
-from benchmarks.shared.recorded import Draws, Models, Text, continuations, judged, match_probability
+from benchmarks.shared.recorded import Draws, Models, Text, continuations, match_probability, mean_accepted
 from demo import pair
 
 TEMPERATURES = (0.3, 0.7, 1.0, 1.3)
@@ -38,7 +38,7 @@ FORMULA_TOLERANCE, STANDARD_ALLOWANCE = 0.01, 0.15
 
 @dataclass(frozen=True)
 class Sample:
-    """What was kept on one text: per token by each rule, and of a chain of K."""
+    """What was accepted on one text: rates per token for each rule, and tokens accepted of a chain of K."""
 
     formula: float
     coupled: float
@@ -65,7 +65,7 @@ class AcceptanceRow:
 
     @classmethod
     def of(cls, temperature: float, samples: Sequence[Sample]) -> "AcceptanceRow":
-        """Sum up the texts of one temperature."""
+        """Average over the texts of one temperature."""
         columns = {name: np.array([getattr(sample, name) for sample in samples]) for name in asdict(samples[0])}
 
         def less(one: str, other: str) -> Ratio:
@@ -87,12 +87,12 @@ class AcceptanceRow:
         """Return the claims that do not hold."""
         claims = {
             "coupled is within 1 % of its formula": abs(self.coupled_over_formula.value - 1) <= FORMULA_TOLERANCE,
-            "coupled keeps at least what a greedy draft does": self.temperature < GREEDY_FROM
+            "coupled accepts at least as much as with a greedy draft": self.temperature < GREEDY_FROM
             or self.coupled_less_greedy.low >= 0,
-            "coupled keeps at most 15 % less than standard": self.coupled_by_standard >= 1 - STANDARD_ALLOWANCE,
-            "coupled keeps at most 15 % less than sum min(p, q)": self.coupled_by_optimal >= 1 - STANDARD_ALLOWANCE,
-            "block keeps at least what standard does": self.block_less_standard.low >= 0,
-            "two coupled candidates keep at least what standard does": self.two_less_standard.low >= 0,
+            "coupled accepts at most 15 % less than standard": self.coupled_by_standard >= 1 - STANDARD_ALLOWANCE,
+            "coupled accepts at most 15 % less than sum min(p, q)": self.coupled_by_optimal >= 1 - STANDARD_ALLOWANCE,
+            "block accepts at least as much as standard": self.block_less_standard.low >= 0,
+            "two coupled candidates accept at least as much as standard": self.two_less_standard.low >= 0,
         }
         return [f"temperature {self.temperature}: {claim}" for claim, holds in claims.items() if not holds]
 
@@ -116,14 +116,14 @@ TITLE = (
 
 
 def measured(models: Models, text: Text, draws: Draws, k: int, number: int) -> Sample:
-    """Return what every rule keeps on one text, the *number*-th."""
+    """Return what every rule accepts on one text, the *number*-th."""
     temperature = draws.temperature
-    p_TV, q_TV = (_law(logits_TV, temperature) for logits_TV in (text.target_TV, text.draft_TV))
+    p_TV, q_TV = (_probabilities(logits_TV, temperature) for logits_TV in (text.target_TV, text.draft_TV))
     first = 1 + number * TOKENS
     coupled_T, two_T = draws.coupled(text, first)
     chains = list(models.chains(text, temperature, k, number * TOKENS))
-    kept = {
-        rule: float(np.mean([judged(chain, rule, number * TOKENS + i) for i, chain in enumerate(chains)]))
+    accepted = {
+        rule: float(np.mean([mean_accepted(chain, rule, number * TOKENS + i) for i, chain in enumerate(chains)]))
         for rule in ("standard", "block")
     }
     return Sample(
@@ -133,12 +133,12 @@ def measured(models: Models, text: Text, draws: Draws, k: int, number: int) -> S
         greedy=float(p_TV[np.arange(len(p_TV)), q_TV.argmax(1)].mean()),
         standard=float(draws.standard(text, first).mean()),
         optimal=float(np.minimum(p_TV, q_TV).sum(1).mean()),
-        standard_chain=kept["standard"],
-        block_chain=kept["block"],
+        standard_chain=accepted["standard"],
+        block_chain=accepted["block"],
     )
 
 
-def _law(logits_TV: torch.Tensor, temperature: float) -> Floats:
+def _probabilities(logits_TV: torch.Tensor, temperature: float) -> Floats:
     found: Floats = (logits_TV.double() / temperature).softmax(1).numpy()
     return found
 
@@ -148,8 +148,8 @@ def lines(target: Path, draft: Path, args: argparse.Namespace) -> list[Acceptanc
     items, models, found = workload.load(target, args.limit).single, Models(target, draft), []
     print(TITLE)
     for temperature in TEMPERATURES:
-        said = continuations(target, items, temperature, TOKENS, args.threads)
-        texts = [models.record(item.prompt, tokens) for item, tokens in zip(items, said, strict=True)]
+        outputs = continuations(target, items, temperature, TOKENS, args.threads)
+        texts = [models.record(item.prompt, tokens) for item, tokens in zip(items, outputs, strict=True)]
         draws = Draws(texts[0].target_TV.shape[1], temperature)
         samples = [
             measured(models, text, draws, args.num_speculative_tokens, number) for number, text in enumerate(texts)

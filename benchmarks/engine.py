@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine [--limit 8] [--only single] [--output figures.json]
 
-Batch 1: each prompt of the workload is one block, in which every side runs, another first each time. Ratios are
+Batch 1: each prompt of the workload is one block, in which every side runs, a different one first each time. Ratios are
 of the time of all blocks, with bootstrap 95 % intervals over blocks. 32 concurrent requests: a round is one block.
 """
 
@@ -32,7 +32,7 @@ Run = Callable[[Item], int]
 
 @dataclass(frozen=True)
 class Goal:
-    """A ratio of interest and what it is meant to reach; printed, never enforced."""
+    """A ratio of speeds and its goal; printed, never enforced."""
 
     side: str
     over: str
@@ -67,7 +67,7 @@ class Bench:
         self.assisted_k = Assisted(target, draft, args.num_speculative_tokens)
 
     def single(self, name: str, sampling: SamplingSettings) -> dict[str, Any]:
-        """Batch 1, one prompt after the other."""
+        """Measure batch 1, one prompt after the other."""
         sides: dict[str, DemoEngine | Generate] = {
             ON: self.on,
             OFF: self.off,
@@ -82,10 +82,10 @@ class Bench:
         return report(f"batch 1, {name}", timings, SINGLE_GOALS)
 
     def concurrent(self) -> dict[str, Any]:
-        """All concurrent requests at once, greedily.
+        """Measure all concurrent requests at once, greedy.
 
-        The peers compute in what our engines compute in: where bf16 is emulated, that is fp32, which batches are faster
-        in, too. At batch 1 bf16 is faster for them even there, so that they load what the checkpoint says.
+        The peers use the dtype of our engines, which is fp32 on CPUs that emulate bf16: batches are faster in fp32
+        there. At batch 1 bf16 is faster for the peers even there, so `single` loads them in the checkpoint's dtype.
         """
         items = self.work.concurrent
         dtype, _ = pick_dtype("auto", {}, self.target, torch.device("cpu"))
@@ -102,7 +102,7 @@ class Bench:
         return report(f"{len(items)} concurrent, greedy", timings, CONCURRENT_GOALS)
 
     def outside(self) -> dict[str, float]:
-        """The share of `LLM.generate`'s time that is not a model forward: scheduling, sampling, and the rest."""
+        """Return the share of `LLM.generate`'s time outside model forwards: scheduling, sampling, and the rest."""
         items = self.work.concurrent
         shares = {}
         for side, engine in ((ON, self.on), (OFF, self.off)):

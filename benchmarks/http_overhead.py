@@ -1,11 +1,12 @@
-"""What HTTP streaming costs over the engine alone: the same requests, once as streams over HTTP, once without.
+"""What HTTP streaming costs compared with the engine alone: the same requests, streamed over HTTP and without it.
 
     python -m benchmarks.http_overhead [--streams 32] [--blocks 12] [--max-tokens 64] [--output figures.json]
 
-Both sides share one engine, the controller in a child process as `slipstream serve` has it, and one event loop. Alone
-means streams of the `EngineClient`, text prompts in and text out; over HTTP they also pass parsing, guarding, JSON,
-server-sent events and a socket to a process of its own that reads them. A block is all streams at once, one side after
-the other, another first each time. The figure is the median over blocks of the ratio of their times.
+Both sides share one event loop and one engine, whose controller is in a child process as with `slipstream serve`. The
+engine alone streams text for text prompts in this process. Over HTTP, requests are also parsed and validated, and
+answers pass through JSON, server-sent events and a socket to another process, which reads them. A block is all streams
+at once, on one side and then on the other, a different one first each time. The figure is the median over blocks of the
+ratio of their times.
 """
 
 import argparse
@@ -85,7 +86,7 @@ class Served:
         server = uvicorn.Server(uvicorn.Config(app, host=HOST, port=0, log_config=None, lifespan="off"))
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         task = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110 - uvicorn tells it in no other way
+        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.05)
         yield server.servers[0].sockets[0].getsockname()[1]
         server.should_exit = True
@@ -99,14 +100,14 @@ class Served:
         return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
 
     def clocked(self, name: str, side: Side, bodies: Sequence[dict[str, Any]]) -> int:
-        """Run a side, and count the processor time of this process, which has everything but the controller."""
+        """Run a side, and add up the CPU time of this process, which runs everything but controller and reader."""
         began = time.process_time()
         tokens = side(bodies)
         self.cpu_s[name] += time.process_time() - began
         return tokens
 
     def alone(self, bodies: Sequence[dict[str, Any]]) -> int:
-        """Stream all from the engine; return the tokens."""
+        """Stream all from the engine; return the number of tokens."""
         return int(self._wait(self._all(bodies)))
 
     async def _all(self, bodies: Sequence[dict[str, Any]]) -> int:
@@ -121,7 +122,7 @@ class Served:
         return tokens
 
     def over_http(self, bodies: Sequence[dict[str, Any]]) -> int:
-        """Stream all over HTTP; return the tokens."""
+        """Stream all over HTTP; return the number of tokens."""
         assert self._reader is not None
         assert self._reader.stdin is not None
         assert self._reader.stdout is not None
@@ -163,14 +164,14 @@ def main() -> None:
         }
     )
     served = Served(config)
-    asked = bodies(args.streams, args.max_tokens)
+    requests = bodies(args.streams, args.max_tokens)
     with served.running():
         sides: dict[str, Side] = {ALONE: served.alone, HTTP: served.over_http}
         for side in sides.values():
-            side(asked)  # warm
+            side(requests)  # warm
         served.cpu_s.clear()
         timings = measure.alternate(
-            {name: partial(served.clocked, name, side) for name, side in sides.items()}, [asked] * args.blocks
+            {name: partial(served.clocked, name, side) for name, side in sides.items()}, [requests] * args.blocks
         )
     ratio = timings.slowdown(HTTP, ALONE)
     tokens = float(timings.tokens_B.sum())
@@ -178,7 +179,7 @@ def main() -> None:
     for name in sides:
         print(
             f"{name:<16} {timings.tokens_per_second(name):9.1f} tokens/s (median of {args.blocks} blocks), "
-            f"{cpu_us[name]:.0f} us of this process's time a token"
+            f"{cpu_us[name]:.0f} us of this process's CPU time per token"
         )
     print(f"{HTTP} / {ALONE}, {args.streams} streams: {ratio}   wanted <= {AT_MOST}")
     measure.write(

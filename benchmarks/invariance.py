@@ -1,4 +1,4 @@
-"""`batch_invariant`: whether sequences are the same however they are computed, with and without it, and its cost.
+"""Whether outputs are the same for all batches, proposers and topologies, with and without `batch_invariant`; its cost.
 
     python -m benchmarks.invariance --prompts 500 --tokens 256 --share 42 --output figures.json
 
@@ -66,7 +66,7 @@ class Cell:
     batch: int
     sampling: str
     first: int
-    """The first of the prompts; after the last comes prompt 0."""
+    """Index of the first prompt; prompt 0 follows the last."""
     sequences: int
     differing: int
     proposed: int
@@ -161,7 +161,7 @@ def slowdowns(args: argparse.Namespace) -> list[dict[str, Any]]:
             timings = measure.alternate(runs, blocks)
             ratio = timings.slowdown("batch_invariant", "default")
             speeds = {name: timings.tokens_per_second(name) for name in sides}
-            print(f"  {dtype:<9} batch {batch:<3} time by that of the default: {ratio}; tokens/s {speeds}", flush=True)
+            print(f"  {dtype:<9} batch {batch:<3} time / default's: {ratio}; tokens/s {speeds}", flush=True)
             found.append({"dtype": dtype, "batch": batch, "slowdown": asdict(ratio), "tokens_per_second": speeds})
         for engine in sides.values():
             engine.llm.shutdown()

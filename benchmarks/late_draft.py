@@ -1,9 +1,9 @@
-"""A draft that is late in every round, against an engine without speculation: what waiting for it costs.
+"""What waiting costs if the draft is late in every round, compared with an engine without speculation.
 
     python -m benchmarks.late_draft [--blocks 20] [--delay-ms 200] [--output figures.json]
 
-Both engines are gangs on this machine's Ray with one target rank; the draft gets every plan late. Streams of one block
-run at once, on one engine and then on the other, another one first each time.
+Both engines run on this machine's Ray with one target rank; the draft receives every plan late. The streams of a block
+run at once, on one engine and then on the other, a different one first each time.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ LATE, PLAIN = "late draft", "no speculation"
 AT_MOST = 1.10
 STREAMS = 16
 DELAY = "SLIPSTREAM_BENCHMARK_DELAY_MS"
-"""Tells the workers, which inherit the environment."""
+"""Environment variable with the delay; workers inherit it."""
 
 
 class LatePort:
-    """A port through which a draft, and nobody else, gets every plan late."""
+    """A port that delays every plan if its worker is a draft."""
 
     def __init__(self, port: Port, delay_s: float) -> None:
         self._port, self._delay_s = port, delay_s
@@ -50,14 +50,14 @@ class LatePort:
 
 
 def late(port: Port, host: str, node: str) -> None:
-    """Be a worker, whose draft is late."""
+    """Run a worker; a draft receives its plans late."""
     from workers.process.main import serve  # noqa: PLC0415 - loaded in the worker's process alone
 
     serve(LatePort(port, float(os.environ[DELAY]) / 1000), host, node)
 
 
 class Streams:
-    """An engine on Ray, and streams of it driven from this thread."""
+    """An engine on Ray whose streams are read on an event loop in this thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, model: Path, speculation: dict[str, Any] | None) -> None:
         from cluster import assemble  # noqa: PLC0415 - Ray reads the environment when it is imported
@@ -85,7 +85,7 @@ class Streams:
         loop.run_until_complete(self.engine.start(lambda line: print(f"  {line}")))
 
     def run(self, items: Sequence[Item]) -> int:
-        """Stream all *items* at once; return the tokens made."""
+        """Stream all *items* at once; return the number of tokens."""
         return self._loop.run_until_complete(self._all(items))
 
     async def _all(self, items: Sequence[Item]) -> int:
@@ -95,10 +95,10 @@ class Streams:
         self._count += 1
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64, detokenize=False)
         prompt = {"prompt_token_ids": list(item.prompt)}
-        made = 0
+        num_tokens = 0
         async for delta in self.engine.generate(prompt, params, f"late-{self._count}"):
-            made += len(delta.output.token_ids)
-        return made
+            num_tokens += len(delta.output.token_ids)
+        return num_tokens
 
     def close(self) -> None:
         """End the engine."""
@@ -132,8 +132,8 @@ def main() -> None:
                 engine.close()
             loop.close()
     ratio = timings.slowdown(LATE, PLAIN)
-    print(f"{LATE} by {PLAIN}: {ratio} of the time   wanted <= {AT_MOST}")
-    print(f"of {stats.steps} rounds, guesses were scored: {stats.proposed}; draft: {stats.draft_changes}")
+    print(f"{LATE} / {PLAIN}, time: {ratio}   wanted <= {AT_MOST}")
+    print(f"{stats.steps} rounds, {stats.proposed} draft tokens scored; draft: {stats.draft_changes}")
     measure.write(
         args.output,
         {

@@ -1,10 +1,11 @@
-"""What model-free proposers cost beside the controller: time a round, and memory over many requests.
+"""What model-free proposers cost in the controller process: time per round, and memory over many requests.
 
     python -m benchmarks.model_free [--rows 64] [--tokens 4096] [--rounds 200] [--output figures.json]
 
-The rows are texts of the standard library in the demo target's tokens. Each round every row asks for guesses, which are
-accepted as far as the text goes on like that, with one more token of the text. "Propose" is the time of one round's
-guesses for all rows; "update" that of taking note of what was committed, with a slice of prompts or of past answers.
+The rows are texts of the standard library in the demo target's tokens. In each round every row gets a draft. Its tokens
+are accepted as far as they agree with the text, and one more token of the text is added. "Propose" is the time of the
+drafts of all rows in one round; "update" is that of reporting the committed tokens to the proposer, and of a slice of
+its indexing of prompts or past answers.
 """
 
 import argparse
@@ -34,9 +35,9 @@ from protos.sampling import SamplingParams
 PROPOSE_AT_MOST, UPDATE_AT_MOST, MEMORY_AT_MOST = 2.0, 5.0, 256
 MIB = 1 << 20
 ANSWER, REMEMBERED = 500, 1000
-"""Tokens of an answer: for time, and for memory, where 10,000 of them are more than there is room for."""
-SAID_BEFORE, SAID_NOW = slice(0, 90), slice(90, 160)
-"""Files that earlier answers and the datastore are made of, and those that the rows are."""
+"""Tokens of a past answer: when time is measured, and when memory is; 10,000 of the latter exceed the index's limit."""
+PAST_FILES, ROW_FILES = slice(0, 90), slice(90, 160)
+"""Files of the past answers and the datastore, and those of the rows."""
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5},
@@ -50,7 +51,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Milliseconds, medians and 99th percentiles over rounds; guesses and accepted tokens a row and round."""
+    """Milliseconds, medians and 99th percentiles over rounds; draft tokens and accepted ones per row and round."""
 
     method: str
     propose_ms: float
@@ -68,7 +69,7 @@ class Cost:
 
 
 def library_tokens() -> Iterator[list[int]]:
-    """Yield the tokens of the standard library's files, in order, again and again."""
+    """Yield the tokens of each file of the standard library, in order, without end."""
     tokenizer = Tokenizer.from_file(str(pair()[0] / "tokenizer.json"))
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [file.read_text(encoding="utf-8") for file in files]
@@ -77,7 +78,7 @@ def library_tokens() -> Iterator[list[int]]:
 
 
 def library_texts(number: int, tokens: int, files: slice) -> list[list[int]]:
-    """Return *number* texts of this many tokens out of some of the library's files."""
+    """Return *number* texts of *tokens* tokens each, from some of the library's files."""
     flat = [token for part in islice(library_tokens(), files.start, files.stop) for token in part]
     return [flat[i * tokens % (len(flat) - tokens) :][:tokens] for i in range(number)]
 
@@ -86,8 +87,8 @@ def request(prompt: Sequence[int]) -> Request:
     return Request("r", tuple(prompt), SamplingParams(), Sampling(seed=0), 1)
 
 
-def num_accepted(draft: Draft, truth: Sequence[int]) -> int:
-    """Return how many nodes of *draft* the text *truth* walks through."""
+def num_accepted(draft: Draft, wanted: Sequence[int]) -> int:
+    """Return the length of the longest path of *draft*, from the root, that *wanted* begins with."""
     parents = draft.parents or range(-1, len(draft) - 1)
     probes = draft.probes or [False] * len(draft)
     children = {
@@ -96,40 +97,40 @@ def num_accepted(draft: Draft, truth: Sequence[int]) -> int:
         if not probe
     }
     node, accepted = -1, 0
-    while accepted < len(truth) and (node, truth[accepted]) in children:
-        node = children[node, truth[accepted]]
+    while accepted < len(wanted) and (node, wanted[accepted]) in children:
+        node = children[node, wanted[accepted]]
         accepted += 1
     return accepted
 
 
 @dataclass
 class ReplayedRows:
-    """Sequences that are being said, as the controller has them."""
+    """Sequences that grow along known texts. `texts` are their tokens so far; `wanted` the whole texts."""
 
-    truths: list[list[int]]
+    wanted: list[list[int]]
     texts: list[list[int]]
     k: int
-    guessed: int = 0
+    drafted: int = 0
     accepted: int = 0
 
     @property
     def rows(self) -> list[DraftRow]:
         return [DraftRow(i, self.k, text, i + 1) for i, text in enumerate(self.texts)]
 
-    def judge(self, drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]]]:
-        """Return what every row gains, and what is said behind its probes."""
+    def verify(self, drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]]]:
+        """Return the tokens that every row gains, and those after its probes."""
         gains = []
-        for truth, text, draft in zip(self.truths, self.texts, drafts, strict=True):
-            rest = truth[len(text) :]
+        for wanted, text, draft in zip(self.wanted, self.texts, drafts, strict=True):
+            rest = wanted[len(text) :]
             accepted = num_accepted(draft, rest)
-            self.guessed += len(draft) - sum(draft.probes)
+            self.drafted += len(draft) - sum(draft.probes)
             self.accepted += accepted
             gains.append((rest[: accepted + 1], rest[: sum(draft.probes)]))
         return gains
 
 
 def begin(proposer: Proposer, rows: ReplayedRows) -> None:
-    """Let the proposer know all prompts, in slices."""
+    """Report all prompts to the proposer, and let it index them, in slices."""
     if isinstance(proposer, SequenceListener):
         for i, text in enumerate(rows.texts):
             proposer.begin(i + 1, request(text))
@@ -137,24 +138,24 @@ def begin(proposer: Proposer, rows: ReplayedRows) -> None:
             proposer.prepare()
 
 
-def remember(follower: SequenceListener, answers: Sequence[Sequence[int]], keys: Iterator[int]) -> None:
-    """Let the proposer see these answers to earlier requests."""
+def add_past(listener: SequenceListener, answers: Sequence[Sequence[int]], keys: Iterator[int]) -> None:
+    """Report these answers to earlier requests to the proposer."""
     for answer in answers:
         key = next(keys)
-        follower.begin(key, request([0]))
-        follower.end(key, [0, *answer])
-        follower.prepare()
+        listener.begin(key, request([0]))
+        listener.end(key, [0, *answer])
+        listener.prepare()
 
 
 def run(name: str, proposer: Proposer, rows: ReplayedRows, rounds: int) -> Cost:
-    """Time rounds."""
+    """Return the cost of *rounds* rounds of one method."""
     propose_s, update_s = [], []
     for _ in range(rounds):
-        asked = rows.rows
+        draft_rows = rows.rows
         began = time.perf_counter()
-        drafts = proposer.propose(asked)
+        drafts = proposer.propose(draft_rows)
         propose_s.append(time.perf_counter() - began)
-        gains = rows.judge(drafts)
+        gains = rows.verify(drafts)
         for text, (tokens, _) in zip(rows.texts, gains, strict=True):
             text.extend(tokens)
         began = time.perf_counter()
@@ -164,7 +165,7 @@ def run(name: str, proposer: Proposer, rows: ReplayedRows, rounds: int) -> Cost:
     (propose, propose_p99), (update_, update_p99) = (
         1e3 * np.quantile(times, (0.5, 0.99)) for times in (propose_s, update_s)
     )
-    return Cost(name, propose, propose_p99, update_, update_p99, rows.guessed / each, rows.accepted / each)
+    return Cost(name, propose, propose_p99, update_, update_p99, rows.drafted / each, rows.accepted / each)
 
 
 def update(proposer: Proposer, gains: Sequence[tuple[list[int], list[int]]]) -> None:
@@ -175,37 +176,37 @@ def update(proposer: Proposer, gains: Sequence[tuple[list[int], list[int]]]) -> 
 
 
 def timed(name: str, config: SpeculativeConfig, args: argparse.Namespace) -> Cost:
-    """Time one method on rows whose texts go on for as long as the rounds need."""
+    """Time one method on rows whose texts are long enough for all rounds."""
     k = config.num_speculative_tokens
-    truths = library_texts(args.rows, args.tokens + args.rounds * (k + 1), SAID_NOW)
-    rows = ReplayedRows(truths, [truth[: args.tokens] for truth in truths], k)
+    wanted = library_texts(args.rows, args.tokens + args.rounds * (k + 1), ROW_FILES)
+    rows = ReplayedRows(wanted, [text[: args.tokens] for text in wanted], k)
     [proposer] = registry.controller_proposers(config)
     if isinstance(proposer, SequenceListener):
-        remember(proposer, library_texts(args.past, ANSWER, SAID_BEFORE), count(10**6))
+        add_past(proposer, library_texts(args.past, ANSWER, PAST_FILES), count(10**6))
     begin(proposer, rows)
     return run(name, proposer, rows, args.rounds)
 
 
 def resident() -> float:
-    """Return how many MiB of memory this process has."""
+    """Return the resident memory of this process in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MIB
 
 
 def memory(requests: int) -> dict[str, float]:
-    """Return MiB by which this process grows by the answers to so many requests, after them and at most."""
-    answers, keys = library_texts(min(1000, requests), REMEMBERED, SAID_BEFORE), count(1)
+    """Return by how many MiB the answers to *requests* requests make this process grow: at the end, and at most."""
+    answers, keys = library_texts(min(1000, requests), REMEMBERED, PAST_FILES), count(1)
     before, held = resident(), []
     [proposer] = registry.controller_proposers(SpeculativeConfig(method="suffix", num_speculative_tokens=24))
     assert isinstance(proposer, SequenceListener)
     for _ in range(requests // len(answers)):
-        remember(proposer, answers, keys)
+        add_past(proposer, answers, keys)
         held.append(resident() - before)
     return {"requests": requests, "held": held[-1], "peak": max(held)}
 
 
 def configs(folder: Path) -> dict[str, SpeculativeConfig]:
     """Return the configuration of every method, with a datastore in *folder*."""
-    texts = list(islice(library_tokens(), SAID_BEFORE.start, SAID_BEFORE.stop))
+    texts = list(islice(library_tokens(), PAST_FILES.start, PAST_FILES.stop))
     datastore.write(folder / "store", texts, bytes(32))
     return {name: SpeculativeConfig(**keys, datastore=str(folder / "store")) for name, keys in METHODS.items()}
 
@@ -215,15 +216,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--past", type=int, default=2000, help="answers that suffix decoding remembers")
+    parser.add_argument("--past", type=int, default=2000, help="past answers that proposers may index")
     parser.add_argument("--requests", type=int, default=10_000, help="for the memory of suffix decoding")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     args = parser.parse_args()
     print(
-        f"{args.rows} rows of {args.tokens} tokens, milliseconds a round: median (99th percentile); wanted: propose "
+        f"{args.rows} rows of {args.tokens} tokens, milliseconds per round: median (99th percentile); wanted: propose "
         f"<= {PROPOSE_AT_MOST}, update <= {UPDATE_AT_MOST}"
     )
-    print("| method | propose | update | guesses a row | accepted a row |\n|---|---|---|---|---|")
+    print("| method | propose | update | draft tokens per row | accepted per row |\n|---|---|---|---|---|")
     costs = []
     with tempfile.TemporaryDirectory() as folder:
         for name, config in configs(Path(folder)).items():

@@ -2,7 +2,7 @@
 
     python -m benchmarks.off_is_free [--blocks 200] [--output figures.json]
 
-Each block runs both sides on the same prompt, the other one first each time. The figure is the median over blocks of
+Each block runs both sides on the same prompt, a different one first each time. The figure is the median over blocks of
 the ratio of their times, with a bootstrap 95 % interval.
 """
 

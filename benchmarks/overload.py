@@ -1,12 +1,13 @@
-"""What too many requests do to a server: how much of its best it still delivers, how fast it refuses, and its memory.
+"""A server under overload: its goodput compared with its best, how fast it refuses requests, and its memory.
 
     python -m benchmarks.overload [--seconds 60] [--slots 16] [--factors 2 10] [--output figures.json]
 
-`slipstream serve` runs in a process of its own, with the demo pair or the model given. Its best is measured with twice
-as many clients as it has slots, each asking again as soon as it is answered. Then requests come at a fixed rate, 2 and
-10 times that of the best, whether earlier ones are answered or not. The best is measured again after each, and the
-ratio is to the mean of the two around it, since machines drift. Goodput counts the tokens of answers that came whole in
-the time that was measured. Refusals are timed by their clients, in another process.
+`slipstream serve` runs in a process of its own, with the demo pair or the given model. Its best is measured in a closed
+loop: twice as many clients as it has slots, each of which sends its next request as soon as the last one is answered.
+Then requests are sent at a fixed rate, 2 and 10 times that of the best, whether or not earlier ones are answered. The
+best is measured again after each of these phases, and its mean before and after is the reference, since the speed of
+machines drifts. Goodput counts the tokens of answers that were completed in the measured time. Clients, in this
+process, time the refusals.
 """
 
 import argparse
@@ -29,18 +30,18 @@ from benchmarks.shared import measure, workload
 
 GOODPUT_AT_LEAST, REFUSED_WITHIN_MS, MEMORY_AT_MOST = 0.95, 50.0, 1.05
 CONTEXT, BLOCK = 512, 16
-"""The cache holds every slot's whole context and no more, so that all of it has been written before it is measured."""
+"""The cache holds the whole context of every slot and no more, so warm-up fills it before memory is measured."""
 
 WARM_ROUNDS = 6
-"""Each ends with fewer and fewer requests: kernels are made for a size of a batch when it first comes up, and stay."""
+"""Towards the end of each, fewer requests run. So kernels for all batch sizes, which are never freed, are made here."""
 
 WARM_S = 3.0
-"""What is answered in the first seconds of a phase is not counted: the queue is still filling."""
+"""Answers in the first seconds of a phase are not counted: the queue is still filling."""
 
 
 @dataclass
 class Phase:
-    """What the clients saw in one phase."""
+    """What clients observed in one phase. `other` counts answers that are neither complete nor refusals."""
 
     name: str
     seconds: float
@@ -53,20 +54,20 @@ class Phase:
 
     @property
     def goodput(self) -> float:
-        """Tokens of whole answers a second."""
+        """Tokens of completed answers per second."""
         return self.tokens / self.seconds
 
     @property
     def rate(self) -> float:
-        """Whole answers a second."""
+        """Completed answers per second."""
         return self.answered / self.seconds
 
     def refusal_ms(self, percentile: float) -> float:
-        """Return that percentile of the time refusals took, 0 where nobody was refused."""
+        """Return a percentile of the time that refusals took, 0 if there were none."""
         return float(np.percentile(self.refused_ms, percentile)) if self.refused_ms else 0.0
 
     def line(self) -> str:
-        """Say it."""
+        """Return the line to print."""
         return (
             f"{self.name:>10}: {self.goodput:8.1f} tokens/s, {self.rate:6.2f} answers/s, {len(self.refused_ms):6d} "
             f"refused in {self.refusal_ms(50):5.1f} ms (median), {self.refusal_ms(99):5.1f} ms (99 %), "
@@ -75,10 +76,10 @@ class Phase:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return it for a file."""
-        told = {key: value for key, value in asdict(self).items() if key != "refused_ms"}
+        """Return the figures as JSON values."""
+        fields = {key: value for key, value in asdict(self).items() if key != "refused_ms"}
         times = {f"refused_ms_{each}": self.refusal_ms(each) for each in (50, 99, 100)}
-        return {**told, "goodput": self.goodput, "rate": self.rate, "refused": len(self.refused_ms), **times}
+        return {**fields, "goodput": self.goodput, "rate": self.rate, "refused": len(self.refused_ms), **times}
 
 
 class Clients:
@@ -89,12 +90,12 @@ class Clients:
         self._prompts = prompts
         self._max_tokens = max_tokens
         self._lengths = np.random.default_rng(0)
-        self._asked = 0
+        self._num_sent = 0
 
-    async def ask(self, phase: Phase, since: float, until: float) -> None:
-        """Ask once; count the answer in *phase* if it comes in its time."""
-        prompt = self._prompts[self._asked % len(self._prompts)]
-        self._asked += 1
+    async def send(self, phase: Phase, since: float, until: float) -> None:
+        """Send one request; count its answer in *phase* if it arrives between *since* and *until*."""
+        prompt = self._prompts[self._num_sent % len(self._prompts)]
+        self._num_sent += 1
         length, max_tokens = (
             int(self._lengths.integers(most // 4, most, endpoint=True)) for most in (len(prompt), self._max_tokens)
         )
@@ -103,7 +104,7 @@ class Clients:
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "temperature": 0,
-            "cache_salt": str(self._asked),
+            "cache_salt": str(self._num_sent),
         }
         began = time.perf_counter()
         try:
@@ -123,26 +124,26 @@ class Clients:
             phase.other += 1
 
     async def best(self, name: str, seconds: float, num_clients: int) -> Phase:
-        """Let each client ask again as soon as it is answered."""
+        """Let each client send its next request as soon as the last one is answered."""
         phase, since, until = self._phase(name, seconds)
 
         async def one() -> None:
             while time.perf_counter() < until:
-                await self.ask(phase, since, until)
+                await self.send(phase, since, until)
 
         await asyncio.gather(*(one() for _ in range(num_clients)))
         return phase
 
     async def flood(self, name: str, seconds: float, rate: float) -> Phase:
-        """Ask *rate* times a second, whatever becomes of it."""
+        """Send *rate* requests per second, whether or not earlier ones are answered."""
         phase, since, until = self._phase(name, seconds)
-        asked: list[asyncio.Future[None]] = []
+        sent: list[asyncio.Future[None]] = []
         began = time.perf_counter()
         while (now := time.perf_counter()) < until:
-            while len(asked) < (now - began) * rate:
-                asked.append(asyncio.ensure_future(self.ask(phase, since, until)))
+            while len(sent) < (now - began) * rate:
+                sent.append(asyncio.ensure_future(self.send(phase, since, until)))
             await asyncio.sleep(1 / rate)
-        await asyncio.gather(*asked)
+        await asyncio.gather(*sent)
         return phase
 
     def _phase(self, name: str, seconds: float) -> tuple[Phase, float, float]:
@@ -151,21 +152,21 @@ class Clients:
 
 
 class ServerUnderLoad:
-    """`slipstream serve` and the processes it started."""
+    """`slipstream serve` and its child processes."""
 
     def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
         self.url = url
         self._pid = process.pid
 
-    def weigh(self, phase: Phase) -> None:
-        """Note what the server and its controller hold now."""
+    def record_memory(self, phase: Phase) -> None:
+        """Record the memory that the server and its controller use now."""
         phase.server_mib = _memory_mib(self._pid)
         phase.controller_mib = sum(map(_memory_mib, _children(self._pid)))
 
 
 def _children(pid: int) -> list[int]:
-    told = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in told.read_text().split()] if told.exists() else []
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in children.read_text().split()] if children.exists() else []
 
 
 def _memory_mib(pid: int) -> float:
@@ -178,7 +179,7 @@ def _memory_mib(pid: int) -> float:
 
 @contextlib.contextmanager
 def served(args: argparse.Namespace) -> Iterator[ServerUnderLoad]:
-    """Start the server; stop it in the end."""
+    """Run the server until the block ends."""
     options = [
         f"--num-threads={args.threads}",
         f"--max-num-seqs={args.slots}",
@@ -214,7 +215,7 @@ def _url(process: "subprocess.Popen[str]") -> str:
 
 
 async def phases(server: ServerUnderLoad, args: argparse.Namespace) -> AsyncIterator[Phase]:
-    """Yield the best, then each flood and the best after it."""
+    """Yield the best; then, for each factor, the phase at a fixed rate and the best after it."""
     prompts = [list(item.prompt) for item in workload.load(args.model or demo.pair()[0], args.limit).concurrent]
     endless = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
@@ -223,19 +224,19 @@ async def phases(server: ServerUnderLoad, args: argparse.Namespace) -> AsyncIter
         for _ in range(WARM_ROUNDS):
             await clients.best("warm-up", args.seconds / 4, 2 * args.slots)
         best = await clients.best("best", args.seconds, 2 * args.slots)
-        server.weigh(best)
+        server.record_memory(best)
         yield best
         for factor in args.factors:
             flood = await clients.flood(f"{factor:g}x", args.seconds, factor * best.rate)
-            server.weigh(flood)
+            server.record_memory(flood)
             yield flood
             best = await clients.best("best", args.seconds, 2 * args.slots)
-            server.weigh(best)
+            server.record_memory(best)
             yield best
 
 
 async def run(args: argparse.Namespace) -> list[Phase]:
-    """Run all phases, saying what came out of each."""
+    """Run all phases; print a line for each."""
     found = []
     with served(args) as server:
         async for phase in phases(server, args):
@@ -244,8 +245,8 @@ async def run(args: argparse.Namespace) -> list[Phase]:
     return found
 
 
-def judged(found: Sequence[Phase]) -> tuple[dict[str, Any], bool]:
-    """Return the figures that are promised, and whether each keeps its promise."""
+def assessed(found: Sequence[Phase]) -> tuple[dict[str, Any], bool]:
+    """Return the figures that have limits, and whether all are within them."""
     floods = range(1, len(found), 2)
     ratios = {found[i].name: found[i].goodput / np.mean([found[i - 1].goodput, found[i + 1].goodput]) for i in floods}
     refused = {found[i].name: found[i].refusal_ms(99) for i in floods}
@@ -264,23 +265,25 @@ def judged(found: Sequence[Phase]) -> tuple[dict[str, Any], bool]:
 
 
 def main() -> None:
-    """Run the benchmark; exit status 1 where a promise is not kept."""
+    """Run the benchmark; the exit status is 1 if a figure exceeds its limit."""
     parser = measure.arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
     parser.add_argument("--slots", type=int, default=16, help="requests that run at once")
     parser.add_argument("--waiting", type=int, default=32, help="requests that may wait; at least twice the slots")
-    parser.add_argument("--max-tokens", type=int, default=128, help="at most, of an answer; a quarter of it at least")
-    parser.add_argument("--factors", type=float, nargs="+", default=[2.0, 10.0], help="rates, by that of the best")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer, at most; at least a quarter of it")
+    parser.add_argument(
+        "--factors", type=float, nargs="+", default=[2.0, 10.0], help="request rates, as multiples of that of the best"
+    )
     args = parser.parse_args()
     found = asyncio.run(run(args))
-    figures, kept = judged(found)
+    figures, kept = assessed(found)
     for name, ratio in figures["goodput_of_best"].items():
         print(
             f"{name}: {ratio:.3f} of the best (at least {GOODPUT_AT_LEAST}), 99 % of refusals within "
             f"{figures['refused_ms_99'][name]:.1f} ms (at most {REFUSED_WITHIN_MS:g})"
         )
     for name, grown in figures["memory_after_by_before"].items():
-        print(f"memory of the {name} after all, by that after the best: {grown:.3f} (at most {MEMORY_AT_MOST})")
+        print(f"memory of the {name} at the end / after the first best: {grown:.3f} (at most {MEMORY_AT_MOST})")
     measure.write(
         args.output,
         {

@@ -1,11 +1,11 @@
-"""Every proposer there is for the demo target, on held-out prompts and on functions written again.
+"""Every proposer for the demo target, on held-out prompts and on functions that are repeated.
 
     python -m benchmarks.proposers [--limit 8] [--only "eagle3;suffix"] [--output figures.json]
 
-Batch 1, greedy and sampled. Each proposer's engine takes turns with one that does not speculate, prompt by prompt, so
-that noise hits both alike; speed-ups come with bootstrap 95 % intervals over prompts. "Tokens a step" are those the
-target yields a forward; the acceptance length, 1 + accepted guesses, is over those forwards that had guesses. `rest`
-looks things up in the part of the standard library that the demo models were trained on.
+Batch 1, greedy and sampled. Each proposer's engine alternates with one without speculation, prompt by prompt, so noise
+affects both alike; speed-ups have bootstrap 95 % intervals over prompts. "Tokens per step" are those per forward of the
+target. The acceptance length, 1 + accepted draft tokens, is over the forwards that had draft tokens. The datastore of
+`rest` is the part of the standard library that the demo models were trained on.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from proposers.shared import datastore
 from protos.stats import EngineStats
 
 ON, OFF = "on", "off"
-HELDOUT, EDITING = "held-out prompts", "functions written again"
+HELDOUT, EDITING = "held-out prompts", "repeated functions"
 Config = dict[str, Any]
 
 
@@ -51,7 +51,7 @@ class ProposerRow:
 
 
 TITLE = (
-    "| proposer | task | sampling | tokens a step | acceptance length | guesses accepted | speed-up |\n"
+    "| proposer | task | sampling | tokens per step | acceptance length | draft tokens accepted | speed-up |\n"
     "|---|---|---|---|---|---|---|"
 )
 
@@ -60,13 +60,13 @@ CHAINS = {"medusa": 4, "hydra": 1, "mlp_speculator": 4, "recurrent": 4, "eagle":
 TREES = {"medusa": 16, "recurrent": 16, "eagle": 12, "eagle3": 12}
 CASCADE = "suffix, then draft_model"
 REMEMBERING = frozenset({"suffix", CASCADE})
-"""They know their answers again. Asked in two ways, they have an engine for each: or the second would be flattered."""
+"""They draft from past answers. Each way of sampling gets an engine of its own, so that the second cannot profit."""
 PROMPTS = 8
-"""Of each task, where nothing else is said: for all proposers together a quarter of an hour or so."""
+"""Prompts of each task by default. All proposers together then take about a quarter of an hour."""
 
 
 def proposers(draft: Path, store: Path) -> dict[str, Config]:
-    """Return the `speculative_config` of every proposer, each with the number of guesses that suits it."""
+    """Return the `speculative_config` of every proposer, each with a suitable number of draft tokens."""
     return {
         "draft_model": {"model": str(draft), "num_speculative_tokens": 3},
         "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
@@ -74,17 +74,17 @@ def proposers(draft: Path, store: Path) -> dict[str, Config]:
         "rest": {"method": "rest", "num_speculative_tokens": 16, "datastore": str(store)},
         "lookahead": {"method": "lookahead", "num_speculative_tokens": 56},
         CASCADE: {"method": ["suffix", "draft_model"], "model": str(draft), "num_speculative_tokens": 3},
-        **{name: _trained(name, guesses, "chain") for name, guesses in CHAINS.items()},
-        **{f"{name}, tree": _trained(name, guesses, "tree") for name, guesses in TREES.items()},
+        **{name: _trained(name, k, "chain") for name, k in CHAINS.items()},
+        **{f"{name}, tree": _trained(name, k, "tree") for name, k in TREES.items()},
     }
 
 
-def _trained(name: str, guesses: int, shape: str) -> Config:
-    return {"method": name, "model": str(head(name)), "num_speculative_tokens": guesses, "draft_shape": shape}
+def _trained(name: str, k: int, shape: str) -> Config:
+    return {"method": name, "model": str(head(name)), "num_speculative_tokens": k, "draft_shape": shape}
 
 
 def build_store(target: Path, path: Path) -> None:
-    """Write the datastore of `rest`: all of the standard library that was not held out, in the target's tokens."""
+    """Write the datastore of `rest`: the standard library without the held-out files, in the target's tokens."""
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     texts = list(corpus.read(corpus.split(corpus.stdlib_root())[0]))
     datastore.write(
@@ -95,7 +95,7 @@ def build_store(target: Path, path: Path) -> None:
 
 
 def ways(name: str, sampling: Mapping[str, SamplingSettings]) -> list[Mapping[str, SamplingSettings]]:
-    """Return which ways of sampling share an engine of this proposer."""
+    """Return groups of ways of sampling; those of a group share an engine of this proposer."""
     return [{kind: one} for kind, one in sampling.items()] if name in REMEMBERING else [sampling]
 
 
@@ -105,7 +105,7 @@ def lines(
     """Measure one proposer on all tasks, in these *kinds* of sampling."""
     tasks: dict[str, Sequence[Item]] = {HELDOUT: work.single, EDITING: work.editing}
     for sampling in kinds.values():
-        on.one(work.concurrent[0], sampling)  # warm, on what is not measured: some remember their answers
+        on.one(work.concurrent[0], sampling)  # warm, with a prompt that is not measured: some proposers index answers
         off.one(work.concurrent[0], sampling)
     for task, items in tasks.items():
         for kind, sampling in kinds.items():
@@ -137,7 +137,7 @@ def _line(  # noqa: PLR0917
 
 
 def _grown(before: EngineStats, after: EngineStats) -> tuple[int, int, int, int]:
-    """Return steps (those of prompts, too), rounds with guesses, guesses, and accepted ones since *before*."""
+    """Return steps, those of prompts included; rounds with drafts; draft tokens; accepted ones: since *before*."""
     return (
         after.steps - before.steps,
         after.drafting_rounds - before.drafting_rounds,
@@ -148,7 +148,7 @@ def _grown(before: EngineStats, after: EngineStats) -> tuple[int, int, int, int]
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--only", help="names of proposers, with semicolons between them")
+    parser.add_argument("--only", help="names of proposers, separated by semicolons")
     parser.set_defaults(limit=PROMPTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def measured(target: Path, chosen: Mapping[str, Config], args: argparse.Namespace) -> Iterator[ProposerRow]:
-    """Print and yield every line of the table."""
+    """Print and yield every row of the table."""
     work, off = workload.load(target, args.limit), DemoEngine(target, None, threads=args.threads)
     print(TITLE)
     for name, config in chosen.items():

@@ -2,9 +2,9 @@
 
     python -m benchmarks.round_latency [--blocks 40] [--output figures.json]
 
-The workers compute nothing: only the control plane is timed. The same round with draft tokens sent from the draft to
-target 0 shows the cost of that. The sides alternate block by block, a different one first each time; all actors run on
-this machine's Ray. The times are compared with a step of the demo pair in one process.
+Workers compute nothing: only the control plane is timed. Rounds in which the draft also sends draft tokens to target
+rank 0 show the cost of sending them. The sides alternate block by block, a different one first each time; all actors
+run on this machine's Ray. The times are compared with a step of the demo pair in one process.
 """
 
 import os
@@ -44,7 +44,7 @@ ROUNDS = 100
 """Rounds of one side in one block."""
 EPOCH = 1
 LOGICAL_CPUS = 8
-"""Of a cluster that is started here: room for two replicas on any machine."""
+"""CPUs of a cluster that is started here: room for two replicas on any machine."""
 
 
 class ChannelRounds:
@@ -113,13 +113,13 @@ class ActorRounds:
             plan = self._encoder.encode(RoundPlan(self._round, ()))
             answers = [actor.round.remote(plan) for actor in self._actors]
             if self._decoder.decode(self._get(answers[:awaited])[0]).round != self._round:
-                raise RuntimeError("another round was answered")
+                raise RuntimeError(f"round {self._round} was answered by another")
         return count
 
 
 @contextmanager
 def cluster() -> Iterator[Any]:
-    """Yield Ray, joined or started like the engine does, with workers that can import the benchmarks."""
+    """Yield Ray, joined or started as by the engine, with workers that can import the benchmarks."""
     root = str(Path(__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     import ray  # noqa: PLC0415 - reads the environment when it is imported

@@ -1,10 +1,11 @@
-"""Mixed load on a gang on Ray while its workers are killed and stopped; every stream is held to an undisturbed engine.
+"""Mixed load on Ray while workers are killed and stopped; every stream is compared with an undisturbed engine's.
 
     python -m benchmarks.soak [--minutes 10] [--output figures.json]
 
-Clients stream requests one after another: greedy and seeded, of many lengths, some left in the middle. Every 20 seconds
-something recoverable befalls a worker: the draft or a target rank is killed or stopped, or the draft is frozen for ten
-seconds. Wanted: no request fails, no token differs from `uni` without speculation, memory stays flat, nobody is left.
+Clients stream requests one after another: greedy and seeded, of many lengths, some closed early. Every 20 seconds a
+recoverable fault hits a worker: the draft or a target rank is killed or stopped, or the draft is stopped for ten
+seconds. Wanted: no request fails, no token differs from the executor `uni` without speculation, memory does not grow,
+and no process is left over.
 """
 
 import argparse
@@ -35,18 +36,19 @@ from slipstream import LLM, SamplingParams
 
 CLIENTS = 16
 MOST_TOKENS = 96
-LEAVING = 0.1
-"""Share of streams that are left in the middle."""
+CLOSED_EARLY = 0.1
+"""Share of streams that the client closes before their end."""
 GONE_S = 10.0
+"""Processes must have ended this long after the engine was closed."""
 STUCK_S = 180.0
 """A stream that takes longer has failed."""
 SHOWN = 20
-"""Most failures and differences that are written out."""
+"""Most failures and differences that are printed."""
 
 
 @dataclass(frozen=True)
 class SoakRequest:
-    """A request, and what the undisturbed engine says to it."""
+    """A request, and the tokens that the undisturbed engine returns for it."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -55,14 +57,14 @@ class SoakRequest:
 
 @dataclass
 class Score:
-    """What became of the requests."""
+    """Counts of requests by outcome, and notes about the first failures."""
 
     counts: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     notes: list[str] = field(default_factory=list)
 
     def note(self, what: str, text: str) -> None:
-        """Count *what*, and keep *text* if there are not too many already."""
+        """Count *what*, and keep *text* among the first notes."""
         self.counts[what] += 1
         if len(self.notes) < SHOWN:
             self.notes.append(f"{what}: {text}")
@@ -71,56 +73,56 @@ class Score:
 class SoakLoad:
     """Clients of one engine."""
 
-    def __init__(self, engine: AsyncEngine, asked: Sequence[SoakRequest], seed: int) -> None:
-        self._engine, self._asked, self._seed = engine, asked, seed
+    def __init__(self, engine: AsyncEngine, requests: Sequence[SoakRequest], seed: int) -> None:
+        self._engine, self._requests, self._seed = engine, requests, seed
         self._names = itertools.count()
         self.score = Score()
 
     async def run(self, until: float) -> None:
-        """Ask until *until* on the monotonic clock; return when everything asked has been answered."""
+        """Send requests until *until* on the monotonic clock; return when all have been answered."""
         await asyncio.gather(*(self._client(number, until) for number in range(CLIENTS)))
 
     async def _client(self, number: int, until: float) -> None:
         rng = random.Random(self._seed * CLIENTS + number)
         while time.monotonic() < until and self._engine.is_alive:
-            asked = rng.choice(self._asked)
-            leave_after = rng.randrange(1, len(asked.wanted)) if rng.random() < LEAVING else None
+            request = rng.choice(self._requests)
+            close_after = rng.randrange(1, len(request.wanted)) if rng.random() < CLOSED_EARLY else None
             try:
                 async with asyncio.timeout(STUCK_S):
-                    await self._stream(asked, leave_after)
+                    await self._stream(request, close_after)
             except TimeoutError:
                 self.score.note("failed", f"no end within {STUCK_S:.0f} s")
             except SlipstreamError as error:
                 self.score.note("failed", f"{type(error).__name__}: {error}")
 
-    async def _stream(self, asked: SoakRequest, leave_after: int | None) -> None:
+    async def _stream(self, request: SoakRequest, close_after: int | None) -> None:
         ids: list[int] = []
-        prompt = {"prompt_token_ids": list(asked.prompt)}
-        stream = self._engine.generate(prompt, asked.params, f"soak-{next(self._names)}")
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        stream = self._engine.generate(prompt, request.params, f"soak-{next(self._names)}")
         async with contextlib.aclosing(stream):
             async for delta in stream:
                 if delta.output.error is not None:
                     self.score.note("failed", delta.output.error)
                     return
                 ids += delta.output.token_ids
-                if leave_after is not None and len(ids) >= leave_after:
+                if close_after is not None and len(ids) >= close_after:
                     break
-        self._judge(asked, ids, is_left=leave_after is not None)
+        self._compare(request, ids, is_closed=close_after is not None)
 
-    def _judge(self, asked: SoakRequest, ids: list[int], *, is_left: bool) -> None:
-        """Compare token by token what was heard of a stream."""
-        wanted = list(asked.wanted[: len(ids)] if is_left else asked.wanted)
+    def _compare(self, request: SoakRequest, ids: list[int], *, is_closed: bool) -> None:
+        """Compare the tokens of a stream with those of the undisturbed engine."""
+        wanted = list(request.wanted[: len(ids)] if is_closed else request.wanted)
         self.score.tokens += len(ids)
         if ids == wanted:
-            self.score.counts["left" if is_left else "finished"] += 1
+            self.score.counts["left" if is_closed else "finished"] += 1
             return
         same = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(ids, wanted, strict=False)))
-        params = asked.params
+        params = request.params
         self.score.note("different", f"temperature {params.temperature}, seed {params.seed}, from token {same} on")
 
 
 def requests(items: Sequence[Item]) -> list[SoakRequest]:
-    """Return the workload, greedy and seeded by turns."""
+    """Return the workload, alternately greedy and seeded."""
     return [
         SoakRequest(
             item.prompt,
@@ -137,19 +139,19 @@ def requests(items: Sequence[Item]) -> list[SoakRequest]:
     ]
 
 
-def undisturbed(asked: Sequence[SoakRequest], base: dict[str, Any]) -> list[SoakRequest]:
-    """Return the requests with what one process without speculation says to them."""
+def with_wanted(requests: Sequence[SoakRequest], base: dict[str, Any]) -> list[SoakRequest]:
+    """Return the requests with the tokens that one process without speculation returns for them."""
     with LLM(**base, speculative_config=None, distributed_executor_backend="uni") as llm:
-        prompts = [{"prompt_token_ids": list(one.prompt)} for one in asked]
-        results = llm.generate(prompts, [one.params for one in asked], use_tqdm=False)
+        prompts = [{"prompt_token_ids": list(one.prompt)} for one in requests]
+        results = llm.generate(prompts, [one.params for one in requests], use_tqdm=False)
     return [
         SoakRequest(one.prompt, one.params, tuple(result.outputs[0].token_ids))
-        for one, result in zip(asked, results, strict=True)
+        for one, result in zip(requests, results, strict=True)
     ]
 
 
-async def soak(config: EngineConfig, asked: Sequence[SoakRequest], args: argparse.Namespace) -> dict[str, Any]:
-    """Serve the load and do the harm; return the figures."""
+async def soak(config: EngineConfig, requests: Sequence[SoakRequest], args: argparse.Namespace) -> dict[str, Any]:
+    """Serve the load and inject the faults; return the figures."""
     channel = RayChannel(config)
 
     async def make_preprocessor(info: WorkerInfo) -> Preprocessor:
@@ -161,21 +163,21 @@ async def soak(config: EngineConfig, asked: Sequence[SoakRequest], args: argpars
         assert channel.placement is not None
         actors = Actors(channel.placement)
         await asyncio.to_thread(actors.refresh)
-        found = await _disturb(engine, SoakLoad(engine, asked, args.seed), actors, args)
+        found = await _disturb(engine, SoakLoad(engine, requests, args.seed), actors, args)
     finally:
         await engine.close()
-    return {**found, "orphans": await _left(actors)}
+    return {**found, "orphans": await _remaining(actors)}
 
 
 async def _disturb(engine: AsyncEngine, load: SoakLoad, actors: Actors, args: argparse.Namespace) -> dict[str, Any]:
     faults, memory = Faults(actors, engine.stats, random.Random(args.seed), args.every), Memory(actors)
     began = time.monotonic()
     until = began + 60 * args.minutes
-    watching = asyncio.create_task(memory.run())
-    harming = asyncio.create_task(faults.run(until))
+    sampling = asyncio.create_task(memory.run())
+    injecting = asyncio.create_task(faults.run(until))
     await load.run(until)
     took = time.monotonic() - began
-    for task in (harming, watching):
+    for task in (injecting, sampling):
         await _end(task)
     stats = engine.stats()
     return {
@@ -198,25 +200,25 @@ async def _disturb(engine: AsyncEngine, load: SoakLoad, actors: Actors, args: ar
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """End a task that would go on; raises what it failed with."""
+    """Cancel a task; raise its error if it failed."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
-async def _left(actors: Actors) -> list[int]:
-    """Return who still runs a while after the end."""
+async def _remaining(actors: Actors) -> list[int]:
+    """Return the ids of processes that still run `GONE_S` after the end."""
     deadline = time.monotonic() + GONE_S
-    while (orphans := actors.orphans()) and time.monotonic() < deadline:  # noqa: ASYNC110 - deaths come unannounced
+    while (orphans := actors.orphans()) and time.monotonic() < deadline:  # noqa: ASYNC110 - there is no event for the end of these processes
         await asyncio.sleep(0.1)
     return orphans
 
 
 def shown(found: dict[str, Any]) -> bool:
-    """Print the figures; return whether they are as wanted: nobody failed, nothing differs, nobody is left."""
+    """Print the figures; return whether nothing failed, no token differs and no process is left over."""
     print(f"{found['seconds']:.0f} s, {found['steps']} rounds, {found['tokens']} tokens; requests: {found['requests']}")
     print(f"faults: {found['faults']}; draft: {found['draft_changes']}; target groups lost: {found['target_losses']}")
-    print(f"guesses: {found['proposed']} proposed, {found['accepted']} accepted; left behind: {found['orphans']}")
+    print(f"draft tokens: {found['proposed']} proposed, {found['accepted']} accepted; left over: {found['orphans']}")
     for name, held in found["memory"].items():
         print(f"  {name:14} {held}")
     for note in found["notes"]:
@@ -226,7 +228,7 @@ def shown(found: dict[str, Any]) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what the command line may say."""
+    """Return the parser of the command line."""
     made = measure.arguments(__doc__)
     made.add_argument("--minutes", type=float, default=10.0)
     made.add_argument("--every", type=float, default=20.0, help="seconds between faults")
@@ -249,7 +251,7 @@ def main() -> None:
         "device": "cpu",
     }
     items = workload.load(target, args.limit or 32)
-    asked = undisturbed(requests([*items.single, *items.concurrent]), base)
+    wanted = with_wanted(requests([*items.single, *items.concurrent]), base)
     config = engine_config(
         {
             **base,
@@ -263,8 +265,8 @@ def main() -> None:
             },
         }
     )
-    found = asyncio.run(soak(config, asked, args))
-    is_well = shown(found)
+    found = asyncio.run(soak(config, wanted, args))
+    has_passed = shown(found)
     measure.write(
         args.output,
         {
@@ -275,7 +277,7 @@ def main() -> None:
             **found,
         },
     )
-    sys.exit(not is_well)
+    sys.exit(not has_passed)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _answering(port: Port, end: DraftReceiver | None) -> Callable[[RoundPlan], N
     def act(plan: RoundPlan) -> None:
         began = time.monotonic()
         if plan.epoch and (end is None or end.collect(plan.round, 1).table is None):
-            raise RuntimeError(f"no ids came in round {plan.round}")
+            raise RuntimeError(f"no draft tokens arrived in round {plan.round}")
         port.send(RoundDone(plan.round, (), wait_s=time.monotonic() - began))
 
     return act

@@ -1,4 +1,4 @@
-"""The actors of a replica on this machine's Ray: which processes they are, what memory they hold, and harm to them."""
+"""The actors of a replica on this machine's Ray: their processes and their memory, and faults injected into them."""
 
 import asyncio
 import contextlib
@@ -26,11 +26,11 @@ ANSWER_S = 5.0
 FROZEN_S = 10.0
 SAMPLE_EVERY_S = 5.0
 SETTLED_S = 15.0
-"""A process this old has loaded what it loads."""
+"""A process of this age has finished loading."""
 MIN_SAMPLES = 6
-LIVES = re.compile(r" \(restart \d+\)$")
+INCARNATION = re.compile(r" \(restart \d+\)$")
 STEADY_STEPS = 60
-"""Rounds that a rebuilt target group gets to run: the engine gives up one that is lost again and again at once."""
+"""Rounds that a rebuilt target group runs before the next fault: the engine gives up if it is lost too often."""
 
 # Ray leaves these functions without types.
 _ray: Any = ray
@@ -38,7 +38,7 @@ _ray: Any = ray
 
 @dataclass(frozen=True)
 class Kind:
-    """A fault: what befalls whom. `for_s` is how long a stopped process stays so; None for good."""
+    """A signal to a process of a role. `for_s`: seconds until a stopped process continues; None: never."""
 
     role: str
     number: signal.Signals
@@ -58,20 +58,20 @@ KINDS = (
 
 
 class Actors:
-    """The replica's processes, by the names they are known by: "controller", "target rank 0 (restart 2)"."""
+    """The replica's processes by the names of their actors: "controller", "target rank 0 (restart 2)"."""
 
     def __init__(self, placement: Placement) -> None:
         self._prefix = placement.name_of("")
         self.pids: dict[str, int] = {}
-        """Of all that ever were."""
+        """Process ids of all actors seen so far."""
 
     def refresh(self) -> dict[str, int]:
-        """Ask Ray who lives; return names and process ids."""
+        """List the running actors; return their names and process ids."""
         names = [name for name in ray.util.list_named_actors() if name.startswith(self._prefix)]
         return {who: pid for name in names if (pid := self._pid(who := name.removeprefix(self._prefix))) is not None}
 
     def _pid(self, who: str) -> int | None:
-        """Return the id of a process that has answered once, or answers now; a stopped one may still be asked for."""
+        """Return the id of a running process, which was found earlier or answers now: a stopped one cannot answer."""
         if who not in self.pids:
             with contextlib.suppress(RayError, ValueError, TimeoutError):
                 where = _ray.get_actor(self._prefix + who).location.remote()
@@ -80,18 +80,18 @@ class Actors:
         return pid if pid is not None and is_running(pid) else None
 
     def orphans(self) -> list[int]:
-        """Return the ids of those that still run."""
+        """Return the ids of the processes that still run."""
         return [pid for pid in self.pids.values() if is_running(pid)]
 
 
 def role(who: str) -> str:
     """Return a name without its incarnation."""
-    return LIVES.sub("", who)
+    return INCARNATION.sub("", who)
 
 
 @dataclass
 class Faults:
-    """Does harm, a random kind of it every *every_s* seconds. `done` counts by kind; `log` has times and names.
+    """Injects a fault of a random kind every *every_s* seconds. `done` counts them by kind; `log` has times and names.
 
     Attributes:
         stats: the engine's counters now.
@@ -104,11 +104,11 @@ class Faults:
     done: Counter[str] = field(default_factory=Counter)
     log: list[tuple[float, str, str]] = field(default_factory=list)
     _thawing: set[asyncio.Task[None]] = field(default_factory=set)
-    _targets_due: int = 0  # target groups that must have been lost, and rounds run, before the next one is harmed
+    _targets_due: int = 0  # target losses, and steps, to wait for before the next fault of a target
     _steps_due: int = 0
 
     async def run(self, until: float) -> None:
-        """Go on until *until* on the monotonic clock; the last fault leaves time to recover from it."""
+        """Inject faults until *until* on the monotonic clock, the last one early enough to recover from it."""
         began = time.monotonic()
         while time.monotonic() + 2 * self.every_s < until:
             await asyncio.sleep(self.every_s)
@@ -116,11 +116,11 @@ class Faults:
             who, pid = await self._victim(kind.role, until)
             if pid:
                 self.log.append((time.monotonic() - began, str(kind), who))
-                self._harm(kind, pid)
+                self._inject(kind, pid)
         await asyncio.gather(*self._thawing)
 
     async def _victim(self, wanted: str, until: float) -> tuple[str, int]:
-        """Return a process of that role, once there is one; none where there is none in time."""
+        """Wait for a process of a role; return its name and id, or `("", 0)` if there is none in time."""
         while time.monotonic() < until:
             alive = await asyncio.to_thread(self.actors.refresh)
             found = sorted((who, pid) for who, pid in alive.items() if who.startswith(wanted))
@@ -130,11 +130,11 @@ class Faults:
         return "", 0
 
     def _is_steady(self) -> bool:
-        """Whether the target group that was harmed last has been replaced, and its successor serves."""
+        """Whether the target group that was hit last has been replaced, and the new one serves."""
         stats = self.stats()
         return stats.target_losses >= self._targets_due and stats.steps >= self._steps_due
 
-    def _harm(self, kind: Kind, pid: int) -> None:
+    def _inject(self, kind: Kind, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, kind.number)
             self.done[str(kind)] += 1
@@ -152,7 +152,7 @@ class Faults:
 
 @dataclass
 class Memory:
-    """RssAnon in MiB of every process over time, this one's too: by name, [(seconds, MiB)]."""
+    """RssAnon of every process over time, this one included: [(seconds, MiB)] by name."""
 
     actors: Actors
     series: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -169,9 +169,9 @@ class Memory:
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """Return by role: the least and most, and how it grows, in MiB a minute: within the longest life, and over all.
+        """Return by role: minimum, maximum, and growth in MiB per minute, of all processes and of the longest-lived.
 
-        The first seconds of each life are left out.
+        The first seconds of each process are left out.
         """
         return {
             name: _growth([self._settled(who) for who in self.series if role(who) == name])
@@ -199,7 +199,7 @@ def _growth(lives: list[list[tuple[float, float]]]) -> dict[str, Any]:
 
 
 def _slope(samples: list[tuple[float, float]]) -> float | None:
-    """Return the slope of the least-squares line, a minute; None for too few samples."""
+    """Return the slope of the least-squares line in MiB per minute; None for too few samples."""
     if len(samples) < MIN_SAMPLES:
         return None
     seconds, mib = np.array(samples).T
@@ -207,7 +207,7 @@ def _slope(samples: list[tuple[float, float]]) -> float | None:
 
 
 def anonymous_mib(pid: int) -> float | None:
-    """Return the RssAnon of a process, None where it is gone."""
+    """Return the RssAnon of a process, None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

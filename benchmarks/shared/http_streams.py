@@ -1,7 +1,7 @@
-"""Streams from an HTTP server, read by a process of its own so that reading costs the server nothing.
+"""Reads streams of an HTTP server in a separate process, so that reading takes no CPU time of the server's process.
 
-Started by `benchmarks.http_overhead`: a line of JSON on standard input is a list of bodies; all are asked for at once,
-and a line with the number of tokens they got is the answer.
+Started by `benchmarks.http_overhead`. Each line of standard input is a JSON list of request bodies. All are sent at
+once; the answer is a line with their total number of tokens.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 
 
 async def stream(host: str, port: int, body: dict[str, Any]) -> int:
-    """Ask for one streamed completion, and return how many tokens it has."""
+    """Stream one completion; return its number of tokens."""
     content = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
     head = (
@@ -33,7 +33,7 @@ async def stream(host: str, port: int, body: dict[str, Any]) -> int:
 
 
 async def all_of(host: str, port: int, bodies: list[dict[str, Any]]) -> int:
-    """Ask for all at once, and return how many tokens they have together."""
+    """Stream all completions at once; return their total number of tokens."""
     return sum(await asyncio.gather(*(stream(host, port, body) for body in bodies)))
 
 

@@ -43,7 +43,7 @@ def line_starts(text: str) -> list[int]:
 
 
 class Cutter:
-    """Cuts prompts out of texts, at places drawn from a fixed seed."""
+    """Cuts prompts out of texts, at offsets drawn from *rng*."""
 
     def __init__(self, texts: dict[str, str], tokenizer: Tokenizer, rng: random.Random) -> None:
         self.texts, self.tokenizer, self.rng = texts, tokenizer, rng
@@ -52,7 +52,7 @@ class Cutter:
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def candidates(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text from some line on) without end; each file is as likely as the others."""
+        """Yield (name, text from a random line on) without end; all files are equally likely."""
         names = sorted(self.texts)
         while True:
             name = self.rng.choice(names)
@@ -96,7 +96,7 @@ def functions(texts: dict[str, str]) -> list[tuple[str, str, str]]:
 
 
 def edits(cutter: Cutter, rng: random.Random) -> list[dict[str, Any]]:
-    """Return requests to write a function again that stands just above: its body is asked for behind its first line."""
+    """Return requests to repeat a function: the prompt is the function, then its first line again."""
     shortest, longest = FUNCTION_TOKENS
     fitting = [
         (name, head, body)

@@ -1,4 +1,4 @@
-"""Time several ways to do the same work so that noise hits all alike, and say how sure the answer is."""
+"""Times several sides of a comparison so that noise affects all alike, with confidence intervals."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds `[B]` of each side in each block, and the tokens `[B]` that every side made there."""
+    """Seconds `[B]` of each side in each block, and the tokens `[B]` that every side generated in it."""
 
     tokens_B: Floats
     seconds: Mapping[str, Floats]
@@ -68,7 +68,7 @@ def mean(values_B: Floats) -> Ratio:
 
 
 def share(part_A: Floats, whole_B: Floats) -> Ratio:
-    """Return the median of *part_A* by that of *whole_B*, measured apart, with the interval that both give."""
+    """Return the median of *part_A* over that of *whole_B*, resampling both, which were measured separately."""
     rng = np.random.default_rng(0)
 
     def drawn(values: Floats) -> Floats:
@@ -83,15 +83,15 @@ def alternate(
     blocks: Sequence[Block],
     around: Mapping[str, Callable[[], AbstractContextManager[None]]] | None = None,
 ) -> Timings:
-    """Run every side on every block, another side first each time; a side returns the tokens it made.
+    """Run every side on every block, a different one first each time; a side returns its number of tokens.
 
     Args:
         sides: what is measured, by name.
-        blocks: what each of them is given.
-        around: what some sides need around them, entered and left outside the time that is taken.
+        blocks: the arguments of each call.
+        around: context managers within which some sides run; entering and leaving them is not timed.
 
     Raises:
-        ValueError: two sides made different numbers of tokens, so that their times say nothing.
+        ValueError: two sides generated different numbers of tokens, so their times cannot be compared.
     """
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -104,13 +104,13 @@ def alternate(
                 made[name] = sides[name](block)
                 seconds[name].append(time.perf_counter() - began)
         if len(set(made.values())) != 1:
-            raise ValueError(f"block {index}: the sides made different numbers of tokens: {made}")
+            raise ValueError(f"block {index}: the sides generated different numbers of tokens: {made}")
         tokens.append(made[names[0]])
     return Timings(np.array(tokens, float), {name: np.array(values) for name, values in seconds.items()})
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Return what a reader needs to compare figures from two machines."""
+    """Return the processor and versions, to compare figures of different machines."""
     packages = {name: version(name) for name in ("torch", "transformers", "numpy")}
     return {"cpu": _cpu_name(), "threads": threads, "python": platform.python_version(), **packages}
 
@@ -134,7 +134,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 
 
 def write(path: Path | None, report: Mapping[str, Any]) -> None:
-    """Write *report* as JSON to *path*, or nowhere."""
+    """Write *report* as JSON to *path*, if there is one."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ PAGE = 256
 
 def _load(folder: Path, dtype: Dtype = "auto") -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    model.generation_config = GenerationConfig(pad_token_id=PAD)  # none of the checkpoint's: no end of text
+    model.generation_config = GenerationConfig(pad_token_id=PAD)  # without the checkpoint's: no end of text
     return model
 
 
@@ -41,17 +41,17 @@ def _config(sampling: SamplingSettings, max_tokens: int, eos: int | None = None)
 
 
 class Generate:
-    """`generate`, alone or with an assistant; every call makes exactly the tokens that were asked for."""
+    """`generate`; every call generates exactly the requested number of tokens."""
 
     def __init__(self, folder: Path, dtype: Dtype = "auto") -> None:
         self.model = _load(folder, dtype)
 
     def one(self, item: Item, sampling: SamplingSettings) -> int:
-        """Plain decoding at batch 1."""
+        """Decode at batch 1; return the number of tokens."""
         return self._run([item], _config(sampling, item.max_tokens))
 
     def padded(self, items: Sequence[Item]) -> int:
-        """A batch padded on the left, run until its longest request is done; counts what was asked for."""
+        """Run a left-padded batch until its longest request is done; return the number of requested tokens."""
         longest = max(item.max_tokens for item in items)
         self._run(items, _config(GREEDY, longest))
         return sum(item.max_tokens for item in items)
@@ -70,8 +70,8 @@ class Assisted(Generate):
     """`generate(assistant_model=...)`.
 
     Args:
-        num_tokens: drafted tokens a round, or None for the library's own defaults (20 at most, fewer when the
-            assistant is unsure).
+        num_tokens: draft tokens per round; None: the library's defaults (at most 20, fewer if the assistant's
+            confidence is low).
     """
 
     def __init__(self, folder: Path, draft: Path, num_tokens: int | None) -> None:
@@ -87,20 +87,19 @@ class Assisted(Generate):
 
 
 class GenerateBatch:
-    """Continuous batching with the manager that `generate_batch` uses, but each request has its own length.
+    """Continuous batching with the manager that `generate_batch` uses, but with a length for each request.
 
-    `generate_batch` itself knows one length for all, and sets its manager up in every call. Here the manager is sized
-    for the work, and set up outside the time that is taken. It must not reuse prefixes from one call in the next.
+    `generate_batch` itself takes one length for all requests, and makes a manager in every call. Here the manager is
+    sized for the workload, and made outside the timed block. Prefixes are not reused between calls.
 
-    It is there only while it works: its thread has threads of OpenMP behind it, and where these and others are more
-    than the processors, OpenMP hardly spins any more, and other sides lose a third of their speed. This side loses
-    nothing by the threads of others.
+    The manager exists only while this side runs. Its thread has an OpenMP thread pool of its own. If there are more
+    OpenMP threads than processors, OpenMP hardly spins, and the other sides would lose a third of their speed.
     """
 
     _manager: ContinuousBatchingManager
 
     def __init__(self, folder: Path, items: Sequence[Item], dtype: Dtype = "auto") -> None:
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # wishes for psutil at each start
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # warns about psutil at each start
         self.model = _load(folder, dtype)
         pages = sum(-(-(len(item.prompt) + item.max_tokens) // PAGE) for item in items)
         self.batching = ContinuousBatchingConfig(num_blocks=pages + len(items), allow_block_sharing=False)
@@ -108,7 +107,7 @@ class GenerateBatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have the manager there until the block ends."""
+        """Run the manager until the block ends."""
         with (
             torch.no_grad(),
             self.model.continuous_batching_context_manager(
@@ -120,10 +119,10 @@ class GenerateBatch:
             yield
 
     def all(self, items: Sequence[Item]) -> int:
-        """Run requests all at once; return the tokens made.
+        """Run all requests at once; return the number of tokens.
 
         Raises:
-            RuntimeError: continuous batching fails; with the library's own words.
+            RuntimeError: continuous batching failed; with the library's message.
         """
         for item in items:
             self._manager.add_request(list(item.prompt), max_new_tokens=item.max_tokens)

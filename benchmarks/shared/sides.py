@@ -1,4 +1,4 @@
-"""Slipstream as one side of a comparison, and a clock for what its model forwards take."""
+"""Slipstream as one side of a comparison, and a clock for its model forwards."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class DemoEngine:
-    """An `LLM` that makes exactly the tokens asked for. Prefixes are not reused, so that repetitions cost the same."""
+    """An `LLM` that generates exactly the requested number of tokens, without prefix caching."""
 
     def __init__(self, model: Path, speculative_config: dict[str, Any] | None, *, threads: int) -> None:
         self.llm = LLM(
@@ -30,11 +30,11 @@ class DemoEngine:
         )
 
     def one(self, item: Item, sampling: SamplingSettings) -> int:
-        """Run one request alone; return the tokens made."""
+        """Run one request alone; return the number of tokens."""
         return self._run([item], sampling)
 
     def all(self, items: Sequence[Item]) -> int:
-        """Run all *items* at once, greedily; return the tokens made."""
+        """Run all *items* at once, greedily; return the number of tokens."""
         return self._run(items, SamplingSettings(0.0))
 
     def _run(self, items: Sequence[Item], sampling: SamplingSettings) -> int:

@@ -28,7 +28,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Workload:
-    """Single prompts, requests that come together, and functions to be written again."""
+    """Prompts that run alone, requests that run concurrently, and functions to repeat."""
 
     single: tuple[Item, ...]
     concurrent: tuple[Item, ...]

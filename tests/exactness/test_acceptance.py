@@ -8,7 +8,7 @@ import pytest
 from benchmarks.acceptance import AcceptanceRow, Sample
 from benchmarks.shared import workload
 from benchmarks.shared.measure import Floats
-from benchmarks.shared.recorded import JUDGEMENTS, judged, match_probability
+from benchmarks.shared.recorded import TRIALS, match_probability, mean_accepted
 from demo import pair
 from workers.verification import rejection_math as rules
 
@@ -41,13 +41,13 @@ def test_shared_noise_keeps_less_than_the_optimum_and_more_than_its_bound() -> N
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-def test_chains_are_judged_as_often_as_their_odds_say(rule: str) -> None:
+def test_chains_are_accepted_as_often_as_their_probabilities_state(rule: str) -> None:
     p_L, q_L = np.array([0.2, 0.5]), np.array([0.8, 0.2])
     chains = rules.ChainBatch(
         np.full(2000, 1), np.tile(p_L, (2000, 1, 1)), np.tile(q_L, (2000, 1, 1)), np.zeros((2000, 1), np.int64)
     )
-    spread = 5 * np.sqrt(0.25 * 0.75 / (2000 * JUDGEMENTS))
-    assert judged(chains, rule, 3) == pytest.approx(0.25, abs=spread)
+    spread = 5 * np.sqrt(0.25 * 0.75 / (2000 * TRIALS))
+    assert mean_accepted(chains, rule, 3) == pytest.approx(0.25, abs=spread)
 
 
 GOOD = Sample(0.6, 0.6, 0.75, 0.4, 0.62, 0.65, 1.5, 1.6)
