@@ -129,7 +129,7 @@ class ChannelEngine:
         self.final_outputs: list[TokenOutput] = []
         self._thread = _ChannelThread(channel)
         self._end = weakref.finalize(self, self._thread.close)
-        self._end.atexit = False  # Ray must not be shut down before
+        self._end.atexit = False  # registered below instead, so that it runs before Ray shuts down
         atexit.register(self._end)
         try:
             self.info = self._start(report)

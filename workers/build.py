@@ -47,8 +47,8 @@ class LoadedTarget:
 
     Attributes:
         model: the share.
-        spec: which features of the target a draft is fed, wherever the draft lives.
-        draft: None where none lives in this process.
+        spec: which features of the target a draft is fed, in this process or another.
+        draft: None if no draft runs in this process.
     """
 
     model: LoadedModel
@@ -61,7 +61,7 @@ class LoadedTarget:
         return weight_bytes(self.model.model) + (0 if self.draft is None else self.draft.num_bytes)
 
     def info(self, config: EngineConfig) -> WorkerInfo:
-        """Return what the controller needs to know of this rank, with the number of KV blocks that fit."""
+        """Return the description of this rank for the controller, with the number of KV blocks that fit."""
         model, size = self.model, config.cache.block_size
         each = bytes_per_block(model.layers, size, model.dtype)
         if self.draft is not None:
@@ -95,7 +95,7 @@ class ReadyTarget(NamedTuple):
 
 
 def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, with_draft: bool) -> LoadedTarget:
-    """Load this rank's share of the target; with *with_draft* also the draft that lives in this process.
+    """Load this rank's share of the target; with *with_draft* also the draft that runs in this process.
 
     Raises:
         ModelError, ConfigError: with what is wrong and the numbers.
@@ -160,7 +160,7 @@ def needs_step_costs(config: EngineConfig) -> bool:
 
 
 def measure_draft(config: EngineConfig, draft: DraftEngine) -> dict[int, float]:
-    """Return seconds of a draft token by number of rows, where a threshold is derived from them; else nothing."""
+    """Return seconds per draft token by number of rows; empty if no threshold is derived from them."""
     num_rows = min(MEASURED_TOKENS, config.scheduler.max_num_seqs)
     measured = draft.measure(num_rows, max_draft(config)) if needs_step_costs(config) else {}
     draft.worker.slots.clear()

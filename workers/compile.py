@@ -112,10 +112,11 @@ def compile_forward(forward: Forward, trial: Trial, weights: Weights) -> tuple[F
     except Exception as error:  # whatever fails in the compiler, eager works
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         return forward, f"running eager: torch.compile failed: {type(error).__name__}: {reason}"
-    off = max(_difference(a, b) for a, b in zip(expected, found, strict=True))
-    if not off <= TOLERANCE[weights.dtype]:
+    difference = max(_difference(a, b) for a, b in zip(expected, found, strict=True))
+    if not difference <= TOLERANCE[weights.dtype]:
         return forward, (
-            f"running eager: compiled logits differ from eager by {off:.1e}, allowed {TOLERANCE[weights.dtype]:.0e}"
+            f"running eager: compiled logits differ from eager by {difference:.1e}, "
+            f"allowed {TOLERANCE[weights.dtype]:.0e}"
         )
     return pad_to_sizes(compiled), f"compiled in {time.monotonic() - started:.0f} s"
 

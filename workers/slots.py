@@ -39,7 +39,7 @@ class SlotTable:
         self.sampling: list[Sampling] = [Sampling(seed=0)] * num_slots
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences."""
         for array in (
             self.tokens,
             self.known_len,

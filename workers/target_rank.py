@@ -27,7 +27,7 @@ class DraftSource(Protocol):
         ...
 
     def feed_back(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict], seconds: float) -> None:
-        """Take what the draft learns from a round that *target* scored and verified in *seconds*."""
+        """Update the draft after a round that *target* scored and verified in *seconds*."""
         ...
 
 
@@ -37,7 +37,7 @@ class TargetRank:
     Args:
         tp: the group of all ranks. They agree on the drafts, and the model's forward exchanges tensors over it.
         worker: this rank's share of the model.
-        source: of rank 0's drafts; None where no worker drafts.
+        source: of rank 0's drafts; None if no worker drafts.
     """
 
     def __init__(self, tp: Group, worker: TargetWorker, source: DraftSource | None = None) -> None:
@@ -66,7 +66,7 @@ class TargetRank:
         )
 
     def feed_back(self, plan: RoundPlan, done: RoundDone) -> None:
-        """Pass on to the draft what it learns from a round. The controller need not wait for it."""
+        """Pass the results of a round to the draft. Called after they were sent to the controller."""
         if self.source is not None:
             self.source.feed_back(plan, self.worker, done.verdicts, done.score_s + done.verify_s)
 
@@ -75,9 +75,9 @@ class TargetRank:
         self._tp.close()
 
     def _propose(self, plan: RoundPlan, unsettled: list[int]) -> ProposedDrafts:
-        """Return the drafts of all rows, those of rows *unsettled* as rank 0 has them, the same ones on every rank.
+        """Return the drafts of all rows. Those of the rows *unsettled* are rank 0's on every rank.
 
-        All ranks take rank 0's drafts, so that none can disagree on the shape of the forward.
+        So all ranks agree on the shape of the forward.
         """
         drafts = [row.draft or NO_DRAFT for row in plan.rows]
         if not unsettled:

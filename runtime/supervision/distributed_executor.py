@@ -202,7 +202,7 @@ class DistributedExecutor:
         return StepCosts(rank_0.step_s, draft_s)
 
     def _begin_serving(self, startup: GroupStartup) -> None:
-        """The targets wait for plans, and so does a draft that was started with them."""
+        """Begin to serve with the workers of *startup*, all of which wait for plans."""
         self._targets.begin_serving()
         self._predictor = RoundTimePredictor(startup.measured(self._targets.rank_0).step_s)
         if self._draft is not None:

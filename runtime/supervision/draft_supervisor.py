@@ -60,8 +60,8 @@ class DraftSupervisor:
 
     Args:
         group: starts workers and carries their messages.
-        watchdog: watches the draft while it lives.
-        make_startup: returns what starts a draft.
+        watchdog: watches the draft while it runs.
+        make_startup: returns the startup of a draft.
     """
 
     def __init__(self, group: WorkerGroup, watchdog: Watchdog, make_startup: MakeStartup) -> None:
@@ -109,18 +109,18 @@ class DraftSupervisor:
         return "the draft to be connected to target rank 0" if self.is_forming else "the draft to be started again"
 
     def mark_ready(self) -> None:
-        """The draft was started and waits for plans."""
+        """Record that the draft was started and waits for plans."""
         self._is_ready = True
         self._watchdog.mark_serving(self.worker)
 
     def targets_up(self, target: WorkerId, store: StoreAddress) -> None:
-        """Target rank 0 serves; draft channels are formed over its store."""
+        """Record that target rank 0 serves; draft channels are formed over its store."""
         self._target, self._store = target, store
         if self._is_ready:
             self._form_channel()
 
     def targets_down(self) -> None:
-        """The targets are gone, and the draft channel with them."""
+        """Record that the targets are gone, and the draft channel with them."""
         self._target = self._store = None
         self._leave_service("targets_lost")
 
@@ -176,7 +176,7 @@ class DraftSupervisor:
             self._retry()
 
     def lose(self, reason: str) -> None:
-        """The draft is dead or hangs: end what is left of it, and start the next one after a delay."""
+        """End a draft that is dead or hangs, and start the next one after a delay."""
         self._is_ready = False
         self._startup = None
         self._leave_service("lost", f"{self.worker} {reason}; decoding continues without it")

@@ -24,7 +24,7 @@ class TargetSupervisor:
 
     Args:
         group: starts workers and carries their messages.
-        watchdog: watches the targets while they live.
+        watchdog: watches the targets while they run.
         setup: the fields of `Setup` that all workers have in common.
         devices: where the devices of all workers are recorded.
         sizing: the number of KV blocks of all workers.
@@ -91,7 +91,7 @@ class TargetSupervisor:
             self.failure = self.failure or error
 
     def begin_serving(self) -> None:
-        """The group is ready: it serves from now on."""
+        """Record that the group is ready and serves from now on."""
         self.startup = None
         self._num_rounds = 0
         self._served_since = self._watchdog.now

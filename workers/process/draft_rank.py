@@ -31,7 +31,7 @@ class DraftRank:
     def __init__(self, engine: DraftEngine, channels: DraftChannels[DraftSender]) -> None:
         self._engine, self._worker, self._channels = engine, engine.worker, channels
         self._is_catching_up = False
-        self._before: RoundPlan | None = None  # the plan before the newest
+        self._before: RoundPlan | None = None  # the newest plan but one
         self._end: DraftSender | None = None  # of the newest plan's draft channel
         self.round = -1
 
@@ -58,7 +58,7 @@ class DraftRank:
     def catch_up(self) -> None:
         """Compute a chunk of what the cache lacks."""
         if self._end is not None:
-            self._learn(self._end, -1)
+            self._receive_features(self._end, -1)
         self._is_catching_up = self._worker.catch_up_some(CHUNK)
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class DraftRank:
         if end is not None:
             began = time.monotonic()
             owed = self._before.round if self._before is not None and self._before.epoch == plan.epoch else -1
-            self._learn(end, owed)
+            self._receive_features(end, owed)
             wanting = [row for row in plan.rows if row.k and row.draft is None]
             proposed = self._engine.propose_ready(plan, wanting)
             self._check_failures()
@@ -82,8 +82,8 @@ class DraftRank:
         self._before = plan
         self.round = plan.round
 
-    def _learn(self, end: DraftSender, round_number: int) -> None:
-        """Receive the target's features of rounds up to *round_number*; go on without them where they are late."""
+    def _receive_features(self, end: DraftSender, round_number: int) -> None:
+        """Receive the target's features of rounds up to *round_number*; continue without those that are late."""
         if end.features is None:
             return
         arrived = end.features.take(round_number, FEATURES_S)
@@ -91,11 +91,11 @@ class DraftRank:
             try:
                 self._worker.receive(features)
             except Exception:
-                logger.exception("the target's features could not be received; the draft goes on without them")
+                logger.exception("the target's features could not be received; the draft continues without them")
         if arrived:
             end.acknowledge(len(arrived))
 
     def _check_failures(self) -> None:
-        """End the worker, which is then replaced, where its proposer fails again and again."""
+        """Raise the last error after `MAX_FAILURES` failures in a row: it ends the worker, which is then replaced."""
         if self._engine.num_failures >= MAX_FAILURES and self._engine.last_failure is not None:
             raise self._engine.last_failure

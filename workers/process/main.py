@@ -1,7 +1,7 @@
-"""The life of a worker process: report its place, load its part, warm up, and serve until told to stop.
+"""The main function of a worker process: report its node and devices, load its part, warm up, and serve until `Stop`.
 
-Whatever started the process calls `serve` with a `Port` to the controller; `protos.worker_messages` defines the
-messages. What the process runs are rounds: `workers.target_rank` and `workers.process.draft_rank`.
+The entry point of the process calls `serve` with a `Port` to the controller; `protos.worker_messages` defines the
+messages. `workers.target_rank` and `workers.process.draft_rank` run the rounds.
 """
 
 import logging
@@ -52,7 +52,7 @@ BEAT_S = 0.5
 TP_TIMEOUT_S = 3600.0
 """The controller decides whether a rank hangs; the group itself waits for longer than that takes."""
 PACE_TOKENS = 64
-"""Steps are measured for up to this many tokens at least, to tell a slow round from one that hangs."""
+"""Steps are measured for up to this many tokens at least, to distinguish a slow round from one that hangs."""
 
 Order = TypeVar("Order", Setup, Allocate)
 
@@ -87,12 +87,12 @@ class HeartbeatThread:
 
 
 def serve(port: Port, host: str = LOOPBACK, node: str = "", *, floor_s: float = FLOOR_S) -> None:
-    """Run a worker until it is told to stop.
+    """Run a worker until it receives `Stop`.
 
     Args:
         port: to the controller.
         host: an address of this machine that the other workers can reach.
-        node: the name of this machine, the same for all its workers; its host name where empty.
+        node: the name of this machine, the same for all its workers; its host name if empty.
         floor_s: the shortest deadline of a draft.
 
     Raises:
@@ -101,11 +101,11 @@ def serve(port: Port, host: str = LOOPBACK, node: str = "", *, floor_s: float = 
     try:
         store, address = open_store(host)
         port.send(Placed(host, node or socket.gethostname(), os.getpid(), _devices(), address))
-        with HeartbeatThread(port) as heart:
+        with HeartbeatThread(port) as heartbeat:
             setup = _wait_for(port, Setup)
             if setup.worker.role != "target" or setup.worker.rank:
                 del store  # only rank 0's is used
-            _live(port, setup, heart, floor_s)
+            _run_worker(port, setup, heartbeat, floor_s)
     except StoppedError:
         return
     except Exception as error:
@@ -130,17 +130,17 @@ def _wait_for(port: Port, kind: type[Order]) -> Order:
     raise RuntimeError(f"waited for {kind.__name__}, got {type(message).__name__}")
 
 
-def _live(port: Port, setup: Setup, heart: HeartbeatThread, floor_s: float) -> None:
+def _run_worker(port: Port, setup: Setup, heartbeat: HeartbeatThread, floor_s: float) -> None:
     config = _configured(setup)
     device = torch.device(setup.device)
     set_device(device)
     if config.model.num_threads:
         torch.set_num_threads(config.model.num_threads)
-    loading = _Loading(port, setup, config, device, heart)
+    loading = _Loading(port, setup, config, device, heartbeat)
     if setup.worker.role == "draft":
-        _serve_draft(port, loading.draft(), heart)
+        _serve_draft(port, loading.draft(), heartbeat)
     else:
-        _serve_target(port, *loading.target(floor_s), heart)
+        _serve_target(port, *loading.target(floor_s), heartbeat)
 
 
 def _configured(setup: Setup) -> EngineConfig:
@@ -150,8 +150,8 @@ def _configured(setup: Setup) -> EngineConfig:
     return replace(config, model=replace(config.model, device=kind))
 
 
-def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, heart: HeartbeatThread) -> None:
-    """Run every plan that arrives, until told to stop."""
+def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, heartbeat: HeartbeatThread) -> None:
+    """Run every plan that arrives, until `Stop`."""
     try:
         while not isinstance(message := port.receive(None), Stop):
             if isinstance(message, Plan):
@@ -159,7 +159,7 @@ def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, hear
                 if done is not None:
                     port.send(done)
                     rank.feed_back(message.plan, done)
-                heart.round = rank.round
+                heartbeat.round = rank.round
             elif isinstance(message, FormDraftChannel) and remote is not None:
                 remote.form(message)
     finally:
@@ -168,21 +168,21 @@ def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, hear
         rank.close()
 
 
-def _serve_draft(port: Port, rank: DraftRank, heart: HeartbeatThread) -> None:
-    """Draft for every plan that arrives and catch up in between, until told to stop."""
+def _serve_draft(port: Port, rank: DraftRank, heartbeat: HeartbeatThread) -> None:
+    """Draft for every plan that arrives and catch up in between, until `Stop`."""
     try:
         while True:
-            messages = _all_mail(port, 0.0 if rank.is_catching_up else None)
+            messages = _receive_all(port, 0.0 if rank.is_catching_up else None)
             if not messages:
                 rank.catch_up()
             elif not rank.take(messages):
                 return
-            heart.round = rank.round
+            heartbeat.round = rank.round
     finally:
         rank.close()
 
 
-def _all_mail(port: Port, timeout_s: float | None) -> list[ToWorker]:
+def _receive_all(port: Port, timeout_s: float | None) -> list[ToWorker]:
     """Return all messages that have arrived; wait for the first one."""
     messages: list[ToWorker] = []
     message = port.receive(timeout_s)
@@ -196,14 +196,14 @@ class _Loading:
     """Loads what a worker of either role needs, from `Setup` until it is ready for plans."""
 
     def __init__(
-        self, port: Port, setup: Setup, config: EngineConfig, device: torch.device, heart: HeartbeatThread
+        self, port: Port, setup: Setup, config: EngineConfig, device: torch.device, heartbeat: HeartbeatThread
     ) -> None:
         self._port, self._setup, self._config, self._device = port, setup, config, device
-        self._heart = heart
+        self._heartbeat = heartbeat
 
     def target(self, floor_s: float) -> tuple[TargetRank, RemoteDraft | None]:
         """Load this rank's share, and the draft in this process if there is one; return when ready for plans."""
-        self._heart.stage = "loading"
+        self._heartbeat.stage = "loading"
         tp = self._join()
         try:
             return self._target(tp, floor_s)
@@ -238,7 +238,7 @@ class _Loading:
     def draft(self) -> DraftRank:
         """Load the draft; return it ready for plans."""
         config = self._config
-        self._heart.stage = "loading"
+        self._heartbeat.stage = "loading"
         draft = load_draft(config, None, self._report)
         if draft is None:
             raise ConfigError("a draft worker was started, but the configuration names no draft to load")
@@ -277,11 +277,11 @@ class _Loading:
         """Report what was loaded; return how many KV blocks all workers hold."""
         self._port.send(Loaded(info, num_bytes))
         allocate = _wait_for(self._port, Allocate)
-        self._heart.stage = "warming up"
+        self._heartbeat.stage = "warming up"
         return allocate
 
     def _ready(self, ready: WorkerReady) -> None:
-        self._heart.stage = "serving"
+        self._heartbeat.stage = "serving"
         self._port.send(ready)
 
     def _report(self, text: str) -> None:
