@@ -103,8 +103,9 @@ def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, wi
     report(f"loading {config.model.model}")
     model = load(config.model, tp)
     draft = load_draft(config, model, report) if with_draft else None
-    spec = FeatureSpec() if tp.rank else feature_spec(config) if draft is None else draft.spec
-    return LoadedTarget(model, spec, draft)
+    if draft is not None:
+        return LoadedTarget(model, draft.spec, draft)
+    return LoadedTarget(model, FeatureSpec() if tp.rank else feature_spec(config))
 
 
 def make_target(
