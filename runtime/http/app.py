@@ -16,7 +16,7 @@ from runtime.http.context import RouteContext, ServerOptions
 from runtime.http.errors import ApiError
 from runtime.http.job import CompletionJob
 from runtime.http.render import Decoder, TokenTexts
-from runtime.http.responding import respond_in_chunks, respond_whole
+from runtime.http.responding import ChunkWriter, respond_in_events, respond_whole
 from runtime.http.responses import ModelList
 from runtime.http.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from runtime.http.server.guard import Guard
@@ -91,7 +91,7 @@ def _add_generation_routes(app: FastAPI, context: RouteContext) -> None:
 async def _respond(context: RouteContext, http: Request, body: GenerationRequest, job: CompletionJob) -> Response:
     job = replace(job, timeout_s=body.timeout, pacing=context.options.pacing)
     if body.stream:
-        return respond_in_chunks(context.engine, job)
+        return respond_in_events(context.engine, ChunkWriter(job))
     return await respond_whole(context.engine, job, http)
 
 

@@ -52,13 +52,14 @@ class ChatEnvelope(Envelope):
         return self.kind(self.id, self.created, self.model, choices, usage=usage, metrics=metrics)
 
 
-class _ChatChoice(Choice):
-    """A choice of a chat completion, streamed or not."""
+class ChatAnswer(Choice):
+    """One answer to a conversation. `pieces` are its text and the parts of its calls, in their order."""
 
     def __init__(self, index: int, body: ChatCompletionRequest, texts: TokenTexts, use: ToolUse) -> None:
         super().__init__(index)
         self.body = body
         self.texts = texts
+        self.pieces: list[str | CallPart] = []
         self.calls: list[CallPart] = []
         self._use = use
         self._reader = use.reader()
@@ -67,19 +68,28 @@ class _ChatChoice(Choice):
         """Add the output of a step, and find the calls in it."""
         text_before = self.text
         super().add(output)
-        if self._reader is not None:
-            self.text = text_before + self._read(self._reader, output)
+        found = ParsedCalls([output.text]) if self._reader is None else self._read(self._reader, output)
+        self.text = text_before + found.content
+        self.calls += found.parts
+        self.pieces += found.pieces
 
-    def _read(self, reader: CallReader, output: TokenOutput) -> str:
-        """Add the calls in the new text; return the text outside of calls."""
+    def flush(self) -> msgspec.Struct:
+        """See `Choice`."""
+        part = super().flush()
+        self.pieces = []
+        return part
+
+    def _read(self, reader: CallReader, output: TokenOutput) -> ParsedCalls:
+        """Return the calls in the new text, and the text outside of calls."""
         found = reader.push(output.text)
         ended = reader.finish() if output.finish_reason is not None else ParsedCalls()
-        kept = [part for part in (*found.parts, *ended.parts) if self._use.is_parallel or part.index == 0]
-        self.calls += kept
         # As in OpenAI's API, the reason is not "tool_calls" if the request named the function.
         if output.finish_reason == "stop" and reader.num_calls and self._use.mode != "named":
             self.finish_reason = "tool_calls"
-        return found.content + ended.content
+        return ParsedCalls([piece for piece in (*found.pieces, *ended.pieces) if self._is_wanted(piece)])
+
+    def _is_wanted(self, piece: str | CallPart) -> bool:
+        return isinstance(piece, str) or self._use.is_parallel or piece.index == 0
 
     def pending_logprobs(self) -> ChatLogprobs | None:
         """Return the pending log-probabilities, if requested."""
@@ -87,7 +97,7 @@ class _ChatChoice(Choice):
         return None if num_top is None else chat_logprobs(self.logprobs, self.texts, num_top)
 
 
-class ChatWriter(_ChatChoice):
+class ChatWriter(ChatAnswer):
     """One choice of a chat completion."""
 
     def render(self) -> ChatChoice:
@@ -104,7 +114,7 @@ class ChatWriter(_ChatChoice):
         return ChatMessage(self.text or None, tool_calls=calls)
 
 
-class ChatChunkWriter(_ChatChoice):
+class ChatChunkWriter(ChatAnswer):
     """One choice of a streamed chat completion; its first chunk names the role."""
 
     role: Literal["assistant"] | UnsetType = "assistant"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from runtime.http.job import CompletionJob
 
 T = TypeVar("T")
 CLIENT_CLOSED = 499
+DONE = b"data: [DONE]\n\n"
 
 
 async def respond_whole(engine: EngineClient, job: CompletionJob, http: HttpRequest) -> Response:
@@ -71,47 +73,77 @@ class EventStream(StreamingResponse):
             await super().stream_response(send)
 
 
-def respond_in_chunks(engine: EngineClient, job: CompletionJob) -> Response:
+class EventWriter(ABC):
+    """Writes one response as server-sent events."""
+
+    def __init__(self, job: CompletionJob) -> None:
+        self.job = job
+
+    @abstractmethod
+    def add(self, batch: Sequence[Delta]) -> list[bytes]:
+        """Add *batch* to the job; return the events for it. Raises `SlipstreamError` if a request failed."""
+
+    @abstractmethod
+    def finish(self) -> list[bytes]:
+        """Return the events after the last output."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> list[bytes]:
+        """Return the events that end a failed response."""
+
+
+class ChunkWriter(EventWriter):
+    """Writes chunks in the format of OpenAI's completions and chat completions."""
+
+    def add(self, batch: Sequence[Delta]) -> list[bytes]:
+        """Return a chunk for each choice with pending output."""
+        job = self.job
+        touched = {choice.index: choice for choice in [job.add(delta) for delta in batch]}
+        pending = [choice for choice in touched.values() if choice.has_pending]
+        is_over = not job.wants_usage and all(choice.finish_reason is not None for choice in job.choices)
+        no_usage = None if job.wants_usage else UNSET
+        return [
+            _chunk(
+                job.envelope.wrap([choice.flush()], no_usage, job.metrics(is_last=is_over and choice is pending[-1]))
+            )
+            for choice in pending
+        ]
+
+    def finish(self) -> list[bytes]:
+        """Return usage and statistics, if requested, and the end mark."""
+        job = self.job
+        return [*([_chunk(job.envelope.wrap([], job.usage(), job.metrics()))] if job.wants_usage else []), DONE]
+
+    def fail(self, error: ApiError) -> list[bytes]:
+        """Return the error and the end mark."""
+        return [b"data: " + error_body(error) + b"\n\n", DONE]
+
+
+def _chunk(body: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def respond_in_events(engine: EngineClient, writer: EventWriter) -> Response:
     """Answer with server-sent events. Raises as `EngineClient.check_open`, before the status is sent."""
-    engine.check_open(len(job.requests), num_prompt_tokens(job.requests))
-    return EventStream(_events(engine, job))
+    requests = writer.job.requests
+    engine.check_open(len(requests), num_prompt_tokens(requests))
+    return EventStream(_packets(engine, writer))
 
 
-async def _events(engine: EngineClient, job: CompletionJob) -> AsyncGenerator[bytes, None]:
+async def _packets(engine: EngineClient, writer: EventWriter) -> AsyncGenerator[bytes, None]:
+    """Yield events as tokens arrive, grouped by packet."""
+    job = writer.job
     packet = job.pacing.packet
     try:
-        async with aclosing(_chunks(engine, job)) as groups:
-            async for chunks in groups:
-                if data := packet([_event(msgspec.json.encode(chunk)) for chunk in chunks]):
+        async with (
+            aclosing(engine.stream(job.requests, job.timeout_s)) as deltas,
+            aclosing(job.pacing.batches(deltas)) as batches,
+        ):
+            async for batch in batches:
+                if data := packet(writer.add(batch)):
                     yield data
+        last = writer.finish()
     except Exception as error:
-        yield packet([_event(error_body(as_api_error(error)))])
-    yield packet([_event(b"[DONE]")])
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
-
-
-async def _chunks(engine: EngineClient, job: CompletionJob) -> AsyncGenerator[list[msgspec.Struct], None]:
-    """Yield chunks as tokens arrive, grouped by packet; at the end usage and statistics, if requested."""
-    async with (
-        aclosing(engine.stream(job.requests, job.timeout_s)) as deltas,
-        aclosing(job.pacing.batches(deltas)) as batches,
-    ):
-        async for batch in batches:
-            yield _chunks_of(job, batch)
-    if job.wants_usage:
-        yield [job.envelope.wrap([], job.usage(), job.metrics())]
-
-
-def _chunks_of(job: CompletionJob, batch: Sequence[Delta]) -> list[msgspec.Struct]:
-    """Add *batch* to the choices; return a chunk for each choice with pending output."""
-    touched = {choice.index: choice for choice in [job.add(delta) for delta in batch]}
-    pending = [choice for choice in touched.values() if choice.has_pending]
-    is_over = not job.wants_usage and all(choice.finish_reason is not None for choice in job.choices)
-    no_usage = None if job.wants_usage else UNSET
-    return [
-        job.envelope.wrap([choice.flush()], no_usage, job.metrics(is_last=is_over and choice is pending[-1]))
-        for choice in pending
-    ]
+        last = writer.fail(as_api_error(error))
+    for event in last:
+        yield packet([event])

@@ -109,3 +109,13 @@ def test_the_end_of_an_object(value: dict[str, object], is_ascii: bool, behind: 
 )
 def test_what_is_no_call(text: str) -> None:
     assert read_call(text) is None
+
+
+def test_text_and_calls_keep_their_order() -> None:
+    reader = HermesReader()
+    found = reader.push("First. " + hermes(call("f", "{}")) + "Then. " + hermes(call("g", "{}")) + "Done.")
+    pieces = [*found.pieces, *reader.finish().pieces]
+    calls = [CallPart(0, "f", "{}"), CallPart(1, "g", "{}")]
+    assert [piece for piece in pieces if isinstance(piece, CallPart)] == calls
+    texts = "".join("|" if isinstance(piece, CallPart) else piece for piece in pieces)
+    assert texts == "First.|Then.|Done."

@@ -36,7 +36,7 @@ class HermesReader(Scanner):
         text = self._space + text
         stripped = text.rstrip()
         self._space = text[len(stripped) :]
-        self._found.content += stripped
+        self._found.add_text(stripped)
 
     def _before_object(self) -> bool:
         """Consume white space between the opening tag and the object."""
@@ -74,7 +74,7 @@ class HermesReader(Scanner):
             self._emit(self._mark)
         self._emit(self._held)
         if not self.num_calls:
-            self._found.content += self._space
+            self._found.add_text(self._space)
 
 
 class LlamaReader(Scanner):
@@ -97,7 +97,7 @@ class LlamaReader(Scanner):
         return True
 
     def _text(self) -> bool:
-        self._found.content += self._held
+        self._found.add_text(self._held)
         self._held = ""
         return False
 
@@ -118,7 +118,7 @@ class LlamaReader(Scanner):
         return True
 
     def _release(self) -> None:
-        self._found.content += self._held
+        self._found.add_text(self._held)
 
 
 class ArrayReader(LlamaReader):
@@ -156,7 +156,7 @@ class NamedReader(CallReader):
             return ParsedCalls()
         name = None if self.num_calls else self._name
         self.num_calls = 1
-        return ParsedCalls(parts=[CallPart(0, name, text)])
+        return ParsedCalls([CallPart(0, name, text)])
 
     def finish(self) -> ParsedCalls:
         """See `CallReader`."""

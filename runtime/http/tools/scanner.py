@@ -27,10 +27,24 @@ class CallPart:
 
 @dataclass
 class ParsedCalls:
-    """The text outside of calls, and the parts of calls, in some text."""
+    """The text outside of calls and the parts of calls in some text, in their order."""
 
-    content: str = ""
-    parts: list[CallPart] = field(default_factory=list)
+    pieces: list[str | CallPart] = field(default_factory=list)
+
+    def add_text(self, text: str) -> None:
+        """Append *text* that belongs to no call."""
+        if text:
+            self.pieces.append(text)
+
+    @property
+    def content(self) -> str:
+        """The text outside of calls."""
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def parts(self) -> list[CallPart]:
+        """The parts of calls."""
+        return [piece for piece in self.pieces if isinstance(piece, CallPart)]
 
 
 class _CallText(msgspec.Struct):
@@ -160,5 +174,5 @@ class Scanner(CallReader):
         return True
 
     def _add(self, name: str, arguments: str) -> None:
-        self._found.parts.append(CallPart(self.num_calls, name, arguments))
+        self._found.pieces.append(CallPart(self.num_calls, name, arguments))
         self.num_calls += 1
