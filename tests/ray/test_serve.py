@@ -44,6 +44,36 @@ def server(ray_cluster: Any, model: Path) -> Iterator[Running]:
     wait_until(lambda: available_resources().get("GPU") == free)
 
 
+MEMBER = """
+import signal
+import time
+from cluster.ray.cluster import Membership
+
+stopping = []
+signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
+member = Membership(1)
+print("joined", flush=True)
+while not stopping:
+    time.sleep(0.05)
+time.sleep(3.5)  # Ray's own handler would abort the process after three seconds
+member.leave()
+"""
+
+
+def test_a_member_of_a_cluster_handles_sigterm_itself(ray_cluster: Any) -> None:
+    address = ray_cluster.get_runtime_context().gcs_address
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT)}
+    environment.pop("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", None)  # importing `cluster.ray` in this process has set it
+    command = [sys.executable, "-c", MEMBER]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "joined\n"
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert (process.returncode, log) == (0, "")
+
+
 def body(**fields: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True, **fields}
 
@@ -70,7 +100,10 @@ def test_it_answers_and_stops_when_told(ray_cluster: Any, server: Running, model
     server.process.send_signal(signal.SIGTERM)
     code, log = server.ended()
     assert code == 0
-    assert "Traceback" not in log
+    assert [line.split(maxsplit=2)[2] for line in log.splitlines()] == [
+        "stopping; running answers have 30 s, a second signal stops at once",
+        "stopped",
+    ]
     wait_gone(pids)
 
 
