@@ -2,7 +2,6 @@
 
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,11 +13,10 @@ from runtime.http.chat import chat_job
 from runtime.http.completions import completion_job
 from runtime.http.context import RouteContext, ServerOptions
 from runtime.http.errors import ApiError
-from runtime.http.job import CompletionJob
 from runtime.http.render import Decoder, TokenTexts
-from runtime.http.responding import ChunkWriter, respond_in_events, respond_whole
+from runtime.http.responding import respond
 from runtime.http.responses import ModelList
-from runtime.http.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from runtime.http.schemas import ChatCompletionRequest, CompletionRequest
 from runtime.http.server.guard import Guard
 from runtime.http.server.limits import REQUEST_ID
 from runtime.metrics.logs import HTTP_REQUEST_ID
@@ -79,20 +77,13 @@ def _add_generation_routes(app: FastAPI, context: RouteContext) -> None:
     async def completions(http: Request) -> Response:
         """Continue one or several prompts."""
         body = await read_body(http, CompletionRequest)
-        return await _respond(context, http, body, await completion_job(context, body))
+        return await respond(context, http, body, await completion_job(context, body))
 
     @app.post("/v1/chat/completions", openapi_extra=described(ChatCompletionRequest))
     async def chat_completions(http: Request) -> Response:
         """Answer a conversation."""
         body = await read_body(http, ChatCompletionRequest)
-        return await _respond(context, http, body, await chat_job(context, body))
-
-
-async def _respond(context: RouteContext, http: Request, body: GenerationRequest, job: CompletionJob) -> Response:
-    job = replace(job, timeout_s=body.timeout, pacing=context.options.pacing)
-    if body.stream:
-        return respond_in_events(context.engine, ChunkWriter(job))
-    return await respond_whole(context.engine, job, http)
+        return await respond(context, http, body, await chat_job(context, body))
 
 
 class RequestObserver:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from protos.messages import TokenOutput
+from protos.messages import Request, TokenOutput
 from runtime.http.context import RouteContext
 from runtime.http.job import Choice, CompletionJob, Envelope
 from runtime.http.render import TokenTexts, chat_logprobs, prompt_logprobs
@@ -110,7 +110,7 @@ class ChatWriter(ChatAnswer):
     def _message(self) -> ChatMessage:
         if not self.calls:
             return ChatMessage(self.text)
-        calls = [ToolCall(_call_id(), FunctionCall(name, arguments)) for name, arguments in join_parts(self.calls)]
+        calls = [ToolCall(new_call_id(), FunctionCall(name, arguments)) for name, arguments in join_parts(self.calls)]
         return ChatMessage(self.text or None, tool_calls=calls)
 
 
@@ -148,14 +148,25 @@ def join_parts(parts: Sequence[CallPart]) -> list[tuple[str, str]]:
 def _delta(part: CallPart) -> ToolCallDelta:
     if part.name is None:
         return ToolCallDelta(part.index, FunctionDelta(part.arguments))
-    return ToolCallDelta(part.index, FunctionDelta(part.arguments, part.name), _call_id(), "function")
+    return ToolCallDelta(part.index, FunctionDelta(part.arguments, part.name), new_call_id(), "function")
 
 
-def _call_id() -> str:
+def new_call_id() -> str:
+    """Return an id for a call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-async def chat_job(context: RouteContext, body: ChatCompletionRequest) -> CompletionJob:
+@dataclass(frozen=True)
+class Conversation:
+    """A validated conversation: the requests for its answers, and how its tools may be called."""
+
+    id: str
+    model: str
+    requests: list[Request]
+    use: ToolUse
+
+
+async def prepare_chat(context: RouteContext, body: ChatCompletionRequest, request_id: str) -> Conversation:
     """Validate *body*; nothing is scheduled yet.
 
     Raises:
@@ -163,15 +174,19 @@ async def chat_job(context: RouteContext, body: ChatCompletionRequest) -> Comple
         ApiError: the model is not served.
     """
     model = context.model_name(body.model)
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
     use = body.tool_use(context.options.tools)
     params = use.constrained(body.chat_sampling(context.options.sampling_defaults))
     prompt = await context.engine.render_chat(body.messages, params, **body.template_options, **use.template_options)
     with use.error_context():
         requests = await context.engine.prepare(prompt, params, request_id)
-    group = context.with_options(requests, body)
+    return Conversation(request_id, model, context.with_options(requests, body), use)
+
+
+async def chat_job(context: RouteContext, body: ChatCompletionRequest) -> CompletionJob:
+    """Validate *body* as `prepare_chat`."""
+    chat = await prepare_chat(context, body, f"chatcmpl-{uuid.uuid4().hex}")
     kind, writer = (ChatCompletionChunk, ChatChunkWriter) if body.stream else (ChatCompletion, ChatWriter)
-    choices = [writer(index, body, context.texts, use) for index in range(len(group))]
-    envelope = ChatEnvelope(kind, request_id, int(time.time()), model)
+    choices = [writer(index, body, context.texts, chat.use) for index in range(len(chat.requests))]
+    envelope = ChatEnvelope(kind, chat.id, int(time.time()), chat.model)
     spec_metrics, origins = context.spec_metrics(body), context.origins(body)
-    return CompletionJob([group], choices, envelope, body.wants_usage, spec_metrics, origins)
+    return CompletionJob([chat.requests], choices, envelope, body.wants_usage, spec_metrics, origins)

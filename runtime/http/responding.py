@@ -5,6 +5,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,8 +17,10 @@ from starlette.types import Send
 from runtime.frontend.admission import num_prompt_tokens
 from runtime.frontend.client import EngineClient
 from runtime.frontend.stream_queue import Delta
+from runtime.http.context import RouteContext
 from runtime.http.errors import ApiError, as_api_error, error_body
 from runtime.http.job import CompletionJob
+from runtime.http.schemas import GenerationRequest
 
 T = TypeVar("T")
 CLIENT_CLOSED = 499
@@ -79,6 +82,10 @@ class EventWriter(ABC):
     def __init__(self, job: CompletionJob) -> None:
         self.job = job
 
+    def begin(self) -> list[bytes]:
+        """Return the events before the first output."""
+        return []
+
     @abstractmethod
     def add(self, batch: Sequence[Delta]) -> list[bytes]:
         """Add *batch* to the job; return the events for it. Raises `SlipstreamError` if a request failed."""
@@ -135,6 +142,8 @@ async def _packets(engine: EngineClient, writer: EventWriter) -> AsyncGenerator[
     job = writer.job
     packet = job.pacing.packet
     try:
+        if first := writer.begin():
+            yield packet(first)
         async with (
             aclosing(engine.stream(job.requests, job.timeout_s)) as deltas,
             aclosing(job.pacing.batches(deltas)) as batches,
@@ -147,3 +156,17 @@ async def _packets(engine: EngineClient, writer: EventWriter) -> AsyncGenerator[
         last = writer.fail(as_api_error(error))
     for event in last:
         yield packet([event])
+
+
+async def respond(
+    context: RouteContext,
+    http: HttpRequest,
+    body: GenerationRequest,
+    job: CompletionJob,
+    events: Callable[[CompletionJob], EventWriter] = ChunkWriter,
+) -> Response:
+    """Run *job* and answer as *body* wants it; *events* makes the writer of a stream."""
+    job = replace(job, timeout_s=body.timeout, pacing=context.options.pacing)
+    if body.stream:
+        return respond_in_events(context.engine, events(job))
+    return await respond_whole(context.engine, job, http)

@@ -102,14 +102,10 @@ class PredictionField(BaseModel):
         return "".join(part.text for part in self.content)
 
 
-class GenerationRequest(RequestBody, StructuredFields):
-    """Fields that completions and chat completions share."""
+class SamplingFields(BaseModel):
+    """Fields with the same name and meaning at every endpoint that generates."""
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    best_of: int | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -126,7 +122,6 @@ class GenerationRequest(RequestBody, StructuredFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
@@ -136,6 +131,16 @@ class GenerationRequest(RequestBody, StructuredFields):
     speculative_config: SpeculativeOptions | None = None
     per_request_spec_decode_metrics: SpecMetrics | None = None
     token_origins: bool | None = None
+
+
+class GenerationRequest(RequestBody, StructuredFields, SamplingFields):
+    """Fields that completions and chat completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
 
     endpoint_names: ClassVar[frozenset[str]] = frozenset()
     """Sampling fields with another meaning at this endpoint."""
