@@ -15,7 +15,7 @@ from protos.draft_module import DraftRunner, on_a_worker
 
 
 class DraftModelProposer:
-    """Drafts a chain of k tokens per row, or a tree of k nodes, with any causal language model."""
+    """Drafts a chain of `row.length` tokens per row, or a tree of `row.k` nodes, with any causal language model."""
 
     on_worker: ClassVar[bool] = True
 
@@ -32,12 +32,12 @@ class DraftModelProposer:
         return self._chains(rows) if self.shape.width == 1 else self._trees(rows)
 
     def _chains(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Sample one token per step for every row that wants more; rows with the largest k come first."""
-        order = sorted(range(len(rows)), key=lambda r: -rows[r].k)
+        """Sample one token per step for every row that wants more; those with the longest chains come first."""
+        order = sorted(range(len(rows)), key=lambda r: -rows[r].length)
         tokens: list[list[int]] = [[] for _ in rows]
         ids_R = torch.empty(0, dtype=torch.int64)
-        for step in range(rows[order[0]].k if rows else 0):
-            active = [rows[r] for r in order if rows[r].k > step]
+        for step in range(rows[order[0]].length if rows else 0):
+            active = [rows[r] for r in order if rows[r].length > step]
             logits_RV = self._logits(active, ids_R[: len(active)], step)
             ids_R = self.runner.sample(active, logits_RV, step)
             for r, token in zip(order, ids_R.tolist(), strict=False):

@@ -16,7 +16,7 @@ from random import Random
 from typing import ClassVar, NamedTuple, Self
 
 from protos.config.engine import SpeculativeConfig
-from protos.draft import Draft, DraftRow
+from protos.draft import ANY_DEPTH, Draft, DraftRow
 from protos.draft_module import DraftRunner
 from protos.errors import ConfigError
 from protos.interfaces import SequenceListener
@@ -124,14 +124,14 @@ class LookaheadState:
         state._fill()
         return state
 
-    def draft(self, text: Seq[int], k: int) -> Draft:
-        """Return the pool's n-grams, and the window as probes if *k* leaves room for all of it."""
+    def draft(self, text: Seq[int], k: int, depth: int = ANY_DEPTH) -> Draft:
+        """Return the pool's n-grams, to *depth* levels, and the window as probes if *k* leaves room for all of it."""
         self.text = text
         size = sum(map(len, self.levels))
         room = k - size if size < k else k
         nodes = LookaheadNodes()
         for ngram in self.pool.following(text[-1]):
-            nodes.add_branch(ngram, room)
+            nodes.add_branch(ngram[:depth], room)
         self.num_probes = size if size < k else 0
         if self.num_probes:
             nodes.add_window(self.levels)
@@ -191,7 +191,7 @@ class LookaheadProposer(SequenceListener):
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft per row, of at most `row.k` nodes: n-grams of the pool, and probes."""
-        return [self._state(row).draft(row.token_ids, row.k) for row in rows]
+        return [self._state(row).draft(row.token_ids, row.k, row.depth) for row in rows]
 
     def _state(self, row: DraftRow) -> LookaheadState:
         """Return the row's state; a new one for a row without a `begin`."""

@@ -118,7 +118,7 @@ class RecurrentProposer(HeadsProposer):
 
     def _beams(self, rows: Seq[DraftRow]) -> list[Draft]:
         beams = RecurrentBeams(self.runner, rows, self.width)
-        for depth in range(min(self.length, max(row.k for row in rows))):
+        for depth in range(min(self.length, max(row.length for row in rows))):
             beams.extend(depth)
         return beams.nodes.best(rows)
 
@@ -135,6 +135,7 @@ class RecurrentBeams:
     def __init__(self, runner: DraftRunner, rows: Seq[DraftRow], width: int) -> None:
         self.runner, self.rows, self.width = runner, rows, width
         self.module: Recurrent = runner.module
+        self.length_R1 = torch.tensor([[row.length] for row in rows], device=runner.newest(rows).device)
         self.tokens_RW = runner.newest(rows)[:, None]
         self.states_RWS = self.module.begin(runner.features(rows))[:, None]
         self.places_RW = torch.full_like(self.tokens_RW, -1)  # among the nodes
@@ -162,5 +163,6 @@ class RecurrentBeams:
         self.tokens_RW = tokens_NC.view(count, -1).gather(1, best_RW)
         self.states_RWS = states_NS.view(count, width, -1)[torch.arange(count)[:, None], sources_RW]
         first = self.nodes.tokens_RM.shape[1]
-        self.nodes.add(self.tokens_RW, self.places_RW.gather(1, sources_RW), self.scores_RW)
+        scores_RW = self.scores_RW.masked_fill(self.length_R1 <= depth, -torch.inf)
+        self.nodes.add(self.tokens_RW, self.places_RW.gather(1, sources_RW), scores_RW)
         self.places_RW = torch.arange(first, first + best_RW.shape[1], device=best_RW.device).expand_as(best_RW)

@@ -4,21 +4,31 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
+ANY_DEPTH = 1 << 30
+"""No limit on the depth of a draft."""
+
 
 class DraftRow(msgspec.Struct, frozen=True, gc=False):
-    """One sequence that wants a draft of at most `k` tokens after its `token_ids`.
+    """One sequence that wants a draft of at most `k` tokens, in at most `depth` levels, after its `token_ids`.
 
     Attributes:
         slot: the sequence's place in the draft worker's tables, which learned proposers read.
         k: most nodes of the draft.
         token_ids: prompt and output, read-only; given only to proposers in the controller process.
         key: the sequence's key in the calls of a `SequenceListener`; 0 if none was announced.
+        depth: most levels of nodes that may be accepted; probes may be deeper. A draft may have more nodes than that.
     """
 
     slot: int
     k: int
     token_ids: Seq[int] = ()
     key: int = 0
+    depth: int = ANY_DEPTH
+
+    @property
+    def length(self) -> int:
+        """Most tokens of a chain: each is a level of its own."""
+        return min(self.k, self.depth)
 
 
 class Draft(msgspec.Struct, frozen=True, gc=False):
@@ -73,6 +83,29 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         is_straight = parents == tuple(range(-1, len(cut) - 1))
         return Draft(cut.tokens) if is_straight and not probes else Draft(cut.tokens, parents, probes)
 
+    def within(self, depth: int) -> "Draft":
+        """Return the nodes of the first *depth* levels, and the probes below them, in the normal form of `first`."""
+        depths = self.depths()
+        if max(depths, default=0) <= depth:
+            return self
+        probed, parents = self._probed(), self.node_parents()
+        place = {-1: -1}  # of the nodes that are kept
+        for node, parent in enumerate(parents):
+            if parent in place and (depths[node] <= depth or probed[node]):
+                place[node] = len(place) - 1
+        kept = list(place)[1:]
+        cut = Draft(
+            tuple(self.tokens[node] for node in kept),
+            tuple(place[parents[node]] for node in kept),
+            tuple(self.probes[node] for node in kept) if self.probes else (),
+        )
+        return cut.first(len(kept))
+
+    def _probed(self) -> list[bool]:
+        """Return for every node whether it is a probe or descends from one: it cannot be accepted."""
+        probes = sum(1 << node for node, is_probe in enumerate(self.probes) if is_probe)
+        return [bool(mask & probes) for mask in self.ancestor_masks()]
+
     def node_parents(self) -> Seq[int]:
         """Return the parent of every node, for chains as well."""
         return self.parents or range(-1, len(self) - 1)
@@ -93,10 +126,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     def widths(self) -> list[int]:
         """Return the number of nodes at each depth, from 1 on, that can be accepted: no probe or descendant of one."""
-        probes = sum(1 << node for node, is_probe in enumerate(self.probes) if is_probe)
-        reachable = [
-            depth for depth, mask in zip(self.depths(), self.ancestor_masks(), strict=True) if not mask & probes
-        ]
+        reachable = [depth for depth, probed in zip(self.depths(), self._probed(), strict=True) if not probed]
         counts = [0] * max(reachable, default=0)
         for depth in reachable:
             counts[depth - 1] += 1

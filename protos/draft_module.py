@@ -238,5 +238,5 @@ class LearnedProposer(Protocol):
         ...
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return one draft per row, of 0 to `row.k` nodes."""
+        """Return one draft per row, of 0 to `row.k` nodes in at most `row.depth` levels."""
         ...

@@ -27,7 +27,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return one draft per row, of 0 to `row.k` tokens."""
+        """Return one draft per row, of 0 to `row.k` tokens in at most `row.depth` levels."""
         ...
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from protos.draft import Draft
+from protos.draft import ANY_DEPTH, Draft
 from protos.layers import Needs
 from protos.sampling import SamplingParams
 
@@ -119,6 +119,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
         new_block_ids / new_block_versions: blocks appended to the sequence's table. A block's version
             changes whenever its content is discarded, so (id, version) identifies its content.
         draft: proposed in the controller process, or None: the draft worker proposes.
+        depth: most levels of a draft: one fewer than the tokens still to come.
     """
 
     slot: int
@@ -131,6 +132,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     new_block_ids: Seq[int] = ()
     new_block_versions: Seq[int] = ()
     draft: Draft | None = None
+    depth: int = ANY_DEPTH
 
 
 class RoundPlan(msgspec.Struct, frozen=True, gc=False):

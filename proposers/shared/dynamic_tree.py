@@ -82,13 +82,13 @@ class TreeShape:
             return cls(1, config.num_speculative_tokens)
         return cls(width, config.num_steps or DEFAULT_DEPTH)
 
-    def depth_of(self, k: int) -> int:
-        """Return the number of levels of a tree of k nodes."""
-        return min(self.depth, k)
+    def depth_of(self, row: DraftRow) -> int:
+        """Return the number of levels of a row's tree."""
+        return min(self.depth, row.length)
 
-    def num_fed(self, k: int) -> int:
+    def num_fed(self, row: DraftRow) -> int:
         """Return how many nodes are fed per level: at most *width*, and at most k over all levels."""
-        return max(1, min(self.width, k // max(1, self.depth_of(k) - 1)))
+        return max(1, min(self.width, row.k // max(1, self.depth_of(row) - 1)))
 
 
 CHAINS = TreeShape(1, MAX_SPECULATIVE_TOKENS)
@@ -124,13 +124,12 @@ class DynamicTree:
 
     def draft(self, states_RX: torch.Tensor) -> list[Draft]:
         """Return a tree of the best `row.k` nodes of each row, given the states after its newest known token."""
-        depth_R = [self._shape.depth_of(row.k) for row in self._rows]
+        depth_R = [self._shape.depth_of(row) for row in self._rows]
         best = self._first_level(states_RX)
         fed_R = torch.zeros_like(self._row_R)
         for level in range(1, max(depth_R)):
             limits = [
-                self._shape.num_fed(row.k) if level < depth else 0
-                for row, depth in zip(self._rows, depth_R, strict=True)
+                self._shape.num_fed(row) if level < depth else 0 for row, depth in zip(self._rows, depth_R, strict=True)
             ]
             is_fed_RW = self._rank_W < torch.tensor(limits, device=fed_R.device)[:, None]
             is_fed_RW &= self._nodes.scores_RM.gather(1, best.nodes_RW) > _DROPPED

@@ -164,21 +164,26 @@ class HeadsProposer:
 
     def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Draft the largest tree for all rows, each to the depth of its own, and keep the first nodes of each row."""
-        ranked = sorted(rows, key=lambda row: -row.k)
-        trees = [self.tree.first(row.k) for row in ranked]
+        ranked = sorted(rows, key=lambda row: -self._depth(row))
+        largest = self.tree.first(max(row.k for row in rows))
         is_per_node = self.module.is_grounded or self.runner.draws_by_path
-        levels = trees[0].levels if is_per_node else trees[0].flat_levels
-        found_RJ = [[0] * len(trees[0].choices) for _ in ranked]
-        depths = [tree.depth for tree in trees]
+        depths = [self._depth(row) for row in ranked]
+        levels = (largest.levels if is_per_node else largest.flat_levels)[: depths[0]]
+        found_RJ = [[0] * len(largest.choices) for _ in ranked]
         for level, ids_RM in zip(levels, self._level_tokens(ranked, depths, levels), strict=True):
             for found_J, ids_M in zip(found_RJ, ids_RM.tolist(), strict=False):
                 for node, token in zip(level.nodes, ids_M, strict=True):
                     found_J[node] = token
-        drafts = {
-            row.slot: tree.draft(found_J[: len(tree.choices)])
-            for row, tree, found_J in zip(ranked, trees, found_RJ, strict=True)
-        }
+        drafts = {row.slot: self._draft(row, found_J) for row, found_J in zip(ranked, found_RJ, strict=True)}
         return [drafts[row.slot] for row in rows]
+
+    def _depth(self, row: DraftRow) -> int:
+        """Return the number of levels of a row's tree."""
+        return min(self.tree.first(row.k).depth, row.depth)
+
+    def _draft(self, row: DraftRow, found_J: Seq[int]) -> Draft:
+        tree = self.tree.first(row.k)
+        return tree.draft(found_J[: len(tree.choices)]).within(row.depth)
 
     def _level_tokens(self, ranked: Seq[DraftRow], depths: Seq[int], levels: Seq[TreeLevel]) -> Iterator[torch.Tensor]:
         """Yield the ids of each level, `[R, M]`, for the first R rows: those whose trees have this depth."""

@@ -56,7 +56,7 @@ class ParallelProposer:
         return cls(on_a_worker(runner, cls.method))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return a chain of `row.k` tokens for each row, or of as many as the module can draft."""
+        """Return a chain of `row.length` tokens for each row, or of as many as the module can draft."""
         chains = Chains(rows, self.module.max_tokens)
         states_RPX = self._states(chains)
         for step in range(chains.steps):
@@ -68,7 +68,7 @@ class ParallelProposer:
     def _states(self, chains: Chains) -> torch.Tensor:
         """Return the output for each draft token, `[R, P, X]`, padded at the end for rows with fewer tokens."""
         lead = self.module.lead
-        counts = [min(row.k, chains.steps) + lead for row in chains.rows]
+        counts = [min(row.length, chains.steps) + lead for row in chains.rows]
         if not sum(counts):
             return self.runner.catch_up(chains.rows).unsqueeze(1)
         newest_R = self.runner.newest(chains.rows)

@@ -20,6 +20,9 @@ Placement = Literal["dedicated", "colocated"]
 RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
 PROBABILISTIC_RULES: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
 """Rules that accept with probability p/q: draft tokens must be sampled from a known distribution q."""
+ONLY_CHAINS = frozenset({"ngram", "pard", "p_eagle", "dflash"})
+MOSTLY_CHAINS = ONLY_CHAINS | {"draft_model", "eagle", "eagle3", "mtp", "suffix"}
+"""Methods that draft trees only where the configuration has a shape with branches."""
 LogFormat = Literal["text", "json"]
 
 
@@ -175,6 +178,15 @@ class SpeculativeConfig:
                     "must be its first ones"
                 )
         return self
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether drafts may have more nodes than levels."""
+        if self.draft_shape == "chain":
+            return False
+        is_tree = self.draft_shape == "tree" or self.eagle_topk > 1 or self.speculative_token_tree is not None
+        chains = ONLY_CHAINS if is_tree else MOSTLY_CHAINS
+        return not chains.issuperset(self.methods)
 
     @property
     def samples_drafts(self) -> bool:

@@ -48,6 +48,7 @@ class Planner:
         self._num_scored = 0  # prompt tokens whose logits are computed in this step
         self._worker_is_up = True  # whether the draft worker serves in this step
         self._draft_needs = info.draft_needs
+        self._max_model_len = info.max_model_len
         self._generations = count(1)
 
     def plan(self, policy: Policy, *, worker_is_up: bool = True) -> list[ScheduledSequence]:
@@ -98,13 +99,13 @@ class Planner:
         return length
 
     def _request_drafts(self, one: ScheduledSequence, policy: Policy, budget: int) -> None:
-        """Set `k`. At most one fewer than the tokens still to come: the target adds one to those it accepts."""
+        """Set `k`. A tree may have more nodes than tokens are still to come, but all within the context's length."""
         sequence = one.sequence
         has_features = self._draft_needs == "none" or sequence.is_decoding
         worker_drafts = has_features and self._worker_drafts(sequence.request)
         if one.samples and (worker_drafts or self._proposers is not None):
-            room = sequence.max_len - len(sequence.token_ids) - 1
-            one.k = max(0, min(policy.num_draft_tokens(sequence.request), room, budget))
+            room = self._max_model_len - len(sequence.token_ids) - 1
+            one.k = max(0, min(policy.num_nodes(sequence.request, one.depth), room, budget))
 
     def _worker_drafts(self, request: Request) -> bool:
         """Whether the draft worker may propose for this request in this step."""
@@ -240,6 +241,7 @@ class Planner:
             new_blocks,
             self._blocks.versions_of(new_blocks),
             one.draft,
+            one.depth,
         )
         sequence.num_sent_tokens = known_len
         sequence.num_sent_blocks = len(sequence.block_ids)

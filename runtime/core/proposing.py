@@ -48,7 +48,9 @@ class ControllerProposers:
 
     def _fill_with(self, proposer: Proposer, scheduled: list[ScheduledSequence]) -> None:
         began = time.monotonic()
-        rows = [DraftRow(one.sequence.slot, one.k, one.sequence.token_ids, one.sequence.key) for one in scheduled]
+        rows = [
+            DraftRow(one.sequence.slot, one.k, one.sequence.token_ids, one.sequence.key, one.depth) for one in scheduled
+        ]
         for one, draft in zip(scheduled, self._propose(proposer, rows), strict=True):
             if draft.tokens:
                 one.draft, one.k = draft, len(draft)
@@ -58,7 +60,10 @@ class ControllerProposers:
         try:
             drafts = proposer.propose(rows)
             if len(drafts) == len(rows):
-                return [draft.valid_prefix(row.k, self._vocab_size) for draft, row in zip(drafts, rows, strict=True)]
+                return [
+                    draft.valid_prefix(row.k, self._vocab_size).within(row.depth)
+                    for draft, row in zip(drafts, rows, strict=True)
+                ]
             logger.warning("%s returned %d drafts for %d rows", type(proposer).__name__, len(drafts), len(rows))
         except Exception:
             logger.exception("%s failed; these rows get no draft from it", type(proposer).__name__)

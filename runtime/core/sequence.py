@@ -197,6 +197,11 @@ class ScheduledSequence:
     draft: Draft | None = None
 
     @property
+    def depth(self) -> int:
+        """Most levels of a draft: one fewer than the tokens still to come, to which the target adds one of its own."""
+        return self.sequence.max_len - len(self.sequence.token_ids) - 1
+
+    @property
     def end(self) -> int:
         """Position after the last known token fed."""
         return self.sequence.num_computed + self.length

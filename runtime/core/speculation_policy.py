@@ -51,6 +51,10 @@ class Policy(Protocol):
         """Return the most draft tokens that this request's row may get in this step."""
         ...
 
+    def num_nodes(self, request: Request, depth: int) -> int:
+        """Return the most draft tokens of a draft of at most *depth* levels: a chain has no more than one in each."""
+        ...
+
 
 class NoSpeculation:
     """The policy without speculation: K is 0."""
@@ -62,6 +66,10 @@ class NoSpeculation:
         """Do nothing."""
 
     def num_draft_tokens(self, request: Request) -> int:
+        """Return 0."""
+        return 0
+
+    def num_nodes(self, request: Request, depth: int) -> int:
         """Return 0."""
         return 0
 
@@ -127,6 +135,7 @@ class SpeculationPolicy:
     def __init__(self, config: SpeculativeConfig) -> None:
         limit, table = config.disable_by_batch_size, config.num_speculative_tokens_per_batch_size
         self._limit = config.num_speculative_tokens
+        self._may_branch = config.may_branch
         self._switch = BatchSizeSwitch(limit) if limit is not None else None
         self._table = BatchSizeTable(table, self._limit) if table is not None else None
         self._from_table = self._table.k(1) if self._table else self._limit
@@ -166,6 +175,11 @@ class SpeculationPolicy:
             return 0
         wanted = request.num_speculative_tokens
         return self._current if wanted is None else min(wanted, self._current)
+
+    def num_nodes(self, request: Request, depth: int) -> int:
+        """See `Policy`; none where the draft may have no level."""
+        wanted = self.num_draft_tokens(request)
+        return wanted if self._may_branch and depth > 0 else min(wanted, depth)
 
 
 def make_policy(config: SpeculativeConfig | None) -> Policy:

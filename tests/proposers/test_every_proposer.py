@@ -16,12 +16,14 @@ import pytest
 
 from cluster import assemble
 from proposers import registry
+from protos.draft import Draft, DraftRow
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.core.controller import LocalInbox
 from tests.support.distributed.engine import Engine, configure, late_comer, threaded
 from tests.support.identity import generate
 from tests.support.models import synthetic, synthetic_layers, tiny_models
+from workers.draft.engine import DraftEngine
 
 VOCAB = 23
 """So few ids that random drafts are sometimes right; two ranks cannot divide the number."""
@@ -179,9 +181,43 @@ def branched(engine: Engine) -> bool:
     )
 
 
+Drafted = list[tuple[DraftRow, Draft]]
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> Drafted:
+    """Return a list that collects all rows and what the proposer drafted for them."""
+    found: Drafted = []
+    checked = DraftEngine._checked
+
+    def recording(engine: DraftEngine, rows: list[DraftRow], propose: Any) -> list[Draft]:
+        def proposing(asked: list[DraftRow]) -> list[Draft]:
+            drafts: list[Draft] = propose(asked)
+            found.extend(zip(asked, drafts, strict=True))
+            return drafts
+
+        return checked(engine, rows, proposing)
+
+    monkeypatch.setattr(DraftEngine, "_checked", recording)
+    return found
+
+
+def assert_within_the_answers(drafted: Drafted, shape: str) -> None:
+    """No draft is deeper than its answer is long, and near the end trees have more nodes than levels."""
+    assert all(max(draft.depths(), default=0) <= row.depth for row, draft in drafted)
+    near_the_end = [len(draft) - row.depth for row, draft in drafted if row.depth <= 2 and len(draft)]
+    assert near_the_end and (max(near_the_end) > 0) == (shape == "tree")
+
+
 @pytest.mark.parametrize(("case", "shape"), SHAPED)
 def test_in_one_process_alone_and_sixteen_together(
-    case: Case, shape: str, folders: Folders, running: list[Engine], caplog: pytest.LogCaptureFixture
+    case: Case,
+    shape: str,
+    folders: Folders,
+    running: list[Engine],
+    caplog: pytest.LogCaptureFixture,
+    *,
+    drafted: Drafted,
 ) -> None:
     engine = started(folders.of(case), folders.speculative(case, **case.shapes[shape]))
     running.append(engine)
@@ -195,6 +231,7 @@ def test_in_one_process_alone_and_sixteen_together(
     assert outputs == folders.plain(folders.of(case))
     assert engine.proposed() - alone > engine.accepted > 0
     assert branched(engine) == (shape == "tree")
+    assert_within_the_answers(drafted, shape)
     assert "the draft failed" not in caplog.text
 
 

@@ -155,3 +155,25 @@ def test_all_ranks_have_what_rank_0_has(drafts: list[Draft]) -> None:
     width = max(row.k for row in rows)
     expected = [(len(rows), 1 + width)] + [(len(rows), width)] * (not all(draft.is_chain for draft in drafts))
     assert [tuple(tensor.shape) for tensor in shared] == expected
+
+
+def test_a_draft_within_a_depth_keeps_its_first_levels_and_its_probes() -> None:
+    #  0 - 2 - 4      node 1 is a probe, so 3 is below one
+    #  1 - 3   5 under 2
+    draft = Draft((1, 2, 3, 4, 5, 6), (-1, -1, 0, 1, 2, 2), (False, True, False, False, False, False))
+    assert draft.within(3) is draft
+    assert draft.within(2) == Draft((1, 2, 3, 4), (-1, -1, 0, 1), (False, True, False, False))
+    assert draft.within(1) == Draft((1, 2, 4), (-1, -1, 1), (False, True, False))
+    assert Draft((7, 8, 9)).within(2) == Draft((7, 8))
+    assert Draft((7, 8, 9), (-1, 0, 0)).within(1) == Draft((7,))
+    assert Draft((7, 8, 9)).within(0) == NO_DRAFT
+
+
+@given(trees, st.integers(0, 6))
+@settings(max_examples=100, deadline=None)
+def test_what_is_left_within_a_depth_are_the_same_paths(draft: Draft, depth: int) -> None:
+    cut = draft.within(depth)
+    assert cut.valid_prefix(len(cut), VOCAB) == cut
+    assert cut.widths() == draft.widths()[:depth]
+    deep = [level > depth and not is_probe for level, is_probe in zip(cut.depths(), cut._probed(), strict=True)]
+    assert not any(deep)

@@ -44,7 +44,7 @@ def test_accepted_drafts_move_the_computed_length_and_only_new_ids_are_told() ->
 
 def test_draft_tokens_stop_one_before_the_last_output_and_before_the_context_ends() -> None:
     scheduler = started(make_request("a", [1] * 5, max_tokens=4))
-    assert scheduler.schedule(fixed_k(9)).rows[0].k == 2
+    assert scheduler.schedule(fixed_k(9, draft_shape="chain")).rows[0].k == 2
     scheduler = started(make_request("a", [1] * 60, max_tokens=100))
     assert scheduler.schedule(fixed_k(9)).rows[0].k == 2
 

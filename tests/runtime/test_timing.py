@@ -58,7 +58,7 @@ def ask(name: str, **fields: object) -> Request:
 
 def test_a_controller_tells_steps_where_asked_and_counts_where_not() -> None:
     inbox = LocalInbox()
-    speculative = SpeculativeConfig("fake", num_speculative_tokens=4)
+    speculative = SpeculativeConfig("fake", num_speculative_tokens=4, draft_shape="chain")
     controller = fake_engine.build(inbox, print, speculative=speculative)
     assert controller.stats().speculation == "on"
     inbox.put([ask("told", wants_steps=True), ask("untold"), ask("plain", wants_steps=True, speculate=False)])

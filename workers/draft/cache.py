@@ -66,11 +66,11 @@ class DraftCache:
             most = min(most, int(self.waiting.end_S[slot]))
         return min(most, int(slots.known_len[slot]) - self.lag - 1)
 
-    def fits(self, slot: int, k: int) -> bool:
-        """Whether the draft's context has room for *k* draft tokens, and the features to begin with have arrived."""
+    def fits(self, slot: int, depth: int) -> bool:
+        """Whether the draft's context has room for *depth* levels, and the features to begin with have arrived."""
         known = int(self.slots.known_len[slot])
         has_features = self.needs == "none" or int(self.waiting.end_S[slot]) == known - 1 > 0
-        return has_features and known + k <= self.forward.loaded.max_model_len
+        return has_features and known + depth <= self.forward.loaded.max_model_len
 
     def refresh(self, slot: int, fed: tuple[int, list[int]]) -> int:
         """Update and return the number of valid entries of *slot*, after the last verdict or for a new sequence.

@@ -60,14 +60,17 @@ class DraftEngine:
         return self._proposed(rows, lambda drafted: self.worker.propose_at_once(self.proposer, slots, drafted))
 
     def _proposed(self, rows: Seq[Row], propose: Callable[[list[DraftRow]], list[Draft]]) -> ProposedDrafts:
-        drafts = self._checked([DraftRow(row.slot, row.k) for row in rows], propose)
+        drafts = self._checked([DraftRow(row.slot, row.k, depth=row.depth) for row in rows], propose)
         return ProposedDrafts(drafts, self.worker.draft_probs([row.slot for row in rows], drafts))
 
     def _checked(self, rows: list[DraftRow], propose: Callable[[list[DraftRow]], list[Draft]]) -> list[Draft]:
         """Return what *propose* returns, without tokens that are out of range; no drafts where it fails."""
         try:
             vocab_size = self.worker.sampler.vocab_size
-            drafts = [draft.valid_prefix(row.k, vocab_size) for draft, row in zip(propose(rows), rows, strict=True)]
+            drafts = [
+                draft.valid_prefix(row.k, vocab_size).within(row.depth)
+                for draft, row in zip(propose(rows), rows, strict=True)
+            ]
         except Exception as failure:
             self.num_failures, self.last_failure = self.num_failures + 1, failure
             logger.exception("the draft failed; these rows go on without draft tokens")

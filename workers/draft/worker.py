@@ -82,7 +82,7 @@ class DraftWorker:
             rows: the rows among them that want a draft.
         """
         lag = {slot: -self._refresh(slot) + self._cache.reach(slot) for slot in slots}
-        near = [i for i, row in enumerate(rows) if lag[row.slot] < MAX_LAG and self._cache.fits(row.slot, row.k)]
+        near = [i for i, row in enumerate(rows) if lag[row.slot] < MAX_LAG and self._cache.fits(row.slot, row.length)]
         self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
         return self._propose(proposer, rows, near)
 
@@ -272,7 +272,7 @@ class DraftWorker:
         ready, left = [], self.max_catch_up
         for i, row in enumerate(rows):
             lag = -self._refresh(row.slot) + self._cache.reach(row.slot) + 1
-            if not self._cache.fits(row.slot, row.k):
+            if not self._cache.fits(row.slot, row.length):
                 continue
             if lag <= left:
                 ready.append(i)

@@ -177,7 +177,8 @@ class FakeWorker(InOneProcess):
         logprobs = [TokenLogprobs([token], [0.0], [1]) for token in kept]
         guesses = draft.widths()
         verdict = Verdict(row.slot, kept, sum(guesses), path, logprobs, prompt)
-        return verdict if draft.is_chain else msgspec.structs.replace(verdict, widths=guesses)
+        probed = [said[1 + node] for node, is_probe in enumerate(draft.probes) if is_probe]
+        return verdict if draft.is_chain else msgspec.structs.replace(verdict, widths=guesses, probed=probed)
 
     def _draft(self, prefix: int, k: int) -> Draft:
         if self.plants and k:
