@@ -1,16 +1,19 @@
 """Parses engine arguments, with the demo pair, the installed proposers and the formats of draft checkpoints."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import demo
 from proposers import registry
 from proposers.formats import detect
+from proposers.formats.shared.peek import Peek
 from protos.config import aliases, argument_names, arguments, speculation
 from protos.config.engine import EngineConfig
+from protos.config.method import Described
 from protos.errors import ConfigError
+from protos.hub import folder_of
 
 DEMO_NAME = "demo"
 NUM_TOKENS_KEY = "num_speculative_tokens"
@@ -25,13 +28,48 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
 
     Raises:
         ConfigError: names the argument, its value, and the limit or the remedy.
+        ModelError: the target or the draft is a folder that does not exist, or a kind that is not supported.
     """
+    return _parsed(given, _describe_here)
+
+
+def remote_engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    """As `engine_config`, for an engine on other machines: its folders need not exist on this one."""
+    return _parsed(given, detect.describe)
+
+
+def _parsed(given: Mapping[str, Any], describe: Callable[..., Described]) -> EngineConfig:
     options = argument_names.normalised(given)
     if options.get("model") is None:
         options = _with_demo(options)
     cache = options.get("download_dir")
-    described = functools.cache(functools.partial(detect.describe, cache=None if cache is None else str(cache)))
-    return arguments.parse(options, methods=registry.names(), detect=described)
+    described = functools.cache(functools.partial(describe, cache=None if cache is None else str(cache)))
+    config = arguments.parse(options, methods=registry.names(), detect=described)
+    _check_heads(config)
+    return config
+
+
+def _describe_here(model: str, revision: str | None, *, cache: str | None) -> Described:
+    folder_of(model)
+    return detect.describe(model, revision, cache=cache)
+
+
+def _check_heads(config: EngineConfig) -> None:
+    """Refuse a number of ranks that cannot share the target's heads, before any worker is started."""
+    ranks, name = config.parallel.tensor_parallel_size, config.model.model
+    if ranks == 1:
+        return
+    described = Peek(name, config.model.revision, config.model.download_dir).config
+    heads = described.get("num_attention_heads") or described.get("n_head")
+    kv_heads = described.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):  # the workers read more kinds of configs
+        return
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if ranks not in fitting:
+        raise ConfigError(
+            f"tensor_parallel_size must be one of {', '.join(map(str, fitting))} for {name}, which has {heads} "
+            f"attention heads and {kv_heads} key/value heads; got {ranks}"
+        )
 
 
 def _with_demo(options: dict[str, Any]) -> dict[str, Any]:
@@ -46,6 +84,11 @@ def _with_demo(options: dict[str, Any]) -> dict[str, Any]:
         num_tokens = {} if NUM_TOKENS_KEY in named else {NUM_TOKENS_KEY: DEMO_NUM_TOKENS}
         filled[argument_names.SPECULATIVE] = {**num_tokens, **keys, "model": str(draft)}
     return filled
+
+
+def is_demo(config: EngineConfig) -> bool:
+    """Whether the target is the demo's, which continues text, although it has a chat template."""
+    return config.model.model == str(demo.pair()[0])
 
 
 def chat_template_text(given: str | None) -> str | None:

@@ -12,21 +12,21 @@ from cluster.channels import controller_channel
 from cluster.serving.frontend import Frontend, ServerContext
 from cluster.serving.grpc_server import GrpcFrontend, GrpcOptions
 from cluster.serving.http_server import HttpFrontend, HttpOptions
-from cluster.serving.startup_info import LoadingLog, described, served_names
+from cluster.serving.startup_info import LoadingLog, curl_hint, described, served_names
+from cluster.settings import is_demo
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.http.context import ServerOptions
 from runtime.http.options import SafetyOptions
-from runtime.http.render import Decoder
 from runtime.http.schemas import SpecMetrics
 from runtime.http.tools.choice import ToolOptions
 from runtime.metrics.logs import log_request_end, log_to_stderr
 from runtime.metrics.prometheus import Metrics, log_summaries
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.sampling_defaults import sampling_defaults
-from runtime.text.tokenizer import load_tokenizer
+from runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("slipstream")
 
@@ -95,7 +95,7 @@ class _Service:
         self._metrics.use_stats(self._engine.stats)
         self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
         self._is_serving = False
-        self._tokenizer: asyncio.Task[Decoder] | None = None
+        self._tokenizer: asyncio.Task[Tokenizer] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -124,18 +124,19 @@ class _Service:
         """Start the engine; return None if stopped meanwhile."""
         stages = LoadingLog()
         self._tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
-        loading = asyncio.create_task(self._engine.start(stages.report))
+        engine = asyncio.create_task(self._engine.start(stages.report))
+        loading = asyncio.gather(engine, self._tokenizer)
         reminding, stopping = asyncio.create_task(stages.remind()), asyncio.create_task(self._stop.wait())
-        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-        reminding.cancel()
-        if self._stop.is_set():
-            loading.cancel()
-            await asyncio.gather(loading, self._tokenizer, return_exceptions=True)
-            return None
-        stopping.cancel()
-        return loading.result()
+        try:
+            await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return None if self._stop.is_set() else (await loading)[0]
+        finally:
+            unfinished = (engine, self._tokenizer, reminding, stopping)
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(loading, *unfinished, return_exceptions=True)
 
-    def _load_tokenizer(self) -> Decoder:
+    def _load_tokenizer(self) -> Tokenizer:
         tokenizer = load_tokenizer(self._config.model)
         assert tokenizer is not None, "refused by `serve`"
         if self._options.chat_template is not None:
@@ -148,12 +149,13 @@ class _Service:
 
     async def _serve(self, info: WorkerInfo) -> None:
         assert self._tokenizer is not None
-        context = ServerContext(self._engine, await self._tokenizer, self._metrics, self._served)
+        tokenizer = await self._tokenizer
+        context = ServerContext(self._engine, tokenizer, self._metrics, self._served)
         for frontend in self._frontends:
             await frontend.open(context)
         for line in described(self._config, info):
             log.info(line)
-        log.info(self._ready_line())
+        log.info(self._ready_line(tokenizer))
         self._is_serving = True
         self._tasks = [asyncio.create_task(frontend.serve()) for frontend in self._frontends]
         if not self._config.disable_log_stats:
@@ -184,10 +186,10 @@ class _Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         log.info("stopped")
 
-    def _ready_line(self) -> str:
+    def _ready_line(self, tokenizer: Tokenizer) -> str:
         url, *others = [frontend.address for frontend in self._frontends]
-        body = f'{{"model": "{self._names[0]}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
-        curl = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+        is_chat = bool(tokenizer.chat_template) and not is_demo(self._config)
+        curl = curl_hint(url, self._names[0], is_chat=is_chat, has_key=bool(self._options.safety.api_key))
         return f"ready on {', '.join([url, *others])}; try\n\n  {curl}\n"
 
 

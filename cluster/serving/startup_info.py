@@ -1,10 +1,13 @@
 """What a server logs of itself: model names, limits, speculation, and the progress of loading."""
 
 import asyncio
+import json
 import logging
+import shlex
 import time
 from pathlib import Path
 
+from cluster.cli.options import API_KEY_VARIABLE
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.messages import WorkerInfo
 
@@ -12,6 +15,10 @@ log = logging.getLogger("slipstream")
 
 SILENCE_S = 30.0
 """A loading stage is logged again after this long without progress."""
+
+COMPLETION = ("/v1/completions", {"prompt": "def fibonacci(n):"})
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "What is speculative decoding?"}]})
+"""The route and the body of a first request to a base model, and to one that was trained to chat."""
 
 
 def served_names(config: EngineConfig) -> tuple[str, ...]:
@@ -41,6 +48,14 @@ def url_host(host: str) -> str:
     if host in ("0.0.0.0", "::"):
         return "localhost"
     return f"[{host}]" if ":" in host else host
+
+
+def curl_hint(url: str, name: str, *, is_chat: bool, has_key: bool) -> str:
+    """Return a `curl` command for the shell that asks the model *name* at *url*."""
+    path, request = CHAT if is_chat else COMPLETION
+    body = json.dumps({"model": name, **request, "max_tokens": 64}, ensure_ascii=False)
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_key else ""
+    return f"curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
 class LoadingLog:

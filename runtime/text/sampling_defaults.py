@@ -7,6 +7,7 @@ from typing import Any
 
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, InvalidRequestError
+from protos.hub import client_errors, folder_of, unreachable
 from protos.sampling import SamplingParams
 from protos.validation import shown
 
@@ -32,6 +33,7 @@ def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: the folder has no such file, or the values are invalid.
+        ModelError: the model is a folder that does not exist.
     """
     stored = _stored(config)
     defaults = {name: stored[key] for key, name in NAMES.items() if stored.get(key) is not None}
@@ -73,19 +75,27 @@ def _path(config: ModelConfig) -> Path | None:
                 f"generation_config must be auto, vllm or a folder with a {FILE}, got {shown(config.generation_config)}"
             )
         return path
-    folder = Path(config.model).expanduser()
-    if folder.is_dir():
+    folder = folder_of(config.model)
+    if folder is not None:
         return folder / FILE if (folder / FILE).is_file() else None
     return _from_hub(config)
 
 
 def _from_hub(config: ModelConfig) -> Path | None:
     from huggingface_hub import hf_hub_download  # noqa: PLC0415 - slow to import, and not needed for folders
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415
 
+    offline = unreachable() is not None
     try:
-        return Path(hf_hub_download(config.model, FILE, revision=config.revision, cache_dir=config.download_dir))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:  # there is no such file, or the Hub cannot be reached
+        return Path(
+            hf_hub_download(
+                config.model,
+                FILE,
+                revision=config.revision,
+                cache_dir=config.download_dir,
+                local_files_only=offline,
+            )
+        )
+    except client_errors() as error:  # there is no such file, or the Hub cannot be reached
         log.debug("%s: %s", config.model, error)
         return None
 

@@ -1,11 +1,11 @@
 """The interface of tokenizers, and loading them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
+from protos.hub import folder_of, unreachable
 
 
 class Tokenizer(Protocol):
@@ -40,16 +40,26 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     """Load the tokenizer of *config*; None with `skip_tokenizer_init`. Does not import torch.
 
     Raises:
-        ModelError: no tokenizer can be loaded without running the repository's code.
+        ModelError: there is no such folder, or no tokenizer can be loaded without running the repository's code.
     """
     if config.skip_tokenizer_init:
         return None
     name = config.tokenizer or config.model
-    revision = config.tokenizer_revision or (config.revision if config.tokenizer is None else None)
-    options = {"revision": revision, "cache_dir": config.download_dir, "local_files_only": Path(name).is_dir()}
+    folder = folder_of(name)
+    unreached = unreachable() if folder is None else None
+    options = {
+        "revision": config.tokenizer_revision or (config.revision if config.tokenizer is None else None),
+        "cache_dir": config.download_dir,
+        "local_files_only": folder is not None or unreached is not None,
+    }
+    where = str(folder or name)
     try:
-        return _from_one_file(name, options) or _from_parts(name, options)
+        return _from_one_file(where, options) or _from_parts(where, options)
     except Exception as error:
+        if unreached is not None:
+            raise ModelError(
+                f"{name}: no tokenizer in the cache, and the Hub cannot be reached ({unreached})"
+            ) from None
         reason = str(error).partition("\n")[0]
         raise ModelError(
             f"no tokenizer could be loaded from {name} ({reason}); pass tokenizer= a folder or Hub id with a "

@@ -1,6 +1,8 @@
 """`slipstream serve` as a process: readiness, signals, and no leaked processes."""
 
 import contextlib
+import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import httpx
 import pytest
 
 from cluster.serving.frontend import bound
-from cluster.serving.startup_info import described, served_names
+from cluster.serving.startup_info import curl_hint, described, served_names
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
@@ -29,7 +31,11 @@ from cluster.serving import service
 from cluster.serving.http_server import HttpOptions
 from protos.config.engine import EngineConfig, ModelConfig
 from runtime.subprocess import python_command
-service.load_tokenizer = lambda config: fake_engine.tokenizer()
+
+def load_tokenizer(config):
+    {before}
+    return fake_engine.tokenizer()
+service.load_tokenizer = load_tokenizer
 channels.python_command = lambda module: python_command("tests.support.serving.fake_engine")
 config = EngineConfig(ModelConfig({model!r}, max_model_len={length}))
 service.serve(config, service.ServiceOptions("1", HttpOptions("127.0.0.1", 0), None, grace_s=60))
@@ -37,8 +43,9 @@ service.serve(config, service.ServiceOptions("1", HttpOptions("127.0.0.1", 0), N
 
 
 @contextlib.contextmanager
-def running(model: str = "fake") -> Iterator[Running]:
-    code = SERVE.format(path=[str(ROOT)], model=model, length=LONG)
+def running(model: str = "fake", before: str = "pass") -> Iterator[Running]:
+    """Serve the fake *model*; *before* is run before its tokenizer is loaded."""
+    code = SERVE.format(path=[str(ROOT)], model=model, length=LONG, before=before)
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Running(process)
@@ -108,6 +115,43 @@ def test_a_model_that_cannot_be_loaded() -> None:
         code, log = server.ended()
         assert code == 1
         assert log.strip().endswith("ModelError: there is no such model")
+
+
+NO_TOKENIZER = "import time; time.sleep({}); from protos.errors import ModelError; raise ModelError('no tokenizer')"
+
+
+@pytest.mark.parametrize(
+    ("model", "seconds", "error"),
+    [("refuse", 0, "no tokenizer"), ("refuse", 3, "there is no such model"), ("hang", 0, "no tokenizer")],
+)
+def test_the_first_of_two_errors_while_loading_is_the_only_one(model: str, seconds: int, error: str) -> None:
+    with running(model, NO_TOKENIZER.format(seconds)) as server:
+        code, log = server.ended()
+        assert code == 1
+        assert log.strip().endswith(f"ModelError: {error}")
+        assert "never retrieved" not in log
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "has_key", "path"), [(False, False, "/v1/completions"), (True, True, "/v1/chat/completions")]
+)
+def test_the_printed_command_fits_the_model(is_chat: bool, has_key: bool, path: str) -> None:
+    command = curl_hint("https://[::1]:81", "it's/mine", is_chat=is_chat, has_key=has_key)
+    _, url, _, kind, *key, data, body = shlex.split(command)
+    assert (url, kind, data) == (f"https://[::1]:81{path}", "Content-Type: application/json", "-d")
+    assert key == (["-H", "Authorization: Bearer $SLIPSTREAM_API_KEY"] if has_key else [])
+    assert ("messages" in json.loads(body), json.loads(body)["model"]) == (is_chat, "it's/mine")
+
+
+@pytest.mark.parametrize(
+    ("before", "path"), [("pass", "/chat/completions"), ("fake_engine.TEMPLATE = None", "/completions")]
+)
+def test_the_printed_command_is_answered(before: str, path: str) -> None:
+    with running(before=before) as server:
+        url = server.url()
+        command = shlex.split(server.until("curl "))
+        assert command[1] == f"{url}/v1{path}"
+        assert httpx.post(command[1], json=json.loads(command[-1]), timeout=60).status_code == 200
 
 
 def test_a_taken_port_is_told_before_anything_is_loaded() -> None:

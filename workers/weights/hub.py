@@ -1,5 +1,6 @@
 """Finds the files of a checkpoint: in a folder, or fetched from the Hub, only those that are needed."""
 
+import functools
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
+from protos.hub import client_errors, folder_of, reason, unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -33,35 +35,22 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _config_file(config: ModelConfig) -> Path:
-    path = Path(config.model).expanduser()
-    if path.is_dir():
+    path = folder_of(config.model)
+    if path is not None:
         if not (path / "config.json").is_file():
             raise ModelError(f"{config.model}: the folder has no config.json")
         return path / "config.json"
-    if path.exists() or config.model.startswith(("/", "./", "../", "~")):
-        raise ModelError(f"{config.model}: there is no such folder")
-    name, revision, cache = config.model, config.revision, config.download_dir
-    return Path(_from_hub(config, lambda: hf_hub_download(name, "config.json", revision=revision, cache_dir=cache)))
+    return _from_hub(config, functools.partial(hf_hub_download, config.model, "config.json"))
 
 
 def fetch(config: ModelConfig, patterns: Seq[str] = WANTED_FILES) -> Path:
     """Return the folder of a checkpoint; files that match *patterns* come from the Hub. Raises `ModelError`."""
-    path = Path(config.model).expanduser()
-    if path.is_dir():
+    path = folder_of(config.model)
+    if path is not None:
         return path
     logger.info("fetching %s", config.model)
-    return Path(
-        _from_hub(
-            config,
-            lambda: snapshot_download(
-                config.model,
-                revision=config.revision,
-                cache_dir=config.download_dir,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(UNWANTED_FILES),
-            ),
-        )
-    )
+    wanted = {"allow_patterns": list(patterns), "ignore_patterns": list(UNWANTED_FILES)}
+    return _from_hub(config, functools.partial(snapshot_download, config.model, **wanted))
 
 
 def fetch_tokenizer(config: ModelConfig) -> Path:
@@ -117,13 +106,20 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def _from_hub(config: ModelConfig, fetch: Callable[[], str]) -> str:
+def _from_hub(config: ModelConfig, fetch: Callable[..., str]) -> Path:
+    """Call *fetch* of the Hub's client. Raises `ModelError` in one line for every way in which it fails."""
     where = config.model if config.revision is None else f"{config.model} at revision {config.revision}"
+    unreached = unreachable()
     try:
-        return fetch()
-    except LocalEntryNotFoundError as error:
-        raise ModelError(f"{where}: not in the cache, and the Hub cannot be reached (or offline mode is on)") from error
+        return Path(
+            fetch(revision=config.revision, cache_dir=config.download_dir, local_files_only=unreached is not None)
+        )
     except HFValidationError as error:
         raise ModelError(f"{where}: neither a folder nor a valid Hub id") from error
-    except (HfHubHTTPError, OSError) as error:
+    except HfHubHTTPError as error:
         raise ModelError(f"{where}: the Hub answered: {str(error).strip().splitlines()[0]}") from error
+    except LocalEntryNotFoundError as error:
+        cause = unreached or reason(error.__cause__ or error)
+        raise ModelError(f"{where}: not in the cache, and the Hub cannot be reached ({cause})") from error
+    except client_errors() as error:
+        raise ModelError(f"{where}: cannot be fetched from the Hub: {reason(error)}") from error

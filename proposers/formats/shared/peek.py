@@ -14,6 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from protos.errors import ModelError
+from protos.hub import client_errors, folder_of, unreachable
+
 logger = logging.getLogger(__name__)
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -34,9 +37,11 @@ class Peek:
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder, None for a Hub id."""
-        path = Path(self.model).expanduser()
-        return path if path.is_dir() else None
+        """The folder, which may be on another machine alone; None for a Hub id."""
+        try:
+            return folder_of(self.model)
+        except ModelError:
+            return Path(self.model)
 
     @property
     def is_local(self) -> bool:
@@ -64,29 +69,20 @@ class Peek:
     def _download(self, name: str) -> str:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415 - slow to load, and folders need none of it
 
-        return hf_hub_download(self.model, name, revision=self.revision, cache_dir=self.cache)
+        offline = unreachable() is not None
+        return hf_hub_download(self.model, name, revision=self.revision, cache_dir=self.cache, local_files_only=offline)
 
     def _names_on_hub(self) -> Iterable[str]:
         """Fetch the headers of safetensors files, not their weights."""
         from huggingface_hub import get_safetensors_metadata  # noqa: PLC0415
 
         fetch = lambda: get_safetensors_metadata(self.model, revision=self.revision).weight_map  # noqa: E731
-        return self._from_hub(fetch) or ()
+        return () if unreachable() else self._from_hub(fetch) or ()
 
     def _from_hub(self, fetch: Callable[[], Any]) -> Any:
-        if self.model.startswith(("/", "./", "../", "~")):
-            return None
-        from huggingface_hub.errors import (  # noqa: PLC0415
-            HfHubHTTPError,
-            HFValidationError,
-            NotASafetensorsRepoError,
-            SafetensorsParsingError,
-        )
-
-        expected = (HfHubHTTPError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError, OSError)
         try:
             return fetch()
-        except expected as error:  # it may be reachable when it is loaded
+        except client_errors() as error:  # it may be reachable when it is loaded
             logger.debug("%s: %s", self.model, error)
             return None
 

@@ -89,5 +89,5 @@ def test_ngram_drafts_travel_in_the_plan_to_every_rank(start_engine: StartEngine
 def test_a_model_that_is_not_there_is_the_users_error(start_engine: StartEngine, tmp_path: Path) -> None:
     from protos.errors import ModelError
 
-    with pytest.raises(ModelError, match="there is no such folder"):
+    with pytest.raises(ModelError, match="no such folder"):
         start_engine(model=str(tmp_path / "nowhere"))
