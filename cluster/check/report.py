@@ -73,7 +73,7 @@ class Report(msgspec.Struct, frozen=True):
 def verdict_line(report: Report) -> str:
     """Return the last line of the output: passed, or what is wrong."""
     if report.passed:
-        return "passed: speculation changes nothing"
+        return f"passed: speculation changes nothing{_but_ties(report)}"
     wrong = [
         name
         for name, is_wrong in (
@@ -86,6 +86,19 @@ def verdict_line(report: Report) -> str:
     if wrong:
         return f"VIOLATED: {', '.join(wrong)}"
     return f"NOT SHOWN: {'; '.join(report.missing)}"
+
+
+def _but_ties(report: Report) -> str:
+    """Return what is to be added to "nothing", and the options with which ties are rare or excluded."""
+    parts = [part for part in (report.greedy, report.seeded) if part is not None]
+    ties, sequences = sum(part.ties for part in parts), sum(part.sequences for part in parts)
+    if not ties:
+        return ""
+    rare = "" if report.dtype == "float32" else "--dtype float32 makes them rare, "
+    return (
+        f" but ties: {ties} of {sequences} answers differ after two tokens that are equally good within the rounding "
+        f"of {report.dtype}; {rare}--batch-invariant excludes them"
+    )
 
 
 def as_json(report: Report) -> bytes:

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cluster.check import coverage
 from cluster.check.answers import Answer, DraftCounts
+from cluster.check.distribution import DistributionVerdict
+from cluster.check.identity import ALLOWANCES, IdentityVerdict
+from cluster.check.report import Report, Setting, verdict_line
 from cluster.cli import check as cli_check
 from cluster.cli import main as cli
 from protos.errors import ConfigError
@@ -88,6 +92,25 @@ def test_a_right_engine_passes(
     shown = capsys.readouterr().out
     assert "passed: speculation changes nothing" in shown
     assert "6 of 6 sequences of 24 tokens are identical" in " ".join(shown.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "end"),
+    [
+        ("bfloat16", "--dtype float32 makes them rare, --batch-invariant excludes them"),
+        ("float32", "of float32; --batch-invariant excludes them"),
+    ],
+)
+def test_ties_are_not_nothing(dtype: str, end: str) -> None:
+    some, none = (IdentityVerdict("greedy", 6, 144, 6 - ties, ties, 0, None, (), "") for ties in (2, 0))
+    nothing = DistributionVerdict((), (), 1e-6, 1e-9)
+    setting = Setting(6, 24, 4, 100, 8, 1.0, 0)
+    counts = DraftCounts(9, 5), DraftCounts(0, 0)
+    report = Report(dtype, "coupled", False, ALLOWANCES[dtype], setting, *counts, (), some, some, nothing)
+    line = verdict_line(report)
+    assert line.startswith("passed: speculation changes nothing but ties: 4 of 12 answers differ")
+    assert line.endswith(end)
+    assert verdict_line(structs.replace(report, greedy=none, seeded=None)) == "passed: speculation changes nothing"
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
