@@ -102,6 +102,9 @@ def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, wi
     """
     report(f"loading {config.model.model}")
     model = load(config.model, tp)
+    if tp.rank == 0:
+        for note in model.notes:
+            report(note)
     draft = load_draft(config, model, report) if with_draft else None
     if draft is not None:
         return LoadedTarget(model, draft.spec, draft)
@@ -180,7 +183,7 @@ def build_uni(config: EngineConfig, report: ProgressCallback = logger.info) -> U
     loaded = load_target(config, tp, report, with_draft=True)
     info = loaded.info(config)
     info, allocate = settle_blocks(info, {"this process": info.num_blocks})
-    for note in (*info.notes, kv_summary(info)):
+    for note in (*info.notes[len(loaded.model.notes) :], kv_summary(info)):
         report(note)
     ready = make_target(config, loaded, allocate, report)
     costs = StepCosts(ready.step_s, ready.draft_s) if needs_step_costs(config) else None

@@ -153,6 +153,8 @@ def load_draft(config: EngineConfig, loaded_target: LoadedModel | None, report: 
         return _load_module(config, speculative, learned, loaded_target)
     is_eager = config.model.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
     loaded = load(_model_of(config, speculative))
+    for note in loaded.notes:
+        report(f"draft: {note}")
     vocab_map = _vocab_map(config, loaded, report) if speculative.use_heterogeneous_vocab else None
     return LanguageDraft(loaded, is_eager, vocab_map)
 

@@ -1,6 +1,5 @@
 """Loads a checkpoint: a Hub id or a folder. Reads only safetensors and runs no code from it."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +22,6 @@ from workers.model.torch_mode import TorchMode
 from workers.weights import families
 from workers.weights.building import BUILDING
 from workers.weights.hub import INDEX, fetch, read_config, read_json, shards_by_tensor
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -65,8 +62,6 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     layers = mode.prepare(model, config.model, ranks)
     kind = str(described["model_type"])
     notes += _notes(kind, layers, dtype)
-    for note in notes:
-        logger.info("%s", note)
     return LoadedModel(
         model=model,
         folder=folder,
