@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster import shadowing
 from cluster.engine import make_engine
+from cluster.serving.startup_info import served_names
 from cluster.settings import engine_config
 from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError, InvalidRequestError
@@ -22,6 +23,9 @@ from runtime.frontend.outputs import Decode, OutputCollector, no_text
 from runtime.text.preprocessor import as_prompts
 from runtime.text.prompts import Prompt
 from runtime.text.sampling_defaults import default_max_tokens, sampling_defaults
+
+if TYPE_CHECKING:
+    from runtime.metrics.snapshot import Metric
 
 logger = logging.getLogger("slipstream")
 
@@ -152,6 +156,12 @@ class LLM:
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters and gauges."""
         return self._engine.stats()
+
+    def get_metrics(self) -> "list[Metric]":
+        """Return the same figures as `stats` as metrics: vLLM's, under its names, and our own."""
+        from runtime.metrics.snapshot import snapshot  # noqa: PLC0415 - only needed here
+
+        return snapshot(self.stats, served_names(self.config)[0])
 
     def shutdown(self) -> None:
         """Free models and memory, and end all processes. May be called twice."""
