@@ -25,14 +25,16 @@ DIGEST_BYTES = 6
 MAX_BODY_BYTES = 1 << 20
 """Longer bodies are forwarded unparsed, and routed to the least loaded replica."""
 MAX_KEYS = 100_000
-ROUTES = ("/completions", "/chat/completions")
+ROUTES = ("/completions", "/chat/completions", "/responses")
 
 
 class PromptFields(msgspec.Struct):
     """The fields of a body that determine the prompt and its cache salt."""
 
+    instructions: Any = None
     prompt: Any = None
     messages: Any = None
+    input: Any = None
     cache_salt: str | None = None
 
 
@@ -42,7 +44,8 @@ def keys_of(body: bytes) -> list[str]:
         fields = msgspec.json.decode(body, type=PromptFields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return []
-    text = "\n".join(_texts(fields.prompt if fields.messages is None else fields.messages))
+    parts = (fields.instructions, fields.prompt, fields.messages, fields.input)
+    text = "\n".join(text for part in parts for text in _texts(part))
     return list(_digests(text, fields.cache_salt or ""))
 
 

@@ -16,6 +16,7 @@ from runtime.http.errors import ApiError
 from runtime.http.render import Decoder, TokenTexts
 from runtime.http.responding import respond
 from runtime.http.responses import ModelList
+from runtime.http.responses_api import routes as responses_api
 from runtime.http.schemas import ChatCompletionRequest, CompletionRequest
 from runtime.http.server.guard import Guard
 from runtime.http.server.limits import REQUEST_ID
@@ -31,6 +32,7 @@ def create_app(engine: EngineClient, tokenizer: Decoder, metrics: Metrics, optio
     _add_service_routes(app, context, metrics)
     _add_model_routes(app, context)
     _add_generation_routes(app, context)
+    responses_api.add_routes(app, context)
     tokenizing.add_routes(app, context)
     pages.add_routes(app)
     openapi.install(app)

@@ -17,19 +17,26 @@ from runtime.http.responses import (
     ModelList,
     Tokenized,
 )
+from runtime.http.responses_api.objects import ResponseEvent, ResponseObject
 from runtime.http.server.guard import OPEN_PATHS
 
 COMPONENT = "#/components/schemas/{name}"
 EVENTS = "Server-sent events where `stream` is true: `data: ` and JSON of the form {name}, finally `data: [DONE]`."
+NAMED_EVENTS = "Server-sent events where `stream` is true: `event: ` and a type, `data: ` and JSON of the form {name}."
 ANSWERS: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": Completion,
     "/v1/chat/completions": ChatCompletion,
+    "/v1/responses": ResponseObject,
     "/v1/models": ModelList,
     "/v1/models/{name}": ModelCard,
     "/tokenize": Tokenized,
     "/detokenize": Detokenized,
 }
-STREAMS: dict[str, type[msgspec.Struct]] = {"/v1/completions": Completion, "/v1/chat/completions": ChatCompletionChunk}
+STREAMS: dict[str, tuple[str, type[msgspec.Struct]]] = {
+    "/v1/completions": (EVENTS, Completion),
+    "/v1/chat/completions": (EVENTS, ChatCompletionChunk),
+    "/v1/responses": (NAMED_EVENTS, ResponseEvent),
+}
 OTHER_ANSWERS: dict[str, dict[str, Any]] = {
     "/health": {},
     "/metrics": {"text/plain": {"schema": {"type": "string"}}},
@@ -50,7 +57,7 @@ def install(app: FastAPI) -> None:
 def _document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        described: set[type[msgspec.Struct]] = {*ANSWERS.values(), *STREAMS.values(), ErrorBody}
+        described: set[type[msgspec.Struct]] = {*ANSWERS.values(), *(kind for _, kind in STREAMS.values()), ErrorBody}
         kinds = sorted(described, key=lambda each: each.__name__)
         _, schemas = msgspec.json.schema_components(kinds, ref_template=COMPONENT)
         document["components"] = {"schemas": schemas, "securitySchemes": {KEY: {"type": "http", "scheme": "bearer"}}}
@@ -77,7 +84,8 @@ def _responses(path: str) -> dict[str, Any]:
     if path in ANSWERS:
         content["application/json"] = {"schema": _reference(ANSWERS[path])}
     if path in STREAMS:
-        description = EVENTS.format(name=STREAMS[path].__name__)
+        template, kind = STREAMS[path]
+        description = template.format(name=kind.__name__)
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "description": description}
         content["text/event-stream"] = {"schema": event}
     error = {"description": "what went wrong", "content": {"application/json": {"schema": _reference(ErrorBody)}}}

@@ -33,7 +33,13 @@ NO_TOOLS: Neutral = {
 }
 """The same for requests that are not conversations."""
 
+NOT_STORED = "responses are not stored; send the whole conversation as input"
 INSTEAD = {
+    "store": "responses are not stored; leave it out or set it to false",
+    "previous_response_id": NOT_STORED,
+    "conversation": NOT_STORED,
+    "prompt": "prompts are not stored; send instructions and input",
+    "background": "responses are not stored; use stream",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "tools": "use chat completions",

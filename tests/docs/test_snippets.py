@@ -84,10 +84,17 @@ def test_python_prints_an_answer(block: Piece, shared: type[Shared], monkeypatch
 
 
 def test_the_http_client_streams_an_answer() -> None:
-    [block] = [block for block in PYTHON if HTTP in block.text]
+    [block] = [block for block in PYTHON if HTTP in block.text and "client.completions" in block.text]
     with http_server.serving(local_engine()) as served:
         printed = run(block.text.replace(HTTP, served.url).replace('model="demo"', 'model="fake"'))
     assert printed == expected("def add(a, b):", 64)
+
+
+def test_a_response_is_printed() -> None:
+    [block] = [block for block in PYTHON if HTTP in block.text and "client.responses" in block.text]
+    with http_server.serving(local_engine()) as served:
+        printed = run(block.text.replace(HTTP, served.url).replace('model="demo"', 'model="fake"'))
+    assert printed.startswith(expected("[system] Be brief.\n[user] Add two numbers.\n[bot]", 100))
 
 
 def test_the_grpc_client_streams_an_answer() -> None:

@@ -17,12 +17,12 @@ from runtime.grpc.errors import StatusError
 from runtime.grpc.service import GenerationService
 from runtime.http.context import ServerOptions
 from runtime.http.render import TokenTexts
-from tests.support.serving.bad_fields import CHAT, COMPLETIONS, CONTEXT, ROWS
+from tests.support.serving.bad_fields import CHAT, COMPLETIONS, CONTEXT, RESPONSES, ROWS
 from tests.support.serving.fake_engine import expected, tokenizer
 from tests.support.serving.guarded_server import Guarded, guarded
 from tests.support.serving.metric_series import settled_series
 
-POSTED = (COMPLETIONS, CHAT, "/tokenize", "/detokenize")
+POSTED = (COMPLETIONS, CHAT, RESPONSES, "/tokenize", "/detokenize")
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "timeout")
 TELLING = re.compile(
     r"0x[0-9a-f]{6,}|/(home|root|usr|opt|tmp|work|etc)/|site-packages|Traceback|File \"|<class|object at|\.py\b"
@@ -83,11 +83,12 @@ def test_numbers_that_are_none(served: Guarded, name: str) -> None:
 @pytest.mark.parametrize("row", [row for _, row in ROWS], ids=[f"{kind}-{i}" for i, (kind, _) in enumerate(ROWS)])
 def test_bad_fields(served: Guarded, row: tuple[str, dict[str, Any], str]) -> None:
     path, body, words = row
-    whole = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}.get(path, {})
+    needed = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}
+    whole = (needed | {RESPONSES: {"input": "x"}}).get(path, {})
     answer = served.post(path, **{**whole, **body})
     message = refused(answer)
     assert words in message or words == answer.json()["error"]["param"], message
-    if path in (COMPLETIONS, CHAT):
+    if path in (COMPLETIONS, CHAT, RESPONSES):
         refused(served.post(path, **{**whole, **body, "stream": True}))  # before a stream begins
 
 
@@ -127,6 +128,10 @@ def test_odd_text_is_served_or_refused(served: Guarded) -> None:
     refused(posted(served, COMPLETIONS, b'{"prompt": "x", "stop": "\\udfff"}'))
     refused(posted(served, CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'))
     refused(posted(served, COMPLETIONS, b'{"prompt": "\xc3\x28"}'))
+    refused(posted(served, RESPONSES, b'{"input": "\\ud800"}'))
+    refused(posted(served, RESPONSES, b'{"input": [{"role": "user", "content": "\\ud800"}]}'))
+    refused(posted(served, RESPONSES, b'{"input": "x", "instructions": "\\ud800"}'))
+    refused(posted(served, RESPONSES, b'{"input": "x", "metadata": {"a": "\\ud800"}}'))
 
 
 def test_a_word_of_10_megabytes(served: Guarded) -> None:
@@ -134,6 +139,8 @@ def test_a_word_of_10_megabytes(served: Guarded) -> None:
         (COMPLETIONS, {"prompt": "a" * 10_000_000}),
         ("/tokenize", {"prompt": "a" * 10_000_000}),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000_000}]}),
+        (RESPONSES, {"input": "a" * 10_000_000}),
+        (RESPONSES, {"input": "a" * 10_000_000, "truncation": "auto"}),
     ):
         assert "characters" in refused(served.post(path, **body))
 

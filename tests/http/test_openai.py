@@ -28,6 +28,7 @@ from tests.support.serving import fake_engine
 from tests.support.serving.http_server import Served, serving
 from tests.support.serving.openai_answers import USER, Check, strict
 from tests.support.serving.openai_checks import CHECKS
+from tests.support.serving.openai_responses import RESPONSES
 from tests.support.serving.openai_structured_checks import STRUCTURED, a_parsed_answer
 from tests.support.serving.server_process import Running
 
@@ -95,7 +96,7 @@ def tiny(folder: Path) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.parametrize("check", STRUCTURED, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*STRUCTURED, *RESPONSES], ids=lambda check: check.__name__)
 def test_answers_of_a_form(tiny: Served, check: Check) -> None:
     check(tiny.client, "fake")
 

@@ -29,6 +29,7 @@ OPERATIONS = [
     ("GET", "/v1/models/{name}"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 ]
@@ -79,6 +80,8 @@ def drive(served: Guarded, document: dict[str, Any], method: str, path: str, num
         def ask(case: schemathesis.Case) -> None:
             if path.endswith("/completions") and isinstance(case.body, dict):
                 case.body.setdefault("max_tokens", 2)  # chat would go on to the end of its context
+            elif path == "/v1/responses" and isinstance(case.body, dict):
+                case.body.setdefault("max_output_tokens", 2)
             case.call_and_validate(base_url=served.url, checks=CHECKS, timeout=120)
 
         ask()

@@ -43,6 +43,10 @@ def test_conversations_prompts_and_ids_have_keys() -> None:
     first, second = keys_of(body(messages=said)), keys_of(body(messages=turn))
     assert first
     assert second[: len(first)] == first
+    short, long = (keys_of(body(instructions=LONG, input=given)) for given in ("hello", said))
+    assert len(short) < len(long)
+    assert long[: len(short)] == short
+    assert keys_of(body(input=LONG)) == keys_of(body(prompt=LONG))
     assert keys_of(body(prompt=[LONG, "other"])) == keys_of(body(prompt=LONG))
     assert keys_of(body(prompt=list(range(500))))
     assert keys_of(body(prompt=[list(range(500))])) == keys_of(body(prompt=list(range(500))))

@@ -15,7 +15,7 @@ from runtime.http.server.limits import GuardOptions
 OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key: health probes have none."""
 
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 BEARER = {"www-authenticate": "Bearer"}
 BASIC = {"www-authenticate": 'Basic realm="Slipstream: an API key as password", charset="UTF-8"'}
 """Makes a browser prompt for the key before it shows a page."""

@@ -9,6 +9,7 @@ import pytest
 from runtime.frontend.pacing import Aggregate
 from tests.support.serving.fake_engine import expected
 from tests.support.serving.guarded_server import Guarded, guarded
+from tests.support.serving.openai_responses import parsed
 
 NUM_PROMPTS, NUM_TRAINED, NUM_TRIED = 50, 3, 4
 PACKET = 1024
@@ -67,6 +68,18 @@ def test_a_paced_stream_says_the_same() -> None:
             texts[chunk.choices[0].index] += chunk.choices[0].text
         assert texts == [expected("one", 30)] * 2
         client.close()
+
+
+def test_a_paced_response_is_packets_of_one_size() -> None:
+    with guarded(stream_pacing="aggregate") as served:
+        body = {"input": "one", "max_output_tokens": 400, "stream": True}
+        with served.client.stream("POST", "/v1/responses", json=body) as response:
+            pieces = [*response.iter_raw()]
+    assert {len(piece) % PACKET for piece in pieces} == {0}
+    events = parsed("".join(line for line in b"".join(pieces).decode().splitlines(True) if not line.startswith(":")))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == events[-1].response.output_text
+    assert len(deltas) <= len(pieces)  # one per packet, however many steps it has
 
 
 def test_packets_are_all_of_one_size() -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 CONTEXT = 512
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TOO_MUCH: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"n": 10**6}, "at most 128"),
     (COMPLETIONS, {"n": 10**60}, "128"),
@@ -21,6 +21,10 @@ TOO_MUCH: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"max_tokens": 2**31 - 1}, f"context of {CONTEXT}"),
     (COMPLETIONS, {"max_tokens": 10**30}, "at most"),
     (CHAT, {"max_completion_tokens": 10**9}, f"context of {CONTEXT}"),
+    (RESPONSES, {"max_output_tokens": 10**9}, f"context of {CONTEXT}"),
+    (RESPONSES, {"top_logprobs": 16_384}, "at most 20"),
+    (RESPONSES, {"input": "x " * 2000}, f"{CONTEXT}"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "f"}] * 200}, "at most 128"),
     (COMPLETIONS, {"prompt": "x " * 2000}, f"{CONTEXT}"),
     (COMPLETIONS, {"prompt": [5] * 5000}, "prompt has 5000 tokens"),
     (CHAT, {"messages": [{"role": "user", "content": "x " * 2000}]}, f"{CONTEXT}"),
@@ -34,6 +38,11 @@ NOTHING: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": None}, "prompt"),
     (CHAT, {"messages": []}, "at least one"),
     (CHAT, {"messages": [{}]}, "role"),
+    (RESPONSES, {"input": None}, "input"),
+    (RESPONSES, {"input": []}, "at least one"),
+    (RESPONSES, {"input": [None]}, "input"),
+    (RESPONSES, {"input": [{"role": "user"}]}, "got None"),
+    (RESPONSES, {"input": [{"role": "user", "content": []}]}, "must have content"),
     (COMPLETIONS, {"timeout": 0}, "greater than 0"),
 ]
 NO_SUCH_TOKEN: list[tuple[str, dict[str, Any], str]] = [
@@ -65,6 +74,17 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}]}, "'text'"),
     (CHAT, {"messages": [{"role": "user", "content": {"type": "text"}}]}, "text or a list"),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:1/x"}]}]},
+        "'input_image'",
+    ),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x" * 10_000}]}, "item_reference"),
+    (RESPONSES, {"input": [{"type": "x" * 10_000}]}, "not supported"),
+    (RESPONSES, {"tools": [{"type": "mcp", "server_url": "http://127.0.0.1:1/x"}]}, "'mcp'"),
+    (RESPONSES, {"previous_response_id": "x" * 10_000}, "previous_response_id"),
+    (RESPONSES, {"background": {"a": [1]}}, "background"),
+    (RESPONSES, {"chat_template": "{{ 7 * 7 }}"}, "--chat-template"),
     (COMPLETIONS, {"prompt_embeds": "gANjdG9yY2g="}, "unknown field"),
     (COMPLETIONS, {"weights": "gANjdG9yY2g="}, "unknown field"),
     (COMPLETIONS, {"x" * 10_000: 1}, "unknown field"),
@@ -83,6 +103,9 @@ GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
      "structured_outputs"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
         "$ref": "http://127.0.0.1:1/schema.json"}}}}, "structured_outputs"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "what"}}}},
+     "structured_outputs"),
+    (RESPONSES, {"structured_outputs": {"regex": "["}}, "structured_outputs"),
 ]  # fmt: skip
 ROWS = (
     [("too much", row) for row in TOO_MUCH]

@@ -22,6 +22,7 @@ DOCUMENTED = {
     "CompletionChoice": {"stop_reason", "prompt_logprobs"},
     "Choice": {"stop_reason", "prompt_logprobs"},
     "Model": {"max_model_len"},
+    "Response": {"metrics"},
 }
 """Fields that we add to the client's types, by type."""
 
