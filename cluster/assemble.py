@@ -96,10 +96,15 @@ def build(
 
 
 def _with_speculation(info: WorkerInfo, speculative: SpeculativeConfig | None) -> WorkerInfo:
-    """Return *info* with the methods and the K that requests may choose from."""
+    """Return *info* with the methods and the K that requests may choose from, and the places that drafting takes."""
     if speculative is None:
         return info
-    return structs.replace(info, methods=speculative.methods, num_speculative_tokens=speculative.num_speculative_tokens)
+    return structs.replace(
+        info,
+        methods=speculative.methods,
+        num_speculative_tokens=speculative.num_speculative_tokens,
+        draft_places=speculative.draft_places,
+    )
 
 
 def _policy(config: EngineConfig, info: WorkerInfo, report: ProgressCallback) -> Policy:

@@ -6,6 +6,8 @@ import msgspec
 
 ANY_DEPTH = 1 << 30
 """No limit on the depth of a draft."""
+ANY_ROOM = 1 << 30
+"""No limit on the draft tokens that are fed to the draft."""
 
 
 class DraftRow(msgspec.Struct, frozen=True, gc=False):
@@ -17,6 +19,8 @@ class DraftRow(msgspec.Struct, frozen=True, gc=False):
         token_ids: prompt and output, read-only; given only to proposers in the controller process.
         key: the sequence's key in the calls of a `SequenceListener`; 0 if none was announced.
         depth: most levels of nodes that may be accepted; probes may be deeper. A draft may have more nodes than that.
+        room: how many draft tokens the draft's KV cache has places for, at least `length`. A dynamic tree feeds more
+            nodes than it keeps.
     """
 
     slot: int
@@ -24,6 +28,7 @@ class DraftRow(msgspec.Struct, frozen=True, gc=False):
     token_ids: Seq[int] = ()
     key: int = 0
     depth: int = ANY_DEPTH
+    room: int = ANY_ROOM
 
     @property
     def length(self) -> int:

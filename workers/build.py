@@ -192,7 +192,8 @@ def build_uni(config: EngineConfig, report: ProgressCallback = logger.info) -> U
 
 def make_slots(config: EngineConfig, allocate: Allocate) -> SlotTable:
     """Return the slot table of a worker."""
-    return SlotTable(config.scheduler.max_num_seqs, allocate.max_model_len, config.cache.block_size, max_draft(config))
+    places = 0 if config.speculative is None else config.speculative.draft_places
+    return SlotTable(config.scheduler.max_num_seqs, allocate.max_model_len, config.cache.block_size, places)
 
 
 def max_draft(config: EngineConfig) -> int:

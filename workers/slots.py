@@ -12,6 +12,12 @@ from protos.messages import NewSequence, RoundPlan, Row, Sampling
 class SlotTable:
     """Per-slot state of one worker.
 
+    Args:
+        num_slots: S.
+        max_len: the longest sequence.
+        block_size: tokens of a KV block.
+        max_draft: places after the known tokens that a draft may take.
+
     Attributes:
         tokens: int64 `[S, L]`, prompt + output, then the round's draft: a chain's tokens, or a tree's nodes, which
             the tokens sampled along its path overwrite.
@@ -81,6 +87,10 @@ class SlotTable:
             self.blocks[slot, first:last] = row.new_block_ids
             self.versions[slot, first:last] = row.new_block_versions
             self.num_blocks[slot] = last
+
+    def room(self, slot: int) -> int:
+        """Return how many places the slot's blocks have after its known tokens."""
+        return int(self.num_blocks[slot]) * self.block_size - int(self.known_len[slot])
 
     def write_draft(self, slot: int, token_ids: tuple[int, ...] | list[int]) -> None:
         """Write draft tokens after the known tokens, from where they are fed and penalties count them."""

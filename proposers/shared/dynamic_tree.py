@@ -2,8 +2,8 @@
 
 A node's score is the sum of the log-probabilities on its path. The best nodes of each level are expanded: fed to the
 draft, which gives their children. Finally, the best of all nodes are drafted. No child has a higher score than its
-parent, so they form a tree. At most as many nodes are fed as the draft may have, which is what the KV cache has room
-for: small trees are narrow.
+parent, so they form a tree. Many more nodes are fed than the tree has in the end; if the KV cache lacks room for them,
+fewer are expanded at each level.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,6 @@ Predict = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 Y is 0 if there are none.
 """
 _DROPPED = -torch.inf
-
-DEFAULT_WIDTH, DEFAULT_DEPTH = 4, 6
-"""Default shape. EAGLE-2 was published with width 10 and depth 5 to 7, for trees of 60 nodes."""
 
 
 @dataclass
@@ -67,7 +64,7 @@ def _draft(kept: Seq[int], tokens_M: Seq[int], parents_M: Seq[int]) -> Draft:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The shape of dynamic trees: *width* children of each node that is fed, at most *depth* levels."""
+    """The shape of dynamic trees: *width* nodes fed per level, *width* children of each, at most *depth* levels."""
 
     width: int
     depth: int
@@ -75,20 +72,15 @@ class TreeShape:
     @classmethod
     def of(cls, config: SpeculativeConfig) -> "TreeShape":
         """Return the shape of *config*; for chains, width 1 and depth `num_speculative_tokens`."""
-        width = config.eagle_topk
-        if config.draft_shape == "tree" and width == 1:
-            width = DEFAULT_WIDTH
-        if config.draft_shape == "chain" or width == 1:
-            return cls(1, config.num_speculative_tokens)
-        return cls(width, config.num_steps or DEFAULT_DEPTH)
+        return cls(*config.tree_shape)
 
     def depth_of(self, row: DraftRow) -> int:
         """Return the number of levels of a row's tree."""
         return min(self.depth, row.length)
 
     def num_fed(self, row: DraftRow) -> int:
-        """Return how many nodes are fed per level: at most *width*, and at most k over all levels."""
-        return max(1, min(self.width, row.k // max(1, self.depth_of(row) - 1)))
+        """Return how many nodes are fed per level: *width*, or fewer if all levels together have less room."""
+        return max(1, min(self.width, row.room // max(1, self.depth_of(row) - 1)))
 
 
 CHAINS = TreeShape(1, MAX_SPECULATIVE_TOKENS)

@@ -14,6 +14,9 @@ from protos.validation import shown, typed
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 MAX_SPECULATIVE_TOKENS = 64
+"""Most draft tokens of a row that the target scores in a step. A draft may be fed more of them to choose from."""
+DEFAULT_WIDTH, DEFAULT_DEPTH = 4, 6
+"""Shape of a dynamic tree where the configuration has none."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Placement = Literal["dedicated", "colocated"]
@@ -21,7 +24,9 @@ RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
 PROBABILISTIC_RULES: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
 """Rules that accept with probability p/q: draft tokens must be sampled from a known distribution q."""
 ONLY_CHAINS = frozenset({"ngram", "pard", "p_eagle", "dflash"})
-MOSTLY_CHAINS = ONLY_CHAINS | {"draft_model", "eagle", "eagle3", "mtp", "suffix"}
+GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
+"""Methods that draft dynamic trees (EAGLE-2)."""
+MOSTLY_CHAINS = ONLY_CHAINS | GROWN | {"suffix"}
 """Methods that draft trees only where the configuration has a shape with branches."""
 LogFormat = Literal["text", "json"]
 
@@ -78,7 +83,7 @@ class SpeculativeConfig:
     """How draft tokens are proposed and verified. `method` names a registered proposer, or several for a cascade.
 
     Attributes:
-        num_speculative_tokens: most nodes of a draft, a chain or a tree.
+        num_speculative_tokens: most nodes of a draft that the target scores, a chain or a tree.
         speculative_token_tree: nodes of a static tree, as paths of ranks, parents first; None: the method's default.
         eagle_topk: children of a node and nodes fed per level of a dynamic tree; beams of `recurrent`; 1: chains.
         num_steps: levels of a dynamic tree; None: the method's default.
@@ -187,6 +192,25 @@ class SpeculativeConfig:
         is_tree = self.draft_shape == "tree" or self.eagle_topk > 1 or self.speculative_token_tree is not None
         chains = ONLY_CHAINS if is_tree else MOSTLY_CHAINS
         return not chains.issuperset(self.methods)
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        """Width and levels of a dynamic tree; 1 and `num_speculative_tokens` for chains."""
+        width = DEFAULT_WIDTH if self.draft_shape == "tree" and self.eagle_topk == 1 else self.eagle_topk
+        if self.draft_shape == "chain" or width == 1:
+            return 1, self.num_speculative_tokens
+        return width, min(self.num_steps or DEFAULT_DEPTH, self.num_speculative_tokens)
+
+    @property
+    def draft_places(self) -> int:
+        """Places of a row's KV blocks that drafting takes: for the nodes of a draft, or for those fed to the draft.
+
+        To grow a dynamic tree, the draft is fed the `eagle_topk` best nodes of each level but the last.
+        """
+        if GROWN.isdisjoint(self.methods):
+            return self.num_speculative_tokens
+        width, levels = self.tree_shape
+        return max(self.num_speculative_tokens, width * (levels - 1))
 
     @property
     def samples_drafts(self) -> bool:

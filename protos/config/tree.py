@@ -4,7 +4,7 @@ import ast
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from protos.config.engine import MAX_SPECULATIVE_TOKENS
+from protos.config.engine import GROWN, MAX_SPECULATIVE_TOKENS
 from protos.config.method import Methods, is_import_path, names_of
 from protos.errors import ConfigError
 from protos.validation import shown, warn_once
@@ -16,8 +16,6 @@ TREE, TOPK, STEPS, TOKENS = "speculative_token_tree", "eagle_topk", "num_steps",
 SHAPE = "draft_shape"
 STATIC = frozenset({"medusa", "hydra", "mlp_speculator", "recurrent"})
 """Methods that draft static trees."""
-GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
-"""Methods that draft dynamic trees (EAGLE-2)."""
 BRANCHING = GROWN | {"recurrent"}
 """Methods that take a width: the children of a node, or the beams of a beam search."""
 DEFAULT_STEPS = 5

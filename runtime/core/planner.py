@@ -49,6 +49,7 @@ class Planner:
         self._worker_is_up = True  # whether the draft worker serves in this step
         self._draft_needs = info.draft_needs
         self._max_model_len = info.max_model_len
+        self._draft_places = info.draft_places
         self._generations = count(1)
 
     def plan(self, policy: Policy, *, worker_is_up: bool = True) -> list[ScheduledSequence]:
@@ -134,8 +135,10 @@ class Planner:
                 self._allocate_draft(one)
 
     def _allocate_draft(self, one: ScheduledSequence) -> None:
+        """Allocate blocks for the draft's nodes; for a draft worker's, also for all that it is fed to grow a tree."""
         block_ids = one.sequence.block_ids
-        missing = self._blocks.blocks_for(one.end + one.k) - len(block_ids)
+        places = one.k if one.draft is not None else max(one.k, self._draft_places)
+        missing = self._blocks.blocks_for(one.end + places) - len(block_ids)
         if missing > 0:
             block_ids += self._blocks.allocate(min(missing, self._blocks.num_free))
         room = len(block_ids) * self._blocks.block_size - one.end

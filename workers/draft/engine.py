@@ -60,7 +60,8 @@ class DraftEngine:
         return self._proposed(rows, lambda drafted: self.worker.propose_at_once(self.proposer, slots, drafted))
 
     def _proposed(self, rows: Seq[Row], propose: Callable[[list[DraftRow]], list[Draft]]) -> ProposedDrafts:
-        drafts = self._checked([DraftRow(row.slot, row.k, depth=row.depth) for row in rows], propose)
+        asked = [DraftRow(row.slot, row.k, depth=row.depth, room=self.worker.slots.room(row.slot)) for row in rows]
+        drafts = self._checked(asked, propose)
         return ProposedDrafts(drafts, self.worker.draft_probs([row.slot for row in rows], drafts))
 
     def _checked(self, rows: list[DraftRow], propose: Callable[[list[DraftRow]], list[Draft]]) -> list[Draft]:
@@ -97,10 +98,10 @@ class DraftEngine:
 
     def _time(self, num_rows: int, k: int) -> float:
         """Return the seconds of a proposal of *k* tokens for each of *num_rows* dummy sequences."""
-        rows = [DraftRow(slot, k) for slot in range(num_rows)]
         took = []
         for _ in range(NUM_TRIALS):
-            self._add_dummies(num_rows, k)
+            self._add_dummies(num_rows)
+            rows = [DraftRow(slot, k, room=self.worker.slots.room(slot)) for slot in range(num_rows)]
             started = time.perf_counter()
             self.worker.propose(self.proposer, rows)
             took.append(time.perf_counter() - started)
@@ -108,13 +109,13 @@ class DraftEngine:
         self.worker.slots.clear()
         return min(took)
 
-    def _add_dummies(self, num_rows: int, k: int) -> None:
-        """Put a sequence of two tokens into each slot, all of whose blocks are block 0."""
+    def _add_dummies(self, num_rows: int) -> None:
+        """Put a sequence of two tokens into each slot, with as many blocks as it can have, all of them block 0."""
         slots = self.worker.slots
         slots.clear()
         self.worker.forget()
         slots.known_len[:num_rows] = 2
-        slots.num_blocks[:num_rows] = -(-(2 + k) // slots.block_size)
+        slots.num_blocks[:num_rows] = slots.blocks.shape[1]
         if self.worker.needs != "none":
             table_M4 = np.array([(slot, 0, 0, 1) for slot in range(num_rows)], np.int64)
             device, dtype = self.worker.forward.loaded.device, self.worker.forward.loaded.dtype

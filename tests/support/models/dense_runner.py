@@ -123,7 +123,7 @@ class DenseRunner:
                 assert -1 <= level.parents_N[n] < before
                 beside = None if level.features_NX is None else level.features_NX[n]
                 text.drafted.append((int(level.tokens_N[n]), int(level.parents_N[n]), beside))
-            assert len(text.drafted) <= row.k
+            assert len(text.drafted) <= row.room
             if members:
                 outputs.append(self._run(text, len(members), sees_all=False))
         return torch.cat(outputs)

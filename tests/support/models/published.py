@@ -85,9 +85,8 @@ def chain(logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tens
 def dynamic_tree(
     logits_behind: Callable[[Drafted], torch.Tensor], noise_KV: torch.Tensor, *, k: int, width: int, depth: int
 ) -> set[tuple[int, ...]]:
-    """Return EAGLE-2's tree as the set of its paths; at each level at most k / (depth - 1) nodes get children."""
+    """Return EAGLE-2's tree as the set of its paths; at each level the *width* best nodes get children."""
     depth = min(depth, k)
-    beams = min(width, k if depth == 1 else k // (depth - 1))
     scores: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[int, ...]] = [()]
     for level in range(depth):
@@ -97,7 +96,7 @@ def dynamic_tree(
             for token in (log_q + noise_KV[level]).topk(width).indices.tolist():
                 children[(*path, token)] = scores.get(path, 0.0) + float(log_q[token])
         scores |= children
-        frontier = sorted(children, key=lambda path: -children[path])[:beams]
+        frontier = sorted(children, key=lambda path: -children[path])[:width]
     return set(sorted(scores, key=lambda path: -scores[path])[:k])
 
 
