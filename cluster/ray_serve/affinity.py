@@ -25,7 +25,7 @@ DIGEST_BYTES = 6
 MAX_BODY_BYTES = 1 << 20
 """Longer bodies are forwarded unparsed, and routed to the least loaded replica."""
 MAX_KEYS = 100_000
-ROUTES = ("/completions", "/chat/completions", "/responses")
+ROUTES = ("/completions", "/chat/completions", "/responses", "/v1/messages")
 
 
 class PromptFields(msgspec.Struct):
@@ -33,6 +33,7 @@ class PromptFields(msgspec.Struct):
 
     instructions: Any = None
     prompt: Any = None
+    system: Any = None
     messages: Any = None
     input: Any = None
     cache_salt: str | None = None
@@ -44,7 +45,7 @@ def keys_of(body: bytes) -> list[str]:
         fields = msgspec.json.decode(body, type=PromptFields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return []
-    parts = (fields.instructions, fields.prompt, fields.messages, fields.input)
+    parts = (fields.instructions, fields.prompt, fields.system, fields.messages, fields.input)
     text = "\n".join(text for part in parts for text in _texts(part))
     return list(_digests(text, fields.cache_salt or ""))
 

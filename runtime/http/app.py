@@ -13,6 +13,7 @@ from runtime.http.chat import chat_job
 from runtime.http.completions import completion_job
 from runtime.http.context import RouteContext, ServerOptions
 from runtime.http.errors import ApiError
+from runtime.http.messages import routes as messages
 from runtime.http.render import Decoder, TokenTexts
 from runtime.http.responding import respond
 from runtime.http.responses import ModelList
@@ -20,6 +21,7 @@ from runtime.http.responses_api import routes as responses_api
 from runtime.http.schemas import ChatCompletionRequest, CompletionRequest
 from runtime.http.server.guard import Guard
 from runtime.http.server.limits import REQUEST_ID
+from runtime.http.server.paths import MESSAGES_PATHS, routed_path
 from runtime.metrics.logs import HTTP_REQUEST_ID
 from runtime.metrics.prometheus import CONTENT_TYPE, Metrics
 
@@ -33,6 +35,7 @@ def create_app(engine: EngineClient, tokenizer: Decoder, metrics: Metrics, optio
     _add_model_routes(app, context)
     _add_generation_routes(app, context)
     responses_api.add_routes(app, context)
+    messages.add_routes(app, context)
     tokenizing.add_routes(app, context)
     pages.add_routes(app)
     openapi.install(app)
@@ -107,12 +110,18 @@ class RequestObserver:
     def _counting(self, scope: Scope, send: Send, request_id: bytes) -> Callable[[Message], Awaitable[None]]:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
+                message = {**message, "headers": [*message["headers"], *_id_headers(scope, request_id)]}
                 route = getattr(scope.get("route"), "path", None)
                 self._metrics.answered(scope["method"], route, message["status"])
             await send(message)
 
         return counting
+
+
+def _id_headers(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the headers with the id; Anthropic's client reads another one than OpenAI's."""
+    names = [b"x-request-id", b"request-id"] if routed_path(scope) in MESSAGES_PATHS else [b"x-request-id"]
+    return [(name, request_id) for name in names]
 
 
 def _request_id(scope: Scope) -> bytes:

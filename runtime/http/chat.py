@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from protos.messages import Request, TokenOutput
+from protos.sampling import SamplingParams
 from runtime.http.context import RouteContext
 from runtime.http.job import Choice, CompletionJob, Envelope
 from runtime.http.render import TokenTexts, chat_logprobs, prompt_logprobs
@@ -166,7 +167,18 @@ class Conversation:
     use: ToolUse
 
 
-async def prepare_chat(context: RouteContext, body: ChatCompletionRequest, request_id: str) -> Conversation:
+Fit = Callable[[SamplingParams, int], SamplingParams]
+"""Adapts sampling parameters to the number of tokens of the prompt."""
+
+
+def _as_given(params: SamplingParams, num_prompt: int) -> SamplingParams:
+    del num_prompt
+    return params
+
+
+async def prepare_chat(
+    context: RouteContext, body: ChatCompletionRequest, request_id: str, fit: Fit = _as_given
+) -> Conversation:
     """Validate *body*; nothing is scheduled yet.
 
     Raises:
@@ -178,7 +190,7 @@ async def prepare_chat(context: RouteContext, body: ChatCompletionRequest, reque
     params = use.constrained(body.chat_sampling(context.options.sampling_defaults))
     prompt = await context.engine.render_chat(body.messages, params, **body.template_options, **use.template_options)
     with use.error_context():
-        requests = await context.engine.prepare(prompt, params, request_id)
+        requests = await context.engine.prepare(prompt, fit(params, len(prompt.token_ids)), request_id)
     return Conversation(request_id, model, context.with_options(requests, body), use)
 
 

@@ -1,4 +1,7 @@
-"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
+
+Errors on the paths of Anthropic's API have the format of `runtime.http.messages.errors`.
+"""
 
 import logging
 import math
@@ -18,6 +21,8 @@ from protos.errors import (
     SlipstreamError,
     SlowReaderError,
 )
+from runtime.http.messages.errors import message_error_body, message_status
+from runtime.http.server.paths import MESSAGES_PATHS, routed_path
 
 log = logging.getLogger("slipstream")
 
@@ -114,15 +119,18 @@ def error_body(error: ApiError) -> bytes:
 
 async def answer(request: Request, error: Exception) -> Response:
     """The exception handler of every route."""
-    return error_response(as_api_error(error))
+    return error_response(as_api_error(error), routed_path(request.scope))
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the response for *error*."""
+def error_response(error: ApiError, path: str) -> Response:
+    """Return the response for *error* to a request of *path*, in the format of its API."""
+    if path in MESSAGES_PATHS:
+        status = message_status(error.status, error.code)
+        return Response(message_error_body(status, error.message), status, error.headers, media_type="application/json")
     return Response(error_body(error), error.status, error.headers, media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
-    """Make *app* answer every error in this format."""
+    """Make *app* answer every error in these formats."""
     for kind in (ApiError, SlipstreamError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

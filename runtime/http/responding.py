@@ -154,8 +154,7 @@ async def _packets(engine: EngineClient, writer: EventWriter) -> AsyncGenerator[
         last = writer.finish()
     except Exception as error:
         last = writer.fail(as_api_error(error))
-    for event in last:
-        yield packet([event])
+    yield packet(last)
 
 
 async def respond(

@@ -40,6 +40,8 @@ INSTEAD = {
     "conversation": NOT_STORED,
     "prompt": "prompts are not stored; send instructions and input",
     "background": "responses are not stored; use stream",
+    "mcp_servers": "connect to them in the client, and send their tools as tools",
+    "container": "tools run in the client",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "tools": "use chat completions",

@@ -30,6 +30,8 @@ OPERATIONS = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 ]
@@ -57,8 +59,9 @@ def test_every_answer_is_described(document: dict[str, Any]) -> None:
         for operation in methods.values():
             assert set(operation["responses"]) == {"200", "default"}
             assert ("security" in operation) == (path != "/health")
-    error = document["components"]["schemas"]["ErrorDetail"]
-    assert set(error["properties"]) == {"message", "type", "param", "code"}
+    schemas = document["components"]["schemas"]
+    assert set(schemas["ErrorDetail"]["properties"]) == {"message", "type", "param", "code"}
+    assert set(schemas["MessageErrorBody"]["properties"]) == {"error", "request_id", "type"}
 
 
 def drive(served: Guarded, document: dict[str, Any], method: str, path: str, num_examples: int) -> None:

@@ -7,30 +7,32 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import SlipstreamError
 from runtime.frontend.client import EngineClient
-from runtime.frontend.keys import TENANT
+from runtime.frontend.keys import SCHEME, TENANT, Keys
 from runtime.http import pages
 from runtime.http.errors import ApiError, as_api_error, error_response
 from runtime.http.server.limits import GuardOptions
+from runtime.http.server.paths import routed_path
 
 OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key: health probes have none."""
 
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 BEARER = {"www-authenticate": "Bearer"}
 BASIC = {"www-authenticate": 'Basic realm="Slipstream: an API key as password", charset="UTF-8"'}
 """Makes a browser prompt for the key before it shows a page."""
 BUSY_RETRY = {"retry-after": "1"}
 
 
-def routed_path(scope: Scope) -> str:
-    """Return the path that routes are matched against, without the root path. Never uses the Host header."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
+def credentials(scope: Scope, keys: Keys) -> str | None:
+    """Return the `authorization` header, or one with the key of `x-api-key` if only that key is accepted."""
+    given, key = _header(scope, b"authorization"), _header(scope, b"x-api-key")
+    other = None if key is None else f"{SCHEME} {key}"
+    return other if other is not None and not keys.accepts(given) and keys.accepts(other) else given
 
 
-def authorization(scope: Scope) -> str | None:
-    """Return the first `authorization` header."""
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), None)
+def _header(scope: Scope, wanted: bytes) -> str | None:
+    """Return the first header of that name."""
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
 
 
 class Guard:
@@ -61,7 +63,7 @@ class Guard:
         try:
             self._check(scope)
         except (ApiError, SlipstreamError) as error:
-            await error_response(as_api_error(error))(scope, receive, send)
+            await error_response(as_api_error(error), routed_path(scope))(scope, receive, send)
             return
         body = _Body(receive, self._options.body_timeout_s, self._take)
         try:
@@ -70,13 +72,14 @@ class Guard:
             body.release()
 
     def _check(self, scope: Scope) -> None:
-        path, given, keys = routed_path(scope), authorization(scope), self._options.keys
+        path, keys = routed_path(scope), self._options.keys
+        given = credentials(scope, keys)
         is_page = path in pages.PATHS and scope["method"] == "GET"
         # Browsers send passwords also with cross-site requests, so a password gives access to the page alone.
         if path not in OPEN_PATHS and not keys.accepts(given) and not (is_page and keys.accepts_password(given)):
             raise ApiError(
                 401,
-                "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+                "the API key is missing or wrong: send the header Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers=BASIC if is_page else BEARER,
             )

@@ -14,6 +14,7 @@ from runtime.http.tools.formats import PARSERS, ArrayReader, NamedReader
 from runtime.http.tools.scanner import CallReader
 
 MAX_TOOLS = 128
+NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 Mode = Literal["none", "auto", "required", "named"]
@@ -27,7 +28,7 @@ class Function(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=NAME_PATTERN)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -183,7 +184,7 @@ def tool_use(
     if not options.auto or options.parser is None:
         raise InvalidRequestError(
             "tools with tool_choice auto need a server started with --enable-auto-tool-choice and --tool-call-parser; "
-            "set tool_choice to required, a function or none",
+            "this one takes a tool_choice that requires a call or forbids it",
             "tool_choice",
         )
     return ToolUse(checked, "auto", parser=options.parser, is_parallel=is_parallel)

@@ -13,6 +13,7 @@ from protos.errors import (
 from protos.sampling import SamplingParams
 from runtime.frontend.keys import TENANT, Keys
 from runtime.http.options import SafetyOptions
+from runtime.http.server.paths import MESSAGES_PATHS
 from tests.support.serving.fake_engine import expected
 from tests.support.serving.guarded_server import Guarded, guarded, guarded_engine
 
@@ -65,8 +66,9 @@ def test_every_route_but_health_needs_a_key(locked: Guarded) -> None:
             assert answer.status_code == 401, (method, path)
             scheme = "Basic" if (method, path) == ("GET", "/") else "Bearer"  # so that a browser prompts for the key
             assert answer.headers["www-authenticate"].startswith(scheme)
-            assert answer.json()["error"]["code"] == "invalid_api_key"
-            assert answer.json()["error"]["type"] == "authentication_error"
+            error = answer.json()["error"]
+            assert error["type"] == "authentication_error"
+            assert path in MESSAGES_PATHS or error["code"] == "invalid_api_key"
     assert locked.get("/health").status_code == 200
 
 

@@ -35,8 +35,8 @@ def strict(answer: T, **patches: Any) -> T:
         _forget_parsed(choice.get("message", {}))
     kind = next(base for base in type(answer).__mro__ if "[" not in base.__name__ and "Parsed" not in base.__name__)
     checked = kind.model_validate_json(json.dumps(raw), strict=True)
-    for name, extras in _extras(checked):
-        assert extras <= DOCUMENTED.get(name, set()), (name, extras)
+    for name, found in extras(checked):
+        assert found <= DOCUMENTED.get(name, set()), (name, found)
     return answer
 
 
@@ -48,15 +48,15 @@ def _forget_parsed(message: dict[str, Any]) -> None:
         call["function"].pop("parsed_arguments", None)
 
 
-def _extras(value: object) -> Iterator[tuple[str, set[str]]]:
+def extras(value: object) -> Iterator[tuple[str, set[str]]]:
     """Yield the name of each model in *value*, with the fields that its type does not have."""
     if isinstance(value, list):
         for item in value:
-            yield from _extras(item)
+            yield from extras(item)
     elif isinstance(value, pydantic.BaseModel):
         yield type(value).__name__, set(value.model_extra or {})
         for name in type(value).model_fields:
-            yield from _extras(getattr(value, name))
+            yield from extras(getattr(value, name))
 
 
 def strict_chunk(chunk: Completion) -> Completion:
