@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +71,23 @@ class Score:
 
 
 class SoakLoad:
-    """Clients of one engine."""
+    """Clients of one engine. *on_tokens* is called whenever tokens of a stream arrive."""
 
-    def __init__(self, engine: AsyncEngine, requests: Sequence[SoakRequest], seed: int) -> None:
-        self._engine, self._requests, self._seed = engine, requests, seed
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        requests: Sequence[SoakRequest],
+        seed: int,
+        on_tokens: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._requests, self._seed, self._on_tokens = engine, requests, seed, on_tokens
         self._names = itertools.count()
         self.score = Score()
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Send no more requests; `run` returns when those that run have been answered."""
+        self._is_stopped = True
 
     async def run(self, until: float) -> None:
         """Send requests until *until* on the monotonic clock; return when all have been answered."""
@@ -84,7 +95,7 @@ class SoakLoad:
 
     async def _client(self, number: int, until: float) -> None:
         rng = random.Random(self._seed * CLIENTS + number)
-        while time.monotonic() < until and self._engine.is_alive:
+        while time.monotonic() < until and self._engine.is_alive and not self._is_stopped:
             request = rng.choice(self._requests)
             close_after = rng.randrange(1, len(request.wanted)) if rng.random() < CLOSED_EARLY else None
             try:
@@ -105,6 +116,7 @@ class SoakLoad:
                     self.score.note("failed", delta.output.error)
                     return
                 ids += delta.output.token_ids
+                self._on_tokens()
                 if close_after is not None and len(ids) >= close_after:
                     break
         self._compare(request, ids, is_closed=close_after is not None)
@@ -238,11 +250,10 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main() -> None:
-    args = parser().parse_args()
-    target, draft = args.model or pair()[0], args.draft or pair()[1]
-    base = {
-        "model": str(target),
+def base_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine arguments that the disturbed and the undisturbed engine have in common."""
+    return {
+        "model": str(args.model or pair()[0]),
         "dtype": "float32",
         "skip_tokenizer_init": True,
         "num_threads": args.threads,
@@ -250,22 +261,35 @@ def main() -> None:
         "kv_cache_memory_bytes": 1 << 28,
         "device": "cpu",
     }
-    items = workload.load(target, args.limit or 32)
-    wanted = with_wanted(requests([*items.single, *items.concurrent]), base)
-    config = engine_config(
+
+
+def disturbed_config(args: argparse.Namespace, **arguments: Any) -> EngineConfig:
+    """Return the configuration of the engine on Ray that the faults hit."""
+    return engine_config(
         {
-            **base,
+            **base_arguments(args),
             "tensor_parallel_size": args.tensor_parallel_size,
             "distributed_executor_backend": "ray",
             "speculative_config": {
-                "model": str(draft),
+                "model": str(args.draft or pair()[1]),
                 "num_speculative_tokens": args.num_speculative_tokens,
                 "draft_tensor_parallel_size": 1,
                 "placement": "dedicated",
             },
+            **arguments,
         }
     )
-    found = asyncio.run(soak(config, wanted, args))
+
+
+def wanted_requests(args: argparse.Namespace) -> list[SoakRequest]:
+    """Return the workload's requests with the tokens of the undisturbed engine."""
+    items = workload.load(args.model or pair()[0], args.limit or 32)
+    return with_wanted(requests([*items.single, *items.concurrent]), base_arguments(args))
+
+
+def main() -> None:
+    args = parser().parse_args()
+    found = asyncio.run(soak(disturbed_config(args), wanted_requests(args), args))
     has_passed = shown(found)
     measure.write(
         args.output,

@@ -3,6 +3,7 @@
 A group has T target ranks and at most one draft. It starts in two phases: every worker is placed and reports its host
 (`Placed`); then each receives its rank, device and rendezvous store (`Setup`), loads the weights (`Loaded`), receives
 the number of KV blocks (`Allocate`), warms up, and is ready (`WorkerReady`). Then it receives `Plan`s until `Stop`.
+If another target rank is lost, those that remain receive `Rejoin`, and start again from `Loaded`.
 
 All messages are frozen msgspec structs and cross processes as msgpack.
 """
@@ -49,6 +50,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
         device: "cpu", or "cuda:i" among the devices visible to this worker.
         backend: of torch.distributed, "gloo" or "nccl".
         store: rendezvous of the tensor-parallel ranks; None for a single rank, and for the draft.
+        group: the number of their group; a group that follows another has the next one.
     """
 
     config: str
@@ -57,6 +59,17 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     device: str
     backend: str
     store: StoreAddress | None = None
+    group: int = 0
+
+
+class Rejoin(msgspec.Struct, frozen=True, tag=True):
+    """Another rank of this target rank's group is being replaced: keep the weights, and form group number *group*.
+
+    The ranks meet at *store*. From then on as after `Setup`: `Loaded`, `Allocate`, `WorkerReady`.
+    """
+
+    store: StoreAddress
+    group: int
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
@@ -90,20 +103,24 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave the loop and exit."""
 
 
-ToWorker = Setup | Allocate | FormDraftChannel | Plan | Stop
+ToWorker = Setup | Rejoin | Allocate | FormDraftChannel | Plan | Stop
 
 
 # From a worker to the controller.
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
-    """The process runs. `devices` are the names of its visible devices; empty on a CPU. Target rank 0 has a `store`."""
+    """The process runs. Target rank 0 has a `store`.
+
+    `devices` are the names of its visible devices, empty on a CPU; `visible_devices` is CUDA_VISIBLE_DEVICES, if set.
+    """
 
     host: str
     node: str
     pid: int
     devices: tuple[str, ...] = ()
     store: StoreAddress | None = None
+    visible_devices: str | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -196,6 +213,12 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     kind: str
 
 
+class GroupLost(msgspec.Struct, frozen=True, tag=True):
+    """An operation of this target rank's group failed, since another rank is gone. It waits for `Rejoin`."""
+
+    reason: str
+
+
 class Died(msgspec.Struct, frozen=True, tag=True):
     """The worker's process is gone. Reported by the worker group, which watches it."""
 
@@ -213,6 +236,7 @@ FromWorker = (
     | Heartbeat
     | Progress
     | WorkerFailed
+    | GroupLost
     | Died
 )
 
@@ -252,6 +276,10 @@ class WorkerGroup(Protocol):
 
         Returns when they are gone; without *waits* possibly before, for nodes that cannot be reached.
         """
+        ...
+
+    def prepare_spare(self) -> None:
+        """Start a process, in the background, that waits to replace a lost worker. May do nothing."""
         ...
 
     def close(self) -> None:

@@ -49,11 +49,13 @@ class LoadedTarget:
         model: the share.
         spec: which features of the target a draft is fed, in this process or another.
         draft: None if no draft runs in this process.
+        taps: capture the features that `spec` names; None if there are none.
     """
 
     model: LoadedModel
     spec: FeatureSpec
     draft: LoadedDraft | None = None
+    taps: Taps | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -106,15 +108,15 @@ def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, wi
         for note in model.notes:
             report(note)
     draft = load_draft(config, model, report) if with_draft else None
-    if draft is not None:
-        return LoadedTarget(model, draft.spec, draft)
-    return LoadedTarget(model, FeatureSpec() if tp.rank else feature_spec(config))
+    own = FeatureSpec() if tp.rank else feature_spec(config)
+    spec = own if draft is None else draft.spec
+    return LoadedTarget(model, spec, draft, None if spec.needs == "none" else Taps(model.model, spec))
 
 
 def make_target(
     config: EngineConfig, loaded: LoadedTarget, allocate: Allocate, report: ProgressCallback, *, pace_tokens: int = 0
 ) -> ReadyTarget:
-    """Allocate caches, compile where that pays, and measure steps.
+    """Allocate caches, compile where that pays, and measure steps. May be called again with the same *loaded*.
 
     Args:
         config: a parsed configuration.
@@ -125,8 +127,7 @@ def make_target(
     """
     slots = make_slots(config, allocate)
     sampler = Sampler(slots, allocate.vocab_size, loaded.model.device)
-    taps = None if loaded.spec.needs == "none" else Taps(loaded.model.model, loaded.spec)
-    runner = ModelRunner(loaded.model, slots, allocate.num_blocks, slots.block_size, taps)
+    runner = ModelRunner(loaded.model, slots, allocate.num_blocks, slots.block_size, loaded.taps)
     if not config.model.enforce_eager:
         report("warming up the target")
         report(f"target: {runner.warm_up()}")

@@ -19,10 +19,11 @@ import ray.util
 from ray.exceptions import RayError
 
 from cluster.ray.placement import Placement
-from cluster.ray.workers import is_running
+from cluster.ray.processes import is_running
 from protos.stats import EngineStats
 
 ANSWER_S = 5.0
+SPARE = "spare "
 FROZEN_S = 10.0
 SAMPLE_EVERY_S = 5.0
 SETTLED_S = 15.0
@@ -63,12 +64,23 @@ class Actors:
     def __init__(self, placement: Placement) -> None:
         self._prefix = placement.name_of("")
         self.pids: dict[str, int] = {}
-        """Process ids of all actors seen so far."""
+        """Process ids of all actors seen so far, by the names that they were started with."""
+        self._roles: dict[str, str] = {}  # the workers that spares have become
 
     def refresh(self) -> dict[str, int]:
-        """List the running actors; return their names and process ids."""
+        """List the running actors; return their names and process ids. A spare that took over has its worker's name."""
         names = [name for name in ray.util.list_named_actors() if name.startswith(self._prefix)]
-        return {who: pid for name in names if (pid := self._pid(who := name.removeprefix(self._prefix))) is not None}
+        alive = {who: pid for name in names if (pid := self._pid(who := name.removeprefix(self._prefix))) is not None}
+        return {self._role_of(who): pid for who, pid in alive.items()}
+
+    def _role_of(self, who: str) -> str:
+        """Return the worker that actor *who* is: its name, unless it was started as a spare."""
+        if who.startswith(SPARE) and who not in self._roles:
+            with contextlib.suppress(RayError, ValueError, TimeoutError):
+                asked = _ray.get_actor(self._prefix + who).role.remote()
+                if worker := str(_ray.get(asked, timeout=ANSWER_S)):
+                    self._roles[who] = worker
+        return self._roles.get(who, who)
 
     def _pid(self, who: str) -> int | None:
         """Return the id of a running process, which was found earlier or answers now: a stopped one cannot answer."""

@@ -16,7 +16,9 @@ import ray
 
 from cluster.ray.cluster import node_address, set_missing_variables
 from cluster.transport.worker_process import WorkerSpec, run_worker
+from protos.worker_messages import WorkerId
 from runtime.metrics.logs import log_to_stderr
+from workers.process.prepare import prepare
 
 CONCURRENCY_GROUPS = {"serve": 1, "control": 1}
 """Threads of an actor's concurrency groups."""
@@ -68,24 +70,42 @@ class ActorBase:
 
 
 class WorkerActor(ActorBase):
-    """One worker of a group.
+    """A process that becomes one worker of a group.
 
     Args:
-        spec: a `WorkerSpec`, as msgpack.
         environment: variables to set if they are unset.
         is_near: whether all workers are on one node.
     """
 
-    def __init__(self, spec: bytes, environment: dict[str, str], is_near: bool) -> None:
+    def __init__(self, environment: dict[str, str], is_near: bool) -> None:
         set_missing_variables(environment)
         self._is_near = is_near
         log_to_stderr(level=logging.WARNING)  # progress is logged by the controller
-        self._spec = msgspec.msgpack.decode(spec, type=WorkerSpec)
+        self._worker: WorkerId | None = None
+
+    @ray.method(concurrency_group="control")
+    def prepare(self, config: str) -> int:
+        """Import what a worker of *config*, an `EngineConfig` as JSON, needs; return the process id."""
+        prepare(config)
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def role(self) -> str:
+        """Return the name of the worker that this process is; empty while it waits to become one."""
+        return "" if self._worker is None else str(self._worker)
 
     @ray.method(concurrency_group="serve")
-    def run(self) -> None:
-        """Run the worker until its body returns."""
-        run_worker(self._spec, LOOPBACK if self._is_near else node_address(), this_process().machine)
+    def run(self, spec: bytes, environment: dict[str, str]) -> None:
+        """Run a worker until its body returns.
+
+        Args:
+            spec: a `WorkerSpec`, as msgpack.
+            environment: variables to set, whether or not they are set.
+        """
+        os.environ.update(environment)
+        decoded = msgspec.msgpack.decode(spec, type=WorkerSpec)
+        self._worker = decoded.worker
+        run_worker(decoded, LOOPBACK if self._is_near else node_address(), this_process().machine)
 
 
 def remote(cls: type) -> Any:

@@ -11,10 +11,11 @@ from cluster import assemble
 from cluster.ray.actors import ActorBase
 from cluster.ray.cluster import set_missing_variables
 from cluster.ray.placement import Placement
+from cluster.ray.spares import Spares
 from cluster.ray.workers import RayWorkerGroup
 from cluster.transport.process_workers import BODY
 from cluster.transport.zmq_sockets import Endpoint, Socket, connect
-from protos.config.engine import EngineConfig, from_json
+from protos.config.engine import EngineConfig, from_json, to_json
 from protos.interfaces import Executor
 from protos.progress import ProgressCallback
 from runtime.frontend.channel import Report
@@ -69,7 +70,8 @@ class ControllerActor(ActorBase):
             os._exit(1)  # the frontend must see a failure
 
     def _make_executor(self, config: EngineConfig, report: ProgressCallback) -> Executor:
-        workers = RayWorkerGroup(self._placement, self._body)
+        spares = Spares(self._placement, config.parallel.spare_workers, to_json(config))
+        workers = RayWorkerGroup(self._placement, self._body, spares)
         # A worker with a fraction of a GPU shares it with others.
         may_share = self._placement.plan.worker.get("GPU", 1.0) < 1.0
         return DistributedExecutor(workers, config, report, may_share_devices=may_share)

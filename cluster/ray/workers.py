@@ -5,13 +5,11 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +19,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.ray.actors import ProcessLocation, WorkerActor, remote, this_process
 from cluster.ray.cluster import forwarded_variables, node_address
 from cluster.ray.placement import CONTROLLER, Placement
+from cluster.ray.processes import gone_within
+from cluster.ray.spares import Spares
 from cluster.transport.process_workers import BODY
 from cluster.transport.worker_process import WorkerSpec
 from cluster.transport.zmq_hub import ZmqHub
@@ -29,6 +29,7 @@ from protos.worker_messages import Died, FromWorker, Placed, ToWorker, WorkerId
 
 RAY_KILL_S = 0.1
 """Ray kills a responsive process within this time. It would wait five seconds for a frozen one, so we kill that."""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 GONE_S = 10.0
 """A killed process is gone within this time, or its node is lost."""
 
@@ -42,9 +43,9 @@ class RunningActor:
     location: ProcessLocation | None = None
 
     @classmethod
-    def start(cls, handle: Any) -> "RunningActor":
+    def start(cls, handle: Any, *arguments: Any) -> "RunningActor":
         """Call the actor's `run`."""
-        return cls(handle, handle.run.remote().future())
+        return cls(handle, handle.run.remote(*arguments).future())
 
     def end(self) -> None:
         """Make Ray kill it, without waiting."""
@@ -60,25 +61,6 @@ class RunningActor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(location.pid, signal.SIGKILL)
             gone_within(location.pid, GONE_S)
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    """Wait up to *seconds* for process *pid* of this machine to end; return whether it did. A zombie has ended."""
-    deadline = time.monotonic() + seconds
-    while is_running(pid):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.005)
-    return True
-
-
-def is_running(pid: int) -> bool:
-    """Whether process *pid* of this machine exists and is no zombie."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def end_reason(ended: "Future[Any]") -> str:
@@ -99,14 +81,17 @@ class RayWorkerGroup:
     Args:
         placement: the replica's bundles.
         body: "module:function" that a worker runs, called with its `Port`.
+        spares: the processes that wait to replace a lost worker; default: none.
     """
 
-    def __init__(self, placement: Placement, body: str = BODY) -> None:
+    def __init__(self, placement: Placement, body: str = BODY, spares: Spares | None = None) -> None:
         self._is_near = set(placement.nodes) == {placement.nodes[CONTROLLER]}
         self._hub = ZmqHub(None if self._is_near else node_address())
         self._placement, self._body = placement, body
         self._environment = forwarded_variables()
         self._actors: dict[WorkerId, RunningActor] = {}
+        self._spares = Spares(placement) if spares is None else spares
+        self._devices: dict[int, str] = {}  # CUDA_VISIBLE_DEVICES of the workers by bundle
         self._is_closed = False
 
     def start(self, workers: Seq[WorkerId]) -> None:
@@ -114,11 +99,24 @@ class RayWorkerGroup:
         for worker in workers:
             self._hub.register(worker)
             spec = msgspec.msgpack.encode(WorkerSpec(self._hub.endpoint, worker, self._body))
-            options = self._placement.options(self._placement.plan.bundle_of(worker), str(worker))
-            handle = remote(WorkerActor).options(**options).remote(spec, self._environment, self._is_near)
-            actor = RunningActor.start(handle)
+            spare = self._spares.take(worker)
+            handle = self._new_actor(worker) if spare is None else spare
+            actor = RunningActor.start(handle, spec, {} if spare is None else self._device_of(worker))
             self._actors[worker] = actor
             actor.ended.add_done_callback(partial(self._notice, worker))
+
+    def _new_actor(self, worker: WorkerId) -> Any:
+        options = self._placement.options(self._placement.plan.bundle_of(worker), str(worker))
+        return remote(WorkerActor).options(**options).remote(self._environment, self._is_near)
+
+    def _device_of(self, worker: WorkerId) -> dict[str, str]:
+        """Return the variable that gives a spare, which has no device, that of the worker before."""
+        visible = self._devices.get(self._placement.plan.bundle_of(worker))
+        return {} if visible is None else {VISIBLE_DEVICES: visible}
+
+    def prepare_spare(self) -> None:
+        """See `WorkerGroup`."""
+        self._spares.prepare(self._environment, self._is_near)
 
     def _notice(self, worker: WorkerId, ended: "Future[Any]") -> None:
         """Post `Died`; runs in a thread of Ray."""
@@ -134,6 +132,8 @@ class RayWorkerGroup:
         for worker, message in messages:
             if isinstance(message, Placed) and worker in self._actors:
                 self._actors[worker].location = ProcessLocation(message.node, message.pid)
+                if message.visible_devices is not None:
+                    self._devices[self._placement.plan.bundle_of(worker)] = message.visible_devices
         return messages
 
     def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
@@ -167,5 +167,6 @@ class RayWorkerGroup:
         """See `WorkerGroup`. The placement group is released by its owner."""
         if not self._is_closed:
             self._is_closed = True
+            self._spares.close()
             self.kill(list(self._actors))
             self._hub.close()

@@ -85,6 +85,9 @@ class ProcessWorkerGroup:
                 if process.stdin is not None:
                     process.stdin.close()
 
+    def prepare_spare(self) -> None:
+        """See `WorkerGroup`. Does nothing."""
+
     def close(self) -> None:
         """See `WorkerGroup`."""
         if not self._is_closed:

@@ -58,6 +58,7 @@ KEPT = (
     ),
     Option("placement_timeout_s", "parallel", "placement_timeout_s", "seconds to wait for room in the ray cluster"),
     Option("rebuild_timeout_s", "parallel", "rebuild_timeout_s", "seconds a lost target group waits for room"),
+    Option("spare_workers", "parallel", "spare_workers", "processes that wait to replace a lost target rank, on ray"),
     Option("seed", "engine", "seed", "makes the seeds of requests without one repeatable"),
     Option("served_model_name", "engine", "served_model_name", "the name, or names, of the model in the API"),
     Option("disable_log_stats", "engine", "disable_log_stats", "no summary lines", is_flag=True),

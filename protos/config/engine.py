@@ -241,6 +241,7 @@ class ParallelConfig:
         worker_resources: Ray resources of each worker, such as {"GPU": 0.5}; None for one GPU, if there are any.
         placement_timeout_s: seconds a start waits for room in the cluster.
         rebuild_timeout_s: seconds a lost target group waits for room.
+        spare_workers: processes that wait, with everything imported, to replace a lost target rank, on Ray.
     """
 
     tensor_parallel_size: int = Field(default=1, gt=0)
@@ -249,6 +250,7 @@ class ParallelConfig:
     worker_resources: dict[str, Annotated[float, Field(gt=0)]] | None = None
     placement_timeout_s: float = Field(default=600.0, gt=0)
     rebuild_timeout_s: float = Field(default=300.0, gt=0)
+    spare_workers: int = Field(default=1, ge=0, le=8)
 
 
 @typed(config_error)

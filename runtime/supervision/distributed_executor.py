@@ -1,9 +1,8 @@
 """`DistributedExecutor`: runs rounds on worker processes, which may die or hang and are then replaced.
 
 It has no threads of its own: the controller's thread reads the workers' messages from the `WorkerGroup`, deaths too. A
-lost draft is replaced while rounds go on (`runtime.supervision.draft_supervisor`). A lost target rank ends the whole
-target group: `run` raises `TargetLostError`, and `rebuild` starts the next group
-(`runtime.supervision.target_supervisor`).
+lost draft is replaced while rounds go on (`runtime.supervision.draft_supervisor`). If a target rank is lost, `run`
+raises `TargetLostError`, and `rebuild` starts the next group (`runtime.supervision.target_supervisor`).
 """
 
 import logging
@@ -19,6 +18,7 @@ from protos.stats import PhaseTimes
 from protos.worker_messages import (
     Died,
     FromWorker,
+    GroupLost,
     Placed,
     Plan,
     Progress,
@@ -133,6 +133,9 @@ class DistributedExecutor:
 
     def rebuild(self, for_s: float) -> bool:
         """See `Executor`."""
+        if not self._targets.may_restart:
+            self._read_messages(for_s)
+            return False
         startup = self._targets.startup or self._restart_targets()
         self._read_messages(for_s, startup.waits_for)
         if self._targets.failure is not None:
@@ -142,7 +145,7 @@ class DistributedExecutor:
             self._report("the target group serves again")
             return True
         else:
-            self._targets.check_placement(startup)
+            self._targets.check_progress(startup)
         return False
 
     def shutdown(self) -> None:
@@ -204,6 +207,7 @@ class DistributedExecutor:
     def _begin_serving(self, startup: GroupStartup) -> None:
         """Begin to serve with the workers of *startup*, all of which wait for plans."""
         self._targets.begin_serving()
+        self._group.prepare_spare()
         self._predictor = RoundTimePredictor(startup.measured(self._targets.rank_0).step_s)
         if self._draft is not None:
             if self._draft.worker in startup.workers:
@@ -262,7 +266,10 @@ class DistributedExecutor:
         elif isinstance(message, RoundDone):
             self._done = message
         elif worker.role == "target" and isinstance(message, Died | WorkerFailed):
-            self._targets.lose(f"{worker} {'died' if isinstance(message, Died) else 'failed'}: {message.reason}")
+            how = "died" if isinstance(message, Died) else "failed"
+            self._targets.lose(f"{worker} {how}: {message.reason}", worker)
+        elif isinstance(message, GroupLost):
+            self._targets.lose(f"{worker} lost its group: {message.reason}")
         elif self._draft is not None:
             self._draft.take(worker, message)
 
@@ -276,7 +283,7 @@ class DistributedExecutor:
             self._handle_hang(worker, why)
         overdue = None if self._done is not None else self._watchdog.overdue()
         if overdue is not None:
-            self._targets.lose(f"the target group hangs: {overdue}")
+            self._targets.lose(f"the target group hangs: {overdue}", *self._targets.workers)
         if self._draft is not None:
             self._draft.tick()
 
@@ -284,7 +291,7 @@ class DistributedExecutor:
         if self._targets.is_starting(worker):
             self._targets.take(worker, Died(f"hangs: {why}"))
         elif worker.role == "target":
-            self._targets.lose(f"{worker} hangs: {why}")
+            self._targets.lose(f"{worker} hangs: {why}", worker)
         elif self._draft is not None:
             self._draft.lose(f"hangs: {why}")
 

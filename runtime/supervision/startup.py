@@ -10,6 +10,7 @@ from protos.worker_messages import (
     FromWorker,
     Loaded,
     Placed,
+    Rejoin,
     Setup,
     StoreAddress,
     WorkerFailed,
@@ -90,6 +91,8 @@ class GroupStartup:
         setup: the fields of `Setup` that all have in common.
         devices: where their devices are recorded.
         decide_blocks: see `DecideBlocks`.
+        before: the startup of the group that this one follows. Those of *workers* that it started still run: they keep
+            their weights and devices, and are told to form the next group.
     """
 
     def __init__(
@@ -99,22 +102,33 @@ class GroupStartup:
         setup: Setup,
         devices: Devices,
         decide_blocks: DecideBlocks,
+        *,
+        before: "GroupStartup | None" = None,
     ) -> None:
         self.workers = tuple(workers)
         self._group, self._setup, self._devices, self._decide_blocks = group, setup, devices, decide_blocks
-        self._placed: dict[WorkerId, Placed] = {}
+        self.placed: dict[WorkerId, Placed] = {}
+        self.devices: dict[WorkerId, str] = {}
+        if before is not None:
+            self.placed = {worker: placed for worker, placed in before.placed.items() if worker in workers}
+            self.devices = {worker: before.devices[worker] for worker in self.placed}
+        self.survivors = frozenset(self.placed)
         self._loaded: dict[WorkerId, Loaded] = {}
         self._ready: dict[WorkerId, WorkerReady] = {}
-        self.devices: dict[WorkerId, str] = {}
 
     def start(self) -> None:
-        """Start the worker processes."""
-        self._group.start(self.workers)
+        """Start the worker processes, but for those that still run."""
+        self._group.start([worker for worker in self.workers if worker not in self.survivors])
+
+    @property
+    def late_survivors(self) -> list[WorkerId]:
+        """The workers that still ran, and have not formed the next group."""
+        return sorted(self.survivors - self._loaded.keys())
 
     @property
     def is_placed(self) -> bool:
         """Whether every process runs."""
-        return len(self._placed) == len(self.workers)
+        return len(self.placed) == len(self.workers)
 
     @property
     def is_ready(self) -> bool:
@@ -124,7 +138,7 @@ class GroupStartup:
     @property
     def store(self) -> StoreAddress | None:
         """Address of target rank 0's store, None before it was placed."""
-        return next((placed.store for worker, placed in self._placed.items() if _is_rank_0(worker)), None)
+        return next((placed.store for worker, placed in self.placed.items() if _is_rank_0(worker)), None)
 
     @property
     def loaded(self) -> dict[WorkerId, Loaded]:
@@ -138,7 +152,7 @@ class GroupStartup:
     @property
     def waits_for(self) -> str:
         """The current phase, and the workers that have not finished it."""
-        phases = (("to be placed", self._placed), ("to load", self._loaded), ("to warm up", self._ready))
+        phases = (("to be placed", self.placed), ("to load", self._loaded), ("to warm up", self._ready))
         for phase, finished in phases:
             missing = [str(worker) for worker in self.workers if worker not in finished]
             if missing:
@@ -156,7 +170,7 @@ class GroupStartup:
         if isinstance(message, WorkerFailed | Died):
             raise StartError(worker, message)
         if isinstance(message, Placed):
-            self._placed[worker] = message
+            self.placed[worker] = message
             if self.is_placed:
                 self._set_up()
         elif isinstance(message, Loaded):
@@ -167,12 +181,14 @@ class GroupStartup:
             self._ready[worker] = message
 
     def _set_up(self) -> None:
-        self.devices = {
-            worker: self._devices.assign(worker, self._placed[worker])
-            for worker in sorted(self.workers, key=lambda worker: (worker.role == "draft", worker.rank))
-        }
+        for worker in sorted(self.workers, key=lambda worker: (worker.role == "draft", worker.rank)):
+            if worker not in self.survivors:
+                self.devices[worker] = self._devices.assign(worker, self.placed[worker])
         for worker in self.workers:
-            self._group.send(worker, self._setup_of(worker))
+            if worker in self.survivors and self.store is not None:
+                self._group.send(worker, Rejoin(self.store, self._setup.group))
+            else:
+                self._group.send(worker, self._setup_of(worker))
 
     def _setup_of(self, worker: WorkerId) -> Setup:
         common, device = self._setup, self.devices[worker]
@@ -183,6 +199,7 @@ class GroupStartup:
             device=device,
             backend=common.backend or ("gloo" if device == "cpu" else "nccl"),
             store=self.store if worker.role == "target" and common.world > 1 else None,
+            group=common.group,
         )
 
     def _allocate(self) -> None:

@@ -1,4 +1,8 @@
-"""Starts the target ranks, and starts them all again if one is lost. A draft may be started with the first group."""
+"""Starts the target ranks, and replaces those that are lost. A draft may be started with the first group.
+
+On CPUs the other ranks keep their processes and weights, and form the next group with the replacements. Otherwise, and
+if that fails, all ranks are started again.
+"""
 
 import logging
 from collections.abc import Sequence as Seq
@@ -17,6 +21,10 @@ logger = logging.getLogger(__name__)
 MAX_REBUILDS = 3
 STEADY_ROUNDS, STEADY_S = 50, 60.0
 """After so many rounds or seconds a rebuilt group counts as healthy, and earlier rebuilds no longer count."""
+FOUND_S = 3.0
+"""After a rank reported that its group failed, the rank that is gone is found within this time, or all are replaced."""
+REJOIN_S = 30.0
+"""A rank that still runs forms the next group within this time."""
 
 
 class TargetSupervisor:
@@ -53,6 +61,10 @@ class TargetSupervisor:
         self.failure: SlipstreamError | None = None  # why the startup failed
         self._started_at = 0.0
         self._loss: str | None = None  # why the serving targets are lost
+        self._lost: set[WorkerId] = set()  # which of them, as far as that is known
+        self._lost_at = 0.0
+        self._serving: GroupStartup | None = None  # the startup of the group that serves, or served last
+        self._rejoin_by = 0.0
         self._num_rebuilds = 0
         self._num_rounds = 0
         self._served_since = 0.0
@@ -72,6 +84,7 @@ class TargetSupervisor:
         self.failure = None
         self.startup = startup
         self._started_at = self._clock()
+        self._rejoin_by = self._started_at + REJOIN_S
         startup.start()
         return startup
 
@@ -92,7 +105,7 @@ class TargetSupervisor:
 
     def begin_serving(self) -> None:
         """Record that the group is ready and serves from now on."""
-        self.startup = None
+        self._serving, self.startup = self.startup, None
         self._num_rounds = 0
         self._served_since = self._watchdog.now
         for worker in self.workers:
@@ -102,9 +115,16 @@ class TargetSupervisor:
         """Count a finished round."""
         self._num_rounds += 1
 
-    def lose(self, reason: str) -> None:
-        """Record that the serving targets are lost; the first reason counts."""
-        self._loss = self._loss or reason
+    def lose(self, reason: str, *workers: WorkerId) -> None:
+        """Record that the serving targets are lost, and which *workers* must be replaced if that is known."""
+        if self._loss is None:
+            self._loss, self._lost_at = reason, self._clock()
+        self._lost.update(workers)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether it is known which ranks are gone, or it is too late to wait for that."""
+        return bool(self._lost) or self._loss is None or self._clock() - self._lost_at > FOUND_S
 
     def check(self) -> None:
         """Raise `TargetLostError` if the serving targets are lost."""
@@ -113,22 +133,36 @@ class TargetSupervisor:
             raise TargetLostError(self._loss)
 
     def restart(self) -> GroupStartup:
-        """End what is left of the group, and start the next one.
+        """Replace the ranks that are gone; end and replace the others too, if they cannot form the next group.
 
         Raises:
             EngineDeadError: the group was lost too often.
         """
         self._count_rebuild()
+        before, gone = self._serving, self._gone()
         for worker in self.workers:
             self._watchdog.remove(worker)
-        self._devices.release(self.workers)
-        self._group.kill(self.workers)
-        self._loss = None
+            if worker not in gone:
+                self._watchdog.add(worker)
+        self._devices.release(gone)
+        self._group.kill(gone)
+        self._loss, self._lost, self._serving = None, set(), None
         self.workers = tuple(
-            msgspec.structs.replace(worker, incarnation=worker.incarnation + 1) for worker in self.workers
+            msgspec.structs.replace(worker, incarnation=worker.incarnation + (worker in gone))
+            for worker in self.workers
         )
-        self._report(f"starting the target group again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
-        return self._start(GroupStartup(self._group, self.workers, self._setup, self._devices, self._sizing.reuse))
+        self._setup = msgspec.structs.replace(self._setup, group=self._setup.group + 1)
+        names = ", ".join(map(str, gone)) if len(gone) < len(self.workers) else "the target group"
+        self._report(f"starting {names} again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
+        return self._start(
+            GroupStartup(self._group, self.workers, self._setup, self._devices, self._sizing.reuse, before=before)
+        )
+
+    def _gone(self) -> list[WorkerId]:
+        """Return the ranks to replace: those that are lost, or all."""
+        serving = self._serving
+        is_reusable = serving is not None and all(serving.devices[worker] == "cpu" for worker in self.workers)
+        return sorted(self._lost) if is_reusable and self._lost else list(self.workers)
 
     def _count_rebuild(self) -> None:
         """Count a rebuild, and fail if the group was lost too often: its requests may be what kills it."""
@@ -150,9 +184,20 @@ class TargetSupervisor:
         logger.warning("the target group could not be started: %s", failure)
         self.startup = None
 
-    def check_placement(self, startup: GroupStartup) -> None:
-        """Raise `PlacementError` if the group that is rebuilt waited too long for its place."""
-        if not startup.is_placed and self._clock() - self._started_at > self._rebuild_timeout_s:
+    def check_progress(self, startup: GroupStartup) -> None:
+        """Fail a startup in which a rank that still runs does not form the next group.
+
+        Raises:
+            PlacementError: the group that is rebuilt waited too long for its place.
+        """
+        now = self._clock()
+        if startup.is_placed:
+            if startup.late_survivors and now > self._rejoin_by:
+                late = ", ".join(map(str, startup.late_survivors))
+                self.failure = EngineDeadError(f"{late} did not form the next group within {REJOIN_S:.0f} s")
+            return
+        self._rejoin_by = now + REJOIN_S
+        if now - self._started_at > self._rebuild_timeout_s:
             raise PlacementError(
                 f"no place was found for {startup.waits_for.removesuffix(' to be placed')} within "
                 f"{self._rebuild_timeout_s:.0f} s (rebuild_timeout_s): is a node gone?"

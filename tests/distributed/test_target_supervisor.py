@@ -9,9 +9,11 @@ from protos.worker_messages import (
     Allocate,
     Died,
     FromWorker,
+    GroupLost,
     Heartbeat,
     Loaded,
     Placed,
+    Rejoin,
     RoundDone,
     Setup,
     WorkerFailed,
@@ -97,8 +99,69 @@ def test_a_target_that_says_nothing_any_more_is_lost_within_five_seconds(world: 
     group.mute = set()
     while not executor.rebuild(0.1):
         pass
-    assert set(group.killed) == {WorkerId("target", rank) for rank in range(world)}
+    assert group.killed == [frozen]
     assert [verdict.token_ids for verdict in executor.run(make_plan(2))] == [[1]]
+
+
+RANK_1 = WorkerId("target", 1)
+
+
+def lose(group: ScriptedGroup, executor: DistributedExecutor, *messages: tuple[WorkerId, FromWorker]) -> None:
+    """Post *messages*, which lose the targets, and forget what was sent before."""
+    for worker, message in messages:
+        group.post(worker, message)
+    group.sent.clear()
+    group.started.clear()
+    group.started += [ONE, RANK_1]
+    with pytest.raises(TargetLostError):
+        executor.poll()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_the_other_ranks_keep_their_processes(dead: int) -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock)
+    executor = make_executor(group, clock, world=2, draft=False)
+    executor.start()
+    victim, other = WorkerId("target", dead), WorkerId("target", 1 - dead)
+    lose(group, executor, (other, GroupLost("a rank has died")))
+    assert not executor.rebuild(0.1), "which rank is gone is not known yet"
+    assert not group.killed
+    group.post(victim, Died("signal SIGKILL"))
+    while not executor.rebuild(0.1):
+        pass
+    replacement = WorkerId("target", dead, 1)
+    assert group.killed == [victim]
+    assert group.started[2:] == [replacement]
+    assert (other, Rejoin(STORE, 1)) in group.sent
+    (setup,) = (message for worker, message in group.sent if isinstance(message, Setup))
+    assert (setup.worker, setup.group) == (replacement, 1)
+    assert [verdict.token_ids for verdict in executor.run(make_plan(1))] == [[1]]
+
+
+def test_all_ranks_are_replaced_if_none_is_found_to_be_gone() -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock)
+    executor = make_executor(group, clock, world=2, draft=False)
+    executor.start()
+    lose(group, executor, (ONE, GroupLost("timed out")))
+    while not executor.rebuild(0.1):
+        pass
+    assert set(group.killed) == {ONE, RANK_1}
+    assert not any(isinstance(message, Rejoin) for _, message in group.sent)
+
+
+def test_all_ranks_are_replaced_if_one_does_not_form_the_next_group() -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock)
+    executor = make_executor(group, clock, world=2, draft=False)
+    executor.start()
+    group.mute = {ONE}
+    lose(group, executor, (RANK_1, Died("signal SIGKILL")))
+    while not executor.rebuild(0.1):
+        group.messages += [(ONE, Heartbeat("loading"))]  # it runs, but is stuck
+    assert {ONE, RANK_1} <= set(group.killed)
+    assert group.started[-2:] == [WorkerId("target", 0, 1), WorkerId("target", 1, 2)]
 
 
 def test_a_replacement_may_find_a_little_less_memory() -> None:

@@ -139,16 +139,34 @@ def newest_draft(running: Running) -> int:
     return running.pid("draft" if not lives else f"draft (restart {lives})")
 
 
-def test_a_killed_target_rank_costs_no_token(running: Running, undisturbed: Texts) -> None:
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_killed_target_rank_is_replaced_alone_and_costs_no_token(
+    running: Running, undisturbed: Texts, lost: int
+) -> None:
     before, losses = running.proposed(), running.engine.stats().target_losses
-    pids = [running.pid(f"target rank {rank}" + (f" (restart {losses})" if losses else "")) for rank in (0, 1)]
-    assert running.stream({400: lambda: os.kill(pids[1], signal.SIGKILL)}) == undisturbed
+    victim, other = f"target rank {lost}", "target rank 0" if lost else "target rank 1 (restart 1)"
+    pid, kept = running.pid(victim), running.pid(other)
+    assert running.stream({400: lambda: os.kill(pid, signal.SIGKILL)}) == undisturbed
     assert running.engine.stats().target_losses == losses + 1
-    wait_gone(pids)
+    wait_gone([pid])
+    assert running.pid(other) == kept
+    assert running.pid(f"{victim} (restart 1)") != pid
+    running.until(lambda: running.changes("revived") > 0)
     assert running.proposed() > before
     before = running.proposed()
     assert running.stream() == undisturbed
     assert running.proposed() > before
+
+
+def test_a_spare_takes_over_from_a_lost_rank(start: Start, undisturbed: Texts) -> None:
+    running = start(spare_workers=1)
+    running.until(lambda: len(running.spares()) == 1)
+    (spare,), lost = running.spares(), running.pid("target rank 1")
+    assert running.stream({400: lambda: os.kill(lost, signal.SIGKILL)}) == undisturbed
+    assert running.pid("target rank 1 (restart 1)") == spare
+    running.until(lambda: len(running.spares()) == 1)
+    assert running.spares() != [spare]
+    assert running.stream() == undisturbed
 
 
 def test_front_ends_hear_of_a_dead_controller_within_two_seconds(start: Start) -> None:

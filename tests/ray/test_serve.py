@@ -21,6 +21,7 @@ from tests.support.serving.server_process import Running
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 128}
 FLAGS = ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--num-gpu-blocks-override", "128"]
+FLAGS += ["--spare-workers", "0"]
 PROMPT, LENGTH = "once upon a time", 40
 
 

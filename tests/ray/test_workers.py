@@ -24,6 +24,7 @@ from cluster.ray.placement import (
     layout,
     place,
 )
+from cluster.ray.spares import Spares
 from cluster.ray.workers import RayWorkerGroup, RunningActor
 from cluster.settings import engine_config
 from protos.errors import PlacementError
@@ -48,9 +49,10 @@ def make(ray_cluster: Any) -> Iterator[Make]:
     groups: list[RayWorkerGroup] = []
     placements: list[Placement] = []
 
-    def make(body: str, plan: BundleLayout = EVERYBODY) -> RayWorkerGroup:
+    def make(body: str, plan: BundleLayout = EVERYBODY, spares: int = 0) -> RayWorkerGroup:
         placements.append(place(plan, PlacementTimeout(PATIENCE_S), lambda line: None))
-        groups.append(RayWorkerGroup(placements[-1], f"tests.support.distributed.bodies:{body}"))
+        waiting = Spares(placements[-1], spares)
+        groups.append(RayWorkerGroup(placements[-1], f"tests.support.distributed.bodies:{body}", waiting))
         return groups[-1]
 
     yield make
@@ -114,6 +116,41 @@ def test_a_frozen_worker_is_killed_and_replaced_in_its_bundle(make: Make) -> Non
     assert {worker for worker, _ in messages} == {RANKS[0], replacement}
     assert not any(isinstance(message, Died) for _, message in messages)
     assert is_running(pids[RANKS[0]])
+
+
+def test_a_spare_becomes_a_target_rank_with_the_devices_of_the_lost_one(make: Make) -> None:
+    group = make("tell_devices", spares=1)
+    group.start([*RANKS, DRAFT])
+    first = dict(until(group, Placed, Placed, Placed))
+    taken = cluster_resources()["GPU"] - available_resources()["GPU"]
+    group.prepare_spare()
+    group.kill([DRAFT])
+    group.start([WorkerId("draft", incarnation=1)])  # a draft does not use up the spare
+    until(group, Placed)
+    assert cluster_resources()["GPU"] - available_resources()["GPU"] == taken
+    (spare,) = group._spares._waiting
+    pid = spare.prepared.result(PATIENCE_S)
+    group.kill([RANKS[1]])
+    replacement = WorkerId("target", 1, 1)
+    group.start([replacement])
+    ((worker, message),) = until(group, Placed)
+    assert isinstance(message, Placed)
+    assert (worker, message.pid) == (replacement, pid)
+    lost = first[RANKS[1]]
+    assert isinstance(lost, Placed)
+    assert message.visible_devices == lost.visible_devices
+    group.prepare_spare()
+    (another,) = group._spares._waiting
+    os.kill(another.prepared.result(PATIENCE_S), signal.SIGKILL)
+    wait_gone([another.prepared.result()])
+    group.kill([RANKS[0]])
+    group.start([WorkerId("target", 0, 1)])
+    ((worker, message),) = until(group, Placed)
+    assert worker == WorkerId("target", 0, 1), "without a spare that runs, a process is started"
+    group.prepare_spare()
+    left = group._spares._waiting[0].prepared.result(PATIENCE_S)
+    group.close()
+    wait_gone([left])
 
 
 def test_a_frozen_worker_can_be_left_to_its_end(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,83 +7,34 @@ messages. `workers.target_rank` and `workers.process.draft_rank` run the rounds.
 import logging
 import os
 import socket
-import threading
 from dataclasses import replace
-from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal
 
 import torch
 
 from protos.config.engine import EngineConfig, from_json
-from protos.errors import ConfigError
-from protos.messages import WorkerInfo
 from protos.worker_messages import (
-    Allocate,
     FormDraftChannel,
-    Heartbeat,
-    Loaded,
+    GroupLost,
     Placed,
     Plan,
     Port,
-    Progress,
+    Rejoin,
     Setup,
     Stop,
     ToWorker,
     WorkerFailed,
-    WorkerReady,
 )
-from workers.build import blocks_that_fit, load_target, make_draft, make_target, measure_draft
 from workers.device import set_device
-from workers.distributed.groups import LOOPBACK, Group, Solo
-from workers.distributed.shm_group import form_with_shared_memory
-from workers.distributed.store import address_towards, connect_store, open_store
-from workers.draft.channel import DraftChannels, join_as_draft, join_as_target
+from workers.distributed.groups import LOOPBACK, GroupError
+from workers.distributed.store import open_store
 from workers.draft.deadline import FLOOR_S
-from workers.draft.load import load_draft
-from workers.draft.receiver import DraftReceiver
 from workers.draft.remote import RemoteDraft
-from workers.draft.sender import DraftSender
 from workers.process.draft_rank import DraftRank
+from workers.process.loading import DraftLoading, HeartbeatThread, StoppedError, TargetLoading, wait_for
 from workers.target_rank import TargetRank
 
 logger = logging.getLogger(__name__)
-
-BEAT_S = 0.5
-TP_TIMEOUT_S = 3600.0
-"""The controller decides whether a rank hangs; the group itself waits for longer than that takes."""
-PACE_TOKENS = 64
-"""Steps are measured for up to this many tokens at least, to distinguish a slow round from one that hangs."""
-
-Order = TypeVar("Order", Setup, Allocate)
-
-
-class StoppedError(Exception):
-    """The controller sent `Stop` before the worker was ready."""
-
-
-class HeartbeatThread:
-    """Sends heartbeats from a thread of its own. The worker sets `stage` and `round`, which they carry."""
-
-    def __init__(self, port: Port) -> None:
-        self._port = port
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self.stage = "starting"
-        self.round = -1
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(BEAT_S):
-            self._port.send(Heartbeat(self.stage, self.round))
 
 
 def serve(port: Port, host: str = LOOPBACK, node: str = "", *, floor_s: float = FLOOR_S) -> None:
@@ -100,9 +51,10 @@ def serve(port: Port, host: str = LOOPBACK, node: str = "", *, floor_s: float = 
     """
     try:
         store, address = open_store(host)
-        port.send(Placed(host, node or socket.gethostname(), os.getpid(), _devices(), address))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        port.send(Placed(host, node or socket.gethostname(), os.getpid(), _devices(), address, visible))
         with HeartbeatThread(port) as heartbeat:
-            setup = _wait_for(port, Setup)
+            setup = wait_for(port, Setup)
             if setup.worker.role != "target" or setup.worker.rank:
                 del store  # only rank 0's is used
             _run_worker(port, setup, heartbeat, floor_s)
@@ -121,26 +73,16 @@ def _devices() -> tuple[str, ...]:
     return tuple(f"{device.name} {getattr(device, 'uuid', i)}" for i, device in enumerate(seen))
 
 
-def _wait_for(port: Port, kind: type[Order]) -> Order:
-    message = port.receive(None)
-    if isinstance(message, kind):
-        return message
-    if isinstance(message, Stop):
-        raise StoppedError
-    raise RuntimeError(f"waited for {kind.__name__}, got {type(message).__name__}")
-
-
 def _run_worker(port: Port, setup: Setup, heartbeat: HeartbeatThread, floor_s: float) -> None:
     config = _configured(setup)
     device = torch.device(setup.device)
     set_device(device)
     if config.model.num_threads:
         torch.set_num_threads(config.model.num_threads)
-    loading = _Loading(port, setup, config, device, heartbeat)
     if setup.worker.role == "draft":
-        _serve_draft(port, loading.draft(), heartbeat)
+        _serve_draft(port, DraftLoading(port, setup, config, device, heartbeat).load(), heartbeat)
     else:
-        _serve_target(port, *loading.target(floor_s), heartbeat)
+        _serve_target(port, TargetLoading(port, setup, config, device, heartbeat, floor_s=floor_s), heartbeat)
 
 
 def _configured(setup: Setup) -> EngineConfig:
@@ -150,15 +92,25 @@ def _configured(setup: Setup) -> EngineConfig:
     return replace(config, model=replace(config.model, device=kind))
 
 
-def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, heartbeat: HeartbeatThread) -> None:
-    """Run every plan that arrives, until `Stop`."""
+def _serve_target(port: Port, loading: TargetLoading, heartbeat: HeartbeatThread) -> None:
+    """Run every plan that arrives, until `Stop`; form the group again when another rank was replaced."""
     try:
-        while not isinstance(message := port.receive(None), Stop):
-            if isinstance(message, Plan):
-                done = rank.run(message.plan)
-                if done is not None:
-                    port.send(done)
-                    rank.feed_back(message.plan, done)
+        order = _run_rounds(port, *loading.load(), heartbeat, may_rejoin=loading.may_rejoin)
+        while order is not None:
+            order = _run_rounds(port, *loading.rejoin(order), heartbeat, may_rejoin=True)
+    finally:
+        loading.close()
+
+
+def _run_rounds(
+    port: Port, rank: TargetRank, remote: RemoteDraft | None, heartbeat: HeartbeatThread, *, may_rejoin: bool
+) -> Rejoin | None:
+    """Run every plan that arrives, until `Rejoin`, which is returned, or `Stop`."""
+    is_lost = False
+    try:
+        while not isinstance(message := port.receive(None), Stop | Rejoin):
+            if isinstance(message, Plan) and not is_lost:
+                is_lost = not _run_round(port, rank, message, may_rejoin=may_rejoin)
                 heartbeat.round = rank.round
             elif isinstance(message, FormDraftChannel) and remote is not None:
                 remote.form(message)
@@ -166,6 +118,22 @@ def _serve_target(port: Port, rank: TargetRank, remote: RemoteDraft | None, hear
         if remote is not None:
             remote.close()
         rank.close()
+    return message if isinstance(message, Rejoin) else None
+
+
+def _run_round(port: Port, rank: TargetRank, message: Plan, *, may_rejoin: bool) -> bool:
+    """Run a round; return whether the group is intact. Raises `GroupError` if it is not and cannot be formed again."""
+    try:
+        done = rank.run(message.plan)
+    except GroupError as error:
+        if not may_rejoin:
+            raise
+        port.send(GroupLost(str(error)))
+        return False
+    if done is not None:
+        port.send(done)
+        rank.feed_back(message.plan, done)
+    return True
 
 
 def _serve_draft(port: Port, rank: DraftRank, heartbeat: HeartbeatThread) -> None:
@@ -190,99 +158,3 @@ def _receive_all(port: Port, timeout_s: float | None) -> list[ToWorker]:
         messages.append(message)
         message = port.receive(0.0)
     return messages
-
-
-class _Loading:
-    """Loads what a worker of either role needs, from `Setup` until it is ready for plans."""
-
-    def __init__(
-        self, port: Port, setup: Setup, config: EngineConfig, device: torch.device, heartbeat: HeartbeatThread
-    ) -> None:
-        self._port, self._setup, self._config, self._device = port, setup, config, device
-        self._heartbeat = heartbeat
-
-    def target(self, floor_s: float) -> tuple[TargetRank, RemoteDraft | None]:
-        """Load this rank's share, and the draft in this process if there is one; return when ready for plans."""
-        self._heartbeat.stage = "loading"
-        tp = self._join()
-        try:
-            return self._target(tp, floor_s)
-        except BaseException:
-            tp.close()  # the other ranks must not wait for this one
-            raise
-
-    def _target(self, tp: Group, floor_s: float) -> tuple[TargetRank, RemoteDraft | None]:
-        config, speculative = self._config, self._config.speculative
-        is_local = speculative is not None and speculative.placement == "colocated" and not tp.rank
-        loaded = load_target(config, tp, self._report, with_draft=is_local)
-        allocate = self._settle(loaded.info(config), loaded.num_bytes)
-        ready = make_target(config, loaded, allocate, self._report, pace_tokens=PACE_TOKENS)
-        self._ready(WorkerReady(ready.step_s, ready.draft_s))
-        if ready.draft is not None or tp.rank:
-            return TargetRank(tp, ready.worker, ready.draft), None
-
-        def join(order: FormDraftChannel) -> DraftReceiver:
-            return join_as_target(
-                order,
-                self._port.send,
-                self._setup.backend,
-                self._device,
-                floor_s,
-                has_features=loaded.spec.needs != "none",
-            )
-
-        has_probs = speculative is not None and speculative.samples_drafts
-        remote = RemoteDraft(DraftChannels(self._port.send, join), ready.worker, has_probs=has_probs)
-        return TargetRank(tp, ready.worker, remote), remote
-
-    def draft(self) -> DraftRank:
-        """Load the draft; return it ready for plans."""
-        config = self._config
-        self._heartbeat.stage = "loading"
-        draft = load_draft(config, None, self._report)
-        if draft is None:
-            raise ConfigError("a draft worker was started, but the configuration names no draft to load")
-        size = config.cache.block_size
-        fitting = blocks_that_fit(config.cache, self._device, draft.bytes_per_block(size))
-        allocate = self._settle(WorkerInfo(fitting, size, 0, 0), draft.num_bytes)
-        engine = make_draft(config, draft, allocate, self._device, self._report)
-        self._ready(WorkerReady(measure_draft(config, engine)))
-
-        def join(order: FormDraftChannel) -> DraftSender:
-            return join_as_draft(
-                order, self._port.send, self._setup.backend, self._device, has_features=draft.spec.needs != "none"
-            )
-
-        return DraftRank(engine, DraftChannels(self._port.send, join))
-
-    def _join(self) -> Group:
-        """Form the group of all target ranks."""
-        setup = self._setup
-        if setup.store is None:
-            return Solo()
-        self._report(f"meeting {setup.world - 1} other target rank{'s' if setup.world > 2 else ''}")
-        store, host = connect_store(setup.store), address_towards(setup.store.host)
-        return form_with_shared_memory(
-            "tp",
-            store,
-            setup.worker.rank,
-            setup.world,
-            setup.backend,
-            device=self._device,
-            host=host,
-            timeout_s=TP_TIMEOUT_S,
-        )
-
-    def _settle(self, info: WorkerInfo, num_bytes: int) -> Allocate:
-        """Report what was loaded; return how many KV blocks all workers hold."""
-        self._port.send(Loaded(info, num_bytes))
-        allocate = _wait_for(self._port, Allocate)
-        self._heartbeat.stage = "warming up"
-        return allocate
-
-    def _ready(self, ready: WorkerReady) -> None:
-        self._heartbeat.stage = "serving"
-        self._port.send(ready)
-
-    def _report(self, text: str) -> None:
-        self._port.send(Progress(text))

@@ -66,7 +66,7 @@ def test_a_replica_rebuilds_its_worker_group_and_is_kept(served: Cluster, pair: 
     served.deploy(group_config(served, pair))
     (before,) = served.replicas().items()
     whole = completed(served.url, "once upon a time", model="tiny", max_tokens=200)["choices"][0]["text"]
-    workers = worker_pids(served, "WorkerActor")
+    workers = worker_pids(served, "WorkerActor.run")  # without the spare, which waits
     assert len(workers) == 3
     begun = threading.Event()
     results: list[Stream] = []
@@ -82,7 +82,7 @@ def test_a_replica_rebuilds_its_worker_group_and_is_kept(served: Cluster, pair: 
     thread.join(PATIENCE_S)
     assert results[0].text == whole
     assert results[0].is_whole
-    until(lambda: len(worker_pids(served, "WorkerActor")) == 3, "a worker group that is whole again")
+    until(lambda: len(worker_pids(served, "WorkerActor.run")) == 3, "a worker group that is whole again")
     time.sleep(15)  # five health checks: Serve would have replaced it
     assert dict([before]) == served.replicas()
 

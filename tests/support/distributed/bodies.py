@@ -8,6 +8,8 @@ import threading
 import time
 from typing import Any
 
+from msgspec import structs
+
 from protos.doctor_messages import Join, Seen, Trouble
 from protos.worker_messages import (
     Heartbeat,
@@ -30,6 +32,13 @@ def echo(port: Port, *place: str) -> None:
     while not isinstance(message := port.receive(None), Stop):
         port.send(Progress(type(message).__name__))
     port.send(Progress("goodbye"))
+
+
+def tell_devices(port: Port, *place: str) -> None:
+    """Report the placement and CUDA_VISIBLE_DEVICES; wait for `Stop`."""
+    port.send(structs.replace(placed(*place), visible_devices=os.environ["CUDA_VISIBLE_DEVICES"]))
+    while not isinstance(port.receive(None), Stop):
+        pass
 
 
 def beat(port: Port, *place: str) -> None:

@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
     "num_gpu_blocks_override": 256,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
+    "spare_workers": 0,
 }
 RECOVERY_S = 90.0
 Result = TypeVar("Result")
@@ -65,12 +66,35 @@ class Running:
         self._loop.close()
 
     def pid(self, who: str) -> int:
-        """Return the process id of the actor *who*."""
+        """Return the process id of the worker *who*, or of the controller."""
+        import ray
+
+        return int(ray.get(self._actor(who).location.remote(), timeout=10).pid)
+
+    def _actor(self, who: str) -> Any:
+        """Return the actor with the name *who*, or the spare that has become that worker."""
         import ray
 
         assert self.channel.placement is not None
-        actor = ray.get_actor(self.channel.placement.name_of(who))
-        return int(ray.get(actor.location.remote(), timeout=10).pid)
+        prefix = self.channel.placement.name_of("")
+        if prefix + who in ray.util.list_named_actors():
+            return ray.get_actor(prefix + who)
+        return next(spare for spare in self._spares() if ray.get(spare.role.remote(), timeout=30) == who)
+
+    def _spares(self) -> list[Any]:
+        """Return the actors that were started as spares."""
+        import ray
+
+        assert self.channel.placement is not None
+        prefix = self.channel.placement.name_of("spare ")
+        return [ray.get_actor(name) for name in ray.util.list_named_actors() if name.startswith(prefix)]
+
+    def spares(self) -> list[int]:
+        """Return the process ids of the spares that wait, once they have imported everything."""
+        import ray
+
+        waiting = [spare for spare in self._spares() if not ray.get(spare.role.remote(), timeout=60)]
+        return [int(ray.get(spare.location.remote(), timeout=60).pid) for spare in waiting]
 
     def stream(self, at: dict[int, Callable[[], None]] | None = None) -> Texts:
         """Stream all prompts at once; run each action once that many tokens have arrived in total."""

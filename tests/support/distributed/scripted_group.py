@@ -13,6 +13,7 @@ from protos.worker_messages import (
     Loaded,
     Placed,
     Plan,
+    Rejoin,
     RoundDone,
     Setup,
     StoreAddress,
@@ -60,7 +61,7 @@ class ScriptedGroup:
         self.sent.append((worker, message))
         if worker in self.mute:
             return
-        if isinstance(message, Setup):
+        if isinstance(message, Setup | Rejoin):
             info = WorkerInfo(self.blocks.get(worker.role, 64), 4, 1000, 97)
             self.post(worker, Loaded(info, 1))
         elif isinstance(message, Allocate):
@@ -79,6 +80,9 @@ class ScriptedGroup:
 
     def kill(self, workers: Sequence[WorkerId], *, waits: bool = True) -> None:
         self.killed += workers
+
+    def prepare_spare(self) -> None:
+        pass
 
     def close(self) -> None:
         self.is_closed = True

@@ -108,6 +108,9 @@ class ThreadWorkerGroup:
                 self._threads[worker].join(20)
                 assert not self._threads[worker].is_alive(), worker
 
+    def prepare_spare(self) -> None:
+        pass
+
     def close(self) -> None:
         self.kill(list(self._threads))
 

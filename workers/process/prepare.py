@@ -1,0 +1,36 @@
+"""What a spare process does before it is needed: imports, and what depends on the configuration but not on a device."""
+
+import contextlib
+import os
+
+from protos.config.engine import EngineConfig, from_json
+
+NO_CUDA_CONTEXT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Lets torch count devices without CUDA's own calls, which would read CUDA_VISIBLE_DEVICES before it is set."""
+
+
+def prepare(config: str) -> None:
+    """Import what a worker of *config*, an `EngineConfig` as JSON, runs. Failures are left to the worker itself."""
+    for name, value in NO_CUDA_CONTEXT.items():
+        os.environ.setdefault(name, value)
+    with contextlib.suppress(Exception):
+        import workers.process.main  # noqa: F401, PLC0415 - after the environment is set
+
+        _prepare_model(from_json(config))
+
+
+def _prepare_model(config: EngineConfig) -> None:
+    """Build the target's modules without weights, and load the native code of a group."""
+    import torch  # noqa: PLC0415 - as above
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    from workers.attention.native import NativeAttention  # noqa: PLC0415
+    from workers.native.build import load_function  # noqa: PLC0415
+    from workers.weights.building import BUILDING  # noqa: PLC0415
+    from workers.weights.hub import fetch  # noqa: PLC0415
+
+    load_function("exchange", "slipstream_join")
+    load_function(*NativeAttention.KERNEL)
+    described = AutoConfig.from_pretrained(fetch(config.model), local_files_only=True, trust_remote_code=False)
+    with BUILDING, torch.device("meta"):
+        AutoModelForCausalLM.from_config(described)
