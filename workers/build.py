@@ -31,6 +31,7 @@ from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
 from workers.target_rank import TargetRank, UniExecutor
+from workers.threads import choose_threads
 from workers.verification.factory import make_acceptance_rule
 
 logger = logging.getLogger(__name__)
@@ -178,8 +179,7 @@ def build_uni(config: EngineConfig, report: ProgressCallback = logger.info) -> U
     Raises:
         ModelError, ConfigError: with what is wrong and the numbers.
     """
-    if config.model.num_threads:
-        torch.set_num_threads(config.model.num_threads)
+    threads = choose_threads(config)
     tp = Solo()
     loaded = load_target(config, tp, report, with_draft=True)
     info = loaded.info(config)
@@ -188,7 +188,7 @@ def build_uni(config: EngineConfig, report: ProgressCallback = logger.info) -> U
         report(note)
     ready = make_target(config, loaded, allocate, report)
     costs = StepCosts(ready.step_s, ready.draft_s) if needs_step_costs(config) else None
-    return UniExecutor(structs.replace(info, costs=costs), TargetRank(tp, ready.worker, ready.draft))
+    return UniExecutor(structs.replace(info, costs=costs), TargetRank(tp, ready.worker, ready.draft), threads)
 
 
 def make_slots(config: EngineConfig, allocate: Allocate) -> SlotTable:

@@ -16,6 +16,7 @@ from protos.worker_messages import RoundDone
 from workers.distributed.groups import Group
 from workers.draft.wire import broadcast_drafts
 from workers.target import TargetWorker
+from workers.threads import ThreadCount
 from workers.verification.draft_probs import ProposedDrafts
 
 
@@ -108,10 +109,13 @@ class TargetRank:
 
 
 class UniExecutor:
-    """An `Executor` without other processes: there is none to wait for, to lose or to rebuild."""
+    """An `Executor` without other processes: there is none to wait for, to lose or to rebuild.
 
-    def __init__(self, info: WorkerInfo, rank: TargetRank) -> None:
-        self.info, self.rank = info, rank
+    `threads` revises the number of threads between rounds; None leaves it as it is.
+    """
+
+    def __init__(self, info: WorkerInfo, rank: TargetRank, threads: ThreadCount | None = None) -> None:
+        self.info, self.rank, self._threads = info, rank, threads
         self._propose_s = self._score_s = self._verify_s = 0.0
 
     @property
@@ -130,6 +134,8 @@ class UniExecutor:
 
     def run(self, plan: RoundPlan) -> list[Verdict]:
         """See `Executor`."""
+        if self._threads is not None and time.monotonic() >= self._threads.due:
+            self._threads.revise()
         done = self.rank.run(plan)
         assert done is not None, "a group of one has a result"
         self.rank.feed_back(plan, done)

@@ -30,7 +30,7 @@ VARIABLES = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-FORWARDED_PREFIXES = ("HF_", "NCCL_", "GLOO_", "TORCH_NCCL_", "TOKENIZERS_")
+FORWARDED_PREFIXES = ("HF_", "GOMP_", "NCCL_", "GLOO_", "TORCH_NCCL_", "TOKENIZERS_")
 """Variables with these prefixes are set for workers too, unless set on their node."""
 
 

@@ -7,6 +7,7 @@ messages. `workers.target_rank` and `workers.process.draft_rank` run the rounds.
 import logging
 import os
 import socket
+import time
 from dataclasses import replace
 from typing import Literal
 
@@ -33,6 +34,7 @@ from workers.draft.remote import RemoteDraft
 from workers.process.draft_rank import DraftRank
 from workers.process.loading import DraftLoading, HeartbeatThread, StoppedError, TargetLoading, wait_for
 from workers.target_rank import TargetRank
+from workers.threads import ThreadCount, choose_threads
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +79,12 @@ def _run_worker(port: Port, setup: Setup, heartbeat: HeartbeatThread, floor_s: f
     config = _configured(setup)
     device = torch.device(setup.device)
     set_device(device)
-    if config.model.num_threads:
-        torch.set_num_threads(config.model.num_threads)
+    threads = choose_threads(config)
     if setup.worker.role == "draft":
-        _serve_draft(port, DraftLoading(port, setup, config, device, heartbeat).load(), heartbeat)
+        _serve_draft(port, DraftLoading(port, setup, config, device, heartbeat).load(), heartbeat, threads)
     else:
-        _serve_target(port, TargetLoading(port, setup, config, device, heartbeat, floor_s=floor_s), heartbeat)
+        loading = TargetLoading(port, setup, config, device, heartbeat, floor_s=floor_s)
+        _serve_target(port, loading, heartbeat, threads)
 
 
 def _configured(setup: Setup) -> EngineConfig:
@@ -92,18 +94,24 @@ def _configured(setup: Setup) -> EngineConfig:
     return replace(config, model=replace(config.model, device=kind))
 
 
-def _serve_target(port: Port, loading: TargetLoading, heartbeat: HeartbeatThread) -> None:
+def _serve_target(port: Port, loading: TargetLoading, heartbeat: HeartbeatThread, threads: ThreadCount | None) -> None:
     """Run every plan that arrives, until `Stop`; form the group again when another rank was replaced."""
     try:
-        order = _run_rounds(port, *loading.load(), heartbeat, may_rejoin=loading.may_rejoin)
+        order = _run_rounds(port, *loading.load(), heartbeat, threads, may_rejoin=loading.may_rejoin)
         while order is not None:
-            order = _run_rounds(port, *loading.rejoin(order), heartbeat, may_rejoin=True)
+            order = _run_rounds(port, *loading.rejoin(order), heartbeat, threads, may_rejoin=True)
     finally:
         loading.close()
 
 
 def _run_rounds(
-    port: Port, rank: TargetRank, remote: RemoteDraft | None, heartbeat: HeartbeatThread, *, may_rejoin: bool
+    port: Port,
+    rank: TargetRank,
+    remote: RemoteDraft | None,
+    heartbeat: HeartbeatThread,
+    threads: ThreadCount | None,
+    *,
+    may_rejoin: bool,
 ) -> Rejoin | None:
     """Run every plan that arrives, until `Rejoin`, which is returned, or `Stop`."""
     is_lost = False
@@ -112,6 +120,7 @@ def _run_rounds(
             if isinstance(message, Plan) and not is_lost:
                 is_lost = not _run_round(port, rank, message, may_rejoin=may_rejoin)
                 heartbeat.round = rank.round
+                _revise(threads)
             elif isinstance(message, FormDraftChannel) and remote is not None:
                 remote.form(message)
     finally:
@@ -136,7 +145,7 @@ def _run_round(port: Port, rank: TargetRank, message: Plan, *, may_rejoin: bool)
     return True
 
 
-def _serve_draft(port: Port, rank: DraftRank, heartbeat: HeartbeatThread) -> None:
+def _serve_draft(port: Port, rank: DraftRank, heartbeat: HeartbeatThread, threads: ThreadCount | None) -> None:
     """Draft for every plan that arrives and catch up in between, until `Stop`."""
     try:
         while True:
@@ -146,8 +155,14 @@ def _serve_draft(port: Port, rank: DraftRank, heartbeat: HeartbeatThread) -> Non
             elif not rank.take(messages):
                 return
             heartbeat.round = rank.round
+            _revise(threads)
     finally:
         rank.close()
+
+
+def _revise(threads: ThreadCount | None) -> None:
+    if threads is not None and time.monotonic() >= threads.due:
+        threads.revise()
 
 
 def _receive_all(port: Port, timeout_s: float | None) -> list[ToWorker]:
