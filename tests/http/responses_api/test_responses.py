@@ -179,7 +179,15 @@ def test_a_call(served: Served) -> None:
     assert (call.call_id[:5], (call.id or "")[:3], call.status) == ("call_", "fc_", "completed")
 
 
-@pytest.mark.parametrize("text", ["Hm. " + CALL + "\n" + WAIT + "\n", CALL + " Done.", CALL, WAIT + "\nAnd " + CALL])
+ORDERS = {
+    "text first": "Hm. " + CALL + "\n" + WAIT + "\n",
+    "text last": CALL + " Done.",
+    "no text": CALL,
+    "text between": WAIT + "\nAnd " + CALL,
+}
+
+
+@pytest.mark.parametrize("text", ORDERS.values(), ids=ORDERS)
 def test_text_and_calls_keep_their_order(served: Served, text: str) -> None:
     events = streamed(served, **asked(text, tools=TOOLS))
     last = events[-1].response

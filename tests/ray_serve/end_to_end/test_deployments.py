@@ -27,6 +27,7 @@ from tests.support.distributed.ray_serving import BIN, PATIENCE_S, Cluster, Stre
 from tests.support.models import tiny_models, tiny_pairs
 from tests.support.processes import is_running
 from tests.support.serving import fake_engine
+from tests.support.serving.openai_responses import RESPONSES
 from tests.support.serving.openai_structured_checks import STRUCTURED
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(0)]
@@ -135,7 +136,7 @@ def test_answers_of_a_form_and_calls(served: Cluster, client: openai.OpenAI, tmp
             enable_auto_tool_choice=True,
         )
     )
-    for check in STRUCTURED:
+    for check in (*STRUCTURED, *RESPONSES):
         check(client, "tiny")
 
 
