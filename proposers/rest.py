@@ -54,5 +54,6 @@ class RestProposer:
         return [self._draft(row, list(islice(texts, len(one.places)))) for row, one in zip(rows, found, strict=True)]
 
     def _draft(self, row: DraftRow, texts: Continuations) -> Draft:
-        found = self._merge([text[: row.depth] for text in texts], row.k, MIN_PROBABILITY) if texts else NO_SCORED_DRAFT
+        reached = [text[: row.depth] for text in texts]
+        found = self._merge(reached, len(texts), row.k, MIN_PROBABILITY) if texts else NO_SCORED_DRAFT
         return found.draft if found.score >= self._min_score else NO_DRAFT

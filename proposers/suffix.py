@@ -1,34 +1,55 @@
-"""Suffix decoding: draft the continuations of the longest suffix that occurred before.
+"""Suffix decoding: draft the continuations of what the text ends with, where that occurred before.
 
 Oliaro et al. 2024, "SuffixDecoding"; vLLM's `suffix` with its four `suffix_decoding_*` keys. The last tokens are looked
-up in the request's own text, in the user's prediction of the answer, and in the answers to earlier requests of the same
-tenant. The continuations of the longest match are merged by frequency; the longer the match, the longer the draft. The
-source with the highest expected number of accepted tokens supplies the draft.
+up in the request's own text, in the user's prediction of the answer, and in the answers to other requests of the same
+tenant, those that are being generated included. The continuations of a match are merged by frequency; the longer the
+match, the longer the draft. Of the drafts after matches of all lengths, in all sources, the one with the highest
+expected number of accepted tokens is proposed.
+
+As in the authors' trees, the end of the text, after which nothing follows yet, counts as one occurrence of each match:
+tokens that followed the only earlier occurrence have probability 1/2. Unlike there, the ends of other answers do not
+count, and what follows a long match is not cut at the depth of a tree.
 """
 
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from itertools import islice
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
-from proposers.shared.answer_index import AnswerIndex
-from proposers.shared.continuations import NO_SCORED_DRAFT, Merge, ScoredDraft, chain, min_score, tree
+from proposers.shared.answer_index import AnswerIndex, AnswerMatch
+from proposers.shared.answer_ring import RESERVED, AnswerText
+from proposers.shared.continuations import NO_SCORED_DRAFT, Continuations, Merge, ScoredDraft, chain, min_score, tree
 from proposers.shared.ngram_index import Places
 from proposers.shared.sequence_index import IndexedSequence, SequenceIndex
 from protos.config.engine import SpeculativeConfig
 from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.draft_module import DraftRunner
+from protos.messages import Request
 
-OWN_SIZES = (6, 2)
-"""Sizes of the indexed n-grams of a request's own text: a match has at least two tokens."""
+OWN_SIZES = (6, 2, 1)
+"""Sizes of the indexed n-grams of a request's own text."""
 
 MAX_FINISHED = 1 << 20
 """Most tokens of finished answers that wait to be indexed."""
 PART = 2048
 """Longer answers are indexed in parts, so that each fits into one round."""
 BUDGET = 512
-"""Tokens of answers indexed per round; the last answer may exceed it."""
+"""Tokens of finished answers indexed per round; the last answer may exceed it."""
+SHORT = 4
+"""Continuations of at most this many tokens are read apart from longer ones."""
+ROUNDING = 1e-6
+"""Added to the length of a draft before it is rounded down, as the authors do."""
+
+
+class WeighedMatch(NamedTuple):
+    """A match in the answers: the places after it, the number of its occurrences, and the size of a draft for it."""
+
+    places: list[int]
+    total: int
+    num_drafted: int
+    depth: int
 
 
 class SuffixProposer(SequenceIndex):
@@ -45,13 +66,15 @@ class SuffixProposer(SequenceIndex):
     def __init__(self, config: SpeculativeConfig, merge: Merge, min_score: float) -> None:
         super().__init__()
         self._depth = config.suffix_decoding_max_tree_depth
-        self._factor = config.suffix_decoding_max_spec_factor
+        # For each length of a match, the number of tokens to draft.
+        factor = config.suffix_decoding_max_spec_factor
+        self._counts = [int(factor * length + ROUNDING) for length in range(self._depth + 1)]
         self._min_probability = config.suffix_decoding_min_token_prob
         self._merge, self._min_score = merge, min_score
         max_answers = config.suffix_decoding_max_cached_requests
         self._answers = AnswerIndex(config.suffix_decoding_max_bytes, max_answers, self._depth)
         self._keeps_answers = max_answers > 0
-        self._finished: deque[tuple[str, array[int]]] = deque()  # salts and answers
+        self._finished: deque[tuple[AnswerText, array[int]]] = deque()  # answers, and the rest of each
         self._num_finished = 0  # tokens
 
     @classmethod
@@ -64,11 +87,17 @@ class SuffixProposer(SequenceIndex):
         """See `SequenceIndex`."""
         return Places([size for size in OWN_SIZES if size <= self._depth], self._depth)
 
+    def begin(self, key: int, request: Request) -> None:
+        """See `SequenceListener`."""
+        super().begin(key, request)
+        if self._keeps_answers:
+            self._sequences[key].answer = AnswerText(request.cache_salt, RESERVED)
+
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return one draft per row; empty if no indexed text contains its last two tokens."""
+        """Return one draft per row; empty if no indexed text contains its last token."""
         sequences = self.update(rows)
         own = [self._from_request(row, one) for row, one in zip(rows, sequences, strict=True)]
-        best = self._or_from_answers(rows, [one.salt for one in sequences], own) if len(self._answers) else own
+        best = self._or_from_answers(rows, sequences, own) if len(self._answers) else own
         return [found.draft if found.score >= self._min_score else NO_DRAFT for found in best]
 
     def _from_request(self, row: DraftRow, sequence: IndexedSequence) -> ScoredDraft:
@@ -81,52 +110,107 @@ class SuffixProposer(SequenceIndex):
 
     def _from_text(self, row: DraftRow, sequence: IndexedSequence) -> ScoredDraft:
         """Draft from the request's own text."""
+        best = NO_SCORED_DRAFT
         if not sequence.is_indexed:
-            return NO_SCORED_DRAFT
+            return best
         tokens = row.token_ids
-        length, ends = sequence.places.longest(tokens, tokens[-self._depth :])
-        count = self._count(row, length)
-        texts = [tokens[end : end + count] for end in ends]
-        return self._merge(texts, count, self._min_probability) if texts else NO_SCORED_DRAFT
-
-    def _count(self, row: DraftRow, length: int) -> int:
-        """Return the number of tokens to draft for a match of *length*."""
-        return min(row.k, max(1, int(self._factor * length)))
-
-    def _or_from_answers(self, rows: Seq[DraftRow], salts: Seq[str], own: Seq[ScoredDraft]) -> list[ScoredDraft]:
-        """Return for each row its *own* draft or, if the score is higher, one from answers to earlier requests."""
-        found = self._answers.longest(salts, [row.token_ids[-self._depth :] for row in rows])
-        counts = [self._count(row, one.length) for row, one in zip(rows, found, strict=True)]
-        # A draft's score is at most its length.
-        candidates = [i for i, one in enumerate(found) if one.places and counts[i] > own[i].score]
-        most = max((counts[i] for i in candidates), default=0)
-        texts = iter(self._answers.after([place for i in candidates for place in found[i].places], most))
-        best = list(own)
-        for i in candidates:
-            merged = self._merge(list(islice(texts, len(found[i].places))), counts[i], self._min_probability)
-            if merged.score > own[i].score:
-                best[i] = merged
+        for length, ends in sequence.places.by_length(tokens, tokens[-self._depth :]):
+            count = min(row.k, self._counts[length])
+            stop = min(count, row.depth)
+            if count * len(ends) > best.score * (len(ends) + 1):
+                texts = [tokens[end : end + stop] for end in ends]
+                best = self._better(best, texts, len(texts) + 1, count)
+            if self._counts[length - 1] <= best.score:
+                break
         return best
 
+    def _better(self, best: ScoredDraft, texts: Continuations, total: int, count: int) -> ScoredDraft:
+        """Return *best* or, if the score is higher, the merged continuations *texts* of *total* occurrences."""
+        merged = self._merge(texts, total, count, self._min_probability)
+        return merged if merged.score > best.score else best
+
+    def _or_from_answers(
+        self, rows: Seq[DraftRow], sequences: Seq[IndexedSequence], own: Seq[ScoredDraft]
+    ) -> list[ScoredDraft]:
+        """Return for each row its *own* draft or, if the score is higher, one from the answers to all requests."""
+        least = [self._least(row.k, one.score) for row, one in zip(rows, own, strict=True)]
+        patterns = [row.token_ids[-self._depth :] for row in rows]
+        found = self._answers.matches([one.salt for one in sequences], patterns, least)
+        candidates = [
+            self._candidates(row, sequence.num_shared, matches, one.score)
+            for row, sequence, matches, one in zip(rows, sequences, found, own, strict=True)
+        ]
+        short = self._texts([one for row in candidates for one in row if one.depth <= SHORT])
+        long = self._texts([one for row in candidates for one in row if one.depth > SHORT])
+        return [self._best_of(one, row, short, long) for one, row in zip(own, candidates, strict=True)]
+
+    def _least(self, k: int, score: float) -> int:
+        """Return the length of the shortest match whose draft may have a higher score."""
+        return next((length for length in range(1, self._depth) if min(k, self._counts[length]) > score), self._depth)
+
+    def _candidates(
+        self, row: DraftRow, num_shared: int, matches: Seq[AnswerMatch], score: float
+    ) -> list[WeighedMatch]:
+        """Return what may be drafted after *matches* with a score above *score*.
+
+        *num_shared* is the number of tokens of the row's own answer, whose end is one more occurrence.
+        """
+        found = []
+        for length, places in matches:
+            count, total = min(row.k, self._counts[length]), len(places) + (length <= num_shared)
+            if count * len(places) > score * total:
+                found.append(WeighedMatch(places, total, count, min(count, row.depth)))
+        return found
+
+    def _texts(self, candidates: Seq[WeighedMatch]) -> Iterator[list[int]]:
+        """Return the continuations of all candidates, in order."""
+        places = [place for one in candidates for place in one.places]
+        return iter(self._answers.after(places, max((one.depth for one in candidates), default=0)))
+
+    def _best_of(
+        self, best: ScoredDraft, candidates: Seq[WeighedMatch], short: Iterator[list[int]], long: Iterator[list[int]]
+    ) -> ScoredDraft:
+        """Return *best* or, if the score is higher, the draft of a candidate; theirs are the next texts."""
+        for places, total, count, depth in candidates:
+            texts = list(islice(short if depth <= SHORT else long, len(places)))
+            if count * len(places) > best.score * total:
+                best = self._better(best, [text[:depth] for text in texts], total, count)
+        return best
+
+    def _index_new(self, budget: int) -> int:
+        """See `SequenceIndex`; also add the new tokens to the index of all answers."""
+        grown = [one for one in self._grown if one.answer is not None and not one.is_over]
+        self._share([(one, one.unshared(one.tokens)) for one in grown])
+        return super()._index_new(budget)
+
+    def _share(self, parts: Seq[tuple[IndexedSequence, Seq[int]]]) -> None:
+        """Append tokens to the answers of running sequences."""
+        new = [(one, part[:PART]) for one, part in parts if part]
+        self._answers.extend([(one.answer, part) for one, part in new if one.answer is not None])
+        for one, part in new:
+            one.num_shared += len(part)
+
     def prepare(self) -> None:
-        """Index a slice of prompts, and part of one finished answer or a few short ones."""
+        """Index a slice of prompts, and the rest of one finished answer or of a few short ones."""
         super().prepare()
         budget = BUDGET
         while budget > 0 and self._finished:
-            salt, answer = self._finished.popleft()
-            self._num_finished -= len(answer)
-            self._answers.add(salt, answer)
-            budget -= len(answer)
+            answer, part = self._finished.popleft()
+            self._num_finished -= len(part)
+            self._answers.extend([(answer, part)])
+            budget -= len(part)
 
     def end(self, key: int, token_ids: Seq[int]) -> None:
-        """Queue the answer to be indexed; drop the oldest if too many wait."""
+        """Queue the rest of the answer to be indexed; drop the oldest if too many tokens wait."""
         sequence = self._sequences.get(key)
         super().end(key, token_ids)
-        if sequence is None or not self._keeps_answers:
+        if sequence is None or sequence.answer is None:
             return
-        for start in range(sequence.prompt_len, len(token_ids), PART):
-            part = array("i", token_ids[start : start + PART])
-            self._finished.append((sequence.salt, part))
+        sequence.answer.reserved = 0
+        rest = sequence.unshared(token_ids)
+        for start in range(0, len(rest), PART):
+            part = array("i", rest[start : start + PART])
+            self._finished.append((sequence.answer, part))
             self._num_finished += len(part)
         while self._num_finished > MAX_FINISHED:
             self._num_finished -= len(self._finished.popleft()[1])

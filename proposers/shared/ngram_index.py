@@ -6,6 +6,7 @@ hash, and compared when found.
 """
 
 from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -99,6 +100,32 @@ class Places:
                     whole = _whole(tokens, ends, wanted) if grams is self._grams[0] else []
                     return Match(len(wanted), whole) if whole else _lengthened(tokens, ends, wanted, grams.size)
         return NO_MATCH
+
+    def by_length(self, tokens: Seq[int], pattern: Seq[int]) -> Iterator[Match]:
+        """Yield where suffixes of *pattern* occur, the longest first; of several with the same places only the longest.
+
+        Unlike `longest`, this goes on with shorter suffixes. Arguments as for `longest`.
+        """
+        longest = self._reach
+        for grams in self._grams:
+            if len(pattern) >= grams.size and longest >= grams.size:
+                ends = grams.ends(tokens, pattern[-grams.size :], self._most)
+                yield from reversed(_lengthening(tokens, ends, pattern[-longest:], grams.size))
+            longest = min(longest, grams.size - 1)
+
+
+def _lengthening(tokens: Seq[int], ends: list[int], wanted: Seq[int], length: int) -> list[Match]:
+    """Return the places of matches with *wanted*, from *length* tokens on, whenever a longer match has fewer places."""
+    found: list[Match] = []
+    while ends:
+        longer: list[int] = []
+        if length < len(wanted):
+            token = wanted[-1 - length]
+            longer = [end for end in ends if end > length and tokens[end - 1 - length] == token]
+        if len(longer) < len(ends):
+            found.append(Match(length, ends))
+        ends, length = longer, length + 1
+    return found
 
 
 def _whole(tokens: Seq[int], ends: list[int], wanted: Seq[int]) -> list[int]:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from proposers.shared.answer_ring import AnswerText
 from proposers.shared.ngram_index import Places
 from proposers.shared.prediction import Prediction
 from protos.draft import Draft, DraftRow
@@ -30,6 +31,8 @@ class IndexedSequence:
         places: index of the n-grams of `tokens`.
         tokens: prompt and output, owned by the controller; the prompt alone until a draft is requested.
         salt: of its tenant.
+        answer: what the index of all answers has of its output, if the method has such an index.
+        num_shared: number of tokens of the output in `answer`.
         is_over: whether it ended.
         is_waiting: whether it is queued to be indexed.
     """
@@ -39,6 +42,8 @@ class IndexedSequence:
     prompt_len: int = 0
     salt: str = ""
     prediction: Prediction | None = None
+    answer: AnswerText | None = None
+    num_shared: int = 0
     is_over: bool = False
     is_waiting: bool = False
 
@@ -46,6 +51,10 @@ class IndexedSequence:
     def num_new(self) -> int:
         """Number of `tokens` not indexed yet."""
         return len(self.tokens) - 1 - self.places.num_added
+
+    def unshared(self, token_ids: Seq[int]) -> Seq[int]:
+        """Return the tokens of the output that are not in `answer` yet, of *token_ids*: prompt and output."""
+        return token_ids[self.prompt_len + self.num_shared :]
 
     @property
     def is_indexed(self) -> bool:

@@ -89,7 +89,7 @@ class SpeculativeConfig:
         num_steps: levels of a dynamic tree; None: the method's default.
         draft_shape: a chain, a tree with branches, or the method's default.
         use_heterogeneous_vocab: `draft_model` has another tokenizer than the target.
-        suffix_decoding_max_bytes: memory for all past answers together.
+        suffix_decoding_max_bytes: memory for all answers together.
         datastore: file written by `slipstream build-datastore`, for `rest`.
         lookahead_window, lookahead_ngram, lookahead_guesses: W, N and G of Fu et al. 2024; a draft has up to
             (W + G) * (N - 1) nodes.

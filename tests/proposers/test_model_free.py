@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from proposers.ngram import NgramProposer
 from proposers.shared import continuations as votes
-from proposers.shared.answer_index import CHAIN, SIZES, AnswerIndex
+from proposers.shared.answer_index import CHAIN, SIZES, AnswerIndex, AnswerMatch
+from proposers.shared.answer_ring import AnswerText
 from proposers.shared.ngram_index import MAX_PLACES, Places
 from proposers.shared.prediction import Prediction
 from protos.draft import DraftRow
@@ -38,28 +39,29 @@ def test_places_are_those_of_a_naive_search(tokens: list[int], sizes: tuple[int,
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=8)
 
 
-@given(texts=TEXTS, count=st.integers(1, 7), least=st.sampled_from([0.0, 0.1, 0.4, 0.7]))
-def test_a_chain_follows_the_most_frequent_token(texts: list[list[int]], count: int, least: float) -> None:
-    guess = votes.chain(texts, count, least)
-    tokens, score = naive_chain(texts, count, least)
+@given(texts=TEXTS, others=st.integers(0, 2), count=st.integers(1, 7), least=st.sampled_from([0.0, 0.1, 0.4, 0.7]))
+def test_a_chain_follows_the_most_frequent_token(texts: list[list[int]], others: int, count: int, least: float) -> None:
+    guess = votes.chain(texts, len(texts) + others, count, least)
+    tokens, score = naive_chain(texts, len(texts) + others, count, least)
     assert guess.draft.tokens == tokens
     assert guess.score == pytest.approx(score)
 
 
-@given(texts=TEXTS, count=st.integers(1, 9), least=st.sampled_from([0.0, 0.1, 0.4, 0.7]))
-def test_a_tree_has_the_likeliest_nodes(texts: list[list[int]], count: int, least: float) -> None:
-    guess = votes.tree(texts, count, least)
+@given(texts=TEXTS, others=st.integers(0, 2), count=st.integers(1, 9), least=st.sampled_from([0.0, 0.1, 0.4, 0.7]))
+def test_a_tree_has_the_likeliest_nodes(texts: list[list[int]], others: int, count: int, least: float) -> None:
+    total = len(texts) + others
+    guess = votes.tree(texts, total, count, least)
     share = Counter(tuple(text[: i + 1]) for text in texts for i in range(len(text)))
-    allowed = sorted((n / len(texts) for n in share.values() if n / len(texts) >= least), reverse=True)
+    allowed = sorted((n / total for n in share.values() if n / total >= least), reverse=True)
     parents = guess.draft.parents or range(-1, len(guess.draft) - 1)
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(guess.draft.tokens, parents, strict=True):
         assert parent < len(paths)
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     assert len(set(paths)) == len(paths) == min(count, len(allowed))
-    assert [share[path] / len(texts) for path in paths] == allowed[: len(paths)]
+    assert [share[path] / total for path in paths] == allowed[: len(paths)]
     assert guess.score == pytest.approx(sum(allowed[: len(paths)]))
-    assert guess.score >= votes.chain(texts, count, least).score - 1e-9
+    assert guess.score >= votes.chain(texts, total, count, least).score - 1e-9
 
 
 SALTED = st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.lists(st.integers(0, 2), max_size=30)), max_size=12)
@@ -77,21 +79,39 @@ def test_past_texts_are_found_as_by_a_naive_search(
     past = AnswerIndex(1 << 20, limit, 24)
     for salt, answer in answers:
         past.add(salt, answer)
-    found = past.longest([salt for salt, _ in rows], [tokens for _, tokens in rows])
-    for (salt, tokens), (length, places) in zip(rows, found, strict=True):
+    found = past.matches([salt for salt, _ in rows], [tokens for _, tokens in rows], [1] * len(rows))
+    for (salt, tokens), matches in zip(rows, found, strict=True):
         kept = [answer for owner, answer in answers[-limit:] if owner == salt]
-        matches = [naive_longest(answer, tokens, 2, 24) for answer in kept]
-        wanted_length = max((size for size, _ in matches), default=0)
-        wanted = [
-            answer[end:]
-            for answer, (size, ends) in reversed(list(zip(kept, matches, strict=True)))
-            if size == wanted_length and size
-            for end in ends
-        ]
-        level = next((size for size in SIZES if size <= wanted_length), 2)
-        if sum(len(places_of(answer, tokens, level)) for answer in kept) <= CHAIN:
-            assert length == wanted_length
-            assert past.after(places, 50) == wanted
+        ends = {size: [places_of(answer, tokens, size) for answer in reversed(kept)] for size in range(1, 25)}
+        wanted = {size: sum(map(len, ends[size])) for size in range(1, min(25, len(tokens) + 1))}
+        got = {match.length: match for match in matches}
+        for size, number in wanted.items():
+            level = max(one for one in SIZES if one <= size)
+            if number > wanted.get(size + 1, 0) and wanted[level] <= CHAIN:
+                texts = [text[end:] for text, of in zip(reversed(kept), ends[size], strict=True) for end in of]
+                assert past.after(got[size].places, 50) == texts
+        assert all(match.length in wanted and match.places for match in matches)
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=30)), max_size=9),
+    pattern=TOKENS,
+)
+def test_growing_texts_are_found_like_whole_ones(steps: list[tuple[int, list[int]]], pattern: list[int]) -> None:
+    past, whole = AnswerIndex(1 << 20, 10, 24), AnswerIndex(1 << 20, 10, 24)
+    texts = [AnswerText("", reserved=24) for _ in range(3)]  # in small chunks, so that many matches cross their ends
+    for one, tokens in steps:
+        past.extend([(texts[one], tokens)])
+    for one in range(3):
+        whole.add("", [token for number, tokens in steps for token in tokens if number == one])
+
+    def found(index: AnswerIndex) -> dict[int, list[list[int]]]:
+        [matches] = index.matches([""], [pattern], [1])
+        return {match.length: sorted(index.after(match.places, 24)) for match in matches if len(match.places) < CHAIN}
+
+    if not any(len(match.places) == CHAIN for match in whole.matches([""], [pattern], [1])[0]):
+        assert found(past) == found(whole)
 
 
 def test_the_ring_forgets_the_oldest_texts_and_stays_within_its_bound() -> None:
@@ -103,24 +123,29 @@ def test_the_ring_forgets_the_oldest_texts_and_stays_within_its_bound() -> None:
     assert past.num_bytes <= 1 << 20
     assert 10 < len(past) < 100
     ends = [answer[-30:-5] for answer in said]
-    found = past.longest([""] * len(ends), ends)
+    found = [_longest(past, end) for end in ends]
     remembered = [one.length == 24 for one in found]
     assert remembered == [False] * (400 - len(past)) + [True] * len(past)
     for answer, one in list(zip(said, found, strict=True))[-len(past) :]:
         assert past.after(one.places, 24) == [answer[-5:]]
-    assert AnswerIndex(1 << 20, 10, 24).longest([""], [[1, 2, 3]])[0].length == 0
+    assert _longest(AnswerIndex(1 << 20, 10, 24), [1, 2, 3]).length == 0
+
+
+def _longest(past: AnswerIndex, pattern: list[int]) -> AnswerMatch:
+    [matches] = past.matches([""], [pattern], [1])
+    return max(matches, default=AnswerMatch(0, []))
 
 
 def test_a_text_longer_than_the_ring_loses_its_start() -> None:
     past = AnswerIndex(1 << 20, 10, 24)
     answer = list(range(100_000))
     past.add("", answer)
-    past.add("", [5, 6, 7])
-    [early, late, new] = past.longest([""] * 3, [answer[10:40], answer[-40:-10], [5, 6]])
-    assert (early.length, late.length, past.after(new.places, 9)) == (0, 0, [[7]])
+    past.add("", [5, 6, 7, *range(200_000, 200_100)])
+    early, late, new = (_longest(past, end) for end in (answer[10:40], answer[-40:-10], [5, 6]))
+    assert (early.length, late.length, past.after(new.places, 1)) == (0, 0, [[7]])
     past = AnswerIndex(1 << 20, 10, 24)
     past.add("", answer)
-    assert past.longest([""], [answer[-40:-10]])[0].length == 24
+    assert _longest(past, answer[-40:-10]).length == 24
 
 
 def naive_prediction(prediction: list[int], outputs: list[list[int]], k: int) -> list[list[int]]:

@@ -27,7 +27,7 @@ def naive_longest(text: list[int], pattern: list[int], smallest: int, reach: int
     return 0, []
 
 
-def naive_chain(texts: list[list[int]], count: int, least: float) -> tuple[tuple[int, ...], float]:
+def naive_chain(texts: list[list[int]], total: int, count: int, least: float) -> tuple[tuple[int, ...], float]:
     tokens: list[int] = []
     score = 0.0
     while len(tokens) < count:
@@ -35,8 +35,8 @@ def naive_chain(texts: list[list[int]], count: int, least: float) -> tuple[tuple
         if not going_on:
             break
         token, votes_for = Counter(going_on).most_common(1)[0]  # ties go to the first seen, the most recent
-        if votes_for / len(texts) < least:
+        if votes_for / total < least:
             break
         tokens.append(token)
-        score += votes_for / len(texts)
+        score += votes_for / total
     return tuple(tokens), score
