@@ -17,12 +17,13 @@ from runtime.grpc.errors import StatusError
 from runtime.grpc.service import GenerationService
 from runtime.http.context import ServerOptions
 from runtime.http.render import TokenTexts
-from tests.support.serving.bad_fields import CHAT, COMPLETIONS, CONTEXT, RESPONSES, ROWS
+from tests.support.serving.anthropic_answers import strict_error
+from tests.support.serving.bad_fields import CHAT, COMPLETIONS, CONTEXT, COUNT_TOKENS, MESSAGES_API, RESPONSES, ROWS
 from tests.support.serving.fake_engine import expected, tokenizer
 from tests.support.serving.guarded_server import Guarded, guarded
 from tests.support.serving.metric_series import settled_series
 
-POSTED = (COMPLETIONS, CHAT, RESPONSES, "/tokenize", "/detokenize")
+POSTED = (COMPLETIONS, CHAT, RESPONSES, MESSAGES_API, COUNT_TOKENS, "/tokenize", "/detokenize")
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "timeout")
 TELLING = re.compile(
     r"0x[0-9a-f]{6,}|/(home|root|usr|opt|tmp|work|etc)/|site-packages|Traceback|File \"|<class|object at|\.py\b"
@@ -47,9 +48,12 @@ def undisturbed(served: Guarded) -> Iterator[None]:
 def refused(answer: httpx.Response, status: int = 400) -> str:
     """Check the form of a refusal; return its message."""
     assert answer.status_code == status, answer.text[:300]
-    assert set(answer.json()) == {"error"}
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    if answer.request.url.path in (MESSAGES_API, COUNT_TOKENS):
+        strict_error(answer)
+    else:
+        assert set(answer.json()) == {"error"}
+        assert set(error) == {"message", "type", "param", "code"}
     assert not TELLING.search(answer.text), answer.text
     assert "\n" not in error["message"]
     assert len(error["message"]) < 500
@@ -83,12 +87,13 @@ def test_numbers_that_are_none(served: Guarded, name: str) -> None:
 @pytest.mark.parametrize("row", [row for _, row in ROWS], ids=[f"{kind}-{i}" for i, (kind, _) in enumerate(ROWS)])
 def test_bad_fields(served: Guarded, row: tuple[str, dict[str, Any], str]) -> None:
     path, body, words = row
-    needed = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}
-    whole = (needed | {RESPONSES: {"input": "x"}}).get(path, {})
+    asked = {"messages": [{"role": "user", "content": "x"}]}
+    needed = {COMPLETIONS: {"prompt": "x"}, CHAT: asked, RESPONSES: {"input": "x"}, COUNT_TOKENS: asked}
+    whole = (needed | {MESSAGES_API: {**asked, "max_tokens": 5}}).get(path, {})
     answer = served.post(path, **{**whole, **body})
     message = refused(answer)
-    assert words in message or words == answer.json()["error"]["param"], message
-    if path in (COMPLETIONS, CHAT, RESPONSES):
+    assert words in message or words == answer.json()["error"].get("param"), message
+    if path in (COMPLETIONS, CHAT, RESPONSES, MESSAGES_API):
         refused(served.post(path, **{**whole, **body, "stream": True}))  # before a stream begins
 
 
@@ -129,6 +134,8 @@ def test_odd_text_is_served_or_refused(served: Guarded) -> None:
     refused(posted(served, CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'))
     refused(posted(served, COMPLETIONS, b'{"prompt": "\xc3\x28"}'))
     refused(posted(served, RESPONSES, b'{"input": "\\ud800"}'))
+    refused(posted(served, MESSAGES_API, b'{"max_tokens": 5, "messages": [{"role": "user", "content": "\\ud800"}]}'))
+    refused(posted(served, MESSAGES_API, b'{"max_tokens": 5, "messages": [{"role": "user", "content": "\xc3\x28"}]}'))
     refused(posted(served, RESPONSES, b'{"input": [{"role": "user", "content": "\\ud800"}]}'))
     refused(posted(served, RESPONSES, b'{"input": "x", "instructions": "\\ud800"}'))
     refused(posted(served, RESPONSES, b'{"input": "x", "metadata": {"a": "\\ud800"}}'))
@@ -140,6 +147,8 @@ def test_a_word_of_10_megabytes(served: Guarded) -> None:
         ("/tokenize", {"prompt": "a" * 10_000_000}),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000_000}]}),
         (RESPONSES, {"input": "a" * 10_000_000}),
+        (MESSAGES_API, {"max_tokens": 5, "messages": [{"role": "user", "content": "a" * 10_000_000}]}),
+        (COUNT_TOKENS, {"messages": [{"role": "user", "content": "a" * 10_000_000}]}),
         (RESPONSES, {"input": "a" * 10_000_000, "truncation": "auto"}),
     ):
         assert "characters" in refused(served.post(path, **body))

@@ -25,6 +25,8 @@ from runtime.metrics.prometheus import Metrics
 from runtime.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_models
 from tests.support.serving import fake_engine
+from tests.support.serving.anthropic_answers import client_of
+from tests.support.serving.anthropic_structured_checks import MESSAGES, AnthropicCheck
 from tests.support.serving.http_server import Served, serving
 from tests.support.serving.openai_answers import USER, Check, strict
 from tests.support.serving.openai_checks import CHECKS
@@ -101,6 +103,12 @@ def test_answers_of_a_form(tiny: Served, check: Check) -> None:
     check(tiny.client, "fake")
 
 
+@pytest.mark.parametrize("check", MESSAGES, ids=lambda check: check.__name__)
+def test_answers_of_a_form_for_anthropics_client(tiny: Served, check: AnthropicCheck) -> None:
+    with client_of(tiny.url) as client:
+        check(client, "fake")
+
+
 def test_what_is_predicted_comes_faster_and_is_the_same(tiny: Served) -> None:
     asked: dict[str, Any] = {
         "prompt": "foxes",
@@ -162,6 +170,15 @@ def standalone_tiny(folder: Path) -> Iterator[openai.OpenAI]:
 @pytest.mark.parametrize("check", [*CHECKS, *STRUCTURED], ids=lambda check: check.__name__)
 def test_a_tiny_model_as_users_serve_it(standalone_tiny: openai.OpenAI, check: Check) -> None:
     check(standalone_tiny, "tiny")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", MESSAGES, ids=lambda check: check.__name__)
+def test_a_tiny_model_as_users_serve_it_to_anthropics_client(
+    standalone_tiny: openai.OpenAI, check: AnthropicCheck
+) -> None:
+    with client_of(str(standalone_tiny.base_url).removesuffix("/v1/"), timeout=300) as client:
+        check(client, "tiny")
 
 
 @pytest.fixture(scope="module")

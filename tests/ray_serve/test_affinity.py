@@ -46,6 +46,10 @@ def test_conversations_prompts_and_ids_have_keys() -> None:
     short, long = (keys_of(body(instructions=LONG, input=given)) for given in ("hello", said))
     assert len(short) < len(long)
     assert long[: len(short)] == short
+    blocks = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
+    short, long = (keys_of(body(system=blocks, messages=given)) for given in (said[1:], turn))
+    assert long[: len(short)] == short
+    assert keys_of(body(system=LONG, messages=said)) == keys_of(body(system=blocks, messages=said))
     assert keys_of(body(input=LONG)) == keys_of(body(prompt=LONG))
     assert keys_of(body(prompt=[LONG, "other"])) == keys_of(body(prompt=LONG))
     assert keys_of(body(prompt=list(range(500))))

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -64,9 +65,13 @@ class MessageChoice(ChatAnswer):
         return "end_turn", None
 
     def take(self) -> list[Piece]:
-        """Return the pieces that were added since the last call, and forget them."""
+        """Return the pieces that were added since the last call, and forget them. Adjacent texts are one piece."""
         pieces, self.pieces, self.text, self.logprobs = self.pieces, [], "", []
-        return [piece for piece in pieces if piece]
+        taken: list[Piece] = []
+        for is_text, run in groupby(pieces, lambda piece: isinstance(piece, str)):
+            found = [*run]
+            taken += ["".join(map(str, found))] if is_text else found
+        return [piece for piece in taken if piece]
 
     def render(self) -> MessageContent:
         """See `Choice`."""

@@ -1,5 +1,6 @@
 """Paced streams: packets of one size."""
 
+import json
 import logging
 
 import numpy as np
@@ -40,6 +41,18 @@ def test_paced_streams_are_packets_of_one_size() -> None:
     with guarded(stream_pacing="aggregate") as served:
         for prompt in ("a", "prompt number 1 says"):
             assert set(sizes(served, prompt)) <= {0.0, PACKET, 2.0 * PACKET}  # the last two may be read together
+
+
+def test_a_paced_message_is_packets_of_one_size() -> None:
+    with guarded(stream_pacing="aggregate") as served:
+        body = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 400, "stream": True}
+        with served.client.stream("POST", "/v1/messages", json=body) as response:
+            pieces = [*response.iter_raw()]
+    assert {len(piece) % PACKET for piece in pieces} == {0}
+    lines = [line for line in b"".join(pieces).decode().splitlines() if line.startswith("data: ")]
+    deltas = [event for line in lines if "text" in (event := json.loads(line[6:])).get("delta", {})]
+    assert len("".join(event["delta"]["text"] for event in deltas)) > 100
+    assert len(deltas) <= len(pieces)  # one per packet, however many steps it has
 
 
 @pytest.mark.full

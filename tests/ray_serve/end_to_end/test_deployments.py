@@ -27,6 +27,8 @@ from tests.support.distributed.ray_serving import BIN, PATIENCE_S, Cluster, Stre
 from tests.support.models import tiny_models, tiny_pairs
 from tests.support.processes import is_running
 from tests.support.serving import fake_engine
+from tests.support.serving.anthropic_answers import client_of
+from tests.support.serving.anthropic_structured_checks import MESSAGES
 from tests.support.serving.openai_responses import RESPONSES
 from tests.support.serving.openai_structured_checks import STRUCTURED
 
@@ -138,6 +140,9 @@ def test_answers_of_a_form_and_calls(served: Cluster, client: openai.OpenAI, tmp
     )
     for check in (*STRUCTURED, *RESPONSES):
         check(client, "tiny")
+    with client_of(served.url, timeout=PATIENCE_S) as other:
+        for each in MESSAGES:
+            each(other, "tiny")
 
 
 def test_keys_are_asked_for_and_too_much_is_refused_at_once(served: Cluster) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 CONTEXT = 512
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES_API, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 TOO_MUCH: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"n": 10**6}, "at most 128"),
     (COMPLETIONS, {"n": 10**60}, "128"),
@@ -25,6 +26,12 @@ TOO_MUCH: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"top_logprobs": 16_384}, "at most 20"),
     (RESPONSES, {"input": "x " * 2000}, f"{CONTEXT}"),
     (RESPONSES, {"tools": [{"type": "function", "name": "f"}] * 200}, "at most 128"),
+    (MESSAGES_API, {"max_tokens": 10**30}, "at most"),
+    (MESSAGES_API, {"messages": [{"role": "user", "content": "x " * 2000}]}, f"{CONTEXT}"),
+    (MESSAGES_API, {"stop_sequences": ["a"] * 10_000}, "stop_sequences must have at most 64"),
+    (MESSAGES_API, {"stop_sequences": ["a" * 10_000]}, "stop_sequences"),
+    (MESSAGES_API, {"tools": [{"name": "f", "input_schema": {"type": "object"}}] * 200}, "at most 128"),
+    (MESSAGES_API, {"tools": [{"name": "f" * 200, "input_schema": {"type": "object"}}]}, "must match"),
     (COMPLETIONS, {"prompt": "x " * 2000}, f"{CONTEXT}"),
     (COMPLETIONS, {"prompt": [5] * 5000}, "prompt has 5000 tokens"),
     (CHAT, {"messages": [{"role": "user", "content": "x " * 2000}]}, f"{CONTEXT}"),
@@ -39,6 +46,13 @@ NOTHING: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": []}, "at least one"),
     (CHAT, {"messages": [{}]}, "role"),
     (RESPONSES, {"input": None}, "input"),
+    (MESSAGES_API, {"max_tokens": 0}, "at least 1"),
+    (MESSAGES_API, {"messages": None}, "messages"),
+    (MESSAGES_API, {"messages": []}, "at least 1"),
+    (MESSAGES_API, {"messages": [{}]}, "role"),
+    (MESSAGES_API, {"messages": [{"role": "user", "content": None}]}, "text or a list of blocks"),
+    (MESSAGES_API, {"messages": [{"role": "user", "content": [None]}]}, "an object with a type"),
+    (COUNT_TOKENS, {"messages": [{"role": "user", "content": []}]}, "must have content"),
     (RESPONSES, {"input": []}, "at least one"),
     (RESPONSES, {"input": [None]}, "input"),
     (RESPONSES, {"input": [{"role": "user"}]}, "got None"),
@@ -79,6 +93,16 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:1/x"}]}]},
         "'input_image'",
     ),
+    (MESSAGES_API, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+    (MESSAGES_API, {"messages": [{"role": "x" * 10_000, "content": "x"}]}, "role must be one of"),
+    (MESSAGES_API, {"messages": [{"role": "user", "content": [{"type": "x" * 10_000}]}]}, "not supported"),
+    (MESSAGES_API, {"system": [{"type": "document", "source": {"data": "x" * 10_000}}]}, "'document'"),
+    (MESSAGES_API, {"tools": [{"type": "x" * 10_000}]}, "not supported"),
+    (MESSAGES_API, {"mcp_servers": [{"url": "http://127.0.0.1:1/x"}]}, "mcp_servers"),
+    (MESSAGES_API, {"container": {"skills": ["x" * 10_000]}}, "container"),
+    (MESSAGES_API, {"context_management": {"edits": [{"type": None}]}}, "context_management"),
+    (MESSAGES_API, {"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
+    (COUNT_TOKENS, {"max_tokens": 5}, "unknown field"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x" * 10_000}]}, "item_reference"),
     (RESPONSES, {"input": [{"type": "x" * 10_000}]}, "not supported"),
     (RESPONSES, {"tools": [{"type": "mcp", "server_url": "http://127.0.0.1:1/x"}]}, "'mcp'"),
@@ -106,6 +130,9 @@ GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "what"}}}},
      "structured_outputs"),
     (RESPONSES, {"structured_outputs": {"regex": "["}}, "structured_outputs"),
+    (MESSAGES_API, {"output_config": {"format": {"type": "json_schema", "schema": {"type": "what"}}}}, "output_config"),
+    (MESSAGES_API, {"tools": [{"name": "f", "input_schema": {"type": "object", "$ref": "http://127.0.0.1:1/x"}}],
+                "tool_choice": {"type": "any"}}, "tools"),
 ]  # fmt: skip
 ROWS = (
     [("too much", row) for row in TOO_MUCH]
