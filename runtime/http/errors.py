@@ -126,7 +126,8 @@ def error_response(error: ApiError, path: str) -> Response:
     """Return the response for *error* to a request of *path*, in the format of its API."""
     if path in MESSAGES_PATHS:
         status = message_status(error.status, error.code)
-        return Response(message_error_body(status, error.message), status, error.headers, media_type="application/json")
+        body = message_error_body(status, error.message, error.code)
+        return Response(body, status, error.headers, media_type="application/json")
     return Response(error_body(error), error.status, error.headers, media_type="application/json")
 
 

@@ -97,6 +97,13 @@ def test_a_response_is_printed() -> None:
     assert printed.startswith(expected("[system] Be brief.\n[user] Add two numbers.\n[bot]", 100))
 
 
+def test_a_message_is_streamed() -> None:
+    [block] = [block for block in PYTHON if HTTP in block.text and "client.messages" in block.text]
+    with http_server.serving(local_engine()) as served:
+        printed = run(block.text.replace(HTTP, served.url).replace('model="demo"', 'model="fake"'))
+    assert printed == expected("[system] Be brief.\n[user] Add two numbers.\n[bot]", 100)
+
+
 def test_the_grpc_client_streams_an_answer() -> None:
     [block] = [block for block in PYTHON if GRPC in block.text]
     drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none")

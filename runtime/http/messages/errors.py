@@ -3,12 +3,12 @@
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from runtime.metrics.logs import HTTP_REQUEST_ID
 
 OVERLOADED = 529
-"""Anthropic's own status for a server that is too busy for the request."""
-BUSY_CODES = frozenset({"overloaded", "draining"})
+"""Anthropic's own status for a server that takes no requests for a while."""
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -21,11 +21,22 @@ KINDS = {
 }
 
 
+NO_THREADS = "thread_unsupported_request"
+"""The client's own code of a refused `thread`: its tool runner then sends the whole conversation instead."""
+
+
+class ErrorCode(msgspec.Struct, frozen=True):
+    """Identifies an error for Anthropic's client."""
+
+    error_code: str
+
+
 class MessageErrorDetail(msgspec.Struct, frozen=True):
     """The content of an error body. `type` depends on the status."""
 
     type: str
     message: str
+    details: ErrorCode | UnsetType = UNSET
 
 
 class MessageErrorBody(msgspec.Struct, frozen=True):
@@ -38,10 +49,11 @@ class MessageErrorBody(msgspec.Struct, frozen=True):
 
 def message_status(status: int, code: str | None) -> int:
     """Return the HTTP status of an error that has *status* and *code* in OpenAI's format."""
-    return OVERLOADED if code in BUSY_CODES else status
+    return OVERLOADED if code == "draining" else status
 
 
-def message_error_body(status: int, message: str) -> bytes:
+def message_error_body(status: int, message: str, code: str | None) -> bytes:
     """Return the JSON of an error; *status* is the one of `message_status`."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode(MessageErrorBody(MessageErrorDetail(kind, message), HTTP_REQUEST_ID.get() or None))
+    detail = MessageErrorDetail(kind, message, ErrorCode(code) if code == NO_THREADS else UNSET)
+    return msgspec.json.encode(MessageErrorBody(detail, HTTP_REQUEST_ID.get() or None))

@@ -6,6 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from protos.errors import InvalidRequestError
+from runtime.http.errors import ApiError
+from runtime.http.messages.errors import NO_THREADS
 from runtime.http.messages.tools import STRICT, ClientTool, InputToolChoice
 from runtime.http.schemas import RequestBody, SamplingFields
 from runtime.http.unsupported_fields import Neutral
@@ -54,8 +56,12 @@ class CountTokensRequest(RequestBody):
 
     @classmethod
     def screened(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `RequestBody`."""
-        wanted = {name: value for name, value in fields.items() if name not in IGNORED}
+        """See `RequestBody`. Fields that are null are left out: the client sends some that are unknown here."""
+        wanted = {name: value for name, value in fields.items() if name not in IGNORED and value is not None}
+        if "thread" in wanted:
+            raise ApiError(
+                400, "thread is not supported: send the whole conversation as messages", "thread", NO_THREADS
+            )
         if _only_removes_thinking(wanted.get(EDITS)):
             del wanted[EDITS]
         return super().screened(wanted)

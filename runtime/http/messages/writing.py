@@ -155,7 +155,8 @@ class MessageEventWriter(EventWriter):
 
     def fail(self, error: ApiError) -> list[bytes]:
         """See `EventWriter`."""
-        return [_event("error", message_error_body(message_status(error.status, error.code), error.message))]
+        status = message_status(error.status, error.code)
+        return [_event("error", message_error_body(status, error.message, error.code))]
 
     def _events(self) -> Iterator[MessageEvent]:
         """Yield the events of what was added. The first has the prompt's counts, so it waits for the first token."""

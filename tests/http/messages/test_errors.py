@@ -19,7 +19,7 @@ USER: Any = [{"role": "user", "content": "x"}]
 SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": None}, "max_tokens is required"),
     ({"max_tokens": 0}, "max_tokens must be at least 1"),
     ({"max_tokens": -1}, "max_tokens must be at least 1"),
     ({"max_tokens": "5"}, "max_tokens must be a valid integer, got '5'"),
@@ -61,6 +61,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mcp_servers": [{"type": "url", "url": "http://127.0.0.1:1", "name": "x"}]}, "mcp_servers is not supported"),
     ({"container": "c1"}, "container is not supported"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management is not supported"),
+    ({"thread": {"type": "create"}}, "thread is not supported: send the whole conversation"),
     ({"speed": "fast"}, "speed is not supported, got 'fast'"),
     ({"max_token": 5}, "unknown field 'max_token', did you mean 'max_tokens'?"),
     ({"speculative_config": {"num_speculative_tokens": 9}}, "at most 4"),
@@ -72,6 +73,7 @@ IGNORED: dict[str, Any] = {
     "cache_control": {"type": "ephemeral"},
     "inference_geo": "eu",
     "diagnostics": None,
+    "thread": None,
     "container": None,
     "mcp_servers": [],
     "speed": "standard",
@@ -145,8 +147,7 @@ def test_what_other_statuses_mean(plain: Guarded) -> None:
     ("status", "code", "sent", "kind"),
     [
         (403, None, 403, "permission_error"),
-        (429, None, 429, "rate_limit_error"),
-        (429, "overloaded", 529, "overloaded_error"),
+        (429, "overloaded", 429, "rate_limit_error"),
         (503, "draining", 529, "overloaded_error"),
         (503, "engine_dead", 503, "api_error"),
         (504, None, 504, "timeout_error"),
@@ -203,10 +204,10 @@ def test_a_full_queue() -> None:
     with guarded(20_000, max_waiting_tokens=50) as served, client_of(served.url) as client:
         long: Any = [{"role": "user", "content": "a b c d e f g h i j k l m n"}]
         streams: list[Any] = []
-        with pytest.raises(anthropic.OverloadedError) as refused:
+        with pytest.raises(anthropic.RateLimitError) as refused:
             while len(streams) < 20:  # there are four slots
                 streams.append(client.messages.create(model="fake", messages=long, max_tokens=500, stream=True))
-        assert refused.value.type == "overloaded_error"
+        assert refused.value.type == "rate_limit_error"
         assert int(refused.value.response.headers["retry-after"]) >= 1
         for stream in streams:
             stream.close()

@@ -99,6 +99,29 @@ def test_a_round_trip(client: anthropic.Anthropic, served: Served) -> None:
     )
 
 
+def test_the_beta_client_runs_tools(client: anthropic.Anthropic) -> None:
+    """The client's own loop: it calls the function, sends the result, and ends with the answer to it."""
+    painted: list[str] = []
+
+    @anthropic.beta_tool
+    def paint(color: str) -> str:
+        """Paint it.
+
+        Args:
+            color: The color.
+        """
+        painted.append(color)
+        return f"say: It is {color}.<end>"
+
+    messages: Any = asked(RED)["messages"]
+    runner = client.beta.messages.tool_runner(
+        model="fake", max_tokens=200, tools=[paint], messages=messages, betas=["context-management-2025-06-27"]
+    )
+    final = runner.until_done()
+    assert painted == ["red"]
+    assert [block.text for block in final.content if block.type == "text"] == ["It is red."]
+
+
 def test_a_server_that_was_not_told_to_let_the_model_choose() -> None:
     with serving(local_engine(max_model_len=4096, kind=Scripted)) as plain, client_of(plain.url) as client:
         with pytest.raises(anthropic.BadRequestError, match="--enable-auto-tool-choice and --tool-call-parser"):

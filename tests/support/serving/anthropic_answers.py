@@ -16,7 +16,11 @@ from anthropic.types.shared import ErrorResponse
 from tests.support.serving.openai_answers import extras
 
 T = TypeVar("T", bound=pydantic.BaseModel)
-DOCUMENTED = {"Message": {"metrics"}, "RawMessageDeltaEvent": {"metrics"}}
+DOCUMENTED = {
+    "Message": {"metrics"},
+    "RawMessageDeltaEvent": {"metrics"},
+    "InvalidRequestErrorObject": {"details"},  # the client reads it, but does not declare it
+}
 """Fields that we add to the client's types, by type."""
 EVENTS: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(RawMessageStreamEvent)
 UNTYPED = "request_too_large"
