@@ -166,7 +166,7 @@ class DraftRunner(Protocol):
         """Feed, in one forward, the tokens that `catch_up` would feed and a block of draft tokens per row, N in all.
 
         Args:
-            rows: with `k` at least the size of the row's block, one more if the module's `shift` is 1.
+            rows: with `room` for at least the row's block; it may be one larger if the module's `shift` is 1.
             row_N: index of each token's row, ascending; a row's tokens have consecutive positions.
             tokens_N: ids, int64.
             features_NX: features fed with the tokens; None if there are none.

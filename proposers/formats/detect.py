@@ -29,7 +29,8 @@ def describe(model: str, revision: str | None = None, *, cache: str | None = Non
     if method is None:
         return Described()
     count, source = _tokens(method, peek)
-    return Described(method, count or None, source, speculators.verifier_of(peek.config))
+    block_size = dflash.block_size_of(peek.config) if method == "dflash" and dflash.tokens_of(peek.config) else 0
+    return Described(method, count or None, source, speculators.verifier_of(peek.config), block_size)
 
 
 def _lacks_heads(peek: Peek) -> bool:

@@ -22,7 +22,7 @@ class MaskedModule(Module, Protocol):
         lead: number of fed positions minus number of draft tokens. -1: the first draft token is predicted by the newest
             known token, which was fed before; 0 and 1: the newest known token is the first of the block, and predicts
             a draft token (0) or none (1).
-        max_tokens: most draft tokens.
+        max_tokens: most draft tokens; those of a whole block.
         sees_all: each position of a block attends to all others.
     """
 
@@ -66,9 +66,9 @@ class ParallelProposer:
         return chains.drafts()
 
     def _states(self, chains: Chains) -> torch.Tensor:
-        """Return the output for each draft token, `[R, P, X]`, padded at the end for rows with fewer tokens."""
+        """Return the output for each draft token, `[R, P, X]`, padded at the end for rows with fewer predicted ones."""
         lead = self.module.lead
-        counts = [min(row.length, chains.steps) + lead for row in chains.rows]
+        counts = [self._num_predicted(row, chains.steps) + lead for row in chains.rows]
         if not sum(counts):
             return self.runner.catch_up(chains.rows).unsqueeze(1)
         newest_R = self.runner.newest(chains.rows)
@@ -85,7 +85,16 @@ class ParallelProposer:
             self.module.mask_features(len(row_N)),
             sees_all=self.module.sees_all,
         )
-        states_RPX = block_NX.new_zeros(len(counts), counts[0] + 1, block_NX.shape[1])
+        states_RPX = block_NX.new_zeros(len(counts), max(counts) + 1, block_NX.shape[1])
         states_RPX[:, 0] = known_RX
         states_RPX[row_N, torch.arange(len(row_N), device=row_N.device) - offset_R[row_N] + 1] = block_NX
         return states_RPX[:, lead + 1 :]
+
+    def _num_predicted(self, row: DraftRow, steps: int) -> int:
+        """Return how many tokens the forward predicts for a row that drafts at most *steps*.
+
+        If positions attend to all others, it is the whole block, as in training: masks change what is predicted before
+        them. A row whose blocks are too short for it gets fewer.
+        """
+        wanted = min(row.length, steps)
+        return max(wanted, min(self.module.max_tokens, row.room)) if self.module.sees_all else wanted

@@ -88,6 +88,8 @@ class SpeculativeConfig:
         eagle_topk: children of a node and nodes fed per level of a dynamic tree; beams of `recurrent`; 1: chains.
         num_steps: levels of a dynamic tree; None: the method's default.
         draft_shape: a chain, a tree with branches, or the method's default.
+        draft_block_size: positions that a DFlash checkpoint is fed in one forward, as its config states; set when the
+            configuration is read, not by users. 0: as many as needed.
         use_heterogeneous_vocab: `draft_model` has another tokenizer than the target.
         suffix_decoding_max_bytes: memory for all answers together.
         datastore: file written by `slipstream build-datastore`, for `rest`.
@@ -117,6 +119,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = Field(default=5, gt=0)
     prompt_lookup_max: int = Field(default=5, gt=0)
     draft_shape: Literal["auto", "chain", "tree"] = "auto"
+    draft_block_size: int = Field(default=0, ge=0)
     use_heterogeneous_vocab: bool = False
     suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=1024)
     suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)
@@ -205,10 +208,11 @@ class SpeculativeConfig:
     def draft_places(self) -> int:
         """Places of a row's KV blocks that drafting takes: for the nodes of a draft, or for those fed to the draft.
 
-        To grow a dynamic tree, the draft is fed the `eagle_topk` best nodes of each level but the last.
+        To grow a dynamic tree, the draft is fed the `eagle_topk` best nodes of each level but the last. DFlash is fed a
+        whole block.
         """
         if GROWN.isdisjoint(self.methods):
-            return self.num_speculative_tokens
+            return max(self.num_speculative_tokens, self.draft_block_size)
         width, levels = self.tree_shape
         return max(self.num_speculative_tokens, width * (levels - 1))
 

@@ -18,12 +18,14 @@ class Described(NamedTuple):
         num_tokens: number of tokens it was trained to draft, if stated.
         source: where `num_tokens` stands, for messages.
         verifier: the target it is to be served with, if it names one.
+        block_size: positions that it is fed in one forward, whatever the number of draft tokens; 0: as many as needed.
     """
 
     method: str | None = None
     num_tokens: int | None = None
     source: str = ""
     verifier: str | None = None
+    block_size: int = 0
 
 
 UNKNOWN = Described()

@@ -72,7 +72,7 @@ REFUSED = {
 NEUTRAL: tuple[object, ...] = (None, False, "auto", {}, [], ())
 LOSSY = ("fly", "typical", "typical_acceptance_sampler", "typical_acceptance")
 RULES: tuple[RejectionSampleMethod, ...] = get_args(RejectionSampleMethod)
-KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__)
+KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__) - {"draft_block_size"}
 SETTLED = frozenset({"parallel_drafting"})
 """Keys that only choose the method."""
 
@@ -109,6 +109,8 @@ def read(
     fields |= _lookup_lengths(keys)
     fields |= {"method": method, "model": _model(method, keys, target), TOKENS: num_tokens(method, keys, found)}
     fields |= by_batch_size(keys, fields[TOKENS])
+    if found.method in names_of(method):
+        fields["draft_block_size"] = found.block_size
     try:
         return SpeculativeConfig(**fields)
     except ConfigError as error:

@@ -166,10 +166,10 @@ def test_dflash_denoises_a_block_over_the_targets_states(anchor: bool, is_causal
     module = DFlashProposer.build(CONFIG, made.parts(weights, config))
 
     def logits_KV(slot: int, k: int) -> torch.Tensor:
-        block = [made.texts[slot][-1]] + [MASK] * (k - 1 if anchor else k)
-        size = len(block)
-        sees_block = causal(size) if is_causal else torch.ones(size, size, dtype=torch.bool)
-        return dflash_block(made, weights, slot, block, sees_block=sees_block)[-k:] @ made.head.T
+        block = [made.texts[slot][-1]] + [MASK] * 15  # whatever k is
+        sees_block = causal(16) if is_causal else torch.ones(16, 16, dtype=torch.bool)
+        first = 0 if anchor else 1
+        return dflash_block(made, weights, slot, block, sees_block=sees_block)[first : first + k] @ made.head.T
 
     assert_drafts(DFlashProposer(made.runner(module)), made, logits_KV)
     assert_drafts(DFlashProposer(made.runner(module)), made, logits_KV, [DraftRow(2, 1), DraftRow(1, 1)])
@@ -187,6 +187,47 @@ def test_dflash_drafts_no_more_than_its_block_holds() -> None:
     }
     proposer = DFlashProposer(made.runner(DFlashProposer.build(CONFIG, made.parts(weights, config))))
     assert [len(draft) for draft in proposer.propose([DraftRow(0, 2), DraftRow(1, K)])] == [2, 3]
+
+
+def test_a_dflash_row_with_little_room_is_fed_a_shorter_block() -> None:
+    made, weights = world(2 * H), dflash_tensors(2)
+    config = {
+        **HEAD,
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "head_dim": D,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 4]},
+    }
+    rows = [DraftRow(0, 3, room=20), DraftRow(1, 2, room=4)]
+
+    def logits_KV(slot: int, k: int) -> torch.Tensor:
+        size = {0: 8, 1: 5}[slot]
+        block = [made.texts[slot][-1]] + [MASK] * (size - 1)
+        sees_block = torch.ones(size, size, dtype=torch.bool)
+        return dflash_block(made, weights, slot, block, sees_block=sees_block)[1 : 1 + k] @ made.head.T
+
+    module = DFlashProposer.build(CONFIG, made.parts(weights, config))
+    assert_drafts(DFlashProposer(made.runner(module)), made, logits_KV, rows)
+
+
+@pytest.mark.parametrize(
+    ("draft", "outputs"),
+    [
+        ({"num_hidden_layers": 1, "num_target_layers": 36}, (18,)),
+        ({"num_hidden_layers": 5, "num_target_layers": 36}, (1, 9, 17, 25, 33)),
+        ({"num_hidden_layers": 5, "num_target_layers": 28}, (1, 7, 13, 19, 25)),
+        ({"num_hidden_layers": 8, "num_target_layers": 48}, (1, 7, 14, 20, 26, 32, 39, 45)),
+        ({"num_hidden_layers": 3}, (1, 23, 45)),
+    ],
+)
+def test_dflash_reads_evenly_spaced_layers_if_its_config_names_none(
+    draft: dict[str, int], outputs: tuple[int, ...]
+) -> None:
+    """As `build_target_layer_ids` of z-lab's code: n // 2 for one layer, else from 1 to n - 3, rounded."""
+    target = {"hidden_size": H, "num_hidden_layers": 48, "vocab_size": V}
+    features = DFlashProposer.features_of(CONFIG, {**draft, "dflash_config": {"mask_token_id": 1}}, target)
+    assert features.inputs_of == tuple(layer + 1 for layer in outputs)
 
 
 def test_features_are_the_inputs_of_layers_in_the_order_of_the_checkpoint() -> None:

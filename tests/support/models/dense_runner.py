@@ -140,7 +140,7 @@ class DenseRunner:
         behind, outputs = [], []
         for r, row in enumerate(rows):
             text, members = self.texts[row.slot], (row_N == r).nonzero()[:, 0].tolist()
-            assert len(members) <= row.k + self.module.shift
+            assert len(members) <= row.room + self.module.shift
             text.drafted = [
                 (int(tokens_N[n]), i - 1, None if features_NX is None else features_NX[n])
                 for i, n in enumerate(members)
