@@ -1,11 +1,12 @@
 """Heads for multi-token prediction, part of the target's own checkpoint (DeepSeek-AI 2024, arXiv 2412.19437).
 
-Three storage formats:
+Storage formats:
 
 * DeepSeek-V3, GLM-4.5: as layers after the last, `model.layers.{n + i}.*`, with `enorm`, `hnorm`, `eh_proj`,
   `shared_head` and perhaps copies of embedding and head.
 * MiMo: `model.mtp_layers.{i}.*`; the state comes before the embedding.
 * Qwen3-Next: `mtp.*`; layers share one projection and one norm, and norms multiply by 1 + weight.
+* `speculators`: `mtp_layers.0.*` in a checkpoint of its own, with MiMo's names; the embedding comes before the state.
 """
 
 import re
@@ -39,8 +40,15 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "mtp"
-Style = Literal["appended", "mimo", "qwen"]
-PREFIXES: Mapping[Style, str] = {"mimo": "model.mtp_layers.", "qwen": "mtp."}
+Style = Literal["appended", "mimo", "qwen", "speculators"]
+PREFIXES: Mapping[Style, str] = {"mimo": "model.mtp_layers.", "qwen": "mtp.", "speculators": "mtp_layers."}
+NAMED_AS_MIMO: Rules = (
+    (r"^(\d+)\.token_layernorm\.", r"layers.\1.embed_norm."),
+    (r"^(\d+)\.hidden_layernorm\.", r"layers.\1.state_norm."),
+    (r"^(\d+)\.input_proj\.", r"layers.\1.proj."),
+    (r"^(\d+)\.final_layernorm\.", r"layers.\1.norm."),
+    (r"^(\d+)\.", r"layers.\1.block."),
+)
 RULES: Mapping[Style, Rules] = {
     "appended": (
         (r"^(\d+)\.enorm\.", r"layers.\1.embed_norm."),
@@ -51,13 +59,8 @@ RULES: Mapping[Style, Rules] = {
         (r"^(\d+)\.embed_tokens\.", r"layers.\1.embed_tokens."),
         (r"^(\d+)\.", r"layers.\1.block."),
     ),
-    "mimo": (
-        (r"^(\d+)\.token_layernorm\.", r"layers.\1.embed_norm."),
-        (r"^(\d+)\.hidden_layernorm\.", r"layers.\1.state_norm."),
-        (r"^(\d+)\.input_proj\.", r"layers.\1.proj."),
-        (r"^(\d+)\.final_layernorm\.", r"layers.\1.norm."),
-        (r"^(\d+)\.", r"layers.\1.block."),
-    ),
+    "mimo": NAMED_AS_MIMO,
+    "speculators": NAMED_AS_MIMO,
     "qwen": (
         (r"^pre_fc_norm_embedding\.", "shared.embed_norm."),
         (r"^pre_fc_norm_hidden\.", "shared.state_norm."),
@@ -66,6 +69,8 @@ RULES: Mapping[Style, Rules] = {
         (r"^layers\.(\d+)\.", r"layers.\1.block."),
     ),
 }
+QWEN_ONE_PLUS = ("qwen3_next", "qwen3_5")
+"""Families whose norms multiply by 1 + weight."""
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 
@@ -173,6 +178,7 @@ def _spec(config: Config, target: TargetDims, style: Style, names: Mapping[str, 
     from proposers.formats.causal import last_layer_shapes  # noqa: PLC0415 - reading the config needs no torch
 
     stored = numbered(names, r"layers\.(\d+)\.")
+    kind = str(config.get("model_type"))
     return MtpSpec(
         stored={},
         hidden=target.hidden,
@@ -180,10 +186,10 @@ def _spec(config: Config, target: TargetDims, style: Style, names: Mapping[str, 
         first_layer=target.layers,
         vocab_size=target.vocab_size,
         state_first=style == "mimo",
-        feeds_back_normed=style == "qwen" or str(config.get("model_type")).startswith(("deepseek", "glm")),
+        feeds_back_normed=style in {"qwen", "speculators"} or kind.startswith(("deepseek", "glm")),
         one_step=style == "mimo",
-        blanks_first=style != "qwen",
-        one_plus=style == "qwen",
+        blanks_first=style in {"appended", "mimo"},
+        one_plus=style == "qwen" or (style == "speculators" and kind.startswith(QWEN_ONE_PLUS)),
         own_embedding="layers.0.embed_tokens.weight" in names,
         own_head="layers.0.head.weight" in names,
         eps=number(FORMAT, config, "rms_norm_eps", 1e-6),

@@ -175,6 +175,47 @@ def test_qwen3_next_shares_what_leads_into_its_layers_and_adds_one_to_norms() ->
         assert list(draft.tokens) == published.chain(behind, torch.zeros(3, 40), 3)
 
 
+def test_heads_of_the_speculators_format_read_the_embedding_first_and_are_fed_back_normed() -> None:
+    """As in `MTPDraftModel`: `input_proj` of normed embedding and state, a Qwen3 layer, the last norm; one layer."""
+    options = {key: value for key, value in QWEN.items() if "expert" not in key and key != "moe_intermediate_size"}
+    short = AutoConfig.for_model("qwen3", **{**options, "num_hidden_layers": 1})
+    model = AutoModelForCausalLM.from_config(short, dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(4)
+    block, rope = model.model.layers[0], model.model.rotary_emb
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.normal_(0.0, 0.3, generator=generator)
+    glue = {
+        "input_proj": torch.randn(16, 32, generator=generator),
+        **{f"{name}_layernorm": torch.randn(16, generator=generator) for name in ("token", "hidden", "final")},
+    }
+    stored = {f"mtp_layers.0.{name}.weight": weight for name, weight in glue.items()}
+    stored |= {f"mtp_layers.0.{name}": weight.detach() for name, weight in block.state_dict().items()}
+    embedding, head = torch.randn(40, 16, generator=generator), torch.randn(40, 16, generator=generator)
+    target = {**options, "model_type": "qwen3"}
+    draft = {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1, "transformer_layer_config": target}
+    text, features = [3, 9, 4, 30, 7], torch.randn(4, 16, generator=generator)
+    module = MtpProposer.build(CONFIG, FakeParts(stored, draft, target, embedding, head))
+
+    def behind(drafted: Drafted) -> torch.Tensor:
+        tokens, states = text[1:] + drafted, features
+        while True:
+            count = len(states)
+            token = rms(embedding[tokens[:count]], glue["token_layernorm"])
+            x = torch.cat([token, rms(states, glue["hidden_layernorm"])], -1) @ glue["input_proj"].T
+            mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+            out = block(x[None], attention_mask=mask, position_embeddings=rope(x[None], torch.arange(count)[None]))[0]
+            normed = rms(out, glue["final_layernorm"])
+            if count == len(tokens):
+                return normed[-1] @ head.T
+            states = torch.cat([states, normed[-1:]])
+
+    with torch.inference_mode():
+        runner = DenseRunner(module, [Text(text, features)], torch.zeros(1, 3, 40))
+        [draft_tokens] = MtpProposer(runner, 1, 3).propose([DraftRow(0, 3)])
+        assert list(draft_tokens.tokens) == published.chain(behind, torch.zeros(3, 40), 3)
+
+
 def test_mimo_reads_the_state_first_and_takes_one_step(tmp_path: Path) -> None:
     made = Written(tmp_path, "qwen2")
     runner = made.runner()

@@ -28,6 +28,7 @@ WRITERS: dict[str, Write] = {
     "recurrent": synthetic.recurrent,
     "recurrent with input": lambda target: synthetic.recurrent(target, exit_dim=24),
     "eagle": synthetic_layers.eagle,
+    "eagle vllm": synthetic_layers.eagle_vllm,
     "eagle3": synthetic_layers.eagle3,
     "p_eagle": synthetic_layers.p_eagle,
     "dflash": synthetic_layers.dflash,
@@ -48,7 +49,7 @@ def test_every_format_is_recognised(target: Path, tmp_path: Path, name: str) -> 
     assert detect.describe(str(made.write(tmp_path / "draft"))).method == made.method
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if not name.startswith("speculators")])
+@pytest.mark.parametrize("name", [name for name in WRITERS if not name.startswith(("speculators", "eagle vllm"))])
 def test_tensors_tell_where_the_config_does_not(target: Path, tmp_path: Path, name: str) -> None:
     made = WRITERS[name](target)
     for place, config in (("silent", {}), ("plain", synthetic_layers.llama_config(target, num_hidden_layers=32))):

@@ -26,6 +26,21 @@ def test_eagle_has_a_bias_unless_it_says_otherwise_and_no_first_norm(target: Pat
     assert opened(synthetic_layers.eagle(target, embedding=True), target)[0].has_embedding
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_eagle_as_vllm_converts_it_is_the_same(target: Path, bias: bool) -> None:
+    plain, tensors = opened(synthetic_layers.eagle(target, bias=bias, embedding=True), target)
+    made = synthetic_layers.eagle_vllm(target, bias=bias)
+    spec, also = opened(made, target)
+    assert same(also, tensors)
+    assert {**vars(spec), "stored": 0} == {**vars(plain), "stored": 0}
+    named = made.having(architectures=["EagleLlamaForCausalLM"])
+    assert same(opened(named, target)[1], tensors)
+    with pytest.raises(ModelError, match="truncated_vocab_size is 48 of 96"):
+        opened(made.having(truncated_vocab_size=48), target)
+    with pytest.raises(ModelError, match="add_para_norm"):
+        opened(made.having(add_para_norm=True), target)
+
+
 def test_string_booleans_are_read(target: Path) -> None:
     made = synthetic_layers.eagle(target, bias=False).having(bias="False")
     assert not opened(made, target)[0].fc_bias

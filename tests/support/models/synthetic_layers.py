@@ -29,6 +29,21 @@ def eagle(
     )
 
 
+def eagle_vllm(target: Path, *, seed: int = 0, bias: bool = False, **options: Any) -> Synthetic:
+    """EAGLE as vLLM's conversion script writes it: a nested config, and tensors that are not used."""
+    made, noise = eagle(target, seed=seed, bias=bias, embedding=True, **options), Noise(seed + 1)
+    hidden, vocab = made.config["hidden_size"], made.config["vocab_size"]
+    nested = {key: value for key, value in made.config.items() if key != "bias"}
+    config = {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": nested, "truncated_vocab_size": vocab}
+    unused = {
+        "lm_head.weight": noise.weight(vocab, hidden),
+        "model.norm.weight": noise.norm(hidden),
+        "model.layers.0.input_layernorm.weight": noise.norm(hidden),
+    }
+    prefixed = made.renamed(lambda name: name if name.startswith("fc.") else f"model.{name}")
+    return Synthetic({**config, **({"bias": True} if bias else {})}, {**prefixed.tensors, **unused}, method="eagle")
+
+
 def maps(vocab: int, kept: int, seed: int) -> Tensors:
     """Return `d2t` and `t2d` of *kept* random ids of *vocab*."""
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:kept].sort().values
