@@ -117,7 +117,7 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> DFlashSpec:
         vocab_size=vocab_size,
         draft_size=integer(FORMAT, plain, "draft_vocab_size", default=vocab_size),
         block_size=block_size_of(config),
-        causal=flag(FORMAT, nested, "causal", default=False),
+        causal=flag(FORMAT, nested, "causal", default=_slides_causally(config)),
         samples_anchor=flag(FORMAT, {**plain, **nested}, "sample_from_anchor", default=False),
         mask_token_id=mask_token(FORMAT, plain, vocab_size),
         has_embedding="embed_tokens.weight" in names,
@@ -156,6 +156,18 @@ def _windows(config: Config, nested: Config) -> tuple[int | None, ...]:
         return tuple(size if kind == "sliding_attention" else None for kind in types)
     everywhere = flag(FORMAT, {**config, **nested}, "use_swa", default=False)
     return (size if everywhere else None,) * num_layers
+
+
+def _slides_causally(config: Config) -> bool:
+    """Whether tokens of a block attend only to those before them in every layer.
+
+    So they do in the sliding layers of `speculators`, unless `sliding_window_non_causal`; its other layers see all.
+    """
+    if not speculators.is_speculators(config):
+        return False
+    plain = speculators.flattened(config)
+    slides = all(window is not None for window in _windows(plain, section(plain, "dflash_config")))
+    return slides and not flag(FORMAT, plain, "sliding_window_non_causal", default=False)
 
 
 def _layout(spec: DFlashSpec) -> TensorLayout:
