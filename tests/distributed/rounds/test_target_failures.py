@@ -4,7 +4,7 @@ import pytest
 
 from protos.errors import EngineDeadError, PlacementError
 from protos.messages import Abort
-from protos.worker_messages import Port
+from protos.worker_messages import Port, Progress
 from tests.support.distributed.engine import PATIENT_S, StartEngine, assert_same, requests
 from tests.support.distributed.thread_workers import ThreadPort
 from workers.process import main as rank
@@ -31,6 +31,16 @@ def test_a_target_rank_that_dies_is_rebuilt_and_every_request_goes_on(
     assert causes == {"targets_lost"} or (lost == 0 and causes == {"pair_lost"})
     assert set(engine.changes.values()) == {1}
     assert engine.workers.newest("draft").worker.incarnation == 0, "the draft had nothing to do with it"
+    assert engine.workers.newest("target", lost).worker.incarnation == 1
+    for port in engine.workers.ports.values():
+        assert loads(port) == 1, "a rank that remains keeps its weights"
+    if world == 2:
+        assert engine.workers.newest("target", 1 - lost).worker.incarnation == 0
+
+
+def loads(port: ThreadPort) -> int:
+    """Return how often a worker has read weights."""
+    return sum(isinstance(message, Progress) and message.text.startswith("loading") for message in port.sent)
 
 
 def test_both_lost_at_once_come_back(start_engine: StartEngine, plain: dict[str, list[int]]) -> None:
