@@ -10,6 +10,7 @@ from msgspec import structs
 
 from proposers import registry
 from proposers.shared.datastore import Datastore, fingerprint
+from protos.config.default_shape import for_device
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, ModelError
 from protos.interfaces import Executor, Inbox, Proposer
@@ -81,7 +82,9 @@ def build(
     if config.speculative and config.speculative.datastore and tokenizer is not None:
         check_datastore(config.speculative.datastore, tokenizer)
     executor = (make_executor or _make_uni_executor)(config, report)
-    info = _with_speculation(executor.start(), config.speculative)
+    started = executor.start()
+    config = for_device(config, started.device)
+    info = _with_speculation(started, config.speculative)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,

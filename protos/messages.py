@@ -239,7 +239,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     measured. `draft_needs` is which features the draft is fed; unless "none", it can draft only for rows that the
     target has computed. `draft_places` is how many places of a row's KV blocks drafting takes, where that is more than
     the draft's nodes. `methods` and `num_speculative_tokens` are what requests may choose from, set by the engine;
-    empty and 0 without speculation. `dtype` is that of the target, such as "float32"; may be empty.
+    empty and 0 without speculation. `dtype` is that of the target, such as "float32"; may be empty. `device` is "cpu"
+    or "cuda".
     """
 
     num_blocks: int
@@ -254,4 +255,5 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     methods: tuple[str, ...] = ()
     num_speculative_tokens: int = 0
     dtype: str = ""
+    device: str = "cpu"
     draft_places: int = 0

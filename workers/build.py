@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
+from protos.config.default_shape import for_device
 from protos.config.engine import CacheConfig, EngineConfig
 from protos.kv_blocks import kv_summary, settle_blocks
 from protos.layers import FeatureSpec
@@ -24,7 +25,7 @@ from workers.draft.engine import DraftEngine, make_engine
 from workers.draft.load import LoadedDraft, feature_spec, load_draft
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
-from workers.model.loader import load
+from workers.model.loader import load, pick_device
 from workers.model.runner import ModelRunner
 from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
@@ -82,6 +83,7 @@ class LoadedTarget:
             speculates=config.speculative is not None,
             draft_needs=self.spec.needs,
             dtype=str(model.dtype).removeprefix("torch."),
+            device=model.device.type,
         )
 
 
@@ -180,6 +182,7 @@ def build_uni(config: EngineConfig, report: ProgressCallback = logger.info) -> U
         ModelError, ConfigError: with what is wrong and the numbers.
     """
     threads = choose_threads(config)
+    config = for_device(config, pick_device(config.model.device).type)
     tp = Solo()
     loaded = load_target(config, tp, report, with_draft=True)
     info = loaded.info(config)

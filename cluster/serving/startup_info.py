@@ -33,14 +33,14 @@ def described(config: EngineConfig, info: WorkerInfo) -> list[str]:
     """Return lines for the log about limits and speculation. The engine logs weights and cache."""
     return [
         f"context: {info.max_model_len:,} tokens; at most {config.scheduler.max_num_seqs} requests run at once",
-        f"speculation: {_speculation(config.speculative)}",
+        f"speculation: {_speculation(config.speculative, info)}",
     ]
 
 
-def _speculation(config: SpeculativeConfig | None) -> str:
+def _speculation(config: SpeculativeConfig | None, info: WorkerInfo) -> str:
     if config is None:
         return "off"
-    return f"{' + '.join(config.methods)}, K = {config.num_speculative_tokens}"
+    return f"{' + '.join(config.methods)}, K = {info.num_speculative_tokens}"
 
 
 def url_host(host: str) -> str:

@@ -90,6 +90,7 @@ class SpeculativeConfig:
         draft_shape: a chain, a tree with branches, or the method's default.
         draft_block_size: positions that a DFlash checkpoint is fed in one forward, as its config states; set when the
             configuration is read, not by users. 0: as many as needed.
+        has_default_shape: `protos.config.default_shape` sets the shape once the device is known.
         use_heterogeneous_vocab: `draft_model` has another tokenizer than the target.
         suffix_decoding_max_bytes: memory for all answers together.
         datastore: file written by `slipstream build-datastore`, for `rest`.
@@ -120,6 +121,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = Field(default=5, gt=0)
     draft_shape: Literal["auto", "chain", "tree"] = "auto"
     draft_block_size: int = Field(default=0, ge=0)
+    has_default_shape: bool = False
     use_heterogeneous_vocab: bool = False
     suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=1024)
     suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)

@@ -3,9 +3,10 @@
 import logging
 from typing import Any
 
+from protos.config.default_shape import AUTHORS
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.config.method import Described, Methods, names_of
-from protos.config.tree import TOKENS
+from protos.config.tree import STEPS, TOKENS, TOPK, TREE
 from protos.errors import ConfigError
 from protos.validation import shown
 
@@ -14,6 +15,7 @@ logger = logging.getLogger("slipstream")
 Keys = dict[str, Any]
 DEFAULT_TOKENS = 5
 REST_TOKENS = 16
+SHAPE_KEYS = frozenset({TOKENS, TOPK, STEPS, TREE, "num_speculative_tokens_per_batch_size"})
 LOOKAHEAD = ("lookahead_window", "lookahead_ngram", "lookahead_guesses")
 
 
@@ -27,6 +29,13 @@ def num_tokens(method: Methods, keys: Keys, found: Described) -> object:
         logger.info("num_speculative_tokens is %d: %s of the checkpoint", found.num_tokens, found.source)
         return min(found.num_tokens, MAX_SPECULATIVE_TOKENS)
     return keys.get(TOKENS, _default_tokens(method, keys))
+
+
+def has_default_shape(method: Methods, keys: Keys, found: Described) -> bool:
+    """Whether *method* has default shapes by device, and neither *keys* nor the checkpoint state a shape."""
+    if not isinstance(method, str) or method not in AUTHORS or keys["rejection_sample_method"] == "synthetic":
+        return False
+    return SHAPE_KEYS.isdisjoint(keys) and not (found.num_tokens and found.method == method)
 
 
 def _default_tokens(method: Methods, keys: Keys) -> object:

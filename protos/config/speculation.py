@@ -17,7 +17,7 @@ from protos.config.method import (
     names_of,
     nothing_known,
 )
-from protos.config.num_tokens import by_batch_size, num_tokens
+from protos.config.num_tokens import by_batch_size, has_default_shape, num_tokens
 from protos.config.tree import STEPS, TOKENS, TOPK, TREE, shaped
 from protos.errors import ConfigError
 from protos.validation import did_you_mean, shown, warn_once
@@ -72,7 +72,7 @@ REFUSED = {
 NEUTRAL: tuple[object, ...] = (None, False, "auto", {}, [], ())
 LOSSY = ("fly", "typical", "typical_acceptance_sampler", "typical_acceptance")
 RULES: tuple[RejectionSampleMethod, ...] = get_args(RejectionSampleMethod)
-KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__) - {"draft_block_size"}
+KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__) - {"draft_block_size", "has_default_shape"}
 SETTLED = frozenset({"parallel_drafting"})
 """Keys that only choose the method."""
 
@@ -108,6 +108,7 @@ def read(
     fields = {key: value for key, value in keys.items() if key in KNOWN}
     fields |= _lookup_lengths(keys)
     fields |= {"method": method, "model": _model(method, keys, target), TOKENS: num_tokens(method, keys, found)}
+    fields["has_default_shape"] = has_default_shape(method, keys, found)
     fields |= by_batch_size(keys, fields[TOKENS])
     if found.method in names_of(method):
         fields["draft_block_size"] = found.block_size

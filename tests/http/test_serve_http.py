@@ -172,7 +172,7 @@ def test_names_and_description(tmp_path: Path) -> None:
     assert served_names(EngineConfig(ModelConfig("org/model"))) == ("org/model",)
     assert served_names(EngineConfig(ModelConfig("org/model"), served_model_name=("a", "b"))) == ("a", "b")
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=5, disable_by_batch_size=8)
-    info = WorkerInfo(100, 16, 512, 300)
+    info = WorkerInfo(100, 16, 512, 300, num_speculative_tokens=5)
     lines = described(EngineConfig(ModelConfig("m"), speculative=drafts), info)
     assert lines[-1] == "speculation: ngram, K = 5"
     assert described(EngineConfig(ModelConfig("m")), info)[-1] == "speculation: off"

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from protos.config.default_shape import for_device
 from protos.config.engine import EngineConfig, from_json
 from protos.worker_messages import (
     FormDraftChannel,
@@ -88,10 +89,10 @@ def _run_worker(port: Port, setup: Setup, heartbeat: HeartbeatThread, floor_s: f
 
 
 def _configured(setup: Setup) -> EngineConfig:
-    """Return the configuration with the device that this worker got."""
+    """Return the configuration with the device that this worker got, and the default shape of drafts there."""
     config = from_json(setup.config)
     kind: Literal["cpu", "cuda"] = "cpu" if setup.device == "cpu" else "cuda"
-    return replace(config, model=replace(config.model, device=kind))
+    return for_device(replace(config, model=replace(config.model, device=kind)), kind)
 
 
 def _serve_target(port: Port, loading: TargetLoading, heartbeat: HeartbeatThread, threads: ThreadCount | None) -> None:
