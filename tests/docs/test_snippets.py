@@ -29,7 +29,7 @@ from tests.support.serving.fake_engine import expected, local_engine
 
 HTTP, GRPC = "http://localhost:8000", "localhost:9000"
 BODIES = {"POST /v1/completions": CompletionRequest, "POST /v1/chat/completions": ChatCompletionRequest}
-SPECULATIVE = frozenset(field.name for field in fields(SpeculativeConfig))
+SPECULATIVE = speculation.KNOWN
 PYTHON = blocks("python")
 METHOD_ROW = re.compile(r"^\| `(\w+)` \|", re.M)
 
