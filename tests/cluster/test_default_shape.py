@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from cluster import assemble
+from protos.config.default_shape import CPU_LENGTHS
 from protos.config.engine import EngineConfig, to_json
 from protos.interfaces import Executor
 from protos.messages import WorkerInfo
@@ -18,6 +19,7 @@ from tests.support.distributed.fake_worker import FakeWorker
 from tests.support.models import synthetic_layers, tiny_models
 from workers.process.main import _configured
 
+SHORT = CPU_LENGTHS["eagle3"]
 INFO = WorkerInfo(num_blocks=64, block_size=16, max_model_len=128, vocab_size=10, speculates=True)
 
 
@@ -33,17 +35,17 @@ def without_a_shape(pair: tuple[Path, Path], **arguments: Any) -> EngineConfig:
     return configure((pair[0], pair[0]), speculative_config=speculative, **arguments)
 
 
-def test_an_engine_on_a_cpu_drafts_chains_of_two(pair: tuple[Path, Path]) -> None:
+def test_an_engine_on_a_cpu_drafts_its_short_chains(pair: tuple[Path, Path]) -> None:
     engine = Engine(assemble.build(without_a_shape(pair, device="auto"), LocalInbox(), report=lambda line: None))
     engine.put(*requests(2))
     engine.finish()
     engine.built.shutdown()
-    assert engine.built.info.num_speculative_tokens == engine.built.controller.policy.limit == 2
+    assert engine.built.info.num_speculative_tokens == engine.built.controller.policy.limit == SHORT
     drafted = [verdict.proposed for _, verdicts in engine.rounds for verdict in verdicts]
-    assert max(drafted) == 2
+    assert max(drafted) == SHORT
 
 
-@pytest.mark.parametrize(("device", "tokens", "places"), [("cpu", 2, 2), ("cuda", 59, 70)])
+@pytest.mark.parametrize(("device", "tokens", "places"), [("cpu", SHORT, SHORT), ("cuda", 59, 70)])
 def test_the_controller_plans_for_the_device_of_the_workers(
     pair: tuple[Path, Path], device: str, tokens: int, places: int
 ) -> None:
@@ -58,7 +60,7 @@ def test_the_controller_plans_for_the_device_of_the_workers(
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize(("device", "shape"), [("cpu", (1, 2)), ("cuda:1", (10, 8))])
+@pytest.mark.parametrize(("device", "shape"), [("cpu", (1, SHORT)), ("cuda:1", (10, 8))])
 def test_a_worker_drafts_for_the_device_that_it_got(
     pair: tuple[Path, Path], role: Any, device: str, shape: tuple[int, int]
 ) -> None:
