@@ -14,11 +14,10 @@ from cluster.cli import env as cli_env
 from cluster.cli import main as cli
 from cluster.cli import serve as cli_serve
 from cluster.cli.env import version
-from cluster.llm import LLM
 from protos.config import argument_names, arguments
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError
-from tests.support.models import tiny_models, tiny_pairs
+from tests.support.models import tiny_pairs
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--dtype", "float32", "--num-gpu-blocks-override", "128", "--enforce-eager"]
@@ -281,33 +280,3 @@ def test_without_ray_several_workers_are_refused(pair: tuple[Path, Path], comman
 def test_a_folder_that_does_not_exist_is_one_line() -> None:
     ran = slipstream("serve", "./nosuch", "--port", "0", "--grpc-port", "0")
     assert (ran.returncode, ran.stderr) == (cli.FAILED, "slipstream: error: no such folder: ./nosuch\n")
-
-
-@pytest.mark.parametrize(
-    ("keys", "ranks", "says"),
-    [
-        ({}, 3, "must be one of 1, 2, 4 for .*, which has 4 attention heads and 2 key/value heads; got 3"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 8}, 6, "must be one of 1, 2, 4 for "),
-        (
-            {"num_attention_heads": None, "num_key_value_heads": None, "n_head": 12},
-            8,
-            "must be one of 1, 2, 3, 4, 6, 12 for ",
-        ),
-    ],
-)
-def test_ranks_that_cannot_share_the_heads_are_refused_before_ray_starts(
-    tmp_path: Path, keys: dict[str, Any], ranks: int, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    folder = tiny_models.build("llama", tmp_path / "llama")
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**described, **keys}))
-    with pytest.raises(ConfigError, match=rf"^tensor_parallel_size {says}"):
-        run("generate", "x", "--model", str(folder), "-tp", str(ranks))
-
-
-def test_each_note_on_a_model_is_shown_once(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), LLM(str(pair[0]), dtype="float32", enforce_eager=True, num_gpu_blocks_override=64):
-        pass
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line for line in lines if "bytes per token" in line] == ["KV cache: 384 bytes per token"]
