@@ -28,6 +28,10 @@ STALE_S = 2.0
 CALM_S = 1.0
 """Cores must be free for this long before threads are added; doubled, to `MAX_CALM_S`, each time that was too early."""
 MAX_CALM_S = 32.0
+TRIAL_S = 32.0
+"""Threads are also added after this long without a change: a neighbour of lower priority takes every core that is left,
+but gives it back.
+"""
 TOO_EARLY_S = 10.0
 ROUND_UP = 0.25
 """A thread is added for this part of a core less than a whole one."""
@@ -76,7 +80,8 @@ class ThreadCount:
         self._set_threads, self._sample = set_threads, sample
         self._last = sample()
         self.due = self._last.at + PERIOD_S
-        self._free_s, self._calm_s, self._added_at = 0.0, CALM_S, float("-inf")
+        self._free_s, self._calm_s = 0.0, CALM_S
+        self._changed_at = self._added_at = float("-inf")
 
     def revise(self) -> None:
         """Set the number that suits the cores that were free since the last call."""
@@ -88,16 +93,20 @@ class ThreadCount:
         fitting = whole_threads(free, self.most)
         self._free_s = self._free_s + self._last.at - last.at if fitting > self.count else 0.0
         if free < self.count - SHORT_OF and fitting < self.count:
-            was_early = self._last.at - self._added_at < TOO_EARLY_S
-            self._calm_s = min(2 * self._calm_s, MAX_CALM_S) if was_early else CALM_S
+            if self._last.at - self._added_at < TOO_EARLY_S:
+                self._calm_s = min(2 * self._calm_s, MAX_CALM_S)
+            elif self._last.at - self._changed_at >= TOO_EARLY_S:
+                self._calm_s = CALM_S
             self._change(fitting, free)
         elif self._free_s >= self._calm_s:
             self._added_at = self._last.at
             self._change(fitting, free)
+        elif self.count < self.most and self._last.at - self._changed_at >= TRIAL_S:
+            self._change(min(2 * self.count, self.most), free)
 
     def _change(self, count: int, free: float) -> None:
         logger.info("%d CPU threads instead of %d: %.1f cores are free", count, self.count, free)
-        self.count, self._free_s = count, 0.0
+        self.count, self._free_s, self._changed_at = count, 0.0, self._last.at
         self._set_threads(count)
 
 

@@ -19,7 +19,7 @@ from protos.worker_messages import RoundDone
 from tests.support.engine_arguments import parse
 from workers import threads as counting
 from workers.target_rank import TargetRank, UniExecutor
-from workers.threads import CALM_S, MAX_CALM_S, PERIOD_S, CpuSample, ThreadCount, choose_threads, cpu_quota
+from workers.threads import CALM_S, MAX_CALM_S, PERIOD_S, TRIAL_S, CpuSample, ThreadCount, choose_threads, cpu_quota
 
 
 class EmptyRank:
@@ -44,14 +44,15 @@ class Machine:
     def sample(self) -> CpuSample:
         return CpuSample(self.now, self.cores, self.quota, self.busy_s, self.own_s)
 
-    def run(self, seconds: float, neighbours: float) -> int:
+    def run(self, seconds: float, neighbours: float, *, own_weight: float = 1.0) -> int:
         """Decode beside so many busy neighbours; return the number of threads at the end."""
         for _ in range(round(seconds / PERIOD_S)):
-            wanting = neighbours + self.threads.count
-            each = min(1.0, self.cores / wanting)
+            ours = self.threads.count * own_weight
+            each = min(1.0, self.cores / (neighbours + ours))
+            own = min(self.threads.count, ours * each)
             self.now += PERIOD_S
-            self.busy_s += PERIOD_S * each * wanting
-            self.own_s += PERIOD_S * each * self.threads.count
+            self.own_s += PERIOD_S * own
+            self.busy_s += PERIOD_S * min(self.cores, neighbours + own)
             self.threads.revise()
         return self.threads.count
 
@@ -62,7 +63,7 @@ class Machine:
 def test_threads_leave_cores_to_busy_neighbours_and_come_back(cores: int, neighbours: float, count: int) -> None:
     machine = Machine(cores)
     assert machine.run(3, neighbours) == count
-    assert machine.run(60, neighbours) == count and len(machine.changes) <= 2
+    assert machine.run(27, neighbours) == count and len(machine.changes) <= 2
     assert machine.run(CALM_S + PERIOD_S, 0) == cores
 
 
@@ -72,12 +73,27 @@ def test_a_neighbour_is_noticed_within_half_a_second() -> None:
     assert machine.run(0.5, 1) == 1
 
 
+def test_neighbours_of_lower_priority_are_displaced() -> None:
+    machine = Machine(2)
+    machine.run(5, 2)
+    assert machine.run(TRIAL_S, 2, own_weight=50.0) == 2
+    assert machine.run(600, 2, own_weight=50.0) == 2 and machine.changes == [1, 2]
+
+
+def test_a_trial_beside_neighbours_of_equal_priority_is_short() -> None:
+    machine = Machine(2)
+    machine.run(5, 2)
+    machine.changes.clear()
+    slow = sum(machine.run(PERIOD_S, 2) == 2 for _ in range(round(600 / PERIOD_S)))
+    assert slow * PERIOD_S <= 600 / TRIAL_S
+
+
 def test_neighbours_that_come_and_go_change_the_number_less_and_less_often() -> None:
     machine = Machine(2)
     for _ in range(100):
         machine.run(2 * CALM_S, 1)
         machine.run(2 * CALM_S, 0)
-    assert len(machine.changes) <= 10
+    assert len(machine.changes) <= 10 + 2 * 400 / TRIAL_S
     assert machine.run(MAX_CALM_S + 1, 0) == 2
 
 
