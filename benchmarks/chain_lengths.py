@@ -17,8 +17,8 @@ from benchmarks.shared import measure, workload
 from benchmarks.shared.sides import DemoEngine
 from benchmarks.shared.workload import Item, SamplingSettings
 from demo import head, pair
-from protos.messages import Request
-from runtime.core.speculation_policy import SpeculationPolicy
+from runtime.core.sequence import Sequence as EngineSequence
+from runtime.policy.batch_size import BatchSizePolicy
 
 METHODS = ("eagle", "eagle3", "recurrent")
 LONGEST = 5
@@ -58,14 +58,14 @@ class LimitedEngine:
 
     def run(self, length: int, sampling: SamplingSettings) -> Callable[[Item], int]:
         """Return what runs a request with at most *length* draft tokens a step; it returns the number of tokens."""
-        unlimited = SpeculationPolicy.num_draft_tokens
+        unlimited = BatchSizePolicy.num_draft_tokens
 
-        def limited(policy: SpeculationPolicy, request: Request) -> int:
-            return min(length, unlimited(policy, request))
+        def limited(policy: BatchSizePolicy, sequence: EngineSequence) -> int:
+            return min(length, unlimited(policy, sequence))
 
         def one(item: Item) -> int:
             before = self._engine.llm.stats().steps
-            with patch.object(SpeculationPolicy, "num_draft_tokens", limited):
+            with patch.object(BatchSizePolicy, "num_draft_tokens", limited):
                 tokens = self._engine.one(item, sampling)
             self.steps[length] += self._engine.llm.stats().steps - before
             return tokens

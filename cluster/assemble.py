@@ -18,7 +18,8 @@ from protos.messages import WorkerInfo
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation_policy import Policy, make_policy, with_threshold
+from runtime.policy.base import Policy
+from runtime.policy.factory import make_policy
 from runtime.text.detokenizer import DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.sampling_defaults import default_max_tokens
@@ -111,12 +112,11 @@ def _with_speculation(info: WorkerInfo, speculative: SpeculativeConfig | None) -
 
 
 def _policy(config: EngineConfig, info: WorkerInfo, report: ProgressCallback) -> Policy:
-    """Return the speculation policy of *config*; its default threshold is derived from measured costs."""
-    if config.speculative is None:
-        return make_policy(None)
-    speculative, line = with_threshold(config.speculative, info.costs, config.scheduler.max_num_seqs)
-    report(line)
-    return make_policy(speculative)
+    """Return the speculation policy of *config*, which may depend on measured costs."""
+    policy, line = make_policy(config, info.costs)
+    if config.speculative is not None:
+        report(line)
+    return policy
 
 
 def _make_uni_executor(config: EngineConfig, report: ProgressCallback) -> Executor:

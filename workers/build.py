@@ -157,14 +157,14 @@ def make_draft(
 
 
 def needs_step_costs(config: EngineConfig) -> bool:
-    """Return True if step timings are needed to derive the batch-size threshold."""
+    """Return True if the policy reads the seconds of steps: to derive its threshold, or to adapt."""
     speculative = config.speculative
-    return (
-        speculative is not None
-        and not config.model.enforce_eager
-        and speculative.disable_by_batch_size is None
-        and speculative.num_speculative_tokens_per_batch_size is None
-    )
+    if speculative is None:
+        return False
+    if speculative.policy_name == "adaptive":
+        return True
+    has_limit = speculative.disable_by_batch_size is not None
+    return speculative.policy_name == "threshold" and not has_limit and not config.model.enforce_eager
 
 
 def measure_draft(config: EngineConfig, draft: DraftEngine) -> dict[int, float]:

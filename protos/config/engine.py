@@ -28,6 +28,7 @@ GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
 """Methods that draft dynamic trees (EAGLE-2)."""
 MOSTLY_CHAINS = ONLY_CHAINS | GROWN | {"suffix"}
 """Methods that draft trees only where the configuration has a shape with branches."""
+PolicyName = Literal["adaptive", "threshold", "schedule", "fixed"]
 LogFormat = Literal["text", "json"]
 
 
@@ -96,6 +97,8 @@ class SpeculativeConfig:
         datastore: file written by `slipstream build-datastore`, for `rest`.
         lookahead_window, lookahead_ngram, lookahead_guesses: W, N and G of Fu et al. 2024; a draft has up to
             (W + G) * (N - 1) nodes.
+        policy: how many draft tokens each row gets. "adaptive": as many as pay, by measured costs and acceptance;
+            "threshold": all or none, by batch size; "schedule": by the table of batch sizes; "fixed": always all.
         rejection_sample_method: the acceptance rule. "coupled": accept draft tokens equal to the sampled ones, with
             shared noise; "standard" and "block": rejection sampling with probability p/q; "synthetic": at given rates,
             regardless of the target.
@@ -134,6 +137,7 @@ class SpeculativeConfig:
     lookahead_guesses: int = Field(default=7, gt=0)
     disable_by_batch_size: int | None = Field(default=None, gt=0)
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
+    policy: PolicyName | None = None
     rejection_sample_method: RejectionSampleMethod = "coupled"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     synthetic_acceptance_rates: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = None
@@ -188,6 +192,23 @@ class SpeculativeConfig:
                     "must be its first ones"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> "SpeculativeConfig":
+        needs = {"threshold": self.disable_by_batch_size, "schedule": self.num_speculative_tokens_per_batch_size}
+        for name, value in needs.items():
+            if value is not None and self.policy not in (None, name):
+                raise ValueError(f"policy {self.policy!r} has no use for what policy {name!r} reads: {shown(value)}")
+        if self.policy == "schedule" and self.num_speculative_tokens_per_batch_size is None:
+            raise ValueError("policy 'schedule' needs num_speculative_tokens_per_batch_size")
+        return self
+
+    @property
+    def policy_name(self) -> PolicyName:
+        """The policy; where none is named, the one that reads the table of batch sizes or the threshold."""
+        if self.policy is not None:
+            return self.policy
+        return "threshold" if self.num_speculative_tokens_per_batch_size is None else "schedule"
 
     @property
     def may_branch(self) -> bool:

@@ -17,8 +17,8 @@ from protos.interfaces import Executor, Inbox
 from protos.messages import Abort, Request, RoundPlan, TokenOutput, Verdict, WorkerInfo
 from protos.stats import EngineStats, PhaseTimes, SpeculationState
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation_policy import Policy
 from runtime.core.stats import StepClock
+from runtime.policy.base import FinishedStep, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,14 @@ class Controller:
         if verdicts is None:
             return ended  # the targets were lost
         outputs = self.scheduler.commit(plan, verdicts)  # the only place where tokens are added
-        self._clock.add(plan, outputs, self._times(), time.monotonic() - began)
+        self._report(plan, verdicts, outputs, time.monotonic() - began)
         return ended + outputs
+
+    def _report(self, plan: RoundPlan, verdicts: list[Verdict], outputs: list[TokenOutput], seconds: float) -> None:
+        """Report a committed step to what learns from it."""
+        draft_s = self._clock.add(plan, outputs, self._times(), seconds)
+        num_tokens = sum([len(output.token_ids) for output in outputs])
+        self.policy.end_step(FinishedStep(plan, verdicts, num_tokens, draft_s, seconds))
 
     def _poll(self, ended: list[TokenOutput]) -> bool:
         """Read the workers' messages, or continue rebuilding lost targets; return whether a step can run."""

@@ -9,8 +9,8 @@ from runtime.core.block_manager import Chain
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import ScheduledSequence, Sequence
-from runtime.core.speculation_policy import Policy
 from runtime.core.stats import EngineCounters
+from runtime.policy.base import Policy
 
 PROMPT_LOGITS = 1 << 25
 """Most logits of prompt positions in one step, over all rows: 128 MiB in fp32 for any vocabulary size."""
@@ -60,7 +60,7 @@ class Planner:
         queue = self._queue
         self._num_scored = 0
         self._worker_is_up = worker_is_up
-        policy.begin_step(sum([sequence.is_decoding for sequence in queue.running]))
+        policy.begin_step(queue.running)
         num_preemptions = queue.num_preemptions
         scheduled = self._allocate_known(self._share_budget(policy))
         self._allocate_drafts(scheduled)
@@ -106,7 +106,7 @@ class Planner:
         worker_drafts = has_features and self._worker_drafts(sequence.request)
         if one.samples and (worker_drafts or self._proposers is not None):
             room = self._max_model_len - len(sequence.token_ids) - 1
-            one.k = max(0, min(policy.num_nodes(sequence.request, one.depth), room, budget))
+            one.k = max(0, min(policy.num_nodes(sequence, one.depth), room, budget))
 
     def _worker_drafts(self, request: Request) -> bool:
         """Whether the draft worker may propose for this request in this step."""
@@ -204,7 +204,7 @@ class Planner:
         if not self._reads_cache(request):
             return [], request.cache_salt
         hit, chain = self._blocks.match(sequence.token_ids, request.cache_salt)
-        if hit and self._draft_needs == "all" and self._worker_is_up and policy.num_draft_tokens(request):
+        if hit and self._draft_needs == "all" and self._worker_is_up and policy.num_draft_tokens(sequence):
             # The draft's KV at the last token of the hit depends on the token after it, which may differ here.
             num_tokens = (len(hit) - 1) * self._blocks.block_size + 1
             return self._blocks.match(sequence.token_ids[:num_tokens], request.cache_salt)

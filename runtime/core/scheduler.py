@@ -15,8 +15,8 @@ from runtime.core.planner import Planner
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import Sequence
-from runtime.core.speculation_policy import Policy
 from runtime.core.stats import EngineCounters
+from runtime.policy.base import Policy
 from runtime.text.detokenizer import Detokenizer
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Scheduler:
         scheduled = self._planner.plan(policy, worker_is_up=drafting.is_up)
         new = self._planner.new_sequences(scheduled)
         rows = [self._planner.row(one) for one in scheduled]
-        is_on = any(policy.num_draft_tokens(one.sequence.request) for one in scheduled)
+        is_on = any(policy.num_draft_tokens(one.sequence) for one in scheduled)
         moves = self._take_moves() if rows else ()
         plan = RoundPlan(self._round, rows, new, drafting.epoch if is_on and drafting.is_up else 0, moves, is_on)
         if rows:

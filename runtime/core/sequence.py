@@ -97,6 +97,13 @@ class Sequence:
         request = self.request
         return request.sampling.prompt_logprobs is not None and self.num_computed + 1 < len(request.prompt_token_ids)
 
+    def most_drafts(self, k: int) -> int:
+        """Return *k* draft tokens, or fewer if the request wants fewer."""
+        request = self.request
+        if not request.speculate:
+            return 0
+        return k if request.num_speculative_tokens is None else min(request.num_speculative_tokens, k)
+
     def append(self, token_ids: Seq[int]) -> int:
         """Append tokens up to and including the first that ends the sequence; return how many."""
         for index, token_id in enumerate(token_ids):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from protos.messages import RoundPlan, StepCosts, TokenOutput
 from protos.stats import STEP_TOKENS, EngineStats, PhaseTimes
-from runtime.core.interpolation import interpolate
 from runtime.core.sequence import SpeculationCounts
+from runtime.policy.interpolation import interpolate
 
 
 @dataclass(slots=True)
@@ -72,19 +72,21 @@ class StepClock:
         self._before = PhaseTimes()
         self.steps_s = self.speculative_s = self.plain_s = 0.0
 
-    def add(self, plan: RoundPlan, outputs: Sequence[TokenOutput], times: PhaseTimes, seconds: float) -> None:
-        """Add a committed step that took *seconds*; *times* are those of all steps so far."""
+    def add(self, plan: RoundPlan, outputs: Sequence[TokenOutput], times: PhaseTimes, seconds: float) -> float:
+        """Add a committed step that took *seconds*; *times* are those of all steps so far.
+
+        Returns:
+            The seconds that the step spent on drafts: proposing, and waiting for them.
+        """
         self.steps_s += seconds
         before, self._before = self._before, times
+        draft_s = times.propose_s + times.transfer_s - before.propose_s - before.transfer_s
         if not (plan.speculates and self._target_s and all(row.samples and row.length == 1 for row in plan.rows)):
-            return
-        speculation_s = _speculation_s(times) - _speculation_s(before)
+            return draft_s
+        # What differs from a plain step: drafting, and the forward over draft tokens.
+        speculation_s = draft_s + times.score_s - before.score_s
         num_rows = len(plan.rows)
         plain_s = interpolate(self._target_s, num_rows) + max(0.0, seconds - speculation_s)
         self.speculative_s += seconds
         self.plain_s += plain_s * sum([len(output.token_ids) for output in outputs]) / num_rows
-
-
-def _speculation_s(times: PhaseTimes) -> float:
-    """Return the seconds that differ from a plain step: drafting, and the forward over draft tokens."""
-    return times.propose_s + times.transfer_s + times.score_s
+        return draft_s

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from protos.stats import PhaseTimes
 from protos.worker_messages import RoundDone
-from runtime.core.interpolation import interpolate
+from runtime.policy.interpolation import interpolate
 
 
 class PhaseTotals:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,8 @@ from cluster import assemble
 from protos.messages import Abort, Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.core.controller import LocalInbox
-from runtime.core.speculation_policy import RESUME_STEPS
+from runtime.core.sequence import Sequence
+from runtime.policy.batch_size import RESUME_STEPS
 from tests.support.distributed.engine import Engine, K, Models, assert_same, configure, quick_turns, threaded, tiny_pair
 from workers.model.runner import ModelRunner
 
@@ -86,9 +88,9 @@ class Counted:
         policy = self.engine.built.controller.policy
         inner = policy.begin_step
 
-        def begin_step(num_decoding: int) -> None:
-            self.decoding.append(num_decoding)
-            inner(num_decoding)
+        def begin_step(running: Seq[Sequence]) -> None:
+            self.decoding.append(sum(sequence.is_decoding for sequence in running))
+            inner(running)
 
         policy.begin_step = begin_step  # type: ignore[method-assign]
 

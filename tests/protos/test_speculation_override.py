@@ -10,8 +10,8 @@ from protos.errors import InvalidRequestError
 from protos.interfaces import Proposer
 from protos.messages import Request, WorkerInfo
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation_policy import SpeculationPolicy
 from runtime.frontend.speculation_override import SpeculationOverride, apply_override
+from runtime.policy.batch_size import BatchSizePolicy
 from tests.support.distributed.fake_worker import make_request
 
 LOADED = WorkerInfo(32, 4, 64, 10, methods=("ngram", "suffix", "draft_model"), num_speculative_tokens=4)
@@ -44,7 +44,7 @@ def planned(request: Request, info: WorkerInfo = LOADED, *, k: int = 4) -> tuple
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(), info, proposers=[Always(7), Always(8)])
     scheduler.admit([request])
     config = SpeculativeConfig(method=("ngram", "suffix", "draft_model"), num_speculative_tokens=k)
-    (row,) = scheduler.schedule(SpeculationPolicy(config)).rows
+    (row,) = scheduler.schedule(BatchSizePolicy(config)).rows
     return row.k, None if row.draft is None else row.draft.tokens
 
 
@@ -68,7 +68,7 @@ def test_a_method_beside_the_controller_leaves_nothing_to_the_worker() -> None:
     silent = Scheduler(SchedulerConfig(), CacheConfig(), LOADED, proposers=[Silent(), Always(8)])
     silent.admit([asked(SpeculationOverride(method="ngram"))])
     config = SpeculativeConfig(method=("ngram", "suffix", "draft_model"), num_speculative_tokens=4)
-    (row,) = silent.schedule(SpeculationPolicy(config)).rows
+    (row,) = silent.schedule(BatchSizePolicy(config)).rows
     assert (row.k, row.draft) == (0, None)
 
 

@@ -6,7 +6,7 @@ from protos.config.engine import CacheConfig
 from protos.errors import ConfigError
 from protos.messages import Request, RoundPlan, WorkerInfo
 from runtime.core import planner as planning
-from runtime.core.speculation_policy import Policy, make_policy
+from runtime.policy.base import Policy
 from tests.support.distributed.fake_worker import EOS, FakeWorker, make_request
 from tests.support.scheduling import INFO, OFF, fixed_k, make_scheduler, make_verdicts, started
 
@@ -82,8 +82,8 @@ def play(policy: Policy) -> list[RoundPlan]:
 
 def test_off_is_free_the_plans_are_those_of_an_engine_without_speculation() -> None:
     off = fixed_k(5, num_speculative_tokens_per_batch_size=((1, 100, 0),))
-    assert play(off) == play(make_policy(None))
-    assert play(fixed_k(5)) != play(OFF)
+    assert play(off) == play(OFF)
+    assert play(fixed_k(5)) != play(off)
 
 
 def test_the_youngest_is_preempted_and_comes_back_with_prompt_and_output() -> None:

@@ -11,7 +11,8 @@ from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.messages import Abort, Request, RoundPlan, TokenOutput, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation_policy import NoSpeculation, SpeculationPolicy
+from runtime.policy.base import NoSpeculation
+from runtime.policy.batch_size import BatchSizePolicy
 from runtime.text.detokenizer import DetokenizerFactory
 from tests.support.distributed.fake_worker import (
     VOCAB,
@@ -46,7 +47,7 @@ class Lives(RuleBasedStateMachine):
         if self.k:
             limit = draw(st.none() | st.integers(1, 4))
             config = SpeculativeConfig(method="any", num_speculative_tokens=self.k, disable_by_batch_size=limit)
-            self.policy = SpeculationPolicy(config)
+            self.policy = BatchSizePolicy(config)
         self.scheduler = Scheduler(
             SchedulerConfig(num_seqs, self.budget, chunked),
             CacheConfig(block_size, enable_prefix_caching=draw(st.booleans())),

@@ -6,9 +6,11 @@ from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.interfaces import Proposer
 from protos.messages import Request, RoundPlan, TokenLogprobs, Verdict, WorkerInfo
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation_policy import NoSpeculation, Policy, SpeculationPolicy
+from runtime.core.sequence import Sequence as EngineSequence
+from runtime.policy.base import NoSpeculation, Policy
+from runtime.policy.batch_size import BatchSizePolicy
 from runtime.text.detokenizer import DetokenizerFactory
-from tests.support.distributed.fake_worker import tiny_tokenizer
+from tests.support.distributed.fake_worker import make_request, tiny_tokenizer
 
 INFO = WorkerInfo(num_blocks=32, block_size=4, max_model_len=64, vocab_size=10, speculates=True)
 OFF = NoSpeculation()
@@ -31,7 +33,12 @@ def make_scheduler(
 
 
 def fixed_k(k: int, **options: object) -> Policy:
-    return SpeculationPolicy(SpeculativeConfig(method="any", num_speculative_tokens=k, **options))
+    return BatchSizePolicy(SpeculativeConfig(method="any", num_speculative_tokens=k, **options))
+
+
+def decoding(key: int, **options: object) -> EngineSequence:
+    """Return a sequence with a prompt of one token, in slot *key*, that has generated one of its 64 tokens."""
+    return EngineSequence(make_request(str(key), [1], max_tokens=64, **options), [1, 2], 65, None, 1, slot=key, key=key)
 
 
 def make_verdicts(plan: RoundPlan, *tokens: Sequence[int], proposed: int = 0) -> list[Verdict]:

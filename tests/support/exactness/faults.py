@@ -23,6 +23,8 @@ from protos.messages import Request, RoundPlan, Sampling, TokenOutput, Verdict, 
 from protos.sampling import SamplingParams
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
+from runtime.core.sequence import Sequence
+from runtime.policy.base import FinishedStep
 from tests.support.exactness.engine import TableForward, World
 from tests.support.exactness.statistics import Ints
 from tests.support.tree_proposer import random_tree
@@ -47,12 +49,17 @@ class FromThePast:
     changes: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
 
-    def begin_step(self, num_decoding: int) -> None:
+    def begin_step(self, running: Seq[Sequence]) -> None:
         self.step += 1
         self.current = self.step % (self.limit + 1)
 
-    def num_draft_tokens(self, request: Request) -> int:
-        return (self.current + self.accepted[request.request_id]) % (self.limit + 1)
+    def num_draft_tokens(self, sequence: Sequence) -> int:
+        return (self.current + self.accepted[sequence.request.request_id]) % (self.limit + 1)
+
+    def num_nodes(self, sequence: Sequence, depth: int) -> int:
+        return self.num_draft_tokens(sequence) if depth > 0 else 0
+
+    def end_step(self, step: FinishedStep) -> None: ...
 
     def hear(self, outputs: Seq[TokenOutput]) -> None:
         for output in outputs:

@@ -24,11 +24,12 @@ from protos.messages import RoundPlan, Row, TokenLogprobs, Verdict, WorkerInfo
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation_policy import make_policy
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.controller_process import serve_child
 from runtime.frontend.thread_channel import ThreadChannel
 from runtime.metrics.prometheus import Metrics
+from runtime.policy.base import NoSpeculation
+from runtime.policy.batch_size import BatchSizePolicy
 from runtime.text.detokenizer import DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
 from tests.support.in_one_process import InOneProcess
@@ -139,10 +140,11 @@ class HashExecutor(InOneProcess):
         if not row.samples:
             return Verdict(row.slot, prompt_logprobs=prompt)
         said: list[int] = []
-        for _ in range(1 + row.k // 2):
+        num_drafted = min(row.k, row.depth)  # a chain
+        for _ in range(1 + num_drafted // 2):
             said.append(self._next(row.slot, known + said))
         logprobs = [self._logprobs(known + said[:i], token) for i, token in enumerate(said)]
-        return Verdict(row.slot, said, row.k, range(len(said) - 1), logprobs, prompt)
+        return Verdict(row.slot, said, num_drafted, range(len(said) - 1), logprobs, prompt)
 
     def _next(self, slot: int, history: Sequence[int]) -> int:
         return ranked(history)[0]
@@ -186,7 +188,9 @@ def build(
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), CacheConfig(), info, detokenizers=detokenizers
     )
-    return Controller(scheduler, make_policy(speculative), executor, inbox)
+    return Controller(
+        scheduler, NoSpeculation() if speculative is None else BatchSizePolicy(speculative), executor, inbox
+    )
 
 
 async def make_preprocessor(info: WorkerInfo) -> Preprocessor:

@@ -1,4 +1,4 @@
-"""How many draft tokens a row gets. This changes the speed, never the output.
+"""Policies by batch size: a fixed K, off above a threshold, or K from a table.
 
 Above some batch size speculation costs more than it gains. That threshold is derived from the step costs measured in
 warm-up. A plain step of b rows costs t(b) and gives b tokens. With K draft tokens per row a step costs
@@ -9,15 +9,15 @@ K d(b) + t(b (K + 1)) and gives b (1 + a + ... + a^K) tokens, where a is the rat
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Protocol
 
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.messages import Request, StepCosts
-from runtime.core.interpolation import interpolate
+from protos.messages import StepCosts
+from runtime.core.sequence import Sequence
+from runtime.policy.base import FinishedStep
+from runtime.policy.interpolation import interpolate
 
 logger = logging.getLogger(__name__)
 
@@ -25,53 +25,6 @@ RESUME_STEPS = 16
 
 ASSUMED_ACCEPTANCE = 0.7
 """Acceptance rate of a typical trained draft of the same family; the true rate is known only while serving."""
-
-
-class Policy(Protocol):
-    """Called once per step, then once for each row that samples.
-
-    `limit` is the largest K there can be, 0 without speculation; `current` is this step's; `changes` counts changes
-    of K by reason.
-    """
-
-    @property
-    def limit(self) -> int: ...  # noqa: D102
-
-    @property
-    def current(self) -> int: ...  # noqa: D102
-
-    @property
-    def changes(self) -> Mapping[str, int]: ...  # noqa: D102
-
-    def begin_step(self, num_decoding: int) -> None:
-        """Set K for a step with *num_decoding* decoding rows; rows still reading their prompt do not count."""
-        ...
-
-    def num_draft_tokens(self, request: Request) -> int:
-        """Return the most draft tokens that this request's row may get in this step."""
-        ...
-
-    def num_nodes(self, request: Request, depth: int) -> int:
-        """Return the most draft tokens of a draft of at most *depth* levels: a chain has no more than one in each."""
-        ...
-
-
-class NoSpeculation:
-    """The policy without speculation: K is 0."""
-
-    limit = current = 0
-    changes: Mapping[str, int] = MappingProxyType({})
-
-    def begin_step(self, num_decoding: int) -> None:
-        """Do nothing."""
-
-    def num_draft_tokens(self, request: Request) -> int:
-        """Return 0."""
-        return 0
-
-    def num_nodes(self, request: Request, depth: int) -> int:
-        """Return 0."""
-        return 0
 
 
 class BatchSizeSwitch:
@@ -129,7 +82,7 @@ def _check_table(ranges: tuple[tuple[int, int, int], ...], limit: int) -> None:
         previous_end = end
 
 
-class SpeculationPolicy:
+class BatchSizePolicy:
     """Fixed K, or K by batch size. `changes` counts changes of K by reason."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -152,8 +105,9 @@ class SpeculationPolicy:
         """K of this step."""
         return self._current
 
-    def begin_step(self, num_decoding: int) -> None:
-        """Set K for this step."""
+    def begin_step(self, running: Seq[Sequence]) -> None:
+        """See `Policy`. Rows still reading their prompt do not count."""
+        num_decoding = sum([sequence.is_decoding for sequence in running])
         if self._table:
             self._update_from_table(self._table.k(num_decoding))
         if self._switch:
@@ -169,26 +123,17 @@ class SpeculationPolicy:
             self._from_table = k
             self.changes["batch_size_table"] += 1
 
-    def num_draft_tokens(self, request: Request) -> int:
+    def num_draft_tokens(self, sequence: Sequence) -> int:
         """Return K of this step, or the request's own limit if that is lower."""
-        if not request.speculate:
-            return 0
-        wanted = request.num_speculative_tokens
-        return self._current if wanted is None else min(wanted, self._current)
+        return sequence.most_drafts(self._current)
 
-    def num_nodes(self, request: Request, depth: int) -> int:
+    def num_nodes(self, sequence: Sequence, depth: int) -> int:
         """See `Policy`; none where the draft may have no level."""
-        wanted = self.num_draft_tokens(request)
+        wanted = self.num_draft_tokens(sequence)
         return wanted if self._may_branch and depth > 0 else min(wanted, depth)
 
-
-def make_policy(config: SpeculativeConfig | None) -> Policy:
-    """Return the policy for *config*, None for no speculation.
-
-    Raises:
-        ConfigError: the table of batch sizes is not valid.
-    """
-    return NoSpeculation() if config is None else SpeculationPolicy(config)
+    def end_step(self, step: FinishedStep) -> None:
+        """Do nothing."""
 
 
 def with_threshold(config: SpeculativeConfig, costs: StepCosts | None, max_rows: int) -> tuple[SpeculativeConfig, str]:

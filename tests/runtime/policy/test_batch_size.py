@@ -4,23 +4,22 @@ import pytest
 
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
-from runtime.core.speculation_policy import NoSpeculation, Policy, make_policy
-from tests.support.distributed.fake_worker import make_request
-
-REQUEST = make_request("r", [1])
+from runtime.policy.base import NoSpeculation, Policy
+from runtime.policy.batch_size import BatchSizePolicy
+from tests.support.scheduling import decoding
 
 
 def series(policy: Policy, sizes: list[int]) -> list[int]:
     """Return K after each step of that many decoding rows."""
     found = []
     for size in sizes:
-        policy.begin_step(size)
-        found.append(policy.num_draft_tokens(REQUEST))
+        policy.begin_step([decoding(key) for key in range(size)])
+        found.append(policy.num_draft_tokens(decoding(0)))
     return found
 
 
 def configured(**options: object) -> Policy:
-    return make_policy(SpeculativeConfig(method="any", **{"num_speculative_tokens": 5, **options}))
+    return BatchSizePolicy(SpeculativeConfig(method="any", **{"num_speculative_tokens": 5, **options}))
 
 
 def test_fixed_k_at_every_batch_size() -> None:
@@ -28,16 +27,14 @@ def test_fixed_k_at_every_batch_size() -> None:
 
 
 def test_not_configured_is_zero() -> None:
-    policy = make_policy(None)
-    assert isinstance(policy, NoSpeculation)
-    assert series(policy, [1]) == [0]
+    assert series(NoSpeculation(), [1]) == [0]
 
 
 def test_a_request_may_want_none() -> None:
     policy = configured()
-    policy.begin_step(1)
-    assert policy.num_draft_tokens(make_request("r", [1], speculate=False)) == 0
-    assert policy.num_draft_tokens(REQUEST) == 5
+    policy.begin_step([decoding(0)])
+    assert policy.num_draft_tokens(decoding(0, speculate=False)) == 0
+    assert policy.num_draft_tokens(decoding(0)) == 5
 
 
 def test_off_above_the_limit_and_on_again_when_it_has_been_calm() -> None:
@@ -81,7 +78,7 @@ def test_tables_that_make_no_sense(table: tuple[tuple[int, int, int], ...], mess
 
 
 def test_a_switch_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "runtime.core.speculation_policy")
+    caplog.set_level("INFO", "runtime.policy.batch_size")
     series(configured(disable_by_batch_size=1), [1, 2, *[1] * 16])
     assert [record.message for record in caplog.records] == [
         "speculation is off: 2 rows decode (batch_size_rose)",

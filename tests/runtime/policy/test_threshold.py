@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from protos.config.engine import SpeculativeConfig
 from protos.messages import StepCosts
-from runtime.core.interpolation import interpolate
-from runtime.core.speculation_policy import derive_threshold, speedup, with_threshold
+from runtime.policy.batch_size import derive_threshold, speedup, with_threshold
+from runtime.policy.interpolation import interpolate
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 

@@ -1,0 +1,235 @@
+"""The adaptive policy: each round, as many draft tokens for each row as pay, none included.
+
+It predicts tokens per second from the costs of rounds (`runtime.policy.cost_model`) and from measured acceptance
+(`runtime.policy.acceptance`, `runtime.policy.sizes`). Every round updates both, for use from the next round on. While
+speculation is off, it is tried now and then (`runtime.policy.trials`). While it is on, a round now and then has another
+K, 0 included, so that the costs of those stay known.
+"""
+
+import logging
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from runtime.core.sequence import Sequence
+from runtime.policy.acceptance import RequestAcceptance
+from runtime.policy.base import FinishedStep
+from runtime.policy.choosers import Chooser, DecodingRow
+from runtime.policy.round_costs import Round, RoundCostModel
+from runtime.policy.trials import TRIAL_ROUNDS, Trials
+
+logger = logging.getLogger(__name__)
+
+TRIAL_TOKENS = 2
+"""Draft tokens of a row in a trial."""
+EXPLORE_EVERY = 100
+"""While speculation is on, one round of so many has a random K for all rows, or is plain."""
+ON_ABOVE, OFF_BELOW = 1.02, 1.005
+"""Speculation is switched on and off at these smoothed gains. Between them it stays as it is."""
+FIRST_PAUSE, LONGEST_PAUSE = 64, 8192
+"""Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
+SMOOTHING = 0.2
+"""Weight of the newest round in the smoothed gain."""
+DECIDING_SHARE, KEEP_AT_MOST = 0.005, 16
+"""Share of the time for deciding: where it would be more, a decision is kept for several rounds, at most so many."""
+
+
+class Switch:
+    """Whether speculation is on, by the gain that is predicted for it. `changes` counts its changes by reason."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.changes: Counter[str] = Counter()
+        self._log_gain = math.log(ON_ABOVE)
+        self._rounds = 0  # in this state
+        self._pause = FIRST_PAUSE
+
+    @property
+    def gain(self) -> float:
+        """The smoothed gain: tokens per second relative to plain decoding."""
+        return math.exp(self._log_gain)
+
+    def update(self, gain: float) -> bool:
+        """Take the gain predicted for a round; return whether the switch changed."""
+        self._log_gain += SMOOTHING * (math.log(gain) - self._log_gain)
+        self._rounds += 1
+        if self.is_on and self.gain < OFF_BELOW:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE) if self._rounds < self._pause else FIRST_PAUSE
+            return self._change("does_not_pay")
+        if not self.is_on and self.gain > ON_ABOVE and self._rounds >= self._pause:
+            return self._change("pays")
+        return False
+
+    def _change(self, reason: str) -> bool:
+        self.is_on = not self.is_on
+        self._rounds = 0
+        self.changes[reason] += 1
+        return True
+
+
+class AdaptivePolicy:
+    """Chooses the number of draft tokens of every row in every round.
+
+    Args:
+        limit: most draft tokens of a row.
+        may_branch: whether drafts may be trees.
+        chooser: measures acceptance, and chooses by it.
+        costs: of rounds.
+        clock: seconds, to time decisions.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        chooser: Chooser,
+        costs: RoundCostModel,
+        *,
+        may_branch: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._may_branch = may_branch
+        self._chooser = chooser
+        self._costs = costs
+        self._switch = Switch()
+        self._trials = Trials()
+        self._requests: dict[int, RequestAcceptance] = {}  # by the sequence's key
+        self._by_slot: dict[int, RequestAcceptance] = {}  # of this round
+        self._chosen: dict[int, int] = {}  # draft tokens in this round, by the sequence's key
+        self._typical = limit  # for sequences that came after the last decision
+        self._gain = ON_ABOVE  # predicted by the last decision
+        self._keep_for = 0  # rounds for which the last decision is kept
+        self._until_exploring = EXPLORE_EVERY
+        self._random = random.Random(0)
+        self._round_s = 0.0
+
+    @property
+    def limit(self) -> int:
+        """The largest K there can be."""
+        return self._limit
+
+    @property
+    def current(self) -> int:
+        """The largest K of this round."""
+        return max(self._chosen.values(), default=self._typical)
+
+    @property
+    def changes(self) -> Counter[str]:
+        """Changes between on and off, by reason."""
+        return self._switch.changes
+
+    @property
+    def gain(self) -> float:
+        """The predicted gain: tokens per second relative to plain decoding, at least 1."""
+        return self._switch.gain
+
+    def begin_step(self, running: Seq[Sequence]) -> None:
+        """See `Policy`."""
+        decoding = [sequence for sequence in running if sequence.is_decoding]
+        if not decoding:
+            self._chosen, self._typical = {}, self._limit if self._switch.is_on else 0
+            return
+        self._forget_ended(running)
+        rows = {sequence.key: self._row(sequence) for sequence in decoding}
+        self._by_slot = {sequence.slot: rows[sequence.key].acceptance for sequence in decoding}
+        self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
+
+    def _row(self, sequence: Sequence) -> DecodingRow:
+        limit = sequence.most_drafts(self._limit)
+        depth = sequence.max_len - len(sequence.token_ids) - 1
+        acceptance = self._requests.setdefault(sequence.key, RequestAcceptance())
+        return DecodingRow(limit if self._may_branch and depth > 0 else min(limit, depth), acceptance)
+
+    def _forget_ended(self, running: Seq[Sequence]) -> None:
+        if len(self._requests) > 2 * len(running) + 64:
+            self._requests = {one.key: self._requests[one.key] for one in running if one.key in self._requests}
+
+    def _choose(self, rows: dict[int, DecodingRow], num_known: int) -> None:
+        if self._trials.is_running:
+            self._use_everywhere(TRIAL_TOKENS, rows)
+        elif self._explores():
+            self._use_everywhere(self._random.choice((0, self._random.randint(1, self._limit))), rows)
+        elif self._keep_for > 0:
+            self._keep_for -= 1
+            self._update_switch(len(rows))
+        else:
+            self._decide(rows, num_known)
+            if not self._switch.is_on and self._starts_trial(len(rows), num_known):
+                self._use_everywhere(TRIAL_TOKENS, rows)
+
+    def _explores(self) -> bool:
+        self._until_exploring -= 1
+        if not self._switch.is_on or self._until_exploring > 0:
+            return False
+        self._until_exploring = EXPLORE_EVERY
+        return True
+
+    def _use_everywhere(self, k: int, rows: dict[int, DecodingRow]) -> None:
+        self._chosen, self._typical = {key: min(k, row.limit) for key, row in rows.items()}, k
+        self._keep_for = 0
+
+    def _decide(self, rows: dict[int, DecodingRow], num_known: int) -> None:
+        began = self._clock()
+        best = self._chooser.choose(list(rows.values()), self._costs.of(num_known))
+        self._gain = best.gain
+        self._update_switch(len(rows))
+        k_R = best.k_R.tolist() if self._switch.is_on else [0] * len(rows)
+        self._chosen, self._typical = dict(zip(rows, k_R, strict=True)), round(sum(k_R) / len(rows))
+        if self._round_s:
+            took_s = self._clock() - began
+            self._keep_for = min(KEEP_AT_MOST, int(took_s / (DECIDING_SHARE * self._round_s)))
+
+    def _update_switch(self, num_rows: int) -> None:
+        if self._switch.update(self._gain):
+            state = "on again" if self._switch.is_on else "off"
+            logger.info(
+                "speculation is %s: %d rows decode, %s, predicted speed-up %.2f",
+                state,
+                num_rows,
+                self._chooser.describe(),
+                self.gain,
+            )
+
+    def _starts_trial(self, num_rows: int, num_known: int) -> bool:
+        costs = self._costs.of(num_known)
+        lost_s = costs.uniform(TRIAL_TOKENS, num_rows) - costs.plain()
+        return self._trials.start_if_due(TRIAL_ROUNDS * max(0.0, lost_s))
+
+    def num_draft_tokens(self, sequence: Sequence) -> int:
+        """See `Policy`."""
+        return sequence.most_drafts(self._chosen.get(sequence.key, self._typical))
+
+    def num_nodes(self, sequence: Sequence, depth: int) -> int:
+        """See `Policy`."""
+        wanted = self.num_draft_tokens(sequence)
+        return wanted if self._may_branch and depth > 0 else min(wanted, depth)
+
+    def end_step(self, step: FinishedStep) -> None:
+        """See `Policy`."""
+        for verdict in step.verdicts:
+            if verdict.proposed:
+                self._chooser.record(verdict, self._by_slot.get(verdict.slot) or RequestAcceptance())
+        done = self._describe(step)
+        self._costs.observe(done)
+        self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
+        lost_s = step.seconds - self._costs.of(done.num_known).plain() * step.num_tokens / max(1, len(step.plan.rows))
+        if self._trials.end_round(step.seconds, lost_s):
+            self._keep_for = 0
+
+    def _describe(self, step: FinishedStep) -> Round:
+        rows = step.plan.rows
+        wanted = [k for k in self._chosen.values() if k]
+        return Round(
+            num_known=sum([row.length for row in rows]),
+            num_scored=sum([verdict.proposed for verdict in step.verdicts]),
+            num_drafting=len(wanted),
+            depth=max(wanted, default=0),
+            num_tokens=step.num_tokens,
+            draft_s=step.draft_s,
+            seconds=step.seconds,
+            decodes=all(row.samples and row.length == 1 for row in rows),
+        )

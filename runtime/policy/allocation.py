@@ -1,0 +1,111 @@
+"""Which draft tokens of a batch pay: the choice that maximises expected tokens per second.
+
+A slot is one draft token of one row at one depth. It earns the probability that it and all before it are accepted, and
+costs what the round takes longer with it. For each largest depth, slots are taken in the order of their probability;
+a row's slots come in the order of their depth, since the probability falls with it. So for each number of slots the
+set is the best there is, and the number with the highest rate is found by trying all.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.policy.cost_model import CostCurve, Floats, Ints
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of the rounds that are compared.
+
+    Attributes:
+        target: by tokens fed.
+        draft: of the first level of a draft, by rows that draft.
+        levels: of so many levels, in units of one.
+        num_known: known tokens fed, prompt chunks included.
+    """
+
+    target: CostCurve
+    draft: CostCurve
+    levels: CostCurve
+    num_known: int
+
+    def plain(self) -> float:
+        """Return the seconds without draft tokens."""
+        return self.target.at(self.num_known)
+
+    def uniform(self, k: int, num_rows: int) -> float:
+        """Return the seconds with *k* draft tokens for each of *num_rows* rows."""
+        return self.target.at(self.num_known + k * num_rows) + self.levels.at(k) * self.draft.at(num_rows)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The number of draft tokens of each row, int64 `[R]`, and what they are expected to bring.
+
+    Attributes:
+        tokens: expected tokens of the round, those of the target included.
+        seconds: of the round.
+        gain: tokens per second, relative to a round without draft tokens.
+    """
+
+    k_R: Ints
+    tokens: float
+    seconds: float
+    gain: float
+
+
+def allocate(survival_RD: Floats, limits_R: Ints, num_sampling: int, costs: RoundCosts) -> Allocation:
+    """Return the best number of draft tokens for each row.
+
+    Args:
+        survival_RD: `[R, D]`, probability that the first d + 1 draft tokens are accepted; falls along D.
+        limits_R: `[R]`, most draft tokens of each row.
+        num_sampling: rows that gain a token of the target's own, those without draft tokens included.
+        costs: of the round.
+    """
+    plain_s = costs.plain()
+    nothing = Allocation(np.zeros(len(limits_R), np.int64), num_sampling, plain_s, 1.0)
+    slots = _Slots.of(survival_RD, limits_R)
+    if not len(slots.earned_N) or not num_sampling:
+        return nothing
+    best, plain_rate = nothing, num_sampling / plain_s
+    for depth in range(1, survival_RD.shape[1] + 1):
+        count, tokens, seconds = slots.best(depth, num_sampling, costs)
+        gain = tokens / seconds / plain_rate
+        if count and gain > best.gain:
+            best = Allocation(slots.rows_up_to(depth, count, len(limits_R)), tokens, seconds, gain)
+    return best
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """All slots in the order in which they are taken: row, depth from 0 on, and probability of each."""
+
+    row_N: Ints
+    depth_N: Ints
+    earned_N: Floats
+
+    @staticmethod
+    def of(survival_RD: Floats, limits_R: Ints) -> "_Slots":
+        row_N, depth_N = np.nonzero(np.arange(survival_RD.shape[1])[None, :] < limits_R[:, None])
+        earned_N = survival_RD[row_N, depth_N]
+        order_N = np.lexsort((depth_N, -earned_N))
+        return _Slots(row_N[order_N], depth_N[order_N], earned_N[order_N])
+
+    def best(self, depth: int, num_sampling: int, costs: RoundCosts) -> tuple[int, float, float]:
+        """Return the number of slots up to *depth* levels with the highest rate, its tokens and its seconds."""
+        taken_N = self.depth_N < depth
+        earned_M = self.earned_N[taken_N]
+        counts_M = np.arange(1, len(earned_M) + 1)
+        tokens_M = num_sampling + np.cumsum(earned_M)
+        drafting_M = np.cumsum(self.depth_N[taken_N] == 0)
+        seconds_M = costs.target.seconds(costs.num_known + counts_M)
+        seconds_M = seconds_M + costs.levels.at(depth) * costs.draft.seconds(drafting_M)
+        index = int(np.argmax(tokens_M / seconds_M))
+        return index + 1, float(tokens_M[index]), float(seconds_M[index])
+
+    def rows_up_to(self, depth: int, count: int, num_rows: int) -> Ints:
+        """Return how many of the first *count* slots up to *depth* levels each row has, `[R]`."""
+        taken: npt.NDArray[np.int64] = np.bincount(self.row_N[self.depth_N < depth][:count], minlength=num_rows)
+        return taken

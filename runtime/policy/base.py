@@ -1,0 +1,86 @@
+"""What the planner asks a speculation policy, and what the controller reports to it.
+
+A policy changes the speed, never the output.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from protos.messages import RoundPlan, Verdict
+from runtime.core.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A committed step and what it took.
+
+    Attributes:
+        plan: of the step.
+        verdicts: of its rows.
+        num_tokens: tokens added to requests.
+        draft_s: seconds spent on drafts: proposing, and waiting for them.
+        seconds: of the whole step, from planning to committing.
+    """
+
+    plan: RoundPlan
+    verdicts: Seq[Verdict]
+    num_tokens: int
+    draft_s: float
+    seconds: float
+
+
+class Policy(Protocol):
+    """Chooses how many draft tokens each row gets in each step.
+
+    `limit` is the largest K there can be, 0 without speculation; `current` is this step's; `changes` counts changes
+    of K by reason.
+    """
+
+    @property
+    def limit(self) -> int: ...  # noqa: D102
+
+    @property
+    def current(self) -> int: ...  # noqa: D102
+
+    @property
+    def changes(self) -> Mapping[str, int]: ...  # noqa: D102
+
+    def begin_step(self, running: Seq[Sequence]) -> None:
+        """Decide for a step of the sequences *running*; later ones may start in it."""
+        ...
+
+    def num_draft_tokens(self, sequence: Sequence) -> int:
+        """Return the most draft tokens that this sequence's row may get in this step."""
+        ...
+
+    def num_nodes(self, sequence: Sequence, depth: int) -> int:
+        """Return the most draft tokens of a draft of at most *depth* levels: a chain has no more than one in each."""
+        ...
+
+    def end_step(self, step: FinishedStep) -> None:
+        """Learn from a step."""
+        ...
+
+
+class NoSpeculation:
+    """The policy without speculation: K is 0."""
+
+    limit = current = 0
+    changes: Mapping[str, int] = MappingProxyType({})
+
+    def begin_step(self, running: Seq[Sequence]) -> None:
+        """Do nothing."""
+
+    def num_draft_tokens(self, sequence: Sequence) -> int:
+        """Return 0."""
+        return 0
+
+    def num_nodes(self, sequence: Sequence, depth: int) -> int:
+        """Return 0."""
+        return 0
+
+    def end_step(self, step: FinishedStep) -> None:
+        """Do nothing."""

@@ -1,0 +1,97 @@
+"""Seconds of a round by its shape: measured in warm-up, corrected by every round.
+
+A round that feeds N tokens, for R rows of which draft tokens in D levels were made, costs
+
+    target(N) + levels(D) draft(R)
+
+`target` includes sampling and the work of the controller. Each of the three is a curve of its own. The KV cache is read
+once whatever the number of draft tokens, so it is part of `target`, whose corrections follow the lengths of contexts.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+CLIP = math.log(2)
+"""A round that took more than twice the predicted seconds, or less than half, counts as one that took that."""
+SHARED_RATE, OWN_RATE = 0.02, 0.03
+"""Weight of the newest round in the correction of the whole curve, and of its size. The first rounds weigh more."""
+UNMEASURED_S = {1: 0.001, 64: 0.001}
+"""A curve of which nothing was measured: as if larger rounds cost nothing, so that they are tried and correct it."""
+EXACT_SIZES = 16
+"""Sizes up to this have a correction each; above, neighbouring sizes share one."""
+REFRESH_EVERY = 8
+"""The tabulated curve is computed again after this many rounds."""
+
+
+class CostCurve:
+    """Seconds by size, from 0 to *largest*.
+
+    The logarithm of the seconds is that of the measured curve, plus a correction that all sizes share, plus one of the
+    size's own. The shared one follows changes of the machine's speed also for sizes that were not run since.
+
+    Args:
+        measured: seconds by size; linear in between, proportional above; empty if nothing was measured.
+        largest: sizes above count as this one.
+    """
+
+    def __init__(self, measured: Mapping[int, float], largest: int) -> None:
+        self.largest = largest
+        known = measured or UNMEASURED_S
+        sizes = np.array(sorted(known), np.float64)
+        seconds = np.array([max(known[int(size)], 1e-9) for size in sizes])
+        at = np.arange(largest + 1)
+        base_N = np.where(at > sizes[-1], seconds[-1] * at / sizes[-1], np.interp(at, sizes, seconds))
+        self._log_base_N = np.log(np.maximum(base_N, 1e-9))
+        self._bin_N = _bins(largest)
+        num_bins = int(self._bin_N[-1]) + 1
+        self._own_B = np.zeros(num_bins)
+        self._count_B = np.zeros(num_bins)
+        self._shared = 0.0
+        self._count = 0
+        self._refresh()
+
+    def seconds(self, size_N: Ints) -> Floats:
+        """Return the predicted seconds for each size."""
+        seconds_N: Floats = self._seconds_N[np.minimum(size_N, self.largest)]
+        return seconds_N
+
+    def at(self, size: int) -> float:
+        """Return the predicted seconds for one size."""
+        return float(self._seconds_N[min(size, self.largest)])
+
+    def num_rounds(self, size: int) -> float:
+        """Return how many rounds of this size, or of its neighbours, were observed."""
+        return float(self._count_B[self._bin_N[min(size, self.largest)]])
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Correct the curve by a round of *size* that took *seconds*."""
+        size = min(size, self.largest)
+        bin_ = self._bin_N[size]
+        error = math.log(max(seconds, 1e-9)) - self._log_base_N[size] - self._shared - self._own_B[bin_]
+        if self._count:
+            error = min(CLIP, max(-CLIP, error))
+            self._own_B[bin_] += max(OWN_RATE, 1 / (self._count_B[bin_] + 1)) * error
+        self._shared += SHARED_RATE * error if self._count else error
+        self._count_B[bin_] += 1
+        self._count += 1
+        if self._count % REFRESH_EVERY == 0 or self._count_B[bin_] < REFRESH_EVERY:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were."""
+        run_M = np.flatnonzero(self._count_B)
+        own_N = np.interp(self._bin_N, run_M, self._own_B[run_M]) if len(run_M) else 0.0
+        self._seconds_N = np.exp(self._log_base_N + self._shared + own_N)
+
+
+def _bins(largest: int) -> Ints:
+    """Return the bin of each size from 0 to *largest*: exact up to `EXACT_SIZES`, then eight for each doubling."""
+    sizes = np.arange(largest + 1)
+    above = np.floor(8 * np.log2(np.maximum(sizes, EXACT_SIZES) / EXACT_SIZES)).astype(np.int64)
+    return np.where(sizes <= EXACT_SIZES, sizes, EXACT_SIZES + 1 + above)

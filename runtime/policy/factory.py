@@ -1,0 +1,38 @@
+"""Makes the policy that a configuration names."""
+
+from protos.config.engine import EngineConfig, SpeculativeConfig
+from protos.messages import StepCosts
+from runtime.policy.adaptive import AdaptivePolicy
+from runtime.policy.base import NoSpeculation, Policy
+from runtime.policy.batch_size import BatchSizePolicy, with_threshold
+from runtime.policy.choosers import ChainChooser, TreeChooser
+from runtime.policy.round_costs import RoundCostModel
+
+
+def make_policy(config: EngineConfig, costs: StepCosts | None) -> tuple[Policy, str]:
+    """Return the policy for *config*, and a line that describes it.
+
+    Args:
+        config: a parsed configuration.
+        costs: of steps, measured in warm-up; None if they were not.
+
+    Raises:
+        ConfigError: the table of batch sizes is not valid.
+    """
+    speculative = config.speculative
+    if speculative is None:
+        return NoSpeculation(), "speculation: not configured"
+    if speculative.policy_name == "adaptive":
+        return _adaptive(config, speculative, costs), "speculation: as many draft tokens as pay, by measured costs"
+    if speculative.policy_name == "fixed":
+        return BatchSizePolicy(speculative), "speculation: on at every batch size, as configured"
+    with_limit, line = with_threshold(speculative, costs, config.scheduler.max_num_seqs)
+    return BatchSizePolicy(with_limit), line
+
+
+def _adaptive(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> Policy:
+    limit, max_rows = speculative.num_speculative_tokens, config.scheduler.max_num_seqs
+    max_tokens = min(config.scheduler.max_num_batched_tokens, max_rows * (limit + 1))
+    chooser = TreeChooser(limit) if speculative.may_branch else ChainChooser(limit)
+    model = RoundCostModel(costs, max_tokens, max_rows, limit)
+    return AdaptivePolicy(limit, chooser, model, may_branch=speculative.may_branch)

@@ -1,0 +1,61 @@
+"""What rounds cost, as the adaptive policy compares and learns it."""
+
+from dataclasses import dataclass
+
+from protos.messages import StepCosts
+from runtime.policy.allocation import RoundCosts
+from runtime.policy.cost_model import CostCurve
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round was and took.
+
+    Attributes:
+        num_known: known tokens fed.
+        num_scored: draft tokens scored.
+        num_drafting: rows for which draft tokens were wanted.
+        depth: most draft tokens wanted for a row.
+        num_tokens: tokens that the rows gained.
+        draft_s: seconds of the round spent on drafts.
+        seconds: of the whole round.
+        decodes: whether all rows decode: no prompt chunks.
+    """
+
+    num_known: int
+    num_scored: int
+    num_drafting: int
+    depth: int
+    num_tokens: int
+    draft_s: float
+    seconds: float
+    decodes: bool = True
+
+
+class RoundCostModel:
+    """Seconds of rounds of one engine: see `runtime.policy.cost_model`.
+
+    Args:
+        costs: measured in warm-up; None if nothing was measured.
+        max_tokens: most tokens of a round of decoding rows.
+        max_rows: most rows.
+        max_depth: most draft tokens of a row.
+    """
+
+    def __init__(self, costs: StepCosts | None, max_tokens: int, max_rows: int, max_depth: int) -> None:
+        measured = StepCosts({}) if costs is None else costs
+        self._target = CostCurve(measured.target_s, max_tokens)
+        self._draft = CostCurve(measured.draft_s, max_rows)
+        self._levels = CostCurve({depth: float(depth) for depth in range(1, max_depth + 1)}, max_depth)
+
+    def observe(self, done: Round) -> None:
+        """Correct the curves by a round."""
+        if done.depth:
+            self._draft.observe(done.num_drafting, done.draft_s / self._levels.at(done.depth))
+            self._levels.observe(done.depth, done.draft_s / self._draft.at(done.num_drafting))
+        if done.decodes:
+            self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s)
+
+    def of(self, num_known: int) -> RoundCosts:
+        """Return the costs of the rounds that feed *num_known* known tokens."""
+        return RoundCosts(self._target, self._draft, self._levels, num_known)

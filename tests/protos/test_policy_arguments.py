@@ -1,0 +1,44 @@
+"""`speculative_config["policy"]`, and what each policy reads."""
+
+import pytest
+
+from protos.config.engine import SpeculativeConfig
+from protos.config.speculation import read
+from protos.errors import ConfigError
+
+TABLE = [[1, 4, 3], [5, 64, 0]]
+
+
+def configured(keys: dict[str, object]) -> SpeculativeConfig:
+    found = read({"method": "draft_model", "model": "d", "num_speculative_tokens": 4, **keys}, None)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({}, "threshold"),
+        ({"disable_by_batch_size": 4}, "threshold"),
+        ({"num_speculative_tokens_per_batch_size": TABLE}, "schedule"),
+        ({"policy": "adaptive"}, "adaptive"),
+        ({"policy": "fixed"}, "fixed"),
+        ({"policy": "threshold", "disable_by_batch_size": 4}, "threshold"),
+    ],
+)
+def test_the_policy_follows_from_what_is_given(keys: dict[str, object], name: str) -> None:
+    assert configured(keys).policy_name == name
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"policy": "clever"}, "'adaptive', 'threshold', 'schedule' or 'fixed'"),
+        ({"policy": "adaptive", "disable_by_batch_size": 4}, "policy 'adaptive' has no use for .*'threshold' reads: 4"),
+        ({"policy": "fixed", "num_speculative_tokens_per_batch_size": TABLE}, "has no use for .*'schedule' reads"),
+        ({"policy": "schedule"}, "policy 'schedule' needs num_speculative_tokens_per_batch_size"),
+    ],
+)
+def test_policies_that_contradict_what_is_given(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(keys)

@@ -1,0 +1,167 @@
+"""The adaptive policy against a simulated engine, whose costs and acceptance are known."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from protos.messages import RoundPlan, Row, StepCosts, Verdict
+from runtime.policy.adaptive import AdaptivePolicy
+from runtime.policy.base import FinishedStep
+from runtime.policy.choosers import ChainChooser, TreeChooser
+from runtime.policy.round_costs import RoundCostModel
+from tests.support.scheduling import decoding
+
+LIMIT = 8
+Seconds = Callable[[int], float]
+"""Of a step, by tokens."""
+
+
+@dataclass
+class Simulation:
+    """Rows with an acceptance rate each, on an engine whose rounds cost what *target* and *draft* return."""
+
+    target: Seconds
+    draft: Seconds
+    costs: StepCosts | None = None
+    noise: float = 0.1
+    seed: int = 0
+    seconds: float = 0.0
+    num_tokens: int = 0
+    ks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.policy = AdaptivePolicy(
+            LIMIT, ChainChooser(LIMIT), RoundCostModel(self.costs, 64 * (LIMIT + 1), 64, LIMIT), clock=lambda: 0.0
+        )
+        self.random = random.Random(self.seed)
+
+    def run(self, rates: Sequence[float], rounds: int) -> float:
+        """Run rounds with one row for each rate; return tokens per second."""
+        seconds, tokens = self.seconds, self.num_tokens
+        for _ in range(rounds):
+            self._round(rates)
+        return (self.num_tokens - tokens) / (self.seconds - seconds)
+
+    def _round(self, rates: Sequence[float]) -> None:
+        sequences = [decoding(key) for key in range(len(rates))]
+        self.policy.begin_step(sequences)
+        ks = [self.policy.num_nodes(sequence, 50) for sequence in sequences]
+        rows = [Row(key, 1, 1, 2, k) for key, k in enumerate(ks)]
+        verdicts = [self._verdict(key, k, rate) for key, (k, rate) in enumerate(zip(ks, rates, strict=True))]
+        gained = sum(len(verdict.path) + 1 for verdict in verdicts)
+        noise = 1 + self.noise * self.random.random()
+        draft_s = max(ks) * self.draft(sum(k > 0 for k in ks)) * noise
+        seconds = draft_s + self.target(len(rows) + sum(ks)) * noise
+        self.policy.end_step(FinishedStep(RoundPlan(0, rows), verdicts, gained, draft_s, seconds))
+        self.seconds += seconds
+        self.num_tokens += gained
+        self.ks = ks
+
+    def _verdict(self, slot: int, k: int, rate: float) -> Verdict:
+        accepted = next((depth for depth in range(k) if self.random.random() >= rate), k)
+        return Verdict(slot, (1,) * (accepted + 1), k, range(accepted))
+
+
+def flat(tokens: int) -> float:
+    """A step that reads weights: up to 16 tokens cost about the same."""
+    return 0.003 * max(1.0, tokens / 16) + 0.00002 * tokens
+
+
+def steep(tokens: int) -> float:
+    return 0.0004 + 0.0006 * tokens
+
+
+def cheap(rows: int) -> float:
+    return 0.0003 + 0.00001 * rows
+
+
+def fixed_rate(k: int, rates: Sequence[float], target: Seconds, draft: Seconds) -> float:
+    """Return the tokens per second with *k* draft tokens for all rows in all rounds."""
+    tokens = sum(sum(rate**i for i in range(k + 1)) for rate in rates)
+    return tokens / (target(len(rates) * (k + 1)) + k * draft(len(rates))) / 1.05  # the mean of the noise
+
+
+def best_fixed(rates: Sequence[float], target: Seconds, draft: Seconds) -> float:
+    """Return the highest tokens per second of any K that is the same for all rows in all rounds."""
+    return max(fixed_rate(k, rates, target, draft) for k in range(LIMIT + 1))
+
+
+SIZES = [1 << power for power in range(11)]
+
+
+def warmed_up(target: Seconds) -> StepCosts:
+    """Return the costs as measured before serving: at a few sizes, without the noise."""
+    return StepCosts({size: target(size) for size in SIZES}, {size: cheap(size) for size in SIZES[:7]})
+
+
+@pytest.mark.parametrize(
+    ("target", "costs", "share"),
+    [(flat, warmed_up(flat), 0.97), (steep, warmed_up(steep), 0.97), (steep, warmed_up(flat), 0.9), (flat, None, 0.8)],
+)
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("num_rows", [1, 8, 32])
+def test_it_is_as_fast_as_the_best_k(
+    rate: float, num_rows: int, target: Seconds, costs: StepCosts | None, share: float
+) -> None:
+    """With costs of another machine or with none, what it learns while serving gives almost the same."""
+    simulation = Simulation(target, cheap, costs)
+    rates = [rate] * num_rows
+    simulation.run(rates, 300)  # until it has learnt
+    assert simulation.run(rates, 2000) >= share * best_fixed(rates, target, cheap)
+
+
+def test_a_draft_that_is_never_right_costs_hardly_anything() -> None:
+    simulation = Simulation(flat, cheap, warmed_up(flat))
+    speed = simulation.run([0.0], 1500)
+    assert speed >= 0.97 * best_fixed([0.0], flat, cheap)
+    assert simulation.policy.changes == {"does_not_pay": 1}
+
+
+def test_rows_get_what_each_of_them_pays() -> None:
+    rates = [0.9] * 4 + [0.02] * 4
+    simulation = Simulation(flat, cheap, warmed_up(flat))
+    simulation.run(rates, 300)
+    assert simulation.run(rates, 1500) > best_fixed(rates, flat, cheap)
+    by_row = [0] * 8
+    for _ in range(200):
+        simulation.run(rates, 1)
+        by_row = [total + k for total, k in zip(by_row, simulation.ks, strict=True)]
+    assert min(by_row[:4]) > 5 * max(by_row[4:])
+
+
+def test_changing_load_and_text_switch_it_at_most_twice_each() -> None:
+    simulation = Simulation(flat, cheap, warmed_up(flat), seed=3)
+    phases = (([0.9], 1000), ([0.4] * 64, 1000), ([0.9], 1000), ([0.0], 1000), ([0.9], 2000))
+    seconds_K = [0.0] * (LIMIT + 1)
+    for rates, rounds in phases:
+        switches, tokens = sum(simulation.policy.changes.values()), simulation.num_tokens
+        simulation.run(rates, rounds)
+        assert sum(simulation.policy.changes.values()) - switches <= 2
+        gained = simulation.num_tokens - tokens
+        for k in range(LIMIT + 1):
+            seconds_K[k] += gained / fixed_rate(k, rates, flat, cheap)
+    assert simulation.seconds <= min(seconds_K)
+    assert simulation.policy.current > 0  # the text is predictable again, which trials have shown
+
+
+def test_of_trees_it_takes_the_size_that_pays() -> None:
+    """Twice as many nodes bring a level more; steps read weights up to 16 tokens."""
+    policy = AdaptivePolicy(
+        32, TreeChooser(32), RoundCostModel(warmed_up(flat), 33 * 4, 4, 32), may_branch=True, clock=lambda: 0.0
+    )
+    rng, sizes = random.Random(1), []
+    for _ in range(1500):
+        sequence = decoding(0)
+        policy.begin_step([sequence])
+        k = policy.num_nodes(sequence, 50)
+        accepted = next(
+            (depth for depth in range((k + 1).bit_length() - 1) if rng.random() > 0.7), (k + 1).bit_length() - 1
+        )
+        verdict = Verdict(0, (1,) * (accepted + 1), k, range(accepted))
+        draft_s = 0.00002 * k
+        step = FinishedStep(RoundPlan(0, [Row(0, 1, 1, 2, k)]), [verdict], accepted + 1, draft_s, draft_s + flat(1 + k))
+        policy.end_step(step)
+        sizes.append(k)
+    assert sizes[-200:].count(8) > 150
