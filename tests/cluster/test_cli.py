@@ -97,6 +97,7 @@ def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any
         "placement_strategy": "PACK",
         "worker_resources": '{"CPU": 2}',
         "log_format": "json",
+        "spare_workers": "2",
     }
     given = ["serve"]
     for option in argument_names.KEPT:

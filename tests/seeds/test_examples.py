@@ -184,18 +184,23 @@ def test_the_removed_flags_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert config_of(adapted(SERVE_REMOVED), monkeypatch) == config_of(adapted(SERVE), monkeypatch)
 
 
-def test_the_mtp_command_means_the_targets_own_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, _ = config_of(adapted(SERVE_MTP).replace("--quantization ascend", ""), monkeypatch)
+def mtp_command(target: Path) -> str:
+    """Return the command with the folder *target*, which exists."""
+    return adapted(SERVE_MTP).replace("/deepseek-ai/DeepSeek-V3.2-Exp-W8A8", str(target))
+
+
+def test_the_mtp_command_means_the_targets_own_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = config_of(mtp_command(tmp_path).replace("--quantization ascend", ""), monkeypatch)
     assert config.speculative == SpeculativeConfig("mtp", 2, placement="dedicated")
 
 
-def test_the_rest_of_the_mtp_command_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = re.sub(r"\\\n  --speculative-config.*", "", adapted(SERVE_MTP))
+def test_the_rest_of_the_mtp_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = re.sub(r"\\\n  --speculative-config.*", "", mtp_command(tmp_path))
     with pytest.raises(ConfigError, match="quantization is not supported, got 'ascend'"):
         config_of(command, monkeypatch)
     config, options = config_of(command.replace("--quantization ascend", ""), monkeypatch)
     assert options.http.port == 20004
-    assert (config.model.model, config.model.max_model_len) == ("/deepseek-ai/DeepSeek-V3.2-Exp-W8A8", 36768)
+    assert (config.model.model, config.model.max_model_len) == (str(tmp_path), 36768)
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (10, 5000)
     assert (config.parallel.tensor_parallel_size, config.parallel.executor) == (16, "ray")
     assert (config.seed, config.served_model_name) == (1024, ("dsv3",))
