@@ -90,6 +90,8 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     def within(self, depth: int) -> "Draft":
         """Return the nodes of the first *depth* levels, and the probes below them, in the normal form of `first`."""
+        if len(self) <= depth:  # whatever its shape
+            return self
         depths = self.depths()
         if max(depths, default=0) <= depth:
             return self
