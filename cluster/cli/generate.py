@@ -1,8 +1,11 @@
 """`slipstream generate`: one prompt, streamed, or a file of prompts."""
 
+import contextlib
 import json
+import random
 import time
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +14,33 @@ from cluster.llm import LLM
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError
 from protos.messages import SpeculationStats
-from protos.outputs import RequestOutput, SpeculativeDecodingMetrics, total
+from protos.outputs import CompletionOutput, RequestOutput, SpeculativeDecodingMetrics, total
 from protos.sampling import SamplingParams
+from protos.seeds import mix_seed
+from runtime.text.output_log import AnswerRecorder, LoggedOutput, OutputLog, logged_sampling
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
-def stream(config: EngineConfig, prompt: str, sampling: dict[str, Any]) -> None:
-    """Complete *prompt*, printing text as it arrives, then the statistics."""
+def stream(config: EngineConfig, prompt: str, sampling: dict[str, Any], log: Path | None = None) -> None:
+    """Complete *prompt*, printing text as it arrives, then the statistics; add the answer to *log*."""
     show_warnings()
-    params = SamplingParams(**sampling)
-    with LLM.from_config(config, show_progress) as llm:
-        started, num_tokens, stats = time.monotonic(), 0, SpeculationStats()
+    (params,) = _seeded([SamplingParams(**sampling)], config)
+    with _opened(log) as opened, LLM.from_config(config, show_progress) as llm:
+        started, answer, stats = time.monotonic(), AnswerRecorder(), SpeculationStats()
         write(prompt)
         for output in llm.stream(prompt, params):
             write(output.text)
-            num_tokens += len(output.token_ids)
+            answer.add(output)
             stats = output.speculation or stats
             if output.error is not None:
                 raise SlipstreamError(output.error)
         write("\n")
-        for line in summary(num_tokens, time.monotonic() - started, SpeculativeDecodingMetrics.of(stats)):
+        for line in summary(len(answer.token_ids), time.monotonic() - started, SpeculativeDecodingMetrics.of(stats)):
             show_progress(line)
+        if opened is not None:
+            settings = logged_sampling(params, params.seed or 0)
+            opened.write(answer.line(config.model.model, prompt, llm.get_tokenizer().encode(prompt), settings))
 
 
 def summary(num_tokens: int, seconds: float, speculation: SpeculativeDecodingMetrics) -> list[str]:
@@ -49,25 +57,78 @@ def summary(num_tokens: int, seconds: float, speculation: SpeculativeDecodingMet
     ]
 
 
-def batch(config: EngineConfig, prompts: Path, output: Path, sampling: dict[str, Any]) -> None:
-    """Complete every line of the JSONL file *prompts*; write one line each to *output*, in the same order."""
+def batch(
+    config: EngineConfig, prompts: Path, output: Path | None, sampling: dict[str, Any], log: Path | None = None
+) -> None:
+    """Complete every line of the JSONL file *prompts*; write one line each to *output*, in the same order.
+
+    Append a line for each answer to *log*.
+    """
     show_warnings()
     items = read_items(prompts)
-    params = [_params(item, sampling, f"{prompts}:{number}") for number, item in items]
+    params = _seeded([_params(item, sampling, f"{prompts}:{number}") for number, item in items], config)
     inputs = [{key: item[key] for key in PROMPT_FIELDS if key in item} for _, item in items]
-    if not output.parent.is_dir():
+    if output is not None and not output.parent.is_dir():
         raise ConfigError(f"there is no folder {output.parent} to write {output.name} to")
-    with LLM.from_config(config, show_progress) as llm:
+    with _opened(log) as opened, LLM.from_config(config, show_progress) as llm:
         started = time.monotonic()
         results = llm.generate(inputs, params, use_tqdm=ERR.is_terminal or ERR.is_dumb_terminal)
         seconds = time.monotonic() - started
-    lines = [json.dumps(_line(result), ensure_ascii=False) for result in results]
-    output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    show_progress(f"{len(results)} prompts written to {output}")
+        if opened is not None:
+            _log_all(opened, config, results, params)
+            show_progress(f"{sum(len(result.outputs) for result in results)} answers added to {log}")
+    if output is not None:
+        lines = [json.dumps(_line(result), ensure_ascii=False) for result in results]
+        output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        show_progress(f"{len(results)} prompts written to {output}")
     num_tokens = sum(result.metrics.num_generation_tokens for result in results)
     counted = total(result.speculation.counts() for result in results if result.speculation)
     for line in summary(num_tokens, seconds, SpeculativeDecodingMetrics.of(counted)):
         show_progress(line)
+
+
+@contextlib.contextmanager
+def _opened(log: Path | None) -> Iterator[OutputLog | None]:
+    """Open *log* before anything is loaded; None without one."""
+    if log is None:
+        yield None
+        return
+    with OutputLog(log) as opened:
+        yield opened
+
+
+def _seeded(params: Sequence[SamplingParams], config: EngineConfig) -> list[SamplingParams]:
+    """Give parameters without a seed the one that the engine would draw, so that it can be logged."""
+    drawn = random.Random(config.seed)
+    return [replace(one, seed=drawn.getrandbits(64)) if one.seed is None else one for one in params]
+
+
+def _log_all(
+    log: OutputLog, config: EngineConfig, results: Sequence[RequestOutput], params: Sequence[SamplingParams]
+) -> None:
+    for result, one in zip(results, params, strict=True):
+        for sample in result.outputs:
+            log.write(_logged(config, result.prompt, result.prompt_token_ids, one, sample))
+
+
+def _logged(
+    config: EngineConfig,
+    prompt: str | None,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    sample: CompletionOutput,
+) -> LoggedOutput:
+    logprobs = sample.logprobs
+    return LoggedOutput(
+        prompt_ids,
+        sample.token_ids,
+        config.model.model,
+        prompt,
+        sample.text,
+        logged_sampling(params, mix_seed(params.seed or 0, sample.index)),
+        sample.finish_reason or "",
+        None if logprobs is None else [{token: found.logprob for token, found in each.items()} for each in logprobs],
+    )
 
 
 def read_items(path: Path) -> list[tuple[int, dict[str, Any]]]:

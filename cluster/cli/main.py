@@ -59,6 +59,10 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSONL: a string, or an object with `prompt`, per line.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSONL of results for --prompts.")] = None,
+    log: Annotated[Path | None, typer.Option(help="JSONL to add the answers to, for `slipstream simulate`.")] = None,
+    top_logprobs: Annotated[
+        int | None, typer.Option(help="Log so many log-probabilities of each token, too.", min=0)
+    ] = None,
 ) -> None:
     """Complete a prompt, streaming, or a file of prompts; then print speed and acceptance.
 
@@ -68,12 +72,15 @@ def generate(
 
     if (prompt is None) == (prompts is None):
         raise ConfigError("give one prompt, or a file of them with --prompts")
+    if top_logprobs is not None and log is None:
+        raise ConfigError("--top-logprobs needs --log, the file to write them to")
+    sampling = {**sampling, "logprobs": top_logprobs}
     if prompts is None:
-        generate.stream(engine_config({"enforce_eager": True, **engine}), prompt or "", sampling)
-    elif output is None:
-        raise ConfigError("--prompts needs --output, the file to write the results to")
+        generate.stream(engine_config({"enforce_eager": True, **engine}), prompt or "", sampling, log)
+    elif output is None and log is None:
+        raise ConfigError("--prompts needs --output, the file to write the results to, or --log")
     else:
-        generate.batch(engine_config(engine), prompts, output, sampling)
+        generate.batch(engine_config(engine), prompts, output, sampling, log)
 
 
 @app.command(context_settings=HYPHENS)
@@ -91,6 +98,9 @@ def serve(
         bool, typer.Option("--enable-auto-tool-choice", help="Let the model choose to call.")
     ] = False,
     per_request_spec_decode_metrics: Annotated[str, typer.Option(help="none, summary or detailed.")] = "none",
+    output_log: Annotated[
+        Path | None, typer.Option(help="JSONL of answers, of requests with the header x-slipstream-log-output: 1.")
+    ] = None,
     shutdown_timeout: Annotated[int, typer.Option(help="Seconds that answers in flight have to end.", min=0)] = 30,
 ) -> None:
     """Serve the OpenAI HTTP API and the gRPC API."""
@@ -106,6 +116,7 @@ def serve(
         grace_s=shutdown_timeout,
         tools=ToolOptions(tool_call_parser, enable_auto_tool_choice),
         safety=safety,
+        output_log=output_log,
     )
 
 

@@ -1,6 +1,7 @@
 """`slipstream serve`: make the server's options from those of the command line."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from cluster.cli.env import version
@@ -27,6 +28,7 @@ def run(
     grace_s: int,
     tools: ToolOptions,
     safety: Mapping[str, Any],
+    output_log: Path | None = None,
 ) -> None:
     """Serve until stopped. Raises `ConfigError`, `ModelError`, `EngineDeadError`."""
     levels = get_args(SpecMetrics)
@@ -39,7 +41,15 @@ def run(
     serve(
         config,
         ServiceOptions(
-            version(), http, grpc, grace_s, chat_template_text(chat_template), level, tools, SafetyOptions.of(safety)
+            version(),
+            http,
+            grpc,
+            grace_s,
+            chat_template_text(chat_template),
+            level,
+            tools,
+            SafetyOptions.of(safety),
+            output_log,
         ),
     )
 

@@ -5,6 +5,7 @@ import logging
 import signal
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from cluster import assemble
@@ -24,6 +25,7 @@ from runtime.http.schemas import SpecMetrics
 from runtime.http.tools.choice import ToolOptions
 from runtime.metrics.logs import log_request_end, log_to_stderr
 from runtime.metrics.prometheus import Metrics, log_summaries
+from runtime.text.output_log import OutputLog
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.sampling_defaults import sampling_defaults
 from runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -35,7 +37,10 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """The server's options. `grpc` None: no gRPC server. `grace_s`: time for running answers after a stop signal."""
+    """The server's options. `grpc` None: no gRPC server. `grace_s`: time for running answers after a stop signal.
+
+    `output_log`: file to which answers are added, for requests that ask for it.
+    """
 
     version: str
     http: HttpOptions = field(default_factory=HttpOptions)
@@ -45,6 +50,7 @@ class ServiceOptions:
     spec_metrics: SpecMetrics = "none"
     tools: ToolOptions = field(default_factory=ToolOptions)
     safety: SafetyOptions = field(default_factory=lambda: SafetyOptions.of({}))
+    output_log: Path | None = None
 
 
 def serve(config: EngineConfig, options: ServiceOptions) -> None:
@@ -81,6 +87,8 @@ class _Service:
             sampling_defaults=sampling_defaults(config.model),
             guard=options.safety.guard,
             pacing=options.safety.pacing,
+            output_log=None if options.output_log is None else OutputLog(options.output_log),
+            target=config.model.model,
         )
         self._metrics = Metrics(self._names[0], on_end=log_request_end if config.log_requests else None)
         self._channel = controller_channel(config)

@@ -13,11 +13,13 @@ from runtime.frontend.pacing import UNPACED, Pacing
 from runtime.frontend.speculation_override import apply_override
 from runtime.http.errors import ApiError
 from runtime.http.origins import OriginRecorder
+from runtime.http.output_recorder import HEADER, OutputRecorder, wants_log
 from runtime.http.render import TokenTexts
 from runtime.http.responses import ModelCard
 from runtime.http.schemas import GenerationRequest, SpecMetrics
 from runtime.http.server.limits import GuardOptions
 from runtime.http.tools.choice import ToolOptions
+from runtime.text.output_log import OutputLog
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class ServerOptions:
     """Options of the HTTP and gRPC servers.
 
     Responses carry the first of `model_names` by default. `unlisted_names` are accepted as aliases of it, but are not
-    listed. `sampling_defaults` apply to the sampling parameters that a request leaves out.
+    listed. `sampling_defaults` apply to the sampling parameters that a request leaves out. Answers to requests that ask
+    for it are added to `output_log`, as those of `target`, the model's Hub id or folder.
     """
 
     model_names: tuple[str, ...]
@@ -36,6 +39,8 @@ class ServerOptions:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     guard: GuardOptions = field(default_factory=GuardOptions)
     pacing: Pacing = UNPACED
+    output_log: OutputLog | None = None
+    target: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -70,6 +75,13 @@ class RouteContext:
     def origins(self, body: GenerationRequest) -> OriginRecorder | None:
         """Return a recorder of token origins if *body* requests them."""
         return OriginRecorder(self.texts) if body.token_origins else None
+
+    def recorder(self, headers: Mapping[str, str], requests: Sequence[Request]) -> OutputRecorder | None:
+        """Return what logs the answers to *requests*; None unless the server has a log and *headers* ask for it."""
+        opened = self.options.output_log
+        if opened is None or not wants_log(headers.get(HEADER)):
+            return None
+        return OutputRecorder(opened, self.options.target, requests)
 
     def with_options(self, group: Sequence[Request], body: GenerationRequest) -> list[Request]:
         """Return the samples of one prompt with the options of *body* that are not sampling parameters.

@@ -13,6 +13,7 @@ from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, Toke
 from runtime.frontend.pacing import UNPACED, Pacing
 from runtime.frontend.stream_queue import Delta
 from runtime.http.origins import OriginRecorder
+from runtime.http.output_recorder import OutputRecorder
 from runtime.http.render import speculation, usage
 from runtime.http.responses import ResponseMetrics, Usage
 from runtime.http.schemas import SpecMetrics
@@ -91,6 +92,7 @@ class CompletionJob:
     origins: OriginRecorder | None = None
     timeout_s: float | None = None
     pacing: Pacing = UNPACED
+    recorder: OutputRecorder | None = None
 
     @property
     def requests(self) -> list[Request]:
@@ -110,6 +112,8 @@ class CompletionJob:
         choice = self.choices[delta.index]
         num_before = choice.num_tokens
         choice.add(delta.output)
+        if self.recorder is not None:
+            self.recorder.add(delta)
         if self.origins is not None and choice.num_tokens > num_before:
             self.origins.add(delta.index, delta.output)
         return choice

@@ -165,7 +165,8 @@ async def respond(
     events: Callable[[CompletionJob], EventWriter] = ChunkWriter,
 ) -> Response:
     """Run *job* and answer as *body* wants it; *events* makes the writer of a stream."""
-    job = replace(job, timeout_s=body.timeout, pacing=context.options.pacing)
+    recorder = context.recorder(http.headers, job.requests)
+    job = replace(job, timeout_s=body.timeout, pacing=context.options.pacing, recorder=recorder)
     if body.stream:
         return respond_in_events(context.engine, events(job))
     return await respond_whole(context.engine, job, http)
