@@ -27,7 +27,8 @@ class DFlashNet(nn.Module):
         hidden = spec.dims.hidden
         self.fc = nn.Linear(spec.target_hidden * len(spec.inputs_of), hidden, bias=False)
         self.hidden_norm, self.norm = layers.norm(hidden), layers.norm(hidden)
-        self.layers = nn.ModuleList(map(layers.layer, range(spec.num_layers), spec.windows))
+        windows = [attention.window for attention in spec.attention]
+        self.layers = nn.ModuleList(map(layers.layer, range(len(windows)), windows))
         if spec.has_embedding:
             self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
         if spec.has_head:
@@ -46,7 +47,7 @@ class DFlashModule(nn.Module):
     def __init__(self, spec: format_of.DFlashSpec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()
         ids_V = tensors.pop("target_ids", None)
-        layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, weights)
+        layers = Layers(spec.dims, len(spec.attention), spec.rope, spec.max_model_len, weights)
         with torch.device("meta"):
             self.net: Any = DFlashNet(spec, layers)
         fill(self.net, tensors, weights)
@@ -55,7 +56,9 @@ class DFlashModule(nn.Module):
         self.head = self.net.lm_head if spec.has_head else weights.head()
         self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(weights.device), spec.vocab_size)
         self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
-        self.mask_token_id, self.sees_all = spec.mask_token_id, not spec.causal
+        self.mask_token_id, self.attention = spec.mask_token_id, spec.attention
+        self.sees_later = not all(attention.causal for attention in spec.attention)
+        self.is_masked = self.sees_later or any(attention.window_from_block for attention in spec.attention)
         self.lead = 0 if spec.samples_anchor else 1
         self.max_tokens = spec.block_size - self.lead
 
@@ -74,10 +77,17 @@ class DFlashModule(nn.Module):
         context_1TH, is_context_1T1 = features_1TX[..., :-1], features_1TX[..., -1:] > 0
         states_1TH = self.embed(tokens_1T)
         rope: Rope = self.rope(states_1TH, positions_1T)
-        for layer in self.net.layers:
+        for layer, attention in zip(self.net.layers, self.attention, strict=True):
             # Known tokens get queries from their context, too; their outputs are not used.
             read_1TH = torch.where(is_context_1T1, context_1TH, layer.input_layernorm(states_1TH))
-            states_1TH = states_1TH + layer.self_attn(read_1TH, position_embeddings=rope, attention_mask=None)[0]
+            attended_1TH, _ = layer.self_attn(
+                read_1TH,
+                position_embeddings=rope,
+                attention_mask=None,
+                window_from_block=attention.window_from_block,
+                causal_block=attention.causal,
+            )
+            states_1TH = states_1TH + attended_1TH
             states_1TH = states_1TH + layer.mlp(layer.post_attention_layernorm(states_1TH))
         output_1TH: torch.Tensor = self.net.norm(states_1TH)
         return output_1TH

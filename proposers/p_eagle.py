@@ -20,7 +20,7 @@ class ParallelEagleModule(Eagle3Module):
     """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; outputs states, `[1, T, H]`."""
 
     lead = -1
-    sees_all = False
+    sees_later = is_masked = False
 
     def __init__(
         self, spec: format_of.ParallelEagleSpec, tensors: dict[str, torch.Tensor], weights: DraftWeights

@@ -25,7 +25,7 @@ class PardModule(nn.Module):
     shift = 0
     lead = -1
     max_tokens = MAX_SPECULATIVE_TOKENS
-    sees_all = False
+    sees_later = is_masked = False
 
     def __init__(self, spec: format_of.PardSpec, tensors: Mapping[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()

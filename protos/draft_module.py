@@ -170,7 +170,8 @@ class DraftRunner(Protocol):
             row_N: index of each token's row, ascending; a row's tokens have consecutive positions.
             tokens_N: ids, int64.
             features_NX: features fed with the tokens; None if there are none.
-            sees_all: a token attends to its row's whole block, not only to the tokens before it.
+            sees_all: a token attends to its row's whole block, unless its layer is restricted; else only to the tokens
+                before it.
 
         Returns:
             The output of each row's newest known token, `[R, X]`, and of the N tokens, `[N, X]`. The KV of the N tokens

@@ -27,6 +27,23 @@ FORMAT = "dflash"
 RULES = ((r"^model\.", ""),)
 MAPS = ("d2t", "t2d")
 SPECULATORS_BLOCK = 8
+SLIDING = "sliding_attention"
+QWEN3_WINDOW, QWEN3_FULL_LAYERS = 4096, 28  # the defaults of a Qwen3 config
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """What the tokens of a block attend to in one layer.
+
+    Attributes:
+        window: number of positions, a token's own and those right before; None for all.
+        window_from_block: the window of all tokens is that of the first one; it hides no token of the block.
+        causal: of the block, tokens attend only to those before them.
+    """
+
+    window: int | None
+    window_from_block: bool
+    causal: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +52,12 @@ class DFlashSpec(Fitted):
 
     Attributes:
         dims: of its decoder layers.
-        num_layers: of them.
-        windows: the sliding window of each layer, None for full attention.
+        attention: of each of them.
         inputs_of: the target's layers whose inputs it reads, in this order.
         target_hidden: width of each of those.
         vocab_size: the target's.
         draft_size: rows of its head; if fewer than the target's, `target_ids` maps them.
         block_size: tokens of a forward: the newest known one and masks.
-        causal: tokens of the block attend only to those before them.
         samples_anchor: the first draft token is predicted at the newest known token, not at the first mask.
         mask_token_id: an id of the embedding.
         has_embedding, has_head: the checkpoint has its own; else the target's is used.
@@ -51,14 +66,12 @@ class DFlashSpec(Fitted):
     """
 
     dims: LayerDims
-    num_layers: int
-    windows: tuple[int | None, ...]
+    attention: tuple[LayerAttention, ...]
     inputs_of: tuple[int, ...]
     target_hidden: int
     vocab_size: int
     draft_size: int
     block_size: int
-    causal: bool
     samples_anchor: bool
     mask_token_id: int
     has_embedding: bool
@@ -110,14 +123,12 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> DFlashSpec:
     spec = DFlashSpec(
         stored={},
         dims=layer_dims(FORMAT, plain, names),
-        num_layers=integer(FORMAT, plain, "num_hidden_layers"),
-        windows=_windows(plain, nested),
+        attention=_attention(plain, nested, from_speculators=speculators.is_speculators(config)),
         inputs_of=features_of(config, target_config),
         target_hidden=target.hidden,
         vocab_size=vocab_size,
         draft_size=integer(FORMAT, plain, "draft_vocab_size", default=vocab_size),
         block_size=block_size_of(config),
-        causal=flag(FORMAT, nested, "causal", default=_slides_causally(config)),
         samples_anchor=flag(FORMAT, {**plain, **nested}, "sample_from_anchor", default=False),
         mask_token_id=mask_token(FORMAT, plain, vocab_size),
         has_embedding="embed_tokens.weight" in names,
@@ -148,26 +159,48 @@ def load(spec: DFlashSpec, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, 
     return found
 
 
+def _attention(config: Config, nested: Config, *, from_speculators: bool) -> tuple[LayerAttention, ...]:
+    """Return the attention of each layer.
+
+    In `speculators`, the window of a sliding layer is the positions right before the block, from which all tokens of
+    the block count; the block itself is outside of it. Blocks are causal in sliding layers, unless
+    `sliding_window_non_causal`, and never in others. In other checkpoints each token has its own window.
+    """
+    windows = _windows_of_speculators(config) if from_speculators else _windows(config, nested)
+    slides_causally = from_speculators and not flag(FORMAT, config, "sliding_window_non_causal", default=False)
+    return tuple(
+        LayerAttention(
+            window=size + 1 if size is not None and from_speculators else size,
+            window_from_block=size is not None and from_speculators,
+            causal=flag(FORMAT, nested, "causal", default=size is not None and slides_causally),
+        )
+        for size in windows
+    )
+
+
 def _windows(config: Config, nested: Config) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, None for full attention."""
     num_layers = integer(FORMAT, config, "num_hidden_layers")
     size = integer(FORMAT, {**config, **nested}, "swa_window_size", "sliding_window", default=0) or None
     types = config.get("layer_types")
     if isinstance(types, list) and len(types) == num_layers:
-        return tuple(size if kind == "sliding_attention" else None for kind in types)
+        return tuple(size if kind == SLIDING else None for kind in types)
     everywhere = flag(FORMAT, {**config, **nested}, "use_swa", default=False)
     return (size if everywhere else None,) * num_layers
 
 
-def _slides_causally(config: Config) -> bool:
-    """Whether tokens of a block attend only to those before them in every layer.
-
-    So they do in the sliding layers of `speculators`, unless `sliding_window_non_causal`; its other layers see all.
-    """
-    if not speculators.is_speculators(config):
-        return False
-    plain = speculators.flattened(config)
-    slides = all(window is not None for window in _windows(plain, section(plain, "dflash_config")))
-    return slides and not flag(FORMAT, plain, "sliding_window_non_causal", default=False)
+def _windows_of_speculators(config: Config) -> tuple[int | None, ...]:
+    """Return the same for a config of Qwen3's layers, which `use_sliding_window` must allow to slide."""
+    num_layers = integer(FORMAT, config, "num_hidden_layers")
+    is_without = "sliding_window" in config and config["sliding_window"] is None
+    if is_without or not flag(FORMAT, config, "use_sliding_window", default=False):
+        return (None,) * num_layers
+    size = integer(FORMAT, config, "sliding_window", default=QWEN3_WINDOW)
+    first = integer(FORMAT, config, "max_window_layers", default=QWEN3_FULL_LAYERS)
+    types = config.get("layer_types")
+    if not isinstance(types, list) or len(types) != num_layers:
+        types = [SLIDING if i >= first else "full_attention" for i in range(num_layers)]
+    return tuple(size if kind == SLIDING else None for kind in types)
 
 
 def _layout(spec: DFlashSpec) -> TensorLayout:
@@ -178,7 +211,7 @@ def _layout(spec: DFlashSpec) -> TensorLayout:
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
-    for i in range(spec.num_layers):
+    for i in range(len(spec.attention)):
         required |= spec.dims.tensors(f"layers.{i}.")
     ends: dict[str, Shape] = {
         "embed_tokens.weight": (spec.vocab_size, hidden),

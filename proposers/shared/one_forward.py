@@ -23,13 +23,16 @@ class MaskedModule(Module, Protocol):
             known token, which was fed before; 0 and 1: the newest known token is the first of the block, and predicts
             a draft token (0) or none (1).
         max_tokens: most draft tokens; those of a whole block.
-        sees_all: each position of a block attends to all others.
+        sees_later: positions of a block attend to later ones in some layer, so that the whole block is fed.
+        is_masked: layers decide which positions of a block attend to each other, and which ones before it they attend
+            to; else all are causal.
     """
 
     mask_token_id: int
     lead: int
     max_tokens: int
-    sees_all: bool
+    sees_later: bool
+    is_masked: bool
 
     def mask_features(self, count: int) -> torch.Tensor | None:
         """Return the features fed with the tokens of *count* positions, `[N, X]`; None if there are none."""
@@ -83,7 +86,7 @@ class ParallelProposer:
             row_N,
             tokens_N,
             self.module.mask_features(len(row_N)),
-            sees_all=self.module.sees_all,
+            sees_all=self.module.is_masked,
         )
         states_RPX = block_NX.new_zeros(len(counts), max(counts) + 1, block_NX.shape[1])
         states_RPX[:, 0] = known_RX
@@ -93,8 +96,8 @@ class ParallelProposer:
     def _num_predicted(self, row: DraftRow, steps: int) -> int:
         """Return how many tokens the forward predicts for a row that drafts at most *steps*.
 
-        If positions attend to all others, it is the whole block, as in training: masks change what is predicted before
+        If positions attend to later ones, it is the whole block, as in training: masks change what is predicted before
         them. A row whose blocks are too short for it gets fewer.
         """
         wanted = min(row.length, steps)
-        return max(wanted, min(self.module.max_tokens, row.room)) if self.module.sees_all else wanted
+        return max(wanted, min(self.module.max_tokens, row.room)) if self.module.sees_later else wanted

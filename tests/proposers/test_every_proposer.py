@@ -66,6 +66,13 @@ def as_speculators_writes(target: Path, folder: Path) -> Path:
     return synthetic_layers.speculators(head, target).write(folder)
 
 
+def dflash_as_speculators_writes(target: Path, folder: Path) -> Path:
+    """A DFlash head of which one layer sees all, and one the three tokens before a block and causally the block."""
+    types = ["sliding_attention", "full_attention"]
+    head = synthetic_layers.dflash(target, layer_types=types, use_sliding_window=True, sliding_window=3)
+    return synthetic_layers.speculators(head, target).write(folder)
+
+
 def mimo(family: str, folder: Path, **options: Any) -> Path:
     """A target like MiMo's, whose config names remote code, which is never run."""
     synthetic_layers.with_mtp(family, folder, **options)
@@ -93,6 +100,7 @@ CASES = (
     Case("eagle3_speculators", "eagle3", as_speculators_writes, CHAIN_AND_TREE),
     Case("p_eagle", "p_eagle", synthetic_of(synthetic_layers.p_eagle, kept=None), CHAIN),
     Case("dflash", "dflash", synthetic_of(synthetic_layers.dflash), CHAIN),
+    Case("dflash_speculators", "dflash", dflash_as_speculators_writes, CHAIN),
     Case("pard", "pard", synthetic_layers.pard, CHAIN),
     Case("draft_model", "draft_model", tiny_models.perturb, CHAIN_AND_TREE),
     Case("mtp_deepseek", "mtp", None, CHAIN_AND_TREE, "deepseek_v3", make=synthetic_layers.with_mtp),

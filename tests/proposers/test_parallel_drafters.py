@@ -189,37 +189,6 @@ def test_dflash_drafts_no_more_than_its_block_holds() -> None:
     assert [len(draft) for draft in proposer.propose([DraftRow(0, 2), DraftRow(1, K)])] == [2, 3]
 
 
-@pytest.mark.parametrize("non_causal", [False, True])
-def test_blocks_of_speculators_are_causal_where_all_layers_slide(non_causal: bool) -> None:
-    """As in its `create_anchor_block_mask_mod`; the windows are wider than the texts."""
-    made, weights = world(2 * H), dflash_tensors(2)
-    layers = {
-        **HEAD,
-        "model_type": "qwen3",
-        "num_hidden_layers": 2,
-        "head_dim": D,
-        "rope_theta": THETA,
-        "layer_types": ["sliding_attention"] * 2,
-        "sliding_window": 64,
-    }
-    config = {
-        "speculators_model_type": "dflash",
-        "transformer_layer_config": layers,
-        "block_size": 8,
-        "mask_token_id": MASK,
-        "aux_hidden_state_layer_ids": [2, 5],
-        "sliding_window_non_causal": non_causal,
-    }
-
-    def logits_KV(slot: int, k: int) -> torch.Tensor:
-        sees_block = torch.ones(8, 8, dtype=torch.bool) if non_causal else causal(8)
-        block = [made.texts[slot][-1]] + [MASK] * 7
-        return dflash_block(made, weights, slot, block, sees_block=sees_block)[1 : 1 + k] @ made.head.T
-
-    module = DFlashProposer.build(CONFIG, made.parts(weights, config))
-    assert_drafts(DFlashProposer(made.runner(module)), made, logits_KV)
-
-
 def test_a_dflash_row_with_little_room_is_fed_a_shorter_block() -> None:
     made, weights = world(2 * H), dflash_tensors(2)
     config = {

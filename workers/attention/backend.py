@@ -28,12 +28,24 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one layer's attention. `window` 0: none; `softcap` 0.0: none; `sinks_H`: sink logits of gpt_oss."""
+    """Options of one layer's attention.
+
+    Attributes:
+        scaling: factor of scores.
+        window: number of positions that a token attends to, its own and those right before; 0: all.
+        softcap: 0.0: none.
+        sinks_H: sink logits of gpt_oss.
+        window_from_block: tokens that a tree mask covers have the window of the first place that it covers. It hides
+            none of the covered places.
+        causal_block: tokens that a tree mask covers attend to no position after their own, even if the mask lets them.
+    """
 
     scaling: float
     window: int = 0
     softcap: float = 0.0
     sinks_H: torch.Tensor | None = None
+    window_from_block: bool = False
+    causal_block: bool = False
 
 
 class AttentionBackend(Protocol):
@@ -90,11 +102,14 @@ def _op(  # noqa: PLR0917 - the operator's schema
     scaling: float,
     window: int,
     softcap: float,
+    window_from_block: bool,
+    causal_block: bool,
 ) -> torch.Tensor:
     backend = _CURRENT.backend
     if backend is None:
         raise RuntimeError(f"a model loaded with {NAME} attention runs only through ModelRunner")
-    options, size = Options(scaling, window, softcap, sinks), _CURRENT.num_tokens
+    options = Options(scaling, window, softcap, sinks, window_from_block, causal_block)
+    size = _CURRENT.num_tokens
     if size is None or query.shape[2] == size:
         return backend.attend(layer, query, key, value, options)
     output = _shape(query, key, value).zero_()
@@ -112,7 +127,7 @@ def _define_op() -> torch.library.Library:
     library = torch.library.Library("slipstream", "DEF")  # type: ignore[no-untyped-call]
     library.define(  # type: ignore[no-untyped-call]
         "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scaling, "
-        "int window, float softcap) -> Tensor"
+        "int window, float softcap, bool window_from_block, bool causal_block) -> Tensor"
     )
     library.impl("paged_attention", _op, "CPU")  # type: ignore[no-untyped-call]
     library.impl("paged_attention", _op, "CUDA")  # type: ignore[no-untyped-call]
@@ -133,6 +148,8 @@ def paged_attention(  # noqa: PLR0917 - the signature is transformers'
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    window_from_block: bool = False,
+    causal_block: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function `transformers` calls in each layer: `[1, heads, T, size]` in, `[1, T, heads, size]` out."""
@@ -142,8 +159,9 @@ def paged_attention(  # noqa: PLR0917 - the signature is transformers'
                 f"{type(module).__name__} passes {name!r} to attention, which paged attention does not support"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window, cap = sliding_window or 0, softcap or 0.0
     output = torch.ops.slipstream.paged_attention(
-        query, key, value, s_aux, module.layer_idx, scale, sliding_window or 0, softcap or 0.0
+        query, key, value, s_aux, module.layer_idx, scale, window, cap, window_from_block, causal_block
     )
     return output, None
 

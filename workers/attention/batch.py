@@ -25,7 +25,7 @@ class TreeMask(NamedTuple):
         positions: the position of every covered place, those fed in earlier forwards included.
         visible: one integer for each of the last tokens that the row feeds: bit j is set if the token attends to place
             `first + j`. Tokens before them attend to no covered place. Each token attends to itself; sliding windows
-            apply in addition.
+            and other options of a layer (`workers.attention.backend.Options`) apply in addition.
     """
 
     first: int
@@ -213,6 +213,11 @@ class AttentionMetadata:
             is_masked_R |= self.first_valid_R > 0
         return is_masked_R
 
+    @property
+    def first_covered_R(self) -> Ints:
+        """The first place that each row's tree mask covers; the end of the row if it has none."""
+        return self.starts_R + self.lengths_R if self.tree_masks is None else self.tree_masks.first_R
+
     def positions(self, rows_M: Ints, places_MX: Ints) -> Ints:
         """Return the positions of places of some rows, int64 `[M, X]`."""
         return places_MX if self.tree_masks is None else self.tree_masks.positions(rows_M[:, None], places_MX)
@@ -220,7 +225,7 @@ class AttentionMetadata:
     def visible(self, rows_M: Ints, queries_MQ: Ints, length: int) -> Flags:
         """Return which of the first *length* places of some rows their queries attend to, `[M, Q, length]`.
 
-        Sliding windows are left out.
+        The options of layers, such as sliding windows, are left out.
 
         Args:
             rows_M: the rows.

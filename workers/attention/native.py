@@ -36,7 +36,7 @@ class _Call(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "value", "output")]
     _fields_ += [(f"{name}_{axis}", ctypes.c_int64) for name in ("query", "key", "value") for axis in ("head", "token")]
     _fields_ += [("sinks", ctypes.c_void_p), ("scaling", ctypes.c_float), ("softcap", ctypes.c_float)]
-    _fields_ += [("window", ctypes.c_int64)]
+    _fields_ += [(name, ctypes.c_int64) for name in ("window", "window_from_block", "causal_block")]
 
 
 class NativeAttention:
@@ -105,6 +105,7 @@ class NativeAttention:
         sinks_H = None if options.sinks_H is None else options.sinks_H.float().contiguous()
         call.sinks = None if sinks_H is None else sinks_H.data_ptr()
         call.scaling, call.softcap, call.window = options.scaling, options.softcap, options.window
+        call.window_from_block, call.causal_block = options.window_from_block, options.causal_block
         self._kernel(self._plan_ref, self._layer_refs[layer], self._call_ref)
         if self._has_long:
             self._torch.attend_groups_into(output_1THE[0], layer, query_1HTD[0].transpose(0, 1), options)

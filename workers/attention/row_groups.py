@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from workers.attention.backend import Options
 from workers.attention.batch import AttentionMetadata, Flags, Ints
 
 CHUNK = 16
@@ -40,7 +41,7 @@ class RowGroup:
     stale_N: torch.Tensor | None
     num_settled: int
     mask: "AttentionMask | None" = None
-    additive_masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    additive_masks: dict[tuple[int, bool, bool, int], torch.Tensor | None] = field(default_factory=dict)
 
     @property
     def query_slices(self) -> list[slice]:
@@ -49,45 +50,56 @@ class RowGroup:
         step = queries if rows > 1 else max(1, MAX_SCORES // self.length)
         return [slice(first, min(first + step, queries)) for first in range(0, queries, step)]
 
-    def mask_RQL(self, window: int, dtype: torch.dtype, queries: slice) -> torch.Tensor | None:
-        """Return the additive mask of some queries for *window*, made once a forward; None if every key is visible."""
-        key = (window, queries.start)
+    def mask_RQL(self, options: Options, dtype: torch.dtype, queries: slice) -> torch.Tensor | None:
+        """Return the additive mask of some queries, None if every key is visible; once a forward for equal layers."""
+        key = (options.window, options.window_from_block, options.causal_block, queries.start)
         if key not in self.additive_masks:
-            self.additive_masks[key] = self._make_mask(window, dtype, queries)
+            self.additive_masks[key] = self._make_mask(options, dtype, queries)
         return self.additive_masks[key]
 
-    def _make_mask(self, window: int, dtype: torch.dtype, queries: slice) -> torch.Tensor | None:
+    def _make_mask(self, options: Options, dtype: torch.dtype, queries: slice) -> torch.Tensor | None:
         is_one_full_query = self.positions_RQ.numel() == 1 and self.stale_N is None and self.mask is None
-        if is_one_full_query and not 0 < window < self.length:
+        if is_one_full_query and not 0 < options.window < self.length:
             return None
-        hidden_RQL = self._hidden(window, queries)
+        hidden_RQL = self._hidden(options, queries)
         return torch.zeros(hidden_RQL.shape, dtype=dtype, device=hidden_RQL.device).masked_fill_(hidden_RQL, -torch.inf)
 
-    def _hidden(self, window: int, queries: slice) -> torch.Tensor:
+    def _hidden(self, options: Options, queries: slice) -> torch.Tensor:
         positions_RQ = self.positions_RQ[:, queries]
         if self.mask is not None:
-            return self.mask.hidden(positions_RQ, window, queries)
+            return self.mask.hidden(positions_RQ, options, queries)
         keys_L = torch.arange(self.length, device=self.positions_RQ.device)
         distance_RQL = positions_RQ.unsqueeze(-1) - keys_L
         hidden_RQL = distance_RQL < 0
-        if window:
-            hidden_RQL |= distance_RQL >= window
+        if options.window:
+            hidden_RQL |= distance_RQL >= options.window
         return hidden_RQL
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """An explicit mask: `visible_RQL`, sliding windows left out, and the positions of keys, `key_positions_RL`."""
+    """An explicit mask.
+
+    Attributes:
+        visible_RQL: options of layers left out.
+        key_positions_RL: int64.
+        first_R1: int64, the first place that each row's tree mask covers, which is also the first one's position.
+    """
 
     visible_RQL: torch.Tensor
     key_positions_RL: torch.Tensor
+    first_R1: torch.Tensor
 
-    def hidden(self, positions_RQ: torch.Tensor, window: int, queries: slice) -> torch.Tensor:
+    def hidden(self, positions_RQ: torch.Tensor, options: Options, queries: slice) -> torch.Tensor:
         """Return which places some queries, at these positions, do not attend to, `[R, Q, L]`."""
         hidden_RQL = ~self.visible_RQL[:, queries]
-        if not window:
-            return hidden_RQL
-        return hidden_RQL | (positions_RQ.unsqueeze(-1) - self.key_positions_RL.unsqueeze(1) >= window)
+        keys_R1L = self.key_positions_RL.unsqueeze(1)
+        if options.causal_block:
+            hidden_RQL |= keys_R1L > positions_RQ.unsqueeze(-1)
+        if options.window:
+            from_RQ = torch.minimum(positions_RQ, self.first_R1) if options.window_from_block else positions_RQ
+            hidden_RQL |= from_RQ.unsqueeze(-1) - keys_R1L >= options.window
+        return hidden_RQL
 
 
 def group_rows(metadata: AttentionMetadata, rows_M: Ints, device: torch.device) -> list[RowGroup]:
@@ -154,7 +166,10 @@ def _mask(
 ) -> AttentionMask:
     key_positions_ML = metadata.positions(rows_M, np.tile(np.arange(length), (len(rows_M), 1)))
     visible_MQL = metadata.visible(rows_M, queries_MQ, length)
-    return AttentionMask(to_device(visible_MQL, device), to_device(key_positions_ML, device))
+    first_M1 = metadata.first_covered_R[rows_M][:, None]
+    return AttentionMask(
+        to_device(visible_MQL, device), to_device(key_positions_ML, device), to_device(first_M1, device)
+    )
 
 
 def _stale(metadata: AttentionMetadata, rows_M: Ints, length: int) -> Ints:

@@ -87,7 +87,7 @@ class TorchAttention:
                 value_RGLE,
                 options,
                 broken_RGN=broken_RGN,
-                mask_RQL=group.mask_RQL(options.window, query_NHD.dtype, queries),
+                mask_RQL=group.mask_RQL(options, query_NHD.dtype, queries),
             )
             for queries in group.query_slices
         ]

@@ -22,7 +22,8 @@ class SplitAttention:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.device = cache.keys[0].device
-        self._written_T = self._places_TL = self._positions_TL = self._own_T = torch.empty(0, dtype=torch.int64)
+        empty = torch.empty(0, dtype=torch.int64)
+        self._written_T = self._places_TL = self._positions_TL = self._own_T = self._first_T = empty
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """List the places that every token attends to, in order of position, padded with -1."""
@@ -38,7 +39,10 @@ class SplitAttention:
             positions_TL[token, : len(places)] = metadata.positions(np.array([row]), places[None])[0]
         self._written_T = self._tensor(metadata.cache_index_T)
         self._places_TL, self._positions_TL = self._tensor(places_TL), self._tensor(positions_TL)
-        self._own_T = self._tensor(np.pad(np.concatenate(own), (0, len(places_TL) - tokens)))
+        first_T = np.repeat(metadata.first_covered_R, metadata.lengths_R)
+        self._own_T, self._first_T = (
+            self._tensor(np.pad(part_T, (0, len(places_TL) - tokens))) for part_T in (np.concatenate(own), first_T)
+        )
 
     def attend(
         self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
@@ -59,14 +63,23 @@ class SplitAttention:
         state = _State.start(query_QGSD, shape.value_size, options)
         for first in range(0, self._places_TL.shape[1], SPLIT):
             places_QL = self._places_TL[at : at + QUERIES, first : first + SPLIT]
-            hidden_QL = places_QL < 0
-            if options.window:
-                positions_QL = self._positions_TL[at : at + QUERIES, first : first + SPLIT]
-                hidden_QL = hidden_QL | (self._own_T[at : at + QUERIES, None] - positions_QL >= options.window)
+            hidden_QL = self._hidden(at, first, options)
             key_QGLD = _gather(self.cache.keys[layer], places_QL)
             value_QGLE = _gather(self.cache.values[layer], places_QL).masked_fill(hidden_QL[:, None, :, None], 0.0)
             state.add(query_QGSD @ key_QGLD.transpose(-1, -2), value_QGLE, hidden_QL, options.softcap)
         return (state.output_QGSE / state.total_QGS1).view(QUERIES, heads, shape.value_size)
+
+    def _hidden(self, at: int, first: int, options: Options) -> torch.Tensor:
+        """Return which keys of one split `QUERIES` tokens do not attend to, `[Q, L]`."""
+        queries, keys = slice(at, at + QUERIES), slice(first, first + SPLIT)
+        own_Q1, positions_QL = self._own_T[queries, None], self._positions_TL[queries, keys]
+        hidden_QL = self._places_TL[queries, keys] < 0
+        if options.causal_block:
+            hidden_QL |= positions_QL > own_Q1
+        if options.window:
+            from_Q1 = torch.minimum(own_Q1, self._first_T[queries, None]) if options.window_from_block else own_Q1
+            hidden_QL |= from_Q1 - positions_QL >= options.window
+        return hidden_QL
 
     def _tensor(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

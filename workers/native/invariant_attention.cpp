@@ -24,7 +24,7 @@ inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kL
 
 struct Scratch {
     std::vector<float> query, output, scores, largest, total;
-    std::vector<int64_t> positions, places;
+    std::vector<int64_t> positions, places;  // from which the queries' windows count; that a query attends to
 };
 
 template <typename T>
@@ -62,7 +62,7 @@ struct Task {
         s.total.assign(M, 0.0f);
         s.positions.resize(M);
         for (int64_t m = 0; m < M; ++m) {
-            s.positions[m] = mask.position(start + m / share);
+            s.positions[m] = mask.window_end(call, mask.position(start + m / share));
             const T* from = static_cast<const T*>(call.query) + (token + m / share) * call.query_token +
                             head(m) * call.query_head;
             for (int64_t d = 0; d < D; ++d) s.query[m * DP + d] = widen(from[d]) * call.scaling;
@@ -98,7 +98,8 @@ struct Task {
         for (int64_t p = common; p < known; ++p) s.places.push_back(p);
         if (place >= mask.tree)
             for (int64_t node = 0; node < mask.size; ++node)
-                if (plan.visible[(token + i) * plan.visible_words + node / 64] >> (node % 64) & 1)
+                if ((plan.visible[(token + i) * plan.visible_words + node / 64] >> (node % 64) & 1) &&
+                    !(call.causal_block && mask.positions[node] > mask.position(place)))
                     s.places.push_back(mask.tree + node);
         // Places outside the window go first. In a tree they are first already, since positions rise along a branch.
         const int64_t all = static_cast<int64_t>(s.places.size()), least = first_visible(s.positions[i * share]);

@@ -1,6 +1,7 @@
 // Shared by all kernels of paged attention: block tables, masks, and writing K and V.
 // The struct layouts are mirrored in workers/attention/native.py.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -30,7 +31,7 @@ struct Call {
     int64_t query_head, query_token, key_head, key_token, value_head, value_token;  // strides, in elements
     const float* sinks;
     float scaling, softcap;
-    int64_t window;
+    int64_t window, window_from_block, causal_block;  // `Options` in workers/attention/backend.py
 };
 
 }  // extern "C"
@@ -70,6 +71,10 @@ struct Mask {
           size(plan.trees ? plan.tree_sizes[row] : 0),
           positions(plan.trees ? plan.tree_positions + row * plan.tree_stride : nullptr) {}
     int64_t position(int64_t place) const { return place < tree ? place : positions[place - tree]; }
+    // The position from which the window of a token at this one counts.
+    int64_t window_end(const Call& call, int64_t position) const {
+        return call.window_from_block ? std::min(position, tree) : position;
+    }
 };
 
 // Keys and values are scattered over the cache, so the hardware prefetcher does not find them.

@@ -30,7 +30,7 @@ constexpr int kKeys = 4;  // scored at a time: `sums` reduces four vectors in th
 
 struct Scratch {
     std::vector<float> query, output, scores, largest, total;
-    std::vector<int64_t> positions;
+    std::vector<int64_t> positions;  // from which the queries' windows count
 };
 
 // Attends the M queries of one task to the row's keys, a tile of n keys at a time. Size is the head size of keys and
@@ -90,6 +90,9 @@ struct Task {
         if (call.window > 0)
             for (int64_t j = 0; j < n; ++j)
                 if (s.positions[i * share] - mask.positions[offset + j] >= call.window) bits &= ~(1u << j);
+        if (call.causal_block)
+            for (int64_t j = 0; j < n; ++j)
+                if (mask.positions[offset + j] > mask.position(start + i)) bits &= ~(1u << j);
         return bits;
     }
 
@@ -118,7 +121,7 @@ struct Task {
         s.total.assign(M, 0.0f);
         s.positions.resize(M);
         for (int64_t m = 0; m < M; ++m) {
-            s.positions[m] = mask.position(start + m / share);
+            s.positions[m] = mask.window_end(call, mask.position(start + m / share));
             const T* from = static_cast<const T*>(call.query) + (token + m / share) * call.query_token +
                             head(m) * call.query_head;
             for (int64_t d = 0; d < D; ++d) s.query[m * D + d] = widen(from[d]) * call.scaling;

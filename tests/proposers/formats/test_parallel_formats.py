@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from proposers.formats import eagle3, pard
+from proposers.formats.dflash import LayerAttention
 from protos.errors import ModelError
 from tests.support.models import synthetic, synthetic_layers, tiny_models
 from tests.support.models.format_readers import VOCAB, opened, same
@@ -32,13 +33,41 @@ def test_p_eagle_is_eagle3_and_a_mask(target: Path) -> None:
 def test_dflash_reads_after_layers(target: Path) -> None:
     made = synthetic_layers.dflash(target, target_layers=(0, 5))
     spec, tensors = opened(made, target)
-    assert (spec.inputs_of, spec.block_size, spec.mask_token_id, spec.causal) == ((1, 6), 4, 5, False)
+    assert (spec.inputs_of, spec.block_size, spec.mask_token_id) == ((1, 6), 4, 5)
+    assert spec.attention == (LayerAttention(window=None, window_from_block=False, causal=False),) * 2
     assert spec.dims.qk_norm
     assert "layers.1.self_attn.q_norm.weight" in tensors
     sliding = made.having(layer_types=["sliding_attention", "full_attention"], sliding_window=9)
-    assert opened(sliding, target)[0].windows == (9, None)
+    assert [attention.window for attention in opened(sliding, target)[0].attention] == [9, None]
     with pytest.raises(ModelError, match="attention_sink_bias"):
         opened(made.having(dflash_config={**made.config["dflash_config"], "attention_sink_bias": True}), target)
+
+
+SLIDES = {"use_sliding_window": True, "sliding_window": 9}
+
+
+@pytest.mark.parametrize(
+    ("layers", "windows"),
+    [
+        ({**SLIDES, "layer_types": ["full_attention", "sliding_attention"]}, [None, 10]),
+        ({**SLIDES, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, [None, None]),
+        ({**SLIDES, "sliding_window": None, "layer_types": ["sliding_attention"] * 2}, [None, None]),
+        ({**SLIDES, "max_window_layers": 1}, [None, 10]),
+        (SLIDES, [None, None]),
+        ({"use_sliding_window": True, "max_window_layers": 0}, [4097, 4097]),
+    ],
+)
+def test_windows_of_speculators_are_those_of_qwen3s_config(
+    target: Path, layers: dict[str, Any], windows: list[int | None]
+) -> None:
+    """One more than stated, since they count from the block's first token, which is not among them."""
+    made = synthetic_layers.dflash(target, **layers)
+    attention = opened(synthetic_layers.speculators(made, target), target)[0].attention
+    assert [one.window for one in attention] == windows
+    assert [one.window_from_block for one in attention] == [window is not None for window in windows]
+    assert [one.causal for one in attention] == [window is not None for window in windows]
+    bidirectional = synthetic_layers.speculators(made, target, sliding_window_non_causal=True)
+    assert not any(one.causal for one in opened(bidirectional, target)[0].attention)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "p_eagle", "dflash"])

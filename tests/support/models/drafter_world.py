@@ -82,9 +82,9 @@ class World:
         return DenseRunner(module, texts, self.noise)
 
 
-def world(width: int, seed: int = 3, heat: float = 1.0) -> World:
+def world(width: int, seed: int = 3, heat: float = 1.0, counts: tuple[int, ...] = (2, 7, 12)) -> World:
     generator = torch.Generator().manual_seed(seed)
-    texts = [torch.randint(V, (count,), generator=generator).tolist() for count in (2, 7, 12)]
+    texts = [torch.randint(V, (count,), generator=generator).tolist() for count in counts]
     uniform = torch.rand(len(texts), K + 1, V, generator=generator)
     return World(
         embedding=torch.randn(V, H, generator=generator),

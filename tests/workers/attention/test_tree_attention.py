@@ -39,9 +39,14 @@ class OneRow:
         mask = self.tree_mask
         return place if mask is None or place < mask.first else mask.positions[place - mask.first]
 
-    def sees(self, query: int, key: int, window: int) -> bool:
+    def sees(self, query: int, key: int, options: Options) -> bool:
         """Whether the token at place *query* attends to the key at place *key*, by the rules one at a time."""
-        if key < self.first_valid or (window and self.position(query) - self.position(key) >= window):
+        window, position = options.window, self.position(query)
+        if options.causal_block and self.position(key) > position:
+            return False
+        if options.window_from_block and self.tree_mask is not None:
+            position = min(position, self.tree_mask.first)
+        if key < self.first_valid or (window and position - self.position(key) >= window):
             return False
         if self.tree_mask is None or key < self.tree_mask.first:
             return key <= query
@@ -122,7 +127,7 @@ def dense(
     for r, row in enumerate(plain):
         blocks = rows.blocks_SB[r]
         for query_place in range(row.start, row.start + row.length):
-            places = [key for key in range(row.start + row.length) if row.sees(query_place, key, options.window)]
+            places = [key for key in range(row.start + row.length) if row.sees(query_place, key, options)]
             at = torch.tensor([int(blocks[key // BLOCK]) * BLOCK + key % BLOCK for key in places])
             found.append(_one(cache, at, query[0, :, len(found)], options))
     return torch.stack(found).unsqueeze(0)
@@ -146,12 +151,14 @@ def _one(cache: KVCache, at_L: torch.Tensor, query_HD: torch.Tensor, options: Op
     plain=st.lists(rows(), min_size=1, max_size=5),
     shape=st.sampled_from(SHAPES),
     layer_options=st.tuples(st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 5.0]), st.booleans()),
+    block_options=st.tuples(st.booleans(), st.booleans()),
 )
 @settings(max_examples=30, deadline=None)
 def test_kernel_torch_and_masks_spelt_out_agree(
     plain: list[OneRow],
     shape: tuple[tuple[int, int], tuple[int, int]],
     layer_options: tuple[int, float, bool],
+    block_options: tuple[bool, bool],
 ) -> None:
     (heads, kv_heads), sizes = shape
     window, softcap, has_sinks = layer_options
@@ -162,7 +169,8 @@ def test_kernel_torch_and_masks_spelt_out_agree(
         normal(kv_heads, tokens, sizes[0], 1),
         normal(kv_heads, tokens, sizes[1], 2),
     )
-    options = Options(sizes[0] ** -0.5, window, softcap, torch.linspace(-1, 1, heads) if has_sinks else None)
+    sinks_H = torch.linspace(-1, 1, heads) if has_sinks else None
+    options = Options(sizes[0] ** -0.5, window, softcap, sinks_H, *block_options)
     for make in BACKENDS:
         cache = filled(LayerShape(kv_heads, *sizes), laid_out.blocks_SB.size)
         backend = make(cache)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel
@@ -10,17 +9,13 @@ from transformers import AutoConfig, AutoModel
 from protos.draft import DraftRow
 from protos.draft_module import Level
 from protos.layers import LayerShape, Needs
-from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from tests.support.models.dense_runner import NAME as DENSE
 from tests.support.models.dense_runner import DenseRunner, Text
+from tests.support.models.paged_worker import paged_worker
 from workers.attention.backend import NAME as PAGED
 from workers.draft.worker import DraftWorker
-from workers.features import Features
-from workers.model.module_runner import LoadedModule, ModuleRunner
-from workers.sampling.sampler import Sampler
-from workers.slots import SlotTable
 
-V, H, BLOCK, K = 40, 16, 4, 6
+V, H, K = 40, 16, 6
 TEXTS = [[3, 4], [5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
 ROWS = [DraftRow(slot, K) for slot in range(len(TEXTS))]
 KINDS: list[tuple[Needs, int]] = [("none", 0), ("all", 1)]
@@ -70,26 +65,8 @@ def runners(request: pytest.FixtureRequest) -> tuple[DraftWorker, DenseRunner]:
     """Both, with the same texts and features."""
     needs, shift = request.param
     features = [torch.randn(len(text) - 1, H, generator=torch.Generator().manual_seed(len(text))) for text in TEXTS]
-    slots = SlotTable(len(TEXTS), 32, BLOCK, K)
-    worker = DraftWorker(
-        ModuleRunner(LoadedModule(Small(PAGED, shift), torch.float32, torch.device("cpu")), slots, 40, BLOCK),
-        slots,
-        Sampler(slots, V),
-        100,
-        needs=needs,
-        shift=shift,
-    )
-    new = [NewSequence(slot, text, len(text), Sampling(0, 0.0), slot + 1) for slot, text in enumerate(TEXTS)]
-    rows = [
-        Row(
-            slot, 0, len(text), len(text), new_block_ids=list(range(5 * slot, 5 * slot + 5)), new_block_versions=[1] * 5
-        )
-        for slot, text in enumerate(TEXTS)
-    ]
-    slots.apply(RoundPlan(0, rows, new))
-    if needs == "all":
-        table = np.array([(slot, slot + 1, 0, len(text) - 1) for slot, text in enumerate(TEXTS)], np.int64)
-        worker.receive(Features(table, torch.cat(features)))
+    fed = features if needs == "all" else None
+    worker = paged_worker(Small(PAGED, shift), TEXTS, fed, k=K, vocab_size=V)
     texts = [Text(list(text), features[slot] if needs == "all" else None) for slot, text in enumerate(TEXTS)]
     dense = DenseRunner(Small(DENSE, shift), texts, torch.zeros(len(TEXTS), K + 1, V))
     return worker, dense

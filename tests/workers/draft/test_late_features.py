@@ -9,7 +9,8 @@ from protos.draft import DraftRow
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from tests.support.models.dense_runner import NAME as DENSE
 from tests.support.models.dense_runner import DenseRunner, Text
-from tests.workers.draft.test_draft_runner import BLOCK, Asks, H, K, Small, V
+from tests.support.models.paged_worker import BLOCK
+from tests.workers.draft.test_draft_runner import Asks, H, K, Small, V
 from workers.attention.backend import NAME as PAGED
 from workers.draft.worker import DraftWorker
 from workers.features import Features
