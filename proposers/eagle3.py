@@ -79,6 +79,7 @@ class Eagle3Module(nn.Module):
 
     shift = 1
     max_tokens = MAX_SPECULATIVE_TOKENS
+    compiled_methods: ClassVar[Mapping[str, int]] = {"forward": 1, "predict": 1}
 
     def __init__(self, spec: format_of.Eagle3Spec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()

@@ -64,6 +64,7 @@ class Hydra(HeadsModule):
             self.net = HydraNet(spec, layers)
         fill(self.net, tensors, weights)
         self.embed = weights.embedding() if spec.grounded else nn.Identity()
+        self.compiled_methods = {"logits": spec.num_heads} | ({"forward": 1} if layers is not None else {})
         if layers is not None:
             self.rope, self.layers = layers.rope(weights), layers.shapes
             self.shift, self.max_model_len = 1, spec.max_model_len

@@ -53,6 +53,7 @@ class Medusa(HeadsModule):
         with torch.device("meta"):
             self.net = MedusaNet(spec)
         fill(self.net, tensors, weights)
+        self.compiled_methods = {"logits": spec.num_heads}
         self.outputs: list[Output] = self._outputs(spec, weights)
 
     def _outputs(self, spec: checkpoint.MedusaSpec, weights: DraftWeights) -> list[Output]:

@@ -40,6 +40,7 @@ class MLPSpeculator(HeadsModule):
 
     def __init__(self, spec: checkpoint.MLPSpeculatorSpec, dtype: torch.dtype) -> None:
         super().__init__(spec.num_heads, spec.vocab_size, dtype)
+        self.compiled_methods = {"step": spec.num_heads, "logits": spec.num_heads}
         self.scale_input = spec.scale_input
         self.state_weight = 0.5 ** (0.5 / spec.num_heads)
         self.token_weight = math.sqrt((1 - self.state_weight**2) * spec.inner / 2)

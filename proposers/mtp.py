@@ -85,6 +85,7 @@ class MtpModule(nn.Module):
         self._head = None if spec.own_head else weights.head()
         self.layers = (layer_shape(config),) * spec.num_layers
         self.max_model_len, self.vocab_size = int(config.max_position_embeddings), spec.vocab_size
+        self.compiled_methods = {"forward": 1, "predict": spec.num_layers}
         self.max_tokens = 1 if spec.one_step else MAX_SPECULATIVE_TOKENS
         self._spec = spec
 

@@ -26,6 +26,7 @@ class PardModule(nn.Module):
     lead = -1
     max_tokens = MAX_SPECULATIVE_TOKENS
     sees_later = is_masked = False
+    compiled_methods: ClassVar[Mapping[str, int]] = {"forward": 1, "logits": 1}
 
     def __init__(self, spec: format_of.PardSpec, tensors: Mapping[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()

@@ -49,6 +49,8 @@ class Recurrent(HeadsModule):
     The same head is used at every step.
     """
 
+    compiled_methods: ClassVar[Mapping[str, int]] = {"step": 1, "logits": 1}
+
     def __init__(self, spec: checkpoint.RecurrentSpec, net: RecurrentNet, weights: DraftWeights) -> None:
         super().__init__(MAX_SPECULATIVE_TOKENS, spec.vocab_size, weights.dtype)
         self.net, self.spec, self.embed = net, spec, weights.embedding()

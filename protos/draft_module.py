@@ -78,6 +78,9 @@ class Module(Protocol):
             MTP), 0 if it is token i alone.
         max_model_len: the longest text that it can continue.
         vocab_size: larger ids are replaced before they are fed (shift 0) or never drafted.
+        compiled_methods: names of the methods that may be compiled; a module without this attribute runs eager. They
+            take tensors whose dimension 0 (of `forward`: 1) counts tokens, and perhaps a step; their results depend on
+            nothing else. The values count the different computations: step s computes as s modulo this does.
     """
 
     layers: tuple[LayerShape, ...]

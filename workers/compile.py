@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._inductor.config
@@ -18,6 +18,9 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """Logits `[N, V]`; features `[T, F]`, None if no draft reads them."""
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 Trial = Callable[[Forward, int, int], torch.Tensor]
+Call = Callable[..., Any]
+Result = TypeVar("Result")
+CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ oneDNN makes a kernel for every product and number of tokens, and never frees it
 512 tokens, almost nothing above. A model has about ten products, so memory would grow by gigabytes over time.
 """
 
+
+NO_COMPILER = "torch.compile needs a C++ compiler, and there is none"
 
 UNCHECKED = {"size_asserts": False, "alignment_asserts": False, "scalar_asserts": False}
 """The compiler's own checks before each operator. They are much of the time of a small forward."""
@@ -97,28 +102,55 @@ def compile_forward(forward: Forward, trial: Trial, weights: Weights) -> tuple[F
     Returns:
         The compiled function, or *forward* itself if compiling fails, and a line for the user.
     """
-    if shutil.which("c++") is None and shutil.which("g++") is None:
-        return forward, "running eager: torch.compile needs a C++ compiler, and there is none"
+    if not has_compiler():
+        return forward, f"running eager: {NO_COMPILER}"
     started = time.monotonic()
     expected = [trial(forward, *sizes) for sizes in TRIALS]
     try:
         compiled = _compile(forward)
         found = _quietly(
             lambda: [
-                _first_call(compiled, trial, sizes, options)
+                _first_call(lambda sizes=sizes: trial(compiled, *sizes), options)  # type: ignore[misc]
                 for sizes, options in zip(TRIALS, weights.options, strict=True)
             ]
         )
+        _check(expected, found, weights.dtype)
     except Exception as error:  # whatever fails in the compiler, eager works
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        return forward, f"running eager: torch.compile failed: {type(error).__name__}: {reason}"
-    difference = max(_difference(a, b) for a, b in zip(expected, found, strict=True))
-    if not difference <= TOLERANCE[weights.dtype]:
-        return forward, (
-            f"running eager: compiled logits differ from eager by {difference:.1e}, "
-            f"allowed {TOLERANCE[weights.dtype]:.0e}"
-        )
+        return forward, f"running eager: {_reason(error)}"
     return pad_to_sizes(compiled), f"compiled in {time.monotonic() - started:.0f} s"
+
+
+class CompileError(Exception):
+    """A function cannot be compiled, or computes something else when compiled; the message is one line."""
+
+
+def compile_call(call: Call, inputs: Seq[torch.Tensor | None], weights: Weights, *, is_single: bool) -> Call:
+    """Compile *call* and compare it with eager on *inputs*.
+
+    Args:
+        call: a function of tensors; what it closes over is constant.
+        inputs: example inputs, not of one token unless *is_single*.
+        weights: of the model that it is a part of.
+        is_single: compile it for inputs of one token; else for any larger number.
+
+    Raises:
+        CompileError: the compiler failed, or results differ from eager.
+    """
+    if not has_compiler():
+        raise CompileError(NO_COMPILER)
+    expected = call(*inputs)
+    try:
+        compiled = _compile(call)
+        found = _quietly(lambda: _first_call(lambda: compiled(*inputs), weights.options[is_single]))
+        _check(_several(expected), _several(found), weights.dtype)
+    except Exception as error:  # whatever fails in the compiler, eager works
+        raise CompileError(_reason(error)) from error
+    return compiled
+
+
+def has_compiler() -> bool:
+    """Return whether this machine has a C++ compiler."""
+    return shutil.which("c++") is not None or shutil.which("g++") is not None
 
 
 def pad_to_sizes(forward: Forward) -> Forward:
@@ -143,17 +175,19 @@ def _pad(ids: torch.Tensor) -> torch.Tensor:
     return F.pad(ids, (0, extra)) if extra else ids
 
 
-def _first_call(compiled: Forward, trial: Trial, sizes: tuple[int, int], options: dict[str, Any]) -> torch.Tensor:
-    """Run *trial* for the first time at these sizes, which compiles a graph."""
+def _first_call(run: Callable[[], Result], options: dict[str, Any]) -> Result:
+    """Call *run*, which compiles a graph."""
     # Floats of a model (epsilons, scalings) become constants instead of inputs that are wrapped in every call.
-    with torch._dynamo.config.patch(specialize_float=True), torch._inductor.config.patch(options):
-        return trial(compiled, *sizes)
+    constants = {"specialize_float": True, "specialize_int": True}
+    with torch._dynamo.config.patch(constants), torch._inductor.config.patch(options):
+        return run()
 
 
-def _compile(forward: Forward) -> Forward:
+def _compile(call: CallT) -> CallT:
     # Dynamo caches graphs by code object, and ours have no guards on the model. So each model gets its own code object.
-    own = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, None, forward.__closure__)
-    compiled: Forward = torch.compile(
+    function: Any = call
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__)
+    compiled: CallT = torch.compile(  # type: ignore[assignment]
         own, fullgraph=True, dynamic=True, options={"guard_filter_fn": _guards_on_inputs, **UNCHECKED}
     )
     return compiled
@@ -165,7 +199,7 @@ def _guards_on_inputs(guards: Seq[Any]) -> list[bool]:
     return [g.guard_type == "SHAPE_ENV" or (g.guard_type == "TENSOR_MATCH" and "model" not in g.name) for g in guards]
 
 
-def _quietly(run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+def _quietly(run: Callable[[], Result]) -> Result:
     """Call *run* without the compiler's warnings and log lines."""
     loud = [logging.getLogger(name) for name in ("torch._dynamo", "torch._inductor", "torch.fx")]
     levels = [log.level for log in loud]
@@ -180,6 +214,29 @@ def _quietly(run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
             log.setLevel(level)
 
 
-def _difference(expected_NV: torch.Tensor, found_NV: torch.Tensor) -> float:
-    scale = expected_NV.abs().max().clamp(min=1.0)
-    return float((expected_NV - found_NV).abs().max() / scale)
+def _check(expected: Seq[torch.Tensor], found: Seq[torch.Tensor], dtype: torch.dtype) -> None:
+    """Raise `CompileError` if results differ by more than rounding."""
+    difference = max(_difference(a, b) for a, b in zip(expected, found, strict=True))
+    if not difference <= TOLERANCE[dtype]:
+        raise CompileError(f"compiled results differ from eager by {difference:.1e}, allowed {TOLERANCE[dtype]:.0e}")
+
+
+def _difference(expected_NX: torch.Tensor, found_NX: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest value; infinities of both are equal."""
+    is_finite_NX = expected_NX.isfinite()
+    if not torch.equal(expected_NX[~is_finite_NX], found_NX[~is_finite_NX]):
+        return float("inf")
+    expected_N, found_N = expected_NX[is_finite_NX].float(), found_NX[is_finite_NX].float()
+    scale = expected_N.abs().max().clamp(min=1.0)
+    return float((expected_N - found_N).abs().max() / scale)
+
+
+def _several(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CompileError):
+        return str(error)
+    line = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"torch.compile failed: {type(error).__name__}: {line}"

@@ -21,6 +21,7 @@ from workers.draft.load import LoadedDraft, speculation_of
 from workers.draft.sampling import make_draft_sampler
 from workers.draft.worker import DraftWorker
 from workers.features import Features
+from workers.model.module_runner import ModuleRunner
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 NUM_TRIALS = 3
 """A proposal is timed this often; the fastest trial counts."""
+SEVERAL_ROWS = 3
+"""Rows of the trial that calls a module with several tokens."""
 
 
 class DraftEngine:
@@ -89,6 +92,13 @@ class DraftEngine:
         except Exception:
             logger.exception("the draft failed to take the target's features; it goes on without them")
 
+    def warm_up(self, k: int) -> None:
+        """Make trial proposals of *k* tokens that call the module with one token, and with several."""
+        several = min(SEVERAL_ROWS, len(self.worker.slots.known_len))
+        self._try(1, 2, k)
+        self._try(several, 4, k)
+        self._clear()
+
     def measure(self, num_rows: int, k: int) -> dict[int, float]:
         """Return seconds of a draft token for 1, 2, 4 ... rows, up to *num_rows* or all slots. Call before serving."""
         found = self.worker.forward.measure(num_rows)
@@ -98,28 +108,33 @@ class DraftEngine:
 
     def _time(self, num_rows: int, k: int) -> float:
         """Return the seconds of a proposal of *k* tokens for each of *num_rows* dummy sequences."""
-        took = []
-        for _ in range(NUM_TRIALS):
-            self._add_dummies(num_rows)
-            rows = [DraftRow(slot, k, room=self.worker.slots.room(slot)) for slot in range(num_rows)]
-            started = time.perf_counter()
-            self.worker.propose(self.proposer, rows)
-            took.append(time.perf_counter() - started)
+        took = min(self._try(num_rows, 2, k) for _ in range(NUM_TRIALS))
+        self._clear()
+        return took
+
+    def _try(self, num_rows: int, known: int, k: int) -> float:
+        """Return the seconds of a proposal of *k* tokens for each of *num_rows* dummy sequences of *known* tokens."""
+        self._add_dummies(num_rows, known)
+        rows = [DraftRow(slot, k, room=self.worker.slots.room(slot)) for slot in range(num_rows)]
+        started = time.perf_counter()
+        self.worker.propose(self.proposer, rows)
+        return time.perf_counter() - started
+
+    def _clear(self) -> None:
         self.worker.forget()
         self.worker.slots.clear()
-        return min(took)
 
-    def _add_dummies(self, num_rows: int) -> None:
-        """Put a sequence of two tokens into each slot, with as many blocks as it can have, all of them block 0."""
+    def _add_dummies(self, num_rows: int, known: int) -> None:
+        """Put a sequence into each slot, with as many blocks as it can have, all of them block 0."""
         slots = self.worker.slots
-        slots.clear()
-        self.worker.forget()
-        slots.known_len[:num_rows] = 2
+        self._clear()
+        slots.known_len[:num_rows] = known
         slots.num_blocks[:num_rows] = slots.blocks.shape[1]
         if self.worker.needs != "none":
-            table_M4 = np.array([(slot, 0, 0, 1) for slot in range(num_rows)], np.int64)
+            fed = known - 1
+            table_M4 = np.array([(slot, 0, 0, fed) for slot in range(num_rows)], np.int64)
             device, dtype = self.worker.forward.loaded.device, self.worker.forward.loaded.dtype
-            self.worker.receive(Features(table_M4, torch.zeros(num_rows, self.width, dtype=dtype, device=device)))
+            self.worker.receive(Features(table_M4, torch.zeros(num_rows * fed, self.width, dtype=dtype, device=device)))
 
 
 def make_engine(
@@ -133,8 +148,9 @@ def make_engine(
 ) -> DraftEngine:
     """Allocate the cache of a loaded draft, compile it where that pays, and make its proposer."""
     speculative = speculation_of(config)
+    forward = draft.forward(slots, num_blocks, report)
     worker = DraftWorker(
-        draft.forward(slots, num_blocks, report),
+        forward,
         slots,
         sampler,
         config.scheduler.max_num_batched_tokens,
@@ -142,4 +158,8 @@ def make_engine(
         shift=draft.shift,
         draft_sampler=make_draft_sampler(speculative, sampler),
     )
-    return DraftEngine(worker, registry.create(speculative, worker), draft.width)
+    engine = DraftEngine(worker, registry.create(speculative, worker), draft.width)
+    if isinstance(forward, ModuleRunner) and not forward.is_eager:
+        report("warming up the draft")
+        report(f"draft: {forward.warm_up(lambda: engine.warm_up(speculative.num_speculative_tokens))}")
+    return engine

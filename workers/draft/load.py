@@ -95,6 +95,7 @@ class ModuleDraft:
     loaded: LoadedModule
     spec: FeatureSpec
     width: int
+    is_eager: bool
 
     @property
     def shift(self) -> int:
@@ -112,7 +113,7 @@ class ModuleDraft:
 
     def forward(self, slots: SlotTable, num_blocks: int, report: ProgressCallback) -> ModuleRunner:
         """See `LoadedDraft`."""
-        return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size)
+        return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size, is_eager=self.is_eager)
 
 
 def speculation_of(config: EngineConfig) -> SpeculativeConfig:
@@ -151,12 +152,15 @@ def load_draft(config: EngineConfig, loaded_target: LoadedModel | None, report: 
     learned = registry.learned(speculative)
     if learned is not None:
         return _load_module(config, speculative, learned, loaded_target)
-    is_eager = config.model.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
     loaded = load(_model_of(config, speculative))
     for note in loaded.notes:
         report(f"draft: {note}")
     vocab_map = _vocab_map(config, loaded, report) if speculative.use_heterogeneous_vocab else None
-    return LanguageDraft(loaded, is_eager, vocab_map)
+    return LanguageDraft(loaded, _is_eager(config, speculative), vocab_map)
+
+
+def _is_eager(config: EngineConfig, speculative: SpeculativeConfig) -> bool:
+    return config.model.enforce_eager if speculative.enforce_eager is None else speculative.enforce_eager
 
 
 def _vocab_map(config: EngineConfig, draft: LoadedModel, report: ProgressCallback) -> VocabMap:
@@ -205,4 +209,6 @@ def _load_module(
     with BUILDING:
         module = learned.build(speculative, parts)
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])
-    return ModuleDraft(LoadedModule(module, dtype, device), spec, width)
+    # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
+    is_eager = _is_eager(config, speculative) or config.model.batch_invariant
+    return ModuleDraft(LoadedModule(module, dtype, device), spec, width, is_eager)

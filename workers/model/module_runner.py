@@ -1,5 +1,6 @@
 """Runs the module of a learned proposer over paged KV."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ from workers.attention.backend import run_with
 from workers.attention.batch import AttentionMetadata, Batch, Ints
 from workers.attention.kv import KVCache
 from workers.attention.native import pick_attention
+from workers.compile import Weights
+from workers.device import free_memory, weight_bytes
+from workers.model.methods import Methods
 from workers.slots import SlotTable
 
 
@@ -43,11 +47,18 @@ class LoadedModule:
 
 
 class ModuleRunner:
-    """One module, its KV cache and its attention. Reads block tables from *slots*. See `DraftForward`."""
+    """One module, its KV cache and its attention. Reads block tables from *slots*. See `DraftForward`.
 
-    def __init__(self, loaded: LoadedModule, slots: SlotTable, num_blocks: int, block_size: int) -> None:
+    Attributes:
+        is_eager: its methods are not to be compiled.
+    """
+
+    def __init__(
+        self, loaded: LoadedModule, slots: SlotTable, num_blocks: int, block_size: int, *, is_eager: bool = True
+    ) -> None:
+        self.is_eager = is_eager or loaded.device.type != "cpu"
         self.loaded, self.slots, self.num_blocks, self.block_size = loaded, slots, num_blocks, block_size
-        self.module = loaded.module
+        self.module = Methods(loaded.module)
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         self._attention = pick_attention(self.cache) if loaded.layers else None
 
@@ -65,7 +76,13 @@ class ModuleRunner:
             if attention is None:
                 return run_module()[self._index(wanted_N)]
             attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size))
-            return run_with(attention, run_module)[self._index(wanted_N)]
+            return run_with(attention, run_module, len(batch.tokens_T))[self._index(wanted_N)]
+
+    def warm_up(self, propose: Callable[[], None]) -> str:
+        """Compile the methods that *propose* calls; return a line for the user."""
+        with self.module.compiling(Weights(self.loaded.dtype, weight_bytes(self.loaded.module), free_memory())):
+            propose()
+        return self.module.summary()
 
     def measure(self, max_tokens: int) -> dict[int, float]:
         """Measure nothing: most of the cost is in the heads, which the proposer calls."""
