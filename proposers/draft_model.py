@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 
 import torch
 
+from proposers.shared.chains import Chains
 from proposers.shared.dynamic_tree import CHAINS, DynamicTree, TreeShape
 from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
@@ -29,24 +30,18 @@ class DraftModelProposer:
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a draft of `row.k` nodes for each row."""
-        return self._chains(rows) if self.shape.width == 1 else self._trees(rows)
+        return self._chains(Chains(rows)) if self.shape.width == 1 else self._trees(rows)
 
-    def _chains(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Sample one token per step for every row that wants more; those with the longest chains come first."""
-        order = sorted(range(len(rows)), key=lambda r: -rows[r].length)
-        tokens: list[list[int]] = [[] for _ in rows]
-        ids_R = torch.empty(0, dtype=torch.int64)
-        for step in range(rows[order[0]].length if rows else 0):
-            active = [rows[r] for r in order if rows[r].length > step]
-            logits_RV = self._logits(active, ids_R[: len(active)], step)
-            ids_R = self.runner.sample(active, logits_RV, step)
-            for r, token in zip(order, ids_R.tolist(), strict=False):
-                tokens[r].append(token)
-        return [Draft(tuple(chain)) for chain in tokens]
-
-    def _logits(self, rows: Seq[DraftRow], ids_R: torch.Tensor, step: int) -> torch.Tensor:
-        """Return logits `[R, V]` after *step* draft tokens, of which *ids_R* are the last."""
-        return self.runner.extend(rows, ids_R, step - 1) if step else self.runner.catch_up(rows)
+    def _chains(self, chains: Chains) -> list[Draft]:
+        """Draft one token per step until every row's chain is complete, or stopped early."""
+        logits_RV = self.runner.catch_up(chains.active)
+        for step in range(chains.steps):
+            ids_R = self.runner.sample(chains.active, logits_RV, step)
+            kept = chains.add(ids_R, self.runner.goes_on(chains.active))
+            if not chains.active:
+                break
+            logits_RV = self.runner.extend(chains.active, ids_R[kept], step)
+        return chains.drafts()
 
     def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:
         return DynamicTree(self.runner, rows, _predict, self.shape).draft(self.runner.catch_up(rows))

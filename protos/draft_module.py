@@ -189,6 +189,14 @@ class DraftRunner(Protocol):
         """
         ...
 
+    def goes_on(self, rows: Seq[DraftRow]) -> Seq[bool]:
+        """Return whether each row's chain should have another token after the one that was just sampled.
+
+        False where the draft's confidence is too low (`assistant_confidence_threshold`). The sampled token stays part
+        of the chain: leaving it out for what it is would bias the rules of rejection sampling.
+        """
+        ...
+
     def candidates(
         self,
         rows: Seq[DraftRow],

@@ -63,15 +63,15 @@ class AutoregressiveProposer:
         return self._chains(Chains(rows, self.shape.depth)) if self.shape.width == 1 else self._trees(rows)
 
     def _chains(self, chains: Chains) -> list[Draft]:
+        """Draft one token per step until every row's chain is complete, or stopped early."""
         states_RX = self.runner.catch_up(chains.rows)
         for step in range(chains.steps):
             logits_RV, features_RX = self.module.predict(states_RX, step)
-            ids_R = self.runner.sample(chains.active(step), logits_RV, step)
-            chains.add(ids_R)
-            remaining = chains.active(step + 1)
-            if remaining:
-                count = len(remaining)
-                states_RX = self.runner.extend(remaining, ids_R[:count], step, features_RX[:count])
+            ids_R = self.runner.sample(chains.active, logits_RV, step)
+            kept = chains.add(ids_R, self.runner.goes_on(chains.active))
+            if not chains.active:
+                break
+            states_RX = self.runner.extend(chains.active, ids_R[kept], step, features_RX[kept])
         return chains.drafts()
 
     def _trees(self, rows: Seq[DraftRow]) -> list[Draft]:

@@ -1,4 +1,4 @@
-"""Chains, drafted one token per step. A row leaves the batch when its chain is complete."""
+"""Chains, drafted one token per step. A row leaves the batch when its chain is complete, or stops early."""
 
 from collections.abc import Sequence as Seq
 
@@ -6,6 +6,9 @@ import torch
 
 from protos.config.engine import MAX_SPECULATIVE_TOKENS
 from protos.draft import Draft, DraftRow
+
+Kept = slice | list[int]
+"""Which rows remain, as an index into what belongs to the rows: a slice, which copies nothing, where it can be one."""
 
 
 class Chains:
@@ -16,27 +19,42 @@ class Chains:
         max_steps: the longest chain that can be drafted.
 
     Attributes:
-        rows: the longest chains first, so that the active rows of a step are the first ones of the step before.
+        rows: the longest chains first, so that rows that are complete are the last ones.
         steps: length of the longest chain.
+        active: the rows that need another token, in the order of `rows`.
     """
 
     def __init__(self, rows: Seq[DraftRow], max_steps: int = MAX_SPECULATIVE_TOKENS) -> None:
         self._order = sorted(range(len(rows)), key=lambda i: -rows[i].length)
         self.rows = [rows[i] for i in self._order]
         self.steps = min(max_steps, self.rows[0].length if rows else 0)
-        self._columns: list[list[int]] = []
+        self._tokens: list[list[int]] = [[] for _ in rows]
+        self._leave_but([place for place in range(len(rows)) if self._is_short(place)])
 
-    def active(self, step: int) -> list[DraftRow]:
-        """Return the rows that need token number *step*, from 0."""
-        return self.rows[: sum(row.length > step for row in self.rows)] if step < self.steps else []
+    def add(self, ids_R: torch.Tensor, goes_on_R: Seq[bool] | None = None) -> Kept:
+        """Append a token to each active row. Rows that are complete leave, and those that are not to go on.
 
-    def add(self, ids_R: torch.Tensor) -> None:
-        """Append a token to each active row of this step."""
-        self._columns.append(ids_R.tolist())
+        Returns:
+            Which of the rows that were active still are.
+        """
+        for place, token in zip(self._places, ids_R.tolist(), strict=True):
+            self._tokens[place].append(token)
+        kept = [
+            i for i, place in enumerate(self._places) if self._is_short(place) and (goes_on_R is None or goes_on_R[i])
+        ]
+        self._leave_but([self._places[i] for i in kept])
+        return slice(len(kept)) if not kept or kept[-1] == len(kept) - 1 else kept
 
     def drafts(self) -> list[Draft]:
         """Return the chains in the order in which the rows were given."""
         drafts = [Draft(())] * len(self.rows)
-        for place, i in enumerate(self._order):
-            drafts[i] = Draft(tuple(column[place] for column in self._columns[: self.rows[place].length]))
+        for i, tokens in zip(self._order, self._tokens, strict=True):
+            drafts[i] = Draft(tuple(tokens))
         return drafts
+
+    def _is_short(self, place: int) -> bool:
+        return len(self._tokens[place]) < min(self.steps, self.rows[place].length)
+
+    def _leave_but(self, places: list[int]) -> None:
+        self._places = places
+        self.active = [self.rows[place] for place in places]

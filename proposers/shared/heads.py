@@ -156,9 +156,9 @@ class HeadsProposer:
         chains = Chains(rows, self.tree.depth)
         states_RS, ids_R = self.begin(chains.rows), self.runner.newest(chains.rows)
         for step in range(chains.steps):
-            active = chains.active(step)
-            states_RS = self.module.step(states_RS[: len(active)], ids_R[: len(active)], step)
-            ids_R = self.runner.sample(active, self.module.logits(states_RS, step), step)
+            count = len(chains.active)
+            states_RS = self.module.step(states_RS[:count], ids_R[:count], step)
+            ids_R = self.runner.sample(chains.active, self.module.logits(states_RS, step), step)
             chains.add(ids_R)
         return chains.drafts()
 

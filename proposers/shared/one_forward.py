@@ -63,9 +63,8 @@ class ParallelProposer:
         chains = Chains(rows, self.module.max_tokens)
         states_RPX = self._states(chains)
         for step in range(chains.steps):
-            active = chains.active(step)
-            logits_RV = self.module.logits(states_RPX[: len(active), step])
-            chains.add(self.runner.sample(active, logits_RV, step))
+            logits_RV = self.module.logits(states_RPX[: len(chains.active), step])
+            chains.add(self.runner.sample(chains.active, logits_RV, step))
         return chains.drafts()
 
     def _states(self, chains: Chains) -> torch.Tensor:

@@ -48,6 +48,7 @@ RENAMED = {
     # transformers
     "assistant_model": "model",
     "num_assistant_tokens": "num_speculative_tokens",
+    "assistant_confidence_threshold": "assistant_confidence_threshold",
 }
 DRAFT_TOKENS = "speculative_num_draft_tokens"
 FLAGS = frozenset(

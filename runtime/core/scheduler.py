@@ -166,8 +166,8 @@ class Scheduler:
 
         Sequences that were aborted since the plan was made are skipped.
         """
-        self._counters.count_step(sum([row.length + row.k for row in plan.rows]))
         by_slot = {verdict.slot: verdict for verdict in verdicts}
+        self._counters.count_step(sum([row.length + _num_drafted(row, by_slot.get(row.slot)) for row in plan.rows]))
         outputs = []
         for sequence, row in self._in_flight.pop(plan.round):
             if sequence.finish_reason is None:
@@ -285,3 +285,10 @@ def _check_limits(config: SchedulerConfig, info: WorkerInfo) -> None:
             f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len {info.max_model_len}, "
             "and without chunked prefill a prompt must fit in one step; raise it or enable chunked prefill"
         )
+
+
+def _num_drafted(row: Row, verdict: Verdict | None) -> int:
+    """Return how many draft tokens of a row were fed: a draft worker's draft may have fewer than were asked for."""
+    if row.draft is not None:
+        return row.k
+    return 0 if verdict is None else verdict.proposed

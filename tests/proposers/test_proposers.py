@@ -3,11 +3,13 @@
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proposers import registry
 from proposers.ngram import NgramProposer
+from proposers.shared.chains import Chains
 from protos.config.engine import SpeculativeConfig
 from protos.draft import DraftRow
 from protos.errors import ConfigError
@@ -73,3 +75,23 @@ def test_one_method_of_a_cascade_may_run_on_the_worker_and_it_comes_last() -> No
         registry.worker_method(cascade("medusa", "ngram", "draft_model"))
     with pytest.raises(ConfigError, match="after 'draft_model' would never be used"):
         registry.worker_method(cascade("draft_model", "ngram"))
+
+
+@given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 1 << 16))
+def test_chains_end_where_they_are_complete_or_stopped(lengths: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    chains = Chains([DraftRow(slot, length) for slot, length in enumerate(lengths)])
+    wanted: dict[int, list[int]] = {slot: [] for slot in range(len(lengths))}
+    state_R = torch.tensor([row.slot for row in chains.rows])
+    while chains.active:
+        before = [row.slot for row in chains.active]
+        assert state_R.tolist() == before
+        ids_R = torch.tensor([rng.randrange(100) for _ in before])
+        goes_on = [rng.random() < 0.7 for _ in before]
+        kept = chains.add(ids_R, goes_on)
+        for slot, token in zip(before, ids_R.tolist(), strict=True):
+            wanted[slot].append(token)
+        left = [slot for slot, more in zip(before, goes_on, strict=True) if more and len(wanted[slot]) < lengths[slot]]
+        assert [row.slot for row in chains.active] == left
+        state_R = state_R[kept]
+    assert [list(draft.tokens) for draft in chains.drafts()] == list(wanted.values())

@@ -42,3 +42,26 @@ def test_the_policy_follows_from_what_is_given(keys: dict[str, object], name: st
 def test_policies_that_contradict_what_is_given(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(keys)
+
+
+@pytest.mark.parametrize("given", [0, 0.4, 1, "0.4"])
+def test_a_confidence_threshold_is_a_probability(given: float | str) -> None:
+    assert configured({"assistant_confidence_threshold": given}).assistant_confidence_threshold == float(given)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"assistant_confidence_threshold": 1.5}, "assistant_confidence_threshold must be at most 1.0, got 1.5"),
+        ({"assistant_confidence_threshold": -0.1}, "assistant_confidence_threshold must be at least 0.0, got -0.1"),
+        ({"assistant_confidence_threshold": "low"}, "assistant_confidence_threshold must be a .*, got 'low'"),
+        (
+            {"assistant_confidence_threshold": 0.4, "method": "medusa"},
+            "is for draft_model, eagle, eagle3, mtp, which draft token by token; got medusa",
+        ),
+        ({"assistant_confidence_threshold": 0.4, "draft_shape": "tree"}, "is for chains: set draft_shape to 'chain'"),
+    ],
+)
+def test_confidence_thresholds_that_cannot_be_used(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(keys)

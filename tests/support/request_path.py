@@ -25,9 +25,10 @@ def trace(root: Path = ROOT, **arguments: Any) -> Counter[str]:
         if event == "call" and name.startswith(prefix) and ".venv" not in name:
             entered[name.removeprefix(prefix)] += 1
 
+    params = SamplingParams(max_tokens=16)
     with LLM(enforce_eager=True, **arguments) as llm:
         sys.setprofile(profile)
-        llm.generate("def read_lines(path):", SamplingParams(max_tokens=16))
+        llm.generate("def read_lines(path):", params)
         sys.setprofile(None)
     return entered
 

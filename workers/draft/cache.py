@@ -5,13 +5,12 @@ features (`Module.shift`).
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from protos.layers import Needs
-from workers.attention.batch import Batch, Flags, Ints, TreeMask, TreeMasks
+from workers.attention.batch import Batch, Flags, Ints, TreeMasks
 from workers.features import Waiting
 from workers.model.draft_forward import DraftForward
 from workers.slots import SlotTable
@@ -43,6 +42,7 @@ class DraftCache:
         self._from: Ints = np.zeros(num_slots, np.int64)  # the first entry after the last gap
         self._has_gaps = False
         self.held: Ints = np.zeros(num_slots, np.int64)
+        self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # position, and draft tokens fed there
 
     def ends(self, slots_R: Ints) -> Ints:
         """Return how many entries the known tokens have."""
@@ -72,20 +72,26 @@ class DraftCache:
         has_features = self.needs == "none" or int(self.waiting.end_S[slot]) == known - 1 > 0
         return has_features and known + depth <= self.forward.loaded.max_model_len
 
-    def refresh(self, slot: int, fed: tuple[int, list[int]]) -> int:
-        """Update and return the number of valid entries of *slot*, after the last verdict or for a new sequence.
-
-        Args:
-            slot: of the sequence.
-            fed: the position at which draft tokens were fed in the last round, and their ids.
-        """
+    def refresh(self, slot: int) -> int:
+        """Update and return the number of valid entries of *slot*, after the last verdict or for a new sequence."""
         if not self.start_if_new(slot) and self.needs != "all":
-            self._keep_accepted(slot, *fed)
+            self._keep_accepted(slot, *self._fed[slot])
+        self._fed[slot] = (0, [])
         most = max(0, int(self.slots.known_len[slot]) - self.lag - 1)
         if self.needs == "all":  # features that were fed or lost are gone
             most = max(most, self.waiting.base(slot))
         self.held[slot] = min(int(self.held[slot]), most)
         return int(self.held[slot])
+
+    def begin_draft(self, slots_R: Ints) -> None:
+        """Record that drafts begin after the known tokens of these slots."""
+        for slot in slots_R.tolist():
+            self._fed[slot] = (int(self.slots.known_len[slot]), [])
+
+    def add_drafted(self, slots_R: Ints, token_ids: Seq[int]) -> None:
+        """Record the draft token that was fed for each slot."""
+        for slot, token in zip(slots_R.tolist(), token_ids, strict=True):
+            self._fed[slot][1].append(token)
 
     def start_if_new(self, slot: int) -> bool:
         """Reset the state of *slot* if another sequence has joined it; return whether one has."""
@@ -254,44 +260,3 @@ class BlockValidity:
                 self.begin[block] = offset
             self.version[block] = versions[i]
             self.filled[block] = min(self.block_size, end - base)
-
-
-@dataclass
-class FedTree:
-    """The nodes of one row's tree, in the order in which they were fed to the draft."""
-
-    _depths: list[int] = field(default_factory=list)
-    _ancestors: list[int] = field(default_factory=list)  # bit j: node j is an ancestor, or the node itself
-
-    def __len__(self) -> int:
-        return len(self._depths)
-
-    def add(self, parent: int) -> None:
-        """Add a node below *parent*, -1 for the root."""
-        node = len(self._depths)
-        self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
-        self._ancestors.append(1 << node | (0 if parent < 0 else self._ancestors[parent]))
-
-    def mask(self, first: int, num_before: int) -> TreeMask:
-        """Return the mask of the nodes fed now, after *num_before* others; the tree begins at place *first*."""
-        return TreeMask(first, [first + depth for depth in self._depths], self._ancestors[num_before:])
-
-
-def block_masks(first_R: Ints, counts_R: Ints, lengths_R: Ints) -> TreeMasks | None:
-    """Return the masks of blocks of `counts_R` tokens from place `first_R` on that attend to themselves in full.
-
-    `lengths_R` is how many tokens of each row are fed, those before the block included.
-    """
-    masks = [
-        TreeMask(first, range(first, first + size), [(1 << size) - 1] * size) if size else None
-        for first, size in zip(first_R.tolist(), counts_R.tolist(), strict=True)
-    ]
-    return TreeMasks.of(masks, first_R + counts_R, lengths_R)
-
-
-def add_level(trees: Seq[FedTree], row_N: Seq[int], parents_N: Seq[int]) -> list[int]:
-    """Add a level's nodes to the trees of their rows; return how many nodes each tree had before."""
-    before = [len(tree) for tree in trees]
-    for row, parent in zip(row_N, parents_N, strict=True):
-        trees[row].add(parent)
-    return before

@@ -17,6 +17,7 @@ from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.interfaces import Proposer
 from protos.messages import RoundPlan, Row, Verdict
 from protos.progress import ProgressCallback
+from workers.draft.early_stop import make_early_stop
 from workers.draft.load import LoadedDraft, speculation_of
 from workers.draft.sampling import make_draft_sampler
 from workers.draft.worker import DraftWorker
@@ -157,6 +158,7 @@ def make_engine(
         needs=draft.spec.needs,
         shift=draft.shift,
         draft_sampler=make_draft_sampler(speculative, sampler),
+        early_stop=make_early_stop(speculative, sampler),
     )
     engine = DraftEngine(worker, registry.create(speculative, worker), draft.width)
     if isinstance(forward, ModuleRunner) and not forward.is_eager:

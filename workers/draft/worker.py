@@ -17,9 +17,11 @@ from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.draft_module import Level
 from protos.interfaces import Proposer
 from protos.layers import Needs
-from workers.attention.batch import Batch, Ints, TreeMasks
-from workers.draft.cache import DraftCache, FedTree, add_level, block_masks
+from workers.attention.batch import Batch, Ints
+from workers.draft.cache import DraftCache
+from workers.draft.early_stop import EarlyStop
 from workers.draft.sampling import DraftPositions, DraftSampler
+from workers.draft.trees import FedTree, add_level, block_masks, level_masks
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.draft_forward import DraftForward
 from workers.sampling.sampler import Sampler
@@ -41,6 +43,7 @@ class DraftWorker:
         needs: which of the target's features it is fed.
         shift: 1 if a cache entry holds the token after its position, 0 if it holds its own.
         draft_sampler: samples draft tokens; None: the target's sampler does, with the target's noise.
+        early_stop: ends chains by the draft's confidence; None: they have the length that was asked for.
     """
 
     def __init__(
@@ -53,19 +56,18 @@ class DraftWorker:
         needs: Needs = "none",
         shift: int = 0,
         draft_sampler: DraftSampler | None = None,
+        early_stop: EarlyStop | None = None,
     ) -> None:
         self.forward, self.slots, self.sampler = forward, slots, sampler
         self.max_catch_up = max_catch_up
         self.needs = needs
         self._shift = shift
-        self._draft_sampler = draft_sampler
+        self._draft_sampler, self._early_stop = draft_sampler, early_stop
         self.forget()
 
     def forget(self) -> None:
         """Forget all sequences."""
         self._cache = DraftCache(self.forward, self.slots, self.needs, self._shift)
-        num_slots = len(self.slots.known_len)
-        self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # position, and draft tokens fed there
         self._trees: dict[int, FedTree] = {}  # of this round, by slot
         self._lagging: list[int] = []  # slots of the last round that `catch_up_some` feeds
 
@@ -81,7 +83,7 @@ class DraftWorker:
             slots: all that run in this round; `catch_up_some` feeds those that lag.
             rows: the rows among them that want a draft.
         """
-        lag = {slot: -self._refresh(slot) + self._cache.reach(slot) for slot in slots}
+        lag = {slot: -self._cache.refresh(slot) + self._cache.reach(slot) for slot in slots}
         near = [i for i, row in enumerate(rows) if lag[row.slot] < MAX_LAG and self._cache.fits(row.slot, row.length)]
         self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
         return self._propose(proposer, rows, near)
@@ -120,7 +122,7 @@ class DraftWorker:
 
     def absorb(self, slots: Seq[int]) -> None:
         """Feed the waiting features of *slots*, whose prompts are in progress and want no draft yet."""
-        self._lagging = [slot for slot in slots if self._refresh(slot) < self._cache.reach(slot)]
+        self._lagging = [slot for slot in slots if self._cache.refresh(slot) < self._cache.reach(slot)]
         while self._lagging:
             self.catch_up_some(self.max_catch_up)
 
@@ -150,8 +152,7 @@ class DraftWorker:
         """See `DraftRunner`."""
         slots_R = _slots(rows)
         output_RX = self._cache.feed(slots_R, self._cache.held[slots_R], self._cache.ends(slots_R))
-        for slot in slots_R.tolist():
-            self._fed[slot] = (int(self.slots.known_len[slot]), [])
+        self._cache.begin_draft(slots_R)
         return output_RX
 
     def extend(
@@ -167,8 +168,7 @@ class DraftWorker:
             first_valid_R=self._cache.lowest(slots_R),
         )
         output_RX = self.forward.forward(batch, np.arange(len(slots_R)), features)
-        for slot, token in zip(slots_R.tolist(), token_ids.tolist(), strict=True):
-            self._fed[slot][1].append(token)  # only after success: a failed token is not in the cache
+        self._cache.add_drafted(slots_R, token_ids.tolist())  # only after success: a failed token is not in the cache
         return output_RX
 
     def grow(self, rows: Seq[DraftRow], level: Level) -> torch.Tensor:
@@ -182,18 +182,10 @@ class DraftWorker:
         here = np.unique(row_N)
         slots_M, before_M, lengths_M = slots_R[here], np.array(before)[here], np.bincount(row_N)[here]
         first_M = self._cache.ends(slots_M)
-        starts_M, ends_M = first_M + before_M, first_M + before_M + lengths_M
-        self._cache.check_room(slots_M, ends_M)
-        tree_masks = TreeMasks.of(
-            [
-                self._trees[slot].mask(first, count)
-                for slot, first, count in zip(slots_M.tolist(), first_M.tolist(), before_M.tolist(), strict=True)
-            ],
-            ends_M,
-            lengths_M,
-        )
+        self._cache.check_room(slots_M, first_M + before_M + lengths_M)
+        tree_masks = level_masks([self._trees[slot] for slot in slots_M.tolist()], first_M, before_M, lengths_M)
         tokens_N = self._cache.clip_to_vocab(level.tokens_N.cpu().numpy().copy())
-        batch = Batch(slots_M, starts_M, lengths_M, tokens_N, tree_masks, self._cache.lowest(slots_M))
+        batch = Batch(slots_M, first_M + before_M, lengths_M, tokens_N, tree_masks, self._cache.lowest(slots_M))
         return self.forward.forward(batch, np.arange(len(row_N)), level.features_NX)
 
     def block(
@@ -226,8 +218,15 @@ class DraftWorker:
             paths_RD = self.slots.tokens[slots_R[:, None], known_R[:, None] + np.arange(step)]
             ids_R = self._draft_sampler.sample(logits_RV, DraftPositions(slots_R, index_R, paths_RD))
         ids_R.clamp_min_(0)
-        self.slots.tokens[slots_R, index_R] = ids_R.cpu().numpy()
+        stop = self._early_stop
+        self.slots.tokens[slots_R, index_R] = (
+            ids_R.cpu().numpy() if stop is None else stop.watch(logits_RV, ids_R, slots_R, index_R)
+        )
         return ids_R
+
+    def goes_on(self, rows: Seq[DraftRow]) -> list[bool]:
+        """See `DraftRunner`."""
+        return [True] * len(rows) if self._early_stop is None else self._early_stop.goes_on([r.slot for r in rows])
 
     def candidates(
         self,
@@ -271,7 +270,7 @@ class DraftWorker:
         """Return the rows that can catch up in this round; feed a part of the first that cannot."""
         ready, left = [], self.max_catch_up
         for i, row in enumerate(rows):
-            lag = -self._refresh(row.slot) + self._cache.reach(row.slot) + 1
+            lag = -self._cache.refresh(row.slot) + self._cache.reach(row.slot) + 1
             if not self._cache.fits(row.slot, row.length):
                 continue
             if lag <= left:
@@ -282,12 +281,6 @@ class DraftWorker:
                 self._cache.feed(np.array([row.slot]), first, first + left)
                 left = 0
         return ready
-
-    def _refresh(self, slot: int) -> int:
-        """Return how many entries of *slot* are held, after the last round's draft was verified."""
-        held = self._cache.refresh(slot, self._fed[slot])
-        self._fed[slot] = (0, [])
-        return held
 
 
 def _slots(rows: Seq[DraftRow]) -> Ints:

@@ -8,7 +8,7 @@ paged cache of its own, so a stale, foreign or misplaced entry changes the distr
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from protos.messages import NewSequence, RoundPlan, Row, Sampling, WorkerInfo
 from tests.support.exactness.statistics import Ints, Probs
 from workers.attention.batch import Batch
 from workers.distributed.groups import Solo
+from workers.draft.early_stop import make_early_stop
 from workers.draft.engine import DraftEngine
 from workers.draft.sampling import make_draft_sampler
 from workers.draft.worker import DraftWorker
@@ -169,6 +170,10 @@ class World:
     eos: int = 0
     options: dict[str, object] = field(default_factory=dict)
 
+    def stopping(self, threshold: float | str) -> "World":
+        """Return this world with drafts that end by their confidence."""
+        return replace(self, options={**self.options, "assistant_confidence_threshold": threshold})
+
     def executor(self, num_slots: int, max_len: int, block_size: int, num_blocks: int) -> UniExecutor:
         """Return an engine's executor without the engine."""
         slots = SlotTable(num_slots, max_len, block_size, self.shape.k)
@@ -180,6 +185,7 @@ class World:
             sampler,
             max_catch_up=1 << 20,
             draft_sampler=make_draft_sampler(config, sampler),
+            early_stop=make_early_stop(config, sampler),
         )
         proposer = DraftModelProposer.create(config, drafter)
         grammars = SlotGrammars(slots, self.target.vocab, (self.eos,), self.words or _no_words)

@@ -156,6 +156,9 @@ class DenseRunner:
         assert logits.dtype == torch.float32
         return (logits.log_softmax(-1) + noise_RV).argmax(-1)
 
+    def goes_on(self, rows: Seq[DraftRow]) -> list[bool]:
+        return [True] * len(rows)
+
     def candidates(
         self,
         rows: Seq[DraftRow],
