@@ -14,13 +14,13 @@ from protos.config.default_shape import for_device
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, ModelError
 from protos.interfaces import Executor, Inbox, Proposer
-from protos.messages import WorkerInfo
+from protos.messages import Request, WorkerInfo
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
 from runtime.policy.base import Policy
 from runtime.policy.factory import make_policy
-from runtime.text.detokenizer import DetokenizerFactory
+from runtime.text.detokenizer import Detokenizer, DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.sampling_defaults import default_max_tokens
 from runtime.text.tokenizer import load_tokenizer
@@ -61,6 +61,7 @@ def build(
     inbox: Inbox | None = None,
     report: ProgressCallback = logger.info,
     make_executor: MakeExecutor | None = None,
+    detokenizers: Callable[[Request], Detokenizer | None] | None = None,
 ) -> Assembled:
     """Load models and tokenizer, and wire scheduler, proposer and executor together.
 
@@ -69,6 +70,7 @@ def build(
         inbox: source of requests; default: a `LocalInbox`.
         report: called with a line for each stage of loading.
         make_executor: makes the executor; default: the models run in this process.
+        detokenizers: returns a request's detokenizer; default: for the model's tokenizer.
 
     Raises:
         ConfigError, ModelError: names the wrong value and its limit.
@@ -92,7 +94,7 @@ def build(
         info,
         proposers=proposers,
         has_worker=config.speculative is not None and registry.worker_method(config.speculative) is not None,
-        detokenizers=DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
+        detokenizers=detokenizers or DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
     )
     mailbox = inbox or LocalInbox()
     controller = Controller(scheduler, _policy(config, info, report), executor, mailbox)

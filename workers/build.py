@@ -5,6 +5,7 @@ weights and find out how many blocks fit; once the number is settled, `make_targ
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from msgspec import structs
 
 from protos.config.default_shape import for_device
-from protos.config.engine import CacheConfig, EngineConfig
+from protos.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from protos.kv_blocks import kv_summary, settle_blocks
 from protos.layers import FeatureSpec
 from protos.messages import StepCosts, WorkerInfo
@@ -33,6 +34,7 @@ from workers.slots import SlotTable
 from workers.target import TargetWorker
 from workers.target_rank import TargetRank, UniExecutor
 from workers.threads import choose_threads
+from workers.verification.acceptance import AcceptanceRule
 from workers.verification.factory import make_acceptance_rule
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ CPU_CACHE_BYTES = 4 << 30
 """The default KV cache on a CPU takes at most this much memory, as in vLLM."""
 MEASURED_TOKENS = 512
 """The costs of steps are measured for up to this many tokens; beyond, they grow in proportion."""
+
+MakeRule = Callable[[SpeculativeConfig | None, Sampler], AcceptanceRule]
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,13 @@ def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, wi
 
 
 def make_target(
-    config: EngineConfig, loaded: LoadedTarget, allocate: Allocate, report: ProgressCallback, *, pace_tokens: int = 0
+    config: EngineConfig,
+    loaded: LoadedTarget,
+    allocate: Allocate,
+    report: ProgressCallback,
+    *,
+    pace_tokens: int = 0,
+    make_rule: MakeRule = make_acceptance_rule,
 ) -> ReadyTarget:
     """Allocate caches, compile where that pays, and measure steps. May be called again with the same *loaded*.
 
@@ -127,6 +137,7 @@ def make_target(
         allocate: the settled number of KV blocks.
         report: called with a line for each stage.
         pace_tokens: steps are measured for up to this many tokens even where no threshold is derived from them.
+        make_rule: makes the acceptance rule.
     """
     slots = make_slots(config, allocate)
     sampler = Sampler(slots, allocate.vocab_size, loaded.model.device)
@@ -143,7 +154,7 @@ def make_target(
     slots.clear()
     model = loaded.model
     masked = sampler.with_grammars(load_grammar_masks(config.model, slots, model.vocab_size, model.eos_ids))
-    worker = TargetWorker(runner, slots, masked, loaded.spec.needs, make_acceptance_rule(config.speculative, masked))
+    worker = TargetWorker(runner, slots, masked, loaded.spec.needs, make_rule(config.speculative, masked))
     return ReadyTarget(worker, draft, step_s, draft_s)
 
 
@@ -175,8 +186,10 @@ def measure_draft(config: EngineConfig, draft: DraftEngine) -> dict[int, float]:
     return measured
 
 
-def build_uni(config: EngineConfig, report: ProgressCallback = logger.info) -> UniExecutor:
-    """Load everything *config* names into this process.
+def build_uni(
+    config: EngineConfig, report: ProgressCallback = logger.info, make_rule: MakeRule = make_acceptance_rule
+) -> UniExecutor:
+    """Load everything *config* names into this process. *make_rule* makes the acceptance rule.
 
     Raises:
         ModelError, ConfigError: with what is wrong and the numbers.
@@ -189,7 +202,7 @@ def build_uni(config: EngineConfig, report: ProgressCallback = logger.info) -> U
     info, allocate = settle_blocks(info, {"this process": info.num_blocks})
     for note in (*info.notes[len(loaded.model.notes) :], kv_summary(info)):
         report(note)
-    ready = make_target(config, loaded, allocate, report)
+    ready = make_target(config, loaded, allocate, report, make_rule=make_rule)
     costs = StepCosts(ready.step_s, ready.draft_s) if needs_step_costs(config) else None
     return UniExecutor(structs.replace(info, costs=costs), TargetRank(tp, ready.worker, ready.draft), threads)
 

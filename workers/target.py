@@ -193,7 +193,7 @@ class TargetWorker:
                     path, emitted = path[:-1], emitted[:-1]
                 logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
                 verdict = Verdict(row.slot, emitted, len(draft), path, logprobs)
-                verdicts.append(_with_tree(verdict, draft))
+                verdicts.append(with_tree(verdict, draft))
             at += count
         return verdicts
 
@@ -236,7 +236,7 @@ class TargetWorker:
             verdicts[r] = msgspec.structs.replace(verdict, prompt_logprobs=found)
 
 
-def _with_tree(verdict: Verdict, draft: Draft) -> Verdict:
+def with_tree(verdict: Verdict, draft: Draft) -> Verdict:
     """Add the fields that only verdicts of trees have."""
     if draft.is_chain:
         return verdict

@@ -1,4 +1,4 @@
-"""The `slipstream` command: serve, generate, check, build-datastore, env, doctor, bench."""
+"""The `slipstream` command: serve, generate, check, simulate, build-datastore, env, doctor, bench."""
 
 import sys
 from pathlib import Path
@@ -155,6 +155,41 @@ def check(
     )
     if not run(config, options, json):
         raise typer.Exit(1)
+
+
+@app.command(context_settings=HYPHENS)
+@with_options(engine=engine_options())
+def simulate(
+    engine: dict[str, Any],
+    *,
+    logs: Annotated[list[Path], typer.Argument(help="JSON lines of prompts and outputs, as `generate --log` writes.")],
+    draft: Annotated[
+        list[str] | None, typer.Option(help="A speculative_config as JSON, with a `name` if wanted; may be repeated.")
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option(help="Numbers of draft tokens to try with each draft, such as 1,2,4.")
+    ] = None,
+    target: Annotated[
+        bool, typer.Option("--target", help="Load the target, for methods that read its hidden states.")
+    ] = False,
+    prompt_field: Annotated[str | None, typer.Option(help="Field of the prompt: text or token ids.")] = None,
+    output_field: Annotated[str | None, typer.Option(help="Field of the output: text or token ids.")] = None,
+    num_answers: Annotated[int | None, typer.Option(help="Most answers of each log.", min=1)] = None,
+    matched: Annotated[
+        Path | None, typer.Option(help="Write the tokens matched so far after every step here, as JSON lines.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all figures here.")] = None,
+) -> None:
+    """Replay drafts against logged answers, and print how many of their tokens would have been accepted.
+
+    The target is --model, or the one that the log names; its weights are not read without --target. Batches have
+    --max-num-seqs answers. Models run eager unless --no-enforce-eager is given.
+    """
+    from cluster.cli.simulate import SimulateOptions, run  # noqa: PLC0415 - as above
+    from cluster.simulate.logs import log_fields  # noqa: PLC0415
+
+    fields = log_fields(prompt_field, output_field)
+    run(engine, SimulateOptions(logs, draft or [], k, target, fields, num_answers, matched, json))
 
 
 @app.command("build-datastore", context_settings=HYPHENS)

@@ -40,7 +40,7 @@ def test_the_logged_parameters_give_the_logged_tokens_again(pair: tuple[Path, Pa
     source.write_text('{"prompt": "abc", "n": 2, "top_k": 20}\n{"prompt_token_ids": [5, 6], "temperature": 0}\n')
     generate(pair, "--prompts", str(source), "--log", str(log), "--temperature", "1", "--max-tokens", "6")
     first, second, greedy = logged = lines(log)
-    assert [one["prompt"] if "prompt" in one else None for one in logged] == ["abc", "abc", None]
+    assert [one.get("prompt") for one in logged] == ["abc", "abc", None]
     assert second["sampling"]["seed"] == mix_seed(first["sampling"]["seed"], 1)
     assert (first["sampling"]["top_k"], greedy["sampling"]["temperature"]) == (20, 0.0)
     assert {one["model"] for one in logged} == {str(pair[0])}

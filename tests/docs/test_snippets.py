@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from cluster import llm
+from cluster.cli import main
 from cluster.ray_serve.arguments import ServeArguments
 from proposers import registry
 from protos.config import argument_names, arguments, speculation
@@ -124,6 +126,21 @@ def test_a_proposer_of_your_own_drafts(tmp_path: Path, monkeypatch: pytest.Monke
     with LLM(enforce_eager=True, max_model_len=128, speculative_config=config) as engine:
         engine.generate("x = [0, 0, 0, 0, 0,", SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         assert engine.stats().proposed > 0
+
+
+def test_the_simulation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [block] = [block for block in blocks("bash") if block.document.name == "simulation.md"]
+    monkeypatch.chdir(tmp_path)
+    for command in block.text.splitlines():
+        program, *words = shlex.split(command)
+        assert program == "slipstream"
+        main.app([*words, "--max-model-len", "512"], standalone_mode=False)
+    printed = capsys.readouterr().out
+    for name in ("draft_model draft, K = 4", "suffix, K = ", "ngram, K = 4"):
+        assert name in printed
+    assert len((tmp_path / "matched.jsonl").read_text().splitlines()) == 3
 
 
 JSON = blocks("json")

@@ -51,7 +51,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     _check_weights(folder, config.model)
     device = pick_device(config.device)
     dtype, notes = pick_dtype(config.dtype, described, folder, device)
-    limit = _context_length(described, config)
+    limit = context_length(described, config)
     ranks = 1 if group is None else group.size
     mode = _mode_of(config)
     mode.check(config.model, device, ranks)
@@ -130,7 +130,8 @@ def _check_weights(folder: Path, name: str) -> None:
             raise ModelError(f"{name}: the shard {shard} named in {INDEX} is missing")
 
 
-def _context_length(described: Mapping[str, Any], config: ModelConfig) -> int:
+def context_length(described: Mapping[str, Any], config: ModelConfig) -> int:
+    """Return the context length of a `config.json`, or the user's smaller limit. Raises `ModelError`."""
     own = next((described[key] for key in ("max_position_embeddings", "n_positions") if described.get(key)), None)
     if own is None and config.max_model_len is None:
         raise ModelError(f"{config.model}: its config states no context length; set max_model_len")

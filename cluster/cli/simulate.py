@@ -1,0 +1,171 @@
+"""`slipstream simulate`: replay drafts against logged answers, and print what they would have brought."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import demo
+from cluster.cli.console import ERR, OUT, show_progress, show_warnings
+from cluster.settings import engine_config
+from cluster.simulate import report
+from cluster.simulate.logs import LogFields, LoggedAnswer, read
+from cluster.simulate.replay import Tick, replay
+from cluster.simulate.results import Replay
+from protos.config import argument_names, speculation
+from protos.config.engine import EngineConfig
+from protos.errors import ConfigError
+from protos.validation import shown
+
+NUM_TOKENS = "num_speculative_tokens"
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What to replay, and where to write the results.
+
+    Attributes:
+        logs: each is a dataset.
+        drafts: `speculative_config`s as JSON; empty for that of the engine arguments.
+        ks: numbers of draft tokens, separated by commas; None for each draft's own.
+        with_target: whether to load the target.
+        fields: of the logs.
+        num_answers: most answers of each log.
+        matched: file of the tokens matched after every step.
+        output: file of all figures.
+    """
+
+    logs: Sequence[Path]
+    drafts: Sequence[str]
+    ks: str | None
+    with_target: bool
+    fields: LogFields
+    num_answers: int | None
+    matched: Path | None
+    output: Path | None
+
+
+def run(engine: Mapping[str, Any], options: SimulateOptions) -> None:
+    """Replay every draft, print the figures and write the files.
+
+    Args:
+        engine: engine arguments.
+        options: what to replay.
+
+    Raises:
+        ConfigError: a log, a draft or a file is wrong.
+        ModelError: a checkpoint cannot be loaded.
+    """
+    show_warnings()
+    for path in (options.matched, options.output):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
+    datasets = [read(path, options.fields, options.num_answers) for path in options.logs]
+    arguments = {"enforce_eager": True, **engine, **_model(engine, datasets)}
+    configs = [
+        pair for draft in _drafts(options.drafts, engine) for pair in _configs(arguments, draft, _ks(options.ks))
+    ]
+    _show_assumptions(datasets)
+    replays = [_replayed(name, config, datasets, options) for name, config in configs]
+    _show(replays)
+    _write(replays, options)
+
+
+def _model(engine: Mapping[str, Any], datasets: Sequence[Sequence[LoggedAnswer]]) -> dict[str, Any]:
+    """Return the argument that names the target: the one given, or the log's."""
+    logged = sorted({answer.model for answers in datasets for answer in answers if answer.model})
+    given = engine.get("model")
+    if given is not None:
+        others = [name for name in logged if name != given]
+        if others:
+            show_progress(f"the answers were logged from {', '.join(others)}; they are replayed as {given}'s")
+        return {}
+    if not logged:
+        raise ConfigError("the log does not name the target: give --model")
+    if len(logged) > 1:
+        raise ConfigError(f"the logs name several targets, {', '.join(logged)}: replay them one by one")
+    # Without a model, engine arguments mean the demo pair, and its draft.
+    return {} if logged[0] == str(demo.pair()[0]) else {"model": logged[0]}
+
+
+def _drafts(given: Sequence[str], engine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the drafts, by default that of the engine arguments, which is empty for the demo pair's own."""
+    if not given:
+        return [speculation.mapping(engine.get(argument_names.SPECULATIVE))]
+    found = [speculation.mapping(text) for text in given]
+    if not all(found):
+        raise ConfigError("a draft must be a JSON object that names a method or a model, got none")
+    return found
+
+
+def _ks(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"k must be numbers from 1 on, separated by commas, got {shown(text)}")
+    return [int(word) for word in words]
+
+
+def _configs(
+    arguments: Mapping[str, Any], draft: Mapping[str, Any], ks: list[int] | None
+) -> Iterator[tuple[str, EngineConfig]]:
+    """Yield a name and a configuration for each number of draft tokens."""
+    keys = {key: value for key, value in draft.items() if key != "name"}
+    for wanted in [keys] if ks is None else [{**keys, NUM_TOKENS: k} for k in ks]:
+        config = engine_config({**arguments, argument_names.SPECULATIVE: wanted} if wanted else arguments)
+        if config.speculative is None:
+            raise ConfigError("there is nothing to replay: give --draft, a speculative_config as JSON")
+        name = "+".join(config.speculative.methods)
+        if config.speculative.model is not None:
+            name += f" {Path(config.speculative.model).name}"
+        yield str(draft.get("name") or name), config
+
+
+def _show_assumptions(datasets: Sequence[Sequence[LoggedAnswer]]) -> None:
+    answers = [answer for each in datasets for answer in each]
+    silent = sum(not answer.states_temperature for answer in answers)
+    if silent:
+        show_progress(f"{silent} of {len(answers)} answers do not say how they were sampled: taken as greedy")
+    texts = sum(isinstance(answer.output, str) for answer in answers)
+    if texts:
+        show_progress(
+            f"{texts} of {len(answers)} answers are text: their tokens are those of the tokenizer, which may differ "
+            "from those that were sampled"
+        )
+
+
+def _replayed(
+    name: str, config: EngineConfig, datasets: Sequence[Sequence[LoggedAnswer]], options: SimulateOptions
+) -> Replay:
+    with _bar(name, sum(map(len, datasets))) as tick:
+        return replay(name, config, datasets, show_progress, tick, with_target=options.with_target)
+
+
+@contextmanager
+def _bar(text: str, total: int) -> Iterator[Tick]:
+    from tqdm import tqdm  # noqa: PLC0415 - only where a bar is shown
+
+    with tqdm(total=total, desc=text, dynamic_ncols=True, disable=not (ERR.is_terminal or ERR.is_dumb_terminal)) as bar:
+        yield lambda: bar.update(1) and None
+
+
+def _show(replays: Sequence[Replay]) -> None:
+    for each in replays:
+        for line in report.lines(each):
+            OUT.print(line, markup=False, highlight=False)
+    if len(replays) > 1:
+        OUT.print(report.comparison(replays))
+
+
+def _write(replays: Sequence[Replay], options: SimulateOptions) -> None:
+    if options.matched is not None:
+        lines = report.matched_lines(replays)
+        options.matched.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        show_progress(f"the tokens matched after every step are in {options.matched}")
+    if options.output is not None:
+        content = {"replays": [report.as_dict(each) for each in replays]}
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        show_progress(f"all figures are in {options.output}")

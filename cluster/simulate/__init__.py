@@ -1,0 +1,1 @@
+"""`slipstream simulate`: drafts studied against logged answers."""

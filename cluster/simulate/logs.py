@@ -1,0 +1,145 @@
+"""Reads logs of answers: our own (`runtime.text.output_log`), or any JSON lines with a prompt and an output."""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.errors import ConfigError, InvalidRequestError
+from protos.sampling import SamplingParams
+from protos.validation import shown
+from runtime.text.output_log import NOT_LOGGED
+
+logger = logging.getLogger(__name__)
+
+PROMPT_FIELDS = ("prompt_token_ids", "prompt")
+OUTPUT_FIELDS = ("output_token_ids", "output")
+FOREIGN = frozenset({"structured_outputs", "seed", "max_tokens", *NOT_LOGGED})
+"""Parameters that are replayed in another way than by giving them to the engine again, or not at all."""
+
+Content = str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LogFields:
+    """The names of the fields that hold prompts and outputs; the first of several that a line has counts."""
+
+    prompt: tuple[str, ...] = PROMPT_FIELDS
+    output: tuple[str, ...] = OUTPUT_FIELDS
+
+
+def log_fields(prompt: str | None, output: str | None) -> LogFields:
+    """Return the fields of a log, those of our own logs where None is given."""
+    return LogFields(PROMPT_FIELDS if prompt is None else (prompt,), OUTPUT_FIELDS if output is None else (output,))
+
+
+@dataclass(frozen=True)
+class LoggedAnswer:
+    """A line of a log.
+
+    Attributes:
+        prompt, output: text or token ids.
+        params: how it was sampled; temperature 0 where the log does not say.
+        seed: None if it is not logged.
+        max_tokens: the limit under which it was sampled; None if the log does not say.
+        is_cut: whether it ended at that limit.
+        model: the target's name; "" if it is not logged.
+        place: file and line.
+        states_temperature: whether the log says how it was sampled.
+    """
+
+    prompt: Content
+    output: Content
+    params: SamplingParams
+    seed: int | None
+    max_tokens: int | None
+    is_cut: bool
+    model: str
+    place: str
+    states_temperature: bool
+
+
+def read(path: Path, fields: LogFields, limit: int | None = None) -> list[LoggedAnswer]:
+    """Return the answers of a log, at most the first *limit*; those without tokens are left out with a warning.
+
+    Raises:
+        ConfigError: names the line and what is wrong with it, or the log has no answers.
+    """
+    found: list[LoggedAnswer] = []
+    num_empty = 0
+    for place, line in _lines(path):
+        answer = _parse(line, place, fields)
+        num_empty += not answer.output
+        if answer.output:
+            found.append(answer)
+        if limit is not None and len(found) == limit:
+            break
+    if num_empty:
+        logger.warning("%s: %d answers are empty and left out", path, num_empty)
+    if not found:
+        raise ConfigError(f"{path} has no answers to replay")
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", line
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {type(error).__name__}") from None
+
+
+def _parse(line: str, place: str, fields: LogFields) -> LoggedAnswer:
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place} is not JSON: {error}") from None
+    if not isinstance(item, dict):
+        raise ConfigError(f"{place} must be a JSON object, got {shown(item)}")
+    sampling = item.get("sampling") or {}
+    if not isinstance(sampling, dict):
+        raise ConfigError(f"{place}: sampling must be an object, got {shown(sampling)}")
+    return LoggedAnswer(
+        _content(item, fields.prompt, place, "prompt"),
+        _content(item, fields.output, place, "output"),
+        _params(sampling, place),
+        _integer(sampling.get("seed"), f"{place}: seed"),
+        _integer(sampling.get("max_tokens"), f"{place}: max_tokens"),
+        item.get("finish_reason") == "length",
+        str(item.get("model") or ""),
+        place,
+        "temperature" in sampling,
+    )
+
+
+def _content(item: dict[str, Any], names: Iterable[str], place: str, what: str) -> Content:
+    """Return the first of the fields *names* that there is: text or token ids."""
+    value = next((item[name] for name in names if item.get(name) is not None), None)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
+        return tuple(value)
+    if value is None:
+        raise ConfigError(
+            f"{place} has no field {' or '.join(map(repr, names))}, but {', '.join(sorted(item)) or 'none'}: name the "
+            f"right one with --{what}-field"
+        )
+    raise ConfigError(f"{place}: the {what} must be text or a list of token ids, got {shown(value)}")
+
+
+def _params(sampling: dict[str, Any], place: str) -> SamplingParams:
+    given = {name: value for name, value in sampling.items() if name not in FOREIGN}
+    try:
+        return SamplingParams(**{"temperature": 0.0, "max_tokens": None, **given})
+    except InvalidRequestError as error:
+        raise ConfigError(f"{place}: sampling: {error}") from None
+
+
+def _integer(value: object, place: str) -> int | None:
+    if value is None or (type(value) is int and value >= 0):
+        return value
+    raise ConfigError(f"{place} must be a whole number, got {shown(value)}")

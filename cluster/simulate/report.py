@@ -1,0 +1,88 @@
+"""What `slipstream simulate` prints and writes about replays."""
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from cluster.simulate.results import Replay
+from protos.outputs import SpeculativeDecodingMetrics
+
+
+def per_prompt(replay: Replay) -> list[float]:
+    """Return the draft tokens matched per step of the target, for each answer."""
+    return [round(answer.stats.accepted / len(answer.steps), 4) for answer in replay.answers]
+
+
+def per_dataset(replay: Replay) -> list[float]:
+    """Return the draft tokens matched per step of the target, for each log."""
+    found = []
+    for dataset in sorted({answer.dataset for answer in replay.answers}):
+        answers = [answer for answer in replay.answers if answer.dataset == dataset]
+        steps = sum(len(answer.steps) for answer in answers)
+        found.append(round(sum(answer.stats.accepted for answer in answers) / steps, 4))
+    return found
+
+
+def lines(replay: Replay) -> list[str]:
+    """Return the figures of one replay as lines."""
+    metrics = replay.metrics
+    found = [
+        f"{replay.name}, K = {replay.k}",
+        *(f"  {count} answers: {rule}" for rule, count in replay.rules.items()),
+        f"  Average tokens matched per prompt: {per_prompt(replay)}",
+        f"  Average tokens matched per dataset: {per_dataset(replay)}",
+    ]
+    if metrics.mean_acceptance_length is None:
+        return [*found, "  nothing was drafted"]
+    shares = ", ".join(f"{share:.0%}" for share in metrics.acceptance_per_position)
+    return [
+        *found,
+        f"  mean acceptance length: {metrics.mean_acceptance_length:.2f} tokens per step with a draft "
+        f"({metrics.num_accepted_draft_tokens} of {metrics.num_draft_tokens} draft tokens accepted), "
+        f"{replay.tokens_per_step:.2f} per step",
+        f"  acceptance by depth: {shares}",
+    ]
+
+
+def comparison(replays: Seq[Replay]) -> Table:
+    """Return a table of several replays."""
+    table = Table("draft", "K", "steps with a draft", "acceptance length", "tokens per step", "acceptance by depth")
+    for replay in replays:
+        metrics = replay.metrics
+        length = metrics.mean_acceptance_length
+        table.add_row(
+            replay.name,
+            str(replay.k),
+            f"{metrics.num_spec_steps / replay.num_steps:.0%}",
+            "-" if length is None else f"{length:.2f}",
+            f"{replay.tokens_per_step:.2f}",
+            " ".join(f"{share:.2f}" for share in metrics.acceptance_per_position),
+        )
+    return table
+
+
+def matched_lines(replays: Seq[Replay]) -> list[str]:
+    """Return a JSON line for each answer of each replay: the draft tokens matched so far after every step."""
+    return [
+        json.dumps({"draft": replay.name, "k": replay.k, "answer": number, "matched": answer.matched})
+        for replay in replays
+        for number, answer in enumerate(replay.answers)
+    ]
+
+
+def as_dict(replay: Replay) -> dict[str, Any]:
+    """Return all figures of a replay for JSON."""
+    metrics: SpeculativeDecodingMetrics = replay.metrics
+    return {
+        "draft": replay.name,
+        "num_speculative_tokens": replay.k,
+        "rules": replay.rules,
+        "num_steps": replay.num_steps,
+        "tokens_per_step": replay.tokens_per_step,
+        "matched_per_prompt": per_prompt(replay),
+        "matched_per_dataset": per_dataset(replay),
+        **asdict(metrics),
+    }

@@ -1,0 +1,71 @@
+"""Builds the engine that replays a log: an ordinary one, whose target samples what the log says."""
+
+from dataclasses import replace
+
+from cluster import assemble
+from cluster.assemble import Assembled
+from cluster.simulate.requests import end_of_log
+from proposers import registry
+from protos.config.engine import EngineConfig, SpeculativeConfig
+from protos.errors import ConfigError, SlipstreamError
+from protos.progress import ProgressCallback
+
+OF_THE_TARGET = frozenset({"lookahead"})
+"""Methods whose draft tokens are the target's own."""
+
+
+def build(config: EngineConfig, report: ProgressCallback, *, with_target: bool) -> Assembled:
+    """Return an engine for requests with `RecordedSampling`; *with_target* loads and runs the target, too.
+
+    Raises:
+        ConfigError: the method needs the target, or the acceptance rule or the executor cannot be replayed.
+        ModelError: a checkpoint cannot be loaded.
+    """
+    from cluster.simulate import executors  # noqa: PLC0415 - torch loads when an engine is built, not before
+
+    speculative = _replayable(config)
+    if not with_target:
+        _check_needs_no_target(config, speculative)
+    executors.free_memory()
+    make = executors.with_target if with_target else executors.without_target
+    return assemble.build(replace(config, speculative=speculative), None, report, make, end_of_log)
+
+
+def _replayable(config: EngineConfig) -> SpeculativeConfig:
+    """Return the speculation of *config* with drafts in every round."""
+    speculative = config.speculative
+    if speculative is None:
+        raise ConfigError("there is nothing to replay: a draft must name a method or a model, got null")
+    if speculative.rejection_sample_method == "synthetic":
+        raise ConfigError("rejection_sample_method 'synthetic' accepts at given rates: there is nothing to replay")
+    if config.parallel.executor != "uni":
+        raise ConfigError("a replay runs in one process: leave out tensor_parallel_size and the executor")
+    return replace(speculative, policy="fixed", disable_by_batch_size=None, num_speculative_tokens_per_batch_size=None)
+
+
+def _check_needs_no_target(config: EngineConfig, speculative: SpeculativeConfig) -> None:
+    own = sorted(OF_THE_TARGET.intersection(speculative.methods))
+    if own:
+        raise ConfigError(f"method {own[0]!r} drafts with the target: give --target, which loads and runs it")
+    from cluster.simulate.executors import needs_of  # noqa: PLC0415 - as above
+
+    if needs_of(config) != "none":
+        raise ConfigError(
+            f"method {speculative.methods[-1]!r} reads hidden states of the target, which no log has: give --target, "
+            "which loads and runs it"
+        )
+
+
+def draws_drafts(speculative: SpeculativeConfig) -> bool:
+    """Whether draft tokens of requests with a temperature are drawn with noise of their own, which no log has."""
+    return speculative.samples_drafts and registry.worker_method(speculative) is not None
+
+
+def check_drafts(assembled: Assembled) -> None:
+    """Raise `SlipstreamError` if a proposer failed: that costs an engine draft tokens, but would falsify a replay."""
+    from cluster.simulate.executors import draft_failure  # noqa: PLC0415 - as above
+
+    failure = draft_failure(assembled.executor)
+    if failure is not None or assembled.controller.stats().draft_failures:
+        reason = "" if failure is None else f" ({type(failure).__name__}: {failure})"
+        raise SlipstreamError(f"the draft failed{reason}; its messages have the details")

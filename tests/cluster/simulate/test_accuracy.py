@@ -1,0 +1,99 @@
+"""Replays of plain logs accept what the engine accepts with speculation on the same prompts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import demo
+from cluster.settings import engine_config
+from cluster.simulate.logs import LoggedAnswer, log_fields, read
+from cluster.simulate.replay import replay
+from protos.messages import SpeculationStats
+from protos.outputs import RequestOutput, SpeculativeDecodingMetrics, total
+from protos.sampling import SamplingParams
+from runtime.text.output_log import LoggedOutput, OutputLog, logged_sampling
+from slipstream import LLM
+
+GOAL = 0.03
+"""Largest error of the acceptance length, relative."""
+COMMON = {"enforce_eager": True, "dtype": "float32", "max_num_seqs": 4, "max_model_len": 512}
+METHODS: list[dict[str, Any]] = [
+    {"model": str(demo.pair()[1]), "num_speculative_tokens": 3},
+    {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2},
+    {"method": "suffix"},
+    {"method": ["suffix", "draft_model"], "model": str(demo.pair()[1]), "num_speculative_tokens": 4},
+    {"model": str(demo.pair()[1]), "num_speculative_tokens": 6, "eagle_topk": 2, "num_steps": 3},
+]
+IDS = ["draft_model", "ngram", "suffix", "cascade", "tree"]
+
+
+def prompts(count: int) -> list[str]:
+    return [json.loads(line)["prompt"] for line in demo.PROMPTS.read_text().splitlines()[:count]]
+
+
+def params(count: int, max_tokens: int) -> list[SamplingParams]:
+    """Half greedy, half sampled."""
+    return [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=max_tokens) for i in range(count)]
+
+
+def generated(speculative: dict[str, Any] | None, count: int, max_tokens: int) -> list[RequestOutput]:
+    with LLM(**COMMON, speculative_config=speculative) as llm:
+        return llm.generate(prompts(count), params(count, max_tokens), use_tqdm=False)
+
+
+def logged(path: Path, results: Sequence[RequestOutput], given: Sequence[SamplingParams]) -> list[LoggedAnswer]:
+    with OutputLog(path) as log:
+        for result, one in zip(results, given, strict=True):
+            sample = result.outputs[0]
+            settings = logged_sampling(one, one.seed or 0)
+            reason = sample.finish_reason or ""
+            log.write(LoggedOutput(result.prompt_token_ids, sample.token_ids, sampling=settings, finish_reason=reason))
+    return read(path, log_fields(None, None))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[LoggedAnswer]:
+    """Answers without speculation."""
+    return logged(tmp_path_factory.mktemp("log") / "log.jsonl", generated(None, 4, 24), params(4, 24))
+
+
+def measured(speculative: dict[str, Any], count: int, max_tokens: int) -> SpeculationStats:
+    """Return what an engine with speculation counts."""
+    results = generated({**speculative, "policy": "fixed"}, count, max_tokens)
+    return total(result.speculation.counts() for result in results if result.speculation)
+
+
+def simulated(
+    speculative: dict[str, Any], answers: list[LoggedAnswer], *, with_target: bool = False
+) -> SpeculationStats:
+    config = engine_config({**COMMON, "speculative_config": speculative})
+    found = replay("it", config, [answers], lambda line: None, lambda: None, with_target=with_target)
+    return found.stats
+
+
+@pytest.mark.parametrize("speculative", METHODS, ids=IDS)
+def test_a_replay_accepts_what_the_engine_accepts(speculative: dict[str, Any], answers: list[LoggedAnswer]) -> None:
+    expected = measured(speculative, 4, 24)
+    assert expected.proposed > expected.accepted > 0
+    assert simulated(speculative, answers) == expected
+
+
+def test_a_method_that_reads_hidden_states_is_replayed_with_the_target(answers: list[LoggedAnswer]) -> None:
+    speculative = {"method": "eagle3", "model": str(demo.head("eagle3")), "num_speculative_tokens": 2}
+    expected = measured(speculative, 4, 24)
+    assert expected.proposed > expected.accepted > 0
+    assert simulated(speculative, answers, with_target=True) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("speculative", METHODS, ids=IDS)
+def test_the_acceptance_length_of_all_prompts_is_within_the_goal(speculative: dict[str, Any], tmp_path: Path) -> None:
+    answers = logged(tmp_path / "log.jsonl", generated(None, 20, 256), params(20, 256))
+    expected = SpeculativeDecodingMetrics.of(measured(speculative, 20, 256)).mean_acceptance_length
+    found = SpeculativeDecodingMetrics.of(simulated(speculative, answers)).mean_acceptance_length
+    print(f"{speculative}: the engine {expected:.4f}, the replay {found:.4f}")
+    assert expected is not None
+    assert found == pytest.approx(expected, rel=GOAL)
