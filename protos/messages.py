@@ -140,7 +140,8 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
 
     `moves` are K/V entries that every target rank moves first: from, to, from, to ..., each an index into the cache
     (block * block_size + offset). All are read before the first is written. They move the accepted path of a tree to
-    the positions of a chain. `speculates`: draft tokens are proposed in this round.
+    the positions of a chain. `speculates`: draft tokens are proposed in this round. `least_survival`: the smallest
+    probability to be accepted with which a draft token pays, where `assistant_confidence_threshold` is "auto".
     """
 
     round: int
@@ -149,6 +150,7 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
     epoch: int = 0
     moves: Seq[int] = ()
     speculates: bool = False
+    least_survival: float = 0.0
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 
-from protos.config import early_stop
+from protos.config.early_stop import ConfidenceThreshold, checked
 from protos.errors import config_error
 from protos.validation import shown, typed
 
@@ -105,7 +105,8 @@ class SpeculativeConfig:
             regardless of the target.
         draft_sample_method: with "standard" and "block", whether a learned draft samples its tokens or takes the most
             likely ones; no effect otherwise.
-        assistant_confidence_threshold: a draft ends after a token whose probability, by the draft, is lower.
+        assistant_confidence_threshold: a draft ends after a token whose probability, by the draft, is lower; "auto":
+            where a further token would not pay.
         synthetic_acceptance_rates: probability that the draft token at each depth and all before it are accepted.
         synthetic_acceptance_length: mean number of tokens per round, the target's own included.
     """
@@ -142,7 +143,7 @@ class SpeculativeConfig:
     policy: PolicyName | None = None
     rejection_sample_method: RejectionSampleMethod = "coupled"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
-    assistant_confidence_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
+    assistant_confidence_threshold: ConfidenceThreshold = None
     synthetic_acceptance_rates: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = None
     synthetic_acceptance_length: float | None = Field(default=None, ge=1.0)
 
@@ -154,7 +155,7 @@ class SpeculativeConfig:
 
     @model_validator(mode="after")
     def _early_stop(self) -> "SpeculativeConfig":
-        early_stop.checked(self.assistant_confidence_threshold, self.methods, GROWN, may_branch=self.may_branch)
+        checked(self.assistant_confidence_threshold, self.methods, GROWN, may_branch=self.may_branch)
         return self
 
     @model_validator(mode="after")

@@ -155,7 +155,8 @@ class Scheduler:
         rows = [self._planner.row(one) for one in scheduled]
         is_on = any(policy.num_draft_tokens(one.sequence) for one in scheduled)
         moves = self._take_moves() if rows else ()
-        plan = RoundPlan(self._round, rows, new, drafting.epoch if is_on and drafting.is_up else 0, moves, is_on)
+        epoch = drafting.epoch if is_on and drafting.is_up else 0
+        plan = RoundPlan(self._round, rows, new, epoch, moves, is_on, policy.least_survival)
         if rows:
             self._in_flight[self._round] = [(one.sequence, row) for one, row in zip(scheduled, rows, strict=True)]
             self._round += 1

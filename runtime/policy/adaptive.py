@@ -81,6 +81,8 @@ class AdaptivePolicy:
         clock: seconds, to time decisions.
     """
 
+    least_survival = 0.0
+
     def __init__(
         self,
         limit: int,
@@ -210,9 +212,11 @@ class AdaptivePolicy:
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
+        asked = {row.slot: row.k for row in step.plan.rows}
         for verdict in step.verdicts:
             if verdict.proposed:
-                self._chooser.record(verdict, self._by_slot.get(verdict.slot) or RequestAcceptance())
+                acceptance = self._by_slot.get(verdict.slot) or RequestAcceptance()
+                self._chooser.record(verdict, acceptance, asked.get(verdict.slot, 0))
         done = self._describe(step)
         self._costs.observe(done)
         self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)

@@ -36,7 +36,7 @@ class Policy(Protocol):
     """Chooses how many draft tokens each row gets in each step.
 
     `limit` is the largest K there can be, 0 without speculation; `current` is this step's; `changes` counts changes
-    of K by reason.
+    of K by reason. `least_survival` is this step's `RoundPlan.least_survival`, 0 where nothing stops by it.
     """
 
     @property
@@ -47,6 +47,9 @@ class Policy(Protocol):
 
     @property
     def changes(self) -> Mapping[str, int]: ...  # noqa: D102
+
+    @property
+    def least_survival(self) -> float: ...  # noqa: D102
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Decide for a step of the sequences *running*; later ones may start in it."""
@@ -69,6 +72,7 @@ class NoSpeculation:
     """The policy without speculation: K is 0."""
 
     limit = current = 0
+    least_survival = 0.0
     changes: Mapping[str, int] = MappingProxyType({})
 
     def begin_step(self, running: Seq[Sequence]) -> None:

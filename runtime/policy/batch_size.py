@@ -85,6 +85,8 @@ def _check_table(ranges: tuple[tuple[int, int, int], ...], limit: int) -> None:
 class BatchSizePolicy:
     """Fixed K, or K by batch size. `changes` counts changes of K by reason."""
 
+    least_survival = 0.0
+
     def __init__(self, config: SpeculativeConfig) -> None:
         limit, table = config.disable_by_batch_size, config.num_speculative_tokens_per_batch_size
         self._limit = config.num_speculative_tokens

@@ -28,8 +28,14 @@ class Chooser(Protocol):
         """Return the number of draft tokens of each row that maximises tokens per second."""
         ...
 
-    def record(self, verdict: Verdict, acceptance: RequestAcceptance) -> None:
-        """Learn from the verdict of a row that had a draft, and whose request showed *acceptance* before."""
+    def record(self, verdict: Verdict, acceptance: RequestAcceptance, num_asked: int) -> None:
+        """Learn from the verdict of a row that had a draft.
+
+        Args:
+            verdict: of the row.
+            acceptance: what its request showed before.
+            num_asked: draft tokens that were asked for. A draft may have fewer.
+        """
         ...
 
     def describe(self) -> str:
@@ -49,9 +55,9 @@ class ChainChooser:
         survival_RD = self._model.survival([row.acceptance for row in rows])
         return allocate(survival_RD, _limits(rows), len(rows), costs)
 
-    def record(self, verdict: Verdict, acceptance: RequestAcceptance) -> None:
-        """See `Chooser`."""
-        self._model.observe(acceptance, verdict.proposed, len(verdict.path))
+    def record(self, verdict: Verdict, acceptance: RequestAcceptance, num_asked: int) -> None:
+        """See `Chooser`. A token that was asked for and not drafted counts as one that was not accepted."""
+        self._model.observe(acceptance, max(verdict.proposed, num_asked), len(verdict.path))
 
     def describe(self) -> str:
         """See `Chooser`."""
@@ -68,7 +74,7 @@ class TreeChooser:
         """See `Chooser`."""
         return choose_size(self._model, _limits(rows), len(rows), costs)
 
-    def record(self, verdict: Verdict, acceptance: RequestAcceptance) -> None:
+    def record(self, verdict: Verdict, acceptance: RequestAcceptance, num_asked: int) -> None:
         """See `Chooser`."""
         self._model.observe(verdict.proposed, len(verdict.path))
 

@@ -7,6 +7,7 @@ from runtime.policy.base import NoSpeculation, Policy
 from runtime.policy.batch_size import BatchSizePolicy, with_threshold
 from runtime.policy.choosers import ChainChooser, TreeChooser
 from runtime.policy.round_costs import RoundCostModel
+from runtime.policy.stopping import StoppingPolicy
 
 
 def make_policy(config: EngineConfig, costs: StepCosts | None) -> tuple[Policy, str]:
@@ -22,6 +23,13 @@ def make_policy(config: EngineConfig, costs: StepCosts | None) -> tuple[Policy, 
     speculative = config.speculative
     if speculative is None:
         return NoSpeculation(), "speculation: not configured"
+    policy, line = _policy(config, speculative, costs)
+    if speculative.assistant_confidence_threshold != "auto":
+        return policy, line
+    return StoppingPolicy(policy, _cost_model(config, speculative, costs)), f"{line}; drafts end where that pays"
+
+
+def _policy(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> tuple[Policy, str]:
     if speculative.policy_name == "adaptive":
         return _adaptive(config, speculative, costs), "speculation: as many draft tokens as pay, by measured costs"
     if speculative.policy_name == "fixed":
@@ -31,8 +39,13 @@ def make_policy(config: EngineConfig, costs: StepCosts | None) -> tuple[Policy, 
 
 
 def _adaptive(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> Policy:
+    limit = speculative.num_speculative_tokens
+    chooser = TreeChooser(limit) if speculative.may_branch else ChainChooser(limit)
+    model = _cost_model(config, speculative, costs)
+    return AdaptivePolicy(limit, chooser, model, may_branch=speculative.may_branch)
+
+
+def _cost_model(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> RoundCostModel:
     limit, max_rows = speculative.num_speculative_tokens, config.scheduler.max_num_seqs
     max_tokens = min(config.scheduler.max_num_batched_tokens, max_rows * (limit + 1))
-    chooser = TreeChooser(limit) if speculative.may_branch else ChainChooser(limit)
-    model = RoundCostModel(costs, max_tokens, max_rows, limit)
-    return AdaptivePolicy(limit, chooser, model, may_branch=speculative.may_branch)
+    return RoundCostModel(costs, max_tokens, max_rows, limit)

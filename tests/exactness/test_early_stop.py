@@ -9,41 +9,56 @@ from itertools import product
 import pytest
 
 from protos.draft import Draft, DraftRow
-from tests.support.exactness.engine import Shape
-from tests.support.exactness.texts import SAMPLINGS, Texts
+from tests.support.exactness.engine import Shape, run_rows
+from tests.support.exactness.texts import LENGTH, PROMPT, SAMPLINGS, Texts
 from workers.draft.worker import DraftWorker
 
 RULES = ("coupled", "standard", "block")
 CHAIN = Shape(4)
 THRESHOLD = 0.5
-NUM_TESTS = 30
+NUM_TESTS = 60
 """A bound on the number of tests, quick and full together."""
 QUICK, FULL = 1_500, 20_000
 
-EVERY = [Texts(*cell) for cell in product(RULES, (CHAIN,), SAMPLINGS, ("good", "bad"))]
+Stop = tuple[float | str, float]
+FIXED, LEARNT = (THRESHOLD, 0.0), ("auto", 0.4)
+"""A threshold, and the least survival of a draft token with which it pays."""
+EVERY = [
+    (Texts(*cell), stop) for stop in (FIXED, LEARNT) for cell in product(RULES, (CHAIN,), SAMPLINGS, ("good", "bad"))
+]
 SOME = [
-    Texts("coupled", CHAIN, "limits"),
-    Texts("standard", CHAIN, "plain", "bad"),
-    Texts("block", CHAIN, "penalties", "bad"),
+    (Texts("coupled", CHAIN, "limits"), FIXED),
+    (Texts("standard", CHAIN, "plain", "bad"), FIXED),
+    (Texts("block", CHAIN, "penalties", "bad"), FIXED),
+    (Texts("standard", CHAIN, "penalties"), LEARNT),
+    (Texts("block", CHAIN, "limits", "bad"), LEARNT),
 ]
 
 
-def check(cell: Texts, count: int) -> None:
-    world = cell.world.stopping(THRESHOLD)
-    finding, accepted = cell.check(count, world)
+def check(cell: Texts, stop: Stop, count: int) -> None:
+    finding, accepted = cell.check(count, cell.world.stopping(*stop))
     assert not finding.is_wrong(NUM_TESTS), f"{cell}: {finding}"
     assert 0 < accepted < 1
 
 
-@pytest.mark.parametrize("cell", SOME, ids=str)
-def test_whole_texts(cell: Texts) -> None:
-    check(cell, QUICK)
+@pytest.mark.parametrize(("cell", "stop"), SOME, ids=str)
+def test_whole_texts(cell: Texts, stop: Stop) -> None:
+    check(cell, stop, QUICK)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cell", EVERY, ids=str)
-def test_whole_texts_in_full(cell: Texts) -> None:
-    check(cell, FULL)
+@pytest.mark.parametrize(("cell", "stop"), EVERY, ids=str)
+def test_whole_texts_in_full(cell: Texts, stop: Stop) -> None:
+    check(cell, stop, FULL)
+
+
+@pytest.mark.parametrize("stop", [FIXED, LEARNT], ids=str)
+def test_chains_do_end_early(stop: Stop) -> None:
+    cell = Texts("standard", CHAIN, "plain", "bad")
+    whole, stopped = (
+        run_rows(world, cell.samplings(0, 300), PROMPT, LENGTH) for world in (cell.world, cell.world.stopping(*stop))
+    )
+    assert stopped.proposed / stopped.rounds < 0.8 * whole.proposed / whole.rounds
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protos.config.engine import SpeculativeConfig
+from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig, from_json, to_json
 from protos.config.speculation import read
 from protos.errors import ConfigError
 
@@ -49,12 +49,26 @@ def test_a_confidence_threshold_is_a_probability(given: float | str) -> None:
     assert configured({"assistant_confidence_threshold": given}).assistant_confidence_threshold == float(given)
 
 
+def test_it_may_be_learnt_and_is_off_by_default() -> None:
+    assert configured({}).assistant_confidence_threshold is None
+    found = configured({"assistant_confidence_threshold": "auto"})
+    assert found.assistant_confidence_threshold == "auto"
+    engine = EngineConfig(model=ModelConfig("m"), speculative=found)
+    assert from_json(to_json(engine)) == engine
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"assistant_confidence_threshold": 1.5}, "assistant_confidence_threshold must be at most 1.0, got 1.5"),
-        ({"assistant_confidence_threshold": -0.1}, "assistant_confidence_threshold must be at least 0.0, got -0.1"),
-        ({"assistant_confidence_threshold": "low"}, "assistant_confidence_threshold must be a .*, got 'low'"),
+        (
+            {"assistant_confidence_threshold": 1.5},
+            "must be a number from 0 to 1, or 'auto', got 1.5",
+        ),
+        ({"assistant_confidence_threshold": -0.1}, "from 0 to 1, or 'auto', got -0.1"),
+        (
+            {"assistant_confidence_threshold": "low"},
+            "from 0 to 1, or 'auto', got 'low'",
+        ),
         (
             {"assistant_confidence_threshold": 0.4, "method": "medusa"},
             "is for draft_model, eagle, eagle3, mtp, which draft token by token; got medusa",

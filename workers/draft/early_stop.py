@@ -30,11 +30,13 @@ verified. What earlier rounds showed may be used, because every round draws new 
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from protos.config.engine import PROBABILISTIC_RULES, SpeculativeConfig
+from workers.draft.survival import LearntStop
 from workers.sampling.sample import MIN_TEMPERATURE, Floats, Ints, Logits
 from workers.sampling.sampler import Sampler
 
@@ -45,18 +47,63 @@ NaN, which is below every threshold, where the logits are NaN.
 """
 
 
-class EarlyStop:
-    """Decides which chains go on, by the confidence of their newest tokens.
+class StopRule(Protocol):
+    """Decides by the confidences of tokens which chains go on."""
+
+    def begin(self) -> None:
+        """Begin a round."""
+        ...
+
+    def take(self, slots_R: Ints, ids_R: Ints, confidence_R: Floats) -> None:
+        """Take the newest token of each row."""
+        ...
+
+    def goes_on(self, slots: Seq[int]) -> list[bool]:
+        """Return whether the chain of each slot should have another token."""
+        ...
+
+
+class FixedStop:
+    """Goes on while the newest token has at least this confidence.
 
     Args:
-        threshold: chains end after tokens with a lower confidence.
-        confidence_of: of sampled tokens.
+        threshold: least confidence.
         num_slots: S.
     """
 
-    def __init__(self, threshold: float, confidence_of: ConfidenceOf, num_slots: int) -> None:
-        self._threshold, self._confidence_of = threshold, confidence_of
+    def __init__(self, threshold: float, num_slots: int) -> None:
+        self._threshold = threshold
         self._newest_S: Floats = np.ones(num_slots)
+
+    def begin(self) -> None:
+        """See `StopRule`: there is nothing to do."""
+
+    def take(self, slots_R: Ints, ids_R: Ints, confidence_R: Floats) -> None:
+        """See `StopRule`."""
+        self._newest_S[slots_R] = confidence_R
+
+    def goes_on(self, slots: Seq[int]) -> list[bool]:
+        """See `StopRule`."""
+        found: list[bool] = (self._newest_S[slots] >= self._threshold).tolist()
+        return found
+
+
+class EarlyStop:
+    """Computes the confidences of sampled tokens, for a rule.
+
+    Args:
+        rule: decides which chains go on.
+        confidence_of: of sampled tokens.
+    """
+
+    def __init__(self, rule: StopRule, confidence_of: ConfidenceOf) -> None:
+        self.rule, self._confidence_of = rule, confidence_of
+
+    def begin(self, least_survival: float) -> None:
+        """Begin a round, in which draft tokens pay that are accepted with probability *least_survival*."""
+        if isinstance(self.rule, LearntStop):
+            self.rule.least = least_survival
+        self.rule.begin()
 
     def watch(self, logits_RV: torch.Tensor, ids_R: torch.Tensor, slots_R: Ints, index_R: Ints) -> Ints:
         """Take the tokens that were just sampled from these logits, for these positions; return them on the host.
@@ -65,14 +112,13 @@ class EarlyStop:
         """
         own_R = self._confidence_of(logits_RV, ids_R, slots_R, index_R)
         both_2R = torch.stack((ids_R.double(), own_R.double())).cpu().numpy()
-        self._newest_S[slots_R] = both_2R[1]
         ids: Ints = both_2R[0].astype(np.int64)
+        self.rule.take(slots_R, ids, both_2R[1])
         return ids
 
     def goes_on(self, slots: Seq[int]) -> list[bool]:
         """Return whether the chain of each slot should have another token."""
-        found: list[bool] = (self._newest_S[slots] >= self._threshold).tolist()
-        return found
+        return self.rule.goes_on(slots)
 
 
 def by_probability(logits_RV: torch.Tensor, ids_R: torch.Tensor, temperature_R: Logits) -> torch.Tensor:
@@ -93,8 +139,10 @@ def make_early_stop(speculative: SpeculativeConfig, sampler: Sampler) -> EarlySt
     def by_draft_and_noise(logits_RV: torch.Tensor, _ids_R: torch.Tensor, slots_R: Ints, index_R: Ints) -> torch.Tensor:
         return sampler.candidates(logits_RV, slots_R, index_R, 1)[1][:, 0].exp()
 
-    if speculative.assistant_confidence_threshold is None:
+    threshold = speculative.assistant_confidence_threshold
+    if threshold is None:
         return None
     is_independent = speculative.rejection_sample_method in PROBABILISTIC_RULES
     confidence_of = by_draft if is_independent else by_draft_and_noise
-    return EarlyStop(speculative.assistant_confidence_threshold, confidence_of, len(sampler.slots.known_len))
+    rule = LearntStop(sampler.slots) if threshold == "auto" else FixedStop(threshold, len(sampler.slots.known_len))
+    return EarlyStop(rule, confidence_of)

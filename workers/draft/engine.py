@@ -56,11 +56,13 @@ class DraftEngine:
 
     def propose(self, plan: RoundPlan, rows: Seq[Row]) -> ProposedDrafts:
         """Return a draft for each row of *rows*. A failure costs draft tokens, never a request."""
+        self.worker.least_survival = plan.least_survival
         return self._proposed(rows, lambda drafted: self.worker.propose(self.proposer, drafted))
 
     def propose_ready(self, plan: RoundPlan, rows: Seq[Row]) -> ProposedDrafts:
         """As `propose`, but without waiting: rows whose cache lags too far get no draft and catch up later."""
         slots = [row.slot for row in plan.rows]
+        self.worker.least_survival = plan.least_survival
         return self._proposed(rows, lambda drafted: self.worker.propose_at_once(self.proposer, slots, drafted))
 
     def _proposed(self, rows: Seq[Row], propose: Callable[[list[DraftRow]], list[Draft]]) -> ProposedDrafts:

@@ -44,7 +44,12 @@ class DraftWorker:
         shift: 1 if a cache entry holds the token after its position, 0 if it holds its own.
         draft_sampler: samples draft tokens; None: the target's sampler does, with the target's noise.
         early_stop: ends chains by the draft's confidence; None: they have the length that was asked for.
+
+    Attributes:
+        least_survival: of the round's plan, for *early_stop*.
     """
+
+    least_survival = 0.0
 
     def __init__(
         self,
@@ -259,6 +264,8 @@ class DraftWorker:
         self._trees.clear()
         if self._draft_sampler is not None:
             self._draft_sampler.begin()
+        if self._early_stop is not None:
+            self._early_stop.begin(self.least_survival)
         if ready:
             with torch.inference_mode():
                 found = proposer.propose([rows[i] for i in ready])

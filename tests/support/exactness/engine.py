@@ -169,10 +169,12 @@ class World:
     words: LoadVocabulary | None = None
     eos: int = 0
     options: dict[str, object] = field(default_factory=dict)
+    least_survival: float = 0.0
 
-    def stopping(self, threshold: float | str) -> "World":
+    def stopping(self, threshold: float | str, least_survival: float = 0.0) -> "World":
         """Return this world with drafts that end by their confidence."""
-        return replace(self, options={**self.options, "assistant_confidence_threshold": threshold})
+        options = {**self.options, "assistant_confidence_threshold": threshold}
+        return replace(self, options=options, least_survival=least_survival)
 
     def executor(self, num_slots: int, max_len: int, block_size: int, num_blocks: int) -> UniExecutor:
         """Return an engine's executor without the engine."""
@@ -260,7 +262,7 @@ def run_rows(
             )
             for slot, done, k in zip(rows_R.tolist(), done_N[rows_R].tolist(), k_R.tolist(), strict=True)
         ]
-        plan = RoundPlan(emitted.rounds, rows, new if first else (), moves=moves, speculates=True)
+        plan = RoundPlan(emitted.rounds, rows, new if first else (), 0, moves, True, world.least_survival)
         moves = []
         for verdict in executor.run(plan):
             slot, tokens = verdict.slot, verdict.token_ids

@@ -46,6 +46,7 @@ class FromThePast:
     limit: int
     current: int = 0
     step: int = 0
+    least_survival: float = 0.0
     changes: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
 

@@ -9,6 +9,7 @@ import torch
 from protos.draft import Draft
 from protos.messages import NewSequence, Sampling
 from protos.sampling import SamplingParams
+from runtime.policy.stopping import StoppingPolicy
 from slipstream import LLM
 from tests.conftest import ModelPair
 from tests.proposers.test_every_proposer import CASES, Drafted, Folders, Options, requests, started
@@ -16,7 +17,7 @@ from tests.proposers.test_every_proposer import drafted as drafted  # noqa: PLC0
 from tests.proposers.test_every_proposer import folders as folders  # noqa: PLC0414 - a fixture
 from tests.support.distributed.engine import Engine, configure, threaded
 from tests.support.engine_arguments import speculative
-from workers.draft.early_stop import by_probability, make_early_stop
+from workers.draft.early_stop import FixedStop, by_probability, make_early_stop
 from workers.sampling.noise import gumbel, row_keys
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -31,11 +32,19 @@ def chains(threshold: float | str | None) -> Options:
     return options if threshold is None else {**options, "assistant_confidence_threshold": threshold}
 
 
+@pytest.mark.parametrize("threshold", [THRESHOLD, "auto"])
 @each
 def test_answers_are_the_same_and_chains_differ_in_length(
-    case: Any, folders: Folders, running: list[Engine], *, drafted: Drafted
+    case: Any,
+    threshold: float | str,
+    folders: Folders,
+    running: list[Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    drafted: Drafted,
 ) -> None:
-    engine = started(folders.of(case), folders.speculative(case, **chains(THRESHOLD)))
+    monkeypatch.setattr(StoppingPolicy, "_least", lambda *_: 0.3)
+    engine = started(folders.of(case), folders.speculative(case, **chains(threshold)))
     running.append(engine)
     engine.put(*requests())
     assert engine.finish() == folders.plain(folders.of(case))
@@ -138,11 +147,12 @@ def test_the_noise_that_the_target_shares_counts(rule: str) -> None:
         speculative(model="d", assistant_confidence_threshold=0.5, rejection_sample_method=rule), sampler
     )
     assert stop is not None
+    assert isinstance(stop.rule, FixedStop)
     assert stop.watch(LOGITS, ids_R, slots_R, index_R).tolist() == ids_R.tolist()
     noise_RV = gumbel(torch.from_numpy(row_keys(sampler.seeds(slots_R), index_R))[:, None], torch.arange(6))
     scores = [LOGITS[0].double(), LOGITS[1].double() / 0.5 + noise_RV[1] * (rule == "coupled")]
     wanted = [float(score.softmax(0)[token]) for score, token in zip(scores, ids_R.tolist(), strict=True)]
-    np.testing.assert_allclose(stop._newest_S, wanted, rtol=1e-5)
+    np.testing.assert_allclose(stop.rule._newest_S, wanted, rtol=1e-5)
     assert stop.goes_on([0, 1]) == [confidence >= 0.5 for confidence in wanted]
 
 

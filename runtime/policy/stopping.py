@@ -1,0 +1,95 @@
+"""How likely a draft token must be to be accepted, so that it pays: for `assistant_confidence_threshold` "auto".
+
+Rounds bring Y tokens in T seconds. One more draft token of a row takes c seconds: the row's share of a draft step, and
+what the target takes longer to score it. With probability s it is accepted, after all before it. It raises the tokens
+per second if s > c Y / T. That is the choice of `runtime.policy.allocation`, with the confidence of single tokens. As
+the choice changes Y and T, so they change the choice, until both agree.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from runtime.core.sequence import Sequence
+from runtime.policy.base import FinishedStep, Policy
+from runtime.policy.round_costs import Round, RoundCostModel
+
+SMOOTHING = 0.05
+"""Weight of the newest round in the smoothed tokens and seconds."""
+SLOPE_ROWS = 4
+"""What the target takes longer for a draft token is read from the cost of so many for each row."""
+
+
+class StoppingPolicy:
+    """Another policy, and the least survival of draft tokens by what rounds cost and brought.
+
+    Args:
+        inner: decides everything else.
+        costs: of rounds, with its own corrections.
+    """
+
+    def __init__(self, inner: Policy, costs: RoundCostModel) -> None:
+        self._inner, self._costs = inner, costs
+        self._tokens = self._seconds = 0.0
+        self.least_survival = 0.0
+
+    @property
+    def limit(self) -> int:
+        """See `Policy`."""
+        return self._inner.limit
+
+    @property
+    def current(self) -> int:
+        """See `Policy`."""
+        return self._inner.current
+
+    @property
+    def changes(self) -> Mapping[str, int]:
+        """See `Policy`."""
+        return self._inner.changes
+
+    def begin_step(self, running: Seq[Sequence]) -> None:
+        """See `Policy`."""
+        self._inner.begin_step(running)
+        num_rows = sum([sequence.is_decoding for sequence in running])
+        if num_rows and self._seconds:
+            self.least_survival = self._least(num_rows)
+
+    def _least(self, num_rows: int) -> float:
+        """Return the tokens that the engine brings in the seconds that one more draft token of a row takes."""
+        costs = self._costs.of(num_rows)
+        more = SLOPE_ROWS * num_rows
+        scoring_s = max(0.0, costs.target.at(num_rows + more) - costs.target.at(num_rows)) / more
+        return (costs.draft.at(num_rows) / num_rows + scoring_s) * self._tokens / self._seconds
+
+    def num_draft_tokens(self, sequence: Sequence) -> int:
+        """See `Policy`."""
+        return self._inner.num_draft_tokens(sequence)
+
+    def num_nodes(self, sequence: Sequence, depth: int) -> int:
+        """See `Policy`."""
+        return self._inner.num_nodes(sequence, depth)
+
+    def end_step(self, step: FinishedStep) -> None:
+        """See `Policy`."""
+        self._inner.end_step(step)
+        done = _drafted(step)
+        self._costs.observe(done)
+        if done.depth and done.decodes:
+            weight = SMOOTHING if self._seconds else 1.0
+            self._tokens += weight * (done.num_tokens - self._tokens)
+            self._seconds += weight * (done.seconds - self._seconds)
+
+
+def _drafted(step: FinishedStep) -> Round:
+    """Describe a step by the draft tokens that there were, not by those that were asked for."""
+    counts = [verdict.proposed for verdict in step.verdicts if verdict.proposed]
+    return Round(
+        num_known=sum([row.length for row in step.plan.rows]),
+        num_scored=sum(counts),
+        num_drafting=len(counts),
+        depth=max(counts, default=0),
+        num_tokens=step.num_tokens,
+        draft_s=step.draft_s,
+        seconds=step.seconds,
+        decodes=all(row.samples and row.length == 1 for row in step.plan.rows),
+    )
