@@ -1,6 +1,8 @@
 """The two consoles of the command line: results on stdout, progress and errors on stderr."""
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -28,3 +30,17 @@ def show_warnings() -> None:
     """Print logged warnings on stderr."""
     handler = RichHandler(console=ERR, show_time=False, show_path=False, show_level=False, markup=False)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")
+
+
+@contextmanager
+def progress_bar(text: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on stderr, unless that is a file; yield what advances it by one."""
+    from tqdm import tqdm  # noqa: PLC0415 - only where a bar is shown
+
+    is_hidden = not (ERR.is_terminal or ERR.is_dumb_terminal)
+    with tqdm(total=total, desc=text, dynamic_ncols=True, disable=is_hidden) as bar:
+
+        def advance() -> None:
+            bar.update(1)
+
+        yield advance

@@ -178,18 +178,27 @@ def simulate(
     matched: Annotated[
         Path | None, typer.Option(help="Write the tokens matched so far after every step here, as JSON lines.")
     ] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="Table of costs, for predictions; measured with --target if it does not exist.")
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes whose costs are measured.")] = "1,2,4,8,16",
+    contexts: Annotated[str, typer.Option(help="Numbers of known tokens at which costs are measured.")] = "64,256",
     json: Annotated[Path | None, typer.Option(help="Write all figures here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a table and plots here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the plots here; needs matplotlib.")] = None,
 ) -> None:
     """Replay drafts against logged answers, and print how many of their tokens would have been accepted.
 
     The target is --model, or the one that the log names; its weights are not read without --target. Batches have
     --max-num-seqs answers. Models run eager unless --no-enforce-eager is given.
     """
-    from cluster.cli.simulate import SimulateOptions, run  # noqa: PLC0415 - as above
+    from cluster.cli.simulate import OutputFiles, SimulateOptions, run  # noqa: PLC0415 - as above
+    from cluster.cli.simulate_costs import CostOptions  # noqa: PLC0415
     from cluster.simulate.logs import log_fields  # noqa: PLC0415
 
-    fields = log_fields(prompt_field, output_field)
-    run(engine, SimulateOptions(logs, draft or [], k, target, fields, num_answers, matched, json))
+    table = None if costs is None else CostOptions(costs, batch_sizes, contexts)
+    fields, files = log_fields(prompt_field, output_field), OutputFiles(matched, json, html, png)
+    run(engine, SimulateOptions(logs, draft or [], k, target, fields, num_answers, table, files))
 
 
 @app.command("build-datastore", context_settings=HYPHENS)

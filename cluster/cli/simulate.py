@@ -2,29 +2,47 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import demo
-from cluster.cli.console import ERR, OUT, show_progress, show_warnings
+from cluster.cli.console import OUT, progress_bar, show_progress, show_warnings
+from cluster.cli.simulate_costs import CostOptions, numbers
 from cluster.settings import engine_config
-from cluster.simulate import report
+from cluster.simulate import charts, report
 from cluster.simulate.logs import LogFields, LoggedAnswer, read
-from cluster.simulate.replay import Tick, replay
+from cluster.simulate.predict import Prediction, predict
+from cluster.simulate.replay import replay
 from cluster.simulate.results import Replay
 from protos.config import argument_names, speculation
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
-from protos.validation import shown
 
 NUM_TOKENS = "num_speculative_tokens"
 
 
 @dataclass(frozen=True)
+class OutputFiles:
+    """Files to write; None for those that are not wanted."""
+
+    matched: Path | None = None
+    json: Path | None = None
+    html: Path | None = None
+    png: Path | None = None
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a file could not be written, before anything is loaded."""
+        for path in (self.matched, self.json, self.html, self.png):
+            if path is not None and not path.parent.is_dir():
+                raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
+        if self.png is not None:
+            charts.require_matplotlib()
+
+
+@dataclass(frozen=True)
 class SimulateOptions:
-    """What to replay, and where to write the results.
+    """What to replay.
 
     Attributes:
         logs: each is a dataset.
@@ -33,8 +51,8 @@ class SimulateOptions:
         with_target: whether to load the target.
         fields: of the logs.
         num_answers: most answers of each log.
-        matched: file of the tokens matched after every step.
-        output: file of all figures.
+        costs: the table of costs; None for no prediction.
+        files: of the results.
     """
 
     logs: Sequence[Path]
@@ -43,8 +61,8 @@ class SimulateOptions:
     with_target: bool
     fields: LogFields
     num_answers: int | None
-    matched: Path | None
-    output: Path | None
+    costs: CostOptions | None
+    files: OutputFiles
 
 
 def run(engine: Mapping[str, Any], options: SimulateOptions) -> None:
@@ -55,22 +73,39 @@ def run(engine: Mapping[str, Any], options: SimulateOptions) -> None:
         options: what to replay.
 
     Raises:
-        ConfigError: a log, a draft or a file is wrong.
+        ConfigError: a log, a draft, a table or a file is wrong.
         ModelError: a checkpoint cannot be loaded.
     """
     show_warnings()
-    for path in (options.matched, options.output):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
+    options.files.check()
+    if options.costs is not None:
+        options.costs.check(with_target=options.with_target)
     datasets = [read(path, options.fields, options.num_answers) for path in options.logs]
-    arguments = {"enforce_eager": True, **engine, **_model(engine, datasets)}
+    arguments = {**engine, **_model(engine, datasets)}
+    eager = {"enforce_eager": True, **arguments}
     configs = [
-        pair for draft in _drafts(options.drafts, engine) for pair in _configs(arguments, draft, _ks(options.ks))
+        pair for draft in _drafts(options.drafts, engine) for pair in _configs(eager, draft, numbers(options.ks, "k"))
     ]
     _show_assumptions(datasets)
     replays = [_replayed(name, config, datasets, options) for name, config in configs]
     _show(replays)
-    _write(replays, options)
+    if options.costs is None:
+        _write(replays, [], [], options.files)
+        return
+    costs, notes = options.costs.table(replays, _for_costs(arguments, configs[0][1]))
+    predictions = [each for one in replays for each in predict(one, costs)]
+    for table in report.speedups(predictions):
+        OUT.print(table)
+    notes = [*report.advice(predictions), *notes]
+    for line in notes:
+        OUT.print(line, markup=False, highlight=False)
+    _write(replays, predictions, notes, options.files)
+
+
+def _for_costs(arguments: Mapping[str, Any], replayed: EngineConfig) -> EngineConfig:
+    """Return the configuration whose costs count: that of serving, compiled unless the user says otherwise."""
+    compiled = engine_config({**arguments, argument_names.SPECULATIVE: None}).model
+    return replace(replayed, model=compiled)
 
 
 def _model(engine: Mapping[str, Any], datasets: Sequence[Sequence[LoggedAnswer]]) -> dict[str, Any]:
@@ -98,15 +133,6 @@ def _drafts(given: Sequence[str], engine: Mapping[str, Any]) -> list[Mapping[str
     if not all(found):
         raise ConfigError("a draft must be a JSON object that names a method or a model, got none")
     return found
-
-
-def _ks(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"k must be numbers from 1 on, separated by commas, got {shown(text)}")
-    return [int(word) for word in words]
 
 
 def _configs(
@@ -140,16 +166,8 @@ def _show_assumptions(datasets: Sequence[Sequence[LoggedAnswer]]) -> None:
 def _replayed(
     name: str, config: EngineConfig, datasets: Sequence[Sequence[LoggedAnswer]], options: SimulateOptions
 ) -> Replay:
-    with _bar(name, sum(map(len, datasets))) as tick:
+    with progress_bar(name, sum(map(len, datasets))) as tick:
         return replay(name, config, datasets, show_progress, tick, with_target=options.with_target)
-
-
-@contextmanager
-def _bar(text: str, total: int) -> Iterator[Tick]:
-    from tqdm import tqdm  # noqa: PLC0415 - only where a bar is shown
-
-    with tqdm(total=total, desc=text, dynamic_ncols=True, disable=not (ERR.is_terminal or ERR.is_dumb_terminal)) as bar:
-        yield lambda: bar.update(1) and None
 
 
 def _show(replays: Sequence[Replay]) -> None:
@@ -160,12 +178,31 @@ def _show(replays: Sequence[Replay]) -> None:
         OUT.print(report.comparison(replays))
 
 
-def _write(replays: Sequence[Replay], options: SimulateOptions) -> None:
-    if options.matched is not None:
+def _write(
+    replays: Sequence[Replay], predictions: Sequence[Prediction], notes: Sequence[str], files: OutputFiles
+) -> None:
+    if files.matched is not None:
         lines = report.matched_lines(replays)
-        options.matched.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        show_progress(f"the tokens matched after every step are in {options.matched}")
-    if options.output is not None:
-        content = {"replays": [report.as_dict(each) for each in replays]}
-        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        show_progress(f"all figures are in {options.output}")
+        _write_text(files.matched, "".join(f"{line}\n" for line in lines))
+    if files.json is not None:
+        content = {
+            "replays": [report.as_dict(each) for each in replays],
+            "predictions": [asdict(each) for each in predictions],
+            "notes": list(notes),
+        }
+        _write_text(files.json, json.dumps(content, indent=1) + "\n")
+    found = charts.charts(replays, predictions)
+    if files.html is not None:
+        _write_text(files.html, charts.html(found, replays, [*_rules(replays), *notes]))
+    if files.png is not None:
+        charts.write_png(found, files.png)
+        show_progress(f"wrote {files.png}")
+
+
+def _rules(replays: Sequence[Replay]) -> list[str]:
+    return list(dict.fromkeys(rule for each in replays for rule in each.rules))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    show_progress(f"wrote {path}")

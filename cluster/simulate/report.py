@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from cluster.simulate.predict import Prediction, best_by_shape, threshold
 from cluster.simulate.results import Replay
 from protos.outputs import SpeculativeDecodingMetrics
 
@@ -86,3 +87,45 @@ def as_dict(replay: Replay) -> dict[str, Any]:
         "matched_per_dataset": per_dataset(replay),
         **asdict(metrics),
     }
+
+
+def speedups(predictions: Seq[Prediction]) -> list[Table]:
+    """Return a table for each context: the speed-up of every draft by batch size."""
+    return [_speedups_at(context, predictions) for context in _contexts(predictions)]
+
+
+def _contexts(predictions: Seq[Prediction]) -> list[int]:
+    return sorted({each.shape[1] for each in predictions})
+
+
+def _speedups_at(context: int, predictions: Seq[Prediction]) -> Table:
+    here = [each for each in predictions if each.shape[1] == context]
+    sizes = sorted({each.shape[0] for each in here})
+    table = Table(
+        "draft", "K", *(str(rows) for rows in sizes), title=f"predicted speed-up by batch size, context {context}"
+    )
+    for name, k in dict.fromkeys((each.name, each.k) for each in here):
+        found = {each.shape[0]: f"{each.speedup:.2f}" for each in here if (each.name, each.k) == (name, k)}
+        table.add_row(name, str(k), *(found.get(rows, "-") for rows in sizes))
+    return table
+
+
+def advice(predictions: Seq[Prediction]) -> list[str]:
+    """Return lines: the best K of each draft by batch size, and where it stops to pay."""
+    best, found = best_by_shape(predictions), []
+    for context in _contexts(predictions):
+        for name in dict.fromkeys(each.name for each in predictions):
+            chosen = [
+                each
+                for (draft, shape), each in sorted(best.items(), key=_order)
+                if (draft, shape[1]) == (name, context)
+            ]
+            ks = ", ".join(f"{each.k} at {each.shape[0]} ({each.speedup:.2f}x)" for each in chosen)
+            found.append(
+                f"{name}, context {context}: best K by batch size: {ks}; {threshold(predictions, name, context)}"
+            )
+    return found
+
+
+def _order(item: tuple[tuple[str, tuple[int, int]], Prediction]) -> tuple[int, int]:
+    return item[1].shape

@@ -24,8 +24,9 @@ def build(config: EngineConfig, report: ProgressCallback, *, with_target: bool) 
     from cluster.simulate import executors  # noqa: PLC0415 - torch loads when an engine is built, not before
 
     speculative = _replayable(config)
-    if not with_target:
-        _check_needs_no_target(config, speculative)
+    why = None if with_target else _why_target(config)
+    if why is not None:
+        raise ConfigError(f"{why}: give --target, which loads and runs it")
     executors.free_memory()
     make = executors.with_target if with_target else executors.without_target
     return assemble.build(replace(config, speculative=speculative), None, report, make, end_of_log)
@@ -43,17 +44,22 @@ def _replayable(config: EngineConfig) -> SpeculativeConfig:
     return replace(speculative, policy="fixed", disable_by_batch_size=None, num_speculative_tokens_per_batch_size=None)
 
 
-def _check_needs_no_target(config: EngineConfig, speculative: SpeculativeConfig) -> None:
-    own = sorted(OF_THE_TARGET.intersection(speculative.methods))
-    if own:
-        raise ConfigError(f"method {own[0]!r} drafts with the target: give --target, which loads and runs it")
+def needs_target(config: EngineConfig) -> bool:
+    """Whether the draft of *config* cannot be made without the target."""
+    return _why_target(config) is not None
+
+
+def _why_target(config: EngineConfig) -> str | None:
+    """Return why the draft of *config* needs the target; None if it does not."""
     from cluster.simulate.executors import needs_of  # noqa: PLC0415 - as above
 
+    methods = () if config.speculative is None else config.speculative.methods
+    own = sorted(OF_THE_TARGET.intersection(methods))
+    if own:
+        return f"method {own[0]!r} drafts with the target"
     if needs_of(config) != "none":
-        raise ConfigError(
-            f"method {speculative.methods[-1]!r} reads hidden states of the target, which no log has: give --target, "
-            "which loads and runs it"
-        )
+        return f"method {methods[-1]!r} reads hidden states of the target, which no log has"
+    return None
 
 
 def draws_drafts(speculative: SpeculativeConfig) -> bool:

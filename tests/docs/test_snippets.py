@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -128,19 +129,36 @@ def test_a_proposer_of_your_own_drafts(tmp_path: Path, monkeypatch: pytest.Monke
         assert engine.stats().proposed > 0
 
 
+REPLAY, PREDICTION = (block.text for block in blocks("bash") if block.document.name == "simulation.md")
+
+
+def run_commands(text: str, *more: str) -> None:
+    for command in text.splitlines():
+        program, *words = shlex.split(command)
+        assert program == "slipstream"
+        main.app([*words, *more, "--max-model-len", "512"], standalone_mode=False)
+
+
 def test_the_simulation_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [block] = [block for block in blocks("bash") if block.document.name == "simulation.md"]
     monkeypatch.chdir(tmp_path)
-    for command in block.text.splitlines():
-        program, *words = shlex.split(command)
-        assert program == "slipstream"
-        main.app([*words, "--max-model-len", "512"], standalone_mode=False)
+    run_commands(REPLAY)
     printed = capsys.readouterr().out
     for name in ("draft_model draft, K = 4", "suffix, K = ", "ngram, K = 4"):
         assert name in printed
     assert len((tmp_path / "matched.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.full
+def test_the_prediction_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_commands(REPLAY.splitlines()[0])
+    run_commands(PREDICTION if find_spec("matplotlib") else PREDICTION.replace("--png drafts.png", ""))
+    assert "best K by batch size" in capsys.readouterr().out
+    assert (tmp_path / "drafts.html").is_file()
 
 
 JSON = blocks("json")

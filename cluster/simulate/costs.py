@@ -1,0 +1,140 @@
+"""What rounds cost on one machine, by batch size, context and tokens; with where and of what it was measured."""
+
+import json
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protos.config.engine import SpeculativeConfig
+from protos.errors import ConfigError
+from protos.validation import shown
+
+FORMAT = 1
+Shape = tuple[int, int]
+"""Rows of a batch, and known tokens of each."""
+Seconds = Mapping[Shape, Mapping[int, float]]
+"""By shape: tokens of a row that the target is fed, or that are drafted for it -> seconds of a round."""
+
+
+def draft_key(speculative: SpeculativeConfig) -> str:
+    """Return what identifies a draft in a table of costs, whatever its number of draft tokens."""
+    tree = f", width {speculative.eagle_topk}" if speculative.eagle_topk > 1 else ""
+    return f"{'+'.join(speculative.methods)} {speculative.model or ''}".strip() + tree
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of rounds in which all rows decode.
+
+    Attributes:
+        model: the target's Hub id or folder.
+        dtype: of the target.
+        machine: processor, devices and versions.
+        target: of rounds without their drafting, sampling and the controller's work included.
+        drafts: of drafting, by `draft_key`.
+    """
+
+    model: str
+    dtype: str
+    machine: Mapping[str, str]
+    target: Seconds
+    drafts: Mapping[str, Seconds] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The measured shapes, smallest first."""
+        return sorted(self.target)
+
+    def plain_s(self, shape: Shape) -> float:
+        """Return the seconds of a round without draft tokens."""
+        return self.target_s(shape, 1.0)
+
+    def target_s(self, shape: Shape, tokens: float) -> float:
+        """Return the seconds of a round that feeds *tokens* for each row; linear between measured numbers."""
+        by_tokens = self.target[shape]
+        sizes = sorted(by_tokens)
+        if not sizes[0] <= tokens <= sizes[-1]:
+            raise ConfigError(
+                f"the table of costs has {sizes[0]} to {sizes[-1]} tokens of a row, and {tokens:g} are needed: measure "
+                "it again, into another file"
+            )
+        return float(np.interp(tokens, sizes, [by_tokens[size] for size in sizes]))
+
+    def draft_s(self, key: str, shape: Shape, k: int) -> float:
+        """Return the seconds of drafting up to *k* tokens for each row. Raises `ConfigError` if it was not measured."""
+        found = self.drafts.get(key, {}).get(shape, {}).get(k)
+        if found is None:
+            raise ConfigError(
+                f"the table of costs has no {key!r} with K = {k}, but {', '.join(sorted(self.drafts)) or 'no drafts'}: "
+                "measure it again, into another file"
+            )
+        return found
+
+    def check(self, model: str, machine: Mapping[str, str]) -> list[str]:
+        """Return how *machine* differs from the table's; empty if it does not.
+
+        Raises:
+            ConfigError: the costs are those of another model.
+        """
+        if model != self.model:
+            raise ConfigError(f"the costs are those of {self.model}, the answers those of {model}")
+        return [
+            f"{name} {self.machine.get(name, '?')}, here {here}"
+            for name, here in machine.items()
+            if self.machine.get(name) != here
+        ]
+
+    def as_json(self) -> str:
+        """Return the text of a file that `read_costs` reads."""
+        drafts = {key: _rows(seconds) for key, seconds in self.drafts.items()}
+        content = {
+            "format": FORMAT,
+            "model": self.model,
+            "dtype": self.dtype,
+            "machine": dict(self.machine),
+            "columns": ["rows", "context", "tokens", "seconds"],
+            "target": _rows(self.target),
+            "drafts": drafts,
+        }
+        return json.dumps(content, indent=1) + "\n"
+
+
+def _rows(seconds: Seconds) -> list[list[float]]:
+    return [[*shape, tokens, s] for shape, by_tokens in sorted(seconds.items()) for tokens, s in by_tokens.items()]
+
+
+def read_costs(path: Path) -> CostTable:
+    """Read a table. Raises `ConfigError`: it cannot be read, or something in it is wrong."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the costs {path}: {type(error).__name__}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigError(
+            f"{path} is not a table of costs of format {FORMAT}: `slipstream simulate --target` writes one"
+        )
+    try:
+        return CostTable(
+            str(content["model"]),
+            str(content["dtype"]),
+            {str(name): str(value) for name, value in content["machine"].items()},
+            _seconds(content["target"]),
+            {str(key): _seconds(rows) for key, rows in content["drafts"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a table of costs: {type(error).__name__}: {shown(str(error))}") from None
+
+
+def _seconds(rows: Iterable[Seq[Any]]) -> Seconds:
+    found: dict[Shape, dict[int, float]] = {}
+    for num_rows, context, tokens, seconds in rows:
+        if min(num_rows, context, tokens) < 1 or not 0 <= seconds < float("inf"):
+            raise ValueError(f"a row is [{num_rows}, {context}, {tokens}, {seconds}]")
+        found.setdefault((int(num_rows), int(context)), {})[int(tokens)] = float(seconds)
+    if not found:
+        raise ValueError("no rows")
+    return found

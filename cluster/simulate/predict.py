@@ -1,0 +1,65 @@
+"""Predicts the speed-up of replayed drafts from what rounds cost.
+
+A round of b rows without draft tokens takes t(b, 1) seconds and gives b tokens. With drafts of up to K tokens, of which
+p are proposed on average, a round takes t(b, 1 + p) + d(b, K) and gives b times the tokens that a step gave in the
+replay. The speed-up is the ratio of tokens per second.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from cluster.simulate.costs import CostTable, Shape, draft_key
+from cluster.simulate.results import Replay
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The speed-up of a draft with *k* tokens, for batches of `shape[0]` rows of `shape[1]` known tokens.
+
+    Attributes:
+        plain_s, round_s: seconds of a round without and with drafts.
+        speedup: tokens per second relative to no speculation.
+    """
+
+    name: str
+    k: int
+    shape: Shape
+    plain_s: float
+    round_s: float
+    speedup: float
+
+
+def predict(replay: Replay, costs: CostTable) -> list[Prediction]:
+    """Return the speed-up of *replay* for each measured shape. Raises `ConfigError` for costs that are not there."""
+    per_step = replay.stats.proposed / replay.num_steps
+    found = []
+    for shape in costs.shapes:
+        plain_s = costs.plain_s(shape)
+        drafting_s = costs.draft_s(draft_key(replay.speculative), shape, replay.k)
+        round_s = costs.target_s(shape, 1 + per_step) + drafting_s
+        speedup = replay.tokens_per_step * plain_s / round_s
+        found.append(Prediction(replay.name, replay.k, shape, plain_s, round_s, speedup))
+    return found
+
+
+def best_by_shape(predictions: Seq[Prediction]) -> dict[tuple[str, Shape], Prediction]:
+    """Return the K with the highest speed-up, for each draft and shape."""
+    best: dict[tuple[str, Shape], Prediction] = {}
+    for each in predictions:
+        before = best.get((each.name, each.shape))
+        if before is None or each.speedup > before.speedup:
+            best[each.name, each.shape] = each
+    return best
+
+
+def threshold(predictions: Seq[Prediction], name: str, context: int) -> str:
+    """Return up to which of the measured batch sizes the draft *name* pays, at its best K."""
+    best = best_by_shape([each for each in predictions if each.name == name and each.shape[1] == context])
+    by_rows = {shape[0]: each.speedup for (_, shape), each in sorted(best.items())}
+    losing = [rows for rows, speedup in by_rows.items() if speedup <= 1]
+    paying = [rows for rows in by_rows if not losing or rows < losing[0]]
+    if not paying:
+        return f"does not pay at batch size {min(by_rows)}, the smallest measured"
+    if not losing:
+        return f"pays at every measured batch size, up to {max(by_rows)}"
+    return f"pays up to batch size {paying[-1]}, not at {losing[0]}"
