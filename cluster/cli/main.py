@@ -1,4 +1,4 @@
-"""The `slipstream` command: serve, generate, check, simulate, build-datastore, env, doctor, bench."""
+"""The `slipstream` command: serve, generate, check, simulate, tune, build-datastore, env, doctor, bench."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from cluster import shadowing
+from cluster.cli import studies
 from cluster.cli.console import OUT, show_error
 from cluster.cli.env import version
-from cluster.cli.options import engine_options, safety_options, sampling_options, server_options, with_options
+from cluster.cli.options import (
+    engine_options,
+    one_model,
+    safety_options,
+    sampling_options,
+    server_options,
+    with_options,
+)
 from cluster.settings import engine_config
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, SlipstreamError
@@ -33,12 +41,6 @@ def _show_version(show: bool) -> None:
     if show:
         OUT.print(f"slipstream {version()}", highlight=False)
         raise typer.Exit
-
-
-def _one_model(positional: str | None, option: str | None) -> str | None:
-    if positional is not None and option is not None:
-        raise ConfigError(f"the model is given twice: {positional!r} and --model {option!r}")
-    return positional or option
 
 
 @app.callback()
@@ -107,7 +109,7 @@ def serve(
     from cluster.cli import serve  # noqa: PLC0415 - as above
     from runtime.http.tools.choice import ToolOptions  # noqa: PLC0415
 
-    config = engine_config({**engine, "model": _one_model(positional_model, model)})
+    config = engine_config({**engine, "model": one_model(positional_model, model)})
     serve.run(
         config,
         servers=servers,
@@ -149,7 +151,7 @@ def check(
     from cluster.check.check import CheckOptions  # noqa: PLC0415 - as above
     from cluster.cli.check import read_prompts, run  # noqa: PLC0415
 
-    config = engine_config({**engine, "model": _one_model(positional_model, model)})
+    config = engine_config({**engine, "model": one_model(positional_model, model)})
     options = CheckOptions(
         read_prompts(prompts, num_prompts), max_tokens, samples, temperature, config.seed or 0, false_alarm
     )
@@ -157,48 +159,8 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command(context_settings=HYPHENS)
-@with_options(engine=engine_options())
-def simulate(
-    engine: dict[str, Any],
-    *,
-    logs: Annotated[list[Path], typer.Argument(help="JSON lines of prompts and outputs, as `generate --log` writes.")],
-    draft: Annotated[
-        list[str] | None, typer.Option(help="A speculative_config as JSON, with a `name` if wanted; may be repeated.")
-    ] = None,
-    k: Annotated[
-        str | None, typer.Option(help="Numbers of draft tokens to try with each draft, such as 1,2,4.")
-    ] = None,
-    target: Annotated[
-        bool, typer.Option("--target", help="Load the target, for methods that read its hidden states.")
-    ] = False,
-    prompt_field: Annotated[str | None, typer.Option(help="Field of the prompt: text or token ids.")] = None,
-    output_field: Annotated[str | None, typer.Option(help="Field of the output: text or token ids.")] = None,
-    num_answers: Annotated[int | None, typer.Option(help="Most answers of each log.", min=1)] = None,
-    matched: Annotated[
-        Path | None, typer.Option(help="Write the tokens matched so far after every step here, as JSON lines.")
-    ] = None,
-    costs: Annotated[
-        Path | None, typer.Option(help="Table of costs, for predictions; measured with --target if it does not exist.")
-    ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes whose costs are measured.")] = "1,2,4,8,16",
-    contexts: Annotated[str, typer.Option(help="Numbers of known tokens at which costs are measured.")] = "64,256",
-    json: Annotated[Path | None, typer.Option(help="Write all figures here.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with a table and plots here.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write the plots here; needs matplotlib.")] = None,
-) -> None:
-    """Replay drafts against logged answers, and print how many of their tokens would have been accepted.
-
-    The target is --model, or the one that the log names; its weights are not read without --target. Batches have
-    --max-num-seqs answers. Models run eager unless --no-enforce-eager is given.
-    """
-    from cluster.cli.simulate import OutputFiles, SimulateOptions, run  # noqa: PLC0415 - as above
-    from cluster.cli.simulate_costs import CostOptions  # noqa: PLC0415
-    from cluster.simulate.logs import log_fields  # noqa: PLC0415
-
-    table = None if costs is None else CostOptions(costs, batch_sizes, contexts)
-    fields, files = log_fields(prompt_field, output_field), OutputFiles(matched, json, html, png)
-    run(engine, SimulateOptions(logs, draft or [], k, target, fields, num_answers, table, files))
+app.command(context_settings=HYPHENS)(studies.simulate)
+app.command(context_settings=HYPHENS)(studies.tune)
 
 
 @app.command("build-datastore", context_settings=HYPHENS)

@@ -198,3 +198,10 @@ def _yaml(path: Path) -> Mapping[str, Any]:
     if not isinstance(loaded, Mapping):
         raise ConfigError(f"{path} must hold options as `name: value` lines")
     return loaded
+
+
+def one_model(positional: str | None, option: str | None) -> str | None:
+    """Return the model that is given as an argument or as an option. Raises `ConfigError` for both."""
+    if positional is not None and option is not None:
+        raise ConfigError(f"the model is given twice: {positional!r} and --model {option!r}")
+    return positional or option

@@ -84,7 +84,7 @@ def run(engine: Mapping[str, Any], options: SimulateOptions) -> None:
     arguments = {**engine, **_model(engine, datasets)}
     eager = {"enforce_eager": True, **arguments}
     configs = [
-        pair for draft in _drafts(options.drafts, engine) for pair in _configs(eager, draft, numbers(options.ks, "k"))
+        pair for draft in _drafts(options.drafts, engine) for pair in configs_of(eager, draft, numbers(options.ks, "k"))
     ]
     _show_assumptions(datasets)
     replays = [_replayed(name, config, datasets, options) for name, config in configs]
@@ -135,8 +135,8 @@ def _drafts(given: Sequence[str], engine: Mapping[str, Any]) -> list[Mapping[str
     return found
 
 
-def _configs(
-    arguments: Mapping[str, Any], draft: Mapping[str, Any], ks: list[int] | None
+def configs_of(
+    arguments: Mapping[str, Any], draft: Mapping[str, Any], ks: Sequence[int] | None
 ) -> Iterator[tuple[str, EngineConfig]]:
     """Yield a name and a configuration for each number of draft tokens."""
     keys = {key: value for key, value in draft.items() if key != "name"}

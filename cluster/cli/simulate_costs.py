@@ -11,17 +11,14 @@ from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.validation import shown
 
-BATCH_SIZES, CONTEXTS = "1,2,4,8,16", "64,256"
-"""Measured by default."""
-
 
 @dataclass(frozen=True)
 class CostOptions:
     """Where the table of costs is, and what is measured if there is none: comma-separated sizes."""
 
     path: Path
-    batch_sizes: str = BATCH_SIZES
-    contexts: str = CONTEXTS
+    batch_sizes: str
+    contexts: str
 
     def check(self, *, with_target: bool) -> None:
         """Raise `ConfigError` if the table can neither be read nor measured, before anything is loaded."""
@@ -48,7 +45,9 @@ class CostOptions:
 
         here = machine()
         if not self.path.exists():
-            self._measure(replays, config)
+            measured = measure_costs(replays, config, self.batch_sizes, self.contexts)
+            self.path.write_text(measured.as_json(), encoding="utf-8")
+            show_progress(f"wrote {self.path}")
         costs = read_costs(self.path)
         where = f"costs: {self.path}, {costs.dtype}, {costs.machine.get('processor', '?')}"
         differences = costs.check(config.model.model, here)
@@ -56,18 +55,18 @@ class CostOptions:
             return costs, [where]
         return costs, [where, f"WARNING: the costs were measured elsewhere: {'; '.join(differences)}"]
 
-    def _measure(self, replays: Sequence[Replay], config: EngineConfig) -> None:
-        from cluster.simulate.measure import Measuring, measure, num_measurements  # noqa: PLC0415 - as above
 
-        ks = sorted({each.k for each in replays})
-        what = Measuring(numbers(self.batch_sizes, "b") or [], numbers(self.contexts, "c") or [], ks)
-        drafts = {draft_key(each.speculative): each.speculative for each in replays}
-        scheduler = replace(config.scheduler, max_num_seqs=max(what.rows))
-        configs = [replace(config, speculative=each, scheduler=scheduler) for each in drafts.values()]
-        with progress_bar("costs", num_measurements(len(configs), what)) as tick:
-            costs = measure(configs, what, show_progress, tick)
-        self.path.write_text(costs.as_json(), encoding="utf-8")
-        show_progress(f"wrote {self.path}")
+def measure_costs(replays: Sequence[Replay], config: EngineConfig, batch_sizes: str, contexts: str) -> CostTable:
+    """Measure the target of *config*, and the drafts of *replays* with their numbers of draft tokens."""
+    from cluster.simulate.measure import Measuring, measure, num_measurements  # noqa: PLC0415 - loads torch
+
+    ks = sorted({each.k for each in replays})
+    what = Measuring(numbers(batch_sizes, "batch_sizes") or [], numbers(contexts, "contexts") or [], ks)
+    drafts = {draft_key(each.speculative): each.speculative for each in replays}
+    scheduler = replace(config.scheduler, max_num_seqs=max(what.rows))
+    configs = [replace(config, speculative=each, scheduler=scheduler) for each in drafts.values()]
+    with progress_bar("costs", num_measurements(len(configs), what)) as tick:
+        return measure(configs, what, show_progress, tick)
 
 
 def numbers(text: str | None, name: str) -> list[int] | None:

@@ -27,7 +27,7 @@ FOREIGN = frozenset({"curl", "helm", "pip", "grpcurl"})
 """Programs whose arguments are not checked."""
 INSTALLED = "/opt/slipstream/"
 """Where the image has the repository."""
-EVERY_COMMAND = ("generate", "serve", "check", "simulate", "build-datastore", "env", "doctor")
+EVERY_COMMAND = ("generate", "serve", "check", "simulate", "tune", "build-datastore", "env", "doctor")
 
 
 def commands() -> list[Piece]:

@@ -1,0 +1,141 @@
+"""`slipstream tune`: measure a target, drafts and this machine, and print the best `speculative_config`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.cli.check import read_prompts
+from cluster.cli.console import ERR, OUT, progress_bar, show_progress, show_warnings
+from cluster.cli.simulate import configs_of
+from cluster.cli.simulate_costs import measure_costs, numbers
+from cluster.llm import LLM
+from cluster.settings import engine_config, is_demo
+from cluster.simulate import report
+from cluster.simulate.logs import LoggedAnswer
+from cluster.simulate.predict import predict
+from cluster.simulate.replay import replay
+from cluster.simulate.results import Replay
+from cluster.simulate.setup import needs_target
+from cluster.simulate.tune import Advice, choose
+from protos.config import argument_names, speculation
+from protos.config.engine import EngineConfig
+from protos.errors import ConfigError
+from protos.sampling import SamplingParams
+
+ALWAYS: tuple[Mapping[str, Any], ...] = (
+    {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    {"method": "suffix"},
+)
+"""Drafts that need nothing, so they are always compared."""
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What to compare, over which text; numbers are separated by commas."""
+
+    drafts: Sequence[str]
+    prompts: Path | None
+    num_prompts: int
+    max_tokens: int
+    temperature: float
+    ks: str
+    batch_sizes: str
+    contexts: str
+    output: Path | None
+
+
+def run(engine: Mapping[str, Any], model: str | None, options: TuneOptions) -> None:
+    """Generate text, replay all drafts over it, measure costs, and print the best configuration with the reasons.
+
+    Raises:
+        ConfigError, ModelError: an option or a checkpoint is wrong.
+    """
+    show_warnings()
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ConfigError(f"there is no folder {options.output.parent} to write {options.output.name} to")
+    ks = numbers(options.ks, "k")
+    numbers(options.batch_sizes, "batch_sizes"), numbers(options.contexts, "contexts")
+    arguments = {**engine, "model": model}
+    plain = engine_config({**arguments, argument_names.SPECULATIVE: None})
+    drafts = _drafts(options.drafts, plain)
+    eager = {"enforce_eager": True, **arguments}
+    configs = {name: (keys, [c for _, c in configs_of(eager, keys, ks)]) for name, keys in _named(eager, drafts, ks)}
+    prompts = read_prompts(options.prompts, options.num_prompts)
+    answers = _generate(plain, prompts, options)
+    replays = [_replayed(name, config, answers) for name, (_, several) in configs.items() for config in several]
+    OUT.print(report.comparison(replays))
+    costs = measure_costs(replays, plain, options.batch_sizes, options.contexts)
+    predictions = [each for one in replays for each in predict(one, costs)]
+    for table in report.speedups(predictions):
+        OUT.print(table)
+    advice = choose(predictions)
+    keys = {} if advice.name is None else configs[advice.name][0]
+    found = advice.speculative_config({key: keys[key] for key in keys if key != "name"}, plain.scheduler.max_num_seqs)
+    for line in _lines(advice):
+        OUT.print(line, markup=False, highlight=False)
+    OUT.print(json.dumps(found), markup=False, highlight=False)
+    if options.output is not None:
+        options.output.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        show_progress(f"wrote {options.output}")
+
+
+def _drafts(given: Sequence[str], plain: EngineConfig) -> list[Mapping[str, Any]]:
+    drafts = [speculation.mapping(text) for text in given]
+    if not drafts and is_demo(plain):
+        drafts = [{}]  # the demo pair's own
+    return [*drafts, *ALWAYS]
+
+
+def _named(
+    arguments: Mapping[str, Any], drafts: Sequence[Mapping[str, Any]], ks: Sequence[int] | None
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return each draft with its name. Raises `ConfigError` for two of the same name."""
+    named = [(next(configs_of(arguments, keys, ks))[0], keys) for keys in drafts]
+    names = [name for name, _ in named]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two drafts are called {twice!r}: give one of them another `name`")
+    return named
+
+
+def _generate(plain: EngineConfig, prompts: Sequence[Any], options: TuneOptions) -> list[LoggedAnswer]:
+    """Return the target's answers without speculation."""
+    params = [
+        SamplingParams(temperature=options.temperature, seed=number, max_tokens=options.max_tokens)
+        for number in range(len(prompts))
+    ]
+    with LLM.from_config(plain, show_progress) as llm:
+        results = llm.generate(list(prompts), params, use_tqdm=ERR.is_terminal or ERR.is_dumb_terminal)
+    answers = [
+        LoggedAnswer(
+            tuple(result.prompt_token_ids),
+            tuple(result.outputs[0].token_ids),
+            SamplingParams(temperature=one.temperature, max_tokens=None),
+            one.seed,
+            one.max_tokens,
+            result.outputs[0].finish_reason == "length",
+            plain.model.model,
+            f"prompt {one.seed}",
+            states_temperature=True,
+        )
+        for result, one in zip(results, params, strict=True)
+    ]
+    return [answer for answer in answers if answer.output]
+
+
+def _replayed(name: str, config: EngineConfig, answers: Sequence[LoggedAnswer]) -> Replay:
+    with progress_bar(name, len(answers)) as tick:
+        return replay(name, config, [answers], show_progress, tick, with_target=needs_target(config))
+
+
+def _lines(advice: Advice) -> list[str]:
+    """Return the choices and their reasons."""
+    found = ["do not speculate:" if advice.name is None else f"speculate with {advice.name}:"]
+    found += [
+        f"  batch size {choice.rows}: {f'K = {choice.k}, {choice.gain:.2f}x' if choice.k else 'none'}; {choice.reason}"
+        for choice in advice.choices
+    ]
+    found.append(f"  larger batches were not measured: as at {advice.choices[-1].rows}")
+    return [*found, *(f"not {line}" for line in advice.others)]

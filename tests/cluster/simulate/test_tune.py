@@ -1,0 +1,95 @@
+"""`slipstream tune`: which draft and K are chosen, for which reason; and the command on a tiny pair."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main as cli
+from cluster.settings import engine_config
+from cluster.simulate.predict import Prediction
+from cluster.simulate.tune import choose
+from protos.errors import ConfigError
+from tests.support.models import tiny_pairs
+
+
+def predicted(name: str, k: int, context: int = 64, **speedups: float) -> list[Prediction]:
+    return [Prediction(name, k, (int(rows[1:]), context), 1.0, 1.0, gain) for rows, gain in speedups.items()]
+
+
+def test_each_batch_size_gets_its_best_number_and_none_where_it_does_not_pay() -> None:
+    found = choose(
+        [
+            *predicted("a", 1, b1=1.2, b4=1.3, b8=0.9, b16=1.5),
+            *predicted("a", 3, b1=1.6, b4=1.1, b8=1.01, b16=0.5),
+            *predicted("b", 3, b1=1.3, b4=0.5, b8=0.5, b16=0.5),
+            *predicted("c", 3, b1=0.7, b4=0.5, b8=0.5, b16=0.5),
+        ]
+    )
+    assert found.name == "a"
+    assert [(each.rows, each.k, each.gain) for each in found.choices] == [
+        (1, 3, 1.6),
+        (4, 1, 1.3),
+        (8, 0, 1),
+        (16, 0, 1),
+    ]
+    reasons = [each.reason for each in found.choices]
+    assert reasons[0] == "the highest of K = 1: 1.20x, K = 3: 1.60x"
+    assert reasons[2] == "off: no K gains 2% (K = 1: 0.90x, K = 3: 1.01x)"
+    assert reasons[3] == "off, as at batch size 8 (K = 1: 1.50x, K = 3: 0.50x)"
+    # (1.6 * 1.3)^(1/4) and 1.3^(1/4)
+    assert found.others == [
+        "b: 1.07x on average, a 1.20x",
+        "c: does not pay, 0.70x at batch size 1 with its best K, 3",
+    ]
+    config = found.speculative_config({"method": "ngram"}, 32)
+    assert config == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 3, 3], [4, 7, 1], [8, 32, 0]],
+    }
+    speculative = engine_config({"speculative_config": config}).speculative
+    assert speculative is not None
+    assert speculative.policy_name == "schedule"
+
+
+def test_contexts_count_by_their_geometric_mean() -> None:
+    found = choose([*predicted("a", 2, 64, b1=2.0), *predicted("a", 2, 512, b1=0.5), *predicted("a", 1, 64, b1=1.1)])
+    [choice] = found.choices
+    assert (choice.k, choice.gain) == (1, pytest.approx(1.1))  # with K = 2 it is 1.0
+
+
+def test_where_nothing_pays_there_is_no_configuration() -> None:
+    found = choose([*predicted("a", 1, b1=0.9), *predicted("b", 1, b1=1.01)])
+    assert found.name is None
+    assert found.speculative_config({"method": "ngram"}, 8) is None
+    assert [line.split(":")[0] for line in found.others] == ["a", "b"]
+
+
+def tune(folder: Path, *given: str) -> None:
+    target, draft = tiny_pairs.build(folder, "llama")
+    options = ["--k", "1,2", "--batch-sizes", "1,2", "--contexts", "8", "--max-tokens", "6", "--num-prompts", "2"]
+    engine = ["--dtype", "float32", "--max-model-len", "128", "--num-gpu-blocks-override", "64", "--enforce-eager"]
+    drafts = ["--draft", json.dumps({"model": str(draft), "name": "tiny"})]
+    prompts = folder / "prompts.txt"
+    prompts.write_text("abc\nabcabc\n")
+    cli.app(["tune", str(target), *drafts, "--prompts", str(prompts), *options, *engine, *given], standalone_mode=False)
+
+
+def test_the_command_prints_a_configuration_that_the_engine_accepts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "speculative.json"
+    tune(tmp_path, "--output", str(path))
+    shown = capsys.readouterr().out
+    for word in ("tiny", "ngram", "suffix", "batch size 2: ", "larger batches were not measured: as at 2"):
+        assert word in shown
+    found = json.loads(path.read_text())
+    assert json.loads(shown.splitlines()[-1]) == found
+    config = engine_config({"model": str(tmp_path / "target"), "speculative_config": found})
+    assert (config.speculative is None) == ("do not speculate" in shown)
+
+
+def test_two_drafts_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two drafts are called 'suffix': give one of them another `name`"):
+        tune(tmp_path, "--draft", '{"method": "suffix"}')
