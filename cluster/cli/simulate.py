@@ -12,7 +12,7 @@ from cluster.cli.simulate_costs import CostOptions, numbers
 from cluster.settings import engine_config
 from cluster.simulate import charts, report
 from cluster.simulate.logs import LogFields, LoggedAnswer, read
-from cluster.simulate.predict import Prediction, predict
+from cluster.simulate.predict import SpeedupPrediction, predict
 from cluster.simulate.replay import replay
 from cluster.simulate.results import Replay
 from protos.config import argument_names, speculation
@@ -179,7 +179,7 @@ def _show(replays: Sequence[Replay]) -> None:
 
 
 def _write(
-    replays: Sequence[Replay], predictions: Sequence[Prediction], notes: Sequence[str], files: OutputFiles
+    replays: Sequence[Replay], predictions: Sequence[SpeedupPrediction], notes: Sequence[str], files: OutputFiles
 ) -> None:
     if files.matched is not None:
         lines = report.matched_lines(replays)

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from cluster.simulate.predict import Prediction, best_by_shape
+from cluster.simulate.predict import SpeedupPrediction, best_by_shape
 from cluster.simulate.results import Replay
 from protos.errors import ConfigError
 
@@ -44,7 +44,7 @@ class Chart:
         return 1.1 * max(highest, self.level or 0.0, 1e-9)
 
 
-def charts(replays: Seq[Replay], predictions: Seq[Prediction]) -> list[Chart]:
+def charts(replays: Seq[Replay], predictions: Seq[SpeedupPrediction]) -> list[Chart]:
     """Return acceptance by depth, and the speed-up by batch size for each context, at the best K of each draft."""
     by_depth = {
         f"{each.name}, K = {each.k}": [

@@ -13,7 +13,7 @@ from cluster.simulate.results import Replay
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SpeedupPrediction:
     """The speed-up of a draft with *k* tokens, for batches of `shape[0]` rows of `shape[1]` known tokens.
 
     Attributes:
@@ -29,7 +29,7 @@ class Prediction:
     speedup: float
 
 
-def predict(replay: Replay, costs: CostTable) -> list[Prediction]:
+def predict(replay: Replay, costs: CostTable) -> list[SpeedupPrediction]:
     """Return the speed-up of *replay* for each measured shape. Raises `ConfigError` for costs that are not there."""
     per_step = replay.stats.proposed / replay.num_steps
     found = []
@@ -38,13 +38,13 @@ def predict(replay: Replay, costs: CostTable) -> list[Prediction]:
         drafting_s = costs.draft_s(draft_key(replay.speculative), shape, replay.k)
         round_s = costs.target_s(shape, 1 + per_step) + drafting_s
         speedup = replay.tokens_per_step * plain_s / round_s
-        found.append(Prediction(replay.name, replay.k, shape, plain_s, round_s, speedup))
+        found.append(SpeedupPrediction(replay.name, replay.k, shape, plain_s, round_s, speedup))
     return found
 
 
-def best_by_shape(predictions: Seq[Prediction]) -> dict[tuple[str, Shape], Prediction]:
+def best_by_shape(predictions: Seq[SpeedupPrediction]) -> dict[tuple[str, Shape], SpeedupPrediction]:
     """Return the K with the highest speed-up, for each draft and shape."""
-    best: dict[tuple[str, Shape], Prediction] = {}
+    best: dict[tuple[str, Shape], SpeedupPrediction] = {}
     for each in predictions:
         before = best.get((each.name, each.shape))
         if before is None or each.speedup > before.speedup:
@@ -52,7 +52,7 @@ def best_by_shape(predictions: Seq[Prediction]) -> dict[tuple[str, Shape], Predi
     return best
 
 
-def threshold(predictions: Seq[Prediction], name: str, context: int) -> str:
+def threshold(predictions: Seq[SpeedupPrediction], name: str, context: int) -> str:
     """Return up to which of the measured batch sizes the draft *name* pays, at its best K."""
     best = best_by_shape([each for each in predictions if each.name == name and each.shape[1] == context])
     by_rows = {shape[0]: each.speedup for (_, shape), each in sorted(best.items())}

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cluster.simulate.predict import Prediction, best_by_shape, threshold
+from cluster.simulate.predict import SpeedupPrediction, best_by_shape, threshold
 from cluster.simulate.results import Replay
 from protos.outputs import SpeculativeDecodingMetrics
 
@@ -89,16 +89,16 @@ def as_dict(replay: Replay) -> dict[str, Any]:
     }
 
 
-def speedups(predictions: Seq[Prediction]) -> list[Table]:
+def speedups(predictions: Seq[SpeedupPrediction]) -> list[Table]:
     """Return a table for each context: the speed-up of every draft by batch size."""
     return [_speedups_at(context, predictions) for context in _contexts(predictions)]
 
 
-def _contexts(predictions: Seq[Prediction]) -> list[int]:
+def _contexts(predictions: Seq[SpeedupPrediction]) -> list[int]:
     return sorted({each.shape[1] for each in predictions})
 
 
-def _speedups_at(context: int, predictions: Seq[Prediction]) -> Table:
+def _speedups_at(context: int, predictions: Seq[SpeedupPrediction]) -> Table:
     here = [each for each in predictions if each.shape[1] == context]
     sizes = sorted({each.shape[0] for each in here})
     table = Table(
@@ -110,7 +110,7 @@ def _speedups_at(context: int, predictions: Seq[Prediction]) -> Table:
     return table
 
 
-def advice(predictions: Seq[Prediction]) -> list[str]:
+def advice(predictions: Seq[SpeedupPrediction]) -> list[str]:
     """Return lines: the best K of each draft by batch size, and where it stops to pay."""
     best, found = best_by_shape(predictions), []
     for context in _contexts(predictions):
@@ -127,5 +127,5 @@ def advice(predictions: Seq[Prediction]) -> list[str]:
     return found
 
 
-def _order(item: tuple[tuple[str, tuple[int, int]], Prediction]) -> tuple[int, int]:
+def _order(item: tuple[tuple[str, tuple[int, int]], SpeedupPrediction]) -> tuple[int, int]:
     return item[1].shape

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.simulate.predict import Prediction
+from cluster.simulate.predict import SpeedupPrediction
 
 LEAST_GAIN = 1.02
 """A predicted speed-up below this is within what measurements differ by: no speculation then."""
@@ -16,7 +16,7 @@ Gains = Mapping[str, Mapping[int, Mapping[int, float]]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedSize:
     """The number of draft tokens for batches of *rows*, 0 for none, its predicted speed-up and the reason."""
 
     rows: int
@@ -30,7 +30,7 @@ class Advice:
     """The draft to use, None for no speculation, its K by batch size, and why the others were not chosen."""
 
     name: str | None
-    choices: Seq[Choice]
+    choices: Seq[TunedSize]
     others: Seq[str]
 
     def speculative_config(self, keys: Mapping[str, Any], max_rows: int) -> dict[str, Any] | None:
@@ -49,7 +49,7 @@ class Advice:
         return {**keys, "num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": table}
 
 
-def choose(predictions: Seq[Prediction]) -> Advice:
+def choose(predictions: Seq[SpeedupPrediction]) -> Advice:
     """Return the draft with the highest speed-up, as the geometric mean over batch sizes, each at its best K."""
     gains = _gains(predictions)
     by_draft = {name: _choices(by_rows) for name, by_rows in gains.items()}
@@ -68,7 +68,7 @@ def choose(predictions: Seq[Prediction]) -> Advice:
     return Advice(best, by_draft[best], others)
 
 
-def _gains(predictions: Seq[Prediction]) -> Gains:
+def _gains(predictions: Seq[SpeedupPrediction]) -> Gains:
     """Return the geometric mean of the speed-ups at all contexts."""
     found: dict[str, dict[int, dict[int, list[float]]]] = {}
     for each in predictions:
@@ -83,18 +83,18 @@ def _mean(speedups: Seq[float]) -> float:
     return math.exp(sum(map(math.log, speedups)) / len(speedups))
 
 
-def _choices(by_rows: Mapping[int, Mapping[int, float]]) -> list[Choice]:
+def _choices(by_rows: Mapping[int, Mapping[int, float]]) -> list[TunedSize]:
     """Return the best K of a draft by batch size; none from the first batch size on at which none pays."""
-    choices: list[Choice] = []
+    choices: list[TunedSize] = []
     for rows, by_k in by_rows.items():
         k = max(by_k, key=lambda one: by_k[one])
         listed = ", ".join(f"K = {one}: {gain:.2f}x" for one, gain in sorted(by_k.items()))
         if choices and not choices[-1].k:
-            choices.append(Choice(rows, 0, 1.0, f"off, as at batch size {choices[-1].rows} ({listed})"))
+            choices.append(TunedSize(rows, 0, 1.0, f"off, as at batch size {choices[-1].rows} ({listed})"))
         elif by_k[k] < LEAST_GAIN:
-            choices.append(Choice(rows, 0, 1.0, f"off: no K gains {LEAST_GAIN - 1:.0%} ({listed})"))
+            choices.append(TunedSize(rows, 0, 1.0, f"off: no K gains {LEAST_GAIN - 1:.0%} ({listed})"))
         else:
-            choices.append(Choice(rows, k, by_k[k], f"the highest of {listed}"))
+            choices.append(TunedSize(rows, k, by_k[k], f"the highest of {listed}"))
     return choices
 
 

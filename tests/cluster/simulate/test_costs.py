@@ -14,7 +14,7 @@ from cluster.cli import main as cli
 from cluster.simulate import measure as measuring
 from cluster.simulate.charts import charts, html, require_matplotlib, write_png
 from cluster.simulate.costs import CostTable, read_costs
-from cluster.simulate.predict import Prediction, predict, threshold
+from cluster.simulate.predict import SpeedupPrediction, predict, threshold
 from cluster.simulate.results import Replay, ReplayedAnswer
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
@@ -47,8 +47,8 @@ def test_the_speed_up_is_that_computed_by_hand() -> None:
 
 
 def test_the_threshold_is_the_last_size_before_the_first_that_does_not_pay() -> None:
-    def at(**speedups: float) -> list[Prediction]:
-        return [Prediction("d", 1, (int(rows[1:]), 64), 1.0, 1.0, speedup) for rows, speedup in speedups.items()]
+    def at(**speedups: float) -> list[SpeedupPrediction]:
+        return [SpeedupPrediction("d", 1, (int(rows[1:]), 64), 1.0, 1.0, speedup) for rows, speedup in speedups.items()]
 
     assert threshold(at(b1=2.0, b2=1.2, b4=0.9, b8=1.1), "d", 64) == "pays up to batch size 2, not at 4"
     assert threshold(at(b1=2.0, b4=1.2), "d", 64) == "pays at every measured batch size, up to 4"

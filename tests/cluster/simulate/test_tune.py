@@ -7,14 +7,14 @@ import pytest
 
 from cluster.cli import main as cli
 from cluster.settings import engine_config
-from cluster.simulate.predict import Prediction
+from cluster.simulate.predict import SpeedupPrediction
 from cluster.simulate.tune import choose
 from protos.errors import ConfigError
 from tests.support.models import tiny_pairs
 
 
-def predicted(name: str, k: int, context: int = 64, **speedups: float) -> list[Prediction]:
-    return [Prediction(name, k, (int(rows[1:]), context), 1.0, 1.0, gain) for rows, gain in speedups.items()]
+def predicted(name: str, k: int, context: int = 64, **speedups: float) -> list[SpeedupPrediction]:
+    return [SpeedupPrediction(name, k, (int(rows[1:]), context), 1.0, 1.0, gain) for rows, gain in speedups.items()]
 
 
 def test_each_batch_size_gets_its_best_number_and_none_where_it_does_not_pay() -> None:
