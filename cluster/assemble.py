@@ -14,7 +14,7 @@ from protos.config.default_shape import for_device
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, ModelError
 from protos.interfaces import Executor, Inbox, Proposer
-from protos.messages import Request, WorkerInfo
+from protos.messages import Request, StepCosts, WorkerInfo
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
@@ -97,7 +97,8 @@ def build(
         detokenizers=detokenizers or DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
     )
     mailbox = inbox or LocalInbox()
-    controller = Controller(scheduler, _policy(config, info, report), executor, mailbox)
+    policy = _policy(config, info.costs, report)
+    controller = Controller(scheduler, policy, executor, mailbox, lambda costs: _policy(config, costs, logger.info))
     return Assembled(config, controller, mailbox, executor, info, tokenizer)
 
 
@@ -113,9 +114,9 @@ def _with_speculation(info: WorkerInfo, speculative: SpeculativeConfig | None) -
     )
 
 
-def _policy(config: EngineConfig, info: WorkerInfo, report: ProgressCallback) -> Policy:
+def _policy(config: EngineConfig, costs: StepCosts | None, report: ProgressCallback) -> Policy:
     """Return the speculation policy of *config*, which may depend on measured costs."""
-    policy, line = make_policy(config, info.costs)
+    policy, line = make_policy(config, costs)
     if config.speculative is not None:
         report(line)
     return policy

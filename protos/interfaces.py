@@ -8,7 +8,7 @@ import msgspec
 from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner
-from protos.messages import Abort, Request, RoundPlan, TokenOutput, Verdict, WorkerInfo
+from protos.messages import Abort, Request, RoundPlan, StepCosts, TokenOutput, Verdict, WorkerInfo
 from protos.stats import PhaseTimes
 
 
@@ -108,8 +108,12 @@ class Executor(Protocol):
         """
         ...
 
-    def poll(self) -> None:
-        """Read what the workers sent since the last call, without waiting. Raises `TargetLostError`."""
+    def poll(self) -> StepCosts | None:
+        """Read what the workers sent since the last call, without waiting. Raises `TargetLostError`.
+
+        Returns:
+            The costs of steps where they have changed: models began to run compiled. Mostly None.
+        """
         ...
 
     def rebuild(self, for_s: float) -> bool:

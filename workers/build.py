@@ -5,7 +5,7 @@ weights and find out how many blocks fit; once the number is settled, `make_targ
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from protos.messages import StepCosts, WorkerInfo
 from protos.progress import ProgressCallback
 from protos.worker_messages import Allocate
 from workers.attention.kv import bytes_per_block
+from workers.compiled.warming import Compilable, Swap, Warm, warm_up
+from workers.compiled.warming import load as load_entry
 from workers.device import free_memory, weight_bytes
 from workers.distributed.groups import Group, Solo
 from workers.draft.engine import DraftEngine, make_engine
@@ -31,6 +33,7 @@ from workers.model.runner import ModelRunner
 from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
+from workers.step_costs import Measurement, needs_step_costs
 from workers.target import TargetWorker
 from workers.target_rank import TargetRank, UniExecutor
 from workers.threads import choose_threads
@@ -41,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 4 << 30
 """The default KV cache on a CPU takes at most this much memory, as in vLLM."""
-MEASURED_TOKENS = 512
-"""The costs of steps are measured for up to this many tokens; beyond, they grow in proportion."""
 
 MakeRule = Callable[[SpeculativeConfig | None, Sampler], AcceptanceRule]
 
@@ -94,13 +95,13 @@ class LoadedTarget:
 class ReadyTarget(NamedTuple):
     """A target rank that can run rounds, its local draft if there is one, and the seconds that their steps take.
 
-    `step_s` and `draft_s` map a number of tokens to seconds; empty where they were not measured.
+    `costs` are empty where they were not measured. `swap` is None unless something is compiled in the background.
     """
 
     worker: TargetWorker
     draft: DraftEngine | None
-    step_s: dict[int, float]
-    draft_s: dict[int, float]
+    costs: StepCosts
+    swap: Swap | None
 
 
 def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, with_draft: bool) -> LoadedTarget:
@@ -142,48 +143,36 @@ def make_target(
     slots = make_slots(config, allocate)
     sampler = Sampler(slots, allocate.vocab_size, loaded.model.device)
     runner = ModelRunner(loaded.model, slots, allocate.num_blocks, slots.block_size, loaded.taps)
-    if not config.model.enforce_eager:
-        report("warming up the target")
-        report(f"target: {runner.warm_up()}")
+    parts: dict[str, Compilable] = {} if config.model.enforce_eager else {"target": runner}
     draft = None
     if loaded.draft is not None:
-        draft = make_engine(loaded.draft, config, slots, sampler, num_blocks=allocate.num_blocks, report=report)
-    measured = max(MEASURED_TOKENS if needs_step_costs(config) else 0, pace_tokens)
-    step_s = runner.measure(min(measured, config.scheduler.max_num_seqs * (max_draft(config) + 1))) if measured else {}
-    draft_s = {} if draft is None else measure_draft(config, draft)
+        draft = make_engine(loaded.draft, config, slots, sampler, num_blocks=allocate.num_blocks)
+        if not loaded.draft.is_eager:
+            parts["draft"] = draft.worker.forward
+    if parts:
+        report("warming up")
+    if not config.model.enforce_eager and runner.key() is None:
+        report(f"target: {runner.warm_up()}")
+    warm = warm_up(config, allocate, parts, report)
+    measurement = Measurement(config, runner, draft, pace_tokens, warm.keys)
+    costs = measurement.costs() if warm.swap is None else StepCosts({}, {})
     slots.clear()
     model = loaded.model
     masked = sampler.with_grammars(load_grammar_masks(config.model, slots, model.vocab_size, model.eos_ids))
     worker = TargetWorker(runner, slots, masked, loaded.spec.needs, make_rule(config.speculative, masked))
-    return ReadyTarget(worker, draft, step_s, draft_s)
+    return ReadyTarget(worker, draft, costs, warm.swap)
 
 
 def make_draft(
     config: EngineConfig, draft: LoadedDraft, allocate: Allocate, device: torch.device, report: ProgressCallback
-) -> DraftEngine:
-    """Make the engine of a draft that is alone in its process."""
+) -> tuple[DraftEngine, Measurement]:
+    """Make the engine of a draft that is alone in its process, and what measures its steps."""
     slots = make_slots(config, allocate)
     sampler = Sampler(slots, allocate.vocab_size, device)
-    return make_engine(draft, config, slots, sampler, num_blocks=allocate.num_blocks, report=report)
-
-
-def needs_step_costs(config: EngineConfig) -> bool:
-    """Return True if the policy reads the seconds of steps: to derive its threshold, or to adapt."""
-    speculative = config.speculative
-    if speculative is None:
-        return False
-    if speculative.policy_name == "adaptive":
-        return True
-    has_limit = speculative.disable_by_batch_size is not None
-    return speculative.policy_name == "threshold" and not has_limit and not config.model.enforce_eager
-
-
-def measure_draft(config: EngineConfig, draft: DraftEngine) -> dict[int, float]:
-    """Return seconds per draft token by number of rows; empty if no threshold is derived from them."""
-    num_rows = min(MEASURED_TOKENS, config.scheduler.max_num_seqs)
-    measured = draft.measure(num_rows, max_draft(config)) if needs_step_costs(config) else {}
-    draft.worker.slots.clear()
-    return measured
+    engine = make_engine(draft, config, slots, sampler, num_blocks=allocate.num_blocks)
+    parts: dict[str, Compilable] = {} if draft.is_eager else {"draft": engine.worker.forward}
+    warm = warm_up(config, allocate, parts, report)
+    return engine, Measurement(config, None, engine, keys=warm.keys)
 
 
 def build_uni(
@@ -203,19 +192,44 @@ def build_uni(
     for note in (*info.notes[len(loaded.model.notes) :], kv_summary(info)):
         report(note)
     ready = make_target(config, loaded, allocate, report, make_rule=make_rule)
-    costs = StepCosts(ready.step_s, ready.draft_s) if needs_step_costs(config) else None
-    return UniExecutor(structs.replace(info, costs=costs), TargetRank(tp, ready.worker, ready.draft), threads)
+    costs = ready.costs if needs_step_costs(config) and ready.swap is None else None
+    later = None if ready.swap is None else _compiled_later(config, loaded, allocate, ready)
+    rank = TargetRank(tp, ready.worker, ready.draft)
+    return UniExecutor(structs.replace(info, costs=costs), rank, threads, later)
+
+
+def _compiled_later(
+    config: EngineConfig, loaded: LoadedTarget, allocate: Allocate, ready: ReadyTarget
+) -> Iterator[StepCosts | None]:
+    """Swap in what is compiled in the background, and measure steps: a little at a time, between two steps.
+
+    Yields None, and at the end the costs.
+    """
+    assert ready.swap is not None
+    try:
+        while not ready.swap.is_ready:
+            yield None
+        warm = ready.swap.finish()
+    finally:
+        ready.swap.stop()
+    if needs_step_costs(config):
+        draft = None if loaded.draft is None else _spare_engine(config, loaded.draft, allocate, warm)
+        yield from Measurement(config, ready.worker.runner, draft, keys=warm.keys).stages()
+
+
+def _spare_engine(config: EngineConfig, draft: LoadedDraft, allocate: Allocate, warm: Warm) -> DraftEngine:
+    """Return an engine over the same weights for trial proposals, while another one drafts for requests."""
+    slots = make_slots(config, allocate)
+    engine = make_engine(draft, config, slots, Sampler(slots, allocate.vocab_size, torch.device("cpu")), num_blocks=1)
+    if warm.keys is not None and not draft.is_eager:
+        load_entry("trial draft", engine.worker.forward, warm.keys[-1], logger.debug)
+    return engine
 
 
 def make_slots(config: EngineConfig, allocate: Allocate) -> SlotTable:
     """Return the slot table of a worker."""
     places = 0 if config.speculative is None else config.speculative.draft_places
     return SlotTable(config.scheduler.max_num_seqs, allocate.max_model_len, config.cache.block_size, places)
-
-
-def max_draft(config: EngineConfig) -> int:
-    """Return the largest number of draft tokens of a row."""
-    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
 
 
 def blocks_that_fit(cache: CacheConfig, device: torch.device, bytes_each: int) -> int:

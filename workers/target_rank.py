@@ -5,12 +5,13 @@ one member and the draft is local; `UniExecutor` adapts such a rank to the `Exec
 """
 
 import time
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from protos.draft import NO_DRAFT
 from protos.interfaces import ALWAYS_UP, DraftService
-from protos.messages import RoundPlan, Row, Verdict, WorkerInfo
+from protos.messages import RoundPlan, Row, StepCosts, Verdict, WorkerInfo
 from protos.stats import PhaseTimes
 from protos.worker_messages import RoundDone
 from workers.distributed.groups import Group
@@ -111,11 +112,21 @@ class TargetRank:
 class UniExecutor:
     """An `Executor` without other processes: there is none to wait for, to lose or to rebuild.
 
-    `threads` revises the number of threads between rounds; None leaves it as it is.
+    Args:
+        info: of the engine.
+        rank: runs the rounds.
+        threads: revises the number of threads between rounds; None leaves it as it is.
+        later: advanced between rounds; swaps in compiled forwards, and yields the costs of steps when they are known.
     """
 
-    def __init__(self, info: WorkerInfo, rank: TargetRank, threads: ThreadCount | None = None) -> None:
-        self.info, self.rank, self._threads = info, rank, threads
+    def __init__(
+        self,
+        info: WorkerInfo,
+        rank: TargetRank,
+        threads: ThreadCount | None = None,
+        later: Iterator[StepCosts | None] | None = None,
+    ) -> None:
+        self.info, self.rank, self._threads, self._later = info, rank, threads, later
         self._propose_s = self._score_s = self._verify_s = 0.0
 
     @property
@@ -142,8 +153,9 @@ class UniExecutor:
         self._add(done)
         return list(done.verdicts)
 
-    def poll(self) -> None:
+    def poll(self) -> StepCosts | None:
         """See `Executor`."""
+        return None if self._later is None else next(self._later, None)
 
     def rebuild(self, for_s: float) -> bool:
         """See `Executor`."""
@@ -151,6 +163,8 @@ class UniExecutor:
 
     def shutdown(self) -> None:
         """See `Executor`."""
+        if isinstance(self._later, Generator):
+            self._later.close()  # ends the compiling processes
         self.rank.close()
 
     def _add(self, done: RoundDone) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def serve(config: EngineConfig, options: ServiceOptions) -> None:
     frontends: list[Frontend] = [HttpFrontend(options.http, options.safety.connections)]
     if options.grpc is not None:
         frontends.append(GrpcFrontend(options.grpc, options.safety.guard, options.safety.read_timeout))
+    config = replace(config, model=replace(config.model, compile_in_background=True))
     asyncio.run(_Service(config, options, frontends).run())
 
 

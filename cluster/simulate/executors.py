@@ -66,7 +66,7 @@ def without_target(config: EngineConfig, report: ProgressCallback) -> Executor:
         device=device.type,
     )
     info, allocate = settle_blocks(info, {"this process": num_blocks})
-    engine = None if draft is None else make_draft(config, draft, allocate, device, report)
+    engine = None if draft is None else make_draft(config, draft, allocate, device, report)[0]
     return RecordedTarget(config, info, engine)
 
 

@@ -39,6 +39,7 @@ class ModelConfig:
     """Which weights, and how they are loaded. `model` is a Hub id or a folder.
 
     `generation_config` is the source of sampling defaults: the model ("auto"), none ("vllm"), or a folder.
+    `compile_in_background`: serve eager until the models are compiled, where they run in the engine's process.
     `batch_invariant`: the logits of a position are bitwise the same for every batch and number of ranks.
     """
 
@@ -50,6 +51,7 @@ class ModelConfig:
     dtype: Dtype = "auto"
     max_model_len: int | None = Field(default=None, gt=0)
     enforce_eager: bool = False
+    compile_in_background: bool = False
     batch_invariant: bool = False
     skip_tokenizer_init: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from protos.errors import EngineDeadError, TargetLostError
 from protos.interfaces import Executor, Inbox
-from protos.messages import Abort, Request, RoundPlan, TokenOutput, Verdict, WorkerInfo
+from protos.messages import Abort, Request, RoundPlan, StepCosts, TokenOutput, Verdict, WorkerInfo
 from protos.stats import EngineStats, PhaseTimes, SpeculationState
 from runtime.core.scheduler import Scheduler
 from runtime.core.stats import StepClock
@@ -50,15 +50,26 @@ class LocalInbox:
 
 
 class Controller:
-    """Runs steps. After the executor failed, `final_outputs` has the last outputs of all unfinished requests."""
+    """Runs steps. After the executor failed, `final_outputs` has the last outputs of all unfinished requests.
 
-    def __init__(self, scheduler: Scheduler, policy: Policy, executor: Executor, inbox: Inbox) -> None:
+    `make_policy` makes the policy anew where the costs of steps change; None keeps it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        policy: Policy,
+        executor: Executor,
+        inbox: Inbox,
+        make_policy: Callable[[StepCosts], Policy] | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.policy = policy
         self.executor = executor
         self.inbox = inbox
         self.final_outputs: list[TokenOutput] = []
         self._clock = StepClock(scheduler.info.costs)
+        self._make_policy = make_policy
         self._is_lost = False
         self._num_losses = 0
 
@@ -102,8 +113,16 @@ class Controller:
         if self._is_lost:
             self._is_lost = not self._guard("between rounds", lambda: self.executor.rebuild(REBUILD_SLICE_S), ended)
         else:
-            self._guard("between rounds", self.executor.poll, ended)
+            costs = self._guard("between rounds", self.executor.poll, ended)
+            if costs is not None:
+                self._revise(costs)
         return not self._is_lost
+
+    def _revise(self, costs: StepCosts) -> None:
+        """Use new costs of steps in the policy and in estimates."""
+        self._clock.revise(costs)
+        if self._make_policy is not None:
+            self.policy = self._make_policy(costs)
 
     def _run(self, plan: RoundPlan, ended: list[TokenOutput]) -> list[Verdict] | None:
         return self._guard(f"in round {plan.round}", lambda: self.executor.run(plan), ended)

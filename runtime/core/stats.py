@@ -72,6 +72,10 @@ class StepClock:
         self._before = PhaseTimes()
         self.steps_s = self.speculative_s = self.plain_s = 0.0
 
+    def revise(self, costs: StepCosts) -> None:
+        """Estimate by new costs from now on."""
+        self._target_s = costs.target_s
+
     def add(self, plan: RoundPlan, outputs: Sequence[TokenOutput], times: PhaseTimes, seconds: float) -> float:
         """Add a committed step that took *seconds*; *times* are those of all steps so far.
 

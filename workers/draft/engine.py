@@ -5,7 +5,7 @@ It runs in a draft worker's process, or in the process of target rank 0. `worker
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -16,13 +16,11 @@ from protos.config.engine import EngineConfig
 from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.interfaces import Proposer
 from protos.messages import RoundPlan, Row, Verdict
-from protos.progress import ProgressCallback
 from workers.draft.early_stop import make_early_stop
 from workers.draft.load import LoadedDraft, speculation_of
 from workers.draft.sampling import make_draft_sampler
 from workers.draft.worker import DraftWorker
 from workers.features import Features
-from workers.model.module_runner import ModuleRunner
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
@@ -95,19 +93,25 @@ class DraftEngine:
         except Exception:
             logger.exception("the draft failed to take the target's features; it goes on without them")
 
-    def warm_up(self, k: int) -> None:
+    def try_out(self, k: int) -> None:
         """Make trial proposals of *k* tokens that call the module with one token, and with several."""
         several = min(SEVERAL_ROWS, len(self.worker.slots.known_len))
         self._try(1, 2, k)
         self._try(several, 4, k)
         self._clear()
 
-    def measure(self, num_rows: int, k: int) -> dict[int, float]:
-        """Return seconds of a draft token for 1, 2, 4 ... rows, up to *num_rows* or all slots. Call before serving."""
-        found = self.worker.forward.measure(num_rows)
+    def measure(self, num_rows: int, k: int) -> Iterator[tuple[int, float]]:
+        """Yield rows and seconds of a draft token, for 1, 2, 4 ... rows up to *num_rows* or all slots.
+
+        Call before serving.
+        """
+        is_empty = True
+        for found in self.worker.forward.measure(num_rows):
+            is_empty = False
+            yield found
         most = min(num_rows, len(self.worker.slots.known_len))
-        sizes = sorted({*(1 << power for power in range(most.bit_length())), most})
-        return found or {size: self._time(size, k) / k for size in sizes}
+        for size in sorted({*(1 << power for power in range(most.bit_length())), most}) if is_empty else ():
+            yield size, self._time(size, k) / k
 
     def _time(self, num_rows: int, k: int) -> float:
         """Return the seconds of a proposal of *k* tokens for each of *num_rows* dummy sequences."""
@@ -147,13 +151,11 @@ def make_engine(
     sampler: Sampler,
     *,
     num_blocks: int,
-    report: ProgressCallback,
 ) -> DraftEngine:
-    """Allocate the cache of a loaded draft, compile it where that pays, and make its proposer."""
+    """Allocate the cache of a loaded draft, and make its proposer."""
     speculative = speculation_of(config)
-    forward = draft.forward(slots, num_blocks, report)
     worker = DraftWorker(
-        forward,
+        draft.forward(slots, num_blocks),
         slots,
         sampler,
         config.scheduler.max_num_batched_tokens,
@@ -162,8 +164,4 @@ def make_engine(
         draft_sampler=make_draft_sampler(speculative, sampler),
         early_stop=make_early_stop(speculative, sampler),
     )
-    engine = DraftEngine(worker, registry.create(speculative, worker), draft.width)
-    if isinstance(forward, ModuleRunner) and not forward.is_eager:
-        report("warming up the draft")
-        report(f"draft: {forward.warm_up(lambda: engine.warm_up(speculative.num_speculative_tokens))}")
-    return engine
+    return DraftEngine(worker, registry.create(speculative, worker), draft.width)

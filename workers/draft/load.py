@@ -50,12 +50,17 @@ class LoadedDraft(Protocol):
         """See `protos.draft_module.Module`."""
         ...
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether it is never compiled."""
+        ...
+
     def bytes_per_block(self, block_size: int) -> int:
         """Return the size of a KV block."""
         ...
 
-    def forward(self, slots: SlotTable, num_blocks: int, report: ProgressCallback) -> DraftForward:
-        """Allocate its cache, compile it where that pays, and return what runs it."""
+    def forward(self, slots: SlotTable, num_blocks: int) -> DraftForward:
+        """Allocate its cache, and return what runs it."""
         ...
 
 
@@ -79,12 +84,9 @@ class LanguageDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
 
-    def forward(self, slots: SlotTable, num_blocks: int, report: ProgressCallback) -> DraftForward:
+    def forward(self, slots: SlotTable, num_blocks: int) -> DraftForward:
         """See `LoadedDraft`."""
         runner = ModelRunner(self.loaded, slots, num_blocks, slots.block_size)
-        if not self.is_eager:
-            report("warming up the draft")
-            report(f"draft: {runner.warm_up()}")
         return translate(runner, self.loaded, self.vocab_map)
 
 
@@ -111,9 +113,9 @@ class ModuleDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
 
-    def forward(self, slots: SlotTable, num_blocks: int, report: ProgressCallback) -> ModuleRunner:
+    def forward(self, slots: SlotTable, num_blocks: int) -> ModuleRunner:
         """See `LoadedDraft`."""
-        return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size, is_eager=self.is_eager)
+        return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size)
 
 
 def speculation_of(config: EngineConfig) -> SpeculativeConfig:
@@ -211,4 +213,5 @@ def _load_module(
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])
     # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
     is_eager = _is_eager(config, speculative) or config.model.batch_invariant
-    return ModuleDraft(LoadedModule(module, dtype, device), spec, width, is_eager)
+    loaded = LoadedModule(module, dtype, device, (folder or source, fetch(config.model)), (speculative,))
+    return ModuleDraft(loaded, spec, width, is_eager)

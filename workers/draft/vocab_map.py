@@ -5,7 +5,7 @@ Known tokens that the draft's vocabulary lacks become its unknown token. Only to
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,19 @@ class TranslatedForward:
         logits_NV = logits_ND.new_full((len(logits_ND), self._vocab_map.vocab_size), -torch.inf)
         return logits_NV.index_copy_(1, self._target_S, logits_ND.index_select(1, self._draft_S))
 
-    def measure(self, max_tokens: int) -> dict[int, float]:
+    def key(self) -> str | None:
+        """See `workers.compiled.warming.Compilable`."""
+        return self._forward.key()
+
+    def compile_into(self, folder: Path, trial: Callable[[], None]) -> None:
+        """See `workers.compiled.warming.Compilable`."""
+        self._forward.compile_into(folder, trial)
+
+    def load_compiled(self, folder: Path) -> None:
+        """See `workers.compiled.warming.Compilable`."""
+        self._forward.load_compiled(folder)
+
+    def measure(self, max_tokens: int) -> Iterator[tuple[int, float]]:
         """See `DraftForward`."""
         return self._forward.measure(max_tokens)
 

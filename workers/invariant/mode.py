@@ -77,6 +77,10 @@ class BatchInvariantMode:
         """Return *forward*, each operator of which is checked and replaced as it runs."""
         return invariant(forward)
 
+    def is_compiled(self, ranks: int) -> bool:
+        """Return False: the compiler would fuse and reorder what this mode keeps in order."""
+        return False
+
     def optimize(self, forward: Forward, trial: Trial, loaded: LoadedModel) -> tuple[Forward, str]:
         """Trace the operators of the model once, instead of checking each in every forward."""
         # The three tensors differ from each other and from all that are tried afterwards: the trials then detect an

@@ -21,11 +21,14 @@ class Taps:
 
     Raises:
         ModelError: the model does not have one of the layers.
+
+    Attributes:
+        order: what each token's features are made of, in this order.
     """
 
     def __init__(self, model: Any, spec: FeatureSpec) -> None:
         self._captured: dict[int, torch.Tensor] = {}
-        self._order = spec.inputs_of or (0,)
+        self.order = spec.inputs_of or (0,)
         if spec.inputs_of:
             self._tap_layers(model, spec.inputs_of)
         else:
@@ -33,7 +36,7 @@ class Taps:
 
     def collect(self) -> torch.Tensor:
         """Return the states of the last forward, `[T, F]`, and drop them."""
-        states = [self._captured[layer][0] for layer in self._order]
+        states = [self._captured[layer][0] for layer in self.order]
         self._captured.clear()
         return states[0] if len(states) == 1 else torch.cat(states, dim=-1)
 

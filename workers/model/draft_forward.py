@@ -1,5 +1,7 @@
 """What the draft worker runs: a language model, or the module of a learned proposer."""
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +56,18 @@ class DraftForward(Protocol):
         """
         ...
 
-    def measure(self, max_tokens: int) -> dict[int, float]:
-        """Return seconds of a forward of 1, 2, 4 ... rows, to *max_tokens* at least; empty if not worth measuring."""
+    def key(self) -> str | None:
+        """See `workers.compiled.warming.Compilable`."""
+        ...
+
+    def compile_into(self, folder: Path, trial: Callable[[], None]) -> None:
+        """See `workers.compiled.warming.Compilable`."""
+        ...
+
+    def load_compiled(self, folder: Path) -> None:
+        """See `workers.compiled.warming.Compilable`."""
+        ...
+
+    def measure(self, max_tokens: int) -> Iterator[tuple[int, float]]:
+        """Yield rows and seconds of a forward of 1, 2, 4 ... rows, to *max_tokens* at least; none if not worth it."""
         ...

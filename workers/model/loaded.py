@@ -37,8 +37,12 @@ class ExecutionMode(Protocol):
         """Return *forward*, set up to run in this mode."""
         ...
 
+    def is_compiled(self, ranks: int) -> bool:
+        """Return whether models are compiled ahead of time on a CPU; otherwise `optimize` is called."""
+        ...
+
     def optimize(self, forward: Forward, trial: Trial, loaded: "LoadedModel") -> tuple[Forward, str]:
-        """Compile or trace a wrapped *forward* on a CPU; return it as it is if that fails, and a line for the user.
+        """Trace a wrapped *forward* on a CPU; return it as it is if that fails, and a line for the user.
 
         *trial* runs a forward on made-up tokens and returns the logits. All ranks call this at once.
         """

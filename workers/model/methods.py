@@ -1,23 +1,26 @@
 """The methods of a draft's module, compiled one by one.
 
-A proposer calls the module's forward and its heads. Each method is compiled for one token and for any number of them
-when it is first called while `Methods.compiling`; afterwards, what was not compiled runs eager.
+A proposer calls the module's forward and its heads. A trial proposal shows which ones, with inputs of which shapes;
+each is compiled for one token and for any number of them. What was not compiled runs eager.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from workers.compile import CompileError, Weights, compile_call, padded_size
+from workers.compile import Weights, check_results, padded_size
+from workers.compiled.graphs import Input, compile_graph, load_graph, read_index
 
-logger = logging.getLogger(__name__)
+NO_STEP = -1
+"""The variant of a method without steps."""
 
 Call = Callable[..., Any]
+Context = Callable[[Call, int], Any]
+"""Calls a function with attention that takes a number of made-up tokens."""
 
 
 class Methods:
@@ -35,32 +38,29 @@ class Methods:
         """Call the module's forward."""
         return self.forward(*inputs)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The methods that may be compiled."""
+        return tuple(self._methods)
+
     @contextmanager
-    def compiling(self, weights: Weights) -> Iterator[None]:
-        """Compile the methods that are called inside."""
+    def watched(self) -> Iterator[None]:
+        """Remember the shapes of calls inside."""
         for method in self._methods.values():
-            method.weights = weights
-        try:
-            yield
-        finally:
-            for method in self._methods.values():
-                method.weights = None
+            method.seen = {}
+        yield
 
-    def summary(self) -> str:
-        """Return a line for the user that says what runs compiled."""
-        failures = [f"{name}: {method.failure}" for name, method in self._methods.items() if method.failure]
-        count = sum(method.num_compiled for method in self._methods.values())
-        if failures:
-            return f"compiled {count} graphs; some methods run eager: {'; '.join(failures)}"
-        return f"compiled {count} graphs" if count else "running eager"
+    def compile_into(self, folder: Path, weights: Weights) -> None:
+        """Compile the calls that were seen. Raises `CompileError`."""
+        for method in self._methods.values():
+            method.compile_into(folder, weights)
 
-
-@dataclass(frozen=True)
-class Graph:
-    """A compiled method, for one token or for any number."""
-
-    run: Call
-    is_single: bool
+    def load(self, folder: Path, context: Context, dtype: torch.dtype) -> None:
+        """Run compiled from now on. Raises `CompileError` if a result differs from eager; then nothing has changed."""
+        index = read_index(folder)
+        found = {name: method.checked(folder, index, context, dtype) for name, method in self._methods.items()}
+        for name, method in self._methods.items():
+            method.graphs = found[name]
 
 
 class Method:
@@ -71,70 +71,69 @@ class Method:
         variants: number of different computations; step s computes as step s modulo this.
 
     Attributes:
-        weights: of the module, while it is being compiled.
-        failure: why a part of it runs eager.
+        seen: arguments of the first call of each variant, for one token and for several, while it is watched.
+        graphs: what is compiled, by variant and whether it is for one token.
     """
 
     def __init__(self, eager: Call, variants: int) -> None:
         self._eager, self._variants = eager, variants
-        self._dim = 1 if eager.__name__ == "forward" else 0
-        self._graphs: dict[tuple[int, bool], Graph | None] = {}
-        self.weights: Weights | None = None
-        self.failure: str | None = None
-
-    @property
-    def num_compiled(self) -> int:
-        """Number of compiled graphs."""
-        return sum(graph is not None for graph in self._graphs.values())
+        self._name = eager.__name__
+        self._dim = 1 if self._name == "forward" else 0
+        self.seen: dict[tuple[int, bool], tuple[Any, ...]] | None = None
+        self.graphs: dict[tuple[int, bool], Call] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the method, compiled where it is."""
-        steps = tuple(given % self._variants for given in arguments if isinstance(given, int))
         size = arguments[0].shape[self._dim]
-        key = (steps[0] if steps else 0, size == 1)
-        if self.weights is not None and key not in self._graphs and size:
-            self._graphs[key] = self._compile(self.weights, arguments, steps, is_single=size == 1)
-        graph = self._graphs.get(key)
+        key = (next((given % self._variants for given in arguments if isinstance(given, int)), NO_STEP), size == 1)
+        if self.seen is not None and size:
+            self.seen.setdefault(key, arguments)
+        graph = self.graphs.get(key)
         if graph is None:
             return self._eager(*arguments)
-        tensors = [self._prepared(given, size) for given in arguments if not isinstance(given, int)]
-        return self._cut(graph.run(*tensors), size)
+        outputs = graph(*(self._prepared(given, size) for given in arguments if isinstance(given, torch.Tensor)))
+        cut = tuple(output.narrow(self._dim, 0, size) for output in outputs)
+        return cut[0] if len(cut) == 1 else cut
 
-    def _compile(
-        self, weights: Weights, arguments: tuple[Any, ...], steps: tuple[int, ...], *, is_single: bool
-    ) -> Graph | None:
-        model = self._eager
+    def compile_into(self, folder: Path, weights: Weights) -> None:
+        """Compile what was seen. Raises `CompileError`."""
+        for key, arguments in (self.seen or {}).items():
+            inputs = [Input.of(given, self._dim) for given in arguments if isinstance(given, torch.Tensor)]
+            call = self._call(key[0], inputs)
+            compile_graph(folder, self._graph_name(key), call, inputs, weights, single=key[1])
 
-        def call(*tensors: torch.Tensor | None) -> Any:
-            return model(*tensors, *steps)
+    def checked(
+        self, folder: Path, index: dict[str, list[Input]], context: Context, dtype: torch.dtype
+    ) -> dict[tuple[int, bool], Call]:
+        """Return the compiled graphs, each compared with eager. Raises `CompileError`."""
+        keys = [(variant, single) for variant in range(NO_STEP, self._variants) for single in (False, True)]
+        found = {key: load_graph(folder, name) for key in keys if (name := self._graph_name(key)) in index}
+        for key, graph in found.items():
+            inputs = index[self._graph_name(key)]
+            tensors = [one.made_up() for one in inputs]
+            size = tensors[0].shape[self._dim]
+            expected = context(lambda: self._call(key[0], inputs)(*tensors), size)  # noqa: B023 - called at once
+            results = context(lambda: graph(*tensors), size)  # noqa: B023 - called at once
+            check_results(expected if isinstance(expected, tuple) else (expected,), results, dtype)
+        return found
 
-        size = 1 if is_single else arguments[0].shape[self._dim]
-        tensors = [self._prepared(_made_up(given), size) for given in arguments if not isinstance(given, int)]
-        try:
-            return Graph(compile_call(call, tensors, weights, is_single=is_single), is_single)
-        except CompileError as error:
-            self.failure = str(error)
-            logger.warning("a draft's %s runs eager: %s", model.__name__, error)
-            return None
+    def _call(self, variant: int, inputs: list[Input]) -> Call:
+        """Return a variant as a function of tensors."""
+        steps = () if variant == NO_STEP else (variant,)
+        without_features = self._name == "forward" and len(inputs) == 2
 
-    def _prepared(self, given: torch.Tensor | None, size: int) -> torch.Tensor | None:
-        """Pad to a size for which kernels exist; make strides those of a contiguous tensor."""
-        if given is None:
-            return None
+        def call(*tensors: torch.Tensor) -> Any:
+            return self._eager(*tensors, *((None,) if without_features else ()), *steps)
+
+        return call
+
+    def _graph_name(self, key: tuple[int, bool]) -> str:
+        variant = "" if key[0] == NO_STEP else f"-{key[0]}"
+        return f"{self._name}{variant}-{'one' if key[1] else 'any'}"
+
+    def _prepared(self, given: torch.Tensor, size: int) -> torch.Tensor:
+        """Pad to a size for which kernels exist."""
         extra = 0 if size == 1 else padded_size(size) - size
         if extra:
             given = F.pad(given, (*(0 for _ in range(2 * (given.dim() - 1 - self._dim))), 0, extra))
         return given.contiguous()
-
-    def _cut(self, outputs: Any, size: int) -> Any:
-        if isinstance(outputs, tuple):
-            return tuple(output.narrow(self._dim, 0, size) for output in outputs)
-        return outputs.narrow(self._dim, 0, size)
-
-
-def _made_up(given: torch.Tensor | None) -> torch.Tensor | None:
-    """Return random numbers in place of features, which may be all zeros in a trial."""
-    if given is None or not given.is_floating_point():
-        return given
-    generator = torch.Generator(given.device).manual_seed(0)
-    return torch.randn(given.shape, generator=generator, device=given.device).to(given.dtype)

@@ -1,7 +1,8 @@
 """Runs the module of a learned proposer over paged KV."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from workers.attention.batch import AttentionMetadata, Batch, Ints
 from workers.attention.kv import KVCache
 from workers.attention.native import pick_attention
 from workers.compile import Weights
+from workers.compiled.recipe import recipe
 from workers.device import free_memory, weight_bytes
 from workers.model.methods import Methods
 from workers.slots import SlotTable
@@ -24,11 +26,15 @@ class LoadedModule:
 
     Attributes:
         module: a `protos.draft_module.Module`.
+        folders: checkpoints that its weights were read from: its own, and the target's.
+        options: what else its computation depends on.
     """
 
     module: Any
     dtype: torch.dtype
     device: torch.device
+    folders: tuple[Path, ...] = ()
+    options: tuple[object, ...] = ()
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -47,16 +53,9 @@ class LoadedModule:
 
 
 class ModuleRunner:
-    """One module, its KV cache and its attention. Reads block tables from *slots*. See `DraftForward`.
+    """One module, its KV cache and its attention. Reads block tables from *slots*. See `DraftForward`."""
 
-    Attributes:
-        is_eager: its methods are not to be compiled.
-    """
-
-    def __init__(
-        self, loaded: LoadedModule, slots: SlotTable, num_blocks: int, block_size: int, *, is_eager: bool = True
-    ) -> None:
-        self.is_eager = is_eager or loaded.device.type != "cpu"
+    def __init__(self, loaded: LoadedModule, slots: SlotTable, num_blocks: int, block_size: int) -> None:
         self.loaded, self.slots, self.num_blocks, self.block_size = loaded, slots, num_blocks, block_size
         self.module = Methods(loaded.module)
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
@@ -78,15 +77,36 @@ class ModuleRunner:
             attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size))
             return run_with(attention, run_module, len(batch.tokens_T))[self._index(wanted_N)]
 
-    def warm_up(self, propose: Callable[[], None]) -> str:
-        """Compile the methods that *propose* calls; return a line for the user."""
-        with self.module.compiling(Weights(self.loaded.dtype, weight_bytes(self.loaded.module), free_memory())):
-            propose()
-        return self.module.summary()
+    def key(self) -> str | None:
+        """See `workers.compiled.warming.Compilable`."""
+        if self.loaded.device.type != "cpu" or not self.module.names:
+            return None
+        return recipe(self.loaded.folders, self.loaded.dtype, type(self.loaded.module).__name__, *self.loaded.options)
 
-    def measure(self, max_tokens: int) -> dict[int, float]:
+    def compile_into(self, folder: Path, trial: Callable[[], None]) -> None:
+        """See `workers.compiled.warming.Compilable`."""
+        with self.module.watched():
+            trial()
+        self.module.compile_into(folder, Weights(self.loaded.dtype, weight_bytes(self.loaded.module), free_memory()))
+
+    def load_compiled(self, folder: Path) -> None:
+        """See `workers.compiled.warming.Compilable`."""
+        self.module.load(folder, self._on_one_row, self.loaded.dtype)
+
+    def _on_one_row(self, call: Callable[..., Any], num_tokens: int) -> Any:
+        """Call *call* with attention of its own, which takes one row of tokens."""
+        with torch.inference_mode():
+            if not self.loaded.layers:
+                return call()
+            cache = KVCache(self.loaded.layers, 1, self.block_size, self.loaded.dtype, self.loaded.device)
+            attention, start = pick_attention(cache), np.zeros(1, np.int64)
+            batch = Batch(start, start, np.array([num_tokens]), np.zeros(num_tokens, np.int64))
+            attention.plan(AttentionMetadata.of(batch, np.zeros((1, num_tokens), np.int32), self.block_size))
+            return run_with(attention, call, num_tokens)
+
+    def measure(self, max_tokens: int) -> Iterator[tuple[int, float]]:
         """Measure nothing: most of the cost is in the heads, which the proposer calls."""
-        return {}
+        return iter(())
 
     def _tensor(self, array_T: Ints) -> torch.Tensor:
         return self._index(array_T).unsqueeze(0)

@@ -1,24 +1,27 @@
 """Runs a loaded model over paged KV: a batch of rows in, fp32 logits out."""
 
-import logging
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.attention.backend import run_with
+from workers.attention.backend import AttentionBackend, run_with
 from workers.attention.batch import AttentionMetadata, Batch, Ints
 from workers.attention.kv import KVCache, bytes_per_block
-from workers.compile import Forward, Outputs
+from workers.compile import TRIALS, Forward, Outputs, Weights, check_results, pad_to_sizes
+from workers.compiled.graphs import Input, compile_graph, load_graph
+from workers.compiled.recipe import recipe
+from workers.device import free_memory, weight_bytes
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
 from workers.slots import SlotTable
 
-logger = logging.getLogger(__name__)
-
-
+GRAPHS = ("any", "one")
+"""Names of the compiled graphs of `TRIALS`."""
 TIMINGS = 3  # the fastest of so many runs is returned
 
 
@@ -38,7 +41,8 @@ class ModelRunner:
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         self.attention = loaded.mode.attention(self.cache)
         run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
-        self._run = loaded.mode.wrap(run)
+        self._taps = taps
+        self._eager = self._run = loaded.mode.wrap(run)
 
     @property
     def bytes_per_block(self) -> int:
@@ -46,36 +50,69 @@ class ModelRunner:
         return bytes_per_block(self.loaded.layers, self.block_size, self.loaded.dtype)
 
     def warm_up(self) -> str:
-        """Compile the model if possible; return a line for the user.
-
-        Overwrites block 0: to be called before any sequence is served.
-        """
+        """Trace the model if its mode does; return a line for the user."""
         if self.device.type != "cpu":
             return "running eager"
-        self._run, note = self.loaded.mode.optimize(self._run, self._trial, self.loaded)
-        logger.info("%s", note)
+        self._run, note = self.loaded.mode.optimize(self._eager, self._trial, self.loaded)
         return note
 
+    def key(self) -> str | None:
+        """See `workers.compiled.warming.Compilable`."""
+        if self.device.type != "cpu" or not self.loaded.mode.is_compiled(self.loaded.ranks):
+            return None
+        return recipe((self.loaded.folder,), self.loaded.dtype, () if self._taps is None else self._taps.order)
+
+    def compile_into(self, folder: Path, trial: Callable[[], None]) -> None:
+        """See `workers.compiled.warming.Compilable`."""
+        weights = Weights(self.loaded.dtype, weight_bytes(self.loaded.model), free_memory())
+        for (num_tokens, num_wanted), name in zip(TRIALS, GRAPHS, strict=True):
+            tokens = Input((1, num_tokens), "int64", 1)
+            inputs = [tokens, tokens, Input((num_wanted,), "int64", 0)]
+            compile_graph(folder, name, self._eager, inputs, weights, single=num_tokens == 1)
+
+    def load_compiled(self, folder: Path) -> None:
+        """See `workers.compiled.warming.Compilable`."""
+        any_number, single = (load_graph(folder, name) for name in GRAPHS)
+
+        def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> Outputs:
+            graph = single if tokens_1T.shape[1] == 1 else any_number
+            logits_NV, *features = graph(tokens_1T, positions_1T, wanted_N)
+            return logits_NV, features[0] if features else None
+
+        padded = pad_to_sizes(forward)
+        for sizes in TRIALS:
+            check_results([self._trial(self._eager, *sizes)], [self._trial(padded, *sizes)], self.loaded.dtype)
+        self._run = padded
+
     def _trial(self, forward: Forward, num_tokens: int, num_wanted: int) -> torch.Tensor:
-        """Run *forward* on made-up tokens of one row, whose blocks are all block 0; return logits."""
+        """Run *forward* on made-up tokens of one row, with a cache of its own; return logits."""
         start, length = np.zeros(1, np.int64), np.array([num_tokens])
         batch = Batch(start, start, length, (np.arange(num_tokens) * 5 + 1) % self.loaded.vocab_size)
-        return self._call(forward, batch, np.zeros((1, num_tokens), np.int32), np.arange(num_wanted))[0]
+        blocks = np.zeros((1, num_tokens), np.int32)
+        return self._call(forward, batch, blocks, np.arange(num_wanted), self._spare_attention())[0]
 
-    def measure(self, max_tokens: int) -> dict[int, float]:
-        """Return seconds of one forward with 1, 2, 4 ... rows of one token, to *max_tokens* at least.
+    def _spare_attention(self) -> AttentionBackend:
+        """Return attention over one block that no sequence uses."""
+        return self.loaded.mode.attention(
+            KVCache(self.loaded.layers, 1, self.block_size, self.loaded.dtype, self.device)
+        )
 
-        Overwrites block 0, as `warm_up`.
-        """
-        sizes = [1 << power for power in range((max_tokens - 1).bit_length() + 1)]
-        return {size: min(self._time(size) for _ in range(TIMINGS)) for size in sizes}
+    def measure(self, max_tokens: int) -> Iterator[tuple[int, float]]:
+        """See `DraftForward`."""
+        for power in range((max_tokens - 1).bit_length() + 1):
+            yield 1 << power, self.measure_size(1 << power)
 
-    def _time(self, num_rows: int) -> float:
+    def measure_size(self, num_rows: int) -> float:
+        """Return seconds of one forward with *num_rows* rows of one token. May be called while requests are served."""
+        attention = self._spare_attention()
+        return min(self._time(num_rows, attention) for _ in range(TIMINGS))
+
+    def _time(self, num_rows: int, attention: AttentionBackend) -> float:
         rows_R = np.arange(num_rows)
         batch = Batch(rows_R, np.zeros_like(rows_R), np.ones_like(rows_R), rows_R % self.loaded.vocab_size)
         started = time.perf_counter()
         wanted_N = _padded(rows_R, min(2, num_rows))
-        logits_NV, _ = self._call(self._run, batch, np.zeros((num_rows, 1), np.int32), wanted_N)
+        logits_NV, _ = self._call(self._run, batch, np.zeros((num_rows, 1), np.int32), wanted_N, attention)
         logits_NV.sum().item()  # waits for the device, also on ranks without logits
         return time.perf_counter() - started
 
@@ -95,16 +132,23 @@ class ModelRunner:
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
         """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""
         wanted_M = _padded(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
-        logits_MV, features_TF = self._call(self._run, batch, self.slots.blocks, wanted_M)
+        logits_MV, features_TF = self._call(self._run, batch, self.slots.blocks, wanted_M, self.attention)
         return logits_MV[: len(wanted_N)], features_TF
 
-    def _call(self, forward: Forward, batch: Batch, blocks_SB: npt.NDArray[np.int32], wanted_N: Ints) -> Outputs:
-        self.attention.plan(AttentionMetadata.of(batch, blocks_SB, self.block_size))
+    def _call(
+        self,
+        forward: Forward,
+        batch: Batch,
+        blocks_SB: npt.NDArray[np.int32],
+        wanted_N: Ints,
+        attention: AttentionBackend,
+    ) -> Outputs:
+        attention.plan(AttentionMetadata.of(batch, blocks_SB, self.block_size))
         # Compiled graphs distinguish tensors made inside and outside inference mode: always make them inside.
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)
             wanted = self._tensor(wanted_N)
-            return run_with(self.attention, lambda: forward(tokens_1T, positions_1T, wanted), len(batch.tokens_T))
+            return run_with(attention, lambda: forward(tokens_1T, positions_1T, wanted), len(batch.tokens_T))
 
     def _tensor(self, array_N: Ints, *leading: int) -> torch.Tensor:
         """Return a contiguous array as a tensor on the device, with *leading* dimensions of one.

@@ -1,4 +1,4 @@
-"""The default execution mode: torch's operators, compiled on CPUs."""
+"""The default execution mode: torch's operators, compiled on CPUs where one rank has the whole model."""
 
 from typing import Any
 
@@ -8,8 +8,7 @@ from protos.layers import LayerShape
 from workers.attention.backend import AttentionBackend
 from workers.attention.kv import KVCache
 from workers.attention.native import pick_attention
-from workers.compile import Forward, Trial, Weights, compile_forward
-from workers.device import free_memory, weight_bytes
+from workers.compile import Forward, Trial
 from workers.distributed.groups import Group
 from workers.model.loaded import LoadedModel
 from workers.model.probe import probe
@@ -39,8 +38,10 @@ class TorchMode:
         """Return *forward* itself."""
         return forward
 
+    def is_compiled(self, ranks: int) -> bool:
+        """Return whether one rank has the whole model."""
+        return ranks == 1
+
     def optimize(self, forward: Forward, trial: Trial, loaded: LoadedModel) -> tuple[Forward, str]:
-        """Compile *forward*."""
-        if loaded.ranks > 1:
-            return forward, "running eager: exchanges between ranks are not compiled"
-        return compile_forward(forward, trial, Weights(loaded.dtype, weight_bytes(loaded.model), free_memory()))
+        """Return *forward* itself."""
+        return forward, "running eager: exchanges between ranks are not compiled"

@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -11,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from workers.cache_folder import CacheFolderError, cache_folder, processor
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -50,7 +51,7 @@ def _built(source: Path, flags: tuple[str, ...]) -> Path:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise KernelUnavailableError("there is no C++ compiler")
-    target = _cache_folder() / f"{source.stem}-{_fingerprint(source, compiler, flags)}.so"
+    target = _folder() / f"{source.stem}-{_fingerprint(source, compiler, flags)}.so"
     if not target.is_file():
         _compile([compiler, *flags], source, target)
     return target
@@ -70,16 +71,11 @@ def _compile(compile_: list[str], source: Path, target: Path) -> None:
         built.replace(target)
 
 
-def _cache_folder() -> Path:
-    # Owned by the user, so that no other user can put a library there.
-    folder = Path("~/.cache/slipstream").expanduser()
+def _folder() -> Path:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelUnavailableError(f"{folder} cannot be created: {error}") from error
-    if folder.stat().st_uid != os.getuid():
-        raise KernelUnavailableError(f"{folder} belongs to another user")
-    return folder
+        return cache_folder()
+    except CacheFolderError as error:
+        raise KernelUnavailableError(str(error)) from error
 
 
 def _fingerprint(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
@@ -87,15 +83,6 @@ def _fingerprint(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256(source.read_bytes())
     for header in sorted(FOLDER.glob("*.h")):
         digest.update(header.read_bytes())
-    for part in (compiler, *flags, platform.machine(), _processor()):
+    for part in (compiler, *flags, platform.machine(), processor()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return platform.processor()
-    wanted = ("model name", "flags", "Features")
-    lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith(wanted))

@@ -30,7 +30,6 @@ from workers.build import (
     load_target,
     make_draft,
     make_target,
-    measure_draft,
 )
 from workers.distributed.groups import Group, Solo
 from workers.distributed.renewable import RenewableGroup
@@ -129,8 +128,8 @@ class DraftLoading(Loading):
         size = config.cache.block_size
         fitting = blocks_that_fit(config.cache, self._device, draft.bytes_per_block(size))
         allocate = self._settle(WorkerInfo(fitting, size, 0, 0), draft.num_bytes)
-        engine = make_draft(config, draft, allocate, self._device, self._report)
-        self._ready(WorkerReady(measure_draft(config, engine)))
+        engine, measurement = make_draft(config, draft, allocate, self._device, self._report)
+        self._ready(WorkerReady(measurement.costs().draft_s))
 
         def join(order: FormDraftChannel) -> DraftSender:
             return join_as_draft(
@@ -204,7 +203,7 @@ class TargetLoading(Loading):
         except BaseException:
             self._group.close()
             raise
-        self._ready(WorkerReady(ready.step_s, ready.draft_s))
+        self._ready(WorkerReady(ready.costs.target_s, ready.costs.draft_s))
         if ready.draft is not None or self._group.rank:
             return TargetRank(self._group, ready.worker, ready.draft), None
         remote = self._remote(ready, loaded)

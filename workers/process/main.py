@@ -92,7 +92,8 @@ def _configured(setup: Setup) -> EngineConfig:
     """Return the configuration with the device that this worker got, and the default shape of drafts there."""
     config = from_json(setup.config)
     kind: Literal["cpu", "cuda"] = "cpu" if setup.device == "cpu" else "cuda"
-    return for_device(replace(config, model=replace(config.model, device=kind)), kind)
+    model = replace(config.model, device=kind, compile_in_background=False)  # a worker says when it is ready
+    return for_device(replace(config, model=model), kind)
 
 
 def _serve_target(port: Port, loading: TargetLoading, heartbeat: HeartbeatThread, threads: ThreadCount | None) -> None:

@@ -6,7 +6,7 @@ logits are a row of a table, picked by a hash of the text before, or by the last
 paged cache of its own, so a stale, foreign or misplaced entry changes the distribution.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -106,9 +106,9 @@ class TableForward:
         """See `DraftForward.forward`."""
         return self.run(batch, wanted_N)[0]
 
-    def measure(self, max_tokens: int) -> dict[int, float]:
+    def measure(self, max_tokens: int) -> Iterator[tuple[int, float]]:
         """See `DraftForward.measure`."""
-        return {}
+        return iter(())
 
     def _write(self, batch: Batch) -> Ints:
         """Write the hash of every text that ends with a fed token into its KV entry; return the hashes."""

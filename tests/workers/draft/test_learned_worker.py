@@ -23,10 +23,10 @@ from tests.support.distributed.engine import (
 )
 from tests.support.models import tiny_heads
 from tests.support.models.tiny_heads import METHODS, NOTES, Twin
-from workers.build import needs_step_costs
 from workers.draft import feature_channel
 from workers.draft.engine import DraftEngine
 from workers.draft.sender import DraftSender
+from workers.step_costs import needs_step_costs
 from workers.target_rank import UniExecutor
 
 HEADS = tuple(METHODS)
@@ -168,7 +168,7 @@ def test_a_warm_up_leaves_nothing(models: Models, heads: Heads, plain: dict[str,
     executor = engine.built.executor
     assert isinstance(executor, UniExecutor)
     assert isinstance(executor.rank.source, DraftEngine)
-    costs = executor.rank.source.measure(3, K)
+    costs = dict(executor.rank.source.measure(3, K))
     assert set(costs) == {1, 2, 3}
     assert min(costs.values()) > 0.0
     NOTES.clear()

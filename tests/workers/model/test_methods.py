@@ -1,6 +1,7 @@
 """Methods of a draft's module: which graphs are compiled, what they are given, and that they compute the same."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from workers.compile import CompileError, Weights, padded_size
+from workers.compiled.graphs import Input
 from workers.model import methods
 from workers.model.methods import Methods
 
@@ -40,92 +42,97 @@ class Heads(nn.Module):
         return states_NH * 2
 
 
-Compiled = list[tuple[bool, list[tuple[int, ...]]]]
+class Library:
+    """Compiled graphs of a folder, which are the eager functions; notes the shapes of their inputs."""
 
+    def __init__(self) -> None:
+        self.calls: dict[str, Callable[..., Any]] = {}
+        self.inputs: dict[str, list[Input]] = {}
+        self.shapes: dict[str, list[tuple[int, ...]]] = {}
+        self.off_by = 0.0
 
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """What was compiled: whether for one token, and the shapes of every later call."""
-    found: Compiled = []
+    def compile_graph(
+        self, folder: Path, name: str, call: Callable[..., Any], inputs: list[Input], weights: Weights, *, single: bool
+    ) -> None:
+        self.calls[name], self.inputs[name], self.shapes[name] = call, inputs, []
+        assert single == name.endswith("one")
 
-    def compile_call(
-        call: Callable[..., Any], inputs: list[torch.Tensor], weights: Weights, *, is_single: bool
-    ) -> Callable[..., Any]:
-        shapes: list[tuple[int, ...]] = []
-        found.append((is_single, shapes))
-
-        def run(*tensors: torch.Tensor) -> Any:
-            shapes.append(tuple(tensors[0].shape))
-            return call(*tensors)
+    def load_graph(self, folder: Path, name: str) -> Callable[..., Any]:
+        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            self.shapes[name].append(tuple(tensors[0].shape))
+            return [self.calls[name](*tensors) + self.off_by]
 
         return run
 
-    monkeypatch.setattr(methods, "compile_call", compile_call)
-    return found
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(methods, "compile_graph", made.compile_graph)
+    monkeypatch.setattr(methods, "load_graph", made.load_graph)
+    monkeypatch.setattr(methods, "read_index", lambda folder: made.inputs)
+    return made
 
 
 def states(count: int) -> torch.Tensor:
     return torch.randn(count, H, generator=torch.Generator().manual_seed(count))
 
 
+def load(module: Methods) -> None:
+    module.compile_into(Path(), WEIGHTS)
+    module.load(Path(), lambda call, count: call(), torch.float32)
+
+
 @torch.inference_mode()
-def test_one_graph_for_one_token_and_one_for_more_of_each_variant(compiled: Compiled) -> None:
+def test_one_graph_for_one_token_and_one_for_more_of_each_variant(library: Library) -> None:
     plain, module = Heads(), Methods(Heads())
-    with module.compiling(WEIGHTS):
-        for step in range(4):
+    with module.watched():
+        for step in range(2):
             for count in (1, 3, 5):
                 module.logits(states(count), step)
-    assert sorted(is_single for is_single, _ in compiled) == [False, False, True, True]
+    load(module)
+    assert sorted(library.calls) == ["logits-0-any", "logits-0-one", "logits-1-any", "logits-1-one"]
     count = 33
     assert padded_size(count) > count
     for step, size in ((0, count), (1, count), (3, 1)):
         assert torch.equal(module.logits(states(size), step), plain.logits(states(size), step % 2))
-    assert [shapes[-1] for is_single, shapes in compiled if not is_single] == [(padded_size(count), H)] * 2
-    assert module.summary() == "compiled 4 graphs"
+    assert [library.shapes[f"logits-{step}-any"][-1] for step in range(2)] == [(padded_size(count), H)] * 2
+    assert library.shapes["logits-1-one"][-1] == (1, H)
 
 
 @torch.inference_mode()
-def test_nothing_is_compiled_once_requests_are_served(compiled: Compiled) -> None:
+def test_what_was_not_seen_in_a_trial_runs_eager(library: Library) -> None:
     module = Methods(Heads())
-    with module.compiling(WEIGHTS):
+    with module.watched():
         module.logits(states(1), 0)
+    load(module)
+    before = {name: len(shapes) for name, shapes in library.shapes.items()}
     module.logits(states(3), 0)
     module.logits(states(1), 1)
     module.twice(states(3))
-    assert len(compiled) == 1
+    assert {name: len(shapes) for name, shapes in library.shapes.items()} == before
+
+
+@pytest.mark.parametrize("has_features", [False, True])
+@torch.inference_mode()
+def test_the_forward_is_padded_along_its_tokens(library: Library, has_features: bool) -> None:
+    plain, module = Heads(), Methods(Heads())
+    few_1T, many_1T = torch.zeros(1, 3, dtype=torch.int64), torch.arange(33)[None] % 11
+    with module.watched():
+        module(few_1T, few_1T, states(3)[None] if has_features else None)
+    load(module)
+    features_1TH = states(33)[None] if has_features else None
+    found_1TH = module(many_1T, many_1T, features_1TH)
+    assert torch.equal(found_1TH, plain(many_1T, many_1T, features_1TH))
+    assert library.shapes["forward-any"][-1] == (1, padded_size(33))
 
 
 @torch.inference_mode()
-def test_the_forward_is_padded_along_its_tokens(compiled: Compiled) -> None:
+def test_other_results_than_eager_are_refused(library: Library) -> None:
     plain, module = Heads(), Methods(Heads())
-    with module.compiling(WEIGHTS):
-        module(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), states(3)[None])
-    tokens_1T = torch.arange(33)[None] % 11
-    features_1TH = states(33)[None]
-    found_1TH = module(tokens_1T, tokens_1T, features_1TH)
-    assert torch.equal(found_1TH, plain(tokens_1T, tokens_1T, features_1TH))
-    assert compiled[0][1][-1] == (1, padded_size(33))
-
-
-@torch.inference_mode()
-def test_what_fails_runs_eager_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise CompileError("no way")
-
-    monkeypatch.setattr(methods, "compile_call", fails)
-    plain, module = Heads(), Methods(Heads())
-    with module.compiling(WEIGHTS):
-        assert torch.equal(module.logits(states(3), 1), plain.logits(states(3), 1))
-    assert module.summary() == "compiled 0 graphs; some methods run eager: logits: no way"
-
-
-@pytest.mark.full
-@torch.inference_mode()
-def test_compiled_equals_eager() -> None:
-    plain, module = Heads(), Methods(Heads())
-    with module.compiling(WEIGHTS):
-        for count in (1, 3):
-            module.logits(states(count), 1)
-    assert module.summary() == "compiled 2 graphs"
-    for count in (1, 2, 7, 33):
-        torch.testing.assert_close(module.logits(states(count), 1), plain.logits(states(count), 1))
+    with module.watched():
+        module.logits(states(3), 1)
+    library.off_by = 0.1
+    with pytest.raises(CompileError, match="differ from eager"):
+        load(module)
+    assert torch.equal(module.logits(states(3), 1), plain.logits(states(3), 1))

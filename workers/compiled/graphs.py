@@ -1,0 +1,134 @@
+"""Compiling a function of tensors to a shared library, and running such libraries.
+
+`torch.export` traces the function, and Inductor compiles the graph ahead of time, with the weights as constants.
+"""
+
+import json
+import logging
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+import torch._inductor.config
+
+from workers.compile import UNCHECKED, CompileError, Weights
+from workers.compiled.store import UNFINISHED
+
+Call = Callable[..., Any]
+
+INDEX = "graphs.json"
+LOUD = ("torch._dynamo", "torch._inductor", "torch.fx", "torch.export", "torch._export")
+
+
+@dataclass(frozen=True)
+class Input:
+    """An example of an input: its shape, dtype, and the dimension that counts tokens."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    dim: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, dim: int) -> "Input":
+        """Describe *tensor*."""
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), dim)
+
+    def made_up(self) -> torch.Tensor:
+        """Return a tensor like it: random numbers, or small ids."""
+        dtype = getattr(torch, self.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(self.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        return torch.arange(torch.Size(self.shape).numel(), dtype=dtype).reshape(self.shape) % 3
+
+
+def compile_graph(folder: Path, name: str, call: Call, inputs: Seq[Input], weights: Weights, *, single: bool) -> None:
+    """Compile *call* and add it to *folder*.
+
+    Args:
+        folder: of an entry that is being written.
+        name: of the graph, unique in the folder.
+        call: a function of tensors; the weights it closes over become constants.
+        inputs: of an example call; with *single*, of one token.
+        weights: of the model that it is a part of.
+        single: compile it for the sizes of the example, else for any size above one.
+
+    Raises:
+        CompileError: it cannot be exported or compiled.
+    """
+    examples = tuple(one.made_up() for one in inputs)
+    shapes = None if single else (tuple({one.dim: torch.export.Dim.DYNAMIC} for one in inputs),)
+    options = {**weights.options[single], **UNCHECKED}
+    try:
+        with _quietly(), torch.inference_mode(False), torch.no_grad():
+            program = torch.export.export(_Root(call), examples, dynamic_shapes=shapes, strict=False)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=UNFINISHED) as made:
+                options["aot_inductor.output_path"] = str(Path(made) / "graph.so")
+                torch._inductor.aot_compile(program.module(), examples, options=options)
+                Path(made, "graph.so").replace(folder / f"{name}.so")
+                # Operators of Python are found through this file, which has the library's name.
+                for calls in Path(made).glob("*.wrapper.json"):
+                    shutil.move(calls, folder / f"{name}.json")
+    except Exception as error:  # whatever fails in the compiler, eager works
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        raise CompileError(f"{name} cannot be compiled: {type(error).__name__}: {line}") from error
+    index = read_index(folder) | {name: list(inputs)}
+    (folder / INDEX).write_text(json.dumps({key: [asdict(one) for one in value] for key, value in index.items()}))
+
+
+def read_index(folder: Path) -> dict[str, list[Input]]:
+    """Return the example inputs of every graph in *folder*."""
+    path = folder / INDEX
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    return {
+        name: [Input(tuple(one["shape"]), one["dtype"], one["dim"]) for one in inputs] for name, inputs in found.items()
+    }
+
+
+def load_graph(folder: Path, name: str) -> Call:
+    """Load a compiled function; it returns a list of tensors. Inputs have to be contiguous.
+
+    Raises:
+        CompileError: the library cannot be loaded.
+    """
+    try:
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / f"{name}.so"), 1)
+    except RuntimeError as error:
+        raise CompileError(f"{name} cannot be loaded: {str(error).splitlines()[0][:200]}") from error
+    return lambda *tensors: runner.run(list(tensors))
+
+
+class _Root(torch.nn.Module):
+    """The root of an exported graph."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call = call
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = self._call(*tensors)
+        several = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(output for output in several if output is not None)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Turn off the compiler's warnings and log lines."""
+    loud = [logging.getLogger(name) for name in LOUD]
+    levels = [log.level for log in loud]
+    for log in loud:
+        log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log, level in zip(loud, levels, strict=True):
+            log.setLevel(level)
