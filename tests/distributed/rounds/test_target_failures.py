@@ -1,12 +1,14 @@
 """The round protocol over threads: target ranks that die are started again, three times at most."""
 
+from collections.abc import Callable
+
 import pytest
 
 from protos.errors import EngineDeadError, PlacementError
 from protos.messages import Abort
-from protos.worker_messages import Port, Progress
+from protos.worker_messages import FromWorker, Port, Progress, RoundDone, WorkerId
 from tests.support.distributed.engine import PATIENT_S, StartEngine, assert_same, requests
-from tests.support.distributed.thread_workers import ThreadPort
+from tests.support.distributed.thread_workers import Crash, ThreadPort
 from workers.process import main as rank
 
 
@@ -36,6 +38,44 @@ def test_a_target_rank_that_dies_is_rebuilt_and_every_request_goes_on(
         assert loads(port) == 1, "a rank that remains keeps its weights"
     if world == 2:
         assert engine.workers.newest("target", 1 - lost).worker.incarnation == 0
+
+
+def dies_in_round(number: int, *, answers: bool) -> Callable[[ThreadPort], None]:
+    """Return what makes the first target rank 0 die in this round, after or instead of sending its result."""
+
+    def prepare(port: ThreadPort) -> None:
+        if port.worker != WorkerId("target"):
+            return
+        send = port.send
+
+        def send_or_die(message: FromWorker) -> None:
+            is_last = isinstance(message, RoundDone) and message.round == number
+            if not is_last or answers:
+                send(message)
+            if is_last:
+                raise Crash
+
+        port.send = send_or_die  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["answered", "not answered"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_token_is_lost_or_doubled_if_rank_0_dies_around_its_answer(
+    start_engine: StartEngine, plain: dict[str, list[int]], world: int, answers: bool
+) -> None:
+    engine = start_engine(tensor_parallel_size=world, on_start=dies_in_round(6, answers=answers))
+    assert engine.workers is not None
+    wanted = requests(4, 20)
+    engine.put(*wanted)
+    assert_same(engine.finish(), plain)
+    assert {name: len(ids) for name, ids in engine.outputs.items()} == {
+        request.request_id: request.max_tokens for request in wanted
+    }
+    stats = engine.built.controller.stats()
+    assert (stats.target_losses, stats.generated_tokens) == (1, engine.num_out)
+    assert engine.workers.newest("target").worker.incarnation == 1
 
 
 def loads(port: ThreadPort) -> int:
