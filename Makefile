@@ -73,6 +73,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.engine --output $(RESULTS)/engine.json $(ARGS)
 	$(BIN)/python -m benchmarks.off_is_free --output $(RESULTS)/off_is_free.json
 	$(BIN)/python -m benchmarks.proposers --output $(RESULTS)/proposers.json
+	$(BIN)/python -m benchmarks.neighbour --output $(RESULTS)/neighbour.json
 
 accept-engine: check accept-oldest
 	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(WORKER_GROUP_TESTS) $(PROPOSER_TESTS) \

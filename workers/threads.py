@@ -78,10 +78,17 @@ class ThreadCount:
     def __init__(self, most: int, set_threads: Callable[[int], None], sample: Callable[[], CpuSample]) -> None:
         self.most = self.count = most
         self._set_threads, self._sample = set_threads, sample
-        self._last = sample()
+        self.forget()
+
+    def forget(self) -> None:
+        """Compute with as many threads as at start, as if nothing had been measured yet."""
+        self._last = self._sample()
         self.due = self._last.at + PERIOD_S
         self._free_s, self._calm_s = 0.0, CALM_S
         self._changed_at = self._added_at = float("-inf")
+        if self.count != self.most:
+            self.count = self.most
+            self._set_threads(self.count)
 
     def revise(self) -> None:
         """Set the number that suits the cores that were free since the last call."""
@@ -169,10 +176,10 @@ def cpu_quota(root: Path = Path("/")) -> float:
     Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`), of the process's group and the groups around it. In
     a container, the path of its group may be the host's, and only the mounted root is the container's.
     """
-    return min((quota for folder in _cgroups(root) for quota in _quotas(folder)), default=float("inf"))
+    return min((quota for folder in cpu_groups(root) for quota in _quotas(folder)), default=float("inf"))
 
 
-def _cgroups(root: Path) -> Iterator[Path]:
+def cpu_groups(root: Path = Path("/")) -> Iterator[Path]:
     """Return the folders of the process's groups of the cpu controller, and of all groups around them."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -16,9 +16,12 @@ Result = TypeVar("Result")
 
 
 class DemoEngine:
-    """An `LLM` that generates exactly the requested number of tokens, without prefix caching."""
+    """An `LLM` that generates exactly the requested number of tokens, without prefix caching.
 
-    def __init__(self, model: Path, speculative_config: dict[str, Any] | None, *, threads: int) -> None:
+    With None for *threads* the engine chooses their number.
+    """
+
+    def __init__(self, model: Path, speculative_config: dict[str, Any] | None, *, threads: int | None) -> None:
         self.llm = LLM(
             model=str(model),
             speculative_config=speculative_config,
