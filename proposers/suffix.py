@@ -18,11 +18,14 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import ClassVar, NamedTuple, Self
 
+import numpy as np
+
 from proposers.shared.answer_index import AnswerIndex, AnswerMatch
 from proposers.shared.answer_ring import RESERVED, AnswerText
 from proposers.shared.continuations import NO_SCORED_DRAFT, Continuations, Merge, ScoredDraft, chain, min_score, tree
 from proposers.shared.ngram_index import Places
 from proposers.shared.sequence_index import IndexedSequence, SequenceIndex
+from proposers.shared.votes import most_frequent
 from protos.config.engine import SpeculativeConfig
 from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.draft_module import DraftRunner
@@ -38,7 +41,7 @@ PART = 2048
 BUDGET = 512
 """Tokens of finished answers indexed per round; the last answer may exceed it."""
 SHORT = 4
-"""Continuations of at most this many tokens are read apart from longer ones."""
+"""Chains of at most this many tokens are made together, apart from longer ones."""
 ROUNDING = 1e-6
 """Added to the length of a draft before it is rounded down, as the authors do."""
 
@@ -140,9 +143,10 @@ class SuffixProposer(SequenceIndex):
             self._candidates(row, sequence.num_shared, matches, one.score)
             for row, sequence, matches, one in zip(rows, sequences, found, own, strict=True)
         ]
-        short = self._texts([one for row in candidates for one in row if one.depth <= SHORT])
-        long = self._texts([one for row in candidates for one in row if one.depth > SHORT])
-        return [self._best_of(one, row, short, long) for one, row in zip(own, candidates, strict=True)]
+        every = [one for row in candidates for one in row]
+        votes = self._votes([one for one in every if self._is_voted(one)])
+        texts = self._texts([one for one in every if not self._is_voted(one)])
+        return [self._best_of(one, row, votes, texts) for one, row in zip(own, candidates, strict=True)]
 
     def _least(self, k: int, score: float) -> int:
         """Return the length of the shortest match whose draft may have a higher score."""
@@ -162,17 +166,43 @@ class SuffixProposer(SequenceIndex):
                 found.append(WeighedMatch(places, total, count, min(count, row.depth)))
         return found
 
+    def _is_voted(self, one: WeighedMatch) -> bool:
+        """Whether the draft of a match is a short chain, as are those of most matches: all are made at once."""
+        return one.depth <= SHORT and (self._merge is chain or one.num_drafted == 1)
+
+    def _votes(self, candidates: Seq[WeighedMatch]) -> Iterator[ScoredDraft]:
+        """Return the drafts of candidates with short ones, in order."""
+        if not candidates:
+            return iter(())
+        depth_G = np.array([one.depth for one in candidates], np.int64)
+        fewest_G = np.maximum(1.0, self._min_probability * np.array([one.total for one in candidates]))
+        texts_CPG = self._answers.together([one.places for one in candidates], int(depth_G.max()))
+        votes = most_frequent(texts_CPG, depth_G, fewest_G)
+        return (
+            ScoredDraft(Draft(tuple(tokens[:length])), frequency / one.total)
+            for tokens, length, frequency, one in zip(*votes, candidates, strict=True)
+        )
+
     def _texts(self, candidates: Seq[WeighedMatch]) -> Iterator[list[int]]:
         """Return the continuations of all candidates, in order."""
         places = [place for one in candidates for place in one.places]
         return iter(self._answers.after(places, max((one.depth for one in candidates), default=0)))
 
     def _best_of(
-        self, best: ScoredDraft, candidates: Seq[WeighedMatch], short: Iterator[list[int]], long: Iterator[list[int]]
+        self,
+        best: ScoredDraft,
+        candidates: Seq[WeighedMatch],
+        votes: Iterator[ScoredDraft],
+        continuations: Iterator[list[int]],
     ) -> ScoredDraft:
-        """Return *best* or, if the score is higher, the draft of a candidate; theirs are the next texts."""
-        for places, total, count, depth in candidates:
-            texts = list(islice(short if depth <= SHORT else long, len(places)))
+        """Return *best* or, if the score is higher, the draft of a candidate; theirs are the next votes or texts."""
+        for one in candidates:
+            if self._is_voted(one):
+                voted = next(votes)
+                best = voted if voted.score > best.score else best
+                continue
+            places, total, count, depth = one
+            texts = list(islice(continuations, len(places)))
             if count * len(places) > best.score * total:
                 best = self._better(best, [text[:depth] for text in texts], total, count)
         return best

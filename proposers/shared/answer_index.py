@@ -21,6 +21,8 @@ SIZES = (12, 5, 2, 1)
 """Sizes of the n-grams that are linked. A match of some length is searched among the largest size in it."""
 CHAIN = 16
 """Most places of a chain that are visited, most recent first."""
+NO_PLACES = (0,) * CHAIN
+"""Place 0, before the first text, has no ids."""
 _MULTIPLIER, _MIXER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _TOKEN_BYTES = 4 + 4 + 4 + len(SIZES) * (4 + 4)
 
@@ -175,6 +177,15 @@ class AnswerIndex:
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
         """Return at most *most* ids from each place on, up to the end of its text."""
         return self._ring.after(places, most)
+
+    def together(self, places: Seq[Seq[int]], most: int) -> Ids:
+        """Return the next *most* ids from each of G times P places on, `[most, P, G]`; `NOTHING` if there are fewer.
+
+        After the end of a text, and a first `NOTHING`, other ids may follow.
+        """
+        flat_GP = [place for some in places for place in (*some, *NO_PLACES[len(some) :])]
+        place_PG = np.array(flat_GP, np.int64).reshape(len(places), CHAIN).T
+        return self._ring.ids.take(np.arange(most)[:, None, None] + place_PG, mode="clip")
 
 
 def _by_length(lengths: list[int], places: list[int], least: int) -> list[AnswerMatch]:

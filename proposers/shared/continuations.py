@@ -46,6 +46,9 @@ def chain(texts: Continuations, total: int, count: int, min_probability: float) 
     """
     drafted: list[int] = []
     score, alive, fewest = 0, texts, max(1.0, min_probability * total)
+    if count == 1:  # most drafts are after matches of one token
+        token, frequency = _most_frequent([text[0] for text in texts if text])
+        return ScoredDraft(Draft((token,)), frequency / total) if frequency >= fewest else NO_SCORED_DRAFT
     while len(alive) > 1 and len(drafted) < count:
         depth = len(drafted)
         tokens = [text[depth] for text in alive if depth < len(text)]

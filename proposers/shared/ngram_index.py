@@ -50,8 +50,9 @@ class _Grams:
         size, before = self.size, self._before
         end = self._last.get(hash(tuple(gram)), 0)
         ends: list[int] = []
+        newest, is_single = gram[-1], size == 1
         while end and len(ends) < most:
-            if tokens[end - size : end] == gram:
+            if tokens[end - 1] == newest and (is_single or tokens[end - size : end] == gram):
                 ends.append(end)
             end = before[end]
         return ends
