@@ -83,9 +83,9 @@ def run(engine: Mapping[str, Any], options: SimulateOptions) -> None:
     datasets = [read(path, options.fields, options.num_answers) for path in options.logs]
     arguments = {**engine, **_model(engine, datasets)}
     eager = {"enforce_eager": True, **arguments}
-    configs = [
-        pair for draft in _drafts(options.drafts, engine) for pair in configs_of(eager, draft, numbers(options.ks, "k"))
-    ]
+    several = [list(configs_of(eager, draft, numbers(options.ks, "k"))) for draft in _drafts(options.drafts, engine)]
+    check_names([each[0][0] for each in several])
+    configs = [pair for each in several for pair in each]
     _show_assumptions(datasets)
     replays = [_replayed(name, config, datasets, options) for name, config in configs]
     _show(replays)
@@ -133,6 +133,13 @@ def _drafts(given: Sequence[str], engine: Mapping[str, Any]) -> list[Mapping[str
     if not all(found):
         raise ConfigError("a draft must be a JSON object that names a method or a model, got none")
     return found
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for two drafts of the same name."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two drafts are called {twice!r}: give one of them another `name`")
 
 
 def configs_of(

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.cli.check import read_prompts
 from cluster.cli.console import ERR, OUT, progress_bar, show_progress, show_warnings
-from cluster.cli.simulate import configs_of
+from cluster.cli.simulate import check_names, configs_of
 from cluster.cli.simulate_costs import measure_costs, numbers
 from cluster.llm import LLM
 from cluster.settings import engine_config, is_demo
@@ -93,10 +93,7 @@ def _named(
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """Return each draft with its name. Raises `ConfigError` for two of the same name."""
     named = [(next(configs_of(arguments, keys, ks))[0], keys) for keys in drafts]
-    names = [name for name, _ in named]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"two drafts are called {twice!r}: give one of them another `name`")
+    check_names([name for name, _ in named])
     return named
 
 

@@ -22,7 +22,7 @@ Seconds = Mapping[Shape, Mapping[int, float]]
 
 def draft_key(speculative: SpeculativeConfig) -> str:
     """Return what identifies a draft in a table of costs, whatever its number of draft tokens."""
-    tree = f", width {speculative.eagle_topk}" if speculative.eagle_topk > 1 else ""
+    tree = f", {speculative.num_steps} levels of {speculative.eagle_topk}" if speculative.eagle_topk > 1 else ""
     return f"{'+'.join(speculative.methods)} {speculative.model or ''}".strip() + tree
 
 

@@ -113,6 +113,7 @@ def test_empty_answers_are_left_out_with_a_warning(
     [
         ([], NGRAM, "the log does not name the target: give --model"),
         ([*MODEL, "--k", "0"], NGRAM, "k must be numbers from 1 on"),
+        ([*MODEL, "--draft", json.dumps(NGRAM)], NGRAM, "two drafts are called 'ngram'"),
         ([*MODEL, "--matched", "/nowhere/m"], NGRAM, "there is no folder /nowhere to write m to"),
         (MODEL, {"method": "lookahead"}, "method 'lookahead' drafts with the target: give --target"),
         (
