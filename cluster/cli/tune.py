@@ -63,7 +63,7 @@ def run(engine: Mapping[str, Any], model: str | None, options: TuneOptions) -> N
     eager = {"enforce_eager": True, **arguments}
     configs = {name: (keys, [c for _, c in configs_of(eager, keys, ks)]) for name, keys in _named(eager, drafts, ks)}
     prompts = read_prompts(options.prompts, options.num_prompts)
-    answers = _generate(plain, prompts, options)
+    answers = _generate(engine_config({**eager, argument_names.SPECULATIVE: None}), prompts, options)
     replays = [_replayed(name, config, answers) for name, (_, several) in configs.items() for config in several]
     OUT.print(report.comparison(replays))
     costs = measure_costs(replays, plain, options.batch_sizes, options.contexts)
