@@ -56,7 +56,8 @@ def run(engine: Mapping[str, Any], model: str | None, options: TuneOptions) -> N
     if options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"there is no folder {options.output.parent} to write {options.output.name} to")
     ks = numbers(options.ks, "k")
-    numbers(options.batch_sizes, "batch_sizes"), numbers(options.contexts, "contexts")
+    numbers(options.batch_sizes, "batch_sizes")
+    numbers(options.contexts, "contexts")
     arguments = {**engine, "model": model}
     plain = engine_config({**arguments, argument_names.SPECULATIVE: None})
     drafts = _drafts(options.drafts, plain)
@@ -119,7 +120,10 @@ def _generate(plain: EngineConfig, prompts: Sequence[Any], options: TuneOptions)
         )
         for result, one in zip(results, params, strict=True)
     ]
-    return [answer for answer in answers if answer.output]
+    found = [answer for answer in answers if answer.output]
+    if not found:
+        raise ConfigError(f"the target's answers to the {len(answers)} prompts are empty: give others with --prompts")
+    return found
 
 
 def _replayed(name: str, config: EngineConfig, answers: Sequence[LoggedAnswer]) -> Replay:

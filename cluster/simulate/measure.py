@@ -22,6 +22,7 @@ from cluster.simulate.setup import build, needs_target
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner
+from protos.errors import ConfigError
 from protos.messages import Request
 from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
@@ -99,6 +100,11 @@ def measure(
     dtype = target.info.dtype
     rounds = _rounds(target, what, (0, *what.ks), report, tick)
     target_s = {shape: {k + 1: seconds for k, (_, seconds) in by_k.items()} for shape, by_k in rounds.items()}
+    if not target_s:
+        raise ConfigError(
+            f"no batch of {min(what.rows)} rows of {min(what.contexts)} tokens or more fits the KV cache and the context: "
+            "nothing was measured"
+        )
     drafts: dict[str, Seconds] = {}
     for config in configs:
         speculative = config.speculative

@@ -148,12 +148,13 @@ def test_costs_are_measured_once_and_used_again(
         (["--costs", "/nowhere.json"], "there is no /nowhere.json: give --target to measure"),
         (["--costs", "/nowhere/x.json", "--target"], "there is no folder /nowhere"),
         (["--costs", "x.json", "--target", "--contexts", "0"], "contexts must be numbers from 1 on"),
+        (["--costs", "{}/x.json", "--target", "--contexts", "500"], "no batch of 1 rows of 500 tokens or more fits"),
         (["--html", "/nowhere/x.html"], "there is no folder /nowhere"),
     ],
 )
 def test_refusals(log: Path, pair: tuple[Path, Path], given: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        simulate(log, pair, *given)
+        simulate(log, pair, *(word.format(log.parent) for word in given))
 
 
 # Plots
