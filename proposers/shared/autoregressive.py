@@ -42,13 +42,14 @@ class AutoregressiveProposer:
         runner: runs an `AutoregressiveModule`.
         width: most children of a node, and most nodes of a level that get any.
         depth: levels of a tree, or length of the longest chain.
+        threshold: of trees, see `TreeShape`.
     """
 
     on_worker: ClassVar[bool] = True
     method: ClassVar[str]
 
-    def __init__(self, runner: DraftRunner, width: int, depth: int) -> None:
-        self.runner, self.shape = runner, TreeShape(width, depth)
+    def __init__(self, runner: DraftRunner, width: int, depth: int, threshold: float = 0.0) -> None:
+        self.runner, self.shape = runner, TreeShape(width, depth, threshold)
         self.module: AutoregressiveModule = runner.module
 
     @classmethod
@@ -56,7 +57,7 @@ class AutoregressiveProposer:
         """See `protos.draft_module.LearnedProposer`."""
         runner = on_a_worker(runner, cls.method)
         shape = TreeShape.of(config)
-        return cls(runner, shape.width, min(shape.depth, runner.module.max_tokens))
+        return cls(runner, shape.width, min(shape.depth, runner.module.max_tokens), shape.threshold)
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a chain of `row.length` tokens for each row, or a tree of `row.k` nodes."""

@@ -64,15 +64,20 @@ def _draft(kept: Seq[int], tokens_M: Seq[int], parents_M: Seq[int]) -> Draft:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The shape of dynamic trees: *width* nodes fed per level, *width* children of each, at most *depth* levels."""
+    """The shape of dynamic trees: *width* nodes fed per level, *width* children of each, at most *depth* levels.
+
+    Nodes whose own probability is below *threshold* (`assistant_confidence_threshold`) are not fed: no children.
+    """
 
     width: int
     depth: int
+    threshold: float = 0.0
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> "TreeShape":
         """Return the shape of *config*; for chains, width 1 and depth `num_speculative_tokens`."""
-        return cls(*config.tree_shape)
+        threshold = config.assistant_confidence_threshold
+        return cls(*config.tree_shape, threshold=threshold if isinstance(threshold, float) else 0.0)
 
     def depth_of(self, row: DraftRow) -> int:
         """Return the number of levels of a row's tree."""
@@ -94,11 +99,13 @@ class BestNodes:
         nodes_RW: indices into `TreeNodes`.
         parents_RW: their parents, as indices into the nodes of the row that were fed; -1 for the root.
         features_RWX: features to feed with them.
+        own_RW: log-probability of each after its parent.
     """
 
     nodes_RW: torch.Tensor
     parents_RW: torch.Tensor
     features_RWX: torch.Tensor
+    own_RW: torch.Tensor
 
 
 class DynamicTree:
@@ -115,7 +122,11 @@ class DynamicTree:
         self._runner, self._rows, self._predict, self._shape = runner, rows, predict, shape
 
     def draft(self, states_RX: torch.Tensor) -> list[Draft]:
-        """Return a tree of the best `row.k` nodes of each row, given the states after its newest known token."""
+        """Return a tree of the best `row.k` nodes of each row, given the states after its newest known token.
+
+        Rows stop separately, at levels without confident nodes. That shape depends on the tokens, which the rule
+        "coupled" allows.
+        """
         depth_R = [self._shape.depth_of(row) for row in self._rows]
         best = self._first_level(states_RX)
         fed_R = torch.zeros_like(self._row_R)
@@ -125,6 +136,10 @@ class DynamicTree:
             ]
             is_fed_RW = self._rank_W < torch.tensor(limits, device=fed_R.device)[:, None]
             is_fed_RW &= self._nodes.scores_RM.gather(1, best.nodes_RW) > _DROPPED
+            if self._shape.threshold:
+                is_fed_RW &= best.own_RW.exp() >= self._shape.threshold
+                if not is_fed_RW.any():
+                    break
             best = self._expand(best, is_fed_RW, fed_R, level)
             fed_R = fed_R + is_fed_RW.sum(1)
         return self._nodes.best(self._rows)
@@ -139,7 +154,8 @@ class DynamicTree:
         root_RW = torch.full_like(tokens_RW, -1)
         self._nodes = TreeNodes(tokens_RW, root_RW, scores_RW)
         best_RW = scores_RW.argsort(dim=1, descending=True, stable=True)
-        return BestNodes(best_RW, root_RW, features_RX[:, None].expand(-1, self._width, -1))
+        features_RWX = features_RX[:, None].expand(-1, self._width, -1)
+        return BestNodes(best_RW, root_RW, features_RWX, scores_RW.gather(1, best_RW))
 
     def _expand(self, best: BestNodes, is_fed_RW: torch.Tensor, fed_R: torch.Tensor, level: int) -> BestNodes:
         """Feed some of the best nodes, add W children of each, and return the best of all children."""
@@ -156,16 +172,17 @@ class DynamicTree:
             self._width,
             paths=lambda: self._nodes.paths(row_N, best.nodes_RW[is_fed_RW], level),
         )
-        own_N = self._nodes.scores_RM.gather(1, best.nodes_RW)[is_fed_RW]
+        path_N = self._nodes.scores_RM.gather(1, best.nodes_RW)[is_fed_RW]
         tokens_RWW = _spread(is_fed_RW, tokens_NW, 0)
-        scores_RC = _spread(is_fed_RW, scores_NW + own_N[:, None], _DROPPED).flatten(1)
+        scores_RC = _spread(is_fed_RW, scores_NW + path_N[:, None], _DROPPED).flatten(1)
         first = self._nodes.tokens_RM.shape[1]
         self._nodes.add(tokens_RWW.flatten(1), best.nodes_RW.repeat_interleave(self._width, 1), scores_RC)
         best_RW = scores_RC.argsort(dim=1, descending=True, stable=True)[:, : self._width]
         parent_RW = best_RW // self._width  # index into *best*
         place_RW = fed_R[:, None] + is_fed_RW.cumsum(1) - 1
         features_RWX = _spread(is_fed_RW, next_NX, 0)[self._row_R[:, None], parent_RW]
-        return BestNodes(best_RW + first, place_RW.gather(1, parent_RW), features_RWX)
+        own_RW = _spread(is_fed_RW, scores_NW, _DROPPED).flatten(1).gather(1, best_RW)
+        return BestNodes(best_RW + first, place_RW.gather(1, parent_RW), features_RWX, own_RW)
 
 
 def _spread(is_fed_RW: torch.Tensor, values_NX: torch.Tensor, filler: float) -> torch.Tensor:

@@ -26,7 +26,7 @@ ConfidenceThreshold = Annotated[float | Literal["auto"] | None, BeforeValidator(
 
 
 def checked(
-    threshold: float | Literal["auto"] | None, methods: Collection[str], stopping: Collection[str], *, may_branch: bool
+    threshold: float | Literal["auto"] | None, methods: Collection[str], stopping: Collection[str], trees: str | None
 ) -> None:
     """Refuse a threshold where nothing would stop by it.
 
@@ -34,7 +34,7 @@ def checked(
         threshold: None: not given.
         methods: of the configuration.
         stopping: methods that draft token by token, with a forward of the draft for each.
-        may_branch: whether drafts are trees.
+        trees: the acceptance rule of trees; None: drafts are chains.
 
     Raises:
         ValueError: names the methods, or the shape.
@@ -45,5 +45,8 @@ def checked(
         raise ValueError(
             f"{NAME} is for {', '.join(sorted(stopping))}, which draft token by token; got {', '.join(methods)}"
         )
-    if may_branch:
-        raise ValueError(f"{NAME} is for chains: set draft_shape to 'chain', or leave {NAME} out")
+    if trees is not None and (threshold == "auto" or trees != "coupled"):
+        raise ValueError(
+            f"{NAME} {threshold!r} with rejection_sample_method {trees!r} is for chains; trees can have a number with "
+            "'coupled': set draft_shape to 'chain', or leave one of them out"
+        )

@@ -157,7 +157,8 @@ class SpeculativeConfig:
 
     @model_validator(mode="after")
     def _early_stop(self) -> "SpeculativeConfig":
-        checked(self.assistant_confidence_threshold, self.methods, GROWN, may_branch=self.may_branch)
+        trees = self.rejection_sample_method if self.may_branch else None
+        checked(self.assistant_confidence_threshold, self.methods, GROWN, trees)
         return self
 
     @model_validator(mode="after")

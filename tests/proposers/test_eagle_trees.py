@@ -39,8 +39,13 @@ def log_softmax(logits_V: np.ndarray) -> np.ndarray:
     return shifted_V - np.log(np.exp(shifted_V).sum())
 
 
-def authors_tree(logits_after: LogitsAfter, total_token: int, depth: int, top_k: int) -> dict[Path, float]:
-    """Return the paths of the tree with their sums of log-probabilities."""
+def authors_tree(
+    logits_after: LogitsAfter, total_token: int, depth: int, top_k: int, threshold: float = 0.0
+) -> dict[Path, float]:
+    """Return the paths of the tree with their sums of log-probabilities.
+
+    What the authors do not have: below a node whose own probability is less than *threshold* there is none.
+    """
     sums: dict[Path, float] = {}
 
     def children(path: Path) -> dict[Path, float]:
@@ -53,7 +58,8 @@ def authors_tree(logits_after: LogitsAfter, total_token: int, depth: int, top_k:
     for _ in range(depth):
         found: dict[Path, float] = {}
         for path in level:
-            found |= children(path)
+            if np.exp(sums[path] - sums.get(path[:-1], 0.0)) >= threshold:
+                found |= children(path)
         sums |= found
         level = dict(sorted(found.items(), key=lambda item: -item[1])[:top_k])
     return dict(sorted(sums.items(), key=lambda item: -item[1])[: total_token - 1])
@@ -94,6 +100,25 @@ def test_a_tree_has_the_tokens_and_parents_of_the_authors(shape: tuple[int, int,
         wanted = authors_tree(lambda path, slot=slot: behind(slot, list(path)).numpy(), *shape)
         assert len(draft) == shape[0] - 1
         assert set(paths_of(draft)) == set(wanted)
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nodes_of_low_confidence_get_no_children(
+    shape: tuple[int, int, int], threshold: float, monkeypatch: Any
+) -> None:
+    made, weights = greedy_world(0.3), eagle_tensors(bias=True)
+    behind, rows = eagle_behind(made, weights), [DraftRow(slot, shape[0] - 1) for slot in range(len(made.texts))]
+    proposer, fed = proposer_of(made, weights, shape_of(*shape) | {"assistant_confidence_threshold": threshold}), []
+    grow = proposer.runner.grow
+    monkeypatch.setattr(
+        proposer.runner, "grow", lambda rows, level: fed.append(len(level.tokens_N)) or grow(rows, level)
+    )
+    for slot, draft in enumerate(proposer.propose(rows)):
+        wanted = authors_tree(lambda path, slot=slot: behind(slot, list(path)).numpy(), *shape, threshold)
+        assert set(paths_of(draft)) == set(wanted)
+    assert sum(fed) < len(rows) * shape[1] * shape[2]
+    assert 0 not in fed
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -73,7 +73,14 @@ def test_it_may_be_learnt_and_is_off_by_default() -> None:
             {"assistant_confidence_threshold": 0.4, "method": "medusa"},
             "is for draft_model, eagle, eagle3, mtp, which draft token by token; got medusa",
         ),
-        ({"assistant_confidence_threshold": 0.4, "draft_shape": "tree"}, "is for chains: set draft_shape to 'chain'"),
+        (
+            {"assistant_confidence_threshold": "auto", "draft_shape": "tree"},
+            "assistant_confidence_threshold 'auto' with rejection_sample_method 'coupled' is for chains",
+        ),
+        (
+            {"assistant_confidence_threshold": 0.4, "draft_shape": "tree", "rejection_sample_method": "block"},
+            "assistant_confidence_threshold 0.4 with rejection_sample_method 'block' is for chains",
+        ),
     ],
 )
 def test_confidence_thresholds_that_cannot_be_used(keys: dict[str, object], message: str) -> None:

@@ -18,6 +18,7 @@ from tests.proposers.test_every_proposer import folders as folders  # noqa: PLC0
 from tests.support.distributed.engine import Engine, configure, threaded
 from tests.support.engine_arguments import speculative
 from workers.draft.early_stop import FixedStop, by_probability, make_early_stop
+from workers.draft.worker import DraftWorker
 from workers.sampling.noise import gumbel, row_keys
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -55,6 +56,27 @@ def test_answers_are_the_same_and_chains_differ_in_length(
     assert stats.proposed < sum(row.length for row, draft in drafted if len(draft))
     known = sum(row.length for plan, _ in engine.rounds for row in plan.rows)
     assert stats.fed_tokens == known + engine.proposed()
+
+
+@each
+def test_answers_are_the_same_with_trees_that_end_early(
+    case: Any, folders: Folders, running: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = []
+    grow = DraftWorker.grow
+    monkeypatch.setattr(
+        DraftWorker, "grow", lambda worker, rows, level: fed.append(len(level.row_N)) or grow(worker, rows, level)
+    )
+    counts = []
+    for stop in ({}, {"assistant_confidence_threshold": 0.4}):
+        fed.clear()
+        engine = started(folders.of(case), folders.speculative(case, **case.shapes["tree"], **stop))
+        running.append(engine)
+        engine.put(*requests())
+        assert engine.finish() == folders.plain(folders.of(case))
+        assert engine.proposed() > engine.accepted > 0
+        counts.append(sum(fed) / len(engine.rounds))
+    assert counts[1] < 0.8 * counts[0]
 
 
 @each
