@@ -1,6 +1,7 @@
 """Train the demo pair: a byte-level BPE tokenizer, a Llama target, and a draft distilled from it.
 
     python -m demo.train                                   both models, on this Python's standard library
+    python -m demo.train --continue-target                 the target on from its weights, then its draft likewise
     python -m demo.train --target DIR --text DIR --out DIR  a draft for a target of your own
     python -m demo.train --target DIR --draft DIR ...       the same, starting from an existing draft
     python -m demo.train --heads                            heads for the demo target, of every kind
@@ -27,9 +28,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from demo import HERE, corpus, own_text, train_heads
 from demo.losses import distillation_loss, next_token_loss
+from demo.train_heads import Material
 from demo.trainer import Trainer, TrainingRun, device, encode
 
 VOCAB_SIZE = 4096
+CONTINUED_RATE = (
+    1.2e-3  # from weights that were trained to a rate of zero, 3e-3 loses more than it wins back in an hour
+)
+# A model this small is readable below temperature 1. Servers and clients take these as the defaults of a request.
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
 END_OF_TEXT = "<|endoftext|>"
 # The demo completes code, so its chat template writes messages as comments of a source file.
 CHAT_TEMPLATE = (
@@ -104,42 +111,49 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def train_target(work: Path, run: TrainingRun, out: Path) -> None:
-    """Train tokenizer and target on the standard library, and list the held-out files."""
+def train_target(work: Path, run: TrainingRun, out: Path, start: Path | None = None) -> None:
+    """Train tokenizer and target on the standard library, and list the held-out files.
+
+    With *start*, train the target in that folder further, with its tokenizer.
+    """
     train_files, heldout = corpus.split(corpus.stdlib_root())
     names = [path.relative_to(corpus.stdlib_root()).as_posix() for path in heldout]
     corpus.HELDOUT_LIST.write_text("\n".join(names) + "\n")
     texts = list(corpus.read(train_files))
-    if not (work / "tokenizer" / "tokenizer.json").exists():
+    if start is None and not (work / "tokenizer" / "tokenizer.json").exists():
         train_tokenizer(texts, work / "tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(start or work / "tokenizer")
     torch.manual_seed(run.seed)
-    model = AutoModelForCausalLM.from_config(target_config()).to(device())
+    model = _loaded(start) if start else AutoModelForCausalLM.from_config(target_config())
+    model.to(device())
     trainer = Trainer(model, [encode(texts, tokenizer)], run, work / "target.pt")
     trainer.train(next_token_loss(model), "target")
+    model.generation_config.update(**SAMPLING)
     save(model, tokenizer, out)
 
 
 def train_draft(
-    target_folder: Path, text: Path, work: Path, run: TrainingRun, *, out: Path, start: Path | None = None
+    target_folder: Path, material: Material, work: Path, run: TrainingRun, *, out: Path, start: Path | None = None
 ) -> None:
-    """Distil a draft for the target in *target_folder* on the text below *text* and the target's own.
+    """Distil a draft for the target in *target_folder* on *material*.
 
     It starts from the weights in *start*, or from random ones.
     """
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
-    train_files, _ = corpus.split(text)
+    train_files, _ = corpus.split(material.text)
     stream = encode(list(corpus.read(train_files)), tokenizer)
-    streams = [stream, own_text.load_or_write(target_folder, stream, work / "own_text.safetensors")]
-    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(device())
+    streams = list(train_heads.streams(stream, target_folder, material, work))
+    target = _loaded(target_folder).to(device())
     torch.manual_seed(run.seed)
-    draft = (
-        _new_draft(target_folder) if start is None else AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    )
+    draft = _new_draft(target_folder) if start is None else _loaded(start)
     draft.to(device())
     trainer = Trainer(draft, streams, run, work / "draft.pt")
     trainer.train(distillation_loss(draft, target), "draft")
     save(draft, tokenizer, out)
+
+
+def _loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def _new_draft(target_folder: Path) -> Any:
@@ -149,6 +163,9 @@ def _new_draft(target_folder: Path) -> Any:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, help="train only a draft or heads, for the model in this folder")
+    parser.add_argument(
+        "--continue-target", action="store_true", help="train the demo's target and draft further, from their weights"
+    )
     parser.add_argument("--draft", type=Path, help="a draft to continue training (default: a new one)")
     parser.add_argument(
         "--heads",
@@ -178,12 +195,20 @@ def _methods(names: str) -> tuple[str, ...]:
     return methods
 
 
-def _train_heads(args: argparse.Namespace, target: Path, out: Path) -> None:
+def _train_heads(args: argparse.Namespace, target: Path, material: Material, out: Path) -> None:
     run = TrainingRun(minutes=args.head_minutes, learning_rate=1.5e-3, length=384, batch=2, warm_up=10)
-    material = train_heads.Material(args.text, args.own_texts)
     for method, shares in train_heads.train_heads(target, args.heads, material, args.work, run, out=out).items():
         *right, length = (f"{share:.3f}" for share in shares)
         sys.stdout.write(f"{method}: right up to each draft token {' '.join(right)}, {length} right tokens per draft\n")
+
+
+def _train_target(args: argparse.Namespace, target: Path) -> None:
+    if args.continue_target:
+        run = TrainingRun(minutes=args.target_minutes, learning_rate=CONTINUED_RATE)
+        train_target(args.work, run, target, start=target)
+        args.draft = args.draft or HERE / "draft"
+    elif not (target / "model.safetensors").exists():
+        train_target(args.work, TrainingRun(minutes=args.target_minutes), target)
 
 
 def main() -> None:
@@ -195,12 +220,15 @@ def main() -> None:
     target: Path = args.target or HERE / "target"
     kind = "heads" if args.heads else "draft"
     out: Path = args.out or (target.with_name(f"{target.name}-{kind}") if args.target else HERE / kind)
-    if args.target is None and not (target / "model.safetensors").exists():
-        train_target(args.work, TrainingRun(minutes=args.target_minutes), target)
+    material = Material(args.text, args.own_texts)
+    if args.target is None:
+        _train_target(args, target)
     if args.heads:
-        _train_heads(args, target, out)
+        _train_heads(args, target, material, out)
     else:
-        train_draft(target, args.text, args.work, TrainingRun(minutes=args.draft_minutes), out=out, start=args.draft)
+        rate = CONTINUED_RATE if args.draft else TrainingRun.learning_rate
+        run = TrainingRun(minutes=args.draft_minutes, learning_rate=rate)
+        train_draft(target, material, args.work, run, out=out, start=args.draft)
 
 
 if __name__ == "__main__":

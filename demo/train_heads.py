@@ -49,20 +49,21 @@ def train_heads(
     model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(device())
     train_files, heldout = corpus.split(material.text)
     stream = encode(list(corpus.read(train_files)), tokenizer)
-    streams = list(_streams(stream, target_folder, material, work))
+    texts = list(streams(stream, target_folder, material, work))
     torch.manual_seed(run.seed)
     teacher = Teacher(model)
-    heads = {method: MAKERS[method](teacher, torch.cat(streams)) for method in methods}
+    heads = {method: MAKERS[method](teacher, torch.cat(texts)) for method in methods}
     trained = nn.ModuleDict(heads).to(device())
     state = work / f"heads-{'-'.join(sorted(methods))}.pt"
-    Trainer(trained, streams, run, state, optimized_by=_one_each).train(joint_loss(teacher, heads), "heads")
+    Trainer(trained, texts, run, state, optimized_by=_one_each).train(joint_loss(teacher, heads), "heads")
     for method, head in heads.items():
         write(head.eval(), teacher.config, out / method)
     texts_BL = continuations(teacher, encode(list(corpus.read(heldout)), tokenizer))
     return {method: agreement(teacher, head, texts_BL) for method, head in heads.items()}
 
 
-def _streams(stream: torch.Tensor, target_folder: Path, material: Material, work: Path) -> Iterator[torch.Tensor]:
+def streams(stream: torch.Tensor, target_folder: Path, material: Material, work: Path) -> Iterator[torch.Tensor]:
+    """Yield *stream*, the ids `[N]` of the material's texts, and the ids of those that the target generates."""
     yield stream
     if material.own_texts:
         yield own_text.load_or_write(target_folder, stream, work / "own_text.safetensors", material.own_texts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo import corpus, losses, own_text, pair, train, trainer
+from demo import corpus, losses, own_text, pair, train, train_heads, trainer
 
 SMALL = 80 * 1000 * 1000
 
@@ -49,11 +49,11 @@ def test_a_draft_for_ones_own_target_learns_from_text_and_from_the_target(
         folder.mkdir()
     for path in corpus.split(corpus.stdlib_root())[0][:12]:
         (text / path.name).write_text(path.read_text(encoding="utf-8"))
-    monkeypatch.setattr(own_text, "NUM_TEXTS", 8)
     monkeypatch.setattr(own_text, "TOKENS", 192)
     target = pair()[0]
     untrained = train._new_draft(target)
-    train.train_draft(target, text, work, trainer.TrainingRun(minutes=0.5, length=128), out=out)
+    material = train_heads.Material(text, own_texts=8)
+    train.train_draft(target, material, work, trainer.TrainingRun(minutes=0.5, length=128), out=out)
     teacher, student = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target, out))
     ids = own_text.load_or_write(target, torch.empty(0), work / "own_text.safetensors")
     assert len(ids) == 8 * 192
@@ -65,6 +65,6 @@ def test_a_draft_for_ones_own_target_learns_from_text_and_from_the_target(
         )
     assert after < 0.8 * before
     train.train_draft(
-        target, text, tmp_path, trainer.TrainingRun(minutes=0.001, length=128), out=tmp_path / "on", start=out
+        target, material, tmp_path, trainer.TrainingRun(minutes=0.001, length=128), out=tmp_path / "on", start=out
     )
     assert (tmp_path / "on" / "model.safetensors").exists()
