@@ -51,6 +51,7 @@ class LimitedEngine:
             "method": method,
             "model": str(head(method)),
             "num_speculative_tokens": LONGEST,
+            "policy": "fixed",
             "draft_shape": "chain",
         }
         self._engine = DemoEngine(pair()[0], config, threads=threads)

@@ -149,6 +149,7 @@ def _grown(before: EngineStats, after: EngineStats) -> tuple[int, int, int, int]
 def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument("--only", help="names of proposers, separated by semicolons")
+    parser.add_argument("--policy", default="fixed", help="of the number of draft tokens (default: always as many)")
     parser.set_defaults(limit=PROMPTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -176,7 +177,7 @@ def measured(target: Path, chosen: Mapping[str, Config], args: argparse.Namespac
     print(TITLE)
     for name, config in chosen.items():
         for kinds in ways(name, work.sampling):
-            on = DemoEngine(target, config, threads=args.threads)
+            on = DemoEngine(target, config | {"policy": args.policy}, threads=args.threads)
             for line in lines(name, on, off, work, kinds):
                 print(line, flush=True)
                 yield line

@@ -160,9 +160,12 @@ def measured(ray: Any, num_targets: int, blocks: int, num_tokens: int) -> tuple[
 def demo_steps(args: Any) -> measure.Floats:
     """Return the seconds of a step of the demo pair, one request at a time, averaged over each request."""
     target, draft = args.model or pair()[0], args.draft or pair()[1]
-    engine = DemoEngine(
-        target, {"model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}, threads=args.threads
-    )
+    speculative = {
+        "model": str(draft),
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "policy": "fixed",
+    }
+    engine = DemoEngine(target, speculative, threads=args.threads)
     items = workload.load(target, args.limit or 16).single
     engine.all(items[:1])  # warm
     found = []

@@ -275,6 +275,7 @@ def disturbed_config(args: argparse.Namespace, **arguments: Any) -> EngineConfig
                 "num_speculative_tokens": args.num_speculative_tokens,
                 "draft_tensor_parallel_size": 1,
                 "placement": "dedicated",
+                "policy": "fixed",
             },
             **arguments,
         }

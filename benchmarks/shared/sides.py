@@ -12,6 +12,7 @@ from slipstream import LLM, SamplingParams
 from workers.attention.backend import AttentionBackend, run_with
 
 CACHE_BYTES = 1 << 30
+GREEDY = SamplingSettings(0.0)
 Result = TypeVar("Result")
 
 
@@ -36,9 +37,9 @@ class DemoEngine:
         """Run one request alone; return the number of tokens."""
         return self._run([item], sampling)
 
-    def all(self, items: Sequence[Item]) -> int:
-        """Run all *items* at once, greedily; return the number of tokens."""
-        return self._run(items, SamplingSettings(0.0))
+    def all(self, items: Sequence[Item], sampling: SamplingSettings = GREEDY) -> int:
+        """Run all *items* at once; return the number of tokens."""
+        return self._run(items, sampling)
 
     def _run(self, items: Sequence[Item], sampling: SamplingSettings) -> int:
         params = [

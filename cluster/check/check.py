@@ -96,9 +96,9 @@ def rule_of(config: EngineConfig) -> str:
 
 
 def at_every_batch_size(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:
-    """Return *config* with speculation on at every batch size, unless the user set a threshold."""
-    if speculative.disable_by_batch_size is None and speculative.num_speculative_tokens_per_batch_size is None:
-        speculative = replace(speculative, disable_by_batch_size=config.scheduler.max_num_seqs)
+    """Return *config* with draft tokens in every step, unless the user chose a policy, a threshold or a table."""
+    if speculative.policy is None and speculative.policy_name == "adaptive":
+        speculative = replace(speculative, policy="fixed")
     return replace(config, speculative=speculative)
 
 

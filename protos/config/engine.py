@@ -217,10 +217,12 @@ class SpeculativeConfig:
 
     @property
     def policy_name(self) -> PolicyName:
-        """The policy; where none is named, the one that reads the table of batch sizes or the threshold."""
+        """The policy; where none is named, the one that reads the table or threshold that was given, or `adaptive`."""
         if self.policy is not None:
             return self.policy
-        return "threshold" if self.num_speculative_tokens_per_batch_size is None else "schedule"
+        if self.num_speculative_tokens_per_batch_size is not None:
+            return "schedule"
+        return "adaptive" if self.disable_by_batch_size is None else "threshold"
 
     @property
     def may_branch(self) -> bool:

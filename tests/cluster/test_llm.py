@@ -14,6 +14,7 @@ from protos.errors import ConfigError, EngineDeadError, InvalidRequestError
 from protos.sampling import SamplingParams
 from slipstream import LLM
 from tests.support.models import tiny_pairs
+from tests.support.policies import always
 
 SMALL = {"dtype": "float32", "num_gpu_blocks_override": 128, "enforce_eager": True, "max_num_seqs": 8}
 PROMPTS = ["The future of AI is", "def main():", "x"]
@@ -28,7 +29,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def llm(pair: tuple[Path, Path]) -> Iterator[LLM]:
     target, draft = pair
-    with LLM(str(target), speculative_config={"model": str(draft), "num_speculative_tokens": 3}, **SMALL) as llm:
+    speculative = always({"model": str(draft), "num_speculative_tokens": 3})
+    with LLM(str(target), speculative_config=speculative, **SMALL) as llm:
         yield llm
 
 

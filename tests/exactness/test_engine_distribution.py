@@ -24,6 +24,7 @@ from transformers import (
 from slipstream import LLM, SamplingParams
 from tests.support.identity import perturbed
 from tests.support.models.tiny_models import build
+from tests.support.policies import always
 
 VOCAB = 16
 PROMPT = [3, 9, 5, 9, 3]
@@ -104,7 +105,7 @@ def check_distribution(folder: Path, method: str, names: list[str], draws: int) 
         seed=11,
         max_num_seqs=256,
         block_size=4,
-        speculative_config=speculation(method, draft),
+        speculative_config=always(speculation(method, draft)),
     ) as llm:
         for name in names:
             setting = SETTINGS[name]

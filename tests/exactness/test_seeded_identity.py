@@ -10,6 +10,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from tests.conftest import ModelPair
+from tests.support.policies import always
 
 REPOSITORY = Path(__file__).parents[2]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -61,7 +62,7 @@ def engine(pair: ModelPair, speculative: dict[str, Any] | None, **arguments: Any
         model=str(pair.target),
         dtype="float32",
         enforce_eager=True,
-        speculative_config=speculative,
+        speculative_config=always(speculative),
         enable_prefix_caching=False,
         **arguments,
     )

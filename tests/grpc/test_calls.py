@@ -24,7 +24,7 @@ Code = grpc.StatusCode
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none")
+    drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none", policy="fixed")
     with serving(local_engine(max_model_len=LONG, speculative=drafts)) as running:
         yield running
 

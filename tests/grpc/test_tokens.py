@@ -16,6 +16,7 @@ from runtime.metrics.prometheus import Metrics
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_pairs
+from tests.support.policies import always
 from tests.support.serving.grpc_server import Served, answer, serving
 
 PROMPT = "def f(x):\n    return"
@@ -35,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     config = arguments.parse(
         {
             "model": str(target),
-            "speculative_config": guesses,
+            "speculative_config": always(guesses),
             "device": "cpu",
             "dtype": "float32",
             "max_model_len": 128,

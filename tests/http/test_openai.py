@@ -34,7 +34,7 @@ from tests.support.serving.openai_responses import RESPONSES
 from tests.support.serving.openai_structured_checks import STRUCTURED, a_parsed_answer
 from tests.support.serving.server_process import Running
 
-DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none")
+DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none", policy="fixed")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ LLAMA = f'{{"name": "paint", "parameters": {PAINT}}}'
 
 
 def scripted(parser: str) -> Iterator[Served]:
-    drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model="none")
+    drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model="none", policy="fixed")
     engine = local_engine(max_model_len=4096, speculative=drafts, kind=Scripted)
     with serving(engine, tools=ToolOptions(parser, auto=True)) as running:
         yield running

@@ -13,6 +13,7 @@ from proposers.shared import datastore
 from slipstream import LLM, SamplingParams
 from tests.conftest import ModelPair
 from tests.support import identity
+from tests.support.policies import always
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_PROMPTS, TOKENS = 16, 36
@@ -94,7 +95,7 @@ def engine(pair: ModelPair, keys: dict[str, Any], **arguments: Any) -> LLM:
         dtype="float32",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        speculative_config=keys,
+        speculative_config=always(keys),
         **arguments,
     )
 

@@ -18,6 +18,7 @@ from tests.support.distributed.engine import Engine, configure
 from tests.support.identity import Reference, assert_identical
 from tests.support.models import tiny_pairs
 from tests.support.models.tiny_models import build
+from tests.support.policies import always
 from tests.support.tree_proposer import TreeProposer, WorkerTreeProposer
 from workers.draft.worker import DraftWorker
 from workers.sampling.sampler import Sampler
@@ -242,7 +243,7 @@ def test_stop_strings_end_texts_at_the_same_character(tmp_path: Path) -> None:
         [*given["prompt_token_ids"], *result.outputs[0].token_ids]
         for given, result in zip(prompts, longest, strict=True)
     ]
-    with planted(TreeProposer(texts, 259)), LLM(**arguments, speculative_config=NGRAM) as llm:
+    with planted(TreeProposer(texts, 259)), LLM(**arguments, speculative_config=always(NGRAM)) as llm:
         on = [result.outputs[0] for result in llm.generate(prompts, asked)]
         stats = llm.stats()
     assert [(ours.text, ours.finish_reason, ours.token_ids) for ours in on] == [

@@ -18,7 +18,7 @@ def configured(keys: dict[str, object]) -> SpeculativeConfig:
 @pytest.mark.parametrize(
     ("keys", "name"),
     [
-        ({}, "threshold"),
+        ({}, "adaptive"),
         ({"disable_by_batch_size": 4}, "threshold"),
         ({"num_speculative_tokens_per_batch_size": TABLE}, "schedule"),
         ({"policy": "adaptive"}, "adaptive"),

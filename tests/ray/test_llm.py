@@ -21,6 +21,7 @@ from slipstream import LLM
 from tests.support.distributed.ray_engine import LENGTH, PARAMS, PROMPTS, SMALL, Pair, Running, Texts
 from tests.support.identity import perturbed
 from tests.support.models import tiny_pairs
+from tests.support.policies import always
 from tests.support.processes import is_running, wait_gone, wait_until
 
 
@@ -61,7 +62,7 @@ def gives_back(ray_cluster: Any) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def running(ray_cluster: Any, pair: Pair) -> Iterator[Running]:
     """Two target ranks and a draft, on logical GPUs."""
-    arguments = {"tensor_parallel_size": 2, "speculative_config": pair.speculation(), **SMALL}
+    arguments = {"tensor_parallel_size": 2, "speculative_config": always(pair.speculation()), **SMALL}
     before = free()
     running = Running(engine_config({"model": str(pair.target), **arguments}))
     wait_until(lambda: free()["GPU"] == before["GPU"] - 3)
@@ -81,7 +82,7 @@ def start(gives_back: None, pair: Pair) -> Iterator[Start]:
     started: list[Running] = []
 
     def start(body: str = BODY, **arguments: Any) -> Running:
-        given = {"tensor_parallel_size": 2, "speculative_config": pair.speculation(), **SMALL, **arguments}
+        given = {"tensor_parallel_size": 2, "speculative_config": always(pair.speculation()), **SMALL, **arguments}
         started.append(Running(engine_config({"model": str(pair.target), **given}), body))
         return started[-1]
 

@@ -16,6 +16,7 @@ from cluster.ray_serve.arguments import ELSEWHERE, SERVER, ServeArguments, Serve
 from protos.config import argument_names
 from protos.errors import ConfigError, EngineDeadError, PlacementError
 from runtime.grpc.errors import StatusError
+from tests.support.policies import always
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray's
 
@@ -153,7 +154,7 @@ def test_a_replica_holds_the_worker_group() -> None:
 
     settings: dict[str, Any] = {
         "tensor_parallel_size": 2,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+        "speculative_config": always({"method": "ngram", "num_speculative_tokens": 2}),
     }
     config = ServeArguments.model_validate(settings).config
     assert bundles(layout(config, {"GPU": 4.0}), config) == [{"CPU": 2.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2]

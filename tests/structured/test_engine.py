@@ -45,7 +45,7 @@ def speculation(folders: Folders, method: str) -> Options:
     looked_up = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if name == "ngram" else {}
     models = {"draft_model": {"model": str(folders["draft"])}, "eagle3": {"model": str(folders["eagle3"])}}
     shaped = {"num_speculative_tokens": 9, "draft_shape": "tree"} if shape else {"num_speculative_tokens": 3}
-    return {"method": name, **looked_up, **models.get(name, {}), **shaped}
+    return {"method": name, **looked_up, **models.get(name, {}), **shaped, "policy": "fixed"}
 
 
 @dataclass(frozen=True)

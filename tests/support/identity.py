@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
+from tests.support.policies import always
 
 TIE_GAP = 1e-4
 MAX_TIES_PER_THOUSAND = 2
@@ -41,6 +42,7 @@ def generate(
         "speculative_config": None,
         **arguments,
     }
+    arguments["speculative_config"] = always(arguments["speculative_config"])
     with LLM(model=str(model), **arguments) as llm:
         return collect(llm, prompts, params)
 

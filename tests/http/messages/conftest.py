@@ -11,7 +11,7 @@ from tests.support.serving.anthropic_answers import client_of
 from tests.support.serving.fake_engine import Scripted, local_engine
 from tests.support.serving.http_server import Served, serving
 
-DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model="none")
+DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model="none", policy="fixed")
 CONTEXT = 4096
 
 

@@ -12,7 +12,7 @@ from tests.support.serving.http_server import Served, serving
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model="none")
+    drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model="none", policy="fixed")
     engine = local_engine(max_model_len=4096, speculative=drafts, kind=Scripted)
     with serving(engine, tools=ToolOptions("hermes", auto=True)) as running:
         yield running

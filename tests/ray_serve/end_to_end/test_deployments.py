@@ -25,6 +25,7 @@ from tests.support.distributed.deployments import CLUSTER, DEPLOY, load
 from tests.support.distributed.ray_requests import PROMPTS, asked, channel, completed, refusal, took
 from tests.support.distributed.ray_serving import BIN, PATIENCE_S, Cluster, Stream, cluster, members, on_ports_of, until
 from tests.support.models import tiny_models, tiny_pairs
+from tests.support.policies import always
 from tests.support.processes import is_running
 from tests.support.serving import fake_engine
 from tests.support.serving.anthropic_answers import client_of
@@ -49,7 +50,7 @@ def group_config(made: Cluster, pair: tuple[Path, Path]) -> dict[str, Any]:
         served_model_name="tiny",
         dtype="float32",
         tensor_parallel_size=2,
-        speculative_config=draft,
+        speculative_config=always(draft),
     )
 
 
@@ -133,7 +134,7 @@ def test_answers_of_a_form_and_calls(served: Cluster, client: openai.OpenAI, tmp
             served_model_name="tiny",
             max_model_len=1536,
             max_num_seqs=8,
-            speculative_config=guesses,
+            speculative_config=always(guesses),
             tool_call_parser="hermes",
             enable_auto_tool_choice=True,
         )

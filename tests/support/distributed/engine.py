@@ -20,6 +20,7 @@ from runtime.core.controller import LocalInbox
 from runtime.supervision.distributed_executor import DistributedExecutor
 from tests.support.distributed.thread_workers import ThreadPort, ThreadWorkerGroup
 from tests.support.models.tiny_models import build, perturb
+from tests.support.policies import always
 from workers.process import main as rank
 
 K = 3
@@ -56,10 +57,11 @@ def configure(models: Models, *, draft: bool = True, **arguments: Any) -> Engine
         "num_speculative_tokens": K,
         "placement": "dedicated",
     }
+    given = arguments.pop("speculative_config", speculative if draft else None)
     return parse(
         {
             "model": str(models[0]),
-            "speculative_config": speculative if draft else None,
+            "speculative_config": always(given),
             "dtype": "float32",
             "enforce_eager": True,
             "skip_tokenizer_init": True,

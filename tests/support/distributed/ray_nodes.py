@@ -18,6 +18,7 @@ from cluster.settings import engine_config
 from protos.errors import SlipstreamError
 from slipstream import LLM, SamplingParams
 from tests.conftest import RAY_VARIABLES
+from tests.support.policies import always
 
 PROMPTS = [[3 + i, 7, 9, 11 + i] * (1 + i) for i in range(6)]
 PARAMS = [SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)]
@@ -93,7 +94,7 @@ def engine(order: dict[str, Any], nodes: Nodes) -> Iterator[tuple[LLM, Told]]:
     config = engine_config(
         {
             "model": order["model"],
-            "speculative_config": speculative,
+            "speculative_config": always(speculative),
             "tensor_parallel_size": order["ranks"],
             "placement_strategy": order["strategy"],
             "rebuild_timeout_s": REBUILD_S,

@@ -24,7 +24,7 @@ from runtime.metrics.prometheus import Metrics
 from tests.support.serving.fake_engine import build, make_preprocessor, tokenizer
 from tests.support.serving.http_server import Listening
 
-DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none")
+DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none", policy="fixed")
 
 
 async def settled(engine: AsyncEngine) -> None:

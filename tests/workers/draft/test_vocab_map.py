@@ -12,6 +12,7 @@ from protos.errors import ConfigError, ModelError
 from slipstream import LLM, SamplingParams
 from tests.support.identity import collect
 from tests.support.models import tiny_models, tiny_pairs
+from tests.support.policies import always
 from workers.draft.vocab_map import VocabMap
 
 PROMPTS = ["def main():", "for i in range(10):\n    print(", "import os, sys", "x = ["]
@@ -53,7 +54,7 @@ def run(target: Path, draft: Path | None, **options: Any) -> Any:
         if draft is None
         else {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3, **options}
     )
-    with LLM(model=str(target), dtype="float32", enforce_eager=True, speculative_config=speculative) as llm:
+    with LLM(model=str(target), dtype="float32", enforce_eager=True, speculative_config=always(speculative)) as llm:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
         return collect(llm, [tokenizer.encode(prompt) for prompt in PROMPTS], PARAMS)
 

@@ -1,0 +1,173 @@
+"""The adaptive policy against no speculation, and against every fixed K: methods x texts x temperatures x batch sizes.
+
+    python -m benchmarks.policies [--only "suffix;draft_model"] [--fixed 1 2 4] [--blocks 6] [--output figures.json]
+
+All sides run in one process, block by block in turns, each block on other prompts. The figures are ratios of the time
+of all blocks, with bootstrap 95 % intervals: how many times faster the adaptive policy is than plain decoding, and than
+the best of the fixed K. The texts: the demo's held-out prompts; another language, of which the demo models saw nothing
+(Python's own C headers); random tokens. "random draft" is a draft model with random weights.
+"""
+
+import argparse
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.proposers import build_store, proposers
+from benchmarks.shared import measure, workload
+from benchmarks.shared.sides import DemoEngine
+from benchmarks.shared.workload import Item, SamplingSettings
+from demo import pair
+from demo.train import _new_draft
+
+Config = dict[str, Any]
+PLAIN, ADAPTIVE = "plain", "adaptive"
+TEMPERATURES = (0.0, 1.0)
+TOKENS = {1: 128, 8: 64, 32: 48}
+"""Tokens of each request, by batch size."""
+PROMPT_TOKENS, WARM_BLOCKS, SEED = 48, 2, 0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one text, at one temperature and batch size."""
+
+    method: str
+    text: str
+    temperature: float
+    batch: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured in a cell: speed-ups over plain decoding, and over the best fixed K."""
+
+    cell: Cell
+    over_plain: measure.Ratio
+    best_k: int | None
+    over_best: measure.Ratio | None
+    draft_tokens_per_row: float
+
+    def __str__(self) -> str:
+        best = f"{self.over_best} (K = {self.best_k})" if self.over_best else ""
+        cell = self.cell
+        return (
+            f"| {cell.method} | {cell.text} | {cell.temperature:g} | {cell.batch} | {self.over_plain} | {best} | "
+            f"{self.draft_tokens_per_row:.2f} |"
+        )
+
+
+TITLE = (
+    "| method | text | temperature | batch | adaptive / plain | adaptive / best fixed K | draft tokens per token |\n"
+    "|---|---|---|---|---|---|---|"
+)
+
+
+def random_draft(folder: Path) -> Path:
+    """Write a draft of the demo's shape with random weights, and its tokenizer, into *folder*."""
+    torch.manual_seed(SEED)
+    model = _new_draft(pair()[0])
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((pair()[1] / name).read_bytes())
+    return folder
+
+
+def texts(target: Path) -> dict[str, list[tuple[int, ...]]]:
+    """Return the prompts of each text, as ids."""
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    headers = sorted(Path(sysconfig.get_path("include")).rglob("*.h"))
+    encoded = tokenizer.encode_batch([path.read_text(errors="replace") for path in headers], add_special_tokens=False)
+    generator = torch.Generator().manual_seed(SEED)
+    random = torch.randint(tokenizer.get_vocab_size(), (128, PROMPT_TOKENS), generator=generator).tolist()
+    work = workload.load(target)
+    return {
+        "demo prompts": [item.prompt for item in (*work.single, *work.concurrent)],
+        "C headers": [tuple(one.ids[:PROMPT_TOKENS]) for one in encoded if len(one.ids) >= PROMPT_TOKENS],
+        "random tokens": [tuple(row) for row in random],
+    }
+
+
+def batches(prompts: list[tuple[int, ...]], size: int, count: int) -> list[list[Item]]:
+    """Return *count* batches of *size* requests; prompts come round again where there are not enough."""
+    return [
+        [Item(prompts[(block * size + i) % len(prompts)], TOKENS[size]) for i in range(size)] for block in range(count)
+    ]
+
+
+def measured(cell: Cell, sides: Mapping[str, DemoEngine], prompts: list[tuple[int, ...]], blocks: int) -> Row:
+    """Measure *cell*; the first blocks warm up every side and are not counted."""
+    sampling = SamplingSettings(cell.temperature)
+    runs = {name: partial(engine.all, sampling=sampling) for name, engine in sides.items()}
+    work = batches(prompts, cell.batch, blocks + WARM_BLOCKS)
+    measure.alternate(runs, work[:WARM_BLOCKS])
+    before = sides[ADAPTIVE].llm.stats()
+    timings = measure.alternate(runs, work[WARM_BLOCKS:])
+    drafted = sides[ADAPTIVE].llm.stats().proposed - before.proposed
+    fixed = [name for name in sides if name not in (PLAIN, ADAPTIVE)]
+    best = min(fixed, key=lambda name: timings.seconds[name].sum(), default=None)
+    return Row(
+        cell,
+        timings.speedup(ADAPTIVE, PLAIN),
+        None if best is None else int(best),
+        None if best is None else timings.speedup(ADAPTIVE, best),
+        drafted / timings.tokens_B.sum(),
+    )
+
+
+def rows(method: str, config: Config, plain: DemoEngine, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of one method. Each text starts with new engines, since some methods draft from past answers."""
+    target = args.model or pair()[0]
+    for text, prompts in texts(target).items():
+        if args.texts and text not in args.texts:
+            continue
+        configs = {ADAPTIVE: config | {"policy": "adaptive"}} | {
+            str(k): config | {"policy": "fixed", "num_speculative_tokens": k} for k in args.fixed
+        }
+        engines = {name: DemoEngine(target, each, threads=args.threads) for name, each in configs.items()}
+        for batch in args.batches:
+            for temperature in TEMPERATURES:
+                cell = Cell(method, text, temperature, batch)
+                yield measured(cell, {PLAIN: plain} | engines, prompts, args.blocks)
+        for engine in engines.values():
+            engine.llm.shutdown()
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--only", help="names of methods, separated by semicolons")
+    parser.add_argument("--texts", nargs="*", help="only these texts")
+    parser.add_argument("--batches", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--fixed", nargs="*", type=int, default=[], help="fixed K to compare with")
+    parser.add_argument("--blocks", type=int, default=6)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = args.model or pair()[0], args.draft or pair()[1]
+        store = Path(folder) / "store"
+        methods = proposers(draft, store)
+        methods["random draft"] = methods["draft_model"] | {"model": str(random_draft(Path(folder) / "random"))}
+        if args.only:
+            methods = {name.strip(): methods[name.strip()] for name in args.only.split(";")}
+        if "rest" in methods:
+            build_store(target, store)
+        plain = DemoEngine(target, None, threads=args.threads)
+        found: list[Row] = []
+        print(TITLE)
+        for name, config in methods.items():
+            for row in rows(name, config, plain, args):
+                print(row, flush=True)
+                found.append(row)
+    figures = {"environment": measure.environment(args.threads), "rows": [asdict(row) for row in found]}
+    measure.write(args.output, figures)
+
+
+if __name__ == "__main__":
+    main()
