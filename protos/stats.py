@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 SpeculationState = Literal["off", "on", "paused", "no_draft"]
-"""Not configured; drafting; paused because of the batch size; paused because the draft worker is lost."""
+"""Not configured; drafting; paused by the policy; paused because the draft worker is lost."""
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """Bounds of the histogram of tokens per step."""
@@ -39,9 +39,10 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
         num_running, num_waiting: requests now.
         kv_usage: share of KV blocks in use now, 0 to 1.
         draft_changes: changes of the draft service, by reason.
-        speculation_changes: changes of the number of draft tokens with the batch size, by reason.
+        speculation_changes: changes of the number of draft tokens, by reason.
         target_losses: losses of the target group.
-        num_speculative_tokens: K now.
+        num_speculative_tokens: K now, the largest of all rows.
+        predicted_speedup: of speculation over plain decoding, by the policy `adaptive`; None by the others.
         speculation: its state now.
         step_tokens: steps by the tokens they fed, draft tokens included: up to each of `STEP_TOKENS`, then above.
         fed_tokens: the sum over all steps.
@@ -68,6 +69,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     speculation_changes: dict[str, int] = {}
     target_losses: int = 0
     num_speculative_tokens: int = 0
+    predicted_speedup: float | None = None
     speculation: SpeculationState = "off"
     step_tokens: tuple[int, ...] = ()
     fed_tokens: int = 0

@@ -73,6 +73,9 @@ NEUTRAL: tuple[object, ...] = (None, False, "auto", {}, [], ())
 LOSSY = ("fly", "typical", "typical_acceptance_sampler", "typical_acceptance")
 RULES: tuple[RejectionSampleMethod, ...] = get_args(RejectionSampleMethod)
 KNOWN = frozenset(SpeculativeConfig.__dataclass_fields__) - {"draft_block_size", "has_default_shape"}
+AUTO = "auto"
+AUTO_TOKENS = 5
+"""Draft tokens with heads in the target's checkpoint, whose own number is that of the heads alone."""
 SETTLED = frozenset({"parallel_drafting"})
 """Keys that only choose the method."""
 
@@ -97,6 +100,7 @@ def read(
     keys = _normalised(mapping(given))
     if not keys:
         return None
+    keys = _chosen_for(keys, detect, target)
     where = checkpoint(keys, *(target or (None, None)))
     found = detect(*where) if where else UNKNOWN
     method = infer(keys, found)
@@ -118,6 +122,20 @@ def read(
         raise ConfigError(f"speculative_config: {error}") from None
 
 
+def _chosen_for(keys: Keys, detect: Detect, target: tuple[str, str | None] | None) -> Keys:
+    """Return *keys* with the method that "auto" stands for: what needs no weights but those of the target.
+
+    The policy then chooses among its draft tokens and none. Suffix trees contain every match that n-grams find.
+    """
+    if keys.get("method") != AUTO:
+        return keys
+    if keys.get("model") is not None:
+        raise ConfigError(f"speculative_config: method 'auto' uses no draft model, got model {shown(keys['model'])}")
+    if target is None or detect(*target).method != "mtp":
+        return keys | {"method": "suffix"}
+    return {TOKENS: AUTO_TOKENS, **keys, "method": ("suffix", "mtp")}
+
+
 def mapping(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     """Return *given*, parsed from JSON if it is text; empty for None."""
     if isinstance(given, str):
@@ -130,8 +148,9 @@ def mapping(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
 
 
 def _json(text: str) -> Any:
-    if text.strip().lower() in ("", "none"):
-        return None
+    word = text.strip().strip('"').lower()
+    if word in ("", "none", AUTO):
+        return {"method": AUTO} if word == AUTO else None
     try:
         return json.loads(text)
     except ValueError as error:

@@ -160,6 +160,7 @@ class Controller:
             target_is_lost=self._is_lost,
             draft_is_down=not drafting.is_up,
             num_speculative_tokens=self.policy.current,
+            predicted_speedup=self.policy.predicted_speedup,
             speculation=self._speculation_state(),
             phases=self._times(),
             steps_s=self._clock.steps_s,

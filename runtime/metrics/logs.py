@@ -116,16 +116,21 @@ def _prefix_hits(now: EngineStats, before: EngineStats) -> str:
     return f", prefix hits {(now.prefix_hits - before.prefix_hits) / queries:.0%}" if queries else ""
 
 
+def _prediction(now: EngineStats) -> str:
+    return "" if now.predicted_speedup is None else f", predicted {now.predicted_speedup:.2f}x"
+
+
 def _speculation(now: EngineStats, before: EngineStats) -> str:
     """Return acceptance, the estimated speed-up over plain decoding, K, and the draft's share of the time."""
     drafts, proposed = now.drafting_rounds - before.drafting_rounds, now.proposed - before.proposed
     if not drafts or not proposed:
-        return {"paused": ", speculation paused at this batch size", "no_draft": ", no draft"}.get(now.speculation, "")
+        return {"paused": f", speculation paused{_prediction(now)}", "no_draft": ", no draft"}.get(now.speculation, "")
     accepted = now.accepted - before.accepted
     line = f", accept {accepted / drafts:.1f}/{proposed / drafts:.1f}, {accepted / proposed:.0%}"
     speculative_s, plain_s = now.speculative_s - before.speculative_s, now.plain_s - before.plain_s
     if speculative_s > 0:
         line += f", est. speed-up {plain_s / speculative_s:.2f}x"
+    line += _prediction(now)
     line += f", K={now.num_speculative_tokens}"
     steps_s, propose_s = now.steps_s - before.steps_s, now.phases.propose_s - before.phases.propose_s
     return line + (f", draft {propose_s / steps_s:.0%} of step" if steps_s > 0 and propose_s > 0 else "")

@@ -119,13 +119,19 @@ class OwnCollector(Collector):
         )
         yield make.counters(
             "spec_decode_changes",
-            "Times speculation changed with the batch size, by reason",
+            "Times the policy switched speculation on or off or changed its table's K, by reason",
             ["reason"],
             _keyed(stats.speculation_changes),
         )
         yield make.gauge(
             "spec_decode_num_speculative_tokens", "Most draft tokens per row now", stats.num_speculative_tokens
         )
+        if stats.predicted_speedup is not None:
+            yield make.gauge(
+                "spec_decode_predicted_speedup",
+                "Speed-up over plain decoding that the adaptive policy expects now",
+                stats.predicted_speedup,
+            )
         yield make.states(
             "spec_decode_state", "State of speculation now", get_args(SpeculationState), stats.speculation
         )

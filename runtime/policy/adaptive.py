@@ -125,8 +125,8 @@ class AdaptivePolicy:
         return self._switch.changes
 
     @property
-    def gain(self) -> float:
-        """The predicted gain: tokens per second relative to plain decoding, at least 1."""
+    def predicted_speedup(self) -> float:
+        """Tokens per second relative to plain decoding, smoothed over rounds; 1 where no draft token pays."""
         return self._switch.gain
 
     def begin_step(self, running: Seq[Sequence]) -> None:
@@ -193,7 +193,7 @@ class AdaptivePolicy:
                 state,
                 num_rows,
                 self._chooser.describe(),
-                self.gain,
+                self.predicted_speedup,
             )
 
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:

@@ -36,7 +36,8 @@ class Policy(Protocol):
     """Chooses how many draft tokens each row gets in each step.
 
     `limit` is the largest K there can be, 0 without speculation; `current` is this step's; `changes` counts changes
-    of K by reason. `least_survival` is this step's `RoundPlan.least_survival`, 0 where nothing stops by it.
+    of K by reason; `least_survival` is this step's `RoundPlan.least_survival`, 0 where nothing stops by it;
+    `predicted_speedup` is what is expected of speculation now, None without a prediction.
     """
 
     @property
@@ -50,6 +51,9 @@ class Policy(Protocol):
 
     @property
     def least_survival(self) -> float: ...  # noqa: D102
+
+    @property
+    def predicted_speedup(self) -> float | None: ...  # noqa: D102
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Decide for a step of the sequences *running*; later ones may start in it."""
@@ -74,6 +78,7 @@ class NoSpeculation:
     limit = current = 0
     least_survival = 0.0
     changes: Mapping[str, int] = MappingProxyType({})
+    predicted_speedup: float | None = None
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Do nothing."""

@@ -86,6 +86,7 @@ class BatchSizePolicy:
     """Fixed K, or K by batch size. `changes` counts changes of K by reason."""
 
     least_survival = 0.0
+    predicted_speedup = None
 
     def __init__(self, config: SpeculativeConfig) -> None:
         limit, table = config.disable_by_batch_size, config.num_speculative_tokens_per_batch_size

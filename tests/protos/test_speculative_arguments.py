@@ -42,6 +42,28 @@ def test_one_end_of_the_lookup_range_mirrors_the_other(keys: dict[str, Any], len
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == lengths
 
 
+AUTO = ["auto", '"auto"', " Auto ", {"method": "auto"}, '{"method": "auto"}']
+
+
+@pytest.mark.parametrize("given", AUTO)
+def test_auto_is_suffix_under_the_adaptive_policy(given: object) -> None:
+    found = arguments.parse({"model": "m", "speculative_config": given}).speculative
+    assert found is not None
+    assert (found.method, found.model, found.policy_name) == ("suffix", None, "adaptive")
+
+
+def test_auto_uses_heads_in_the_checkpoint_after_matches() -> None:
+    with_heads = {"model": "m", "speculative_config": "auto"}
+    found = arguments.parse(with_heads, detect=lambda _model, _revision: Described("mtp", 1)).speculative
+    assert found is not None
+    assert (found.method, found.num_speculative_tokens) == (("suffix", "mtp"), 5)
+
+
+def test_auto_takes_no_draft() -> None:
+    message = refusal(speculative_config={"method": "auto", "model": "d"})
+    assert message == "speculative_config: method 'auto' uses no draft model, got model 'd'"
+
+
 @pytest.mark.parametrize("given", [None, {}, "null", "None", ""])
 def test_nothing_asked_is_no_speculation(given: object) -> None:
     assert parse(speculative_config=given).speculative is None

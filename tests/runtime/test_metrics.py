@@ -1,5 +1,6 @@
 """Prometheus metrics: names and values; the summary line."""
 
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos.messages import Request, Sampling, SpeculationStats, TokenOutput
@@ -90,6 +91,7 @@ def test_figures_of_our_own_have_only_our_name() -> None:
         speculation_changes={"batch_size_rose": 3},
         target_losses=1,
         num_speculative_tokens=4,
+        predicted_speedup=1.25,
         speculation="on",
         speculative_s=8.0,
         plain_s=12.0,
@@ -106,6 +108,7 @@ def test_figures_of_our_own_have_only_our_name() -> None:
     assert found["spec_decode_late_drafts_total",] == 3
     assert found["spec_decode_draft_failures_total",] == 6
     assert found["spec_decode_num_speculative_tokens",] == 4
+    assert found["spec_decode_predicted_speedup",] == 1.25
     states = {state: found["spec_decode_state", state] for state in ("off", "on", "paused", "no_draft")}
     assert states == {"off": 0, "on": 1, "paused": 0, "no_draft": 0}
     sides: dict[str, float] = {"target": 0.0, "draft": 0.0}
@@ -147,13 +150,18 @@ def test_the_summary_tells_what_happened_since_the_last_one() -> None:
         speculative_s=2.0,
         plain_s=3.8,
         num_speculative_tokens=5,
+        predicted_speedup=1.75,
     )
     line = metrics.summary()
     assert line is not None
     assert "1 finished" in line
     assert "prefix hits 25%" in line
-    assert "accept 3.0/5.0, 60%, est. speed-up 1.90x, K=5, draft 11% of step" in line
+    assert "accept 3.0/5.0, 60%, est. speed-up 1.90x, predicted 1.75x, K=5, draft 11% of step" in line
     assert metrics.summary() is None
+    metrics.submitted(request("b"))
+    metrics.received(TokenOutput("b", [1], finish_reason="stop"))
+    stats = structs.replace(stats, speculation="paused", predicted_speedup=1.0)
+    assert (metrics.summary() or "").endswith(", speculation paused, predicted 1.00x")
 
 
 def test_how_a_request_went_is_told_once() -> None:
