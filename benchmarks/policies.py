@@ -102,6 +102,11 @@ def batches(prompts: list[tuple[int, ...]], size: int, count: int) -> list[list[
     ]
 
 
+def engine(target: Path, speculative_config: Config | None, args: argparse.Namespace) -> DemoEngine:
+    """Return an engine for the demo target."""
+    return DemoEngine(target, speculative_config, threads=args.threads, enforce_eager=args.eager)
+
+
 def measured(cell: Cell, sides: Mapping[str, DemoEngine], prompts: list[tuple[int, ...]], blocks: int) -> Row:
     """Measure *cell*; the first blocks warm up every side and are not counted."""
     sampling = SamplingSettings(cell.temperature)
@@ -131,13 +136,13 @@ def rows(method: str, config: Config, plain: DemoEngine, args: argparse.Namespac
         configs = {ADAPTIVE: config | {"policy": "adaptive"}} | {
             str(k): config | {"policy": "fixed", "num_speculative_tokens": k} for k in args.fixed
         }
-        engines = {name: DemoEngine(target, each, threads=args.threads) for name, each in configs.items()}
+        engines = {name: engine(target, each, args) for name, each in configs.items()}
         for batch in args.batches:
             for temperature in TEMPERATURES:
                 cell = Cell(method, text, temperature, batch)
                 yield measured(cell, {PLAIN: plain} | engines, prompts, args.blocks)
-        for engine in engines.values():
-            engine.llm.shutdown()
+        for each in engines.values():
+            each.llm.shutdown()
 
 
 def main() -> None:
@@ -147,6 +152,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--fixed", nargs="*", type=int, default=[], help="fixed K to compare with")
     parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--eager", action="store_true", help="compile no model")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +164,7 @@ def main() -> None:
             methods = {name.strip(): methods[name.strip()] for name in args.only.split(";")}
         if "rest" in methods:
             build_store(target, store)
-        plain = DemoEngine(target, None, threads=args.threads)
+        plain = engine(target, None, args)
         found: list[Row] = []
         print(TITLE)
         for name, config in methods.items():

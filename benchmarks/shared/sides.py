@@ -22,13 +22,21 @@ class DemoEngine:
     With None for *threads* the engine chooses their number.
     """
 
-    def __init__(self, model: Path, speculative_config: dict[str, Any] | None, *, threads: int | None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        speculative_config: dict[str, Any] | None,
+        *,
+        threads: int | None,
+        enforce_eager: bool = False,
+    ) -> None:
         self.llm = LLM(
             model=str(model),
             speculative_config=speculative_config,
             enable_prefix_caching=False,
             kv_cache_memory_bytes=CACHE_BYTES,
             num_threads=threads,
+            enforce_eager=enforce_eager,
             skip_tokenizer_init=True,
             disable_log_stats=True,
         )

@@ -29,7 +29,7 @@ GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
 """Methods that draft dynamic trees (EAGLE-2)."""
 MOSTLY_CHAINS = ONLY_CHAINS | GROWN | {"suffix"}
 """Methods that draft trees only where the configuration has a shape with branches."""
-PolicyName = Literal["adaptive", "threshold", "schedule", "fixed"]
+PolicyName = Literal["adaptive", "bandit", "threshold", "schedule", "fixed"]
 LogFormat = Literal["text", "json"]
 
 

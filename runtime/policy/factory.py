@@ -3,6 +3,7 @@
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.messages import StepCosts
 from runtime.policy.adaptive import AdaptivePolicy
+from runtime.policy.bandit import BanditPolicy
 from runtime.policy.base import NoSpeculation, Policy
 from runtime.policy.batch_size import BatchSizePolicy, with_threshold
 from runtime.policy.choosers import ChainChooser, TreeChooser
@@ -32,6 +33,9 @@ def make_policy(config: EngineConfig, costs: StepCosts | None) -> tuple[Policy, 
 def _policy(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> tuple[Policy, str]:
     if speculative.policy_name == "adaptive":
         return _adaptive(config, speculative, costs), "speculation: as many draft tokens as pay, by measured costs"
+    if speculative.policy_name == "bandit":
+        bandit = BanditPolicy(speculative.num_speculative_tokens, may_branch=speculative.may_branch)
+        return bandit, "speculation: as many draft tokens as were fastest, none included"
     if speculative.policy_name == "fixed":
         return BatchSizePolicy(speculative), "speculation: on at every batch size, as configured"
     with_limit, line = with_threshold(speculative, costs, config.scheduler.max_num_seqs)

@@ -47,6 +47,11 @@ class StoppingPolicy:
         """See `Policy`."""
         return self._inner.changes
 
+    @property
+    def predicted_speedup(self) -> float | None:
+        """See `Policy`."""
+        return self._inner.predicted_speedup
+
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
         self._inner.begin_step(running)

@@ -33,7 +33,7 @@ def test_the_policy_follows_from_what_is_given(keys: dict[str, object], name: st
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"policy": "clever"}, "'adaptive', 'threshold', 'schedule' or 'fixed'"),
+        ({"policy": "clever"}, "'adaptive', 'bandit', 'threshold', 'schedule' or 'fixed'"),
         ({"policy": "adaptive", "disable_by_batch_size": 4}, "policy 'adaptive' has no use for .*'threshold' reads: 4"),
         ({"policy": "fixed", "num_speculative_tokens_per_batch_size": TABLE}, "has no use for .*'schedule' reads"),
         ({"policy": "schedule"}, "policy 'schedule' needs num_speculative_tokens_per_batch_size"),
