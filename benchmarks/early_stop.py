@@ -8,6 +8,7 @@ whole length, with a threshold, and with one that is learnt ("auto"). The speed-
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def rows(
     engines: Mapping[str, DemoEngine], kind: str, sampling: SamplingSettings, work: Workload
 ) -> Iterator[EarlyStopRow]:
     """Measure all thresholds with one way of sampling."""
-    sides = {name: lambda item, engine=engine: engine.one(item, sampling) for name, engine in engines.items()}
+    sides = {name: partial(engine.one, sampling=sampling) for name, engine in engines.items()}
     for side in sides.values():
         side(work.single[0])
     before = {name: engine.llm.stats() for name, engine in engines.items()}
