@@ -75,7 +75,7 @@ def situations() -> Iterator[tuple[dict[str, Situation], str]]:
 
 
 @dataclass
-class Measured:
+class NeighbourTimes:
     """Of each engine in each situation: seconds `[B]` and threads `[B]` by prompt and round, and other programs' cores.
 
     `others` has a number for each round: how many cores' worth of time programs took that are not part of it.
@@ -121,9 +121,9 @@ def measured(
     places: Mapping[str, Situation],
     items: Sequence[Item],
     args: argparse.Namespace,
-) -> Measured:
+) -> NeighbourTimes:
     """Run all rounds."""
-    found = Measured()
+    found = NeighbourTimes()
     for index in range(args.rounds):
         print(f"round {index + 1} of {args.rounds}", flush=True)
         some = rotated(items, index * args.prompts)[: args.prompts]
@@ -158,7 +158,7 @@ def goal(engine: tuple[str, str], place: str) -> float | None:
     return QUOTA_AT_MOST / QUOTA_CORES if engine[1] == CHOSEN and place == QUOTA else None
 
 
-def report(found: Measured, engines: Sequence[tuple[str, str]], places: Sequence[str]) -> dict[str, Any]:
+def report(found: NeighbourTimes, engines: Sequence[tuple[str, str]], places: Sequence[str]) -> dict[str, Any]:
     """Print and return milliseconds per token and ratios."""
     timings = found.timings()
     taken = [cores for each in found.others.values() for cores in each]

@@ -36,7 +36,7 @@ PROMPT_TOKENS, WARM_BLOCKS, SEED = 48, 2, 0
 
 
 @dataclass(frozen=True)
-class Cell:
+class PolicyCell:
     """One method on one text, at one temperature and batch size."""
 
     method: str
@@ -46,10 +46,10 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicyRow:
     """What was measured in a cell: speed-ups over plain decoding, and over the best fixed K."""
 
-    cell: Cell
+    cell: PolicyCell
     over_plain: measure.Ratio
     best_k: int | None
     over_best: measure.Ratio | None
@@ -107,7 +107,9 @@ def engine(target: Path, speculative_config: Config | None, args: argparse.Names
     return DemoEngine(target, speculative_config, threads=args.threads, enforce_eager=args.eager)
 
 
-def measured(cell: Cell, sides: Mapping[str, DemoEngine], prompts: list[tuple[int, ...]], blocks: int) -> Row:
+def measured(
+    cell: PolicyCell, sides: Mapping[str, DemoEngine], prompts: list[tuple[int, ...]], blocks: int
+) -> PolicyRow:
     """Measure *cell*; the first blocks warm up every side and are not counted."""
     sampling = SamplingSettings(cell.temperature)
     runs = {name: partial(engine.all, sampling=sampling) for name, engine in sides.items()}
@@ -118,7 +120,7 @@ def measured(cell: Cell, sides: Mapping[str, DemoEngine], prompts: list[tuple[in
     drafted = sides[ADAPTIVE].llm.stats().proposed - before.proposed
     fixed = [name for name in sides if name not in (PLAIN, ADAPTIVE)]
     best = min(fixed, key=lambda name: timings.seconds[name].sum(), default=None)
-    return Row(
+    return PolicyRow(
         cell,
         timings.speedup(ADAPTIVE, PLAIN),
         None if best is None else int(best),
@@ -127,7 +129,7 @@ def measured(cell: Cell, sides: Mapping[str, DemoEngine], prompts: list[tuple[in
     )
 
 
-def rows(method: str, config: Config, plain: DemoEngine, args: argparse.Namespace) -> Iterator[Row]:
+def rows(method: str, config: Config, plain: DemoEngine, args: argparse.Namespace) -> Iterator[PolicyRow]:
     """Yield the rows of one method. Each text starts with new engines, since some methods draft from past answers."""
     target = args.model or pair()[0]
     for text, prompts in texts(target).items():
@@ -139,7 +141,7 @@ def rows(method: str, config: Config, plain: DemoEngine, args: argparse.Namespac
         engines = {name: engine(target, each, args) for name, each in configs.items()}
         for batch in args.batches:
             for temperature in TEMPERATURES:
-                cell = Cell(method, text, temperature, batch)
+                cell = PolicyCell(method, text, temperature, batch)
                 yield measured(cell, {PLAIN: plain} | engines, prompts, args.blocks)
         for each in engines.values():
             each.llm.shutdown()
@@ -165,7 +167,7 @@ def main() -> None:
         if "rest" in methods:
             build_store(target, store)
         plain = engine(target, None, args)
-        found: list[Row] = []
+        found: list[PolicyRow] = []
         print(TITLE)
         for name, config in methods.items():
             for row in rows(name, config, plain, args):

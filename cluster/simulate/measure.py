@@ -102,8 +102,8 @@ def measure(
     target_s = {shape: {k + 1: seconds for k, (_, seconds) in by_k.items()} for shape, by_k in rounds.items()}
     if not target_s:
         raise ConfigError(
-            f"nothing was measured: no batch of {min(what.rows)} rows of {min(what.contexts)} tokens or more fits the KV "
-            "cache and the context"
+            f"nothing was measured: no batch of {min(what.rows)} rows of {min(what.contexts)} tokens or more fits the "
+            "KV cache and the context"
         )
     drafts: dict[str, Seconds] = {}
     for config in configs:

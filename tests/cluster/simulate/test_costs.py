@@ -148,7 +148,7 @@ def test_costs_are_measured_once_and_used_again(
         (["--costs", "/nowhere.json"], "there is no /nowhere.json: give --target to measure"),
         (["--costs", "/nowhere/x.json", "--target"], "there is no folder /nowhere"),
         (["--costs", "x.json", "--target", "--contexts", "0"], "contexts must be numbers from 1 on"),
-        (["--costs", "{}/x.json", "--target", "--contexts", "500"], "no batch of 1 rows of 500 tokens or more fits"),
+        (["--costs", "{}/x.json", "--target", "--contexts", "500"], "nothing was measured: no batch of 1 rows of 500"),
         (["--html", "/nowhere/x.html"], "there is no folder /nowhere"),
     ],
 )
