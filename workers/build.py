@@ -128,7 +128,7 @@ def make_target(
     report: ProgressCallback,
     *,
     pace_tokens: int = 0,
-    make_rule: MakeRule = make_acceptance_rule,
+    make_rule: MakeRule | None = None,
 ) -> ReadyTarget:
     """Allocate caches, compile where that pays, and measure steps. May be called again with the same *loaded*.
 
@@ -138,7 +138,7 @@ def make_target(
         allocate: the settled number of KV blocks.
         report: called with a line for each stage.
         pace_tokens: steps are measured for up to this many tokens even where no threshold is derived from them.
-        make_rule: makes the acceptance rule.
+        make_rule: makes the acceptance rule; None: the one that is configured.
     """
     slots = make_slots(config, allocate)
     sampler = Sampler(slots, allocate.vocab_size, loaded.model.device)
@@ -159,7 +159,8 @@ def make_target(
     slots.clear()
     model = loaded.model
     masked = sampler.with_grammars(load_grammar_masks(config.model, slots, model.vocab_size, model.eos_ids))
-    worker = TargetWorker(runner, slots, masked, loaded.spec.needs, make_rule(config.speculative, masked))
+    rule = (make_rule or make_acceptance_rule)(config.speculative, masked)
+    worker = TargetWorker(runner, slots, masked, loaded.spec.needs, rule)
     return ReadyTarget(worker, draft, costs, warm.swap)
 
 
@@ -176,7 +177,7 @@ def make_draft(
 
 
 def build_uni(
-    config: EngineConfig, report: ProgressCallback = logger.info, make_rule: MakeRule = make_acceptance_rule
+    config: EngineConfig, report: ProgressCallback = logger.info, make_rule: MakeRule | None = None
 ) -> UniExecutor:
     """Load everything *config* names into this process. *make_rule* makes the acceptance rule.
 

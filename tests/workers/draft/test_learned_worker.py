@@ -180,7 +180,7 @@ def test_a_warm_up_leaves_nothing(models: Models, heads: Heads, plain: dict[str,
 def test_rank_0_measures_the_draft_beside_it(models: Models, heads: Heads) -> None:
     config = configure(
         models,
-        speculative_config=speculation(heads, "test_last", placement="colocated"),
+        speculative_config=speculation(heads, "test_last", placement="colocated", policy="threshold"),
         tensor_parallel_size=2,
         enforce_eager=False,
     )  # a share of a model is not compiled
@@ -193,10 +193,12 @@ def test_rank_0_measures_the_draft_beside_it(models: Models, heads: Heads) -> No
 
 def test_costs_are_measured_where_somebody_asks(models: Models, heads: Heads) -> None:
     asks = speculation(heads, "test_last")
-    assert needs_step_costs(configure(models, speculative_config=asks, enforce_eager=False))
-    for option in ({"disable_by_batch_size": 4}, BY_SIZE):
+    derives, adapts = {**asks, "policy": "threshold"}, {**asks, "policy": "adaptive"}
+    assert needs_step_costs(configure(models, speculative_config=derives, enforce_eager=False))
+    assert needs_step_costs(configure(models, speculative_config=adapts, enforce_eager=True))
+    for option in ({"disable_by_batch_size": 4}, BY_SIZE, {"policy": "fixed"}):
         assert not needs_step_costs(configure(models, speculative_config={**asks, **option}, enforce_eager=False))
-    assert not needs_step_costs(configure(models, speculative_config=asks, enforce_eager=True))
+    assert not needs_step_costs(configure(models, speculative_config=derives, enforce_eager=True))
     assert not needs_step_costs(configure(models, draft=False, enforce_eager=False))
 
 
