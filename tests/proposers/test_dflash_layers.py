@@ -113,8 +113,14 @@ def test_layers_slide_or_see_all_as_their_config_says(
     module = DFlashProposer.build(CONFIG, parts)
     monkeypatch.setattr("workers.model.module_runner.pick_attention", make)
     worker = paged_worker(module, made.texts, made.features, k=BLOCK, vocab_size=V)
-    found, head = [], module.logits
-    monkeypatch.setattr(module, "logits", lambda states_NH: found.append(head(states_NH)) or found[-1])
+    found: list[torch.Tensor] = []
+    sample = worker.sample
+
+    def sampling(rows: Any, logits_RV: torch.Tensor, step: int) -> torch.Tensor:
+        found.append(logits_RV)
+        return sample(rows, logits_RV, step)
+
+    monkeypatch.setattr(worker, "sample", sampling)
     drafts = worker.propose(DFlashProposer(worker), [DraftRow(slot, k) for slot in range(len(COUNTS))])
     for slot, (draft, logits_KV) in enumerate(zip(drafts, torch.stack(found, 1), strict=True)):
         wanted_KV = logits_of(made, weights, slot, kinds, non_causal=non_causal)[:k]
