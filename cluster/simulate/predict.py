@@ -1,12 +1,16 @@
 """Predicts the speed-up of replayed drafts from what rounds cost.
 
-A round of b rows without draft tokens takes t(b, 1) seconds and gives b tokens. With drafts of up to K tokens, of which
-p are proposed on average, a round takes t(b, 1 + p) + d(b, K) and gives b times the tokens that a step gave in the
-replay. The speed-up is the ratio of tokens per second.
+A round of b rows without draft tokens takes t(b, 1) seconds and gives b tokens. With drafts of up to K tokens, a round
+takes t(b, 1 + p) + d(b, K), where p is the mean number of draft tokens of its rows, and gives b times the tokens that a
+step gave in the replay. The rows are independent steps of the replay: t is averaged over the distribution of p, because
+one more token may cost much and the next ones little. The speed-up is the ratio of tokens per second.
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from cluster.simulate.costs import CostTable, Shape, draft_key
 from cluster.simulate.results import Replay
@@ -31,15 +35,23 @@ class SpeedupPrediction:
 
 def predict(replay: Replay, costs: CostTable) -> list[SpeedupPrediction]:
     """Return the speed-up of *replay* for each measured shape. Raises `ConfigError` for costs that are not there."""
-    per_step = replay.stats.proposed / replay.num_steps
+    proposed_P = np.bincount([step.proposed for answer in replay.answers for step in answer.steps]) / replay.num_steps
     found = []
     for shape in costs.shapes:
         plain_s = costs.plain_s(shape)
         drafting_s = costs.draft_s(draft_key(replay.speculative), shape, replay.k)
-        round_s = costs.target_s(shape, 1 + per_step) + drafting_s
+        round_s = _target_s(costs, shape, proposed_P) + drafting_s
         speedup = replay.tokens_per_step * plain_s / round_s
         found.append(SpeedupPrediction(replay.name, replay.k, shape, plain_s, round_s, speedup))
     return found
+
+
+def _target_s(costs: CostTable, shape: Shape, proposed_P: npt.NDArray[np.float64]) -> float:
+    """Return the mean seconds of the target, where each row has p draft tokens with probability `proposed_P[p]`."""
+    rows, total_P = shape[0], np.ones(1)
+    for _ in range(rows):
+        total_P = np.convolve(total_P, proposed_P)
+    return sum(float(share) * costs.target_s(shape, 1 + total / rows) for total, share in enumerate(total_P) if share)
 
 
 def best_by_shape(predictions: Seq[SpeedupPrediction]) -> dict[tuple[str, Shape], SpeedupPrediction]:

@@ -46,6 +46,16 @@ def test_the_speed_up_is_that_computed_by_hand() -> None:
     assert eight.speedup == pytest.approx(2 * 20 / (40 + 5))
 
 
+def test_the_seconds_are_averaged_over_the_numbers_of_draft_tokens() -> None:
+    jump = {1: 10.0, 2: 20.0, 5: 20.0}
+    table = replace(
+        TABLE, target={(1, 64): jump, (2, 64): jump}, drafts={"ngram": {(1, 64): {4: 0.0}, (2, 64): {4: 0.0}}}
+    )
+    one, two = predict(replayed(), table)
+    assert one.round_s == pytest.approx(0.5 * 10 + 0.5 * 20)  # no draft, or four tokens
+    assert two.round_s == pytest.approx(0.25 * 10 + 0.75 * 20)  # 0, 2 or 4 of a row on average
+
+
 def test_the_threshold_is_the_last_size_before_the_first_that_does_not_pay() -> None:
     def at(**speedups: float) -> list[SpeedupPrediction]:
         return [SpeedupPrediction("d", 1, (int(rows[1:]), 64), 1.0, 1.0, speedup) for rows, speedup in speedups.items()]
