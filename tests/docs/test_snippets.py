@@ -232,7 +232,7 @@ def test_the_list_of_sampling_options_is_complete() -> None:
 
 def test_metrics_exist() -> None:
     metrics = Metrics("fake")
-    metrics.use_stats(EngineStats)
+    metrics.use_stats(lambda: EngineStats(predicted_speedup=1.0))
     published = metrics.render().decode()
     named = {
         name
