@@ -20,6 +20,7 @@ ELSEWHERE = {
     "api_key": f"Ray logs arguments: put keys in {API_KEY_VARIABLE}, in the environment of Ray's processes",
     "max_connections": "the connections are those of Ray Serve's proxies",
     "header_timeout": "the connections are those of Ray Serve's proxies",
+    "output_log": "each replica would write a file of its own, on its own machine: log answers with `slipstream serve`",
 }
 """Options of `slipstream serve` that are rejected here, and the reason."""
 MAX_ANSWER_S = 600.0
