@@ -10,6 +10,7 @@ import logging
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ def begin() -> Path:
     """Make a temporary folder for a new entry; remove those of killed processes. Raises `CacheFolderError`."""
     root = cache_folder("compiled")
     for path in root.glob(f"{UNFINISHED}*"):
-        if time.time() - path.stat().st_mtime > ABANDONED_S:
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process has published or removed it meanwhile
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=root))
 
 
