@@ -59,7 +59,10 @@ def test_a_streamed_answer_is_added_with_the_log_probabilities_asked_for(
     for _ in range(2):
         generate(pair, "abc", "--log", str(log), "--top-logprobs", "3", "--max-tokens", "4", "--ignore-eos")
     one, other = lines(log)
-    assert one == {**other, "sampling": one["sampling"]}
+    assert one == {**other, "sampling": one["sampling"], "logprobs": one["logprobs"]}
+    # The number of draft tokens adapts to measured time, and with it the rounding of a forward pass.
+    for top, same in zip(one["logprobs"], other["logprobs"], strict=True):
+        assert top == pytest.approx(same, abs=1e-4)
     assert len(one["output_token_ids"]) == len(one["logprobs"]) == 4
     for token, top in zip(one["output_token_ids"], one["logprobs"], strict=True):
         assert next(iter(top)) == str(token)  # greedy: the sampled token is the most likely one
