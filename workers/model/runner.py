@@ -13,15 +13,15 @@ from workers.attention.backend import AttentionBackend, run_with
 from workers.attention.batch import AttentionMetadata, Batch, Ints
 from workers.attention.kv import KVCache, bytes_per_block
 from workers.compile import TRIALS, Forward, Outputs, Weights, check_results, pad_to_sizes
-from workers.compiled.graphs import Input, compile_graph, load_graph
+from workers.compiled.graphs import Input, compile_graph, load_graph, read_index
 from workers.compiled.recipe import recipe
 from workers.device import free_memory, weight_bytes
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
 from workers.slots import SlotTable
 
-GRAPHS = ("any", "one")
-"""Names of the compiled graphs of `TRIALS`."""
+ANY, ONE = GRAPHS = ("any", "one")
+"""Names of the compiled graphs of `TRIALS`: for any number of tokens, and for one."""
 TIMINGS = 3  # the fastest of so many runs is returned
 
 
@@ -65,21 +65,23 @@ class ModelRunner:
     def compile_into(self, folder: Path, trial: Callable[[], None]) -> None:
         """See `workers.compiled.warming.Compilable`."""
         weights = Weights(self.loaded.dtype, weight_bytes(self.loaded.model), free_memory())
-        for (num_tokens, num_wanted), name in zip(TRIALS, GRAPHS, strict=True):
+        trials = zip(TRIALS, GRAPHS, strict=True) if weights.suit_one_token else [(TRIALS[0], ANY)]
+        for (num_tokens, num_wanted), name in trials:
             tokens = Input((1, num_tokens), "int64", 1)
             inputs = [tokens, tokens, Input((num_wanted,), "int64", 0)]
             compile_graph(folder, name, self._eager, inputs, weights, single=num_tokens == 1)
 
     def load_compiled(self, folder: Path) -> None:
         """See `workers.compiled.warming.Compilable`."""
-        any_number, single = (load_graph(folder, name) for name in GRAPHS)
+        any_number = load_graph(folder, ANY)
+        single = load_graph(folder, ONE) if ONE in read_index(folder) else None
 
         def forward(tokens_1T: torch.Tensor, positions_1T: torch.Tensor, wanted_N: torch.Tensor) -> Outputs:
-            graph = single if tokens_1T.shape[1] == 1 else any_number
+            graph = single if single is not None and tokens_1T.shape[1] == 1 else any_number
             logits_NV, *features = graph(tokens_1T, positions_1T, wanted_N)
             return logits_NV, features[0] if features else None
 
-        padded = pad_to_sizes(forward)
+        padded = pad_to_sizes(forward, 2 if single is None else 1)
         for sizes in TRIALS:
             check_results([self._trial(self._eager, *sizes)], [self._trial(padded, *sizes)], self.loaded.dtype)
         self._run = padded

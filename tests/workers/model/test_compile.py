@@ -14,6 +14,15 @@ def test_every_processor_computes_in_fp32() -> None:
     assert cpu_computes(torch.float32)
 
 
+@pytest.mark.parametrize(("num_bytes", "suit"), [(CACHED_BYTES, True), (CACHED_BYTES + 1, False)])
+def test_one_token_has_packed_weights_of_its_own_only_where_both_copies_stay_in_the_cache(
+    num_bytes: int, suit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "cpu_computes", lambda dtype: True)
+    assert Weights(torch.bfloat16, num_bytes, ROOMY).suit_one_token is suit
+    assert Weights(torch.bfloat16, num_bytes, TIGHT).suit_one_token  # nothing is packed
+
+
 @pytest.mark.parametrize(
     ("computes", "free", "is_packed"), [(True, ROOMY, True), (True, TIGHT, False), (False, ROOMY, False)]
 )

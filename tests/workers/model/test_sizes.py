@@ -18,8 +18,9 @@ from workers.model.runner import ModelRunner
 from workers.slots import SlotTable
 
 BLOCK, BLOCKS = 8, 40
-LENGTHS = ([33], [20, 1, 1, 30], [130, 5], [8, 4])
-"""Tokens of each row: a prompt, mixed rows, one too long for the kernel, and a size that needs no padding."""
+LENGTHS = ([33], [20, 1, 1, 30], [130, 5], [8, 4], [1])
+"""Tokens of each row: a prompt, mixed rows, one too long for the kernel, a size that needs no padding, and one token
+where there is no graph for it."""
 
 
 def test_few_sizes() -> None:
@@ -41,10 +42,10 @@ def test_the_filling_changes_nothing(tmp_path: Path, family: str, in_torch: bool
         sizes.append((tokens_1T.shape[1], len(wanted_N)))
         return run(tokens_1T, positions_1T, wanted_N)
 
-    filled._run = pad_to_sizes(watched)
+    filled._run = pad_to_sizes(watched, least=2)
     for lengths in LENGTHS:
         torch.testing.assert_close(outputs(filled, lengths), outputs(plain, lengths), atol=2e-5, rtol=1e-4)
-    assert sizes == [(36, 17), (52, 26), (144, 72), (12, 6)]
+    assert sizes == [(36, 17), (52, 26), (144, 72), (12, 6), (2, 2)]
     caches = [[*runner.cache.keys, *runner.cache.values] for runner in (filled, plain)]
     for ours, theirs in zip(*caches, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
