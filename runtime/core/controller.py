@@ -106,7 +106,8 @@ class Controller:
         """Report a committed step to what learns from it."""
         draft_s = self._clock.add(plan, outputs, self._times(), seconds)
         num_tokens = sum([len(output.token_ids) for output in outputs])
-        self.policy.end_step(FinishedStep(plan, verdicts, num_tokens, draft_s, seconds))
+        if self.executor.drafting.is_up:  # otherwise the step shows nothing of drafts
+            self.policy.end_step(FinishedStep(plan, verdicts, num_tokens, draft_s, seconds))
 
     def _poll(self, ended: list[TokenOutput]) -> bool:
         """Read the workers' messages, or continue rebuilding lost targets; return whether a step can run."""

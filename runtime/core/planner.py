@@ -47,6 +47,7 @@ class Planner:
         self._max_scored = max(1, PROMPT_LOGITS // info.vocab_size)
         self._num_scored = 0  # prompt tokens whose logits are computed in this step
         self._worker_is_up = True  # whether the draft worker serves in this step
+        self._speculates = False  # whether any row may get draft tokens in this step
         self._draft_needs = info.draft_needs
         self._max_model_len = info.max_model_len
         self._draft_places = info.draft_places
@@ -61,6 +62,7 @@ class Planner:
         self._num_scored = 0
         self._worker_is_up = worker_is_up
         policy.begin_step(queue.running)
+        self._speculates = policy.current > 0
         num_preemptions = queue.num_preemptions
         scheduled = self._allocate_known(self._share_budget(policy))
         self._allocate_drafts(scheduled)
@@ -101,6 +103,8 @@ class Planner:
 
     def _request_drafts(self, one: ScheduledSequence, policy: Policy, budget: int) -> None:
         """Set `k`. A tree may have more nodes than tokens are still to come, but all within the context's length."""
+        if not self._speculates:
+            return
         sequence = one.sequence
         has_features = self._draft_needs == "none" or sequence.is_decoding
         worker_drafts = has_features and self._worker_drafts(sequence.request)

@@ -153,7 +153,7 @@ class Scheduler:
         scheduled = self._planner.plan(policy, worker_is_up=drafting.is_up)
         new = self._planner.new_sequences(scheduled)
         rows = [self._planner.row(one) for one in scheduled]
-        is_on = any(policy.num_draft_tokens(one.sequence) for one in scheduled)
+        is_on = policy.current > 0 and any(policy.num_draft_tokens(one.sequence) for one in scheduled)
         moves = self._take_moves() if rows else ()
         epoch = drafting.epoch if is_on and drafting.is_up else 0
         plan = RoundPlan(self._round, rows, new, epoch, moves, is_on, policy.least_survival)

@@ -18,6 +18,8 @@ PRIOR_TRIALS = 4.0
 """Weight of the assumption for depth 1, and of the estimate for the depth before for each further depth, in trials."""
 MEMORY_TRIALS = 200.0
 """When so many first draft tokens were tried, half of what was seen is forgotten."""
+AGED = 0.25
+"""Share of what was seen that still counts after a while without drafts."""
 REQUEST_PRIOR = 6.0
 """Weight of the method's estimate in that for a request, in trials."""
 REQUEST_MEMORY = 0.95
@@ -43,12 +45,17 @@ class RequestAcceptance:
 
 
 class AcceptanceModel:
-    """The estimate of one method, for up to *depth* draft tokens one after another."""
+    """The estimate of one method, for up to *depth* draft tokens one after another.
+
+    Rounds are counted by their numbers of tokens, and summed up by depth when estimates are made.
+    """
 
     def __init__(self, depth: int) -> None:
-        self._tried_D = np.zeros(depth)
-        self._accepted_D = np.zeros(depth)
+        self._tried, self._accepted, self._asked, self._drafted = ([0.0] * (depth + 1) for _ in range(4))
+        self._num_trials = 0.0
         self._rates_D = np.full(depth, ASSUMED)
+        self._drafted_D = np.ones(depth)
+        self._expected = [ASSUMED * tried for tried in range(depth + 1)]
 
     @property
     def rates(self) -> Floats:
@@ -56,27 +63,44 @@ class AcceptanceModel:
         return self._rates_D
 
     @property
-    def num_tried(self) -> float:
-        """Remembered trials of the first draft token."""
-        return float(self._tried_D[0])
+    def drafted(self) -> Floats:
+        """`[D]`, the share of the tokens asked for at each depth that were drafted: a method may find nothing."""
+        return self._drafted_D
 
-    def observe(self, request: RequestAcceptance, depth: int, accepted: int) -> None:
-        """Add a draft of *depth* levels of which *accepted* were accepted."""
-        tried = min(depth, accepted + 1, len(self._tried_D))
+    def observe(self, request: RequestAcceptance, asked: int, drafted: int, accepted: int) -> None:
+        """Add a round in which *drafted* of *asked* tokens were drafted and *accepted* of those accepted.
+
+        A token that was asked for and not drafted counts as one that was not accepted.
+        """
+        tried = min(asked, accepted + 1)
         accepted = min(accepted, tried)
-        request.add(tried, accepted, float(self._rates_D[:tried].sum()))
-        self._tried_D[:tried] += 1
-        self._accepted_D[:accepted] += 1
-        if self._tried_D[0] > MEMORY_TRIALS:
-            self._tried_D *= 0.5
-            self._accepted_D *= 0.5
+        request.add(tried, accepted, self._expected[tried])
+        self._tried[tried] += 1
+        self._accepted[accepted] += 1
+        self._asked[asked] += 1
+        self._drafted[min(drafted, asked)] += 1
+        self._num_trials += 1
+        if self._num_trials > MEMORY_TRIALS:
+            self._keep(0.5)
+
+    def age(self) -> None:
+        """Let the next drafts count more: there was none for a while, and the text may be another."""
+        self._keep(AGED)
+
+    def _keep(self, share: float) -> None:
+        for counts in (self._tried, self._accepted, self._asked, self._drafted):
+            counts[:] = [count * share for count in counts]
+        self._num_trials *= share
 
     def refresh(self) -> None:
-        """Estimate the rates again. Called once a round."""
+        """Estimate the rates again. Called before decisions."""
+        tried_D, accepted_D = _by_depth(self._tried), _by_depth(self._accepted)
         before = ASSUMED
-        for depth, (tried, accepted) in enumerate(zip(self._tried_D.tolist(), self._accepted_D.tolist(), strict=True)):
+        for depth, (tried, accepted) in enumerate(zip(tried_D.tolist(), accepted_D.tolist(), strict=True)):
             before = (accepted + PRIOR_TRIALS * before) / (tried + PRIOR_TRIALS)
             self._rates_D[depth] = before
+        self._drafted_D = (_by_depth(self._drafted) + PRIOR_TRIALS) / (_by_depth(self._asked) + PRIOR_TRIALS)
+        self._expected[1:] = np.cumsum(self._rates_D).tolist()
 
     def survival(self, requests: Seq[RequestAcceptance]) -> Floats:
         """Return `[R, D]`: the probability that the first d + 1 draft tokens of each row are all accepted.
@@ -98,3 +122,9 @@ class AcceptanceModel:
 def _odds(rates: Floats) -> Floats:
     kept = np.clip(rates, 1e-4, 1 - 1e-4)
     return kept / (1 - kept)
+
+
+def _by_depth(counts: list[float]) -> Floats:
+    """Return how many of the rounds had a token at each depth `[D]`; *counts* are by the number of tokens."""
+    sums_D: Floats = np.cumsum(counts[:0:-1])[::-1]
+    return sums_D

@@ -26,15 +26,17 @@ logger = logging.getLogger(__name__)
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
 EXPLORE_EVERY = 100
-"""While speculation is on, one round of so many has a random K for all rows, or is plain."""
+"""While speculation is on, one round of so many has a random K for all rows, or is plain, if that costs little."""
 ON_ABOVE, OFF_BELOW = 1.02, 1.005
 """Speculation is switched on and off at these smoothed gains. Between them it stays as it is."""
-FIRST_PAUSE, LONGEST_PAUSE = 64, 8192
+FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
 SMOOTHING = 0.2
 """Weight of the newest round in the smoothed gain."""
-DECIDING_SHARE, KEEP_AT_MOST = 0.005, 16
+DECIDING_SHARE, KEEP_AT_MOST = 0.005, 32
 """Share of the time for deciding: where it would be more, a decision is kept for several rounds, at most so many."""
+LEARN_EVERY = 4
+"""While a decision not to draft is kept, the costs of one round of so many are learnt."""
 
 
 class Switch:
@@ -52,10 +54,11 @@ class Switch:
         """The smoothed gain: tokens per second relative to plain decoding."""
         return math.exp(self._log_gain)
 
-    def update(self, gain: float) -> bool:
-        """Take the gain predicted for a round; return whether the switch changed."""
-        self._log_gain += SMOOTHING * (math.log(gain) - self._log_gain)
-        self._rounds += 1
+    def update(self, gain: float, num_rounds: int) -> bool:
+        """Take the gain predicted for the last *num_rounds* rounds; return whether the switch changed."""
+        weight = 1 - (1 - SMOOTHING) ** num_rounds
+        self._log_gain += weight * (math.log(gain) - self._log_gain)
+        self._rounds += num_rounds
         if self.is_on and self.gain < OFF_BELOW:
             self._pause = min(2 * self._pause, LONGEST_PAUSE) if self._rounds < self._pause else FIRST_PAUSE
             return self._change("does_not_pay")
@@ -100,11 +103,12 @@ class AdaptivePolicy:
         self._switch = Switch()
         self._trials = Trials()
         self._requests: dict[int, RequestAcceptance] = {}  # by the sequence's key
-        self._by_slot: dict[int, RequestAcceptance] = {}  # of this round
+        self._by_slot: dict[int, tuple[int, RequestAcceptance]] = {}  # of this round: draft tokens asked for
         self._chosen: dict[int, int] = {}  # draft tokens in this round, by the sequence's key
         self._typical = limit  # for sequences that came after the last decision
-        self._gain = ON_ABOVE  # predicted by the last decision
         self._keep_for = 0  # rounds for which the last decision is kept
+        self._num_kept = 0  # rounds since the last decision
+        self._is_resting = False  # the last decision is kept in this round: no draft tokens
         self._until_exploring = EXPLORE_EVERY
         self._random = random.Random(0)
         self._round_s = 0.0
@@ -131,19 +135,32 @@ class AdaptivePolicy:
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
+        self._is_resting = self._keep_for > 0 and not (self._switch.is_on or self._trials.is_running)
+        if self._is_resting:
+            self._keep()
+            return
         decoding = [sequence for sequence in running if sequence.is_decoding]
         if not decoding:
-            self._chosen, self._typical = {}, self._limit if self._switch.is_on else 0
+            self._chosen, self._by_slot, self._typical = {}, {}, self._limit if self._switch.is_on else 0
             return
         self._forget_ended(running)
         rows = {sequence.key: self._row(sequence) for sequence in decoding}
-        self._by_slot = {sequence.slot: rows[sequence.key].acceptance for sequence in decoding}
         self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
+        self._by_slot = {one.slot: (self._asked(one, rows[one.key]), rows[one.key].acceptance) for one in decoding}
+
+    def _keep(self) -> None:
+        self._keep_for -= 1
+        self._num_kept += 1
+
+    def _asked(self, sequence: Sequence, row: DecodingRow) -> int:
+        return min(row.limit, self._chosen.get(sequence.key, self._typical))
 
     def _row(self, sequence: Sequence) -> DecodingRow:
         limit = sequence.most_drafts(self._limit)
         depth = sequence.max_len - len(sequence.token_ids) - 1
-        acceptance = self._requests.setdefault(sequence.key, RequestAcceptance())
+        acceptance = self._requests.get(sequence.key)
+        if acceptance is None:
+            acceptance = self._requests[sequence.key] = RequestAcceptance()
         return DecodingRow(limit if self._may_branch and depth > 0 else min(limit, depth), acceptance)
 
     def _forget_ended(self, running: Seq[Sequence]) -> None:
@@ -153,22 +170,25 @@ class AdaptivePolicy:
     def _choose(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         if self._trials.is_running:
             self._use_everywhere(TRIAL_TOKENS, rows)
-        elif self._explores():
-            self._use_everywhere(self._random.choice((0, self._random.randint(1, self._limit))), rows)
+        elif (k := self._explored(len(rows), num_known)) is not None:
+            self._use_everywhere(k, rows)
         elif self._keep_for > 0:
-            self._keep_for -= 1
-            self._update_switch(len(rows))
+            self._keep()
         else:
             self._decide(rows, num_known)
             if not self._switch.is_on and self._starts_trial(len(rows), num_known):
                 self._use_everywhere(TRIAL_TOKENS, rows)
 
-    def _explores(self) -> bool:
+    def _explored(self, num_rows: int, num_known: int) -> int | None:
+        """Return the number of draft tokens to try in this round: None in most rounds, and where it costs too much."""
         self._until_exploring -= 1
         if not self._switch.is_on or self._until_exploring > 0:
-            return False
+            return None
         self._until_exploring = EXPLORE_EVERY
-        return True
+        k = self._random.choice((0, self._random.randint(1, self._limit)))
+        costs = self._costs.of(num_known)
+        more_s = costs.uniform(k, num_rows) - costs.uniform(self._typical, num_rows)
+        return k if self._trials.pay(max(0.0, more_s)) else None
 
     def _use_everywhere(self, k: int, rows: dict[int, DecodingRow]) -> None:
         self._chosen, self._typical = {key: min(k, row.limit) for key, row in rows.items()}, k
@@ -177,16 +197,16 @@ class AdaptivePolicy:
     def _decide(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         began = self._clock()
         best = self._chooser.choose(list(rows.values()), self._costs.of(num_known))
-        self._gain = best.gain
-        self._update_switch(len(rows))
-        k_R = best.k_R.tolist() if self._switch.is_on else [0] * len(rows)
-        self._chosen, self._typical = dict(zip(rows, k_R, strict=True)), round(sum(k_R) / len(rows))
+        self._update_switch(best.gain, len(rows))
+        k_R = best.k_R.tolist() if self._switch.is_on else []
+        self._chosen, self._typical = dict(zip(rows, k_R, strict=False)), round(sum(k_R) / len(rows))
         if self._round_s:
             took_s = self._clock() - began
             self._keep_for = min(KEEP_AT_MOST, int(took_s / (DECIDING_SHARE * self._round_s)))
 
-    def _update_switch(self, num_rows: int) -> None:
-        if self._switch.update(self._gain):
+    def _update_switch(self, gain: float, num_rows: int) -> None:
+        num_rounds, self._num_kept = 1 + self._num_kept, 0
+        if self._switch.update(gain, num_rounds):
             state = "on again" if self._switch.is_on else "off"
             logger.info(
                 "speculation is %s: %d rows decode, %s, predicted speed-up %.2f",
@@ -199,7 +219,12 @@ class AdaptivePolicy:
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
         costs = self._costs.of(num_known)
         lost_s = costs.uniform(TRIAL_TOKENS, num_rows) - costs.plain()
-        return self._trials.start_if_due(TRIAL_ROUNDS * max(0.0, lost_s))
+        if not self._trials.start_if_due(TRIAL_ROUNDS * max(0.0, lost_s)):
+            return False
+        # What is known of drafts is old. If the next trials show something else, they must not be outweighed.
+        self._chooser.age()
+        self._costs.age()
+        return True
 
     def num_draft_tokens(self, sequence: Sequence) -> int:
         """See `Policy`."""
@@ -212,21 +237,24 @@ class AdaptivePolicy:
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
-        asked = {row.slot: row.k for row in step.plan.rows}
-        for verdict in step.verdicts:
-            if verdict.proposed:
-                acceptance = self._by_slot.get(verdict.slot) or RequestAcceptance()
-                self._chooser.record(verdict, acceptance, asked.get(verdict.slot, 0))
-        done = self._describe(step)
-        self._costs.observe(done)
         self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
-        lost_s = step.seconds - self._costs.of(done.num_known).plain() * step.num_tokens / max(1, len(step.plan.rows))
+        lost_s = 0.0 if self._is_resting and self._num_kept % LEARN_EVERY else self._learn(step)
         if self._trials.end_round(step.seconds, lost_s):
             self._keep_for = 0
 
+    def _learn(self, step: FinishedStep) -> float:
+        """Learn acceptance and costs; return the seconds that the step lost against plain decoding."""
+        for verdict in step.verdicts if not self._is_resting else ():
+            asked, acceptance = self._by_slot.get(verdict.slot) or (verdict.proposed, RequestAcceptance())
+            if asked:
+                self._chooser.record(verdict, acceptance, asked)
+        done = self._describe(step)
+        self._costs.observe(done)
+        return step.seconds - self._costs.of(done.num_known).plain() * step.num_tokens / max(1, len(step.plan.rows))
+
     def _describe(self, step: FinishedStep) -> Round:
         rows = step.plan.rows
-        wanted = [k for k in self._chosen.values() if k]
+        wanted = [asked for asked, _ in self._by_slot.values() if asked]
         return Round(
             num_known=sum([row.length for row in rows]),
             num_scored=sum([verdict.proposed for verdict in step.verdicts]),

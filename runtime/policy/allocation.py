@@ -36,6 +36,8 @@ class RoundCosts:
 
     def uniform(self, k: int, num_rows: int) -> float:
         """Return the seconds with *k* draft tokens for each of *num_rows* rows."""
+        if not k:
+            return self.plain()
         return self.target.at(self.num_known + k * num_rows) + self.levels.at(k) * self.draft.at(num_rows)
 
 
@@ -55,7 +57,9 @@ class Allocation:
     gain: float
 
 
-def allocate(survival_RD: Floats, limits_R: Ints, num_sampling: int, costs: RoundCosts) -> Allocation:
+def allocate(
+    survival_RD: Floats, limits_R: Ints, num_sampling: int, costs: RoundCosts, drafted_D: Floats | None = None
+) -> Allocation:
     """Return the best number of draft tokens for each row.
 
     Args:
@@ -63,10 +67,12 @@ def allocate(survival_RD: Floats, limits_R: Ints, num_sampling: int, costs: Roun
         limits_R: `[R]`, most draft tokens of each row.
         num_sampling: rows that gain a token of the target's own, those without draft tokens included.
         costs: of the round.
+        drafted_D: `[D]`, the share of the slots at each depth for which there will be a draft token; others cost the
+            target nothing. None: all.
     """
     plain_s = costs.plain()
     nothing = Allocation(np.zeros(len(limits_R), np.int64), num_sampling, plain_s, 1.0)
-    slots = _Slots.of(survival_RD, limits_R)
+    slots = _Slots.of(survival_RD, limits_R, np.ones(survival_RD.shape[1]) if drafted_D is None else drafted_D)
     if not len(slots.earned_N) or not num_sampling:
         return nothing
     best, plain_rate = nothing, num_sampling / plain_s
@@ -80,30 +86,43 @@ def allocate(survival_RD: Floats, limits_R: Ints, num_sampling: int, costs: Roun
 
 @dataclass(frozen=True)
 class _Slots:
-    """All slots in the order in which they are taken: row, depth from 0 on, and probability of each."""
+    """All slots in the order in which they are taken: row, depth from 0 on, and the token's probabilities.
+
+    `earned_N`: that it is accepted; `drafted_N`: that it is drafted.
+    """
 
     row_N: Ints
     depth_N: Ints
     earned_N: Floats
+    drafted_N: Floats
 
     @staticmethod
-    def of(survival_RD: Floats, limits_R: Ints) -> "_Slots":
+    def of(survival_RD: Floats, limits_R: Ints, drafted_D: Floats) -> "_Slots":
         row_N, depth_N = np.nonzero(np.arange(survival_RD.shape[1])[None, :] < limits_R[:, None])
         earned_N = survival_RD[row_N, depth_N]
         order_N = np.lexsort((depth_N, -earned_N))
-        return _Slots(row_N[order_N], depth_N[order_N], earned_N[order_N])
+        return _Slots(row_N[order_N], depth_N[order_N], earned_N[order_N], drafted_D[depth_N[order_N]])
 
     def best(self, depth: int, num_sampling: int, costs: RoundCosts) -> tuple[int, float, float]:
         """Return the number of slots up to *depth* levels with the highest rate, its tokens and its seconds."""
         taken_N = self.depth_N < depth
         earned_M = self.earned_N[taken_N]
-        counts_M = np.arange(1, len(earned_M) + 1)
         tokens_M = num_sampling + np.cumsum(earned_M)
         drafting_M = np.cumsum(self.depth_N[taken_N] == 0)
-        seconds_M = costs.target.seconds(costs.num_known + counts_M)
-        seconds_M = seconds_M + costs.levels.at(depth) * costs.draft.seconds(drafting_M)
+        seconds_M = costs.levels.at(depth) * costs.draft.seconds(drafting_M)
+        seconds_M = seconds_M + self._target(np.cumsum(self.drafted_N[taken_N]), drafting_M, costs)
         index = int(np.argmax(tokens_M / seconds_M))
         return index + 1, float(tokens_M[index]), float(seconds_M[index])
+
+    def _target(self, scored_M: Floats, drafting_M: Ints, costs: RoundCosts) -> Floats:
+        """Return the target's expected seconds with so many expected draft tokens of so many rows.
+
+        In some rounds nothing is drafted for any row: those cost as much as plain ones.
+        """
+        nothing_M: Floats = (1 - self.drafted_N[0]) ** drafting_M
+        some_M: Floats = np.maximum(1 - nothing_M, 1e-9)
+        seconds_M = costs.target.between(costs.num_known + scored_M / some_M)
+        return nothing_M * costs.plain() + some_M * seconds_M
 
     def rows_up_to(self, depth: int, count: int, num_rows: int) -> Ints:
         """Return how many of the first *count* slots up to *depth* levels each row has, `[R]`."""

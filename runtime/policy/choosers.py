@@ -29,13 +29,17 @@ class Chooser(Protocol):
         ...
 
     def record(self, verdict: Verdict, acceptance: RequestAcceptance, num_asked: int) -> None:
-        """Learn from the verdict of a row that had a draft.
+        """Learn from the verdict of a row.
 
         Args:
             verdict: of the row.
             acceptance: what its request showed before.
-            num_asked: draft tokens that were asked for. A draft may have fewer.
+            num_asked: draft tokens that were asked for, at least one. A draft may have fewer, or none.
         """
+        ...
+
+    def age(self) -> None:
+        """Let the next verdicts count more."""
         ...
 
     def describe(self) -> str:
@@ -53,11 +57,15 @@ class ChainChooser:
         """See `Chooser`."""
         self._model.refresh()
         survival_RD = self._model.survival([row.acceptance for row in rows])
-        return allocate(survival_RD, _limits(rows), len(rows), costs)
+        return allocate(survival_RD, _limits(rows), len(rows), costs, self._model.drafted)
 
     def record(self, verdict: Verdict, acceptance: RequestAcceptance, num_asked: int) -> None:
-        """See `Chooser`. A token that was asked for and not drafted counts as one that was not accepted."""
-        self._model.observe(acceptance, max(verdict.proposed, num_asked), len(verdict.path))
+        """See `Chooser`."""
+        self._model.observe(acceptance, num_asked, verdict.proposed, len(verdict.path))
+
+    def age(self) -> None:
+        """See `Chooser`."""
+        self._model.age()
 
     def describe(self) -> str:
         """See `Chooser`."""
@@ -76,7 +84,11 @@ class TreeChooser:
 
     def record(self, verdict: Verdict, acceptance: RequestAcceptance, num_asked: int) -> None:
         """See `Chooser`."""
-        self._model.observe(verdict.proposed, len(verdict.path))
+        self._model.observe(num_asked, verdict.proposed, len(verdict.path))
+
+    def age(self) -> None:
+        """See `Chooser`."""
+        self._model.age()
 
     def describe(self) -> str:
         """See `Chooser`."""

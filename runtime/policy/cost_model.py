@@ -25,6 +25,8 @@ UNMEASURED_S = {1: 0.001, 64: 0.001}
 """A curve of which nothing was measured: as if larger rounds cost nothing, so that they are tried and correct it."""
 EXACT_SIZES = 16
 """Sizes up to this have a correction each; above, neighbouring sizes share one."""
+MEMORY, AGED = 32, 0.25
+"""Rounds by which an estimate is known best, and the share of them that counts when none was seen for a while."""
 REFRESH_EVERY = 8
 """The tabulated curve is computed again after this many rounds."""
 
@@ -52,6 +54,7 @@ class CostCurve:
         num_bins = int(self._bin_N[-1]) + 1
         self._own_B = np.zeros(num_bins)
         self._count_B = np.zeros(num_bins)
+        self._is_fresh_B = np.zeros(num_bins, bool)  # seen since it aged last
         self._shared = 0.0
         self._count = 0
         self._refresh()
@@ -60,6 +63,12 @@ class CostCurve:
         """Return the predicted seconds for each size."""
         seconds_N: Floats = self._seconds_N[np.minimum(size_N, self.largest)]
         return seconds_N
+
+    def between(self, size_N: Floats) -> Floats:
+        """Return the predicted seconds for each expected size."""
+        below_N = size_N.astype(np.int64)
+        seconds_N = self.seconds(below_N)
+        return seconds_N + (size_N - below_N) * (self.seconds(below_N + 1) - seconds_N)
 
     def at(self, size: int) -> float:
         """Return the predicted seconds for one size."""
@@ -78,10 +87,16 @@ class CostCurve:
             error = min(CLIP, max(-CLIP, error))
             self._own_B[bin_] += max(OWN_RATE, 1 / (self._count_B[bin_] + 1)) * error
         self._shared += SHARED_RATE * error if self._count else error
-        self._count_B[bin_] += 1
+        self._count_B[bin_] = min(MEMORY, self._count_B[bin_] + 1)
+        self._is_fresh_B[bin_] = True
         self._count += 1
         if self._count % REFRESH_EVERY == 0 or self._count_B[bin_] < REFRESH_EVERY:
             self._refresh()
+
+    def age(self) -> None:
+        """Let the next rounds count more at sizes that were not seen since the last call."""
+        self._count_B[~self._is_fresh_B] *= AGED
+        self._is_fresh_B[:] = False
 
     def _refresh(self) -> None:
         """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were."""

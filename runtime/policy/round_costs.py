@@ -56,6 +56,11 @@ class RoundCostModel:
         if done.decodes:
             self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s)
 
+    def age(self) -> None:
+        """Let the next rounds count more where nothing was learnt since the last call."""
+        for curve in (self._target, self._draft, self._levels):
+            curve.age()
+
     def of(self, num_known: int) -> RoundCosts:
         """Return the costs of the rounds that feed *num_known* known tokens."""
         return RoundCosts(self._target, self._draft, self._levels, num_known)

@@ -11,7 +11,10 @@ MOST_SAVED = 10
 
 
 class Trials:
-    """Lets trials take `TRIAL_SHARE` of the time: a share of every round is saved, and a trial spends what it lost."""
+    """Lets trials take `TRIAL_SHARE` of the time: a share of every round is saved, and a trial spends what it lost.
+
+    So do single rounds with another number of draft tokens while speculation is on.
+    """
 
     def __init__(self) -> None:
         self._saved_s = 0.0
@@ -32,6 +35,13 @@ class Trials:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
         self._rounds_left, self._lost_s = TRIAL_ROUNDS, 0.0
+        return True
+
+    def pay(self, expected_s: float) -> bool:
+        """Return whether enough time was saved for a single round that loses *expected_s*; if so, spend it."""
+        if self._saved_s < expected_s:
+            return False
+        self._saved_s -= expected_s
         return True
 
     def end_round(self, seconds: float, lost_s: float) -> bool:

@@ -2,12 +2,25 @@
 
 import pytest
 
+from protos.config.engine import SpeculativeConfig
 from protos.errors import EngineDeadError
+from protos.interfaces import DraftService
 from protos.messages import Abort, RoundPlan, Verdict
 from runtime.core.controller import Controller, LocalInbox
+from runtime.policy.base import FinishedStep
+from runtime.policy.batch_size import BatchSizePolicy
 from tests.support.distributed.fake_worker import FakeWorker, make_request
 from tests.support.in_one_process import InOneProcess
 from tests.support.scheduling import INFO, OFF, fixed_k, make_scheduler
+
+
+class Watched(BatchSizePolicy):
+    """Counts the steps that it is told of."""
+
+    num_steps = 0
+
+    def end_step(self, step: FinishedStep) -> None:
+        self.num_steps += 1
 
 
 class Broken(InOneProcess):
@@ -37,3 +50,15 @@ def test_a_dead_executor_ends_every_request_with_an_error() -> None:
         controller.step()
     assert [(o.request_id, o.finish_reason) for o in controller.final_outputs] == [("a", "error"), ("b", "error")]
     assert controller.scheduler.num_unfinished == 0
+
+
+@pytest.mark.parametrize(("is_up", "told"), [(True, 4), (False, 0)])
+def test_policies_learn_nothing_from_steps_in_which_nothing_could_be_drafted(is_up: bool, told: int) -> None:
+    inbox, worker = LocalInbox(), FakeWorker(INFO, 8)
+    worker.drafting = DraftService(is_up=is_up)
+    policy = Watched(SpeculativeConfig(method="any", num_speculative_tokens=2))
+    controller = Controller(make_scheduler(), policy, worker, inbox)
+    inbox.put([make_request("a", [1, 2], max_tokens=4, speculate=False)])
+    while not any(output.finish_reason for output in controller.step()):
+        pass
+    assert policy.num_steps == told

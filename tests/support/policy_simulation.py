@@ -15,12 +15,16 @@ Seconds = Callable[[int], float]
 
 @dataclass
 class Simulation:
-    """Rows with an acceptance rate each, on an engine whose rounds cost what *target* and *draft* return."""
+    """Rows with an acceptance rate each, on an engine whose rounds cost what *target* and *draft* return.
+
+    A draft is *found* with this probability; a look-up finds nothing in many rounds.
+    """
 
     policy: Policy
     target: Seconds
     draft: Seconds
     noise: float = 0.1
+    found: float = 1.0
     seed: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
@@ -40,12 +44,13 @@ class Simulation:
         sequences = [decoding(key) for key in range(len(rates))]
         self.policy.begin_step(sequences)
         ks = [self.policy.num_nodes(sequence, 50) for sequence in sequences]
-        rows = [Row(key, 1, 1, 2, k) for key, k in enumerate(ks)]
-        verdicts = [self._verdict(key, k, rate) for key, (k, rate) in enumerate(zip(ks, rates, strict=True))]
+        drafted = [k if self.random.random() < self.found else 0 for k in ks]
+        rows = [Row(key, 1, 1, 2, k) for key, k in enumerate(drafted)]
+        verdicts = [self._verdict(key, k, rate) for key, (k, rate) in enumerate(zip(drafted, rates, strict=True))]
         gained = sum(len(verdict.path) + 1 for verdict in verdicts)
         noise = 1 + self.noise * self.random.random()
         draft_s = max(ks) * self.draft(sum(k > 0 for k in ks)) * noise
-        seconds = draft_s + self.target(len(rows) + sum(ks)) * noise
+        seconds = draft_s + self.target(len(rows) + sum(drafted)) * noise
         self.policy.end_step(FinishedStep(RoundPlan(0, rows), verdicts, gained, draft_s, seconds))
         self.seconds += seconds
         self.num_tokens += gained
