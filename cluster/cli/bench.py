@@ -111,7 +111,7 @@ def compare(
         typer.Option(help="Methods, or drafts' folders or Hub ids, by commas; or [NAME=]JSON. May be repeated."),
     ],
     dataset: Annotated[Path, typer.Option(help="Spec-Bench's question.jsonl, ShareGPT JSON, or JSONL of prompts.")],
-    num_prompts: Annotated[int, typer.Option(help="Most questions, of each category alike.", min=1)] = 80,
+    num_prompts: Annotated[int, typer.Option(help="Most questions, taken from each category in turn.", min=1)] = 80,
     max_turns: Annotated[int, typer.Option(help="Most turns of each question.", min=1)] = 2,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "--output-len", help="Most tokens of each answer.", min=1)

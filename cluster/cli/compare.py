@@ -70,6 +70,9 @@ def run(engine: Mapping[str, Any], command: CompareCommand) -> bool:
     """
     show_warnings()
     command.check()
+    model = engine.get("model")
+    if model in registry.names() and not Path(model).is_dir():
+        raise ConfigError(f"the model is given as {model!r}, which is a method: separate methods by commas")
     questions = read_questions(command.dataset, command.num_prompts, command.max_turns)
     plain = engine_config({**engine, argument_names.SPECULATIVE: None})
     methods = _configs(engine, command)

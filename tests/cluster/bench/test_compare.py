@@ -230,6 +230,11 @@ def test_refusals(pair: tuple[Path, Path], dataset: Path, given: list[str], mess
         compare(pair, dataset, *given)
 
 
+def test_methods_without_commas_are_not_taken_for_a_model(dataset: Path) -> None:
+    with pytest.raises(ConfigError, match="the model is given as 'suffix', which is a method: separate methods by"):
+        bench.app(["compare", "--methods", "ngram", "suffix", "--dataset", str(dataset)], standalone_mode=False)
+
+
 @pytest.mark.usefixtures("unloadable")
 def test_a_draft_with_another_tokenizer_is_refused(pair: tuple[Path, Path], dataset: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
