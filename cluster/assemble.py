@@ -79,11 +79,8 @@ def build(
     if make_executor is None and config.parallel.executor == "ray":
         raise ConfigError("the ray executor runs in a process of its own: use a channel, as LLM does")
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
-    if config.speculative and must_share_tokenizer(config.speculative) and tokenizer is not None:
-        check_draft_tokenizer(config, config.speculative, tokenizer)
+    check_vocabularies(config, tokenizer)
     proposers = controller_proposers(config.speculative)
-    if config.speculative and config.speculative.datastore and tokenizer is not None:
-        check_datastore(config.speculative.datastore, tokenizer)
     executor = (make_executor or _make_uni_executor)(config, report)
     started = executor.start()
     config = for_device(config, started.device)
@@ -144,6 +141,21 @@ def make_preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) ->
         seed=config.seed,
         default_max_tokens=default_max_tokens(config.model),
     )
+
+
+def check_vocabularies(config: EngineConfig, tokenizer: Any) -> None:
+    """Check that the draft and the datastore of *config* were made for *tokenizer*; None is not checked.
+
+    Raises:
+        ConfigError, ModelError: one was made for another tokenizer.
+    """
+    speculative = config.speculative
+    if speculative is None or tokenizer is None:
+        return
+    if must_share_tokenizer(speculative):
+        check_draft_tokenizer(config, speculative, tokenizer)
+    if speculative.datastore:
+        check_datastore(speculative.datastore, tokenizer)
 
 
 def must_share_tokenizer(speculative: SpeculativeConfig) -> bool:

@@ -12,23 +12,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-RESAMPLES = 4000
-Floats = npt.NDArray[np.float64]
+from cluster.bench.ratios import RESAMPLES, Floats, Ratio, bootstrap
+
+__all__ = [
+    "Floats",
+    "Ratio",
+    "Timings",
+    "alternate",
+    "arguments",
+    "environment",
+    "mean",
+    "share",
+    "write",
+]
 Block = TypeVar("Block")
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times one side is faster (or slower) than another, or a mean, with a bootstrap 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 @dataclass(frozen=True)
@@ -44,27 +42,19 @@ class Timings:
 
     def speedup(self, side: str, over: str) -> Ratio:
         """Return how many times faster *side* did all blocks together than *over*."""
-        return _bootstrap(
+        return bootstrap(
             lambda picked: self.seconds[over][picked].sum() / self.seconds[side][picked].sum(), len(self.tokens_B)
         )
 
     def slowdown(self, side: str, over: str) -> Ratio:
         """Return the median over blocks of the time of *side* by the time of *over* in the same block."""
         ratio_B = self.seconds[side] / self.seconds[over]
-        return _bootstrap(lambda picked: np.median(ratio_B[picked]), len(ratio_B))
-
-
-def _bootstrap(statistic: Callable[[npt.NDArray[np.int64]], Any], blocks: int) -> Ratio:
-    """Return *statistic* of all blocks, and the interval that resampling them with replacement gives."""
-    rng = np.random.default_rng(0)
-    drawn = [float(statistic(rng.integers(blocks, size=blocks))) for _ in range(RESAMPLES)]
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return Ratio(float(statistic(np.arange(blocks))), float(low), float(high))
+        return bootstrap(lambda picked: np.median(ratio_B[picked]), len(ratio_B))
 
 
 def mean(values_B: Floats) -> Ratio:
     """Return the mean over blocks; of differences, whether one way is better than the other on the same blocks."""
-    return _bootstrap(lambda picked: values_B[picked].mean(), len(values_B))
+    return bootstrap(lambda picked: values_B[picked].mean(), len(values_B))
 
 
 def share(part_A: Floats, whole_B: Floats) -> Ratio:

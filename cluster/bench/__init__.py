@@ -1,1 +1,1 @@
-"""Load on any OpenAI-compatible server: `slipstream bench serve`."""
+"""`slipstream bench`: load on any OpenAI-compatible server (`serve`), and methods compared on a model (`compare`)."""

@@ -102,6 +102,11 @@ def _custom(path: Path, options: DatasetOptions) -> Iterator[BenchPrompt]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
+    return [row for row in read_list(path) if isinstance(row, dict)]
+
+
+def read_list(path: Path) -> list[Any]:
+    """Return the list in a JSON file, or the values of a JSONL file. Raises `ConfigError`."""
     try:
         text = path.read_text(encoding="utf-8")
         rows = [json.loads(line) for line in text.splitlines() if line] if path.suffix == ".jsonl" else json.loads(text)
@@ -109,7 +114,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"dataset {path} cannot be read: {type(error).__name__}: {error}") from None
     if not isinstance(rows, list):
         raise ConfigError(f"dataset {path} must hold a list, got {type(rows).__name__}")
-    return [row for row in rows if isinstance(row, dict)]
+    return rows
 
 
 def _workload(options: DatasetOptions) -> list[BenchPrompt]:

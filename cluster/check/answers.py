@@ -37,12 +37,17 @@ ORIGINS: dict[Origin, str] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One request's output. `finish_reason` may be an error message; `has_tree` is True if some draft was a tree."""
+    """One request's output.
+
+    `finish_reason` may be an error message. `has_tree` is True if some draft was a tree. `num_steps` are those of the
+    target that gave its tokens.
+    """
 
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
     finish_reason: str
     has_tree: bool = False
+    num_steps: int = 0
 
 
 def origins_of(num_tokens: int, step: Step | None) -> list[Origin]:
@@ -75,17 +80,19 @@ class AnswerBuilder:
     token_ids: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     has_tree: bool = False
+    num_steps: int = 0
 
     def add(self, output: TokenOutput) -> None:
         """Append the tokens of one step."""
         self.token_ids += output.token_ids
         self.origins += origins_of(len(output.token_ids), output.step)
+        self.num_steps += bool(output.token_ids)
         if output.step is not None and output.step.proposed != output.step.depth:
             self.has_tree = True
 
     def build(self, finish_reason: str) -> Answer:
         """Return the whole answer."""
-        return Answer(tuple(self.token_ids), tuple(self.origins), finish_reason, self.has_tree)
+        return Answer(tuple(self.token_ids), tuple(self.origins), finish_reason, self.has_tree, self.num_steps)
 
 
 class DraftCounts(msgspec.Struct, frozen=True):

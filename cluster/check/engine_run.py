@@ -32,10 +32,11 @@ LOGPROBS_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, ign
 
 @dataclass(frozen=True)
 class RunJob:
-    """One request: the prompt's token ids and how to sample."""
+    """One request: the prompt's token ids, how to sample, and the tenant whose caches it uses."""
 
     token_ids: Ids
     params: SamplingParams
+    cache_salt: str = ""
 
 
 class EngineRun:
@@ -70,6 +71,11 @@ class EngineRun:
         """Draft tokens proposed and accepted so far."""
         stats = self._engine.stats()
         return DraftCounts(stats.proposed, stats.accepted)
+
+    @property
+    def draft_failures(self) -> int:
+        """Rounds so far in which drafting failed, so that they had no draft tokens."""
+        return self._engine.stats().draft_failures
 
     def encode(self, prompts: Seq[Any], params: SamplingParams) -> list[Ids]:
         """Return the token ids of *prompts* (text, ids, or dictionaries of either); raises `InvalidRequestError`."""
@@ -112,7 +118,7 @@ class EngineRun:
     def _request(self, job: RunJob, wants_steps: bool) -> Request:
         name = str(self._num_requests)
         self._num_requests += 1
-        (request,) = self._engine.preprocessor.requests(Prompt(None, job.token_ids), job.params, name)
+        (request,) = self._engine.preprocessor.requests(Prompt(None, job.token_ids, job.cache_salt), job.params, name)
         return msgspec.structs.replace(request, wants_steps=wants_steps)
 
 

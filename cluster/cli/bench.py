@@ -1,4 +1,4 @@
-"""`slipstream bench`: load on an OpenAI server, or the benchmarks of a checkout."""
+"""`slipstream bench`: load on an OpenAI server, methods compared on a model, or the benchmarks of a checkout."""
 
 import asyncio
 import json
@@ -17,13 +17,17 @@ from cluster.bench.client import BenchTarget, RequestTiming
 from cluster.bench.load import Traffic
 from cluster.bench.load import run as run_load
 from cluster.cli.console import ERR, OUT
+from cluster.cli.options import HYPHENS, engine_options, one_model, with_options
+from protos.config import aliases, argument_names
 from protos.errors import ConfigError
 
-ENGINE = "engine"
+SERVE, COMPARE, ENGINE = "serve", "compare", "engine"
+OWN_OPTIONS = ("model", "max_num_seqs", argument_names.SPECULATIVE, *sorted(aliases.NAMES))
+"""Engine arguments that `compare` sets itself, by options of its own."""
 
 
 app = typer.Typer(
-    help="Measure a server under load (serve), or the engine against others (engine).",
+    help="Measure a server under load (serve), methods on a model (compare), or the engine against others (engine).",
     rich_markup_mode=None,
     add_completion=False,
 )
@@ -31,8 +35,8 @@ app = typer.Typer(
 
 def run(args: list[str]) -> None:
     """Run `slipstream bench` with *args*; without a known command they go to `engine`."""
-    names = args[:1]
-    app(args if names in (["serve"], [ENGINE], ["--help"]) else [ENGINE, *args], prog_name="slipstream bench")
+    is_known = args[:1] in ([SERVE], [COMPARE], [ENGINE], ["--help"])
+    app(args if is_known else [ENGINE, *args], prog_name="slipstream bench")
 
 
 @app.command(
@@ -48,7 +52,7 @@ def engine(context: typer.Context) -> None:
     runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
 
 
-@app.command()
+@app.command(SERVE)
 def serve(
     *,
     base_url: Annotated[str, typer.Option(help="URL of the server, without /v1.")] = "http://127.0.0.1:8000",
@@ -93,6 +97,52 @@ def serve(
         output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if found["failed"]:
         raise ConfigError(f"{found['failed']} of {num_prompts} requests failed: {'; '.join(found['errors'][:3])}")
+
+
+@app.command(COMPARE, context_settings=HYPHENS)
+@with_options(engine=engine_options(but=OWN_OPTIONS))
+def compare(
+    engine: dict[str, Any],
+    *,
+    positional_model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the embedded demo pair.")] = None,
+    methods: Annotated[
+        list[str],
+        typer.Option(help="Methods, or drafts' folders or Hub ids, by commas; or [NAME=]JSON. May be repeated."),
+    ],
+    dataset: Annotated[Path, typer.Option(help="Spec-Bench's question.jsonl, ShareGPT JSON, or JSONL of prompts.")],
+    num_prompts: Annotated[int, typer.Option(help="Most questions, taken from each category in turn.", min=1)] = 80,
+    max_turns: Annotated[int, typer.Option(help="Most turns of each question.", min=1)] = 2,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "--output-len", help="Most tokens of each answer.", min=1)
+    ] = 256,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of --max-tokens tokens.")] = False,
+    temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0, max=100.0)] = 0.0,
+    batch_size: Annotated[int, typer.Option(help="Questions asked at once.", min=1)] = 1,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; default: if there is one.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Draft tokens of methods that do not state them.", min=1)
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write all figures here as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot to write: .html, or .png, which needs matplotlib.")] = None,
+) -> None:
+    """Compare methods with plain decoding on your model: speed-up and mean accepted tokens by category of question.
+
+    Every method has as many draft tokens in each step as it can, unless its JSON names another policy. Exit status 1:
+    an answer differs from that of plain decoding, without a floating-point tie.
+    """
+    from cluster.bench.compare import CompareOptions  # noqa: PLC0415 - loads torch
+    from cluster.cli.compare import CompareCommand, run  # noqa: PLC0415
+
+    arguments = {**engine, "model": one_model(positional_model, model)}
+    options = CompareOptions(max_tokens, temperature, ignore_eos, batch_size)
+    command = CompareCommand(
+        methods, dataset, num_prompts, max_turns, options, chat, num_speculative_tokens, output, plot
+    )
+    if not run(arguments, command):
+        raise typer.Exit(1)
 
 
 def _extra(text: str | None) -> dict[str, Any]:

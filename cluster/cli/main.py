@@ -11,6 +11,7 @@ from cluster.cli import studies
 from cluster.cli.console import OUT, show_error
 from cluster.cli.env import version
 from cluster.cli.options import (
+    HYPHENS,
     engine_options,
     one_model,
     safety_options,
@@ -23,8 +24,6 @@ from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, SlipstreamError
 
 FAILED = 2
-# Accept option names with `_` for `-`, as in Python and YAML.
-HYPHENS = {"token_normalize_func": lambda name: name.replace("_", "-")}
 
 app = typer.Typer(
     name="slipstream",
@@ -215,7 +214,7 @@ def doctor(
     context_settings={**HYPHENS, "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def bench(context: typer.Context) -> None:
-    """Measure: `bench serve` puts load on an OpenAI server; other arguments go to `python -m benchmarks`."""
+    """Measure: `bench serve` puts load on a server, `bench compare` compares methods; others go to `benchmarks`."""
     from cluster.cli import bench  # noqa: PLC0415 - as above
 
     bench.run(context.args)

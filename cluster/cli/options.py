@@ -20,6 +20,8 @@ from runtime.http.options import SafetyOptions
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 
+# Accept option names with `_` for `-`, as in Python and YAML.
+HYPHENS = {"token_normalize_func": lambda name: name.replace("_", "-")}
 ENGINE_PANEL = "Engine"
 SAMPLING_PANEL = "Sampling"
 SAFETY_PANEL = "Safety"

@@ -24,13 +24,23 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines by name, over whole numbers. `level` is a value that is marked, such as a speed-up of 1."""
+    """Lines by name, over whole numbers.
+
+    Attributes:
+        level: a value that is marked, such as a speed-up of 1.
+        places: what the numbers from 0 on stand for; then points are not joined. Empty: they stand for themselves.
+    """
 
     title: str
     across: str
     up: str
     lines: dict[str, list[Point]]
     level: float | None = None
+    places: tuple[str, ...] = ()
+
+    def label(self, x: int) -> str:
+        """Return what is written at a place on the horizontal axis."""
+        return self.places[x] if self.places else f"{x:g}"
 
     @property
     def xs(self) -> list[int]:
@@ -65,17 +75,24 @@ def charts(replays: Seq[Replay], predictions: Seq[SpeedupPrediction]) -> list[Ch
 
 def html(found: Seq[Chart], replays: Seq[Replay], notes: Seq[str]) -> str:
     """Return a page with the charts, a table of the replays and the *notes* on how they were made."""
-    head = "<tr><th>draft</th><th>K</th><th>acceptance length</th><th>tokens per step</th></tr>"
-    rows = "".join(
-        f"<tr><td>{escape(each.name)}</td><td>{each.k}</td><td>{_length(each)}</td>"
-        f"<td>{each.tokens_per_step:.2f}</td></tr>"
-        for each in replays
-    )
+    head = ["draft", "K", "acceptance length", "tokens per step"]
+    rows = [[each.name, str(each.k), _length(each), f"{each.tokens_per_step:.2f}"] for each in replays]
+    return page("Drafts", found, [[head, *rows]], notes)
+
+
+def page(title: str, found: Seq[Chart], tables: Seq[Seq[Seq[str]]], notes: Seq[str]) -> str:
+    """Return a page with *tables*, whose first rows are their heads, the charts, and a list of *notes*."""
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Drafts</title><style>{STYLE}</style>'
-        f"<h1>Drafts</h1><table>{head}{rows}</table>{''.join(map(_svg, found))}<ul>{listed}</ul></html>\n"
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+        f"<h1>{escape(title)}</h1>{''.join(map(_table, tables))}{''.join(map(_svg, found))}<ul>{listed}</ul></html>\n"
     )
+
+
+def _table(rows: Seq[Seq[str]]) -> str:
+    tags = ["th", *["td"] * (len(rows) - 1)]
+    lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True)]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _length(replay: Replay) -> str:
@@ -86,7 +103,7 @@ def _length(replay: Replay) -> str:
 def _svg(chart: Chart) -> str:
     bottom, height = HEIGHT - MARGIN, HEIGHT + LEGEND * len(chart.lines)
     parts = [f'<path d="M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}" fill="none" stroke="#333"/>']
-    parts += [_text(_across(chart, x), bottom + 18, f"{x:g}") for x in chart.xs]
+    parts += [_text(_across(chart, x), bottom + 18, chart.label(x)) for x in chart.xs]
     for step in range(5):
         value = chart.top * step / 4
         parts.append(_text(MARGIN - 6, _up(chart, value) + 4, f"{value:.2f}", "end"))
@@ -108,8 +125,9 @@ def _line(chart: Chart, name: str, points: Seq[Point], number: int) -> list[str]
     at = [(_across(chart, x), _up(chart, y)) for x, y in points]
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
     low = HEIGHT + LEGEND * number
+    joined = f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>'
     return [
-        f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>',
+        *([] if chart.places else [joined]),
         *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in at),
         f'<rect x="{MARGIN}" y="{low}" width="12" height="12" fill="{colour}"/>',
         _text(MARGIN + 18, low + 11, name, "start"),
@@ -150,10 +168,16 @@ def write_png(found: Seq[Chart], path: Path) -> None:
     for chart, axes in zip(found, all_axes, strict=True):
         for number, (name, points) in enumerate(chart.lines.items()):
             places = [chart.xs.index(x) for x, _ in points]
-            axes.plot(places, [y for _, y in points], "o-", label=name, color=COLOURS[number % len(COLOURS)])
+            axes.plot(
+                places,
+                [y for _, y in points],
+                "o" if chart.places else "o-",
+                label=name,
+                color=COLOURS[number % len(COLOURS)],
+            )
         if chart.level is not None:
             axes.axhline(chart.level, color="#999999", linestyle="--")
         axes.set(title=chart.title, xlabel=chart.across, ylabel=chart.up, ylim=(0, chart.top))
-        axes.set_xticks(range(len(chart.xs)), [f"{x:g}" for x in chart.xs])
+        axes.set_xticks(range(len(chart.xs)), [chart.label(x) for x in chart.xs])
         axes.legend()
     figure.savefig(path)

@@ -69,8 +69,8 @@ def read(path: Path, fields: LogFields, limit: int | None = None) -> list[Logged
     """
     found: list[LoggedAnswer] = []
     num_empty = 0
-    for place, line in _lines(path):
-        answer = _parse(line, place, fields)
+    for place, item in read_objects(path):
+        answer = _parse(item, place, fields)
         num_empty += not answer.output
         if answer.output:
             found.append(answer)
@@ -83,6 +83,19 @@ def read(path: Path, fields: LogFields, limit: int | None = None) -> list[Logged
     return found
 
 
+def read_objects(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a JSONL file with their places, `file:line`; empty lines are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not JSON.
+    """
+    for place, line in _lines(path):
+        try:
+            yield place, json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{place} is not JSON: {error}") from None
+
+
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     try:
         with path.open(encoding="utf-8") as file:
@@ -93,11 +106,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         raise ConfigError(f"cannot read {path}: {type(error).__name__}") from None
 
 
-def _parse(line: str, place: str, fields: LogFields) -> LoggedAnswer:
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{place} is not JSON: {error}") from None
+def _parse(item: Any, place: str, fields: LogFields) -> LoggedAnswer:
     if not isinstance(item, dict):
         raise ConfigError(f"{place} must be a JSON object, got {shown(item)}")
     sampling = item.get("sampling") or {}

@@ -86,9 +86,11 @@ def test_places_follow_from_origins(origins: list[Origin], places: list[Place]) 
 def test_an_answer_grows_step_by_step_and_notes_trees() -> None:
     builder = AnswerBuilder()
     builder.add(TokenOutput("0", (1, 2), step=Step(2, 1, 2)))
-    assert builder.build("length") == Answer((1, 2), ("accepted", "correction"), "length")
+    assert builder.build("length") == Answer((1, 2), ("accepted", "correction"), "length", num_steps=1)
     builder.add(TokenOutput("0", (3,), step=Step(5, 0, 2)))
-    assert builder.build("stop").has_tree
+    builder.add(TokenOutput("0", finish_reason="stop"))
+    answer = builder.build("stop")
+    assert (answer.has_tree, answer.num_steps) == (True, 2)
 
 
 # Differences.

@@ -28,6 +28,7 @@ FOREIGN = frozenset({"curl", "helm", "pip", "grpcurl"})
 INSTALLED = "/opt/slipstream/"
 """Where the image has the repository."""
 EVERY_COMMAND = ("generate", "serve", "check", "simulate", "tune", "build-datastore", "env", "doctor")
+BENCH_COMMANDS = ("serve", "compare")
 
 
 def commands() -> list[Piece]:
@@ -65,7 +66,7 @@ def _slipstream(words: Sequence[str]) -> None:
         return
     name, *rest = words
     app = main.app
-    if name == "bench" and rest[:1] == ["serve"]:
+    if name == "bench" and rest and rest[0] in BENCH_COMMANDS:
         name, *rest = rest
         app = bench.app
     given, known = _parsed(app, name, rest)
@@ -87,7 +88,7 @@ def _parsed(app: typer.Typer, name: str, words: Sequence[str]) -> tuple[dict[str
 def flags() -> set[str]:
     """Return every option of every command of `slipstream`."""
     found = {"--version"}
-    for app, names in ((main.app, EVERY_COMMAND), (bench.app, ("serve",))):
+    for app, names in ((main.app, EVERY_COMMAND), (bench.app, BENCH_COMMANDS)):
         for name in names:
             command: Any = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
             context = command.context_class(command, info_name=name)
@@ -202,6 +203,7 @@ def test_the_variable_for_keys_is_the_one_that_is_read() -> None:
         "slipstream no-such-command",
         """slipstream serve m --speculative-config '{"metod": "ngram"}'""",
         "slipstream bench serve --no-such-option",
+        "slipstream bench compare --no-such-option",
         "make no-such-target",
         "make test NO_SUCH_VARIABLE=1",
         "python -m benchmarks.no_such_module",

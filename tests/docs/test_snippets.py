@@ -129,7 +129,9 @@ def test_a_proposer_of_your_own_drafts(tmp_path: Path, monkeypatch: pytest.Monke
         assert engine.stats().proposed > 0
 
 
-REPLAY, PREDICTION, _TUNING = (block.text for block in blocks("bash") if block.document.name == "simulation.md")
+REPLAY, PREDICTION, _TUNING, _COMPARISON = (
+    block.text for block in blocks("bash") if block.document.name == "simulation.md"
+)
 
 
 def run_commands(text: str, *more: str) -> None:
