@@ -2,13 +2,16 @@
 
     python -m benchmarks.policies [--only "suffix;draft_model"] [--fixed 1 2 4] [--blocks 6] [--output figures.json]
 
-All sides run in one process, block by block in turns, each block on other prompts. The figures are ratios of the time
+All sides run in one process, block by block in turns, each block on other prompts. A block has several times as many
+requests as run at once, so that a request that ends makes room for another: otherwise a block would end with its
+slowest request alone, and what others gain by drafts would be lost. The figures are ratios of the time
 of all blocks, with bootstrap 95 % intervals: how many times faster the adaptive policy is than plain decoding, and than
 the best of the fixed K. The texts: the demo's held-out prompts; another language, of which the demo models saw nothing
 (Python's own C headers); random tokens. "random draft" is a draft model with random weights.
 """
 
 import argparse
+import itertools
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -25,11 +28,13 @@ from benchmarks.shared import measure, workload
 from benchmarks.shared.sides import DemoEngine
 from benchmarks.shared.workload import Item, SamplingSettings
 from demo import pair
-from demo.train import _new_draft
+from demo.train import new_draft
 
 Config = dict[str, Any]
 PLAIN, ADAPTIVE = "plain", "adaptive"
 TEMPERATURES = (0.0, 1.0)
+WAVES = {1: 1, 8: 4, 32: 3}
+"""Requests of a block for each that runs at once, by batch size."""
 TOKENS = {1: 128, 8: 64, 32: 48}
 """Tokens of each request, by batch size."""
 PROMPT_TOKENS, WARM_BLOCKS, SEED = 48, 2, 0
@@ -73,7 +78,7 @@ TITLE = (
 def random_draft(folder: Path) -> Path:
     """Write a draft of the demo's shape with random weights, and its tokenizer, into *folder*."""
     torch.manual_seed(SEED)
-    model = _new_draft(pair()[0])
+    model = new_draft(pair()[0])
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((pair()[1] / name).read_bytes())
@@ -96,15 +101,16 @@ def texts(target: Path) -> dict[str, list[tuple[int, ...]]]:
 
 
 def batches(prompts: list[tuple[int, ...]], size: int, count: int) -> list[list[Item]]:
-    """Return *count* batches of *size* requests; prompts come round again where there are not enough."""
+    """Return the requests of *count* blocks; prompts come round again where there are not enough."""
+    many = WAVES[size] * size
     return [
-        [Item(prompts[(block * size + i) % len(prompts)], TOKENS[size]) for i in range(size)] for block in range(count)
+        [Item(prompts[(block * many + i) % len(prompts)], TOKENS[size]) for i in range(many)] for block in range(count)
     ]
 
 
-def engine(target: Path, speculative_config: Config | None, args: argparse.Namespace) -> DemoEngine:
-    """Return an engine for the demo target."""
-    return DemoEngine(target, speculative_config, threads=args.threads, enforce_eager=args.eager)
+def engine(target: Path, speculative_config: Config | None, batch: int, args: argparse.Namespace) -> DemoEngine:
+    """Return an engine for the demo target that runs *batch* requests at once."""
+    return DemoEngine(target, speculative_config, threads=args.threads, enforce_eager=args.eager, max_num_seqs=batch)
 
 
 def measured(
@@ -129,21 +135,19 @@ def measured(
     )
 
 
-def rows(method: str, config: Config, plain: DemoEngine, args: argparse.Namespace) -> Iterator[PolicyRow]:
+def rows(method: str, config: Config, batch: int, args: argparse.Namespace) -> Iterator[PolicyRow]:
     """Yield the rows of one method. Each text starts with new engines, since some methods draft from past answers."""
     target = args.model or pair()[0]
+    configs = {PLAIN: None, ADAPTIVE: config | {"policy": "adaptive"}} | {
+        str(k): config | {"policy": "fixed", "num_speculative_tokens": k} for k in args.fixed
+    }
     for text, prompts in texts(target).items():
         if args.texts and text not in args.texts:
             continue
-        configs = {ADAPTIVE: config | {"policy": "adaptive"}} | {
-            str(k): config | {"policy": "fixed", "num_speculative_tokens": k} for k in args.fixed
-        }
-        engines = {name: engine(target, each, args) for name, each in configs.items()}
-        for batch in args.batches:
-            for temperature in TEMPERATURES:
-                cell = PolicyCell(method, text, temperature, batch)
-                yield measured(cell, {PLAIN: plain} | engines, prompts, args.blocks)
-        for each in engines.values():
+        sides = {name: engine(target, each, batch, args) for name, each in configs.items()}
+        for temperature in TEMPERATURES:
+            yield measured(PolicyCell(method, text, temperature, batch), sides, prompts, args.blocks)
+        for each in sides.values():
             each.llm.shutdown()
 
 
@@ -166,11 +170,10 @@ def main() -> None:
             methods = {name.strip(): methods[name.strip()] for name in args.only.split(";")}
         if "rest" in methods:
             build_store(target, store)
-        plain = engine(target, None, args)
         found: list[PolicyRow] = []
         print(TITLE)
-        for name, config in methods.items():
-            for row in rows(name, config, plain, args):
+        for name, batch in itertools.product(methods, args.batches):
+            for row in rows(name, methods[name], batch, args):
                 print(row, flush=True)
                 found.append(row)
     figures = {"environment": measure.environment(args.threads), "rows": [asdict(row) for row in found]}

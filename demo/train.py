@@ -145,7 +145,7 @@ def train_draft(
     streams = list(train_heads.streams(stream, target_folder, material, work))
     target = _loaded(target_folder).to(device())
     torch.manual_seed(run.seed)
-    draft = _new_draft(target_folder) if start is None else _loaded(start)
+    draft = new_draft(target_folder) if start is None else _loaded(start)
     draft.to(device())
     trainer = Trainer(draft, streams, run, work / "draft.pt")
     trainer.train(distillation_loss(draft, target), "draft")
@@ -156,7 +156,8 @@ def _loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def _new_draft(target_folder: Path) -> Any:
+def new_draft(target_folder: Path) -> Any:
+    """Return a draft of the demo's shape for the target in this folder, with random weights."""
     return AutoModelForCausalLM.from_config(draft_config(AutoConfig.from_pretrained(target_folder)))
 
 

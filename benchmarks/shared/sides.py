@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 class DemoEngine:
     """An `LLM` that generates exactly the requested number of tokens, without prefix caching.
 
-    With None for *threads* the engine chooses their number.
+    With None for *threads* the engine chooses their number. Further options are those of `LLM`.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class DemoEngine:
         *,
         threads: int | None,
         enforce_eager: bool = False,
+        **options: Any,
     ) -> None:
         self.llm = LLM(
             model=str(model),
@@ -39,6 +40,7 @@ class DemoEngine:
             enforce_eager=enforce_eager,
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            **options,
         )
 
     def one(self, item: Item, sampling: SamplingSettings) -> int:

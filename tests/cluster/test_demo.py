@@ -51,7 +51,7 @@ def test_a_draft_for_ones_own_target_learns_from_text_and_from_the_target(
         (text / path.name).write_text(path.read_text(encoding="utf-8"))
     monkeypatch.setattr(own_text, "TOKENS", 192)
     target = pair()[0]
-    untrained = train._new_draft(target)
+    untrained = train.new_draft(target)
     material = train_heads.Material(text, own_texts=8)
     train.train_draft(target, material, work, trainer.TrainingRun(minutes=0.5, length=128), out=out)
     teacher, student = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target, out))
