@@ -97,8 +97,7 @@ def build(
         detokenizers=detokenizers or DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
     )
     mailbox = inbox or LocalInbox()
-    policy = _policy(config, info.costs, report)
-    controller = Controller(scheduler, policy, executor, mailbox, lambda costs: _policy(config, costs, logger.info))
+    controller = Controller(scheduler, _policy(config, info.costs, report), executor, mailbox)
     return Assembled(config, controller, mailbox, executor, info, tokenizer)
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import RequestAcceptance
 from runtime.policy.base import FinishedStep
@@ -223,6 +224,11 @@ class AdaptivePolicy:
         lost_s = step.seconds - self._costs.of(done.num_known).plain() * step.num_tokens / max(1, len(step.plan.rows))
         if self._trials.end_round(step.seconds, lost_s):
             self._keep_for = 0
+
+    def revise(self, costs: StepCosts) -> None:
+        """See `Policy`. The next round is decided anew."""
+        self._costs.revise(costs)
+        self._keep_for = 0
 
     def _describe(self, step: FinishedStep) -> Round:
         rows = step.plan.rows

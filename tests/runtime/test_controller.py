@@ -3,7 +3,7 @@
 import pytest
 
 from protos.errors import EngineDeadError
-from protos.messages import Abort, RoundPlan, Verdict
+from protos.messages import Abort, RoundPlan, StepCosts, Verdict
 from runtime.core.controller import Controller, LocalInbox
 from tests.support.distributed.fake_worker import FakeWorker, make_request
 from tests.support.in_one_process import InOneProcess
@@ -37,3 +37,27 @@ def test_a_dead_executor_ends_every_request_with_an_error() -> None:
         controller.step()
     assert [(o.request_id, o.finish_reason) for o in controller.final_outputs] == [("a", "error"), ("b", "error")]
     assert controller.scheduler.num_unfinished == 0
+
+
+class Swapping(FakeWorker):
+    """Reports new costs of steps once `costs` is set, as an engine does whose forwards were compiled meanwhile."""
+
+    costs: StepCosts | None = None
+
+    def poll(self) -> StepCosts | None:
+        costs, self.costs = self.costs, None
+        return costs
+
+
+def test_new_costs_leave_the_counters_of_the_policy() -> None:
+    inbox, worker = LocalInbox(), Swapping(INFO, 8)
+    controller = Controller(make_scheduler(), fixed_k(3, disable_by_batch_size=1), worker, inbox)
+    inbox.put([make_request("a", [1, 2]), make_request("b", [1, 2])])
+    for _ in range(3):
+        controller.step()
+    before = controller.stats().speculation_changes
+    assert before == {"batch_size_rose": 1}
+    worker.costs = StepCosts({1: 1.0}, {1: 0.1})
+    controller.step()
+    assert controller.stats().speculation_changes == before
+    assert controller._clock._target_s == {1: 1.0}
