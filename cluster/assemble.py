@@ -24,6 +24,7 @@ from runtime.text.detokenizer import Detokenizer, DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.sampling_defaults import default_max_tokens
 from runtime.text.tokenizer import load_tokenizer
+from workers.native.early import start_compilers
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ def build(
     """
     if make_executor is None and config.parallel.executor == "ray":
         raise ConfigError("the ray executor runs in a process of its own: use a channel, as LLM does")
+    if make_executor is None:
+        start_compilers(config)
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
     if config.speculative and must_share_tokenizer(config.speculative) and tokenizer is not None:
         check_draft_tokenizer(config, config.speculative, tokenizer)
