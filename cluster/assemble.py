@@ -24,6 +24,7 @@ from runtime.text.detokenizer import Detokenizer, DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.sampling_defaults import default_max_tokens
 from runtime.text.tokenizer import load_tokenizer
+from workers.native.early import start_compilers
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ def build(
     """
     if make_executor is None and config.parallel.executor == "ray":
         raise ConfigError("the ray executor runs in a process of its own: use a channel, as LLM does")
+    if make_executor is None:
+        start_compilers(config)
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
     check_vocabularies(config, tokenizer)
     proposers = controller_proposers(config.speculative)
@@ -94,8 +97,7 @@ def build(
         detokenizers=detokenizers or DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
     )
     mailbox = inbox or LocalInbox()
-    policy = _policy(config, info.costs, report)
-    controller = Controller(scheduler, policy, executor, mailbox, lambda costs: _policy(config, costs, logger.info))
+    controller = Controller(scheduler, _policy(config, info.costs, report), executor, mailbox)
     return Assembled(config, controller, mailbox, executor, info, tokenizer)
 
 

@@ -50,26 +50,15 @@ class LocalInbox:
 
 
 class Controller:
-    """Runs steps. After the executor failed, `final_outputs` has the last outputs of all unfinished requests.
+    """Runs steps. After the executor failed, `final_outputs` has the last outputs of all unfinished requests."""
 
-    `make_policy` makes the policy anew where the costs of steps change; None keeps it.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        policy: Policy,
-        executor: Executor,
-        inbox: Inbox,
-        make_policy: Callable[[StepCosts], Policy] | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, policy: Policy, executor: Executor, inbox: Inbox) -> None:
         self.scheduler = scheduler
         self.policy = policy
         self.executor = executor
         self.inbox = inbox
         self.final_outputs: list[TokenOutput] = []
         self._clock = StepClock(scheduler.info.costs)
-        self._make_policy = make_policy
         self._is_lost = False
         self._num_losses = 0
 
@@ -122,8 +111,7 @@ class Controller:
     def _revise(self, costs: StepCosts) -> None:
         """Use new costs of steps in the policy and in estimates."""
         self._clock.revise(costs)
-        if self._make_policy is not None:
-            self.policy = self._make_policy(costs)
+        self.policy.revise(costs)
 
     def _run(self, plan: RoundPlan, ended: list[TokenOutput]) -> list[Verdict] | None:
         return self._guard(f"in round {plan.round}", lambda: self.executor.run(plan), ended)

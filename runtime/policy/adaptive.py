@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import RequestAcceptance
 from runtime.policy.base import FinishedStep
@@ -241,6 +242,11 @@ class AdaptivePolicy:
         lost_s = 0.0 if self._is_resting and self._num_kept % LEARN_EVERY else self._learn(step)
         if self._trials.end_round(step.seconds, lost_s):
             self._keep_for = 0
+
+    def revise(self, costs: StepCosts) -> None:
+        """See `Policy`. The next round is decided anew."""
+        self._costs.revise(costs)
+        self._keep_for = 0
 
     def _learn(self, step: FinishedStep) -> float:
         """Learn acceptance and costs; return the seconds that the step lost against plain decoding."""

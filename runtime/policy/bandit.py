@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.base import FinishedStep
 from runtime.policy.sizes import ladder
@@ -120,6 +121,11 @@ class BanditPolicy:
         self._rounds_left -= 1
         if self._rounds_left == 0:
             self._earn(self._arms[self._batch], self._tokens / max(self._seconds, 1e-9))
+
+    def revise(self, costs: StepCosts) -> None:
+        """See `Policy`. All arms are played again: what they earned was at the speed before."""
+        self._arms.clear()
+        self._rounds_left = 0
 
     def _earn(self, arms: Mapping[int, Arm], tokens_per_s: float) -> None:
         for arm in arms.values():

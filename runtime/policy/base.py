@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from protos.messages import RoundPlan, Verdict
+from protos.messages import RoundPlan, StepCosts, Verdict
 from runtime.core.sequence import Sequence
 
 
@@ -71,6 +71,13 @@ class Policy(Protocol):
         """Learn from a step."""
         ...
 
+    def revise(self, costs: StepCosts) -> None:
+        """Go by new *costs* of steps from the next one on: models began to run compiled.
+
+        Kept are `changes`, and what was learnt that does not depend on costs, such as acceptance.
+        """
+        ...
+
 
 class NoSpeculation:
     """The policy without speculation: K is 0."""
@@ -92,4 +99,7 @@ class NoSpeculation:
         return 0
 
     def end_step(self, step: FinishedStep) -> None:
+        """Do nothing."""
+
+    def revise(self, costs: StepCosts) -> None:
         """Do nothing."""

@@ -9,6 +9,7 @@ K d(b) + t(b (K + 1)) and gives b (1 + a + ... + a^K) tokens, where a is the rat
 import logging
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -28,19 +29,22 @@ ASSUMED_ACCEPTANCE = 0.7
 
 
 class BatchSizeSwitch:
-    """Turns off above `limit` decoding rows; on again after 16 steps in a row with at most 0.8 of it."""
+    """Turns off above `limit` decoding rows; on again after 16 steps in a row with at most 0.8 of it.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._resume_at = max(1, limit * 4 // 5)
+    `limit` None: it stays on.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
         self._calm_steps = 0
         self.is_on = True
 
     def update(self, num_decoding: int) -> str | None:
         """Record one step; return the reason if the switch changed."""
-        if num_decoding > self._limit:
+        if self.limit is not None and num_decoding > self.limit:
             return self._turn_off()
-        self._calm_steps = self._calm_steps + 1 if num_decoding <= self._resume_at else 0
+        is_calm = self.limit is None or num_decoding <= max(1, self.limit * 4 // 5)
+        self._calm_steps = self._calm_steps + 1 if is_calm else 0
         if self.is_on or self._calm_steps < RESUME_STEPS:
             return None
         self.is_on = True
@@ -83,16 +87,25 @@ def _check_table(ranges: tuple[tuple[int, int, int], ...], limit: int) -> None:
 
 
 class BatchSizePolicy:
-    """Fixed K, or K by batch size. `changes` counts changes of K by reason."""
+    """Fixed K, or K by batch size. `changes` counts changes of K by reason.
+
+    Args:
+        config: with its threshold, if it has one.
+        derive: returns *config* with the threshold for other costs, and a line that describes it; None: it has the same
+            threshold whatever steps cost.
+    """
 
     least_survival = 0.0
     predicted_speedup = None
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        limit, table = config.disable_by_batch_size, config.num_speculative_tokens_per_batch_size
+    def __init__(
+        self, config: SpeculativeConfig, derive: Callable[[StepCosts], tuple[SpeculativeConfig, str]] | None = None
+    ) -> None:
+        table = config.num_speculative_tokens_per_batch_size
         self._limit = config.num_speculative_tokens
         self._may_branch = config.may_branch
-        self._switch = BatchSizeSwitch(limit) if limit is not None else None
+        self._derive = derive
+        self._switch = BatchSizeSwitch(config.disable_by_batch_size)
         self._table = BatchSizeTable(table, self._limit) if table is not None else None
         self._from_table = self._table.k(1) if self._table else self._limit
         self._current = self._from_table
@@ -113,13 +126,12 @@ class BatchSizePolicy:
         num_decoding = sum([sequence.is_decoding for sequence in running])
         if self._table:
             self._update_from_table(self._table.k(num_decoding))
-        if self._switch:
-            reason = self._switch.update(num_decoding)
-            if reason:
-                self.changes[reason] += 1
-                state = "on again" if self._switch.is_on else "off"
-                logger.info("speculation is %s: %d rows decode (%s)", state, num_decoding, reason)
-        self._current = self._from_table if self._switch is None or self._switch.is_on else 0
+        reason = self._switch.update(num_decoding)
+        if reason:
+            self.changes[reason] += 1
+            state = "on again" if self._switch.is_on else "off"
+            logger.info("speculation is %s: %d rows decode (%s)", state, num_decoding, reason)
+        self._current = self._from_table if self._switch.is_on else 0
 
     def _update_from_table(self, k: int) -> None:
         if k != self._from_table:
@@ -137,6 +149,13 @@ class BatchSizePolicy:
 
     def end_step(self, step: FinishedStep) -> None:
         """Do nothing."""
+
+    def revise(self, costs: StepCosts) -> None:
+        """See `Policy`. A threshold that was derived from costs is derived again."""
+        if self._derive is not None:
+            config, line = self._derive(costs)
+            self._switch.limit = config.disable_by_batch_size
+            logger.info(line)
 
 
 def with_threshold(config: SpeculativeConfig, costs: StepCosts | None, max_rows: int) -> tuple[SpeculativeConfig, str]:

@@ -1,5 +1,7 @@
 """Makes the policy that a configuration names."""
 
+from functools import partial
+
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.messages import StepCosts
 from runtime.policy.adaptive import AdaptivePolicy
@@ -38,8 +40,9 @@ def _policy(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCos
         return bandit, "speculation: as many draft tokens as were fastest, none included"
     if speculative.policy_name == "fixed":
         return BatchSizePolicy(speculative), "speculation: on at every batch size, as configured"
-    with_limit, line = with_threshold(speculative, costs, config.scheduler.max_num_seqs)
-    return BatchSizePolicy(with_limit), line
+    derive = partial(with_threshold, speculative, max_rows=config.scheduler.max_num_seqs)
+    with_limit, line = derive(costs)
+    return BatchSizePolicy(with_limit, derive), line
 
 
 def _adaptive(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> Policy:

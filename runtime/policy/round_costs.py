@@ -43,10 +43,14 @@ class RoundCostModel:
     """
 
     def __init__(self, costs: StepCosts | None, max_tokens: int, max_rows: int, max_depth: int) -> None:
-        measured = StepCosts({}) if costs is None else costs
-        self._target = CostCurve(measured.target_s, max_tokens)
-        self._draft = CostCurve(measured.draft_s, max_rows)
+        self._max_tokens, self._max_rows = max_tokens, max_rows
+        self.revise(StepCosts({}) if costs is None else costs)
         self._levels = CostCurve({depth: float(depth) for depth in range(1, max_depth + 1)}, max_depth)
+
+    def revise(self, costs: StepCosts) -> None:
+        """Begin with new measured costs, without corrections. What further levels cost relative to one stays."""
+        self._target = CostCurve(costs.target_s, self._max_tokens)
+        self._draft = CostCurve(costs.draft_s, self._max_rows)
 
     def observe(self, done: Round) -> None:
         """Correct the curves by a round."""

@@ -9,6 +9,7 @@ the choice changes Y and T, so they change the choice, until both agree.
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.base import FinishedStep, Policy
 from runtime.policy.round_costs import Round, RoundCostModel
@@ -83,6 +84,12 @@ class StoppingPolicy:
             weight = SMOOTHING if self._seconds else 1.0
             self._tokens += weight * (done.num_tokens - self._tokens)
             self._seconds += weight * (done.seconds - self._seconds)
+
+    def revise(self, costs: StepCosts) -> None:
+        """See `Policy`. What rounds brought is smoothed anew: they took other seconds before."""
+        self._inner.revise(costs)
+        self._costs.revise(costs)
+        self._tokens = self._seconds = 0.0
 
 
 def _drafted(step: FinishedStep) -> Round:

@@ -5,7 +5,7 @@ import pytest
 from protos.config.engine import SpeculativeConfig
 from protos.errors import EngineDeadError
 from protos.interfaces import DraftService
-from protos.messages import Abort, RoundPlan, Verdict
+from protos.messages import Abort, RoundPlan, StepCosts, Verdict
 from runtime.core.controller import Controller, LocalInbox
 from runtime.policy.base import FinishedStep
 from runtime.policy.batch_size import BatchSizePolicy
@@ -62,3 +62,27 @@ def test_policies_learn_nothing_from_steps_in_which_nothing_could_be_drafted(is_
     while not any(output.finish_reason for output in controller.step()):
         pass
     assert policy.num_steps == told
+
+
+class Swapping(FakeWorker):
+    """Reports new costs of steps once `costs` is set, as an engine does whose forwards were compiled meanwhile."""
+
+    costs: StepCosts | None = None
+
+    def poll(self) -> StepCosts | None:
+        costs, self.costs = self.costs, None
+        return costs
+
+
+def test_new_costs_leave_the_counters_of_the_policy() -> None:
+    inbox, worker = LocalInbox(), Swapping(INFO, 8)
+    controller = Controller(make_scheduler(), fixed_k(3, disable_by_batch_size=1), worker, inbox)
+    inbox.put([make_request("a", [1, 2]), make_request("b", [1, 2])])
+    for _ in range(3):
+        controller.step()
+    before = controller.stats().speculation_changes
+    assert before == {"batch_size_rose": 1}
+    worker.costs = StepCosts({1: 1.0}, {1: 0.1})
+    controller.step()
+    assert controller.stats().speculation_changes == before
+    assert controller._clock._target_s == {1: 1.0}

@@ -11,7 +11,8 @@ from workers.attention.batch import AttentionMetadata, Ints, TreeMasks
 from workers.attention.kv import KVCache
 from workers.attention.row_groups import CHUNK
 from workers.attention.torch import TorchAttention
-from workers.native.build import DTYPE_CODES, KernelUnavailableError, load_function
+from workers.native.build import KernelUnavailableError, load_function
+from workers.native.dtypes import DTYPE_CODES
 
 logger = logging.getLogger(__name__)
 

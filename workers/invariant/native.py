@@ -6,7 +6,8 @@ from functools import cache
 import torch
 
 from protos.errors import ConfigError
-from workers.native.build import DTYPE_CODES, NO_CONTRACTION, load_function
+from workers.native.build import NO_CONTRACTION, load_function
+from workers.native.dtypes import DTYPE_CODES
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 

@@ -1,15 +1,22 @@
-"""Compiles the C++ in `workers/native` once per machine, caches it in the user's home, and loads it with ctypes."""
+"""Compiles the C++ in `workers/native` once per machine, caches it in the user's home, and loads it with ctypes.
 
+A compiler takes seconds, so an engine starts its compilers first of all and imports torch meanwhile: this module does
+not import it.
+"""
+
+import atexit
 import ctypes
 import hashlib
+import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-
-import torch
 
 from workers.cache_folder import CacheFolderError, cache_folder, processor
 
@@ -18,12 +25,23 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-
 BUILD_SECONDS = 120
 NO_CONTRACTION = "-ffp-contract=off"
 """Compiler flag: do not fuse a product and a sum, which would round once instead of twice."""
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The number that stands for a dtype in arguments of kernels."""
+
+_builds: dict[Path, "_Build"] = {}
+"""Compilers that run, by the library that each makes."""
+_lock = threading.Lock()
 
 
 class KernelUnavailableError(Exception):
     """Native code does not work here; the message states why."""
+
+
+def start_build(source: str, *flags: str) -> None:
+    """Start compiling `native/SOURCE.cpp`, unless that was done before on this machine. Returns at once.
+
+    `load_function` waits for it, and reports what fails.
+    """
+    with suppress(KernelUnavailableError), _lock:
+        _begin(FOLDER / f"{source}.cpp", (*FLAGS, *flags))
 
 
 @cache
@@ -48,27 +66,75 @@ def load_function(source: str, name: str, *flags: str) -> "ctypes._NamedFuncPoin
 
 
 def _built(source: Path, flags: tuple[str, ...]) -> Path:
+    """Return the library of *source*, once it is compiled."""
+    with _lock:
+        target = _begin(source, flags)
+        build = _builds.pop(target, None)
+        if build is not None:
+            build.finish()
+    return target
+
+
+def _begin(source: Path, flags: tuple[str, ...]) -> Path:
+    """Return the path of the library of *source*; start a compiler if there is neither the library nor a compiler."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise KernelUnavailableError("there is no C++ compiler")
     target = _folder() / f"{source.stem}-{_fingerprint(source, compiler, flags)}.so"
-    if not target.is_file():
-        _compile([compiler, *flags], source, target)
+    if target not in _builds and not target.is_file():
+        _builds[target] = _Build([compiler, *flags, str(source)], target)
     return target
 
 
-def _compile(compile_: list[str], source: Path, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built = Path(folder) / target.name
-        command = [*compile_, str(source), "-o", str(built)]
+class _Build:
+    """A compiler at work. The library becomes visible when it is complete, so several processes may build it at once.
+
+    Args:
+        command: without the output.
+        target: the library.
+    """
+
+    def __init__(self, command: list[str], target: Path) -> None:
+        self._target = target
+        self._folder = tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True)
+        self._made = Path(self._folder.name) / target.name
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
-        except subprocess.CalledProcessError as error:
-            reason = (error.stderr.strip().splitlines() or ["no message"])[0]
-            raise KernelUnavailableError(f"the C++ compiler failed: {reason}") from error
+            self._compiler = subprocess.Popen(
+                [*command, "-o", str(self._made)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,  # the compiler is several processes, which `stop` ends together
+            )
+        except OSError as error:
+            self._folder.cleanup()
+            raise KernelUnavailableError(f"the C++ compiler failed: {error}") from error
+        atexit.register(self.stop)
+
+    def finish(self) -> None:
+        """Wait for the compiler, and put the library in its place."""
+        try:
+            _, errors = self._compiler.communicate(timeout=BUILD_SECONDS)
+            if self._compiler.returncode:
+                reason = (errors.strip().splitlines() or ["no message"])[0]
+                raise KernelUnavailableError(f"the C++ compiler failed: {reason}")
+            self._made.replace(self._target)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KernelUnavailableError(f"the C++ compiler failed: {error}") from error
-        built.replace(target)
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the compiler, unless it has ended, and remove what it wrote."""
+        atexit.unregister(self.stop)
+        if self._compiler.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._compiler.pid, signal.SIGKILL)
+            self._compiler.wait()
+        if self._compiler.stderr is not None:
+            self._compiler.stderr.close()
+        self._folder.cleanup()
 
 
 def _folder() -> Path:

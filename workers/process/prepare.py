@@ -4,6 +4,7 @@ import contextlib
 import os
 
 from protos.config.engine import EngineConfig, from_json
+from workers.native.early import start_compilers
 
 NO_CUDA_CONTEXT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Lets torch count devices without CUDA's own calls, which would read CUDA_VISIBLE_DEVICES before it is set."""
@@ -14,9 +15,11 @@ def prepare(config: str) -> None:
     for name, value in NO_CUDA_CONTEXT.items():
         os.environ.setdefault(name, value)
     with contextlib.suppress(Exception):
+        parsed = from_json(config)
+        start_compilers(parsed)
         import workers.process.main  # noqa: F401, PLC0415 - after the environment is set
 
-        _prepare_model(from_json(config))
+        _prepare_model(parsed)
 
 
 def _prepare_model(config: EngineConfig) -> None:

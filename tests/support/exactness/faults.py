@@ -19,7 +19,7 @@ from protos.config.engine import CacheConfig, SchedulerConfig
 from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.errors import TargetLostError
 from protos.interfaces import DraftService, Proposer
-from protos.messages import Request, RoundPlan, Sampling, TokenOutput, Verdict, WorkerInfo
+from protos.messages import Request, RoundPlan, Sampling, StepCosts, TokenOutput, Verdict, WorkerInfo
 from protos.sampling import SamplingParams
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
@@ -62,6 +62,8 @@ class FromThePast:
         return self.num_draft_tokens(sequence) if depth > 0 else 0
 
     def end_step(self, step: FinishedStep) -> None: ...
+
+    def revise(self, costs: StepCosts) -> None: ...
 
     def hear(self, outputs: Seq[TokenOutput]) -> None:
         for output in outputs:
