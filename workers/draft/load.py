@@ -9,6 +9,7 @@ from typing import Protocol
 
 from proposers import registry
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
+from protos.config.kv_window import KVWindow
 from protos.draft_module import LearnedProposer
 from protos.errors import ConfigError
 from protos.layers import FeatureSpec
@@ -66,11 +67,15 @@ class LoadedDraft(Protocol):
 
 @dataclass(frozen=True)
 class LanguageDraft:
-    """A causal language model; `vocab_map` maps its vocabulary to the target's where they differ."""
+    """A causal language model; `vocab_map` maps its vocabulary to the target's where they differ.
+
+    `kv_window` is what it reads of its KV cache; None: everything.
+    """
 
     loaded: LoadedModel
     is_eager: bool
     vocab_map: VocabMap | None = None
+    kv_window: KVWindow | None = None
     spec = FeatureSpec()
     shift = 0
     width = 0
@@ -86,18 +91,19 @@ class LanguageDraft:
 
     def forward(self, slots: SlotTable, num_blocks: int) -> DraftForward:
         """See `LoadedDraft`."""
-        runner = ModelRunner(self.loaded, slots, num_blocks, slots.block_size)
+        runner = ModelRunner(self.loaded, slots, num_blocks, slots.block_size, kv_window=self.kv_window)
         return translate(runner, self.loaded, self.vocab_map)
 
 
 @dataclass(frozen=True)
 class ModuleDraft:
-    """The module of a learned proposer."""
+    """The module of a learned proposer; `kv_window` as in `LanguageDraft`."""
 
     loaded: LoadedModule
     spec: FeatureSpec
     width: int
     is_eager: bool
+    kv_window: KVWindow | None = None
 
     @property
     def shift(self) -> int:
@@ -115,7 +121,7 @@ class ModuleDraft:
 
     def forward(self, slots: SlotTable, num_blocks: int) -> ModuleRunner:
         """See `LoadedDraft`."""
-        return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size)
+        return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size, self.kv_window)
 
 
 def speculation_of(config: EngineConfig) -> SpeculativeConfig:
@@ -158,7 +164,7 @@ def load_draft(config: EngineConfig, loaded_target: LoadedModel | None, report: 
     for note in loaded.notes:
         report(f"draft: {note}")
     vocab_map = _vocab_map(config, loaded, report) if speculative.use_heterogeneous_vocab else None
-    return LanguageDraft(loaded, _is_eager(config, speculative), vocab_map)
+    return LanguageDraft(loaded, _is_eager(config, speculative), vocab_map, speculative.kv_window)
 
 
 def _is_eager(config: EngineConfig, speculative: SpeculativeConfig) -> bool:
@@ -214,4 +220,4 @@ def _load_module(
     # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
     is_eager = _is_eager(config, speculative) or config.model.batch_invariant
     loaded = LoadedModule(module, dtype, device, (folder or source, fetch(config.model)), (speculative,))
-    return ModuleDraft(loaded, spec, width, is_eager)
+    return ModuleDraft(loaded, spec, width, is_eager, speculative.kv_window)

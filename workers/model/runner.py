@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from protos.config.kv_window import KVWindow
 from workers.attention.backend import AttentionBackend, run_with
 from workers.attention.batch import AttentionMetadata, Batch, Ints
 from workers.attention.kv import KVCache, bytes_per_block
@@ -28,11 +29,19 @@ TIMINGS = 3  # the fastest of so many runs is returned
 class ModelRunner:
     """One model, its KV cache and its attention. Reads block tables from *slots*.
 
-    With *taps*, every forward returns features, too. For a draft, see `DraftForward`.
+    With *taps*, every forward returns features, too. With *kv_window*, it reads no more of the cache than that.
+    For a draft, see `DraftForward`.
     """
 
     def __init__(
-        self, loaded: LoadedModel, slots: SlotTable, num_blocks: int, block_size: int, taps: Taps | None = None
+        self,
+        loaded: LoadedModel,
+        slots: SlotTable,
+        num_blocks: int,
+        block_size: int,
+        taps: Taps | None = None,
+        *,
+        kv_window: KVWindow | None = None,
     ) -> None:
         self.loaded, self.module = loaded, loaded.model
         self.slots, self.num_blocks = slots, num_blocks
@@ -41,7 +50,7 @@ class ModelRunner:
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         self.attention = loaded.mode.attention(self.cache)
         run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
-        self._taps = taps
+        self._taps, self._kv_window = taps, kv_window
         self._eager = self._run = loaded.mode.wrap(run)
 
     @property
@@ -143,7 +152,7 @@ class ModelRunner:
         wanted_N: Ints,
         attention: AttentionBackend,
     ) -> Outputs:
-        attention.plan(AttentionMetadata.of(batch, blocks_SB, self.block_size))
+        attention.plan(AttentionMetadata.of(batch, blocks_SB, self.block_size, self._kv_window))
         # Compiled graphs distinguish tensors made inside and outside inference mode: always make them inside.
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)
