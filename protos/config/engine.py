@@ -27,7 +27,7 @@ RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
 PROBABILISTIC_RULES: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
 """Rules that accept with probability p/q: draft tokens must be sampled from a known distribution q."""
 ONLY_CHAINS = frozenset({"ngram", "pard", "p_eagle", "dflash"})
-GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
+GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model", "self_window"})
 """Methods that draft dynamic trees (EAGLE-2)."""
 MOSTLY_CHAINS = ONLY_CHAINS | GROWN | {"suffix"}
 """Methods that draft trees only where the configuration has a shape with branches."""

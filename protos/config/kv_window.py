@@ -7,8 +7,10 @@ NAME = "draft_kv_window"
 SINKS_NAME = "draft_kv_sinks"
 DEFAULT_SINKS = 4
 """First positions that stay visible, as many as in StreamingLLM (Xiao et al. 2023)."""
-WITH_KV = frozenset({"draft_model", "eagle", "eagle3", "mtp", "p_eagle", "pard"})
-"""Methods whose draft attends causally over a KV cache of its own."""
+SELF_WINDOW = "self_window"
+"""The method in which the target drafts over a window of its own cache."""
+WITH_KV = frozenset({"draft_model", "eagle", "eagle3", "mtp", "p_eagle", "pard", SELF_WINDOW})
+"""Methods whose draft attends causally over a KV cache."""
 
 
 class KVWindow(NamedTuple):
@@ -35,6 +37,10 @@ def checked(size: int | None, sinks: int | None, methods: Collection[str]) -> No
     """Refuse a window where nothing would read it. Raises `ValueError`, which names the methods."""
     if size is None and sinks is not None:
         raise ValueError(f"{SINKS_NAME} needs {NAME}, got {SINKS_NAME} {sinks} alone: without a window all is read")
+    if size is None and SELF_WINDOW in methods:
+        raise ValueError(
+            f"method {SELF_WINDOW!r} needs {NAME}: the target would draft at the cost of decoding, got none"
+        )
     if size is not None and WITH_KV.isdisjoint(methods):
         raise ValueError(
             f"{NAME} is for {', '.join(sorted(WITH_KV))}, whose drafts read a KV cache; got {', '.join(methods)}"
