@@ -19,6 +19,7 @@ class DraftModelProposer:
     """Drafts a chain of `row.length` tokens per row, or a tree of `row.k` nodes, with any causal language model."""
 
     on_worker: ClassVar[bool] = True
+    method: ClassVar[str] = "draft_model"
 
     def __init__(self, runner: DraftRunner, shape: TreeShape = CHAINS) -> None:
         self.runner, self.shape = runner, shape
@@ -26,7 +27,7 @@ class DraftModelProposer:
     @classmethod
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
         """Return a proposer for the draft model that *runner* runs."""
-        return cls(on_a_worker(runner, "draft_model"), TreeShape.of(config))
+        return cls(on_a_worker(runner, cls.method), TreeShape.of(config))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a draft of `row.k` nodes for each row."""

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from protos.config.engine import SpeculativeConfig
+from protos.config.kv_window import SELF_WINDOW
 from protos.config.method import is_import_path
 from protos.draft_module import DraftRunner, LearnedProposer
 from protos.errors import ConfigError
@@ -28,11 +29,12 @@ _PROPOSERS: dict[str, str] = {
     "pard": "proposers.pard:PardProposer",
     "recurrent": "proposers.recurrent:RecurrentProposer",
     "rest": "proposers.rest:RestProposer",
+    "self_window": "proposers.self_window:SelfWindowProposer",
     "suffix": "proposers.suffix:SuffixProposer",
 }
 
 
-_LANGUAGE_MODELS = frozenset({"draft_model"})
+_LANGUAGE_MODELS = frozenset({"draft_model", SELF_WINDOW})
 """Methods that draft with a whole model, which the worker loads like a target."""
 
 _METHODS = ("create", "propose")

@@ -146,7 +146,7 @@ def make_target(
     parts: dict[str, Compilable] = {} if config.model.enforce_eager else {"target": runner}
     draft = None
     if loaded.draft is not None:
-        draft = make_engine(loaded.draft, config, slots, sampler, num_blocks=allocate.num_blocks)
+        draft = make_engine(loaded.draft, config, slots, sampler, num_blocks=allocate.num_blocks, target=runner)
         if not loaded.draft.is_eager:
             parts["draft"] = draft.worker.forward
     if parts:
@@ -214,14 +214,18 @@ def _compiled_later(
     finally:
         ready.swap.stop()
     if needs_step_costs(config):
-        draft = None if loaded.draft is None else _spare_engine(config, loaded.draft, allocate, warm)
-        yield from Measurement(config, ready.worker.runner, draft, keys=warm.keys).stages()
+        runner = ready.worker.runner
+        draft = None if loaded.draft is None else _spare_engine(config, loaded.draft, allocate, warm, runner)
+        yield from Measurement(config, runner, draft, keys=warm.keys).stages()
 
 
-def _spare_engine(config: EngineConfig, draft: LoadedDraft, allocate: Allocate, warm: Warm) -> DraftEngine:
+def _spare_engine(
+    config: EngineConfig, draft: LoadedDraft, allocate: Allocate, warm: Warm, target: ModelRunner
+) -> DraftEngine:
     """Return an engine over the same weights for trial proposals, while another one drafts for requests."""
     slots = make_slots(config, allocate)
-    engine = make_engine(draft, config, slots, Sampler(slots, allocate.vocab_size, torch.device("cpu")), num_blocks=1)
+    sampler = Sampler(slots, allocate.vocab_size, torch.device("cpu"))
+    engine = make_engine(draft, config, slots, sampler, num_blocks=1, target=target)
     if warm.keys is not None and not draft.is_eager:
         load_entry("trial draft", engine.worker.forward, warm.keys[-1], logger.debug)
     return engine

@@ -22,6 +22,7 @@ class SlotTable:
         tokens: int64 `[S, L]`, prompt + output, then the round's draft: a chain's tokens, or a tree's nodes, which
             the tokens sampled along its path overwrite.
         known_len: int64 `[S]`, number of known tokens.
+        computed: int64 `[S]`, how many places the target had computed before the round.
         prompt_len: int64 `[S]`.
         blocks: int32 `[S, B]`, block ids in order; `num_blocks` `[S]` of them.
         versions: int64 `[S, B]`, the version of each block's content.
@@ -36,6 +37,7 @@ class SlotTable:
         length = max_len + max_draft + 1
         self.tokens: npt.NDArray[np.int64] = np.zeros((num_slots, length), np.int64)
         self.known_len: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.computed: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.prompt_len: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.blocks: npt.NDArray[np.int32] = np.zeros((num_slots, -(-length // block_size)), np.int32)
         self.versions: npt.NDArray[np.int64] = np.zeros_like(self.blocks, np.int64)
@@ -49,6 +51,7 @@ class SlotTable:
         for array in (
             self.tokens,
             self.known_len,
+            self.computed,
             self.prompt_len,
             self.blocks,
             self.versions,
@@ -80,7 +83,7 @@ class SlotTable:
         slot = row.slot
         if row.new_token_ids:
             self.tokens[slot, row.known_len - len(row.new_token_ids) : row.known_len] = row.new_token_ids
-        self.known_len[slot] = row.known_len
+        self.known_len[slot], self.computed[slot] = row.known_len, row.start
         if row.new_block_ids:
             first = int(self.num_blocks[slot])
             last = first + len(row.new_block_ids)

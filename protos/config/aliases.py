@@ -41,6 +41,8 @@ RENAMED = {
     "speculative_eagle_topk": "eagle_topk",
     "speculative_num_draft_tokens": "num_speculative_tokens",
     "speculative_token_map": "token_map",
+    "speculative_draft_window_size": "draft_kv_window",
+    "speculative_draft_sink_size": "draft_kv_sinks",
     # llama.cpp
     "model_draft": "model",
     "spec_draft_n_max": "num_speculative_tokens",

@@ -27,6 +27,7 @@ from protos.config.engine import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from protos.config.kv_window import SELF_WINDOW
 from protos.config.method import Detect, nothing_known
 from protos.errors import ConfigError
 from protos.validation import shown, warn_once
@@ -63,7 +64,8 @@ def parse(
     fields = _fields(arguments)
     fields["parallel"]["executor"] = _executor(arguments, speculative)
     if speculative is not None and speculative.placement is None:
-        speculative = replace(speculative, placement=_placement(fields["parallel"]["executor"], speculative))
+        ranks = _integer(arguments, "tensor_parallel_size", 1)
+        speculative = replace(speculative, placement=_placement(fields["parallel"]["executor"], ranks, speculative))
     _check_budget(fields["scheduler"])
     if "model" not in fields["model"]:
         raise ConfigError("model is missing: a Hub id or a folder")
@@ -175,9 +177,13 @@ def _executor(arguments: Arguments, speculative: SpeculativeConfig | None) -> st
     return str(backend)
 
 
-def _placement(executor: str, speculative: SpeculativeConfig) -> Placement:
-    """Return the default placement: a draft model gets its own process if there are several processes anyway."""
+def _placement(executor: str, ranks: int, speculative: SpeculativeConfig) -> Placement:
+    """Return the default placement: a draft model gets its own process if there are several processes anyway.
+
+    A target that drafts for itself does not, unless it is split over several ranks: there is nothing to share then.
+    """
     has_draft = speculative.model is not None or "mtp" in speculative.method  # a name, or names
+    has_draft |= SELF_WINDOW in speculative.methods and ranks > 1
     return "dedicated" if executor == "ray" and has_draft else "colocated"
 
 

@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 
-from protos.config.early_stop import ConfidenceThreshold, checked
+from protos.config import early_stop, kv_window
+from protos.config.early_stop import ConfidenceThreshold
+from protos.config.kv_window import KVWindow
 from protos.errors import config_error
 from protos.validation import shown, typed
 
@@ -25,7 +27,7 @@ RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
 PROBABILISTIC_RULES: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
 """Rules that accept with probability p/q: draft tokens must be sampled from a known distribution q."""
 ONLY_CHAINS = frozenset({"ngram", "pard", "p_eagle", "dflash"})
-GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
+GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model", "self_window"})
 """Methods that draft dynamic trees (EAGLE-2)."""
 MOSTLY_CHAINS = ONLY_CHAINS | GROWN | {"suffix"}
 """Methods that draft trees only where the configuration has a shape with branches."""
@@ -109,6 +111,8 @@ class SpeculativeConfig:
             likely ones; no effect otherwise.
         assistant_confidence_threshold: a draft ends after a token whose probability, by the draft, is lower; "auto":
             where a further token would not pay.
+        draft_kv_window, draft_kv_sinks: the draft attends to the last and to the first so many positions; None: to all,
+            and `kv_window.DEFAULT_SINKS`.
         synthetic_acceptance_rates: probability that the draft token at each depth and all before it are accepted.
         synthetic_acceptance_length: mean number of tokens per round, the target's own included.
     """
@@ -146,6 +150,8 @@ class SpeculativeConfig:
     rejection_sample_method: RejectionSampleMethod = "coupled"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     assistant_confidence_threshold: ConfidenceThreshold = None
+    draft_kv_window: int | None = Field(default=None, ge=1)
+    draft_kv_sinks: int | None = Field(default=None, ge=0)
     synthetic_acceptance_rates: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = None
     synthetic_acceptance_length: float | None = Field(default=None, ge=1.0)
 
@@ -158,7 +164,12 @@ class SpeculativeConfig:
     @model_validator(mode="after")
     def _early_stop(self) -> "SpeculativeConfig":
         trees = self.rejection_sample_method if self.may_branch else None
-        checked(self.assistant_confidence_threshold, self.methods, GROWN, trees)
+        early_stop.checked(self.assistant_confidence_threshold, self.methods, GROWN, trees)
+        return self
+
+    @model_validator(mode="after")
+    def _window(self) -> "SpeculativeConfig":
+        kv_window.checked(self.draft_kv_window, self.draft_kv_sinks, self.methods)
         return self
 
     @model_validator(mode="after")
@@ -252,6 +263,11 @@ class SpeculativeConfig:
             return max(self.num_speculative_tokens, self.draft_block_size)
         width, levels = self.tree_shape
         return max(self.num_speculative_tokens, width * (levels - 1))
+
+    @property
+    def kv_window(self) -> KVWindow | None:
+        """What the draft reads of its K and V; None: everything."""
+        return kv_window.kv_window(self.draft_kv_window, self.draft_kv_sinks)
 
     @property
     def samples_drafts(self) -> bool:

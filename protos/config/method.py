@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from protos.config.kv_window import SELF_WINDOW
 from protos.errors import ConfigError
 from protos.validation import shown
 
@@ -131,8 +132,8 @@ def checkpoint(keys: Keys, target: str | None, target_revision: str | None) -> t
 
 
 def _has_checkpoint(name: str, keys: Keys) -> bool:
-    """Whether method *name* has weights in a public format."""
-    if name in MODEL_FREE or is_import_path(name):
+    """Whether method *name* has weights, other than the target's, in a public format."""
+    if name in MODEL_FREE or name == SELF_WINDOW or is_import_path(name):
         return False
     return name == "mtp" or keys.get("model") is not None
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from protos.config.engine import PROBABILISTIC_RULES, RejectionSampleMethod, SpeculativeConfig
+from protos.config.kv_window import SELF_WINDOW
 from protos.config.method import (
     MODEL_FREE,
     NGRAM_MODELS,
@@ -251,6 +252,9 @@ def _model(method: Methods, keys: Keys, target: tuple[str, str | None] | None) -
     names = names_of(method)
     if model in NGRAM_MODELS:
         model = None
+    if SELF_WINDOW in names:
+        _check_is_target(keys, target)
+        return None
     if "mtp" in names and target is not None and (str(model), keys.get("revision")) == target:
         return None
     needing = sorted(NEEDS_MODEL.intersection(names))
@@ -265,3 +269,13 @@ def _model(method: Methods, keys: Keys, target: tuple[str, str | None] | None) -
             "speculative_config: method 'rest' needs a datastore: the file that `slipstream build-datastore` wrote"
         )
     return None if model is None else str(model)
+
+
+def _check_is_target(keys: Keys, target: tuple[str, str | None] | None) -> None:
+    """Refuse another model than *target*, which drafts for itself."""
+    model = keys.get("model")
+    if model is not None and target is not None and (str(model), keys.get("revision")) != target:
+        raise ConfigError(
+            f"speculative_config: method {SELF_WINDOW!r} drafts with the target, {target[0]}, got model "
+            f"{shown(str(model))}; leave it out, or use method 'draft_model'"
+        )

@@ -88,6 +88,7 @@ CHAIN_AND_TREE: dict[str, Options] = {
     "tree": {"num_speculative_tokens": 9, "draft_shape": "tree"},
 }
 CHAIN = {"chain": CHAIN_AND_TREE["chain"]}
+NARROW: Options = {"draft_kv_window": 3, "draft_kv_sinks": 1}
 CASES = (
     Case("mlp_speculator", "mlp_speculator", synthetic_of(synthetic.mlp_speculator, heads=3), CHAIN_AND_TREE),
     Case("medusa", "medusa", synthetic_of(synthetic.medusa, heads=3), CHAIN_AND_TREE),
@@ -103,6 +104,7 @@ CASES = (
     Case("dflash_speculators", "dflash", dflash_as_speculators_writes, CHAIN),
     Case("pard", "pard", synthetic_layers.pard, CHAIN),
     Case("draft_model", "draft_model", tiny_models.perturb, CHAIN_AND_TREE),
+    Case("self_window", "self_window", None, {name: {**keys, **NARROW} for name, keys in CHAIN_AND_TREE.items()}),
     Case("mtp_deepseek", "mtp", None, CHAIN_AND_TREE, "deepseek_v3", make=synthetic_layers.with_mtp),
     Case("mtp_glm", "mtp", None, CHAIN_AND_TREE, "glm4_moe", make=synthetic_layers.with_mtp),
     Case("mtp_mimo", "mtp", None, CHAIN, "qwen2", make=mimo),

@@ -71,7 +71,7 @@ def test_it_may_be_learnt_and_is_off_by_default() -> None:
         ),
         (
             {"assistant_confidence_threshold": 0.4, "method": "medusa"},
-            "is for draft_model, eagle, eagle3, mtp, which draft token by token; got medusa",
+            "is for draft_model, eagle, eagle3, mtp, self_window, which draft token by token; got medusa",
         ),
         (
             {"assistant_confidence_threshold": "auto", "draft_shape": "tree"},

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from protos.config.kv_window import KVWindow
+
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint64]
@@ -154,6 +156,8 @@ class AttentionMetadata:
         blocks_SB: int32, contiguous, block ids in order.
         block_size: tokens of a block.
         tree_masks, first_valid_R: see `Batch`.
+        kv_window: which places tokens attend to, in all layers, by the positions of both; None: to all. Options of
+            layers apply in addition.
     """
 
     starts_R: Ints
@@ -164,9 +168,12 @@ class AttentionMetadata:
     block_size: int
     tree_masks: TreeMasks | None = None
     first_valid_R: Ints | None = None
+    kv_window: KVWindow | None = None
 
     @classmethod
-    def of(cls, batch: Batch, blocks_SB: npt.NDArray[np.int32], block_size: int) -> "AttentionMetadata":
+    def of(
+        cls, batch: Batch, blocks_SB: npt.NDArray[np.int32], block_size: int, kv_window: KVWindow | None = None
+    ) -> "AttentionMetadata":
         """Take the rows of *batch*."""
         return cls(
             batch.starts_R,
@@ -177,6 +184,7 @@ class AttentionMetadata:
             block_size,
             batch.tree_masks,
             batch.first_valid_R,
+            kv_window,
         )
 
     @cached_property
@@ -185,7 +193,7 @@ class AttentionMetadata:
 
         So a gather never reads blocks of another sequence.
         """
-        contexts_R = self.starts_R + self.lengths_R
+        contexts_R = self.contexts_R
         used = -(-int(contexts_R.max()) // self.block_size)
         tables_RB = self.blocks_SB[self.slots_R, :used].astype(np.int64)
         unused_RB = np.arange(used) * self.block_size >= contexts_R[:, None]
@@ -204,52 +212,86 @@ class AttentionMetadata:
     @cached_property
     def is_masked_R(self) -> Flags | None:
         """Which rows need a mask other than the causal one; None if none does."""
-        if self.tree_masks is None and self.first_valid_R is None:
+        if self.tree_masks is None and self.first_valid_R is None and self.kv_window is None:
             return None
         is_masked_R = np.zeros(len(self.starts_R), np.bool_)
         if self.tree_masks is not None:
             is_masked_R |= self.tree_masks.sizes_R > 0
         if self.first_valid_R is not None:
             is_masked_R |= self.first_valid_R > 0
+        if self.kv_window is not None:
+            is_masked_R |= self.contexts_R > sum(self.kv_window)
         return is_masked_R
+
+    @property
+    def contexts_R(self) -> Ints:
+        """The end of each row: places before it hold K and V, those of this forward included."""
+        contexts_R: Ints = self.starts_R + self.lengths_R
+        return contexts_R
+
+    @property
+    def reads_R(self) -> Ints:
+        """About how many places the tokens of each row attend to, all of them together."""
+        contexts_R = self.contexts_R
+        return contexts_R if self.kv_window is None else np.minimum(contexts_R, sum(self.kv_window) + self.lengths_R)
+
+    def blocks_in(self, window: KVWindow, rows_M: Ints, first_M: Ints) -> Ints:
+        """Return the blocks that hold what some rows read, as indices along their tables, ascending, int64 `[M, B]`.
+
+        Indices past a row's last block are padding.
+
+        Args:
+            window: what tokens attend to.
+            rows_M: the rows.
+            first_M: the first place, sinks apart, that a token of each row attends to.
+        """
+        ends_M = -(-self.contexts_R[rows_M] // self.block_size)
+        sinks = -(-window.sinks // self.block_size)
+        first_M = np.maximum(sinks, first_M // self.block_size)
+        recent_MB = first_M[:, None] + np.arange(max(0, (ends_M - first_M).max()))
+        return np.concatenate((np.broadcast_to(np.arange(sinks), (len(rows_M), sinks)), recent_MB), axis=1)
 
     @property
     def first_covered_R(self) -> Ints:
         """The first place that each row's tree mask covers; the end of the row if it has none."""
-        return self.starts_R + self.lengths_R if self.tree_masks is None else self.tree_masks.first_R
+        return self.contexts_R if self.tree_masks is None else self.tree_masks.first_R
 
     def positions(self, rows_M: Ints, places_MX: Ints) -> Ints:
         """Return the positions of places of some rows, int64 `[M, X]`."""
         return places_MX if self.tree_masks is None else self.tree_masks.positions(rows_M[:, None], places_MX)
 
-    def visible(self, rows_M: Ints, queries_MQ: Ints, length: int) -> Flags:
-        """Return which of the first *length* places of some rows their queries attend to, `[M, Q, length]`.
+    def visible(self, rows_M: Ints, queries_MQ: Ints, places_ML: Ints) -> Flags:
+        """Return which places of some rows their queries attend to, `[M, Q, L]`.
 
         The options of layers, such as sliding windows, are left out.
 
         Args:
             rows_M: the rows.
             queries_MQ: the index of each query among its row's tokens.
-            length: number of places.
+            places_ML: the places.
         """
-        places_MQ1 = (queries_MQ + self.starts_R[rows_M][:, None])[:, :, None]
-        places_L = np.arange(length)
-        visible_MQL = places_L <= places_MQ1
+        places_MQ = queries_MQ + self.starts_R[rows_M][:, None]
+        places_M1L = places_ML[:, None]
+        visible_MQL = places_M1L <= places_MQ[:, :, None]
         if self.tree_masks is not None:
             first_M11 = self.tree_masks.first_R[rows_M][:, None, None]
-            in_tree_MQL = self._visible_in_trees(self.tree_masks, rows_M, queries_MQ, places_L)
-            visible_MQL = np.where(places_L < first_M11, visible_MQL, in_tree_MQL)
+            in_tree_MQL = self._visible_in_trees(self.tree_masks, rows_M, queries_MQ, places_ML)
+            visible_MQL = np.where(places_M1L < first_M11, visible_MQL, in_tree_MQL)
         if self.first_valid_R is not None:
-            visible_MQL &= places_L >= self.first_valid_R[rows_M][:, None, None]
+            visible_MQL &= places_M1L >= self.first_valid_R[rows_M][:, None, None]
+        if self.kv_window is not None:
+            keys_M1L = self.positions(rows_M, places_ML)[:, None]
+            ages_MQL = self.positions(rows_M, places_MQ)[:, :, None] - keys_M1L
+            visible_MQL &= (ages_MQL < self.kv_window.size) | (keys_M1L < self.kv_window.sinks)
         return visible_MQL
 
-    def _visible_in_trees(self, masks: TreeMasks, rows_M: Ints, queries_MQ: Ints, places_L: Ints) -> Flags:
+    def _visible_in_trees(self, masks: TreeMasks, rows_M: Ints, queries_MQ: Ints, places_ML: Ints) -> Flags:
         """Read the bits of the places that tree masks cover; False for all others."""
         words_MQW = masks.visible_TW[queries_MQ + self.offsets_R[rows_M][:, None]]
         bits_MQA = np.unpackbits(words_MQW.astype("<u8", copy=False).view(np.uint8), axis=-1, bitorder="little")
-        inside_ML = places_L - masks.first_R[rows_M][:, None]
+        inside_ML = places_ML - masks.first_R[rows_M][:, None]
         is_covered_ML = (inside_ML >= 0) & (inside_ML < masks.sizes_R[rows_M][:, None])
         at_M1L = np.clip(inside_ML, 0, bits_MQA.shape[2] - 1)[:, None, :]
-        found_MQL = np.take_along_axis(bits_MQA, np.broadcast_to(at_M1L, (*queries_MQ.shape, len(places_L))), 2)
+        found_MQL = np.take_along_axis(bits_MQA, np.broadcast_to(at_M1L, (*queries_MQ.shape, at_M1L.shape[2])), 2)
         visible_MQL: Flags = found_MQL.astype(np.bool_) & is_covered_ML[:, None, :]
         return visible_MQL

@@ -25,7 +25,7 @@ class _Plan(ctypes.Structure):
     _fields_ += [
         (name, ctypes.c_void_p) for name in ("first_valid", "trees", "tree_sizes", "tree_positions", "visible")
     ]
-    _fields_ += [(name, ctypes.c_int64) for name in ("tree_stride", "visible_words")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("tree_stride", "visible_words", "kv_window", "kv_sinks")]
 
 
 class _Layer(ctypes.Structure):
@@ -71,6 +71,7 @@ class NativeAttention:
         plan.blocks, plan.table_stride = metadata.blocks_SB.ctypes.data, metadata.blocks_SB.shape[1]
         plan.threads, plan.short_rows = torch.get_num_threads(), None
         plan.first_valid = None if metadata.first_valid_R is None else metadata.first_valid_R.ctypes.data
+        plan.kv_window, plan.kv_sinks = metadata.kv_window or (0, 0)
         plan.trees = None
         if metadata.tree_masks is not None:
             self._plan_trees(metadata.tree_masks)

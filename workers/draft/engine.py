@@ -21,6 +21,7 @@ from workers.draft.load import LoadedDraft, speculation_of
 from workers.draft.sampling import make_draft_sampler
 from workers.draft.worker import DraftWorker
 from workers.features import Features
+from workers.model.runner import ModelRunner
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
@@ -151,11 +152,12 @@ def make_engine(
     sampler: Sampler,
     *,
     num_blocks: int,
+    target: ModelRunner | None = None,
 ) -> DraftEngine:
-    """Allocate the cache of a loaded draft, and make its proposer."""
+    """Allocate the cache of a loaded draft, and make its proposer; *target* runs the target of this process."""
     speculative = speculation_of(config)
     worker = DraftWorker(
-        draft.forward(slots, num_blocks),
+        draft.forward(slots, num_blocks, target),
         slots,
         sampler,
         config.scheduler.max_num_batched_tokens,

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from proposers import registry
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
+from protos.config.kv_window import SELF_WINDOW, KVWindow
 from protos.draft_module import LearnedProposer
 from protos.errors import ConfigError
 from protos.layers import FeatureSpec
@@ -22,6 +23,7 @@ from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device, pick_dtype
 from workers.model.module_runner import LoadedModule, ModuleRunner
 from workers.model.runner import ModelRunner
+from workers.model.windowed_runner import WindowedRunner
 from workers.slots import SlotTable
 from workers.weights.building import BUILDING
 from workers.weights.hub import HEADS, fetch, fetch_tokenizer, fetch_without_layers, read_config
@@ -59,18 +61,22 @@ class LoadedDraft(Protocol):
         """Return the size of a KV block."""
         ...
 
-    def forward(self, slots: SlotTable, num_blocks: int) -> DraftForward:
-        """Allocate its cache, and return what runs it."""
+    def forward(self, slots: SlotTable, num_blocks: int, target: ModelRunner | None) -> DraftForward:
+        """Allocate its cache, and return what runs it. *target* runs the target, if it is in this process."""
         ...
 
 
 @dataclass(frozen=True)
 class LanguageDraft:
-    """A causal language model; `vocab_map` maps its vocabulary to the target's where they differ."""
+    """A causal language model; `vocab_map` maps its vocabulary to the target's where they differ.
+
+    `kv_window` is what it reads of its KV cache; None: everything.
+    """
 
     loaded: LoadedModel
     is_eager: bool
     vocab_map: VocabMap | None = None
+    kv_window: KVWindow | None = None
     spec = FeatureSpec()
     shift = 0
     width = 0
@@ -84,20 +90,46 @@ class LanguageDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
 
-    def forward(self, slots: SlotTable, num_blocks: int) -> DraftForward:
+    def forward(self, slots: SlotTable, num_blocks: int, target: ModelRunner | None) -> DraftForward:
         """See `LoadedDraft`."""
-        runner = ModelRunner(self.loaded, slots, num_blocks, slots.block_size)
+        runner = ModelRunner(self.loaded, slots, num_blocks, slots.block_size, kv_window=self.kv_window)
         return translate(runner, self.loaded, self.vocab_map)
 
 
 @dataclass(frozen=True)
+class TargetDraft:
+    """The target of this process: its weights and its KV cache, of which a window is read. It has nothing of its own.
+
+    `max_model_len` is the longest context to draft for; None: the target's.
+    """
+
+    kv_window: KVWindow
+    max_model_len: int | None = None
+    spec = FeatureSpec()
+    shift = 0
+    width = 0
+    num_bytes = 0
+    is_eager = True
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """See `LoadedDraft`."""
+        return 0
+
+    def forward(self, slots: SlotTable, num_blocks: int, target: ModelRunner | None) -> WindowedRunner:
+        """See `LoadedDraft`."""
+        assert target is not None, "it is loaded with the target"
+        return WindowedRunner(target, self.kv_window, self.max_model_len)
+
+
+@dataclass(frozen=True)
 class ModuleDraft:
-    """The module of a learned proposer."""
+    """The module of a learned proposer; `kv_window` as in `LanguageDraft`."""
 
     loaded: LoadedModule
     spec: FeatureSpec
     width: int
     is_eager: bool
+    kv_window: KVWindow | None = None
 
     @property
     def shift(self) -> int:
@@ -113,9 +145,9 @@ class ModuleDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
 
-    def forward(self, slots: SlotTable, num_blocks: int) -> ModuleRunner:
+    def forward(self, slots: SlotTable, num_blocks: int, target: ModelRunner | None) -> ModuleRunner:
         """See `LoadedDraft`."""
-        return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size)
+        return ModuleRunner(self.loaded, slots, num_blocks, slots.block_size, self.kv_window)
 
 
 def speculation_of(config: EngineConfig) -> SpeculativeConfig:
@@ -150,6 +182,10 @@ def load_draft(config: EngineConfig, loaded_target: LoadedModel | None, report: 
     speculative = config.speculative
     if speculative is None or registry.worker_method(speculative) is None:
         return None
+    if _is_shared(config, speculative, loaded_target):
+        assert speculative.kv_window is not None, "the configuration was checked"
+        report("the target drafts over a window of its own KV cache")
+        return TargetDraft(speculative.kv_window, speculative.max_model_len)
     report(f"loading the draft {speculative.model or 'from the target'}")
     learned = registry.learned(speculative)
     if learned is not None:
@@ -158,7 +194,14 @@ def load_draft(config: EngineConfig, loaded_target: LoadedModel | None, report: 
     for note in loaded.notes:
         report(f"draft: {note}")
     vocab_map = _vocab_map(config, loaded, report) if speculative.use_heterogeneous_vocab else None
-    return LanguageDraft(loaded, _is_eager(config, speculative), vocab_map)
+    return LanguageDraft(loaded, _is_eager(config, speculative), vocab_map, speculative.kv_window)
+
+
+def _is_shared(config: EngineConfig, speculative: SpeculativeConfig, target: LoadedModel | None) -> bool:
+    """Whether the target drafts for itself with the weights and the cache that are in this process."""
+    if SELF_WINDOW not in speculative.methods or target is None or config.model.batch_invariant:
+        return False
+    return target.ranks == 1 and speculative.dtype in ("auto", str(target.dtype).removeprefix("torch."))
 
 
 def _is_eager(config: EngineConfig, speculative: SpeculativeConfig) -> bool:
@@ -175,14 +218,17 @@ def _vocab_map(config: EngineConfig, draft: LoadedModel, report: ProgressCallbac
 
 def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConfig:
     """Return the draft's model, with the target's settings where it has none of its own."""
-    if speculative.model is None:
+    model, revision = speculative.model, speculative.revision
+    if SELF_WINDOW in speculative.methods:
+        model, revision = config.model.model, config.model.revision
+    if model is None:
         raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
     dtype = config.model.dtype if speculative.dtype == "auto" else speculative.dtype
     # The output does not depend on the draft, so its results need not be batch-invariant.
     return replace(
         config.model,
-        model=speculative.model,
-        revision=speculative.revision,
+        model=model,
+        revision=revision,
         dtype=dtype,
         max_model_len=speculative.max_model_len,
         batch_invariant=False,
@@ -214,4 +260,4 @@ def _load_module(
     # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
     is_eager = _is_eager(config, speculative) or config.model.batch_invariant
     loaded = LoadedModule(module, dtype, device, (folder or source, fetch(config.model)), (speculative,))
-    return ModuleDraft(loaded, spec, width, is_eager)
+    return ModuleDraft(loaded, spec, width, is_eager, speculative.kv_window)

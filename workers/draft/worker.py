@@ -18,9 +18,9 @@ from protos.draft_module import Level
 from protos.interfaces import Proposer
 from protos.layers import Needs
 from workers.attention.batch import Batch, Ints
-from workers.draft.cache import DraftCache
 from workers.draft.early_stop import EarlyStop
 from workers.draft.sampling import DraftPositions, DraftSampler
+from workers.draft.target_cache import cache_of
 from workers.draft.trees import FedTree, add_level, block_masks, level_masks
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.draft_forward import DraftForward
@@ -72,7 +72,7 @@ class DraftWorker:
 
     def forget(self) -> None:
         """Forget all sequences."""
-        self._cache = DraftCache(self.forward, self.slots, self.needs, self._shift)
+        self._cache = cache_of(self.forward, self.slots, self.needs, self._shift)
         self._trees: dict[int, FedTree] = {}  # of this round, by slot
         self._lagging: list[int] = []  # slots of the last round that `catch_up_some` feeds
 

@@ -120,7 +120,7 @@ def _visible(metadata: AttentionMetadata, row: int) -> tuple[list[Ints], Ints]:
     """Return the places that each token of a row attends to, ascending, and the tokens' positions."""
     member, queries_1Q = np.array([row]), np.arange(metadata.lengths_R[row])[None]
     start = int(metadata.starts_R[row])
-    seen_QL = metadata.visible(member, queries_1Q, start + queries_1Q.shape[1])[0]
+    seen_QL = metadata.visible(member, queries_1Q, np.arange(start + queries_1Q.shape[1])[None])[0]
     return [np.flatnonzero(seen_L) for seen_L in seen_QL], metadata.positions(member, queries_1Q + start)[0]
 
 

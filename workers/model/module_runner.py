@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from protos.config.kv_window import KVWindow
 from protos.layers import LayerShape
 from workers.attention.backend import run_with
 from workers.attention.batch import AttentionMetadata, Batch, Ints
@@ -53,9 +54,20 @@ class LoadedModule:
 
 
 class ModuleRunner:
-    """One module, its KV cache and its attention. Reads block tables from *slots*. See `DraftForward`."""
+    """One module, its KV cache and its attention. Reads block tables from *slots*. See `DraftForward`.
 
-    def __init__(self, loaded: LoadedModule, slots: SlotTable, num_blocks: int, block_size: int) -> None:
+    With *kv_window*, it attends to no more than that.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModule,
+        slots: SlotTable,
+        num_blocks: int,
+        block_size: int,
+        kv_window: KVWindow | None = None,
+    ) -> None:
+        self._kv_window = kv_window
         self.loaded, self.slots, self.num_blocks, self.block_size = loaded, slots, num_blocks, block_size
         self.module = Methods(loaded.module)
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
@@ -74,7 +86,7 @@ class ModuleRunner:
 
             if attention is None:
                 return run_module()[self._index(wanted_N)]
-            attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size))
+            attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size, self._kv_window))
             return run_with(attention, run_module, len(batch.tokens_T))[self._index(wanted_N)]
 
     def key(self) -> str | None:

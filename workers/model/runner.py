@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from protos.config.kv_window import KVWindow
 from workers.attention.backend import AttentionBackend, run_with
 from workers.attention.batch import AttentionMetadata, Batch, Ints
 from workers.attention.kv import KVCache, bytes_per_block
@@ -28,11 +28,19 @@ TIMINGS = 3  # the fastest of so many runs is returned
 class ModelRunner:
     """One model, its KV cache and its attention. Reads block tables from *slots*.
 
-    With *taps*, every forward returns features, too. For a draft, see `DraftForward`.
+    With *taps*, every forward returns features, too. With *kv_window*, it reads no more of the cache than that.
+    For a draft, see `DraftForward`.
     """
 
     def __init__(
-        self, loaded: LoadedModel, slots: SlotTable, num_blocks: int, block_size: int, taps: Taps | None = None
+        self,
+        loaded: LoadedModel,
+        slots: SlotTable,
+        num_blocks: int,
+        block_size: int,
+        taps: Taps | None = None,
+        *,
+        kv_window: KVWindow | None = None,
     ) -> None:
         self.loaded, self.module = loaded, loaded.model
         self.slots, self.num_blocks = slots, num_blocks
@@ -41,7 +49,7 @@ class ModelRunner:
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         self.attention = loaded.mode.attention(self.cache)
         run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
-        self._taps = taps
+        self._taps, self._kv_window = taps, kv_window
         self._eager = self._run = loaded.mode.wrap(run)
 
     @property
@@ -90,8 +98,9 @@ class ModelRunner:
         """Run *forward* on made-up tokens of one row, with a cache of its own; return logits."""
         start, length = np.zeros(1, np.int64), np.array([num_tokens])
         batch = Batch(start, start, length, (np.arange(num_tokens) * 5 + 1) % self.loaded.vocab_size)
-        blocks = np.zeros((1, num_tokens), np.int32)
-        return self._call(forward, batch, blocks, np.arange(num_wanted), self._spare_attention())[0]
+        attention = self._spare_attention()
+        attention.plan(AttentionMetadata.of(batch, np.zeros((1, num_tokens), np.int32), self.block_size))
+        return self._call(forward, batch, np.arange(num_wanted), attention)[0]
 
     def _spare_attention(self) -> AttentionBackend:
         """Return attention over one block that no sequence uses."""
@@ -114,7 +123,8 @@ class ModelRunner:
         batch = Batch(rows_R, np.zeros_like(rows_R), np.ones_like(rows_R), rows_R % self.loaded.vocab_size)
         started = time.perf_counter()
         wanted_N = _padded(rows_R, min(2, num_rows))
-        logits_NV, _ = self._call(self._run, batch, np.zeros((num_rows, 1), np.int32), wanted_N, attention)
+        attention.plan(AttentionMetadata.of(batch, np.zeros((num_rows, 1), np.int32), self.block_size))
+        logits_NV, _ = self._call(self._run, batch, wanted_N, attention)
         logits_NV.sum().item()  # waits for the device, also on ranks without logits
         return time.perf_counter() - started
 
@@ -133,19 +143,19 @@ class ModelRunner:
 
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
         """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""
+        return self.run_over(self.attention, self._kv_window, batch, wanted_N)
+
+    def run_over(
+        self, attention: AttentionBackend, kv_window: KVWindow | None, batch: Batch, wanted_N: Ints
+    ) -> Outputs:
+        """As `run`, with another attention and window over the same blocks."""
         wanted_M = _padded(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
-        logits_MV, features_TF = self._call(self._run, batch, self.slots.blocks, wanted_M, self.attention)
+        attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size, kv_window))
+        logits_MV, features_TF = self._call(self._run, batch, wanted_M, attention)
         return logits_MV[: len(wanted_N)], features_TF
 
-    def _call(
-        self,
-        forward: Forward,
-        batch: Batch,
-        blocks_SB: npt.NDArray[np.int32],
-        wanted_N: Ints,
-        attention: AttentionBackend,
-    ) -> Outputs:
-        attention.plan(AttentionMetadata.of(batch, blocks_SB, self.block_size))
+    def _call(self, forward: Forward, batch: Batch, wanted_N: Ints, attention: AttentionBackend) -> Outputs:
+        """Run *forward* with *attention*, which is planned."""
         # Compiled graphs distinguish tensors made inside and outside inference mode: always make them inside.
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)

@@ -18,6 +18,7 @@ struct Plan {
     const int64_t* tree_positions;      // of the covered places, `tree_stride` from row to row
     const uint64_t* visible;            // by token: a bit for each covered place, `visible_words` words
     int64_t tree_stride, visible_words;
+    int64_t kv_window, kv_sinks;  // `KVWindow` in protos/config/kv_window.py, in all layers; a window of 0: none
 };
 
 struct Layer {

@@ -30,7 +30,8 @@ constexpr int kKeys = 4;  // scored at a time: `sums` reduces four vectors in th
 
 struct Scratch {
     std::vector<float> query, output, scores, largest, total;
-    std::vector<int64_t> positions;  // from which the queries' windows count
+    std::vector<int64_t> positions;       // from which the windows of the layer count, by query
+    std::vector<int64_t> lowest, recent;  // the first places of the layer's window, and of the KV window as well
 };
 
 // Attends the M queries of one task to the row's keys, a tile of n keys at a time. Size is the head size of keys and
@@ -45,6 +46,7 @@ struct Task {
     const Mask mask;
     Scratch& s;
     int64_t base = 0, n = 0;  // the tile: places base .. base + n
+    const int64_t* from_place = nullptr;  // the first place that each query attends to in this pass
     const T *keys[kTile], *values[kTile];
 
     Task(const Plan& plan, const Layer& layer, const Call& call, int64_t row, int64_t group, int64_t first,
@@ -53,15 +55,18 @@ struct Task {
           token(plan.offsets[row] + first), share(layer.heads / layer.kv_heads), M(count * share),
           D(Size ? Size : layer.key_size), E(Size ? Size : layer.value_size), table(plan, row), mask(plan, row), s(s) {
         read_queries();
-        const auto [least, most] = std::minmax_element(s.positions.begin(), s.positions.end());
-        attend_known(std::max(mask.first_valid, call.window > 0 ? *least - call.window + 1 : 0),
-                     std::min(mask.tree, *most + 1));
+        const int64_t end = std::min(mask.tree, *std::max_element(s.positions.begin(), s.positions.end()) + 1);
+        const bool has_gap = plan.kv_window > 0 && *std::max_element(s.recent.begin(), s.recent.end()) > plan.kv_sinks;
+        attend_known(s.lowest, 0, has_gap ? std::min(end, plan.kv_sinks) : end);
+        if (has_gap) attend_known(s.recent, plan.kv_sinks, end);
         if (mask.size > 0) attend_tree(count);
         write_output();
     }
 
-    // Attends every query to the keys of the places from .. to, up to its own position.
-    void attend_known(int64_t from, int64_t to) {
+    // Attends every query to the keys of the places from .. to, from its `first_place` up to its own position.
+    void attend_known(const std::vector<int64_t>& first_place, int64_t from, int64_t to) {
+        from_place = first_place.data();
+        from = std::max({from, mask.first_valid, *std::min_element(first_place.begin(), first_place.end())});
         for (base = from; base < to; base += kTile) {
             n = std::min(kTile, to - base);
             find_keys(to);
@@ -90,6 +95,11 @@ struct Task {
         if (call.window > 0)
             for (int64_t j = 0; j < n; ++j)
                 if (s.positions[i * share] - mask.positions[offset + j] >= call.window) bits &= ~(1u << j);
+        if (plan.kv_window > 0)
+            for (int64_t j = 0; j < n; ++j)
+                if (mask.position(start + i) - mask.positions[offset + j] >= plan.kv_window &&
+                    mask.positions[offset + j] >= plan.kv_sinks)
+                    bits &= ~(1u << j);
         if (call.causal_block)
             for (int64_t j = 0; j < n; ++j)
                 if (mask.positions[offset + j] > mask.position(start + i)) bits &= ~(1u << j);
@@ -109,9 +119,7 @@ struct Task {
     int64_t head(int64_t m) const { return group * share + m % share; }
     // The keys of the tile that query m attends to are first(m) .. last(m) - 1.
     int64_t last(int64_t m) const { return std::min(n, s.positions[m] + 1 - base); }
-    int64_t first(int64_t m) const {
-        return call.window > 0 ? std::max<int64_t>(0, s.positions[m] - call.window + 1 - base) : 0;
-    }
+    int64_t first(int64_t m) const { return std::max<int64_t>(0, from_place[m] - base); }
 
     void read_queries() {
         s.query.resize(M * D);
@@ -120,8 +128,13 @@ struct Task {
         s.largest.assign(M, -std::numeric_limits<float>::infinity());
         s.total.assign(M, 0.0f);
         s.positions.resize(M);
+        s.lowest.assign(M, 0);
+        s.recent.resize(M);
         for (int64_t m = 0; m < M; ++m) {
-            s.positions[m] = mask.window_end(call, mask.position(start + m / share));
+            const int64_t own = mask.position(start + m / share);
+            s.positions[m] = mask.window_end(call, own);
+            if (call.window > 0) s.lowest[m] = s.positions[m] - call.window + 1;
+            s.recent[m] = std::max(s.lowest[m], plan.kv_window > 0 ? own - plan.kv_window + 1 : 0);
             const T* from = static_cast<const T*>(call.query) + (token + m / share) * call.query_token +
                             head(m) * call.query_head;
             for (int64_t d = 0; d < D; ++d) s.query[m * D + d] = widen(from[d]) * call.scaling;

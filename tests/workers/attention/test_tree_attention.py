@@ -227,6 +227,6 @@ def test_a_mask_of_one_token_may_have_any_number_of_words() -> None:
     tree_mask = TreeMask(3, [3] * size, [1 << size - 1 | 1 << 130 | 1])
     laid_out = rows_of([OneRow(3 + size - 1, 1, tree_mask)])
     assert laid_out.tree_masks is not None
-    seen = laid_out.visible(np.array([0]), np.array([[0]]), 3 + size)
+    seen = laid_out.visible(np.array([0]), np.array([[0]]), np.arange(3 + size)[None])
     assert np.flatnonzero(seen).tolist() == [0, 1, 2, 3, 133, 202]
     assert laid_out.tree_masks.visible_TW.shape == (1, math.ceil(size / 64))
