@@ -36,7 +36,7 @@ from workers.slots import SlotTable
 from workers.step_costs import Measurement, needs_step_costs
 from workers.target import TargetWorker
 from workers.target_rank import TargetRank, UniExecutor
-from workers.threads import choose_threads
+from workers.threads import ThreadCount, choose_threads
 from workers.verification.acceptance import AcceptanceRule
 from workers.verification.factory import make_acceptance_rule
 
@@ -194,13 +194,13 @@ def build_uni(
         report(note)
     ready = make_target(config, loaded, allocate, report, make_rule=make_rule)
     costs = ready.costs if needs_step_costs(config) and ready.swap is None else None
-    later = None if ready.swap is None else _compiled_later(config, loaded, allocate, ready)
+    later = None if ready.swap is None else _compiled_later(config, loaded, allocate, ready, threads)
     rank = TargetRank(tp, ready.worker, ready.draft)
     return UniExecutor(structs.replace(info, costs=costs), rank, threads, later)
 
 
 def _compiled_later(
-    config: EngineConfig, loaded: LoadedTarget, allocate: Allocate, ready: ReadyTarget
+    config: EngineConfig, loaded: LoadedTarget, allocate: Allocate, ready: ReadyTarget, threads: ThreadCount | None
 ) -> Iterator[StepCosts | None]:
     """Swap in what is compiled in the background, and measure steps: a little at a time, between two steps.
 
@@ -213,6 +213,8 @@ def _compiled_later(
         warm = ready.swap.finish()
     finally:
         ready.swap.stop()
+    if threads is not None:
+        threads.forget()  # the compiler, which took cores, has ended; steps are measured with all threads
     if needs_step_costs(config):
         runner = ready.worker.runner
         draft = None if loaded.draft is None else _spare_engine(config, loaded.draft, allocate, warm, runner)

@@ -1,12 +1,14 @@
 """Measured seconds of steps, for policies and for estimates. They are kept with the compiled forwards.
 
-Later starts of the same models with the same options read them, so they measure nothing.
+Later starts of the same models with the same options and number of threads read them, so they measure nothing.
 """
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from protos.config.engine import EngineConfig
 from protos.messages import StepCosts
@@ -60,7 +62,8 @@ class Measurement:
 
     def stages(self) -> Iterator[StepCosts | None]:
         """Measure one size at a time, with None in between; the last value is the result."""
-        kept = store.read_costs(self._key) if self._is_kept else None
+        key = self._key
+        kept = store.read_costs(key) if self._is_kept else None
         if kept is not None:
             yield StepCosts(*({int(size): seconds for size, seconds in part.items()} for part in kept))
             return
@@ -75,8 +78,8 @@ class Measurement:
                 draft_s[size] = seconds
                 yield None
             self.draft.worker.slots.clear()
-        if self._is_kept:
-            store.write_costs(self._key, [target_s, draft_s])
+        if self._is_kept and key == self._key:  # else the number of threads has changed meanwhile
+            store.write_costs(key, [target_s, draft_s])
         yield StepCosts(target_s, draft_s)
 
     def _target_sizes(self) -> list[int]:
@@ -95,5 +98,6 @@ class Measurement:
     @property
     def _key(self) -> str:
         scheduler = self.config.scheduler
-        parts = (self.keys, self._target_sizes(), scheduler.max_num_seqs, self.config.speculative)
+        threads = torch.get_num_threads()
+        parts = (self.keys, self._target_sizes(), scheduler.max_num_seqs, self.config.speculative, threads)
         return hashlib.sha256(repr(("costs", *parts)).encode()).hexdigest()[:32]

@@ -93,7 +93,7 @@ class Controller:
 
     def _report(self, plan: RoundPlan, verdicts: list[Verdict], outputs: list[TokenOutput], seconds: float) -> None:
         """Report a committed step to what learns from it."""
-        draft_s = self._clock.add(plan, outputs, self._times(), seconds)
+        draft_s = self._clock.add(plan, verdicts, outputs, self._times(), seconds)
         num_tokens = sum([len(output.token_ids) for output in outputs])
         if self.executor.drafting.is_up:  # otherwise the step shows nothing of drafts
             self.policy.end_step(FinishedStep(plan, verdicts, num_tokens, draft_s, seconds))

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protos.messages import RoundPlan, StepCosts, TokenOutput
+from protos.messages import RoundPlan, StepCosts, TokenOutput, Verdict
 from protos.stats import STEP_TOKENS, EngineStats, PhaseTimes
 from runtime.core.sequence import SpeculationCounts
 from runtime.policy.interpolation import interpolate
@@ -59,7 +59,9 @@ class StepClock:
     """Times whole steps, and estimates what plain decoding would have taken for the tokens of speculative ones.
 
     A plain step gives every row one token. It costs the forward of one token per row, as measured in warm-up, plus all
-    that the speculative step spent outside its forward and its drafting. Without measured costs nothing is estimated.
+    that the speculative step spent outside its forward and its drafting. Where the speculative step's forward took
+    longer than measured, as with long contexts, or with fewer threads beside busy neighbours, the plain one would have
+    been as much slower. Without measured costs nothing is estimated.
 
     Attributes:
         steps_s: seconds of all steps, from planning to committing.
@@ -76,7 +78,14 @@ class StepClock:
         """Estimate by new costs from now on."""
         self._target_s = costs.target_s
 
-    def add(self, plan: RoundPlan, outputs: Sequence[TokenOutput], times: PhaseTimes, seconds: float) -> float:
+    def add(
+        self,
+        plan: RoundPlan,
+        verdicts: Sequence[Verdict],
+        outputs: Sequence[TokenOutput],
+        times: PhaseTimes,
+        seconds: float,
+    ) -> float:
         """Add a committed step that took *seconds*; *times* are those of all steps so far.
 
         Returns:
@@ -88,9 +97,11 @@ class StepClock:
         if not (plan.speculates and self._target_s and all(row.samples and row.length == 1 for row in plan.rows)):
             return draft_s
         # What differs from a plain step: drafting, and the forward over draft tokens.
-        speculation_s = draft_s + times.score_s - before.score_s
+        score_s = times.score_s - before.score_s
         num_rows = len(plan.rows)
-        plain_s = interpolate(self._target_s, num_rows) + max(0.0, seconds - speculation_s)
+        num_scored = num_rows + sum([verdict.proposed for verdict in verdicts])
+        slowdown = max(1.0, score_s / interpolate(self._target_s, num_scored))
+        plain_s = slowdown * interpolate(self._target_s, num_rows) + max(0.0, seconds - draft_s - score_s)
         self.speculative_s += seconds
         self.plain_s += plain_s * sum([len(output.token_ids) for output in outputs]) / num_rows
         return draft_s

@@ -3,7 +3,7 @@
 from msgspec import structs
 
 from protos.config.engine import SpeculativeConfig
-from protos.messages import Request, RoundPlan, Row, Sampling, Step, StepCosts, TokenOutput
+from protos.messages import Request, RoundPlan, Row, Sampling, Step, StepCosts, TokenOutput, Verdict
 from protos.sampling import SamplingParams
 from protos.stats import PhaseTimes
 from protos.worker_messages import RoundDone
@@ -13,6 +13,8 @@ from runtime.supervision.round_times import PhaseTotals
 from tests.support.serving import fake_engine
 
 COSTS = StepCosts({1: 1.0, 2: 1.5, 8: 3.0})
+SIX_TOKENS = [Verdict(slot, (1,), proposed=3) for slot in range(2)]
+"""Of two rows that had three draft tokens each."""
 
 
 def test_waiting_beyond_the_drafts_own_time_is_transfer() -> None:
@@ -35,19 +37,28 @@ def plan(rows: int, length: int = 1, *, speculates: bool = True) -> RoundPlan:
 def test_a_step_is_set_against_plain_steps_for_its_tokens() -> None:
     clock = StepClock(COSTS)
     outputs = [TokenOutput("a", [1, 2, 3]), TokenOutput("b", [1])]
-    clock.add(plan(2), outputs, PhaseTimes(propose_s=0.5, score_s=3.0, verify_s=0.25), seconds=4.0)
+    clock.add(plan(2), SIX_TOKENS, outputs, PhaseTimes(propose_s=0.5, score_s=3.0, verify_s=0.25), seconds=4.0)
     assert clock.steps_s == clock.speculative_s == 4.0
     # Two plain steps of 1.5 s, each with the half second that this step spent on neither drafting nor scoring.
     assert clock.plain_s == 2 * (1.5 + 0.5)
 
 
+def test_a_plain_step_would_have_been_as_much_slower() -> None:
+    clock = StepClock(COSTS)
+    outputs = [TokenOutput("a", [1]), TokenOutput("b", [1])]
+    clock.add(plan(2), SIX_TOKENS, outputs, PhaseTimes(score_s=6.0), seconds=6.5)
+    assert clock.plain_s == 2 * 1.5 + 0.5
+    clock.add(plan(2), SIX_TOKENS, outputs, PhaseTimes(score_s=7.0), seconds=1.0)  # a GPU: how long it took to launch
+    assert clock.plain_s == 3.5 + 1.5
+
+
 def test_only_steps_of_drafting_and_decoding_count() -> None:
     clock = StepClock(COSTS)
-    clock.add(plan(2, length=4), [], PhaseTimes(), seconds=2.0)
-    clock.add(plan(2, speculates=False), [], PhaseTimes(), seconds=1.0)
+    clock.add(plan(2, length=4), [], [], PhaseTimes(), seconds=2.0)
+    clock.add(plan(2, speculates=False), [], [], PhaseTimes(), seconds=1.0)
     assert (clock.steps_s, clock.speculative_s, clock.plain_s) == (3.0, 0.0, 0.0)
     unmeasured = StepClock(None)
-    unmeasured.add(plan(2), [], PhaseTimes(), seconds=2.0)
+    unmeasured.add(plan(2), [], [], PhaseTimes(), seconds=2.0)
     assert (unmeasured.steps_s, unmeasured.speculative_s) == (2.0, 0.0)
 
 

@@ -44,6 +44,30 @@ def test_it_is_as_fast_as_the_best_k(
     assert simulation.run(rates, 4000) >= share * best_fixed(rates, target, cheap)
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.6])
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_it_follows_a_change_of_the_number_of_threads(num_rows: int, rate: float) -> None:
+    """Half of the threads compute half as much, and read weights almost as fast: another K pays.
+
+    With all threads again, sizes that were not run meanwhile are tried only now and then, so another K than the best
+    one may stay for long; but for trials, it is not slower than none.
+    """
+
+    def halved(tokens: int) -> float:
+        return 0.0035 * max(1.0, tokens / 8) + 0.00004 * tokens
+
+    rates = [rate] * num_rows
+    simulation = adaptive(flat, warmed_up(flat))
+    for target, least in (
+        (flat, 0.95 * best_fixed(rates, flat, cheap)),
+        (halved, 0.95 * best_fixed(rates, halved, cheap)),
+        (flat, 0.97 * fixed_rate(0, rates, flat, cheap)),
+    ):
+        simulation.target = target
+        simulation.run(rates, 300)
+        assert simulation.run(rates, 1000) >= least
+
+
 def test_a_draft_that_is_never_right_costs_hardly_anything() -> None:
     simulation = adaptive(flat, warmed_up(flat))
     speed = simulation.run([0.0], 1500)
