@@ -18,8 +18,8 @@ PRIOR_TRIALS = 4.0
 """Weight of the assumption for depth 1, and of the estimate for the depth before for each further depth, in trials."""
 MEMORY_TRIALS = 200.0
 """When so many first draft tokens were tried, half of what was seen is forgotten."""
-AGED = 0.25
-"""Share of what was seen that still counts after a while without drafts."""
+AGED_TRIALS = 16.0
+"""Of what was seen, so many trials still count after a while without drafts."""
 REQUEST_PRIOR = 6.0
 """Weight of the method's estimate in that for a request, in trials."""
 REQUEST_MEMORY = 0.95
@@ -85,7 +85,7 @@ class AcceptanceModel:
 
     def age(self) -> None:
         """Let the next drafts count more: there was none for a while, and the text may be another."""
-        self._keep(AGED)
+        self._keep(min(1.0, AGED_TRIALS / max(self._num_trials, 1.0)))
 
     def _keep(self, share: float) -> None:
         for counts in (self._tried, self._accepted, self._asked, self._drafted):

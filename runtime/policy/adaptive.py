@@ -186,6 +186,7 @@ class AdaptivePolicy:
         if not self._switch.is_on or self._until_exploring > 0:
             return None
         self._until_exploring = EXPLORE_EVERY
+        self._costs.age()
         k = self._random.choice((0, self._random.randint(1, self._limit)))
         costs = self._costs.of(num_known)
         more_s = costs.uniform(k, num_rows) - costs.uniform(self._typical, num_rows)

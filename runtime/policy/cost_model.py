@@ -27,6 +27,8 @@ EXACT_SIZES = 16
 """Sizes up to this have a correction each; above, neighbouring sizes share one."""
 MEMORY, AGED = 32, 0.25
 """Rounds by which an estimate is known best, and the share of them that counts when none was seen for a while."""
+FORGOTTEN = 0.5
+"""Share of a size's own correction that is left each time that it ages."""
 REFRESH_EVERY = 8
 """The tabulated curve is computed again after this many rounds."""
 
@@ -94,9 +96,14 @@ class CostCurve:
             self._refresh()
 
     def age(self) -> None:
-        """Let the next rounds count more at sizes that were not seen since the last call."""
+        """Let the next rounds count more at sizes that were not seen since the last call, and forget some of the past.
+
+        Where a size was found slow, it is not run again. If the machine is faster now, only forgetting shows it.
+        """
         self._count_B[~self._is_fresh_B] *= AGED
+        self._own_B[~self._is_fresh_B] *= FORGOTTEN
         self._is_fresh_B[:] = False
+        self._refresh()
 
     def _refresh(self) -> None:
         """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were."""

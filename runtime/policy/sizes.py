@@ -17,8 +17,8 @@ PRIOR_DRAFTS = 4.0
 """Weight of the estimate from the sizes next to it, in drafts."""
 MEMORY_DRAFTS = 200.0
 """When so many drafts of a size were seen, half of what was seen is forgotten."""
-AGED = 0.25
-"""Share of what was seen that still counts after a while without drafts."""
+AGED_DRAFTS = 16.0
+"""Of what was seen of a size, so many drafts still count after a while without drafts."""
 
 
 class SizeModel:
@@ -44,9 +44,10 @@ class SizeModel:
 
     def age(self) -> None:
         """Let the next drafts count more: there was none for a while, and the text may be another."""
-        self._drafts_S *= AGED
-        self._accepted_S *= AGED
-        self._nodes_S *= AGED
+        share_S = np.minimum(1.0, AGED_DRAFTS / np.maximum(self._drafts_S, 1.0))
+        self._drafts_S *= share_S
+        self._accepted_S *= share_S
+        self._nodes_S *= share_S
 
     def nodes(self) -> Floats:
         """Return the mean number of nodes for each size: a method may find fewer, or nothing."""
