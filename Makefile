@@ -1,6 +1,6 @@
 # People and CI use the same targets; each installs what it needs, once.
 #   make serve | test | quick | check | docs | bench | accept-engine | accept-gang | accept-proposers | accept-serving |
-#        accept-exactness | clean
+#        accept-exactness | openvino-peer | clean
 # `make quick` runs ruff and the fast tests, in about a minute; SLOW_TESTS below lists the tests that it leaves out.
 # VENV and PYTHON may be given: `make test VENV=/path/to/venv PYTHON=python3.12`.
 
@@ -8,12 +8,15 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST_VENV ?= .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
+OPENVINO_VENV ?= .venv-openvino
+OPENVINO_PYTHON ?= $(wildcard $(OPENVINO_VENV)/bin/python)
 ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.slipstream-installed
 DOCS_READY := $(VENV)/.slipstream-docs-installed
 OLDEST_READY := $(OLDEST_VENV)/.slipstream-installed
+OPENVINO_READY := $(OPENVINO_VENV)/.openvino-installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 RESULTS := benchmarks/results
 
@@ -41,7 +44,7 @@ EXACTNESS_TESTS := tests/exactness tests/invariant tests/workers/verification te
 	tests/cluster/test_check_identity.py tests/cluster/test_check_distribution.py
 
 .PHONY: install serve test quick protos check docs bench accept-engine accept-gang accept-proposers accept-serving \
-	accept-exactness accept-oldest clean
+	accept-exactness accept-oldest openvino-peer clean
 
 serve: $(READY)
 	$(BIN)/slipstream serve $(ARGS)
@@ -74,6 +77,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.off_is_free --output $(RESULTS)/off_is_free.json
 	$(BIN)/python -m benchmarks.proposers --output $(RESULTS)/proposers.json
 	$(BIN)/python -m benchmarks.neighbour --output $(RESULTS)/neighbour.json
+	$(BIN)/python -m benchmarks.openvino_peer $(addprefix --peer-python=,$(OPENVINO_PYTHON)) \
+		--output $(RESULTS)/openvino_peer.json
 
 accept-engine: check accept-oldest
 	$(TWO_THREADS) $(BIN)/python -m pytest -m full -s $(addprefix --ignore=,$(WORKER_GROUP_TESTS) $(PROPOSER_TESTS) \
@@ -111,6 +116,9 @@ accept-exactness: check
 accept-oldest: $(OLDEST_READY)
 	$(TWO_THREADS) $(OLDEST_VENV)/bin/python -m pytest -q
 
+# What `make bench` compares with where it is there, in an environment of its own.
+openvino-peer: $(OPENVINO_READY)
+
 install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -133,7 +141,15 @@ $(OLDEST_READY): pyproject.toml constraints.txt
 	$(OLDEST_VENV)/bin/python -m pip install --disable-pip-version-check -c $(OLDEST_VENV)/constraints.txt -e '.[dev]'
 	touch $@
 
+# Without torchvision, which must be of torch's own build, and is for images.
+$(OPENVINO_READY): benchmarks/openvino_requirements.txt
+	test -x $(OPENVINO_VENV)/bin/python || $(PYTHON) -m venv $(OPENVINO_VENV)
+	$(OPENVINO_VENV)/bin/python -m pip install --disable-pip-version-check $(TORCH)
+	$(OPENVINO_VENV)/bin/python -m pip install --disable-pip-version-check -r $<
+	$(OPENVINO_VENV)/bin/python -m pip uninstall --yes torchvision
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info $(RESULTS)
+	rm -rf .venv .venv-oldest .venv-openvino build *.egg-info $(RESULTS)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

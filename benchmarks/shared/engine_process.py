@@ -5,8 +5,6 @@ python -m benchmarks.shared.engine_process '{"target": ..., "speculative": null,
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,15 +14,16 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.shared.json_process import JsonProcess
 from benchmarks.shared.sides import DemoEngine
 from benchmarks.shared.workload import Item
 from protos.config.engine import EngineConfig
-from workers.threads import USER_VARIABLES, ThreadCount, choose_threads
+from workers.threads import ThreadCount, choose_threads
 
 Command = dict[str, Any]
 
 
-class EngineProcess:
+class EngineProcess(JsonProcess):
     """An engine in a child process.
 
     Args:
@@ -37,46 +36,16 @@ class EngineProcess:
     def __init__(
         self, target: Path, speculative: Command | None, threads: int | None, variables: Mapping[str, str]
     ) -> None:
-        kept = {name: value for name, value in os.environ.items() if name not in USER_VARIABLES}
         config = {"target": str(target), "speculative": speculative, "threads": threads}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, json.dumps(config)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**kept, **variables},
-        )
-        self.pid = self._process.pid
-
-    def await_start(self) -> None:
-        """Wait until the engine is loaded. Call it once, before `decode`."""
-        self._read()
+        super().__init__("the engine", [sys.executable, "-m", __name__, json.dumps(config)], variables)
 
     def decode(self, items: Sequence[Item], settle_s: float) -> tuple[list[float], list[int]]:
         """Decode for *settle_s* seconds, then *items* one by one; return the seconds and threads `[B]` of each.
 
         The engine chooses the number of threads anew at the beginning.
         """
-        command = {"items": [[list(item.prompt), item.max_tokens] for item in items], "settle_s": settle_s}
-        print(json.dumps(command), file=self._end(self._process.stdin), flush=True)
-        answer = self._read()
+        answer = self.ask({"items": [[list(item.prompt), item.max_tokens] for item in items], "settle_s": settle_s})
         return answer["seconds"], answer["threads"]
-
-    def _read(self) -> Any:
-        line = self._end(self._process.stdout).readline()
-        if not line:
-            raise RuntimeError(f"the engine's process ended: {self._process.wait()}")
-        return json.loads(line)
-
-    @staticmethod
-    def _end(pipe: IO[str] | None) -> IO[str]:
-        assert pipe is not None, "both pipes were asked for"
-        return pipe
-
-    def close(self) -> None:
-        """End the process."""
-        self._end(self._process.stdin).close()
-        self._process.wait()
 
 
 def serve(config: Command, commands: Sequence[str] | IO[str], answers: IO[str]) -> None:

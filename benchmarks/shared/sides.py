@@ -45,13 +45,14 @@ class DemoEngine:
 
     def one(self, item: Item, sampling: SamplingSettings) -> int:
         """Run one request alone; return the number of tokens."""
-        return self._run([item], sampling)
+        return self.all([item], sampling)
 
     def all(self, items: Sequence[Item], sampling: SamplingSettings = GREEDY) -> int:
         """Run all *items* at once; return the number of tokens."""
-        return self._run(items, sampling)
+        return sum(map(len, self.tokens(items, sampling)))
 
-    def _run(self, items: Sequence[Item], sampling: SamplingSettings) -> int:
+    def tokens(self, items: Sequence[Item], sampling: SamplingSettings = GREEDY) -> list[list[int]]:
+        """Run all *items* at once; return the tokens of each."""
         params = [
             SamplingParams(
                 temperature=sampling.temperature,
@@ -64,7 +65,8 @@ class DemoEngine:
             for index, item in enumerate(items)
         ]
         prompts = [{"prompt_token_ids": list(item.prompt)} for item in items]
-        return sum(len(output.outputs[0].token_ids) for output in self.llm.generate(prompts, params, use_tqdm=False))
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 class ForwardClock:
