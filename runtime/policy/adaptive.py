@@ -14,18 +14,20 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from protos.messages import StepCosts
+from protos.messages import StepCosts, Verdict
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import RequestAcceptance
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, DecodingRow
 from runtime.policy.round_costs import Round, RoundCostModel
-from runtime.policy.trials import TRIAL_ROUNDS, Trials
+from runtime.policy.trials import MOST_LOST, TRIAL_ROUNDS, WARMING_ROUNDS, Trials
 
 logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
+FIRST_ROUNDS, FIRST_PLAIN = 48, 6
+"""So many first rounds decide nothing: the very first take longer than later ones. The last of them are plain."""
 EXPLORE_EVERY = 100
 """While speculation is on, one round of so many has a random K for all rows, or is plain, if that costs little."""
 ON_ABOVE, OFF_BELOW = 1.02, 1.005
@@ -107,8 +109,10 @@ class AdaptivePolicy:
         self._by_slot: dict[int, tuple[int, RequestAcceptance]] = {}  # of this round: draft tokens asked for
         self._chosen: dict[int, int] = {}  # draft tokens in this round, by the sequence's key
         self._typical = limit  # for sequences that came after the last decision
+        self._num_first = FIRST_ROUNDS  # rounds before the first decision
         self._keep_for = 0  # rounds for which the last decision is kept
         self._num_kept = 0  # rounds since the last decision
+        self._num_drafting = 0  # rounds in a row with draft tokens
         self._is_resting = False  # the last decision is kept in this round: no draft tokens
         self._until_exploring = EXPLORE_EVERY
         self._random = random.Random(0)
@@ -139,6 +143,7 @@ class AdaptivePolicy:
         self._is_resting = self._keep_for > 0 and not (self._switch.is_on or self._trials.is_running)
         if self._is_resting:
             self._keep()
+            self._num_drafting = 0
             return
         decoding = [sequence for sequence in running if sequence.is_decoding]
         if not decoding:
@@ -148,6 +153,7 @@ class AdaptivePolicy:
         rows = {sequence.key: self._row(sequence) for sequence in decoding}
         self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
         self._by_slot = {one.slot: (self._asked(one, rows[one.key]), rows[one.key].acceptance) for one in decoding}
+        self._num_drafting = self._num_drafting + 1 if self.current else 0
 
     def _keep(self) -> None:
         self._keep_for -= 1
@@ -169,7 +175,9 @@ class AdaptivePolicy:
             self._requests = {one.key: self._requests[one.key] for one in running if one.key in self._requests}
 
     def _choose(self, rows: dict[int, DecodingRow], num_known: int) -> None:
-        if self._trials.is_running:
+        if self._num_first > 0:
+            self._use_first(rows, num_known)
+        elif self._trials.is_running:
             self._use_everywhere(TRIAL_TOKENS, rows)
         elif (k := self._explored(len(rows), num_known)) is not None:
             self._use_everywhere(k, rows)
@@ -179,6 +187,18 @@ class AdaptivePolicy:
             self._decide(rows, num_known)
             if not self._switch.is_on and self._starts_trial(len(rows), num_known):
                 self._use_everywhere(TRIAL_TOKENS, rows)
+
+    def _use_first(self, rows: dict[int, DecodingRow], num_known: int) -> None:
+        """Draft in the first rounds, whether it seems to pay or not."""
+        self._num_first -= 1
+        self._num_kept += 1
+        k_R = self._chooser.choose(list(rows.values()), self._costs.of(num_known)).k_R.tolist()
+        if self._num_first < FIRST_PLAIN:
+            self._use_everywhere(0, rows)
+        elif any(k_R):
+            self._use(k_R, rows)
+        else:
+            self._use_everywhere(TRIAL_TOKENS, rows)
 
     def _explored(self, num_rows: int, num_known: int) -> int | None:
         """Return the number of draft tokens to try in this round: None in most rounds, and where it costs too much."""
@@ -196,12 +216,14 @@ class AdaptivePolicy:
         self._chosen, self._typical = {key: min(k, row.limit) for key, row in rows.items()}, k
         self._keep_for = 0
 
+    def _use(self, k_R: list[int], rows: dict[int, DecodingRow]) -> None:
+        self._chosen, self._typical = dict(zip(rows, k_R, strict=True)), round(sum(k_R) / len(rows))
+
     def _decide(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         began = self._clock()
         best = self._chooser.choose(list(rows.values()), self._costs.of(num_known))
         self._update_switch(best.gain, len(rows))
-        k_R = best.k_R.tolist() if self._switch.is_on else []
-        self._chosen, self._typical = dict(zip(rows, k_R, strict=False)), round(sum(k_R) / len(rows))
+        self._use(best.k_R.tolist() if self._switch.is_on else [0] * len(rows), rows)
         if self._round_s:
             took_s = self._clock() - began
             self._keep_for = min(KEEP_AT_MOST, int(took_s / (DECIDING_SHARE * self._round_s)))
@@ -251,13 +273,19 @@ class AdaptivePolicy:
 
     def _learn(self, step: FinishedStep) -> float:
         """Learn acceptance and costs; return the seconds that the step lost against plain decoding."""
-        for verdict in step.verdicts if not self._is_resting else ():
+        done = self._describe(step)
+        if not 1 <= self._num_drafting <= WARMING_ROUNDS:
+            self._record(step.verdicts)
+            self._costs.observe(done)
+        plain_s = self._costs.of(done.num_known).plain()
+        lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
+        return min(lost_s, MOST_LOST * plain_s)
+
+    def _record(self, verdicts: Seq[Verdict]) -> None:
+        for verdict in verdicts if not self._is_resting else ():
             asked, acceptance = self._by_slot.get(verdict.slot) or (verdict.proposed, RequestAcceptance())
             if asked:
                 self._chooser.record(verdict, acceptance, asked)
-        done = self._describe(step)
-        self._costs.observe(done)
-        return step.seconds - self._costs.of(done.num_known).plain() * step.num_tokens / max(1, len(step.plan.rows))
 
     def _describe(self, step: FinishedStep) -> Round:
         rows = step.plan.rows

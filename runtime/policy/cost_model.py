@@ -25,6 +25,8 @@ UNMEASURED_S = {1: 0.001, 64: 0.001}
 """A curve of which nothing was measured: as if larger rounds cost nothing, so that they are tried and correct it."""
 EXACT_SIZES = 16
 """Sizes up to this have a correction each; above, neighbouring sizes share one."""
+FEW = 8
+"""Of so many first rounds of a size the fastest counts: first rounds take longer, and so do disturbed ones."""
 MEMORY, AGED = 32, 0.25
 """Rounds by which an estimate is known best, and the share of them that counts when none was seen for a while."""
 FORGOTTEN = 0.5
@@ -87,7 +89,8 @@ class CostCurve:
         error = math.log(max(seconds, 1e-9)) - self._log_base_N[size] - self._shared - self._own_B[bin_]
         if self._count:
             error = min(CLIP, max(-CLIP, error))
-            self._own_B[bin_] += max(OWN_RATE, 1 / (self._count_B[bin_] + 1)) * error
+            is_fastest = error < 0 and self._count_B[bin_] < FEW
+            self._own_B[bin_] += error if is_fastest else max(OWN_RATE, 1 / (self._count_B[bin_] + 1)) * error
         self._shared += SHARED_RATE * error if self._count else error
         self._count_B[bin_] = min(MEMORY, self._count_B[bin_] + 1)
         self._is_fresh_B[bin_] = True

@@ -2,8 +2,12 @@
 
 TRIAL_SHARE = 0.01
 """Of the time, for trials."""
-TRIAL_ROUNDS = 4
-"""A trial drafts in so many rounds in a row: in the first, the draft only catches up with the sequences."""
+WARMING_ROUNDS = 2
+"""Nothing is learnt of so many first rounds with drafts: the draft catches up with the sequences."""
+TRIAL_ROUNDS = WARMING_ROUNDS + 4
+"""A trial drafts in so many rounds in a row."""
+MOST_LOST = 2.0
+"""A round of a trial counts as having lost so many plain rounds at most. One that lost more was disturbed."""
 TRIAL_PAUSE = 16
 """Rounds after a trial before the next one: what it showed is used first."""
 MOST_SAVED = 10

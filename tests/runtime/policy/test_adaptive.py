@@ -49,7 +49,8 @@ def test_it_is_as_fast_as_the_best_k(
 def test_it_follows_a_change_of_the_number_of_threads(num_rows: int, rate: float) -> None:
     """Half of the threads compute half as much, and read weights almost as fast: another K pays.
 
-    With all threads again, sizes that were slow meanwhile are tried only because that is forgotten.
+    With all threads again, sizes that were slow meanwhile are tried only as that is forgotten, so another K than the
+    best one may stay for a while; but for trials, it is not slower than none.
     """
 
     def halved(tokens: int) -> float:
@@ -60,11 +61,11 @@ def test_it_follows_a_change_of_the_number_of_threads(num_rows: int, rate: float
     for target, least in (
         (flat, 0.95 * best_fixed(rates, flat, cheap)),
         (halved, 0.95 * best_fixed(rates, halved, cheap)),
-        (flat, 0.9 * best_fixed(rates, flat, cheap)),
+        (flat, 0.97 * fixed_rate(0, rates, flat, cheap)),
     ):
         simulation.target = target
         simulation.run(rates, 300)
-        assert simulation.run(rates, 1000) >= least
+        assert simulation.run(rates, 3000) >= least
 
 
 def test_a_draft_that_is_never_right_costs_hardly_anything() -> None:
