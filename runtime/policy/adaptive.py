@@ -2,12 +2,11 @@
 
 It predicts tokens per second from the costs of rounds (`runtime.policy.cost_model`) and from measured acceptance
 (`runtime.policy.acceptance`, `runtime.policy.sizes`). Every round updates both, for use from the next round on. While
-speculation is off, it is tried now and then (`runtime.policy.trials`). While it is on, a round now and then has another
-K, 0 included, so that the costs of those stay known.
+speculation is off, it is tried now and then (`runtime.policy.switching`). While it is on, a round now and then has
+another K, 0 included, so that the costs of those stay known.
 """
 
 import logging
-import math
 import random
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from runtime.policy.acceptance import RequestAcceptance
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, DecodingRow
 from runtime.policy.round_costs import Round, RoundCostModel
-from runtime.policy.trials import MOST_LOST, TRIAL_ROUNDS, WARMING_ROUNDS, Trials
+from runtime.policy.switching import MOST_LOST, SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, Switch, Trials
 
 logger = logging.getLogger(__name__)
 
@@ -30,50 +29,10 @@ FIRST_ROUNDS, FIRST_PLAIN = 48, 6
 """So many first rounds decide nothing: the very first take longer than later ones. The last of them are plain."""
 EXPLORE_EVERY = 100
 """While speculation is on, one round of so many has a random K for all rows, or is plain, if that costs little."""
-ON_ABOVE, OFF_BELOW = 1.02, 1.005
-"""Speculation is switched on and off at these smoothed gains. Between them it stays as it is."""
-FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
-"""Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
-SMOOTHING = 0.2
-"""Weight of the newest round in the smoothed gain."""
 DECIDING_SHARE, KEEP_AT_MOST = 0.005, 32
 """Share of the time for deciding: where it would be more, a decision is kept for several rounds, at most so many."""
 LEARN_EVERY = 4
 """While a decision not to draft is kept, the costs of one round of so many are learnt."""
-
-
-class Switch:
-    """Whether speculation is on, by the gain that is predicted for it. `changes` counts its changes by reason."""
-
-    def __init__(self) -> None:
-        self.is_on = True
-        self.changes: Counter[str] = Counter()
-        self._log_gain = math.log(ON_ABOVE)
-        self._rounds = 0  # in this state
-        self._pause = FIRST_PAUSE
-
-    @property
-    def gain(self) -> float:
-        """The smoothed gain: tokens per second relative to plain decoding."""
-        return math.exp(self._log_gain)
-
-    def update(self, gain: float, num_rounds: int) -> bool:
-        """Take the gain predicted for the last *num_rounds* rounds; return whether the switch changed."""
-        weight = 1 - (1 - SMOOTHING) ** num_rounds
-        self._log_gain += weight * (math.log(gain) - self._log_gain)
-        self._rounds += num_rounds
-        if self.is_on and self.gain < OFF_BELOW:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE) if self._rounds < self._pause else FIRST_PAUSE
-            return self._change("does_not_pay")
-        if not self.is_on and self.gain > ON_ABOVE and self._rounds >= self._pause:
-            return self._change("pays")
-        return False
-
-    def _change(self, reason: str) -> bool:
-        self.is_on = not self.is_on
-        self._rounds = 0
-        self.changes[reason] += 1
-        return True
 
 
 class AdaptivePolicy:

@@ -11,7 +11,7 @@ No mask function is registered, so `transformers` builds no mask for this name.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from transformers import AttentionInterface
@@ -49,7 +49,13 @@ class Options:
 
 
 class AttentionBackend(Protocol):
-    """Writes K and V into pages and attends over them."""
+    """Writes K and V into pages and attends over them.
+
+    With `takes_padding`, `attend` accepts tokens after those of the plan: their K and V are not written, and their
+    output is 0.
+    """
+
+    takes_padding: ClassVar[bool]
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of the next forward share."""
@@ -110,7 +116,7 @@ def _op(  # noqa: PLR0917 - the operator's schema
         raise RuntimeError(f"a model loaded with {NAME} attention runs only through ModelRunner")
     options = Options(scaling, window, softcap, sinks, window_from_block, causal_block)
     size = _CURRENT.num_tokens
-    if size is None or query.shape[2] == size:
+    if size is None or query.shape[2] == size or backend.takes_padding:
         return backend.attend(layer, query, key, value, options)
     output = _shape(query, key, value).zero_()
     output[:, :size] = backend.attend(layer, query[:, :, :size], key[:, :, :size], value[:, :, :size], options)

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ class NativeAttention:
 
     LONGEST = CHUNK  # most tokens of a row that the kernel attends
     KERNEL: tuple[str, ...] = ("paged_attention", "slipstream_attention")
+    takes_padding: ClassVar[bool] = True
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -57,12 +59,14 @@ class NativeAttention:
         self._layers = [self._describe(index) for index in range(len(cache.shapes))]
         self._layer_refs = [ctypes.byref(layer) for layer in self._layers]
         self._metadata: AttentionMetadata | None = None
+        self._num_tokens = 0
         self._short_rows: Ints = np.empty(0, np.int64)
         self._has_long = False
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Pass this forward's rows to the kernel."""
         self._metadata = metadata  # keeps the arrays alive
+        self._num_tokens = int(metadata.lengths_R.sum())
         self._has_long = int(metadata.lengths_R.max()) > self.LONGEST
         plan = self._plan
         plan.rows = plan.tasks = len(metadata.starts_R)
@@ -97,6 +101,9 @@ class NativeAttention:
         """See `AttentionBackend.attend`."""
         _, heads, tokens, _ = query_1HTD.shape
         output_1THE = query_1HTD.new_empty(1, tokens, heads, value_1GTE.shape[3])
+        size = self._num_tokens
+        if tokens > size:
+            output_1THE[:, size:].zero_()
         call, described = self._call, self._layers[layer]
         described.heads = heads
         call.query, call.key, call.value = query_1HTD.data_ptr(), key_1GTD.data_ptr(), value_1GTE.data_ptr()
@@ -110,7 +117,8 @@ class NativeAttention:
         call.window_from_block, call.causal_block = options.window_from_block, options.causal_block
         self._kernel(self._plan_ref, self._layer_refs[layer], self._call_ref)
         if self._has_long:
-            self._torch.attend_groups_into(output_1THE[0], layer, query_1HTD[0].transpose(0, 1), options)
+            query_THD = query_1HTD[0].transpose(0, 1)
+            self._torch.attend_groups_into(output_1THE[0, :size], layer, query_THD[:size], options)
         return output_1THE
 
     def _describe(self, index: int) -> _Layer:

@@ -1,5 +1,7 @@
 """Paged attention in plain torch operators: any device, every option."""
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,8 @@ from workers.attention.row_groups import RowGroup, group_rows, to_device
 
 class TorchAttention:
     """Gathers each row's blocks and calls scaled-dot-product attention. Holds the plan of one forward."""
+
+    takes_padding: ClassVar[bool] = False
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache

@@ -5,6 +5,8 @@ shape: `QUERIES` queries, the last ones padding, and `SPLIT` keys, all of which 
 Values were compared with the CPU kernel's, on a CPU; this code has not run on a GPU.
 """
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 
@@ -18,6 +20,8 @@ QUERIES = 16
 
 class SplitAttention:
     """Gathers the keys of each query. Holds the plan of one forward."""
+
+    takes_padding: ClassVar[bool] = False
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache

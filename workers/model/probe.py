@@ -1,6 +1,6 @@
 """Runs one token through a loaded model to find the K and V shapes of its layers."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +13,8 @@ from workers.distributed.groups import GroupError
 
 class Probe:
     """An attention backend that records the shapes of its inputs."""
+
+    takes_padding: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}

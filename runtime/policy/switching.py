@@ -1,5 +1,14 @@
-"""When speculation that is off is tried again."""
+"""Whether speculation is on, and when it is tried again while it is off."""
 
+import math
+from collections import Counter
+
+SMOOTHING = 0.2
+"""Weight of the newest round in the smoothed gain."""
+ON_ABOVE, OFF_BELOW = 1.02, 1.005
+"""Speculation is switched on and off at these smoothed gains. Between them it stays as it is."""
+FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
+"""Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
 TRIAL_SHARE = 0.01
 """Of the time, for trials."""
 WARMING_ROUNDS = 2
@@ -12,6 +21,40 @@ TRIAL_PAUSE = 16
 """Rounds after a trial before the next one: what it showed is used first."""
 MOST_SAVED = 10
 """Trials for which time is saved at most."""
+
+
+class Switch:
+    """Whether speculation is on, by the gain that is predicted for it. `changes` counts its changes by reason."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.changes: Counter[str] = Counter()
+        self._log_gain = math.log(ON_ABOVE)
+        self._rounds = 0  # in this state
+        self._pause = FIRST_PAUSE
+
+    @property
+    def gain(self) -> float:
+        """The smoothed gain: tokens per second relative to plain decoding."""
+        return math.exp(self._log_gain)
+
+    def update(self, gain: float, num_rounds: int) -> bool:
+        """Take the gain predicted for the last *num_rounds* rounds; return whether the switch changed."""
+        weight = 1 - (1 - SMOOTHING) ** num_rounds
+        self._log_gain += weight * (math.log(gain) - self._log_gain)
+        self._rounds += num_rounds
+        if self.is_on and self.gain < OFF_BELOW:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE) if self._rounds < self._pause else FIRST_PAUSE
+            return self._change("does_not_pay")
+        if not self.is_on and self.gain > ON_ABOVE and self._rounds >= self._pause:
+            return self._change("pays")
+        return False
+
+    def _change(self, reason: str) -> bool:
+        self.is_on = not self.is_on
+        self._rounds = 0
+        self.changes[reason] += 1
+        return True
 
 
 class Trials:
