@@ -88,7 +88,7 @@ TINY = {
     "num_gpu_blocks_override": 400,
     "device": "cpu",
     "max_num_seqs": 8,
-    "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "policy": "fixed"},
 }
 
 
