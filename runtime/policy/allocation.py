@@ -23,12 +23,14 @@ class RoundCosts:
         draft: of the first level of a draft, by rows that draft.
         levels: of so many levels, in units of one.
         num_known: known tokens fed, prompt chunks included.
+        prompts_s: what the draft spends on prompts, for each round with draft tokens.
     """
 
     target: CostCurve
     draft: CostCurve
     levels: CostCurve
     num_known: int
+    prompts_s: float = 0.0
 
     def plain(self) -> float:
         """Return the seconds without draft tokens."""
@@ -38,7 +40,11 @@ class RoundCosts:
         """Return the seconds with *k* draft tokens for each of *num_rows* rows."""
         if not k:
             return self.plain()
-        return self.target.at(self.num_known + k * num_rows) + self.levels.at(k) * self.draft.at(num_rows)
+        return self.target.at(self.num_known + k * num_rows) + self.drafting(k, num_rows)
+
+    def drafting(self, depth: int, num_rows: int) -> float:
+        """Return the seconds for a draft of *depth* levels for *num_rows* rows."""
+        return self.levels.at(depth) * self.draft.at(num_rows) + self.prompts_s
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class _Slots:
         earned_M = self.earned_N[taken_N]
         tokens_M = num_sampling + np.cumsum(earned_M)
         drafting_M = np.cumsum(self.depth_N[taken_N] == 0)
-        seconds_M = costs.levels.at(depth) * costs.draft.seconds(drafting_M)
+        seconds_M = costs.levels.at(depth) * costs.draft.seconds(drafting_M) + costs.prompts_s
         seconds_M = seconds_M + self._target(np.cumsum(self.drafted_N[taken_N]), drafting_M, costs)
         index = int(np.argmax(tokens_M / seconds_M))
         return index + 1, float(tokens_M[index]), float(seconds_M[index])

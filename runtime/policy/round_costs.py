@@ -6,6 +6,9 @@ from protos.messages import StepCosts
 from runtime.policy.allocation import RoundCosts
 from runtime.policy.cost_model import CostCurve
 
+PROMPTS_RATE = 0.02
+"""Weight of the newest round in what the draft spends on prompts."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -44,6 +47,7 @@ class RoundCostModel:
 
     def __init__(self, costs: StepCosts | None, max_tokens: int, max_rows: int, max_depth: int) -> None:
         self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._prompts_s = 0.0
         self.revise(StepCosts({}) if costs is None else costs)
         self._levels = CostCurve({depth: float(depth) for depth in range(1, max_depth + 1)}, max_depth)
 
@@ -54,11 +58,19 @@ class RoundCostModel:
 
     def observe(self, done: Round) -> None:
         """Correct the curves by a round."""
-        if done.depth:
+        if done.draft_s:
+            self._observe_prompts(done)
+        if done.depth and done.decodes:
             self._draft.observe(done.num_drafting, done.draft_s / self._levels.at(done.depth))
             self._levels.observe(done.depth, done.draft_s / self._draft.at(done.num_drafting))
         if done.decodes:
             self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s)
+
+    def _observe_prompts(self, done: Round) -> None:
+        """Learn what the draft spends on prompts, as seconds of a round on average."""
+        usual_s = self._levels.at(done.depth) * self._draft.at(done.num_drafting) if done.depth else 0.0
+        spent_s = 0.0 if done.decodes else max(0.0, done.draft_s - usual_s)
+        self._prompts_s += PROMPTS_RATE * (spent_s - self._prompts_s)
 
     def age(self) -> None:
         """Let the next rounds count more where nothing was learnt since the last call."""
@@ -67,4 +79,4 @@ class RoundCostModel:
 
     def of(self, num_known: int) -> RoundCosts:
         """Return the costs of the rounds that feed *num_known* known tokens."""
-        return RoundCosts(self._target, self._draft, self._levels, num_known)
+        return RoundCosts(self._target, self._draft, self._levels, num_known, self._prompts_s)

@@ -78,7 +78,7 @@ def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: Roun
     for size, nodes, accepted in measured:
         k_R = np.minimum(limits_R, size)
         num_scored = round(float(k_R.sum()) * nodes / size)
-        seconds = costs.target.at(costs.num_known + num_scored) + costs.levels.at(size) * costs.draft.at(num_rows)
+        seconds = costs.target.at(costs.num_known + num_scored) + costs.drafting(size, num_rows)
         tokens = num_sampling + accepted * num_rows
         gain = tokens / seconds * plain_s / num_sampling
         if gain > best.gain:

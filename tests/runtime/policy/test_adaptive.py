@@ -8,7 +8,7 @@ from protos.messages import RoundPlan, Row, StepCosts, Verdict
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser, TreeChooser
-from runtime.policy.round_costs import RoundCostModel
+from runtime.policy.round_costs import Round, RoundCostModel
 from tests.support.policy_simulation import (
     LIMIT,
     Seconds,
@@ -157,3 +157,17 @@ def test_a_method_that_often_finds_nothing_is_used_where_it_pays(found: float, p
     speed, plain = simulation.run([0.9], 1500), 1 / 0.003 / 1.05
     assert speed >= (1.2 if pays else 0.97) * plain
     assert (simulation.policy.current > 0) == pays
+
+
+def test_what_the_draft_spends_on_prompts_is_part_of_what_drafts_cost() -> None:
+    """Where every other round has a prompt, the draft reads it, too."""
+    model = RoundCostModel(warmed_up(flat), 64, 8, LIMIT)
+    before = model.of(1)
+    decoding_round = Round(1, 2, 1, 2, 2, 2 * cheap(1), flat(3) + 2 * cheap(1))
+    prompt_round = Round(100, 0, 0, 0, 1, 0.01, 0.03, decodes=False)
+    for _ in range(300):
+        model.observe(decoding_round)
+        model.observe(prompt_round)
+    after = model.of(1)
+    assert after.uniform(2, 1) - before.uniform(2, 1) == pytest.approx(0.005, rel=0.1)
+    assert after.plain() == pytest.approx(before.plain(), rel=0.05)
