@@ -151,10 +151,11 @@ class AdaptivePolicy:
         """Draft in the first rounds, whether it seems to pay or not."""
         self._num_first -= 1
         self._num_kept += 1
-        k_R = self._chooser.choose(list(rows.values()), self._costs.of(num_known)).k_R.tolist()
         if self._num_first < FIRST_PLAIN:
             self._use_everywhere(0, rows)
-        elif any(k_R):
+            return
+        k_R = self._chooser.choose(list(rows.values()), self._costs.of(num_known)).k_R.tolist()
+        if any(k_R):
             self._use(k_R, rows)
         else:
             self._use_everywhere(TRIAL_TOKENS, rows)

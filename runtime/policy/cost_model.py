@@ -78,10 +78,6 @@ class CostCurve:
         """Return the predicted seconds for one size."""
         return float(self._seconds_N[min(size, self.largest)])
 
-    def num_rounds(self, size: int) -> float:
-        """Return how many rounds of this size, or of its neighbours, were observed."""
-        return float(self._count_B[self._bin_N[min(size, self.largest)]])
-
     def observe(self, size: int, seconds: float) -> None:
         """Correct the curve by a round of *size* that took *seconds*."""
         size = min(size, self.largest)
