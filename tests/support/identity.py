@@ -13,6 +13,15 @@ from tests.support.policies import always
 TIE_GAP = 1e-4
 MAX_TIES_PER_THOUSAND = 2
 
+CROWDED: dict[str, int] = {
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 5,
+    "block_size": 4,
+    "num_gpu_blocks_override": 44,
+    "max_model_len": 160,
+}
+"""Options of an engine that chunks prompts of 20 tokens and more, and preempts some of a dozen requests."""
+
 
 @dataclass(frozen=True)
 class Run:

@@ -2,7 +2,6 @@
 
 import multiprocessing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,17 @@ from hypothesis import strategies as st
 
 from protos.config.kv_window import KVWindow
 from protos.layers import LayerShape
-from tests.workers.attention.test_tree_attention import BLOCK, SHAPES, OneRow, dense, filled, normal, rows, rows_of
+from tests.workers.attention.test_tree_attention import (
+    BLOCK,
+    SHAPES,
+    OneRow,
+    Shape,
+    check_against_masks,
+    filled,
+    normal,
+    rows,
+    rows_of,
+)
 from workers.attention.backend import AttentionBackend, Options
 from workers.attention.batch import AttentionMetadata
 from workers.attention.native import NativeAttention
@@ -56,29 +65,15 @@ def attended(make: type[AttentionBackend], laid_out: AttentionMetadata, size: in
 def test_windows_are_masks(
     plain: list[OneRow],
     window: KVWindow,
-    shape: tuple[tuple[int, int], tuple[int, int]],
+    shape: Shape,
     layer_options: tuple[int, float, bool],
     block_options: tuple[bool, bool],
 ) -> None:
-    (heads, kv_heads), sizes = shape
-    layer_window, softcap, has_sinks = layer_options
-    windowed: list[Any] = [WindowedRow(row.start, row.length, row.tree_mask, row.first_valid, window) for row in plain]
+    windowed: list[OneRow] = [
+        WindowedRow(row.start, row.length, row.tree_mask, row.first_valid, window) for row in plain
+    ]
     laid_out = replace(rows_of(plain), kv_window=window)
-    tokens = int(laid_out.lengths_R.sum())
-    query, key, value = (
-        normal(heads, tokens, sizes[0], 0),
-        normal(kv_heads, tokens, sizes[0], 1),
-        normal(kv_heads, tokens, sizes[1], 2),
-    )
-    sinks_H = torch.linspace(-1, 1, heads) if has_sinks else None
-    options = Options(sizes[0] ** -0.5, layer_window, softcap, sinks_H, *block_options)
-    for make in BACKENDS:
-        cache = filled(LayerShape(kv_heads, *sizes), laid_out.blocks_SB.size)
-        backend = make(cache)
-        backend.plan(laid_out)
-        found = backend.attend(0, query, key, value, options)
-        wanted = dense(cache, laid_out, windowed, query, options)
-        assert (found - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max().item()), make
+    check_against_masks(BACKENDS, laid_out, windowed, shape, layer_options, block_options)
 
 
 @pytest.mark.parametrize("make", BACKENDS)

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from workers.invariant.attention_cuda import SplitAttention
 
 BLOCK = 8
 BACKENDS = (NativeAttention, TorchAttention, InvariantAttention, SplitAttention)
+Shape = tuple[tuple[int, int], tuple[int, int]]
 SHAPES = [((4, 2), (64, 64)), ((4, 4), (24, 16)), ((6, 1), (16, 16))]
 """Heads of queries and of K and V, and sizes of keys and of values."""
 
@@ -147,6 +149,38 @@ def _one(cache: KVCache, at_L: torch.Tensor, query_HD: torch.Tensor, options: Op
     return torch.stack(heads).float()
 
 
+def check_against_masks(  # noqa: PLR0917 - the drawn values
+    backends: Sequence[type[AttentionBackend]],
+    laid_out: AttentionMetadata,
+    wanted_rows: list[OneRow],
+    shape: Shape,
+    layer_options: tuple[int, float, bool],
+    block_options: tuple[bool, bool],
+) -> None:
+    """Compare backends with attention over the places that *wanted_rows* see.
+
+    *shape*: query and K/V heads, and sizes of keys and values; *layer_options*: window, soft cap, and whether there are
+    sinks.
+    """
+    (heads, kv_heads), sizes = shape
+    window, softcap, has_sinks = layer_options
+    tokens = int(laid_out.lengths_R.sum())
+    query, key, value = (
+        normal(heads, tokens, sizes[0], 0),
+        normal(kv_heads, tokens, sizes[0], 1),
+        normal(kv_heads, tokens, sizes[1], 2),
+    )
+    sinks_H = torch.linspace(-1, 1, heads) if has_sinks else None
+    options = Options(sizes[0] ** -0.5, window, softcap, sinks_H, *block_options)
+    for make in backends:
+        cache = filled(LayerShape(kv_heads, *sizes), laid_out.blocks_SB.size)
+        backend = make(cache)  # type: ignore[call-arg]
+        backend.plan(laid_out)
+        found = backend.attend(0, query, key, value, options)
+        wanted = dense(cache, laid_out, wanted_rows, query, options)
+        assert (found - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max().item()), make
+
+
 @given(
     plain=st.lists(rows(), min_size=1, max_size=5),
     shape=st.sampled_from(SHAPES),
@@ -156,28 +190,11 @@ def _one(cache: KVCache, at_L: torch.Tensor, query_HD: torch.Tensor, options: Op
 @settings(max_examples=30, deadline=None)
 def test_kernel_torch_and_masks_spelt_out_agree(
     plain: list[OneRow],
-    shape: tuple[tuple[int, int], tuple[int, int]],
+    shape: Shape,
     layer_options: tuple[int, float, bool],
     block_options: tuple[bool, bool],
 ) -> None:
-    (heads, kv_heads), sizes = shape
-    window, softcap, has_sinks = layer_options
-    laid_out = rows_of(plain)
-    tokens = int(laid_out.lengths_R.sum())
-    query, key, value = (
-        normal(heads, tokens, sizes[0], 0),
-        normal(kv_heads, tokens, sizes[0], 1),
-        normal(kv_heads, tokens, sizes[1], 2),
-    )
-    sinks_H = torch.linspace(-1, 1, heads) if has_sinks else None
-    options = Options(sizes[0] ** -0.5, window, softcap, sinks_H, *block_options)
-    for make in BACKENDS:
-        cache = filled(LayerShape(kv_heads, *sizes), laid_out.blocks_SB.size)
-        backend = make(cache)
-        backend.plan(laid_out)
-        found = backend.attend(0, query, key, value, options)
-        wanted = dense(cache, laid_out, plain, query, options)
-        assert (found - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max().item()), make
+    check_against_masks(BACKENDS, rows_of(plain), plain, shape, layer_options, block_options)
 
 
 def tree_row(parents: tuple[int, ...], known: int, first_valid: int = 0) -> OneRow:

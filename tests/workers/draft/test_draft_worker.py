@@ -10,7 +10,7 @@ import torch
 
 from protos.draft import DraftRow
 from slipstream import SamplingParams
-from tests.support.identity import generate
+from tests.support.identity import CROWDED, generate
 from tests.support.models.tiny_models import build
 from workers.draft.cache import BlockValidity
 from workers.draft.worker import DraftWorker
@@ -57,11 +57,7 @@ def test_a_draft_that_is_the_target_is_never_wrong(table: list[list[int]] | None
         model,
         prompts * 2,
         params * 2,
-        max_num_batched_tokens=24,
-        max_num_seqs=5,
-        block_size=4,
-        num_gpu_blocks_override=44,
-        max_model_len=160,
+        **CROWDED,
         speculative_config=speculative,
     )
     assert run.preemptions > 0

@@ -9,7 +9,7 @@ import pytest
 from slipstream import SamplingParams
 from tests.proposers.test_every_proposer import requests, started
 from tests.support.distributed.engine import Engine
-from tests.support.identity import Run, generate
+from tests.support.identity import CROWDED, Run, generate
 from tests.support.models.tiny_models import build
 from workers.draft.engine import DraftEngine
 from workers.model.runner import ModelRunner
@@ -36,11 +36,7 @@ def crowded(target: Path, speculative: dict[str, Any] | None) -> Run:
         target,
         prompts * 2,
         params * 2,
-        max_num_batched_tokens=24,
-        max_num_seqs=5,
-        block_size=4,
-        num_gpu_blocks_override=44,
-        max_model_len=160,
+        **CROWDED,
         speculative_config=speculative,
     )
 
