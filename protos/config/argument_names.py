@@ -101,7 +101,7 @@ IGNORED_FLAGS = frozenset({
 })  # fmt: skip
 # name -> (values that are accepted because they change nothing, what to do instead)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "quantization": ((), "quantised weights are not supported; load the original checkpoint"),
+    "quantization": ((), "leave it out: the config.json of a quantised checkpoint names its format"),
     "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
     "calculate_kv_scales": ((False,), "the KV cache is not quantised"),
     "load_format": (("auto", "safetensors"), "weights are loaded from safetensors only"),

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 
 from protos.errors import ModelError
 from workers.attention.backend import NAME
 from workers.model.capture import decoder_layers
-from workers.weights.building import BUILDING
+from workers.weights.building import on_meta
 from workers.weights.load import WeightLoader
 from workers.weights.reader import open_checkpoint
 
@@ -83,11 +83,10 @@ class CheckpointEnds:
     def _ends(self) -> Any:
         """The target without its layers."""
         config = AutoConfig.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
-        with BUILDING, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, attn_implementation=NAME)
+        model = on_meta(config, self._dtype)
         layers = decoder_layers(model)
         del layers[:]
-        with open_checkpoint(self._folder, str(config.model_type), model.base_model_prefix) as checkpoint:
+        with open_checkpoint(self._folder, config, model.base_model_prefix) as checkpoint:
             WeightLoader(self._name, checkpoint, {}, self._dtype, self._device).load(model)
         return model.eval().requires_grad_(False)
 

@@ -22,6 +22,8 @@ from workers.model.torch_mode import TorchMode
 from workers.weights import families
 from workers.weights.building import BUILDING
 from workers.weights.hub import INDEX, fetch, read_config, read_json, shards_by_tensor
+from workers.weights.load import load_whole
+from workers.weights.quantized.formats import format_of
 
 DTYPES = {
     "float32": torch.float32,
@@ -47,6 +49,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     """
     described = read_config(config)
     families.check(described, config.model, config.max_model_len)
+    _check_quantization(described, config.model)
     folder = fetch(config)
     _check_weights(folder, config.model)
     device = pick_device(config.device)
@@ -61,7 +64,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         model = _instantiate_shard(folder, config.model, dtype, device, group, mode.connect)
     layers = mode.prepare(model, config.model, ranks)
     kind = str(described["model_type"])
-    notes += _notes(kind, layers, dtype)
+    notes += _notes(described, layers, dtype)
     return LoadedModel(
         model=model,
         folder=folder,
@@ -76,6 +79,13 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         notes=notes,
         group=Solo() if group is None else group,
     )
+
+
+def _check_quantization(described: Mapping[str, Any], name: str) -> None:
+    try:
+        format_of(described.get("quantization_config"))
+    except ModelError as error:
+        raise ModelError(f"{name} cannot be served: {error}") from error
 
 
 def _mode_of(config: ModelConfig) -> ExecutionMode:
@@ -172,6 +182,8 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
     try:
         with BUILDING, _quiet():
             config = AutoConfig.from_pretrained(folder, **safely)
+            if getattr(config, "quantization_config", None):
+                return load_whole(folder, name, config, dtype, device)
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -181,6 +193,8 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
                 output_loading_info=True,
                 **safely,
             )
+    except ModelError:
+        raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
     missing = sorted(report["missing_keys"])
@@ -208,11 +222,15 @@ def _vocab_size(model: Any, ranks: int) -> int:
     return int(model.get_output_embeddings().weight.shape[0]) if ranks == 1 else int(model.config.vocab_size)
 
 
-def _notes(kind: str, layers: tuple[LayerShape, ...], dtype: torch.dtype) -> tuple[str, ...]:
+def _notes(described: Mapping[str, Any], layers: tuple[LayerShape, ...], dtype: torch.dtype) -> tuple[str, ...]:
     per_token = sum(shape.elements_per_token for shape in layers) * dtype.itemsize
     notes = [f"KV cache: {per_token} bytes per token"]
     if any(shape.key_size != shape.value_size for shape in layers):
         notes[0] += " (keys and values are cached expanded, since their head sizes differ)"
+    quantized = described.get("quantization_config")
+    if quantized:
+        notes.append(f"weights are stored quantised ({quantized['quant_method']}), and computed with as {dtype}")
+    kind = str(described["model_type"])
     if kind not in families.TESTED:
         notes.append(f"model_type {kind!r} is not among the families that are tested")
     return tuple(notes)

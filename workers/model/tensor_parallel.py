@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from workers.attention.backend import NAME
 from workers.distributed.collectives import Collectives
 from workers.distributed.groups import Group
-from workers.weights.building import BUILDING
+from workers.weights.building import on_meta
 from workers.weights.load import Slices, WeightLoader
 from workers.weights.partition import ATTENTION, Partition, TensorSlice, partition_for
 from workers.weights.plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
@@ -59,9 +57,8 @@ def build_shard(
     kind = str(config.model_type)
     plan = plan_for(config, kind, name)
     partition = partition_for(config, name, group.rank, group.size)
-    with BUILDING, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
-    with open_checkpoint(folder, kind, model.base_model_prefix) as checkpoint:
+    model = on_meta(config, dtype)
+    with open_checkpoint(folder, config, model.base_model_prefix) as checkpoint:
         WeightLoader(name, checkpoint, _slices(model, plan, partition), dtype, device).load(model)
     _count_locally(model, kind, partition)
     connect(model, plan, group)

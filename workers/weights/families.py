@@ -71,9 +71,6 @@ def _family_reason(config: Mapping[str, Any], kind: str) -> str | None:
 def _checkpoint_reason(config: Mapping[str, Any], kind: str) -> str | None:
     if "ForConditionalGeneration" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") or "text_config" in config:
         return "it is a multimodal checkpoint; use one with the text model alone"
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        return f"its weights are quantised ({method}); use the unquantised checkpoint"
     if config.get("use_bidirectional_attention"):
         return "its attention is bidirectional"
     unknown = sorted(set(config.get("layer_types") or ()) - SERVED_LAYER_TYPES)

@@ -1,16 +1,18 @@
-"""Loads one rank's slices of a checkpoint into a model on the meta device."""
+"""Loads a checkpoint, or one rank's slices of it, into a model on the meta device."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from protos.errors import ModelError
+from workers.weights.building import on_meta
 from workers.weights.partition import TensorSlice
-from workers.weights.reader import Checkpoint, StoredWeight, read_slice
+from workers.weights.reader import Checkpoint, StoredWeight, open_checkpoint, read_slice
 
 Slices = Mapping[str, TensorSlice | None]
 """The slice of each parameter that is split, by its full name in the model; None: zeros on this rank."""
@@ -92,3 +94,22 @@ def _set(model: Any, full: str, tensor: torch.Tensor) -> None:
         module.register_parameter(key, tensor)
     else:
         module.register_buffer(key, tensor)
+
+
+def load_whole(folder: Path, name: str, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a causal LM with all its weights, in eval mode, without gradients.
+
+    Args:
+        folder: the checkpoint.
+        name: the model as the user named it.
+        config: its `transformers` config.
+        dtype: of the weights.
+        device: of the weights.
+
+    Raises:
+        ModelError: weights are missing, of the wrong shape or damaged.
+    """
+    model = on_meta(config, dtype)
+    with open_checkpoint(folder, config, model.base_model_prefix) as checkpoint:
+        WeightLoader(name, checkpoint, {}, dtype, device).load(model)
+    return model.eval().requires_grad_(False)

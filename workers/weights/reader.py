@@ -1,7 +1,8 @@
 """Reads slices of weights from safetensors, by the names of the model's parameters.
 
-Only requested slices are read, so a rank never holds more than its shard. Some names in checkpoints differ from the
-model's: with or without the base model's prefix, and experts stored one by one that are one tensor in the model.
+Only requested slices are read, so a rank never holds more than its shard; quantised weights are dequantised one by one.
+Some names in checkpoints differ from the model's: with or without the base model's prefix, and experts stored one by
+one that are one tensor in the model.
 """
 
 import re
@@ -18,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from protos.errors import ModelError
 from workers.weights.hub import shards_by_tensor
 from workers.weights.partition import TensorSlice
+from workers.weights.quantized.formats import format_of
+from workers.weights.quantized.stored import QuantizedFormat, StoredTensors
 
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "mixtral": ((r"\.mlp\.", ".block_sparse_moe."),),
@@ -66,7 +69,7 @@ class PlainWeight:
 class StackedExperts:
     """Experts stored one by one, each as consecutive parts: `parts_EP[e][p]`."""
 
-    parts_EP: Seq[Seq[PlainWeight]]
+    parts_EP: Seq[Seq[StoredWeight]]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +84,7 @@ class StackedExperts:
         return torch.stack([self._expert(parts, dim - 1, start, stop) for parts in self.parts_EP])
 
     @staticmethod
-    def _expert(parts: Seq[PlainWeight], dim: int, start: int, stop: int) -> torch.Tensor:
+    def _expert(parts: Seq[StoredWeight], dim: int, start: int, stop: int) -> torch.Tensor:
         if dim > 0:
             return torch.cat([part.read(dim, start, stop) for part in parts])
         found = []
@@ -98,16 +101,14 @@ class StackedExperts:
 class Checkpoint:
     """An open checkpoint. See `open_checkpoint`."""
 
-    def __init__(self, stored: Mapping[str, Any], kind: str, prefix: str) -> None:
-        self._stored, self._kind, self._prefix = stored, kind, prefix + "."
+    def __init__(self, tensors: StoredTensors, kind: str, prefix: str, quantized: QuantizedFormat | None) -> None:
+        self._tensors, self._kind, self._prefix, self._quantized = tensors, kind, prefix + ".", quantized
 
     def find(self, name: str) -> StoredWeight | None:
         """Return the weight *name* of the model; None if the checkpoint has none."""
         candidates = list(self._names(name))
-        plain = next((found for found in candidates if found in self._stored), None)
-        if plain is not None:
-            return PlainWeight(self._tensor(plain))
-        return next((found for found in map(self._experts, candidates) if found is not None), None)
+        found = (find(candidate) for find in (self._one, self._experts) for candidate in candidates)
+        return next((weight for weight in found if weight is not None), None)
 
     def _names(self, name: str) -> Iterator[str]:
         stripped = name.removeprefix(self._prefix)
@@ -115,42 +116,46 @@ class Checkpoint:
             for known in (name, stripped, self._prefix + name):
                 yield re.sub(pattern, stored, known)
 
+    def _one(self, stored: str) -> StoredWeight | None:
+        quantized = None if self._quantized is None else self._quantized.find(stored, self._tensors)
+        if quantized is not None:
+            return quantized
+        return PlainWeight(self._tensors.slice_of(stored)) if stored in self._tensors else None
+
     def _experts(self, name: str) -> StackedExperts | None:
         match = EXPERTS.fullmatch(name)
         if match is None:
             return None
         parts = EXPERT_PARTS.get(self._kind, USUAL_PARTS)[match["weight"]]
-        count = 0
-        while f"{match['experts']}.{count}.{parts[0]}.weight" in self._stored:
-            count += 1
-        names_EP = [[f"{match['experts']}.{e}.{part}.weight" for part in parts] for e in range(count)]
-        if not count or not all(name in self._stored for names in names_EP for name in names):
-            return None
-        return StackedExperts([[PlainWeight(self._tensor(name)) for name in names] for names in names_EP])
-
-    def _tensor(self, stored: str) -> Any:
-        return self._stored[stored].get_slice(stored)
+        parts_EP: list[Seq[StoredWeight]] = []
+        while True:
+            found = [self._one(f"{match['experts']}.{len(parts_EP)}.{part}.weight") for part in parts]
+            complete = [part for part in found if part is not None]
+            if len(complete) < len(parts):
+                return StackedExperts(parts_EP) if parts_EP else None
+            parts_EP.append(complete)
 
 
 @contextmanager
-def open_checkpoint(folder: Path, kind: str, prefix: str) -> Iterator[Checkpoint]:
+def open_checkpoint(folder: Path, config: Any, prefix: str) -> Iterator[Checkpoint]:
     """Open the checkpoint in *folder*.
 
     Args:
         folder: with `model.safetensors`, or an index and its shards.
-        kind: the model_type.
+        config: its `transformers` config.
         prefix: of the names of the base model's parameters.
 
     Raises:
-        ModelError: a file is damaged. Raised while weights are read, too.
+        ModelError: a file is damaged, or its quantisation is not supported. Raised while weights are read, too.
     """
+    quantized = format_of(getattr(config, "quantization_config", None))
     with ExitStack() as files:
         try:
             stored: dict[str, Any] = {}
             for path in _files(folder):
                 file = files.enter_context(safe_open(path, "pt"))
                 stored.update(dict.fromkeys(file.keys(), file))
-            yield Checkpoint(stored, kind, prefix)
+            yield Checkpoint(StoredTensors(stored), str(config.model_type), prefix, quantized)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
 

@@ -35,10 +35,13 @@ def runner_of(folder: Path, group: Group, rows: list[np.ndarray]) -> ModelRunner
     return ModelRunner(share(folder, group), slots, BLOCKS, BLOCK)
 
 
-def check(folder: Path, ranks: int, vocab: int = VOCAB) -> list[tuple[LayerShape, ...]]:
-    """Compare logits of *ranks* ranks, fed in chunks, with the unsplit model's; return each rank's cache shapes."""
+def check(folder: Path, ranks: int, vocab: int = VOCAB, *, meant: Path | None = None) -> list[tuple[LayerShape, ...]]:
+    """Compare logits of *ranks* ranks, fed in chunks, with the unsplit model's; return each rank's cache shapes.
+
+    *meant*: a checkpoint of the same weights that `transformers` loads, if it does not load *folder* itself.
+    """
     rows = sequences(vocab)
-    expected = reference_logits(folder, rows, "eager")
+    expected = reference_logits(meant or folder, rows, "eager")
 
     def work(group: Group) -> tuple[list[torch.Tensor], tuple[LayerShape, ...]]:
         runner = runner_of(folder, group, rows)

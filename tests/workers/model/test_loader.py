@@ -131,7 +131,6 @@ def test_missing_shard(llama: Path) -> None:
         ({"model_type": "mystery", "auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
         ({"model_type": "mystery"}, "no causal language model class"),
         ({"model_type": "gemma3"}, "multimodal"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised (gptq)"),
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "longest sequence in the batch"),
         (

@@ -1,0 +1,183 @@
+"""Quantised checkpoints: the values that are loaded, whole and split over ranks, and what is refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protos.config.engine import ModelConfig
+from protos.errors import ModelError
+from slipstream import SamplingParams
+from tests.support.distributed.tensor_parallel import VOCAB, check
+from tests.support.identity import Reference, assert_identical, generate
+from tests.support.models import quantized as formats
+from tests.support.models.tiny_models import build
+from workers.model.loader import load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96}
+LINEAR = ("_proj.weight",)
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+OF_INPUTS = {"strategy": "token", "dynamic": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, how its weights are quantised, and the `quantization_config` of such a checkpoint."""
+
+    quantize: Callable[[], formats.Quantize]
+    config: dict[str, Any]
+    family: str = "llama"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    ends: tuple[str, ...] = LINEAR
+
+
+def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **case: Any) -> Case:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": kind}
+    config = {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
+    return Case(lambda: formats.compressed(weights, inputs=inputs, kind=kind), config | {"ignore": ["lm_head"]}, **case)
+
+
+def _gptq(bits: int, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": False, "sym": False, **more}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40], "activation_scheme": "dynamic"}
+MOE = {"moe_intermediate_size": 32}
+
+CASES = {
+    "fp8 blocks": Case(lambda: formats.fp8_blocks(24, 40), BLOCKS),
+    "fp8 rows": Case(lambda: formats.fp8_rows, {"quant_method": "fbgemm_fp8"}),
+    "fp8 tensor": Case(lambda: formats.fp8_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8 modelopt": Case(lambda: formats.fp8_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "fp8 experts": Case(lambda: formats.fp8_blocks(24, 40), BLOCKS, "deepseek_v3", MOE),
+    "gptq 4": Case(lambda: formats.gptq(4, 32), _gptq(4)),
+    "gptq 8": Case(lambda: formats.gptq(8, 32), _gptq(8)),
+    "gptq 2": Case(lambda: formats.gptq(2, 32), _gptq(2)),
+    "gptq act order": Case(lambda: formats.gptq(4, 32, in_order=False), _gptq(4, desc_act=True)),
+    "gptq v2": Case(lambda: formats.gptq(4, 32, zero_shift=0), _gptq(4, checkpoint_format="gptq_v2")),
+    "awq": Case(lambda: formats.awq(32), AWQ),
+    "awq experts": Case(lambda: formats.awq(32), AWQ, "qwen3_moe", MOE),
+    "mxfp4": Case(
+        lambda: formats.mxfp4, {"quant_method": "mxfp4"}, "gpt_oss", WIDE | {"intermediate_size": 64},
+        ("experts.gate_up_proj", "experts.down_proj"),
+    ),
+    "w4a16": _compressed("pack-quantized", INT4 | {"symmetric": True}),
+    "w4a16 asymmetric": _compressed("pack-quantized", INT4 | {"symmetric": False}),
+    "w8a8": _compressed("int-quantized", INT8, INT8 | OF_INPUTS),
+    "fp8 dynamic": _compressed("float-quantized", FP8, FP8 | OF_INPUTS),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def _made(case: Case, folder: Path) -> tuple[Path, Path]:
+    source = build(case.family, folder / "source", **WIDE | case.overrides)
+    plain = formats.quantized(source, folder / "quantised", case.quantize(), case.config, case.ends)
+    return folder / "quantised", plain
+
+
+def test_the_values_are_those_that_the_format_means(case: Case, tmp_path: Path) -> None:
+    folder, plain = _made(case, tmp_path)
+    found, wanted = (dict(load(ModelConfig(model=str(path))).model.named_parameters()) for path in (folder, plain))
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=lambda said, n=name: f"{n}: {said}")
+
+
+def test_two_ranks_equal_transformers_on_those_values(case: Case, tmp_path: Path) -> None:
+    folder, plain = _made(case, tmp_path)
+    check(folder, 2, meant=plain)
+
+
+def test_the_note_names_the_method_and_the_dtype(tmp_path: Path) -> None:
+    folder, _ = _made(CASES["awq"], tmp_path)
+    assert (
+        "weights are stored quantised (awq), and computed with as torch.float32"
+        in load(ModelConfig(model=str(folder))).notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quantised \(bitsandbytes\); supported are awq"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits is 3, but only 2, 4 and 8"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv', but only 4 and 'gemm'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', but only 'FP8'"),
+        ({"quant_method": "gptq", "bits": 4}, "cannot be read: 'group_size' is missing"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparse format 'sparse-24-bitmask'",
+        ),
+    ],
+)
+def test_refused_before_weights_are_read(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    folder = build("llama", tmp_path)
+    (folder / "model.safetensors").unlink()
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"quantization_config": changes}))
+    with pytest.raises(ModelError, match=reason):
+        load(ModelConfig(model=str(folder)))
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "reason"),
+    [
+        ("fp8 blocks", f"{DOWN}.weight_scale_inv", f"{DOWN}.weight is stored in fp8, but the checkpoint has no"),
+        ("gptq 4", f"{DOWN}.scales", f"lacks {DOWN}.scales"),
+        ("awq", f"{DOWN}.qzeros", f"{DOWN}.weight cannot be dequantised: .*qzeros"),
+        ("w4a16", f"{DOWN}.weight_scale", f"1 weights are missing from the checkpoint, the first is {DOWN}.weight"),
+    ],
+)
+def test_a_missing_part(name: str, missing: str, reason: str, tmp_path: Path) -> None:
+    folder, _ = _made(CASES[name], tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    del stored[missing]
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=reason):
+        load(ModelConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("fp8 blocks", "weight_scale_inv"), ("gptq 4", "scales"), ("awq", "scales"), ("w4a16", "weight_scale")],
+)
+def test_a_part_of_the_wrong_shape(name: str, part: str, tmp_path: Path) -> None:
+    folder, _ = _made(CASES[name], tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    stored[f"{DOWN}.{part}"] = stored[f"{DOWN}.{part}"][:1].clone()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"down_proj\.weight"):
+        load(ModelConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["awq", "mxfp4", "fp8 experts"])
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """With a quantised target, off, with n-grams and with a draft model that is quantised, too."""
+    folder, plain = _made(CASES[name], tmp_path)
+    draft, _ = _made(CASES["awq"], tmp_path / "draft")
+    reference = Reference(plain)
+    prompts = [[5, 9, 17, 5, 9, 17, 5, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5], [40, 41, 42]]
+    expected = [reference.greedy(prompt, 24) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    for speculative in (None, ngram, {"model": str(draft), "num_speculative_tokens": 3}):
+        run = generate(folder, prompts, params, speculative_config=speculative)
+        assert_identical(prompts, run.outputs, expected, reference)
+        assert (run.proposed > 0) == (speculative is not None)

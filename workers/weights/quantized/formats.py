@@ -1,0 +1,94 @@
+"""Which format the weights of a checkpoint have, by the `quantization_config` of its `config.json`.
+
+Weights are dequantised when they are loaded. Activations are not quantised, also where the config asks for it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from protos.errors import ModelError
+from workers.weights.quantized.fp8 import Fp8
+from workers.weights.quantized.gptq import Gptq
+from workers.weights.quantized.stored import QuantizedFormat
+
+Described = Mapping[str, Any]
+
+
+def format_of(described: Described | None) -> QuantizedFormat | None:
+    """Return the format of a `quantization_config`; None if there is none.
+
+    Raises:
+        ModelError: it is not supported, or damaged; names the method and the value.
+    """
+    if not described:
+        return None
+    method = str(described.get("quant_method", "unknown"))
+    reader = READERS.get(method)
+    if reader is None:
+        raise ModelError(f"its weights are quantised ({method}); supported are {', '.join(sorted(READERS))}")
+    try:
+        return reader(described)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
+        raise ModelError(f"its quantization_config ({method}) cannot be read: {reason}") from error
+
+
+def _fp8(described: Described) -> QuantizedFormat:
+    block = described.get("weight_block_size")
+    if block is None:
+        return Fp8(None)
+    rows, columns = (int(size) for size in block)
+    return Fp8((rows, columns))
+
+
+def _modelopt(described: Described) -> QuantizedFormat:
+    algorithm = described.get("quant_algo") or described.get("quantization", {}).get("quant_algo")
+    if algorithm != "FP8":
+        raise ValueError(f"quant_algo is {algorithm!r}, but only 'FP8' is supported")
+    return Fp8(None)
+
+
+def _gptq(described: Described) -> QuantizedFormat:
+    bits = int(described["bits"])
+    if bits not in {2, 4, 8}:
+        raise ValueError(f"bits is {bits}, but only 2, 4 and 8 are supported")
+    is_second = described.get("checkpoint_format", "gptq") == "gptq_v2"
+    return Gptq(bits, int(described["group_size"]), zero_shift=0 if is_second else 1)
+
+
+def _awq(described: Described) -> QuantizedFormat:
+    from workers.weights.quantized.compressed import Awq  # noqa: PLC0415 - slow to import
+
+    bits, version = int(described.get("bits", 4)), str(described.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise ValueError(f"bits is {bits} and version {version!r}, but only 4 and 'gemm' are supported")
+    return Awq(int(described.get("group_size", 128)), zero_point=bool(described.get("zero_point", True)))
+
+
+def _mxfp4(_: Described) -> QuantizedFormat:
+    from workers.weights.quantized.mxfp4 import Mxfp4  # noqa: PLC0415 - slow to import
+
+    return Mxfp4()
+
+
+def _compressed_tensors(described: Described) -> QuantizedFormat:
+    from workers.weights.quantized.compressed import read_config  # noqa: PLC0415 - slow to import
+
+    sparsity = described.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise ValueError(f"the sparse format {sparsity['format']!r} is not supported")
+    if described.get("transform_config"):
+        raise ValueError("transform_config (rotated weights) is not supported")
+    return read_config(described)
+
+
+READERS: Mapping[str, Callable[[Described], QuantizedFormat]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed_tensors,
+}
+"""By `quant_method`."""

@@ -1,0 +1,52 @@
+"""Weights in fp8 with scales: per tensor, per row, or per block (DeepSeek-V3, Qwen3-FP8, FBGEMM, AutoFP8, ModelOpt).
+
+`X.weight` is float8_e4m3fn `[O, I]`; its scale is a number, `[O]`, `[O, 1]`, or, with blocks of *a* x *b*,
+`[ceil(O / a), ceil(I / b)]`. The value is the product of both.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from protos.errors import ModelError
+from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
+
+SCALES = ("weight_scale_inv", "weight_scale")
+"""Names of the scale. DeepSeek calls it an inverse, but multiplies by it."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """See the module. `block`: rows and columns that share a scale; None: a scale per tensor or row."""
+
+    block: tuple[int, int] | None
+
+    def find(self, name: str, tensors: StoredTensors) -> DequantizedWeight | None:
+        """See `QuantizedFormat`. Raises `ModelError` if an fp8 weight has no scale."""
+        module, _, key = name.rpartition(".")
+        if key != "weight" or name not in tensors or not tensors.dtype(name).startswith("F8"):
+            return None
+        scale = next((f"{module}.{key}" for key in SCALES if f"{module}.{key}" in tensors), None)
+        if scale is None:
+            raise ModelError(f"{name} is stored in fp8, but the checkpoint has no {module}.{SCALES[0]}")
+        return DequantizedWeight(
+            name, tensors.shape(name), lambda: self._scaled(tensors.read(name), tensors.read(scale), scale)
+        )
+
+    def _scaled(self, values_OI: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
+        scale = scale.float()
+        if self.block is not None and scale.ndim == 2:
+            return values_OI.float() * self._per_value(scale, tuple(values_OI.shape), name)
+        if scale.numel() not in {1, len(values_OI)}:
+            raise ModelError(f"{name} has {scale.numel()} scales for {len(values_OI)} rows; expected one, or one a row")
+        return values_OI.float() * scale.reshape(-1, 1)
+
+    def _per_value(self, scale: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
+        assert self.block is not None
+        wanted = tuple(-(-size // each) for size, each in zip(shape, self.block, strict=True))
+        if tuple(scale.shape) != wanted:
+            raise ModelError(
+                f"{name} is {list(scale.shape)}, but blocks of {list(self.block)} in {list(shape)} make {list(wanted)}"
+            )
+        rows, columns = self.block
+        return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]

@@ -1,0 +1,76 @@
+"""Access to the tensors of a checkpoint, and a weight that is dequantised when it is read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from protos.errors import ModelError
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """The tensors of an open checkpoint. `files`: the open safetensors file of each."""
+
+    files: Mapping[str, Any]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files
+
+    def slice_of(self, name: str) -> Any:
+        """Return the `PySafeSlice` of a tensor, which reads parts of it."""
+        return self.files[name].get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return tuple(self.slice_of(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor, as safetensors names it: "F32", "F8_E4M3", ..."""
+        return str(self.slice_of(name).get_dtype())
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor. Raises `ModelError` if the checkpoint has none of that name."""
+        if name not in self.files:
+            raise ModelError(f"the quantised checkpoint lacks {name}")
+        tensor: torch.Tensor = self.files[name].get_tensor(name)
+        return tensor
+
+
+@dataclass(frozen=True)
+class DequantizedWeight:
+    """A `StoredWeight` whose values are computed when it is read.
+
+    Attributes:
+        name: for messages.
+        shape: of the values.
+        dequantize: computes all of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dequantize: Callable[[], torch.Tensor]
+
+    def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
+        """See `StoredWeight`. Raises `ModelError` if the tensors do not fit together."""
+        return self._values.narrow(dim, start, stop - start).contiguous()
+
+    @cached_property
+    def _values(self) -> torch.Tensor:
+        try:
+            values = self.dequantize()
+        except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
+            raise ModelError(f"{self.name} cannot be dequantised: {' '.join(str(error).split())[:300]}") from error
+        if values.shape != self.shape:
+            raise ModelError(f"{self.name} is dequantised to {list(values.shape)}, but should be {list(self.shape)}")
+        return values
+
+
+class QuantizedFormat(Protocol):
+    """How one method of quantisation stores weights."""
+
+    def find(self, name: str, tensors: StoredTensors) -> DequantizedWeight | None:
+        """Return the weight *name* (a parameter's full name); None if it is not stored quantised."""
+        ...
