@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 
 from protos.errors import ModelError
@@ -23,6 +22,7 @@ from workers.model.capture import decoder_layers
 from workers.weights.building import on_meta
 from workers.weights.load import WeightLoader
 from workers.weights.reader import open_checkpoint
+from workers.weights.wrapped import read_language_config
 
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 """Files that trainers write next to the weights."""
@@ -82,7 +82,7 @@ class CheckpointEnds:
     @cached_property
     def _ends(self) -> Any:
         """The target without its layers."""
-        config = AutoConfig.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
+        config = read_language_config(self._folder)
         model = on_meta(config, self._dtype)
         layers = decoder_layers(model)
         del layers[:]

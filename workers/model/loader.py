@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protos.config.engine import ModelConfig
@@ -24,6 +24,7 @@ from workers.weights.building import BUILDING
 from workers.weights.hub import INDEX, fetch, read_config, read_json, shards_by_tensor
 from workers.weights.load import load_whole
 from workers.weights.quantized.formats import format_of
+from workers.weights.wrapped import is_wrapped, read_language_config
 
 DTYPES = {
     "float32": torch.float32,
@@ -176,13 +177,19 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _needs_own_reader(folder: Path, name: str) -> bool:
+    """Return whether `transformers` would load more than the language model, or need the package of a quantisation."""
+    described = read_json(folder / "config.json", name)
+    return bool(described.get("quantization_config")) or is_wrapped(described)
+
+
 def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the `transformers` model, checked to be complete."""
     safely: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         with BUILDING, _quiet():
-            config = AutoConfig.from_pretrained(folder, **safely)
-            if getattr(config, "quantization_config", None):
+            config = read_language_config(folder)
+            if _needs_own_reader(folder, name):
                 return load_whole(folder, name, config, dtype, device)
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -209,7 +216,7 @@ def _instantiate_shard(  # noqa: PLR0917
     """Return one rank's shard of the model, checked to be complete."""
     try:
         with _quiet():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            config = read_language_config(folder)
             return build_shard(folder, name, config, dtype=dtype, device=device, group=group, connect=connect)
     except (OSError, ValueError, KeyError, ImportError) as error:
         if isinstance(error, ModelError | ConfigError):

@@ -24,14 +24,12 @@ def prepare(config: str) -> None:
 
 def _prepare_model(config: EngineConfig) -> None:
     """Build the target's modules without weights, and load the native code of a group."""
-    from transformers import AutoConfig  # noqa: PLC0415
-
-    from workers.attention.native import NativeAttention  # noqa: PLC0415
+    from workers.attention.native import NativeAttention  # noqa: PLC0415 - as above
     from workers.native.build import load_function  # noqa: PLC0415
     from workers.weights.building import on_meta  # noqa: PLC0415
     from workers.weights.hub import fetch  # noqa: PLC0415
+    from workers.weights.wrapped import read_language_config  # noqa: PLC0415
 
     load_function("exchange", "slipstream_join")
     load_function(*NativeAttention.KERNEL)
-    described = AutoConfig.from_pretrained(fetch(config.model), local_files_only=True, trust_remote_code=False)
-    on_meta(described)
+    on_meta(read_language_config(fetch(config.model)))

@@ -7,6 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from protos.errors import ModelError
 from workers.weights import mimo
+from workers.weights.wrapped import WRAPPERS
 
 TESTED = frozenset({
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi", "phi3", "mixtral", "olmo2",
@@ -63,14 +64,14 @@ def _family_reason(config: Mapping[str, Any], kind: str) -> str | None:
         return REFUSED[kind]
     if config.get("alibi"):
         return _ALIBI
+    if "text_config" in config or "ForConditionalGeneration" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ""):
+        return f"it is a multimodal checkpoint; of those, the text models of {', '.join(sorted(WRAPPERS))} are served"
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind != mimo.KIND:
         return _not_native(config)
-    return _checkpoint_reason(config, kind)
+    return _checkpoint_reason(config)
 
 
-def _checkpoint_reason(config: Mapping[str, Any], kind: str) -> str | None:
-    if "ForConditionalGeneration" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") or "text_config" in config:
-        return "it is a multimodal checkpoint; use one with the text model alone"
+def _checkpoint_reason(config: Mapping[str, Any]) -> str | None:
     if config.get("use_bidirectional_attention"):
         return "its attention is bidirectional"
     unknown = sorted(set(config.get("layer_types") or ()) - SERVED_LAYER_TYPES)

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
 from protos.hub import client_errors, folder_of, reason, unreachable
+from workers.weights.wrapped import text_described
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<layer>\d+)\.")
 
 
 def read_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint, without its weights. Raises `ModelError`."""
-    return read_json(_config_file(config), config.model)
+    """Return the `config.json` of a checkpoint, or of the language model inside it. Raises `ModelError`."""
+    return text_described(read_json(_config_file(config), config.model))
 
 
 def _config_file(config: ModelConfig) -> Path:

@@ -1,8 +1,8 @@
 """Reads slices of weights from safetensors, by the names of the model's parameters.
 
 Only requested slices are read, so a rank never holds more than its shard; quantised weights are dequantised one by one.
-Some names in checkpoints differ from the model's: with or without the base model's prefix, and experts stored one by
-one that are one tensor in the model.
+Some names in checkpoints differ from the model's: with or without the base model's prefix, or with a wrapper's, and
+experts stored one by one that are one tensor in the model.
 """
 
 import re
@@ -21,6 +21,7 @@ from workers.weights.hub import shards_by_tensor
 from workers.weights.partition import TensorSlice
 from workers.weights.quantized.formats import format_of
 from workers.weights.quantized.stored import QuantizedFormat, StoredTensors
+from workers.weights.wrapped import PREFIXES
 
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "mixtral": ((r"\.mlp\.", ".block_sparse_moe."),),
@@ -115,6 +116,9 @@ class Checkpoint:
         for pattern, stored in ((r"^", ""), *RENAMED.get(self._kind, ())):
             for known in (name, stripped, self._prefix + name):
                 yield re.sub(pattern, stored, known)
+        if name.startswith(self._prefix):
+            yield from (prefix + stripped for prefix in PREFIXES)
+        yield f"language_model.{name}"
 
     def _one(self, stored: str) -> StoredWeight | None:
         quantized = None if self._quantized is None else self._quantized.find(stored, self._tensors)
