@@ -30,6 +30,7 @@ from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device
 from workers.model.runner import ModelRunner
+from workers.model.self_check import self_check
 from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -112,6 +113,8 @@ def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, wi
     """
     report(f"loading {config.model.model}")
     model = load(config.model, tp)
+    if not config.model.skip_self_check:
+        self_check(model, config.model.model)
     if tp.rank == 0:
         for note in model.notes:
             report(note)

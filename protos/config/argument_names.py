@@ -38,6 +38,7 @@ KEPT = (
     Option("max_model_len", "model", "max_model_len", "context length in tokens; default: the model's"),
     Option("enforce_eager", "model", "enforce_eager", "never compile", is_flag=True),
     Option("batch_invariant", "model", "batch_invariant", "bitwise the same logits in any batch", is_flag=True),
+    Option("skip_self_check", "model", "skip_self_check", "do not compare the target with transformers", is_flag=True),
     Option("skip_tokenizer_init", "model", "skip_tokenizer_init", "token ids in, token ids out", is_flag=True),
     Option("device", "model", "device", "auto, cpu or cuda"),
     Option("num_threads", "model", "num_threads", "CPU threads"),

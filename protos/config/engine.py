@@ -43,6 +43,7 @@ class ModelConfig:
     `generation_config` is the source of sampling defaults: the model ("auto"), none ("vllm"), or a folder.
     `compile_in_background`: serve eager until the models are compiled, where they run in the engine's process.
     `batch_invariant`: the logits of a position are bitwise the same for every batch and number of ranks.
+    `skip_self_check`: serve the target without comparing it with `transformers` on a few tokens.
     """
 
     model: str
@@ -55,6 +56,7 @@ class ModelConfig:
     enforce_eager: bool = False
     compile_in_background: bool = False
     batch_invariant: bool = False
+    skip_self_check: bool = False
     skip_tokenizer_init: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = Field(default=None, gt=0)
