@@ -40,9 +40,13 @@ def probe(model: Any, name: str, ranks: int = 1) -> tuple[LayerShape, ...]:
     found = Probe()
     try:
         _run_one_token(model, found)
-    except RuntimeError as error:
-        if ranks == 1 or isinstance(error, GroupError):
+    except GroupError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ModelError):
             raise
+        if ranks == 1:
+            raise ModelError(f"{name} cannot be served: its code does not run on a token ({error})") from error
         raise ModelError(
             f"{name}: its code does not run on a share of its heads, with {ranks} ranks ({error}); "
             "use tensor_parallel_size=1"

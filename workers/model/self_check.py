@@ -25,7 +25,7 @@ TREE = TreeMask(FIRST, (FIRST, FIRST, FIRST + 1), (0b001, 0b010, 0b101))
 """Three nodes after the first row: two children of its last token, and a child of the first of them."""
 WINDOW = 6
 BLOCK, BLOCKS = 8, 8
-TOLERANCES = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
+TOLERANCES = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
 """Largest error of a token's logits relative to their standard deviation, in the median over the tokens of a part.
 
 The median, because rounding can send a token to another expert. Rounding of 32 layers in bf16 makes a few hundredths;
@@ -53,7 +53,7 @@ def self_check(loaded: LoadedModel, name: str) -> None:
 
 def _compare(ours_TV: torch.Tensor, theirs_TV: torch.Tensor, name: str, loaded: LoadedModel) -> None:
     error_T = (ours_TV - theirs_TV).abs().amax(-1) / theirs_TV.std(-1).clamp(min=1e-6)
-    error = max(float(part.median()) for part in error_T.split(PARTS))
+    error = max(float(part.median()) for part in torch.split(error_T, PARTS))
     limit = TOLERANCES.get(loaded.dtype, 0.01)
     if not error <= limit:
         raise ModelError(

@@ -17,13 +17,16 @@ SEEING: dict[str, Any] = {
     "image_size": 8,
     "patch_size": 4,
 }
-TEXTS: dict[str, dict[str, Any]] = {
-    "gemma3": settings("gemma3_text"),
-    "kimi_k25": settings("deepseek_v3"),
-    "gemma4": {**COMMON, "head_dim": 8, "global_head_dim": 8, "sliding_window": 12, "hidden_size_per_layer_input": 8,
-               "vocab_size_per_layer_input": 96, "layer_types": ["sliding_attention", "sliding_attention",
-                                                                  "full_attention"]},
-}  # fmt: skip
+GEMMA4_TEXT: dict[str, Any] = {
+    **COMMON,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "sliding_window": 12,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+TEXTS = {"gemma3": settings("gemma3_text"), "kimi_k25": settings("deepseek_v3"), "gemma4": GEMMA4_TEXT}
 """Settings of language models that need other ones than `COMMON`."""
 
 

@@ -1,0 +1,46 @@
+"""Every decoder-only family that the installed `transformers` lists is served right, or refused with a reason."""
+
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from protos.config.engine import ModelConfig
+from protos.errors import ModelError
+from tests.support.models.every_family import NotBuiltError, build_any
+from workers.model.loader import load
+from workers.model.self_check import self_check
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LEAST_SERVED = 80
+
+
+def _outcome(family: str, folder: Path) -> str:
+    try:
+        model = build_any(family, folder)
+    except NotBuiltError:
+        return "not built"
+    try:
+        loaded = load(ModelConfig(model=str(model), dtype="float32"))
+        self_check(loaded, family)
+    except ModelError as error:
+        assert str(error).strip()
+        return "refused"
+    return "served"
+
+
+@pytest.mark.parametrize("family", ["olmo", "exaone4", "deepseek_v2", "bert", "mamba", "gemma4_text"])
+def test_some(family: str, tmp_path: Path) -> None:
+    assert _outcome(family, tmp_path / "m") == ("refused" if family in {"bert", "mamba"} else "served")
+
+
+@pytest.mark.full
+def test_all(tmp_path: Path) -> None:
+    """Any other error than `ModelError` fails. The lists are printed."""
+    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    outcomes = {family: _outcome(family, tmp_path / family) for family in families}
+    for kind in ("served", "refused", "not built"):
+        found = [family for family in families if outcomes[family] == kind]
+        print(f"\n{len(found)} {kind}: {' '.join(found)}")
+    assert list(outcomes.values()).count("served") >= LEAST_SERVED
