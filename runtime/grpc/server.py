@@ -17,7 +17,8 @@ from runtime.grpc.servicer import ApiKeyInterceptor, GenerationServicer
 from runtime.http.server.limits import GuardOptions
 
 MIB = 1024 * 1024
-LARGEST_REQUEST, LARGEST_RESPONSE = 32 * MIB, 64 * MIB  # bytes
+LARGEST_REQUEST, LARGEST_RESPONSE = 4 * MIB, 64 * MIB
+"""In bytes. Parsing holds the event loop: 4 MiB hold a million token ids, but also two million empty messages."""
 PING_EVERY_S, PONG_WITHIN_S, PINGS_APART_S = 60, 20, 10
 CLOSING_S = 1.0
 """Time for calls other than Generate to end, such as `Watch` of the health."""
