@@ -11,7 +11,6 @@ from protos.validation import shown
 from runtime.frontend.speculation_override import SpeculationOverride
 from runtime.http.server.limits import REQUEST_ID
 
-
 MAX_REPEATED = 1 << 20
 """Most entries of a repeated field, such as the token ids of a prompt."""
 MAX_CHAT_MESSAGES = 1 << 14

@@ -181,7 +181,9 @@ class GenerationService:
     async def detokenize(self, message: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
         self.model_name(message.model)
-        return pb.DetokenizeResponse(text=await self._engine.detokenize(list(parsing.bounded(message.token_ids, "tokens"))))
+        return pb.DetokenizeResponse(
+            text=await self._engine.detokenize(list(parsing.bounded(message.token_ids, "tokens")))
+        )
 
     @_with_statuses
     async def model_info(self, message: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:

@@ -1,6 +1,8 @@
-"""Token sequences of `bad_words`, and whether the allowed tokens leave one to sample."""
+"""Token sequences of `bad_words`, and the set of allowed tokens: its packed form, and whether it leaves a choice."""
 
 from collections.abc import Sequence
+
+import numpy as np
 
 from protos.errors import InvalidRequestError
 from runtime.text.tokenizer import Tokenizer
@@ -31,3 +33,10 @@ def check_allowed(allowed: TokenIds, bad_words: Sequence[TokenIds], stop_ids: To
             "min_tokens",
             "allowed_token_ids",
         )
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Return a set of ids as `Sampling.allowed_ids`: a bit for each id, the least significant first."""
+    bits_V = np.zeros(max(token_ids) + 1, np.uint8)
+    bits_V[np.asarray(token_ids)] = 1
+    return np.packbits(bits_V, bitorder="little").tobytes()

@@ -16,7 +16,7 @@ from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
 from protos.validation import shown
-from runtime.text.bad_words import bad_word_ids, check_allowed
+from runtime.text.bad_words import bad_word_ids, check_allowed, pack_ids
 from runtime.text.chat import render_chat
 from runtime.text.grammar_validator import GrammarChecker
 from runtime.text.prompts import Prompt, check_prompt_dict
@@ -221,7 +221,7 @@ class Preprocessor:
         bad_words = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
         for word in bad_words:
             self._check_ids(word, "bad_words")
-        allowed = self._known_ids(params.allowed_token_ids or (), "allowed_token_ids") or None
+        allowed = self._allowed_ids(params.allowed_token_ids) if params.allowed_token_ids else None
         self._known_ids(tuple(params.logit_bias or ()), "logit_bias")
         if not params.ignore_eos:
             stop_ids = tuple(dict.fromkeys(stop_ids + self._eos_ids))
@@ -237,7 +237,7 @@ class Preprocessor:
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
             logit_bias=dict(params.logit_bias) if params.logit_bias else None,
-            allowed_ids=allowed,
+            allowed_ids=None if allowed is None else pack_ids(allowed),
             bad_words=bad_words,
             min_tokens=params.min_tokens,
             stop_ids=stop_ids,
@@ -248,6 +248,15 @@ class Preprocessor:
 
     def _known_ids(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
         return self._check_ids(token_ids, param) if token_ids else ()
+
+    def _allowed_ids(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        if len(token_ids) > self.vocab_size:
+            raise InvalidRequestError(
+                f"allowed_token_ids must have at most {self.vocab_size} ids, the size of the vocabulary, got "
+                f"{len(token_ids)}",
+                "allowed_token_ids",
+            )
+        return tuple(dict.fromkeys(self._check_ids(token_ids, "allowed_token_ids")))
 
     def _num_logprobs(self, requested: int | None) -> int | None:
         """Return the number of log-probabilities; -1 requests the whole vocabulary."""
