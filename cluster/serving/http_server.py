@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvicorn
 
@@ -64,10 +64,11 @@ class HttpFrontend:
 
     async def open(self, context: ServerContext) -> None:
         """See `Frontend`."""
-        tls = self._options.tls
+        tls, guard = self._options.tls, context.options.guard
+        options = replace(context.options, guard=replace(guard, sites=guard.sites.bound_to(self._options.host)))
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_app(context.engine, context.tokenizer, context.metrics, context.options),
+                create_app(context.engine, context.tokenizer, context.metrics, options),
                 http=guarded_protocol(self._limits),
                 log_config=None,
                 log_level="warning",

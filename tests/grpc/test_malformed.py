@@ -75,9 +75,7 @@ def test_messages_with_too_many_entries_are_refused(channel: grpc.Channel, serve
         for message in requests:
             error = failure(lambda message=message: list(stub.Generate(message, timeout=60)), Code.INVALID_ARGUMENT)
             assert "at most" in error.details()
-        failure(
-            lambda: stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * many), timeout=60), Code.INVALID_ARGUMENT
-        )
+        failure(lambda: stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * many), timeout=60), Code.INVALID_ARGUMENT)
         failure(lambda: list(stub.Generate(request("a" * 5_000_000), timeout=60)), Code.RESOURCE_EXHAUSTED)
         _, (end,) = answer(stub.Generate(request("x", 4, allowed_token_ids=[*range(200)])))
         assert end.text == expected("x", 4)

@@ -1,4 +1,4 @@
-"""Middleware that checks the API key, room in the queue, and limits on the body."""
+"""Middleware that checks the sender, the API key, room in the queue, and limits on the body."""
 
 import asyncio
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Guard:
     Args:
         app: the guarded application.
         engine: its queue is checked before the body of a request is read.
-        options: API keys and limits.
+        options: API keys, web pages and limits.
     """
 
     def __init__(self, app: ASGIApp, engine: EngineClient, options: GuardOptions) -> None:
@@ -73,6 +73,7 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         path, keys = routed_path(scope), self._options.keys
+        self._options.sites.check(scope, path)
         given = credentials(scope, keys)
         is_page = path in pages.PATHS and scope["method"] == "GET"
         # Browsers send passwords also with cross-site requests, so a password gives access to the page alone.
