@@ -11,6 +11,7 @@ from cluster.serving.frontend import ServerContext, bound
 from cluster.serving.startup_info import url_host
 from cluster.serving.tls import TlsFiles
 from runtime.http.app import create_app
+from runtime.http.server.acceptor import BoundedServer
 from runtime.http.server.connection import guarded_protocol
 from runtime.http.server.limits import ConnectionLimits
 
@@ -66,7 +67,7 @@ class HttpFrontend:
         """See `Frontend`."""
         tls, guard = self._options.tls, context.options.guard
         options = replace(context.options, guard=replace(guard, sites=guard.sites.bound_to(self._options.host)))
-        self._server = uvicorn.Server(
+        self._server = BoundedServer(
             uvicorn.Config(
                 create_app(context.engine, context.tokenizer, context.metrics, options),
                 http=guarded_protocol(self._limits),
