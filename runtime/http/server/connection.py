@@ -21,6 +21,9 @@ REASONS = {
     503: "Service Unavailable",
 }
 
+BODY_PROGRESS = 4096
+"""Bytes of a body after which its client counts as not silent."""
+
 
 class _HeadRefusedError(Exception):
     """Raised in a parser callback, to make the parser stop."""
@@ -41,7 +44,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0
+        self._head_bytes = self._body_bytes = 0
         self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
@@ -107,16 +110,25 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             return
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
-            self.open_connections.hear(self)
+        self._hear_body(len(data))
         if self._is_in_head and self._refusal is None:
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.max_head_bytes:
                 self._refuse(self._too_large(f"more than {self.limits.max_head_bytes} bytes"))
 
+    def _hear_body(self, num_bytes: int) -> None:
+        """Count bytes of a body: whoever sends a few at a time is as good as silent. The same holds for heads."""
+        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
+            self._body_bytes += num_bytes
+            if self._body_bytes >= BODY_PROGRESS:
+                self._body_bytes = 0
+                self.open_connections.hear(self)
+
     def on_message_begin(self) -> None:
         """Start the timer of the next request's head."""
         super().on_message_begin()
+        if self.cycle is None or self.cycle.response_complete:
+            self.open_connections.hear(self)
         self._await_head()
 
     def on_headers_complete(self) -> None:

@@ -26,8 +26,8 @@ class Closable(Protocol):
 class OpenConnections:
     """Counts connections. Where there are too many, the one that has been silent longest is closed for a new one.
 
-    A connection is silent while it is between requests, or while its client does not send the rest of one. Belongs to
-    one event loop.
+    A connection is silent while it is between requests, or while the rest of one does not come. Belongs to one event
+    loop.
 
     Args:
         limit: connections at a time.

@@ -5,7 +5,7 @@ import logging
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,24 @@ def test_silent_connections_make_room_for_new_ones(monkeypatch: pytest.MonkeyPat
         wait_until(lambda: served.get("/health").status_code == 200, what="room for a connection")
         wait_until(lambda: is_closed(held[0]), what="the oldest to be closed")
         assert not is_closed(held[3])
+
+
+@pytest.mark.parametrize(
+    ("begin", "rest"),
+    [(b"", b"GET /health HTTP/1.1\r\nX: "), (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n", b"{")],
+)
+def test_a_byte_now_and_then_is_silence(monkeypatch: pytest.MonkeyPatch, begin: bytes, rest: bytes) -> None:
+    monkeypatch.setattr(open_connections, "IDLE_S", 0.3)
+    with guarded(max_connections=2) as served, ExitStack() as stack:
+        held = [connected(served, stack, begin) for _ in range(2)]
+
+        def is_answered() -> bool:
+            for connection in held:
+                with suppress(OSError):
+                    connection.sendall(rest[-1:])
+            return served.get("/health").status_code == 200
+
+        wait_until(is_answered, what="room for a connection")
 
 
 def test_busy_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
