@@ -19,7 +19,7 @@ OWN_FIELDS = frozenset({"request_id", "sampling", "seed", "prompt_logprobs"})
 """Fields of `Request` and `Sampling` in which the samples of a prompt differ."""
 
 
-class Sample(msgspec.Struct, frozen=True, gc=False):
+class OtherSample(msgspec.Struct, frozen=True, gc=False):
     """A request that differs from an earlier one only in these fields."""
 
     request_id: str
@@ -27,7 +27,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: int | None
 
     @classmethod
-    def like(cls, request: Request, first: Request) -> "Sample | None":
+    def like(cls, request: Request, first: Request) -> "OtherSample | None":
         """Return what distinguishes *request* from *first*; None if they differ, or share no values, in other fields.
 
         Only identical objects count as equal: to compare long prompts would take longer than to send them.
@@ -46,16 +46,16 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
 
 def _fields(struct: msgspec.Struct) -> list[object]:
-    """Return the values of the fields that `Sample` shares, long ones by identity."""
+    """Return the values of the fields that `OtherSample` shares, long ones by identity."""
     values = {name: getattr(struct, name) for name in struct.__struct_fields__ if name not in OWN_FIELDS}
     return [value if isinstance(value, int | float | str | None) else id(value) for value in values.values()]
 
 
-class Group(msgspec.Struct, frozen=True):
+class RequestGroup(msgspec.Struct, frozen=True):
     """Samples of one prompt. What they share is sent once: it may be megabytes."""
 
     first: Request
-    others: tuple[Sample, ...] = ()
+    others: tuple[OtherSample, ...] = ()
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests in their order."""
@@ -67,7 +67,7 @@ class Group(msgspec.Struct, frozen=True):
 class Commands(msgspec.Struct, frozen=True):
     """From a frontend. `stop` ends the controller's loop and abandons running requests."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[RequestGroup, ...] = ()
     aborts: tuple[str, ...] = ()
     stop: bool = False
 
@@ -84,19 +84,19 @@ class Commands(msgspec.Struct, frozen=True):
             yield Abort(self.aborts)
 
 
-def _grouped(requests: Iterable[Request]) -> Iterator[Group]:
+def _grouped(requests: Iterable[Request]) -> Iterator[RequestGroup]:
     first: Request | None = None
-    others: list[Sample] = []
+    others: list[OtherSample] = []
     for request in requests:
-        sample = None if first is None else Sample.like(request, first)
+        sample = None if first is None else OtherSample.like(request, first)
         if sample is not None:
             others.append(sample)
             continue
         if first is not None:
-            yield Group(first, tuple(others))
+            yield RequestGroup(first, tuple(others))
         first, others = request, []
     if first is not None:
-        yield Group(first, tuple(others))
+        yield RequestGroup(first, tuple(others))
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):

@@ -24,6 +24,15 @@ def _spellings(word: str, tokenizer: Tokenizer) -> list[TokenIds]:
     return [token_ids for token_ids in (bare, spaced if is_merged else ()) if token_ids]
 
 
+def check_number(allowed: TokenIds, vocab_size: int) -> None:
+    """Raise `InvalidRequestError` if *allowed* has more ids than there are."""
+    if len(allowed) > vocab_size:
+        raise InvalidRequestError(
+            f"allowed_token_ids must have at most {vocab_size} ids, the size of the vocabulary, got {len(allowed)}",
+            "allowed_token_ids",
+        )
+
+
 def check_allowed(allowed: TokenIds, bad_words: Sequence[TokenIds], stop_ids: TokenIds) -> None:
     """Raise `InvalidRequestError` if no token of *allowed* can ever be sampled."""
     never = {word[0] for word in bad_words if len(word) == 1}.union(stop_ids)

@@ -16,7 +16,7 @@ from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
 from protos.validation import shown
-from runtime.text.bad_words import bad_word_ids, check_allowed, pack_ids
+from runtime.text.bad_words import bad_word_ids, check_allowed, check_number, pack_ids
 from runtime.text.chat import render_chat
 from runtime.text.grammar_validator import GrammarChecker
 from runtime.text.prompts import Prompt, check_prompt_dict
@@ -221,7 +221,8 @@ class Preprocessor:
         bad_words = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
         for word in bad_words:
             self._check_ids(word, "bad_words")
-        allowed = self._allowed_ids(params.allowed_token_ids) if params.allowed_token_ids else None
+        check_number(params.allowed_token_ids or (), self.vocab_size)
+        allowed = self._known_ids(params.allowed_token_ids or (), "allowed_token_ids") or None
         self._known_ids(tuple(params.logit_bias or ()), "logit_bias")
         if not params.ignore_eos:
             stop_ids = tuple(dict.fromkeys(stop_ids + self._eos_ids))
@@ -248,15 +249,6 @@ class Preprocessor:
 
     def _known_ids(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
         return self._check_ids(token_ids, param) if token_ids else ()
-
-    def _allowed_ids(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        if len(token_ids) > self.vocab_size:
-            raise InvalidRequestError(
-                f"allowed_token_ids must have at most {self.vocab_size} ids, the size of the vocabulary, got "
-                f"{len(token_ids)}",
-                "allowed_token_ids",
-            )
-        return tuple(dict.fromkeys(self._check_ids(token_ids, "allowed_token_ids")))
 
     def _num_logprobs(self, requested: int | None) -> int | None:
         """Return the number of log-probabilities; -1 requests the whole vocabulary."""

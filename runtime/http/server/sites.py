@@ -12,12 +12,19 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from protos.errors import ConfigError
-from runtime.http.errors import ApiError
 
 ANY = "*"
 LONGEST_SHOWN = 100
 PAGE = "/"
 """Links on other sites may lead to it."""
+
+
+class ForeignRequestError(Exception):
+    """Another site sent a request. `code` says how that was recognised."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -48,22 +55,20 @@ class Sites:
         return replace(self, hosts=(*self.hosts, host) if self.hosts else (), is_local=is_loopback(host))
 
     def check(self, scope: Scope, path: str) -> None:
-        """Raise `ApiError` 403 for a request of a foreign page, or under a foreign host name."""
+        """Raise `ForeignRequestError` for a request of a foreign page, or under a foreign host name."""
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
         host = headers.get(b"host")
         if host is not None and not self._accepts_host(host):
-            raise ApiError(
-                403,
+            raise ForeignRequestError(
+                "host_not_allowed",
                 f"the host name {_shown(host)} is not accepted: use localhost or an address, or start the server with "
                 "--allowed-hosts",
-                code="host_not_allowed",
             )
         if not self._accepts_page(scope["method"], path, headers, host or ""):
-            raise ApiError(
-                403,
+            raise ForeignRequestError(
+                "origin_not_allowed",
                 f"requests of web pages from {_shown(headers.get(b'origin', 'other sites'))} are not accepted: start "
                 "the server with --allowed-origins",
-                code="origin_not_allowed",
             )
 
     def _accepts_host(self, given: str) -> bool:
