@@ -160,7 +160,7 @@ class ChannelEngine:
     def put(self, requests: Sequence[Request]) -> None:
         """See `Engine`."""
         self._check()
-        self._thread.send(Commands(requests=tuple(requests)))
+        self._thread.send(Commands.start(requests))
 
     def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
         """See `Engine`. Does not wait; later outputs of these requests are dropped."""

@@ -28,7 +28,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 
     `top_k` 0 and `temperature` 0.0 mean off and greedy. `stop_ids` are masked for the first `min_tokens` tokens.
     `logprobs` and `prompt_logprobs` are numbers of top tokens, None for no log-probabilities. `grammar` constrains the
-    output.
+    output. `allowed_ids` is a set of ids: a bit for each, the least significant first.
     """
 
     seed: int
@@ -40,7 +40,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    allowed_ids: tuple[int, ...] | None = None
+    allowed_ids: bytes | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()

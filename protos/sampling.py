@@ -16,6 +16,8 @@ GREEDY_BELOW = 1e-5
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_REGEX_CHARS = 1 << 14
 MAX_CHOICES = 4096
+MAX_ALLOWED_IDS = 1 << 19
+"""More than the largest vocabularies have; the preprocessor knows the vocabulary."""
 MAX_DEPTH = 96
 """Nesting limit of JSON schemas, and of brackets in a regular expression or grammar: parsers recurse into both."""
 SOURCES = ("json", "regex", "choice", "grammar", "json_object")
@@ -185,7 +187,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
-    allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
     prediction: str | tuple[TokenId, ...] | None = None
     structured_outputs: StructuredOutputsParams | None = None
 

@@ -14,6 +14,9 @@ import msgspec
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.http.errors import ApiError
+from runtime.http.server.json_size import JsonSize
+
 SESSION_HEADER = b"x-session-id"
 MARK = "prefix:"
 """Distinguishes our digests from a session id that a client sent."""
@@ -40,10 +43,11 @@ class PromptFields(msgspec.Struct):
 
 
 def keys_of(body: bytes) -> list[str]:
-    """Return the digests of a request's prefixes, the shortest first; empty for an invalid request."""
+    """Return the digests of a request's prefixes, the shortest first; empty for one that the replica will refuse."""
     try:
+        JsonSize().add(body)
         fields = msgspec.json.decode(body, type=PromptFields)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (ApiError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return []
     parts = (fields.instructions, fields.prompt, fields.system, fields.messages, fields.input)
     text = "\n".join(text for part in parts for text in _texts(part))

@@ -9,7 +9,7 @@ from runtime.frontend.client import EngineClient
 from runtime.grpc.server import GrpcServer, tls_credentials
 from runtime.grpc.service import GenerationService
 from runtime.http.render import TokenTexts
-from runtime.http.server.limits import GuardOptions
+from runtime.http.server.limits import ConnectionLimits, GuardOptions
 
 CLOSING_S = 1.0
 """Time for calls that do not end by themselves, such as health watches."""
@@ -30,12 +30,12 @@ class GrpcFrontend:
     Args:
         options: address and certificates.
         guard: API keys and limits.
-        stall_s: a client that reads nothing of its answer for this long is cut off.
+        limits: limits on connections; a client that reads nothing of its answer for `stall_s` is cut off.
     """
 
-    def __init__(self, options: GrpcOptions, guard: GuardOptions, stall_s: float) -> None:
+    def __init__(self, options: GrpcOptions, guard: GuardOptions, limits: ConnectionLimits) -> None:
         self._options = options
-        self._stall_s = stall_s
+        self._limits = limits
         self._guard = guard
         self._port = options.port
         self._server: GrpcServer | None = None
@@ -58,7 +58,7 @@ class GrpcFrontend:
             pass  # raises a clear error, which gRPC does not
         tls = self._options.tls
         credentials = None if tls is None else tls_credentials(*tls.read())
-        server = GrpcServer(self._guard, credentials, self._stall_s)
+        server = GrpcServer(self._guard, credentials, self._limits)
         self._port = await server.start(self._options.host, self._options.port)
         self._server = server
 

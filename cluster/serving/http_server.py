@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvicorn
 
@@ -11,6 +11,7 @@ from cluster.serving.frontend import ServerContext, bound
 from cluster.serving.startup_info import url_host
 from cluster.serving.tls import TlsFiles
 from runtime.http.app import create_app
+from runtime.http.server.acceptor import BoundedServer
 from runtime.http.server.connection import guarded_protocol
 from runtime.http.server.limits import ConnectionLimits
 
@@ -64,10 +65,11 @@ class HttpFrontend:
 
     async def open(self, context: ServerContext) -> None:
         """See `Frontend`."""
-        tls = self._options.tls
-        self._server = uvicorn.Server(
+        tls, guard = self._options.tls, context.options.guard
+        options = replace(context.options, guard=replace(guard, sites=guard.sites.bound_to(self._options.host)))
+        self._server = BoundedServer(
             uvicorn.Config(
-                create_app(context.engine, context.tokenizer, context.metrics, context.options),
+                create_app(context.engine, context.tokenizer, context.metrics, options),
                 http=guarded_protocol(self._limits),
                 log_config=None,
                 log_level="warning",

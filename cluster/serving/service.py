@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster import assemble
 from cluster.channels import controller_channel
+from cluster.serving.file_limit import raise_file_limit, within_files
 from cluster.serving.frontend import Frontend, ServerContext
 from cluster.serving.grpc_server import GrpcFrontend, GrpcOptions
 from cluster.serving.http_server import HttpFrontend, HttpOptions
@@ -64,9 +65,11 @@ def serve(config: EngineConfig, options: ServiceOptions) -> None:
     log_to_stderr(config.log_format)
     if config.model.skip_tokenizer_init:
         raise ConfigError("serving needs a tokenizer: leave out skip_tokenizer_init")
-    frontends: list[Frontend] = [HttpFrontend(options.http, options.safety.connections)]
+    num_servers = 1 if options.grpc is None else 2
+    connections = within_files(options.safety.connections, raise_file_limit(), num_servers)
+    frontends: list[Frontend] = [HttpFrontend(options.http, connections)]
     if options.grpc is not None:
-        frontends.append(GrpcFrontend(options.grpc, options.safety.guard, options.safety.read_timeout))
+        frontends.append(GrpcFrontend(options.grpc, options.safety.guard, connections))
     config = replace(config, model=replace(config.model, compile_in_background=True))
     asyncio.run(_Service(config, options, frontends).run())
 

@@ -39,7 +39,7 @@ from runtime.text.tokenizer_pool import TokenizerPool
 log = logging.getLogger("slipstream")
 
 LONG_PROMPT = 20_000
-"""Longer prompts, in characters, are tokenised in a thread, so that they do not block the event loop."""
+"""Longer prompts, in characters or token ids, are prepared in a thread, so that they do not block the event loop."""
 
 START_ERRORS: dict[str, type[SlipstreamError]] = {
     "ConfigError": ConfigError,
@@ -159,7 +159,7 @@ class AsyncEngine:
         """See `EngineClient`."""
         make = self.preprocessor.requests
         self.check_open()
-        if params.structured_outputs is not None or _is_long(prompt) or _is_long(params.prediction):
+        if params.structured_outputs is not None or any(map(_is_long, (prompt, *_long_options(params)))):
             requests = await self._tokenizers.run(make, prompt, params, request_id)
         else:
             requests = make(prompt, params, request_id)
@@ -269,6 +269,10 @@ def _with_tenant(requests: Sequence[Request]) -> Sequence[Request]:
     return [msgspec.structs.replace(each, cache_salt=f"{tenant}/{each.cache_salt}") for each in requests]
 
 
-def _is_long(text: object) -> bool:
-    """Whether *text* is long enough to be tokenised in a thread."""
-    return isinstance(text, str) and len(text) > LONG_PROMPT
+def _is_long(given: object) -> bool:
+    """Whether text or ids are long enough to be tokenised and checked in a thread."""
+    return isinstance(given, str | list | tuple) and len(given) > LONG_PROMPT
+
+
+def _long_options(params: SamplingParams) -> tuple[object, ...]:
+    return params.prediction, params.allowed_token_ids

@@ -4,30 +4,99 @@ A frontend sends `Commands`. The controller sends `LoadProgress` while it loads,
 fails, it sends `Failed`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from protos.messages import Abort, Request, TokenOutput, WorkerInfo
 from protos.stats import EngineStats
 
 IDLE_S = 0.5
 """Longest time an idle controller waits for commands before it checks for a stop and sends statistics."""
+OWN_FIELDS = frozenset({"request_id", "sampling", "seed", "prompt_logprobs"})
+"""Fields of `Request` and `Sampling` in which the samples of a prompt differ."""
+
+
+class OtherSample(msgspec.Struct, frozen=True, gc=False):
+    """A request that differs from an earlier one only in these fields."""
+
+    request_id: str
+    seed: int
+    prompt_logprobs: int | None
+
+    @classmethod
+    def like(cls, request: Request, first: Request) -> "OtherSample | None":
+        """Return what distinguishes *request* from *first*; None if they differ, or share no values, in other fields.
+
+        Only identical objects count as equal: to compare long prompts would take longer than to send them.
+        """
+        if request.prompt_token_ids is not first.prompt_token_ids:
+            return None
+        sample = cls(request.request_id, request.sampling.seed, request.sampling.prompt_logprobs)
+        made = sample.of(first)
+        is_same = _fields(request) == _fields(made) and _fields(request.sampling) == _fields(made.sampling)
+        return sample if is_same else None
+
+    def of(self, first: Request) -> Request:
+        """Return the request, which shares the values of *first*."""
+        sampling = replace(first.sampling, seed=self.seed, prompt_logprobs=self.prompt_logprobs)
+        return replace(first, request_id=self.request_id, sampling=sampling)
+
+
+def _fields(struct: msgspec.Struct) -> list[object]:
+    """Return the values of the fields that `OtherSample` shares, long ones by identity."""
+    values = {name: getattr(struct, name) for name in struct.__struct_fields__ if name not in OWN_FIELDS}
+    return [value if isinstance(value, int | float | str | None) else id(value) for value in values.values()]
+
+
+class RequestGroup(msgspec.Struct, frozen=True):
+    """Samples of one prompt. What they share is sent once: it may be megabytes."""
+
+    first: Request
+    others: tuple[OtherSample, ...] = ()
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the requests in their order."""
+        yield self.first
+        for sample in self.others:
+            yield sample.of(self.first)
 
 
 class Commands(msgspec.Struct, frozen=True):
     """From a frontend. `stop` ends the controller's loop and abandons running requests."""
 
-    requests: tuple[Request, ...] = ()
+    groups: tuple[RequestGroup, ...] = ()
     aborts: tuple[str, ...] = ()
     stop: bool = False
 
+    @classmethod
+    def start(cls, requests: Iterable[Request]) -> "Commands":
+        """Return the commands that start *requests*."""
+        return cls(tuple(_grouped(requests)))
+
     def unpack(self) -> Iterator[Request | Abort]:
         """Yield the requests and aborts one by one."""
-        yield from self.requests
+        for group in self.groups:
+            yield from group.requests()
         if self.aborts:
             yield Abort(self.aborts)
+
+
+def _grouped(requests: Iterable[Request]) -> Iterator[RequestGroup]:
+    first: Request | None = None
+    others: list[OtherSample] = []
+    for request in requests:
+        sample = None if first is None else OtherSample.like(request, first)
+        if sample is not None:
+            others.append(sample)
+            continue
+        if first is not None:
+            yield RequestGroup(first, tuple(others))
+        first, others = request, []
+    if first is not None:
+        yield RequestGroup(first, tuple(others))
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):

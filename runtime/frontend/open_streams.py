@@ -50,7 +50,7 @@ class OpenStreams:
         if self._metrics:
             for request in requests:
                 self._metrics.submitted(request)
-        self._channel.send(Commands(requests=tuple(requests)))
+        self._channel.send(Commands.start(requests))
         return stream
 
     def add(self, output: TokenOutput) -> None:

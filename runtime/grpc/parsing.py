@@ -11,6 +11,17 @@ from protos.validation import shown
 from runtime.frontend.speculation_override import SpeculationOverride
 from runtime.http.server.limits import REQUEST_ID
 
+MAX_REPEATED = 1 << 20
+"""Most entries of a repeated field, such as the token ids of a prompt."""
+MAX_CHAT_MESSAGES = 1 << 14
+
+
+def bounded(values: Any, name: str, limit: int = MAX_REPEATED) -> Any:
+    """Return *values*, which have not been copied yet. Raises `InvalidRequestError` if there are more than *limit*."""
+    if len(values) > limit:
+        raise InvalidRequestError(f"{name} must have at most {limit} items, got {len(values)} items", name)
+    return values
+
 
 def request_id(message: pb.GenerateRequest, in_metadata: str | None = None) -> str:
     """Return the request id of the message, else the one *in_metadata*, else a new one.
@@ -62,7 +73,12 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
 
 def _fields(message: Any) -> dict[str, Any]:
     """Return the fields that are set in *message*, by name. Optional fields may be zero."""
-    return {field.name: _CONVERTERS.get(field.name, _scalar_or_tuple)(value) for field, value in message.ListFields()}
+    return {
+        field.name: _CONVERTERS.get(field.name, _scalar_or_tuple)(
+            bounded(value, field.name) if field.is_repeated else value
+        )
+        for field, value in message.ListFields()
+    }
 
 
 def _scalar_or_tuple(value: Any) -> Any:
@@ -73,11 +89,11 @@ def _prediction(message: pb.Prediction) -> str | tuple[int, ...] | None:
     kind = message.WhichOneof("content")
     if kind is None:
         return None
-    return str(message.text) if kind == "text" else tuple(message.token_ids.ids)
+    return str(message.text) if kind == "text" else tuple(bounded(message.token_ids.ids, "prediction"))
 
 
 def _choices(message: pb.Choices) -> tuple[str, ...]:
-    return tuple(message.choices)
+    return tuple(bounded(message.choices, "choice"))
 
 
 _CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
@@ -91,7 +107,7 @@ _CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
 
 def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
     """Return the messages of a conversation in the format of chat templates."""
-    return [_chat_message(message) for message in chat.messages]
+    return [_chat_message(message) for message in bounded(chat.messages, "messages", MAX_CHAT_MESSAGES)]
 
 
 def _chat_message(message: pb.ChatMessage) -> dict[str, str]:

@@ -14,10 +14,17 @@ from runtime.frontend.client import EngineClient
 from runtime.grpc.health import SERVICE, EngineHealth
 from runtime.grpc.service import GenerationService
 from runtime.grpc.servicer import ApiKeyInterceptor, GenerationServicer
-from runtime.http.server.limits import GuardOptions
+from runtime.http.server.limits import ConnectionLimits, GuardOptions
 
 MIB = 1024 * 1024
-LARGEST_REQUEST, LARGEST_RESPONSE = 32 * MIB, 64 * MIB  # bytes
+LARGEST_REQUEST, LARGEST_RESPONSE = 4 * MIB, 64 * MIB
+"""In bytes. Parsing holds the event loop: 4 MiB hold a million token ids, but also two million empty messages."""
+LARGEST_METADATA = 16 * 1024
+"""In bytes."""
+IDLE_S = 300
+"""A connection without calls is closed after this long."""
+CALLS_AT_ONCE = 4096
+"""Calls of one connection; more wait at the client."""
 PING_EVERY_S, PONG_WITHIN_S, PINGS_APART_S = 60, 20, 10
 CLOSING_S = 1.0
 """Time for calls other than Generate to end, such as `Watch` of the health."""
@@ -34,6 +41,10 @@ OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 1000 * PINGS_APART_S),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000 * PINGS_APART_S),
+    # Clients connect again by themselves; a `Watch` counts as a call.
+    ("grpc.max_connection_idle_ms", 1000 * IDLE_S),
+    ("grpc.max_concurrent_streams", CALLS_AT_ONCE),
+    ("grpc.max_metadata_size", LARGEST_METADATA),
 )
 
 
@@ -43,14 +54,14 @@ class GrpcServer:
     Args:
         guard: API keys.
         credentials: for TLS; None for plaintext connections.
-        stall_s: seconds a client may read nothing of its answer.
+        limits: limits on connections and on slow readers.
     """
 
-    def __init__(self, guard: GuardOptions, credentials: Any, stall_s: float) -> None:
+    def __init__(self, guard: GuardOptions, credentials: Any, limits: ConnectionLimits) -> None:
         self._credentials = credentials
-        self._servicer = GenerationServicer(stall_s)
+        self._servicer = GenerationServicer(limits.stall_s)
         self.health = EngineHealth()
-        self._server = aio.server(interceptors=(ApiKeyInterceptor(guard),), options=OPTIONS)
+        self._server = aio.server(interceptors=(ApiKeyInterceptor(guard),), options=(*OPTIONS, *_limiting(limits)))
         stubs.add_GenerationServiceServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
         names = (SERVICE, health_service.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -89,6 +100,14 @@ class GrpcServer:
     async def stop(self, grace_s: float = CLOSING_S) -> None:
         """Refuse new calls, and cancel running ones after *grace_s* seconds."""
         await self._server.stop(grace_s)
+
+
+def _limiting(limits: ConnectionLimits) -> tuple[tuple[str, int], ...]:
+    """Return the options of gRPC for *limits*. A connection above the limit is closed at once."""
+    return (
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.server_handshake_timeout_ms", round(1000 * limits.head_timeout_s)),
+    )
 
 
 def tls_credentials(cert: bytes, key: bytes, client_ca: bytes | None = None) -> Any:

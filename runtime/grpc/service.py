@@ -151,7 +151,7 @@ class GenerationService:
             params = parsing.sampling_params(message.sampling, {"max_tokens": None, **defaults})
             return await self._rendered(message.chat, params), params
         params = parsing.sampling_params(message.sampling, defaults)
-        return (message.text if kind == "text" else list(message.token_ids.ids)), params
+        return (message.text if kind == "text" else list(parsing.bounded(message.token_ids.ids, "prompt"))), params
 
     async def _rendered(self, chat: pb.Chat, params: SamplingParams) -> Prompt:
         return await self._engine.render_chat(parsing.chat_messages(chat), params, **parsing.template_options(chat))
@@ -181,7 +181,9 @@ class GenerationService:
     async def detokenize(self, message: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
         self.model_name(message.model)
-        return pb.DetokenizeResponse(text=await self._engine.detokenize(list(message.token_ids)))
+        return pb.DetokenizeResponse(
+            text=await self._engine.detokenize(list(parsing.bounded(message.token_ids, "tokens")))
+        )
 
     @_with_statuses
     async def model_info(self, message: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:

@@ -14,7 +14,6 @@ from protos import slipstream_v1_pb2_grpc as stubs
 from runtime.frontend.keys import TENANT
 from runtime.grpc import parsing
 from runtime.grpc.errors import StatusError, as_status
-from runtime.grpc.health import SERVICE
 from runtime.grpc.service import GenerationService
 from runtime.http.server.limits import GuardOptions
 
@@ -27,6 +26,7 @@ OPEN_METHODS = ("/grpc.health.v1.Health/",)
 RETRY_WHILE_LOADING_S = 5.0
 MALFORMED = object()
 """Stands for a request that could not be parsed."""
+NOT_A_MESSAGE = (grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of this method")
 
 Reply = TypeVar("Reply")
 
@@ -91,8 +91,6 @@ class GenerationServicer(stubs.GenerationServiceServicer):
     def _ready(self, request: Any) -> GenerationService:
         if self._service is None:
             raise StatusError("UNAVAILABLE", "the model is still being loaded", RETRY_WHILE_LOADING_S)
-        if request is MALFORMED:
-            raise StatusError("INVALID_ARGUMENT", "the request is not a message of slipstream.v1")
         return self._service
 
     async def _answered(self, context: Any, work: Awaitable[Reply]) -> Reply:
@@ -121,7 +119,7 @@ def _metadata_value(metadata: Any, key: str) -> str | None:
 
 
 class ApiKeyInterceptor(aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without an accepted key, except to `OPEN_METHODS`. Malformed messages are parsed as `MALFORMED`."""
+    """Refuses calls without an accepted key, except to `OPEN_METHODS`, and messages that cannot be parsed."""
 
     def __init__(self, options: GuardOptions) -> None:
         self._options = options
@@ -137,9 +135,41 @@ class ApiKeyInterceptor(aio.ServerInterceptor):  # type: ignore[misc]
         if self._options.salts_by_key:
             TENANT.set(self._options.keys.tenant(given))
         handler = await continuation(handler_call_details)
-        if handler is None or not method.startswith(f"/{SERVICE}/"):
-            return handler
-        return handler._replace(request_deserializer=_lenient(handler.request_deserializer))
+        return None if handler is None else _refusing_malformed(handler)
+
+
+def _refusing_malformed(handler: Any) -> Any:
+    """Return *handler* with messages that cannot be parsed answered by INVALID_ARGUMENT."""
+    lenient = handler._replace(request_deserializer=_lenient(handler.request_deserializer))
+    if handler.request_streaming:
+        return lenient._replace(stream_stream=_checking_stream(handler.stream_stream))
+    kind = "unary_stream" if handler.response_streaming else "unary_unary"
+    return lenient._replace(**{kind: _checking(getattr(handler, kind))})
+
+
+def _checking(answer: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def checked(request: Any, context: Any) -> Any:
+        if request is MALFORMED:
+            await context.abort(*NOT_A_MESSAGE)
+        return await answer(request, context)
+
+    return checked
+
+
+def _checking_stream(
+    answer: Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]],
+) -> Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]:
+    async def parsed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            if request is MALFORMED:
+                await context.abort(*NOT_A_MESSAGE)
+            yield request
+
+    async def checked(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for reply in answer(parsed(requests, context), context):
+            yield reply
+
+    return checked
 
 
 def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

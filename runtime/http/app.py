@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.frontend.client import EngineClient
@@ -41,6 +42,8 @@ def create_app(engine: EngineClient, tokenizer: Decoder, metrics: Metrics, optio
     openapi.install(app)
     app.add_middleware(Guard, engine=engine, options=options.guard)
     app.add_middleware(RequestObserver, metrics=metrics)
+    if origins := options.guard.sites.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 

@@ -12,6 +12,7 @@ from runtime.frontend.keys import Keys
 from runtime.frontend.pacing import UNPACED, Aggregate, Pacing
 from runtime.frontend.stream_queue import ReadingLimits
 from runtime.http.server.limits import ConnectionLimits, GuardOptions
+from runtime.http.server.sites import Sites
 
 StreamPacing = Literal["off", "aggregate"]
 
@@ -37,6 +38,14 @@ class SafetyOptions(BaseModel):
     )
     cache_salt_by_key: bool = Field(
         True, description="keep the caches of each API key apart, as if it were part of cache_salt"
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        (), description="another site whose pages may use the server, such as https://chat.example; several; * is any"
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="a name clients may reach the server by, several may be given; default: any, or if it listens "
+        "on the loopback localhost",
     )
     max_connections: int = Field(4096, ge=1, description="HTTP connections at a time")
     header_timeout: float = Field(20.0, gt=0, le=86_400, description="seconds a request's headers may take to arrive")
@@ -68,7 +77,8 @@ class SafetyOptions(BaseModel):
     @property
     def guard(self) -> GuardOptions:
         """Options of the `Guard`. Raises `ConfigError`."""
-        return GuardOptions(self.keys, self.body_timeout, salts_by_key=self.cache_salt_by_key)
+        sites = Sites(self.allowed_origins, self.allowed_hosts)
+        return GuardOptions(self.keys, self.body_timeout, salts_by_key=self.cache_salt_by_key, sites=sites)
 
     @property
     def pacing(self) -> Pacing:

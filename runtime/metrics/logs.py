@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -14,6 +15,8 @@ from protos.stats import EngineStats
 
 log = logging.getLogger("slipstream")
 
+LONGEST_KEY, MAX_KEYS = 200, 1000
+"""Characters of a text, and texts, that `RepeatFilter` keeps."""
 OURS = ("slipstream", "protos", "proposers", "workers", "runtime", "cluster")
 HTTP_REQUEST_ID: ContextVar[str] = ContextVar("http_request_id", default="")
 """The `x-request-id` of the HTTP request being answered; empty outside of one."""
@@ -38,11 +41,53 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+class LogLimit:
+    """Lets one line of a kind through every `period_s` seconds, for events that clients cause. Counts the others."""
+
+    def __init__(self, period_s: float = 10.0) -> None:
+        self._period_s = period_s
+        self._next_at = 0.0
+        self._num_left_out = 0
+
+    def log(self, write: Callable[..., None], text: str, *values: object) -> None:
+        """Call *write* with the line and *values*, or count it."""
+        now = time.monotonic()
+        if now < self._next_at:
+            self._num_left_out += 1
+            return
+        more = f" ({self._num_left_out} more such events)" if self._num_left_out else ""
+        self._next_at, self._num_left_out = now + self._period_s, 0
+        write(text + more, *values)
+
+
+class RepeatFilter(logging.Filter):
+    """Bounds what other libraries log of clients: `burst` lines of one text in `period_s` seconds."""
+
+    def __init__(self, burst: int = 10, period_s: float = 10.0) -> None:
+        super().__init__()
+        self._burst, self._period_s = burst, period_s
+        self._began: dict[tuple[str, str], float] = {}
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether *record* is written."""
+        key = (record.name, str(record.msg)[:LONGEST_KEY])
+        now = time.monotonic()
+        if now - self._began.get(key, -self._period_s) >= self._period_s:
+            if len(self._began) >= MAX_KEYS:
+                self._began.clear()
+                self._counts.clear()
+            self._began[key], self._counts[key] = now, 0
+        self._counts[key] += 1
+        return self._counts[key] <= self._burst or record.name.partition(".")[0] in OURS
+
+
 def log_to_stderr(log_format: LogFormat = "text", level: int = logging.INFO) -> None:
     """Log to standard error: our own loggers from *level*, others from WARNING. Only the first call has an effect."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    handler.addFilter(RepeatFilter())
     logging.basicConfig(handlers=[handler])
     for name in OURS:
         logging.getLogger(name).setLevel(level)

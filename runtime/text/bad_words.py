@@ -1,6 +1,8 @@
-"""Token sequences of `bad_words`, and whether the allowed tokens leave one to sample."""
+"""Token sequences of `bad_words`, and the set of allowed tokens: its packed form, and whether it leaves a choice."""
 
 from collections.abc import Sequence
+
+import numpy as np
 
 from protos.errors import InvalidRequestError
 from runtime.text.tokenizer import Tokenizer
@@ -22,6 +24,15 @@ def _spellings(word: str, tokenizer: Tokenizer) -> list[TokenIds]:
     return [token_ids for token_ids in (bare, spaced if is_merged else ()) if token_ids]
 
 
+def check_number(allowed: TokenIds, vocab_size: int) -> None:
+    """Raise `InvalidRequestError` if *allowed* has more ids than there are."""
+    if len(allowed) > vocab_size:
+        raise InvalidRequestError(
+            f"allowed_token_ids must have at most {vocab_size} ids, the size of the vocabulary, got {len(allowed)}",
+            "allowed_token_ids",
+        )
+
+
 def check_allowed(allowed: TokenIds, bad_words: Sequence[TokenIds], stop_ids: TokenIds) -> None:
     """Raise `InvalidRequestError` if no token of *allowed* can ever be sampled."""
     never = {word[0] for word in bad_words if len(word) == 1}.union(stop_ids)
@@ -31,3 +42,10 @@ def check_allowed(allowed: TokenIds, bad_words: Sequence[TokenIds], stop_ids: To
             "min_tokens",
             "allowed_token_ids",
         )
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Return a set of ids as `Sampling.allowed_ids`: a bit for each id, the least significant first."""
+    bits_V = np.zeros(max(token_ids) + 1, np.uint8)
+    bits_V[np.asarray(token_ids)] = 1
+    return np.packbits(bits_V, bitorder="little").tobytes()

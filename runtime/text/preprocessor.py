@@ -16,7 +16,7 @@ from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
 from protos.validation import shown
-from runtime.text.bad_words import bad_word_ids, check_allowed
+from runtime.text.bad_words import bad_word_ids, check_allowed, check_number, pack_ids
 from runtime.text.chat import render_chat
 from runtime.text.grammar_validator import GrammarChecker
 from runtime.text.prompts import Prompt, check_prompt_dict
@@ -221,6 +221,7 @@ class Preprocessor:
         bad_words = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
         for word in bad_words:
             self._check_ids(word, "bad_words")
+        check_number(params.allowed_token_ids or (), self.vocab_size)
         allowed = self._known_ids(params.allowed_token_ids or (), "allowed_token_ids") or None
         self._known_ids(tuple(params.logit_bias or ()), "logit_bias")
         if not params.ignore_eos:
@@ -237,7 +238,7 @@ class Preprocessor:
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
             logit_bias=dict(params.logit_bias) if params.logit_bias else None,
-            allowed_ids=allowed,
+            allowed_ids=None if allowed is None else pack_ids(allowed),
             bad_words=bad_words,
             min_tokens=params.min_tokens,
             stop_ids=stop_ids,

@@ -23,7 +23,7 @@ from cluster.serving.frontend import bound
 from cluster.serving.grpc_server import GrpcFrontend, GrpcOptions
 from protos import slipstream_v1_pb2_grpc as stubs
 from protos.errors import ConfigError
-from runtime.http.server.limits import GuardOptions
+from runtime.http.server.limits import ConnectionLimits, GuardOptions
 from tests.support.serving.certificates import Authority
 from tests.support.serving.grpc_server import HOST, SERVICE, answer, request
 from tests.support.serving.server_process import Running
@@ -164,7 +164,7 @@ def test_certificates(told: list[Any], tmp_path: Path) -> None:
 
 
 async def taken(port: int) -> None:
-    await GrpcFrontend(GrpcOptions(HOST, port), GuardOptions(), 60.0).start()
+    await GrpcFrontend(GrpcOptions(HOST, port), GuardOptions(), ConnectionLimits()).start()
 
 
 def test_a_taken_port_is_told_with_the_way_out() -> None:

@@ -65,6 +65,12 @@ def test_what_has_no_beginning_has_no_keys(bad: bytes) -> None:
     assert keys_of(bad) == []
 
 
+def test_bodies_that_the_replica_refuses_are_not_parsed_by_the_proxy() -> None:
+    text = b'{"prompt": "%s", "metadata": [%s]}'
+    assert keys_of(text % (b"x" * 1000, b",".join([b"[]"] * 1000)))
+    assert keys_of(text % (b"x" * 1000, b",".join([b"[]"] * 70_000))) == []
+
+
 def test_the_longest_beginning_decides() -> None:
     owners = PrefixOwners(max_keys=4)
     owners.learn(["a", "b"], "one")

@@ -13,6 +13,7 @@ from protos.draft import Draft
 from protos.errors import InvalidRequestError, failure
 from protos.guidance import GrammarError
 from protos.messages import Grammar, NewSequence, Row, Sampling
+from runtime.text.bad_words import pack_ids
 from tests.support.grammar_sampling import VOCAB, engine_of, fresh, is_allowed, logits_of, replaced, said
 from tests.support.structured import EOS, words
 from workers.sampling import grammar_slots
@@ -156,7 +157,7 @@ def test_clients_are_not_blamed_for_a_vocabulary_that_cannot_be_read(caplog: pyt
 
 
 def test_nothing_left_is_said_to_be_so() -> None:
-    sampler = engine_of([("choice", [], Sampling(0, 0.0, allowed_ids=(EOS,)))])
+    sampler = engine_of([("choice", [], Sampling(0, 0.0, allowed_ids=pack_ids((EOS,))))])
     logits_NV = torch.randn(1, VOCAB)
     assert sampler.sample(logits_NV, np.array([0]), np.array([2])).tolist() == [-1]
     assert "no token is left" in sampler.failure_reason(0, logits_NV)

@@ -5,6 +5,7 @@ counts prompt and output, the other penalties and bad words the output only. "Ou
 tokens before the position: if the position's token is emitted, they were accepted.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,11 +51,13 @@ class _Additions:
         return np.concatenate((early, np.array(ends, np.int64))) if ends else early
 
 
-def _mask(allowed: tuple[int, ...] | None, vocab: int, device: torch.device) -> torch.Tensor | None:
+@functools.lru_cache(maxsize=8)  # the samples of a request have the same ids
+def _mask(allowed: bytes | None, vocab: int, device: torch.device) -> torch.Tensor | None:
     if allowed is None:
         return None
+    ids = np.flatnonzero(np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little"))
     mask_V = torch.full((vocab,), -torch.inf)
-    mask_V[[i for i in allowed if i < vocab]] = 0.0
+    mask_V[torch.from_numpy(ids[ids < vocab])] = 0.0
     return mask_V.to(device)
 
 

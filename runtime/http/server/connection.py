@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from runtime.http.errors import ApiError, error_body
 from runtime.http.server.limits import ConnectionLimits
+from runtime.http.server.open_connections import OpenConnections
 
 REASONS = {
     400: "Bad Request",
@@ -20,24 +21,30 @@ REASONS = {
     503: "Service Unavailable",
 }
 
+BODY_PROGRESS = 4096
+"""Bytes of a body after which its client counts as not silent."""
+
 
 class _HeadRefusedError(Exception):
     """Raised in a parser callback, to make the parser stop."""
 
 
-def guarded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
+def guarded_protocol(limits: ConnectionLimits) -> "type[GuardedProtocol]":
     """Return a protocol class for uvicorn with *limits*."""
-    return type("LimitedProtocol", (GuardedProtocol,), {"limits": limits})
+    own = {"limits": limits, "open_connections": OpenConnections(limits.max_connections)}
+    return type("LimitedProtocol", (GuardedProtocol,), own)
 
 
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on connections and request heads. Its errors are JSON like all others."""
 
     limits = ConnectionLimits()
+    open_connections = OpenConnections(limits.max_connections)
+    """Those of one server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0
+        self._head_bytes = self._body_bytes = 0
         self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
@@ -46,7 +53,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Refuse the connection if there are too many."""
         super().connection_made(transport)
         self._limit_stall(transport)
-        if len(self.connections) > self.limits.max_connections:
+        if not self.open_connections.enter(self):
             self._refuse(
                 ApiError(
                     503,
@@ -89,21 +96,39 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timer of the head."""
         self._end_head()
+        self.open_connections.leave(self)
+        self.loop.call_soon(self.open_connections.closed_socket)  # the socket is closed after this call
         super().connection_lost(exc)
+
+    def cut(self) -> None:
+        """Close the connection without a word, to make room for another."""
+        self._end_head()
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse *data*; refuse a head that is too large."""
         if self._refusal is not None:
             return
         super().data_received(data)
+        self._hear_body(len(data))
         if self._is_in_head and self._refusal is None:
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.max_head_bytes:
                 self._refuse(self._too_large(f"more than {self.limits.max_head_bytes} bytes"))
 
+    def _hear_body(self, num_bytes: int) -> None:
+        """Count bytes of a body: whoever sends a few at a time is as good as silent. The same holds for heads."""
+        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
+            self._body_bytes += num_bytes
+            if self._body_bytes >= BODY_PROGRESS:
+                self._body_bytes = 0
+                self.open_connections.hear(self)
+
     def on_message_begin(self) -> None:
         """Start the timer of the next request's head."""
         super().on_message_begin()
+        if self.cycle is None or self.cycle.response_complete:
+            self.open_connections.hear(self)
         self._await_head()
 
     def on_headers_complete(self) -> None:
@@ -117,6 +142,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refusal = self._too_large(f"{len(self.headers)} headers")
             raise _HeadRefusedError
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is whole; from now on its client waits for us."""
+        self.open_connections.answer(self)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self.open_connections.hear(self)
+        super().on_response_complete()
 
     def _too_large(self, got: str) -> ApiError:
         return ApiError(

@@ -1,4 +1,4 @@
-"""Middleware that checks the API key, room in the queue, and limits on the body."""
+"""Middleware that checks the sender, the API key, room in the queue, and limits on the body."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from runtime.http import pages
 from runtime.http.errors import ApiError, as_api_error, error_response
 from runtime.http.server.limits import GuardOptions
 from runtime.http.server.paths import routed_path
+from runtime.http.server.sites import ForeignRequestError
 
 OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key: health probes have none."""
@@ -41,7 +42,7 @@ class Guard:
     Args:
         app: the guarded application.
         engine: its queue is checked before the body of a request is read.
-        options: API keys and limits.
+        options: API keys, web pages and limits.
     """
 
     def __init__(self, app: ASGIApp, engine: EngineClient, options: GuardOptions) -> None:
@@ -73,6 +74,10 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         path, keys = routed_path(scope), self._options.keys
+        try:
+            self._options.sites.check(scope, path)
+        except ForeignRequestError as error:
+            raise ApiError(403, str(error), code=error.code) from None
         given = credentials(scope, keys)
         is_page = path in pages.PATHS and scope["method"] == "GET"
         # Browsers send passwords also with cross-site requests, so a password gives access to the page alone.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from protos.errors import ConfigError
 from runtime.frontend.keys import Keys
+from runtime.http.server.sites import Sites
 
 REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 """What a client may send as the id of its request."""
@@ -12,16 +13,17 @@ REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """API keys, and limits on request bodies.
+    """API keys, web pages, and limits on request bodies.
 
     `max_body_bytes_in_flight` applies to all bodies that are being read; `runtime.http.bodies` limits a single one.
-    `salts_by_key` separates the caches of different API keys.
+    `salts_by_key` separates the caches of different API keys. `sites` are the web pages that may send requests.
     """
 
     keys: Keys = field(default_factory=Keys)
     body_timeout_s: float = 60.0
     salts_by_key: bool = True
     max_body_bytes_in_flight: int = 256 * 1024 * 1024
+    sites: Sites = field(default_factory=Sites)
 
     def __post_init__(self) -> None:
         if self.body_timeout_s <= 0:

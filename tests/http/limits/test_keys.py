@@ -133,7 +133,7 @@ def test_a_tenant_is_part_of_what_separates_caches() -> None:
         engine = guarded_engine(SafetyOptions())
         await engine.start()
         sent: list[str] = []
-        engine._channel.send = lambda commands: sent.extend(each.cache_salt for each in commands.requests)  # type: ignore[method-assign]
+        engine._channel.send = lambda commands: sent.extend(group.first.cache_salt for group in commands.groups)  # type: ignore[method-assign]
         for name, tenant in (("a", ""), ("b", "t1"), ("c", "t2")):
             TENANT.set(tenant)
             stream = engine.stream(await engine.prepare({"prompt": "x", "cache_salt": "s"}, SamplingParams(), name))

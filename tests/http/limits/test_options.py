@@ -24,19 +24,23 @@ def given_to_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environme
 
 def test_flags_yaml_and_the_environment_say_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flags = ("--api-key", KEY, "--api-key", OTHER_KEY, "--max-waiting-requests", "5", "--stream-pacing", "aggregate",
-             "--no-cache-salt-by-key", "--request-timeout", "1.5")  # fmt: skip
+             "--no-cache-salt-by-key", "--request-timeout", "1.5", "--allowed-origins", "https://a.example",
+             "--allowed-origins", "https://b.example", "--allowed-hosts", "llm.example")  # fmt: skip
     wanted = SafetyOptions(
         api_key=(KEY, OTHER_KEY),
         max_waiting_requests=5,
         stream_pacing="aggregate",
         cache_salt_by_key=False,
         request_timeout=1.5,
+        allowed_origins=("https://a.example", "https://b.example"),
+        allowed_hosts=("llm.example",),
     )
     assert given_to_serve(monkeypatch, *flags) == wanted
     path = tmp_path / "serve.yaml"
     path.write_text(
         f"api_key: [{KEY}, {OTHER_KEY}]\nmax-waiting-requests: 5\nstream_pacing: aggregate\n"
         "cache_salt_by_key: false\nrequest_timeout: 1.5\n"
+        "allowed-origins: [https://a.example, https://b.example]\nallowed_hosts: [llm.example]\n"
     )
     assert given_to_serve(monkeypatch, "--config", str(path)) == wanted
     told = given_to_serve(monkeypatch, SLIPSTREAM_API_KEY=f"{KEY} {OTHER_KEY}")

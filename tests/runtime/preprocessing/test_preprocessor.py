@@ -74,7 +74,7 @@ def test_parameters_are_resolved(preprocessor: Preprocessor, tokenizer: PreTrain
     sampling = request.sampling
     assert (sampling.logprobs, sampling.prompt_logprobs, sampling.top_k) == (VOCAB, 5, 0)
     assert (sampling.stop_ids, request.eos_ids, sampling.min_tokens) == ((9, EOS), (EOS,), 2)
-    assert (sampling.allowed_ids, sampling.logit_bias) == ((4, 5), {3: 1.0})
+    assert (sampling.allowed_ids, sampling.logit_bias) == (bytes([1 << 4 | 1 << 5]), {3: 1.0})
     assert request.max_tokens == 62
     (blind,) = preprocessor.requests([5, 6], SamplingParams(ignore_eos=True), "r")
     assert (blind.eos_ids, blind.sampling.stop_ids) == ((), ())

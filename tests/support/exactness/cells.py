@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from protos.guidance import vocabulary
 from protos.messages import Grammar, Sampling
+from runtime.text.bad_words import pack_ids
 from tests.support.exactness.distribution import distribution
 from tests.support.exactness.engine import Emitted, Shape, Table, TableModel, World, run_rows, tree_distribution
 from tests.support.exactness.statistics import Finding, Ints, Probs, compare, counted
@@ -40,7 +41,7 @@ LAST = {
     "top_p": Sampling(seed=0, top_p=0.8),
     "min_p": Sampling(seed=0, min_p=0.1),
     "logit_bias": Sampling(seed=0, logit_bias={3: 2.0, 5: -1.0, 1: -100.0}),
-    "allowed": Sampling(seed=0, allowed_ids=(1, 3, 5, 8, 13)),
+    "allowed": Sampling(seed=0, allowed_ids=pack_ids((1, 3, 5, 8, 13))),
     "usual": Sampling(seed=0, temperature=0.7, top_p=0.9),
 }
 """Options under which the distribution depends on the last token alone."""
@@ -65,7 +66,7 @@ HISTORY = {
         min_tokens=6,
         stop_ids=(0,),
         bad_words=((2,), (3, 4)),
-        allowed_ids=tuple(range(14)),
+        allowed_ids=pack_ids(tuple(range(14))),
     ),
 }
 """Options under which the distribution depends on more of the output."""
@@ -212,7 +213,7 @@ def _with_form(sampling: Sampling, output: Seq[int]) -> Sampling:
     """Return *sampling* with the ids that `FORM` allows after *output*."""
     if sampling.grammar is None:
         return sampling
-    return structs.replace(sampling, grammar=None, allowed_ids=allowed_by_form(output))
+    return structs.replace(sampling, grammar=None, allowed_ids=pack_ids(allowed_by_form(output)))
 
 
 def allowed_by_form(output: Seq[int]) -> tuple[int, ...]:

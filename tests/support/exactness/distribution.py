@@ -30,12 +30,16 @@ def distribution(sampling: Sampling, raw_V: Probs, output: Seq[int], prompt: Seq
     return values[0].softmax(0).numpy()
 
 
+def _ids(packed: bytes) -> set[int]:
+    return {8 * place + bit for place, byte in enumerate(packed) for bit in range(8) if byte >> bit & 1}
+
+
 def masked(sampling: Sampling, scores: Probs, output: Seq[int]) -> Probs:
     """Return *scores* with -inf for tokens that word lists and the minimum length forbid."""
     gone = [word[-1] for word in sampling.bad_words if len(word) == 1 or tuple(output[-(len(word) - 1) :]) == word[:-1]]
     gone += sampling.stop_ids if len(output) < sampling.min_tokens else ()
     if sampling.allowed_ids is not None:
-        gone += set(range(len(scores))) - set(sampling.allowed_ids)
+        gone += set(range(len(scores))) - _ids(sampling.allowed_ids)
     scores[gone] = -np.inf
     return scores
 

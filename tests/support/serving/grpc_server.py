@@ -47,7 +47,7 @@ class Served:
         )
         self._loop = loop
         self._http = HttpFrontend(HttpOptions(HOST, 0, http_tls), ConnectionLimits())
-        self._grpc = GrpcFrontend(GrpcOptions(HOST, 0, grpc_tls), guard, stall_s)
+        self._grpc = GrpcFrontend(GrpcOptions(HOST, 0, grpc_tls), guard, ConnectionLimits(stall_s=stall_s))
         self._faces: list[Frontend] = [self._http, self._grpc]
         self._tasks: list[asyncio.Task[None]] = []
 

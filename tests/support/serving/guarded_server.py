@@ -19,10 +19,10 @@ from runtime.frontend.thread_channel import ThreadChannel
 from runtime.http.app import create_app
 from runtime.http.context import ServerOptions
 from runtime.http.options import SafetyOptions
+from runtime.http.server.acceptor import BoundedServer
 from runtime.http.server.connection import guarded_protocol
 from runtime.metrics.prometheus import Metrics
 from tests.support.serving.fake_engine import build, make_preprocessor, tokenizer
-from tests.support.serving.http_server import Listening
 
 DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none", policy="fixed")
 
@@ -88,6 +88,20 @@ def guarded_engine(safety: SafetyOptions, max_model_len: int = 512) -> AsyncEngi
     return engine
 
 
+class ListeningBounded(BoundedServer):
+    """Sets `listening` once it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for each in sockets or ():
+            each.listen(2048)
+        await super().startup(sockets)
+        self.listening.set()
+
+
 @contextlib.contextmanager
 def guarded(max_model_len: int = 512, **safety: Any) -> Iterator[Guarded]:
     """Serve the fake engine from a thread, with the safety options given."""
@@ -100,7 +114,7 @@ def guarded(max_model_len: int = 512, **safety: Any) -> Iterator[Guarded]:
         app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, http=guarded_protocol(allowed.connections)
     )
     with bound("127.0.0.1", 0) as listener:
-        server = Listening(config)
+        server = ListeningBounded(config)
         loops: list[asyncio.AbstractEventLoop] = []
 
         async def serve() -> None:

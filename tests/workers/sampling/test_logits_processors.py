@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from protos.messages import Sampling
+from runtime.text.bad_words import pack_ids
 from tests.support.sampling import VOCAB, draw, logits, table
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -15,7 +16,7 @@ def test_options_naming_ids_the_logits_lack() -> None:
         seed=1,
         logit_bias={70: 5.0},
         bad_words=((71,), (1, 72)),
-        allowed_ids=(3, 73),
+        allowed_ids=pack_ids((3, 73)),
         min_tokens=3,
         stop_ids=(74,),
         repetition_penalty=1.2,
@@ -51,7 +52,7 @@ def test_bias_masks_and_minimum_length() -> None:
 
 
 def test_allowed_ids() -> None:
-    found = edited(Sampling(seed=1, allowed_ids=(2, 30)), logits(1), [1], [])
+    found = edited(Sampling(seed=1, allowed_ids=pack_ids((2, 30))), logits(1), [1], [])
     assert found[0].isfinite().nonzero()[:, 0].tolist() == [2, 30]
 
 
@@ -69,7 +70,10 @@ def test_drafted_tokens_count_like_committed_ones_and_are_forgotten_again() -> N
 
 
 def test_a_slot_given_to_another_sequence_starts_afresh() -> None:
-    old, new = Sampling(seed=1, repetition_penalty=1.5, allowed_ids=(3, 4)), Sampling(seed=9, presence_penalty=2.0)
+    old, new = (
+        Sampling(seed=1, repetition_penalty=1.5, allowed_ids=pack_ids((3, 4))),
+        Sampling(seed=9, presence_penalty=2.0),
+    )
     slots = table(old, prompts=[[1, 2]], outputs=[[3, 3]])
     sampler = Sampler(slots, VOCAB)
     sampler.sample(logits(1), np.array([0]), np.array([4]))

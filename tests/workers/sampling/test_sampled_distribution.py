@@ -17,6 +17,7 @@ from scipy import stats
 
 from protos.draft import Draft
 from protos.messages import Sampling
+from runtime.text.bad_words import pack_ids
 from tests.support.exactness.distribution import distribution as reference
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -45,7 +46,7 @@ OPTIONS = {
     "frequency": Sampling(seed=0, frequency_penalty=-0.7),
     "logit_bias": Sampling(seed=0, logit_bias={3: 2.0, 5: -1.0, 0: -100.0}),
     "bad_words": Sampling(seed=0, bad_words=((6,), (9, 7), (4, 9, 3))),
-    "allowed": Sampling(seed=0, allowed_ids=(1, 3, 5, 8, 13)),
+    "allowed": Sampling(seed=0, allowed_ids=pack_ids((1, 3, 5, 8, 13))),
     "min_tokens": Sampling(seed=0, min_tokens=5, stop_ids=(2, 3)),
 }
 COMBINED = {
@@ -64,7 +65,7 @@ COMBINED = {
         min_tokens=6,
         stop_ids=(0,),
         bad_words=((2,), (3, 4)),
-        allowed_ids=tuple(range(14)),
+        allowed_ids=pack_ids(tuple(range(14))),
     ),
 }
 EVERY = OPTIONS | COMBINED

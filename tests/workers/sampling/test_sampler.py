@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from protos.messages import Sampling
+from runtime.text.bad_words import pack_ids
 from tests.support.sampling import VOCAB, draw, logits, table
 from workers.sampling.noise import gumbel, row_keys
 from workers.sampling.sample import Limits, distribution, greedy, sample, top_distribution, without_replacement
@@ -68,7 +69,7 @@ MIXED = (
     Sampling(seed=6, repetition_penalty=1.3, top_p=0.8),
     Sampling(seed=7, temperature=0.0, logit_bias={3: 2.5}),
     Sampling(seed=8, bad_words=((5,), (6, 7))),
-    Sampling(seed=9, allowed_ids=(1, 2, 3, 4)),
+    Sampling(seed=9, allowed_ids=pack_ids((1, 2, 3, 4))),
     Sampling(seed=10, min_tokens=9, stop_ids=(0, 1)),
     Sampling(seed=11, presence_penalty=1.0, frequency_penalty=0.5),
 )
@@ -105,7 +106,7 @@ def test_failed_rows_disturb_no_other() -> None:
 
 
 def test_nothing_left_to_choose_is_a_failed_row() -> None:
-    requests = [Sampling(seed=1, temperature=t, allowed_ids=(4,), bad_words=((4,),)) for t in (0.0, 1.0)]
+    requests = [Sampling(seed=1, temperature=t, allowed_ids=pack_ids((4,)), bad_words=((4,),)) for t in (0.0, 1.0)]
     assert draw(table(*requests), logits(2)) == [-1, -1]
 
 
