@@ -152,6 +152,11 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
     speculates: bool = False
     least_survival: float = 0.0
 
+    @property
+    def decodes(self) -> bool:
+        """Whether all rows decode: each feeds its newest token, and none a part of a prompt."""
+        return all(row.samples and row.length == 1 for row in self.rows)
+
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
     """The result of a round for one row that samples, or the prompt log-probabilities of one that does not.

@@ -110,7 +110,7 @@ class Planner:
         worker_drafts = has_features and self._worker_drafts(sequence.request)
         if one.samples and (worker_drafts or self._proposers is not None):
             room = self._max_model_len - len(sequence.token_ids) - 1
-            one.k = max(0, min(policy.num_nodes(sequence, one.depth), room, budget))
+            one.k = max(0, min(policy.num_draft_tokens(sequence), room, budget))
 
     def _worker_drafts(self, request: Request) -> bool:
         """Whether the draft worker may propose for this request in this step."""

@@ -122,12 +122,11 @@ class AdaptivePolicy:
         return min(row.limit, self._chosen.get(sequence.key, self._typical))
 
     def _row(self, sequence: Sequence) -> DecodingRow:
-        limit = sequence.most_drafts(self._limit)
-        depth = sequence.max_len - len(sequence.token_ids) - 1
+        limit = sequence.most_drafts(self._limit, may_branch=self._may_branch)
         acceptance = self._requests.get(sequence.key)
         if acceptance is None:
             acceptance = self._requests[sequence.key] = RequestAcceptance()
-        return DecodingRow(limit if self._may_branch and depth > 0 else min(limit, depth), acceptance)
+        return DecodingRow(limit, acceptance)
 
     def _forget_ended(self, running: Seq[Sequence]) -> None:
         if len(self._requests) > 2 * len(running) + 64:
@@ -212,12 +211,7 @@ class AdaptivePolicy:
 
     def num_draft_tokens(self, sequence: Sequence) -> int:
         """See `Policy`."""
-        return sequence.most_drafts(self._chosen.get(sequence.key, self._typical))
-
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
-        """See `Policy`."""
-        wanted = self.num_draft_tokens(sequence)
-        return wanted if self._may_branch and depth > 0 else min(wanted, depth)
+        return sequence.most_drafts(self._chosen.get(sequence.key, self._typical), may_branch=self._may_branch)
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
@@ -258,5 +252,5 @@ class AdaptivePolicy:
             num_tokens=step.num_tokens,
             draft_s=step.draft_s,
             seconds=step.seconds,
-            decodes=all(row.samples and row.length == 1 for row in rows),
+            decodes=step.plan.decodes,
         )

@@ -44,7 +44,11 @@ class RoundCosts:
 
     def drafting(self, depth: int, num_rows: int) -> float:
         """Return the seconds for a draft of *depth* levels for *num_rows* rows."""
-        return self.levels.at(depth) * self.draft.at(num_rows) + self.prompts_s
+        return self.levels_s(depth, num_rows) + self.prompts_s
+
+    def levels_s(self, depth: int, num_rows: int) -> float:
+        """Return the seconds for the levels of a draft alone, 0 for none."""
+        return self.levels.at(depth) * self.draft.at(num_rows) if depth else 0.0
 
 
 @dataclass(frozen=True)

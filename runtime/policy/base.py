@@ -63,10 +63,6 @@ class Policy(Protocol):
         """Return the most draft tokens that this sequence's row may get in this step."""
         ...
 
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
-        """Return the most draft tokens of a draft of at most *depth* levels: a chain has no more than one in each."""
-        ...
-
     def end_step(self, step: FinishedStep) -> None:
         """Learn from a step."""
         ...
@@ -91,10 +87,6 @@ class NoSpeculation:
         """Do nothing."""
 
     def num_draft_tokens(self, sequence: Sequence) -> int:
-        """Return 0."""
-        return 0
-
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
         """Return 0."""
         return 0
 

@@ -68,7 +68,8 @@ class RoundCostModel:
 
     def _observe_prompts(self, done: Round) -> None:
         """Learn what the draft spends on prompts, as seconds of a round on average."""
-        usual_s = self._levels.at(done.depth) * self._draft.at(done.num_drafting) if done.depth else 0.0
+        costs = self.of(done.num_known)
+        usual_s = costs.levels_s(done.depth, done.num_drafting)
         spent_s = 0.0 if done.decodes else max(0.0, done.draft_s - usual_s)
         self._prompts_s += PROMPTS_RATE * (spent_s - self._prompts_s)
 

@@ -71,10 +71,6 @@ class StoppingPolicy:
         """See `Policy`."""
         return self._inner.num_draft_tokens(sequence)
 
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
-        """See `Policy`."""
-        return self._inner.num_nodes(sequence, depth)
-
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
         self._inner.end_step(step)
@@ -103,5 +99,5 @@ def _drafted(step: FinishedStep) -> Round:
         num_tokens=step.num_tokens,
         draft_s=step.draft_s,
         seconds=step.seconds,
-        decodes=all(row.samples and row.length == 1 for row in step.plan.rows),
+        decodes=step.plan.decodes,
     )

@@ -43,7 +43,7 @@ class Simulation:
     def _round(self, rates: Sequence[float]) -> None:
         sequences = [decoding(key) for key in range(len(rates))]
         self.policy.begin_step(sequences)
-        ks = [self.policy.num_nodes(sequence, 50) for sequence in sequences]
+        ks = [self.policy.num_draft_tokens(sequence) for sequence in sequences]
         drafted = [k if self.random.random() < self.found else 0 for k in ks]
         rows = [Row(key, 1, 1, 2, k) for key, k in enumerate(drafted)]
         verdicts = [self._verdict(key, k, rate) for key, (k, rate) in enumerate(zip(drafted, rates, strict=True))]

@@ -111,7 +111,7 @@ def test_of_trees_it_takes_the_size_that_pays() -> None:
     for _ in range(1500):
         sequence = decoding(0)
         policy.begin_step([sequence])
-        k = policy.num_nodes(sequence, 50)
+        k = policy.num_draft_tokens(sequence)
         accepted = next(
             (depth for depth in range((k + 1).bit_length() - 1) if rng.random() > 0.7), (k + 1).bit_length() - 1
         )
