@@ -202,12 +202,16 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """One sequence in the step being planned; becomes a `Row`. `length` known tokens are fed, then *k* draft tokens."""
+    """One sequence in the step being planned; becomes a `Row`. `length` known tokens are fed, then *k* draft tokens.
+
+    `source` is that of the draft, as the policy numbers them.
+    """
 
     sequence: Sequence
     length: int
     k: int = 0
     draft: Draft | None = None
+    source: int = 0
 
     @property
     def depth(self) -> int:

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 ASSUMED = 0.7
 """Acceptance of a typical trained draft of the same family, before anything was measured."""
 PRIOR_TRIALS = 4.0
-"""Weight of the assumption for depth 1, and of the estimate for the depth before for each further depth, in trials."""
+"""Weight of the assumption for depth 1, and of drafted tokens of the depth before for each further depth, in trials."""
 MEMORY_TRIALS = 200.0
 """When so many first draft tokens were tried, half of what was seen is forgotten."""
 AGED_TRIALS = 16.0
@@ -95,11 +95,15 @@ class AcceptanceModel:
     def refresh(self) -> None:
         """Estimate the rates again. Called before decisions."""
         tried_D, accepted_D = _by_depth(self._tried), _by_depth(self._accepted)
-        before = ASSUMED
-        for depth, (tried, accepted) in enumerate(zip(tried_D.tolist(), accepted_D.tolist(), strict=True)):
-            before = (accepted + PRIOR_TRIALS * before) / (tried + PRIOR_TRIALS)
-            self._rates_D[depth] = before
-        self._drafted_D = (_by_depth(self._drafted) + PRIOR_TRIALS) / (_by_depth(self._asked) + PRIOR_TRIALS)
+        drafted_D = (_by_depth(self._drafted) + PRIOR_TRIALS) / (_by_depth(self._asked) + PRIOR_TRIALS)
+        self._drafted_D = np.minimum.accumulate(drafted_D)
+        goes_on_D = self._drafted_D / np.concatenate(([1.0], self._drafted_D[:-1]))
+        of_drafted = ASSUMED  # of a token that is drafted, the probability that it is accepted
+        counts = zip(tried_D.tolist(), accepted_D.tolist(), goes_on_D.tolist(), strict=True)
+        for depth, (tried, accepted, goes_on) in enumerate(counts):
+            rate = (accepted + PRIOR_TRIALS * goes_on * of_drafted) / (tried + PRIOR_TRIALS)
+            self._rates_D[depth] = rate
+            of_drafted = min(1.0, rate / goes_on)
         self._expected[1:] = np.cumsum(self._rates_D).tolist()
 
     def survival(self, requests: Seq[RequestAcceptance]) -> Floats:

@@ -102,7 +102,7 @@ class BanditPolicy:
         self._batch, self._current = batch, k
         self._rounds_left, self._tokens, self._seconds = PLAY_ROUNDS, 0, 0.0
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         """See `Policy`."""
         return sequence.most_drafts(self._current, may_branch=self._may_branch)
 

@@ -9,8 +9,48 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from protos.messages import RoundPlan, StepCosts, Verdict
+from protos.messages import Request, RoundPlan, StepCosts, Verdict
 from runtime.core.sequence import Sequence
+
+PREDICTION = 0
+"""The source that drafts what the user predicts, where drafts are looked up at all."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the drafts of an engine come from: the sources are numbered in the order in which they are asked.
+
+    If any method looks drafts up in the controller process, the first source is `PREDICTION`.
+
+    Attributes:
+        methods: of the cascade, in order.
+        has_worker: whether the last of them runs on a draft worker.
+    """
+
+    methods: tuple[str, ...] = ("",)
+    has_worker: bool = True
+
+    def __len__(self) -> int:
+        return len(self.methods) + self.predicts
+
+    @property
+    def predicts(self) -> bool:
+        """Whether predictions are followed."""
+        return len(self.methods) > self.has_worker
+
+    @property
+    def worker(self) -> int:
+        """The number of the draft worker, if there is one; that of rows without a draft, if not."""
+        return len(self) - self.has_worker
+
+    def may_draft(self, source: int, request: Request) -> bool:
+        """Whether *source* may draft for *request*."""
+        if self.predicts and source == PREDICTION:
+            return bool(request.prediction_token_ids)
+        return request.method in {None, self.methods[source - self.predicts]}
+
+
+WORKER_ALONE = Sources()
 
 
 @dataclass(frozen=True)
@@ -23,6 +63,7 @@ class FinishedStep:
         num_tokens: tokens added to requests.
         draft_s: seconds spent on drafts: proposing, and waiting for them.
         seconds: of the whole step, from planning to committing.
+        lookup_s: of *draft_s*, those of proposers in the controller process.
     """
 
     plan: RoundPlan
@@ -30,6 +71,7 @@ class FinishedStep:
     num_tokens: int
     draft_s: float
     seconds: float
+    lookup_s: float = 0.0
 
 
 class Policy(Protocol):
@@ -59,8 +101,8 @@ class Policy(Protocol):
         """Decide for a step of the sequences *running*; later ones may start in it."""
         ...
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
-        """Return the most draft tokens that this sequence's row may get in this step."""
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
+        """Return the most draft tokens that this sequence's row may get in this step, from one source or from any."""
         ...
 
     def end_step(self, step: FinishedStep) -> None:
@@ -86,7 +128,7 @@ class NoSpeculation:
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Do nothing."""
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         """Return 0."""
         return 0
 

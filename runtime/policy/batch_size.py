@@ -138,7 +138,7 @@ class BatchSizePolicy:
             self._from_table = k
             self.changes["batch_size_table"] += 1
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         """Return K of this step, or the sequence's own limit if that is lower."""
         return sequence.most_drafts(self._current, may_branch=self._may_branch)
 

@@ -55,7 +55,7 @@ class FromThePast:
         self.step += 1
         self.current = self.step % (self.limit + 1)
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         k = (self.current + self.accepted[sequence.request.request_id]) % (self.limit + 1)
         return k if sequence.depth > 0 else 0
 
