@@ -1,0 +1,1 @@
+"""The adaptive policy measured: see `benchmarks.policies.__main__`."""
