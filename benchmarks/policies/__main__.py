@@ -137,7 +137,7 @@ def main() -> None:
         "--fixed",
         nargs="*",
         type=int,
-        help=f"fixed K to compare with, as far as the method has them; none named: {FIXED}",
+        help=f"fixed K to compare with, up to the method's own; without values: {FIXED}",
     )
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--eager", action="store_true", help="compile no model")
