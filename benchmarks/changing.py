@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Phase:
+class ChangingPhase:
     """So many requests at once, and all requests of the phase."""
 
     size: int
@@ -70,7 +70,7 @@ class ChangingSide:
         self.engine = engine
         self.switches: list[list[int]] = []
 
-    def block(self, phases: Sequence[Phase]) -> int:
+    def block(self, phases: Sequence[ChangingPhase]) -> int:
         """Run the phases one after another; return the number of tokens."""
         counts = [self._count()]
         num_tokens = 0
@@ -85,7 +85,7 @@ class ChangingSide:
         return sum(self.engine.llm.stats().speculation_changes.values())
 
 
-def phases_of(scenario: str, block: int, args: argparse.Namespace) -> list[Phase]:
+def phases_of(scenario: str, block: int, args: argparse.Namespace) -> list[ChangingPhase]:
     """Return the phases of one block. Blocks have other prompts, as far as there are."""
     items = requests(args.model or pair()[0], args.tokens)
     predictable, random = items[DEMO], unpredictable(items[RANDOM])
@@ -96,7 +96,7 @@ def phases_of(scenario: str, block: int, args: argparse.Namespace) -> list[Phase
     phases, first = [], block
     for size, texts in kinds:
         many = args.waves * size
-        phases.append(Phase(size, [texts[(first + i) % len(texts)] for i in range(many)]))
+        phases.append(ChangingPhase(size, [texts[(first + i) % len(texts)] for i in range(many)]))
         first += many
     return phases
 

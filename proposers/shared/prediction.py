@@ -5,19 +5,10 @@ tokens next occur in the prediction, at or after the position reached.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import ClassVar, Self
 
 from proposers.shared.ngram_index import Places
-from protos.config.engine import SpeculativeConfig
-from protos.draft import Draft, DraftRow
-from protos.draft_module import DraftRunner
-from protos.interfaces import SequenceListener
-from protos.messages import Request
 
 REACH = 16
-SLICE = 2048
-"""Tokens indexed per round, over all predictions: about a millisecond."""
 SIZES = (4, 2)
 """After a mismatch, two tokens of the answer must match the prediction; longer matches are preferred."""
 
@@ -52,45 +43,3 @@ class Prediction:
         self._is_followed = bool(ends)
         if ends:
             self._at = min((end for end in ends if end >= self._at), default=ends[0])
-
-
-@dataclass(slots=True)
-class _Expected:
-    """A request's prediction, and the length of its prompt."""
-
-    prediction: Prediction
-    prompt_len: int
-
-
-class PredictionProposer(SequenceListener):
-    """Proposes what the users predict. It needs no round's time beforehand: what it searches is indexed when asked."""
-
-    on_worker: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self._expected: dict[int, _Expected] = {}
-
-    @classmethod
-    def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
-        """Return a proposer."""
-        return cls()
-
-    def begin(self, key: int, request: Request) -> None:
-        """See `SequenceListener`."""
-        if request.prediction_token_ids:
-            self._expected[key] = _Expected(Prediction(request.prediction_token_ids), len(request.prompt_token_ids))
-
-    def end(self, key: int, token_ids: Seq[int]) -> None:
-        """See `SequenceListener`."""
-        self._expected.pop(key, None)
-
-    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return the next tokens of each row's prediction; an empty draft where the answer does not match it."""
-        budget = SLICE
-        drafts = []
-        for row in rows:
-            expected = self._expected[row.key]
-            budget -= expected.prediction.prepare(budget)
-            output = row.token_ids[expected.prompt_len :]
-            drafts.append(Draft(tuple(expected.prediction.follow(output, row.length))))
-        return drafts

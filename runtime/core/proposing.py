@@ -6,16 +6,47 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from proposers.shared.prediction import PredictionProposer
-from protos.draft import NO_DRAFT, Draft, DraftRow
+from proposers.shared.prediction import Prediction
+from protos.draft import NO_DRAFT, PREDICTION, Draft, DraftRow
 from protos.interfaces import Proposer, SequenceListener
+from protos.messages import Request
 from runtime.core.sequence import ScheduledSequence, Sequence
-from runtime.policy.base import PREDICTION, Policy
 
 if TYPE_CHECKING:
     from runtime.core.stats import EngineCounters
+    from runtime.policy.base import Policy
 
 logger = logging.getLogger(__name__)
+
+
+SLICE = 2048
+"""Tokens of predictions indexed per round: about a millisecond."""
+
+
+class PredictionProposer(SequenceListener):
+    """Proposes what users predict. What it searches is indexed when it is asked, and not before."""
+
+    def __init__(self) -> None:
+        self._predictions: dict[int, tuple[Prediction, int]] = {}  # with the prompt's length, by the sequence's key
+
+    def begin(self, key: int, request: Request) -> None:
+        """See `SequenceListener`."""
+        if request.prediction_token_ids:
+            self._predictions[key] = Prediction(request.prediction_token_ids), len(request.prompt_token_ids)
+
+    def end(self, key: int, token_ids: Seq[int]) -> None:
+        """See `SequenceListener`."""
+        self._predictions.pop(key, None)
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return the next tokens of each row's prediction; an empty draft where the answer does not match it."""
+        budget = SLICE
+        drafts = []
+        for row in rows:
+            prediction, prompt_len = self._predictions[row.key]
+            budget -= prediction.prepare(budget)
+            drafts.append(Draft(tuple(prediction.follow(row.token_ids[prompt_len:], row.length))))
+        return drafts
 
 
 class ControllerProposers:
@@ -33,7 +64,7 @@ class ControllerProposers:
     def __init__(
         self, proposers: Seq[Proposer], vocab_size: int, methods: Seq[str], counters: "EngineCounters"
     ) -> None:
-        self._proposers = (PredictionProposer(), *proposers)
+        self._proposers: tuple[Proposer | PredictionProposer, ...] = (PredictionProposer(), *proposers)
         self._methods = (None, *methods) if methods else (None,) * len(self._proposers)
         self._listeners = [proposer for proposer in self._proposers if isinstance(proposer, SequenceListener)]
         self._vocab_size = vocab_size
@@ -44,7 +75,7 @@ class ControllerProposers:
         """How many of the policy's sources are these proposers: the first ones."""
         return len(self._proposers)
 
-    def fill(self, scheduled: Seq[ScheduledSequence], policy: Policy) -> None:
+    def fill(self, scheduled: Seq[ScheduledSequence], policy: "Policy") -> None:
         """Set `draft`, `k` and `source` of the rows with `k > 0` for which a proposer has a draft."""
         for source in range(self.num_sources):
             rows = [one for one in scheduled if one.k and one.draft is None and self._may_draft(source, one)]
@@ -76,7 +107,7 @@ class ControllerProposers:
                 one.draft, one.k, one.source = draft.first(k), min(k, len(draft)), source
         self._counters.propose_s += time.monotonic() - began
 
-    def _propose(self, proposer: Proposer, rows: list[DraftRow]) -> list[Draft]:
+    def _propose(self, proposer: Proposer | PredictionProposer, rows: list[DraftRow]) -> list[Draft]:
         try:
             drafts = proposer.propose(rows)
             if len(drafts) == len(rows):

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
+from protos.draft import PREDICTION
 from protos.messages import Request, RoundPlan, StepCosts, Verdict
 from runtime.core.sequence import Sequence
-
-PREDICTION = 0
-"""The source that drafts what the user predicts, where drafts are looked up at all."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from typing import Protocol
 
 import numpy as np
 
+from protos.draft import PREDICTION
 from protos.messages import Verdict
 from runtime.policy.acceptance import AcceptanceModel, RequestAcceptance
 from runtime.policy.allocation import Allocation, Offer, RoundCosts, allocate
-from runtime.policy.base import PREDICTION, WORKER_ALONE, Sources
+from runtime.policy.base import WORKER_ALONE, Sources
 from runtime.policy.cost_model import Ints
 from runtime.policy.sizes import SizeModel, choose_size, ladder
 

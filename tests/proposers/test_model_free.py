@@ -11,8 +11,9 @@ from proposers.shared import continuations as votes
 from proposers.shared.answer_index import CHAIN, AnswerIndex, AnswerMatch
 from proposers.shared.answer_ring import AnswerText
 from proposers.shared.ngram_index import MAX_PLACES, Places
-from proposers.shared.prediction import Prediction, PredictionProposer
+from proposers.shared.prediction import Prediction
 from protos.draft import DraftRow
+from runtime.core.proposing import PredictionProposer
 from tests.support.naive_search import TOKENS, naive_chain, naive_longest, places_of, request
 
 

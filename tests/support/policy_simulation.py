@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from protos.draft import PREDICTION
 from protos.messages import RoundPlan, Row, StepCosts, Verdict
 from runtime.core.sequence import Sequence as EngineSequence
-from runtime.policy.base import PREDICTION, WORKER_ALONE, FinishedStep, Policy, Sources
+from runtime.policy.base import WORKER_ALONE, FinishedStep, Policy, Sources
 from tests.support.scheduling import decoding
 
 LIMIT = 8

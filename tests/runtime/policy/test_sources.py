@@ -2,8 +2,9 @@
 
 import pytest
 
+from protos.draft import PREDICTION
 from runtime.policy.adaptive import AdaptivePolicy
-from runtime.policy.base import PREDICTION, Sources
+from runtime.policy.base import Sources
 from runtime.policy.choosers import ChainChooser, TreeChooser
 from runtime.policy.round_costs import RoundCostModel
 from tests.support.policy_simulation import LIMIT, Seconds, Simulation, cheap, fixed_rate, flat, steep, warmed_up
