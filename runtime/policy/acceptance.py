@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from protos.draft import PREDICTION
+from protos.messages import Request
+
 Floats = npt.NDArray[np.float64]
 
 ASSUMED = 0.7
@@ -20,10 +23,47 @@ MEMORY_TRIALS = 200.0
 """When so many first draft tokens were tried, half of what was seen is forgotten."""
 AGED_TRIALS = 16.0
 """Of what was seen, so many trials still count after a while without drafts."""
-REQUEST_PRIOR = 6.0
-"""Weight of the method's estimate in that for a request, in trials."""
-REQUEST_MEMORY = 0.95
+REQUEST_PRIOR = 24.0
+"""Weight of the method's estimate in that for a request, in trials: as if requests differed by about 0.1."""
+REQUEST_MEMORY = 0.98
 """Share of a request's trials that each of its drafts keeps: its text changes."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the drafts of an engine come from: the sources are numbered in the order in which they are asked.
+
+    If any method looks drafts up in the controller process, the first source is `PREDICTION`.
+
+    Attributes:
+        methods: of the cascade, in order.
+        has_worker: whether the last of them runs on a draft worker.
+    """
+
+    methods: tuple[str, ...] = ("",)
+    has_worker: bool = True
+
+    def __len__(self) -> int:
+        return len(self.methods) + self.predicts
+
+    @property
+    def predicts(self) -> bool:
+        """Whether predictions are followed."""
+        return len(self.methods) > self.has_worker
+
+    @property
+    def worker(self) -> int:
+        """The number of the draft worker, if there is one; that of rows without a draft, if not."""
+        return len(self) - self.has_worker
+
+    def may_draft(self, source: int, request: Request) -> bool:
+        """Whether *source* may draft for *request*."""
+        if self.predicts and source == PREDICTION:
+            return bool(request.prediction_token_ids)
+        return request.method in {None, self.methods[source - self.predicts]}
+
+
+WORKER_ALONE = Sources()
 
 
 @dataclass(slots=True)

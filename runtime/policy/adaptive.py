@@ -18,9 +18,9 @@ import numpy as np
 from protos.draft import PREDICTION
 from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
-from runtime.policy.acceptance import RequestAcceptance
+from runtime.policy.acceptance import WORKER_ALONE, RequestAcceptance, Sources
 from runtime.policy.allocation import RoundCosts
-from runtime.policy.base import WORKER_ALONE, FinishedStep, Sources
+from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, DecodingRow
 from runtime.policy.cost_model import Ints
 from runtime.policy.round_costs import Round, RoundCostModel

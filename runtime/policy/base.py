@@ -9,46 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from protos.draft import PREDICTION
-from protos.messages import Request, RoundPlan, StepCosts, Verdict
+from protos.messages import RoundPlan, StepCosts, Verdict
 from runtime.core.sequence import Sequence
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Where the drafts of an engine come from: the sources are numbered in the order in which they are asked.
-
-    If any method looks drafts up in the controller process, the first source is `PREDICTION`.
-
-    Attributes:
-        methods: of the cascade, in order.
-        has_worker: whether the last of them runs on a draft worker.
-    """
-
-    methods: tuple[str, ...] = ("",)
-    has_worker: bool = True
-
-    def __len__(self) -> int:
-        return len(self.methods) + self.predicts
-
-    @property
-    def predicts(self) -> bool:
-        """Whether predictions are followed."""
-        return len(self.methods) > self.has_worker
-
-    @property
-    def worker(self) -> int:
-        """The number of the draft worker, if there is one; that of rows without a draft, if not."""
-        return len(self) - self.has_worker
-
-    def may_draft(self, source: int, request: Request) -> bool:
-        """Whether *source* may draft for *request*."""
-        if self.predicts and source == PREDICTION:
-            return bool(request.prediction_token_ids)
-        return request.method in {None, self.methods[source - self.predicts]}
-
-
-WORKER_ALONE = Sources()
 
 
 @dataclass(frozen=True)

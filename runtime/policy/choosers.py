@@ -8,9 +8,8 @@ import numpy as np
 
 from protos.draft import PREDICTION
 from protos.messages import Verdict
-from runtime.policy.acceptance import AcceptanceModel, RequestAcceptance
+from runtime.policy.acceptance import WORKER_ALONE, AcceptanceModel, RequestAcceptance, Sources
 from runtime.policy.allocation import Allocation, Offer, RoundCosts, allocate
-from runtime.policy.base import WORKER_ALONE, Sources
 from runtime.policy.cost_model import Ints
 from runtime.policy.sizes import SizeModel, choose_size, ladder
 

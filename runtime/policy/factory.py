@@ -5,9 +5,10 @@ from functools import partial
 from proposers import registry
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.messages import StepCosts
+from runtime.policy.acceptance import Sources
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.bandit import BanditPolicy
-from runtime.policy.base import NoSpeculation, Policy, Sources
+from runtime.policy.base import NoSpeculation, Policy
 from runtime.policy.batch_size import BatchSizePolicy, with_threshold
 from runtime.policy.choosers import ChainChooser, TreeChooser
 from runtime.policy.round_costs import RoundCostModel

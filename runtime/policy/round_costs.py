@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from protos.messages import StepCosts
+from runtime.policy.acceptance import WORKER_ALONE, Sources
 from runtime.policy.allocation import RoundCosts
-from runtime.policy.base import WORKER_ALONE, Sources
 from runtime.policy.cost_model import CostCurve
 
 FREE = {1: 0.0}

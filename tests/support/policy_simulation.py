@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from protos.draft import PREDICTION
 from protos.messages import RoundPlan, Row, StepCosts, Verdict
 from runtime.core.sequence import Sequence as EngineSequence
-from runtime.policy.base import WORKER_ALONE, FinishedStep, Policy, Sources
+from runtime.policy.acceptance import WORKER_ALONE, Sources
+from runtime.policy.base import FinishedStep, Policy
 from tests.support.scheduling import decoding
 
 LIMIT = 8

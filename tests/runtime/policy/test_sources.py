@@ -3,8 +3,8 @@
 import pytest
 
 from protos.draft import PREDICTION
+from runtime.policy.acceptance import Sources
 from runtime.policy.adaptive import AdaptivePolicy
-from runtime.policy.base import Sources
 from runtime.policy.choosers import ChainChooser, TreeChooser
 from runtime.policy.round_costs import RoundCostModel
 from tests.support.policy_simulation import LIMIT, Seconds, Simulation, cheap, fixed_rate, flat, steep, warmed_up
