@@ -1,1 +1,163 @@
-"""The adaptive policy measured: see `benchmarks.policies.__main__`."""
+"""The adaptive policy against no speculation, and against every fixed K: methods x texts x temperatures x batch sizes.
+
+    python -m benchmarks.policies [--only "suffix;draft_model"] [--fixed] [--blocks 6] [--output figures.json]
+
+All sides run in one process, block by block in turns, each block on other prompts. A block has several times as many
+requests as run at once, so that a request that ends makes room for another: otherwise a block would end with its
+slowest request alone, and what others gain by drafts would be lost. The figures are ratios of the time
+of all blocks, with bootstrap 95 % intervals: how many times faster the adaptive policy is than plain decoding, and than
+the best of the fixed K. The texts: the demo's held-out prompts; another language, of which the demo models saw nothing
+(Python's own C headers); random tokens; "mixed", of which every other request is a demo prompt, and the others are
+random tokens that go on at random. "random draft" is a draft model with random weights.
+
+`--fixed` adds engines with a fixed K, 0 among them, which is plain decoding: to the same blocks, so that the best K of
+a cell is known, and the ratio to it.
+"""
+
+import argparse
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.proposers import build_store, proposers
+from benchmarks.shared import measure
+from benchmarks.shared.sides import DemoEngine
+from benchmarks.shared.texts import random_draft, requests
+from benchmarks.shared.workload import Item, SamplingSettings
+from demo import pair
+
+Config = dict[str, Any]
+PLAIN, ADAPTIVE = "plain", "adaptive"
+TEMPERATURES = (0.0, 1.0)
+WAVES = {1: 1, 8: 4, 32: 3}
+"""Requests of a block for each that runs at once, by batch size."""
+TOKENS = {1: 128, 8: 64, 32: 48}
+"""Tokens of each request, by batch size."""
+WARM_BLOCKS = 2
+FIXED = [0, 1, 2, 3, 5, 8]
+
+
+@dataclass(frozen=True)
+class PolicyCell:
+    """One method on one text, at one temperature and batch size."""
+
+    method: str
+    text: str
+    temperature: float
+    batch: int
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """What was measured in a cell: speed-ups over plain decoding, and over the best fixed K."""
+
+    cell: PolicyCell
+    over_plain: measure.Ratio
+    best_k: int | None
+    over_best: measure.Ratio | None
+    draft_tokens_per_row: float
+
+    def __str__(self) -> str:
+        best = f"{self.over_best} (K = {self.best_k})" if self.over_best else ""
+        cell = self.cell
+        return (
+            f"| {cell.method} | {cell.text} | {cell.temperature:g} | {cell.batch} | {self.over_plain} | {best} | "
+            f"{self.draft_tokens_per_row:.2f} |"
+        )
+
+
+TITLE = (
+    "| method | text | temperature | batch | adaptive / plain | adaptive / best fixed K | draft tokens per token |\n"
+    "|---|---|---|---|---|---|---|"
+)
+
+
+def batches(items: list[Item], size: int, count: int) -> list[list[Item]]:
+    """Return the requests of *count* blocks; prompts come round again where there are not enough."""
+    many = WAVES[size] * size
+    return [[items[(block * many + i) % len(items)] for i in range(many)] for block in range(count)]
+
+
+def engine(target: Path, speculative_config: Config | None, batch: int, args: argparse.Namespace) -> DemoEngine:
+    """Return an engine for the demo target that runs *batch* requests at once."""
+    return DemoEngine(target, speculative_config, threads=args.threads, enforce_eager=args.eager, max_num_seqs=batch)
+
+
+def measured(
+    cell: PolicyCell, sides: Mapping[str, DemoEngine], fixed: Mapping[int, str], items: list[Item], blocks: int
+) -> PolicyRow:
+    """Measure *cell*; the first blocks warm up every side and are not counted. *fixed* names the side of each K."""
+    sampling = SamplingSettings(cell.temperature)
+    runs = {name: partial(engine.all, sampling=sampling) for name, engine in sides.items()}
+    work = batches(items, cell.batch, blocks + WARM_BLOCKS)
+    measure.alternate(runs, work[:WARM_BLOCKS])
+    before = sides[ADAPTIVE].llm.stats()
+    timings = measure.alternate(runs, work[WARM_BLOCKS:])
+    drafted = sides[ADAPTIVE].llm.stats().proposed - before.proposed
+    best = min(fixed, key=lambda k: timings.seconds[fixed[k]].sum(), default=None)
+    return PolicyRow(
+        cell,
+        timings.speedup(ADAPTIVE, PLAIN),
+        best,
+        None if best is None else timings.speedup(ADAPTIVE, fixed[best]),
+        drafted / timings.tokens_B.sum(),
+    )
+
+
+def rows(method: str, config: Config, batch: int, args: argparse.Namespace) -> Iterator[PolicyRow]:
+    """Yield the rows of one method. Each text starts with new engines, since some methods draft from past answers."""
+    target = args.model or pair()[0]
+    fixed = {k: str(k) if k else PLAIN for k in args.fixed if k <= config["num_speculative_tokens"]}
+    configs = {PLAIN: None, ADAPTIVE: config | {"policy": "adaptive"}} | {
+        name: config | {"policy": "fixed", "num_speculative_tokens": k} for k, name in fixed.items() if k
+    }
+    for text, items in requests(target, TOKENS[batch]).items():
+        if args.texts and text not in args.texts:
+            continue
+        sides = {name: engine(target, each, batch, args) for name, each in configs.items()}
+        for temperature in args.temperatures:
+            yield measured(PolicyCell(method, text, temperature, batch), sides, fixed, items, args.blocks)
+        for each in sides.values():
+            each.llm.shutdown()
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--only", help="names of methods, separated by semicolons")
+    parser.add_argument("--texts", nargs="*", help="only these texts")
+    parser.add_argument("--batches", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--temperatures", nargs="*", type=float, default=list(TEMPERATURES))
+    parser.add_argument(
+        "--fixed",
+        nargs="*",
+        type=int,
+        help=f"fixed K to compare with, up to the method's own; without values: {FIXED}",
+    )
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--eager", action="store_true", help="compile no model")
+    args = parser.parse_args()
+    args.fixed = [] if args.fixed is None else args.fixed or FIXED
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = args.model or pair()[0], args.draft or pair()[1]
+        store = Path(folder) / "store"
+        methods = proposers(draft, store)
+        methods["random draft"] = methods["draft_model"] | {"model": str(random_draft(Path(folder) / "random"))}
+        if args.only:
+            methods = {name.strip(): methods[name.strip()] for name in args.only.split(";")}
+        if "rest" in methods:
+            build_store(target, store)
+        found: list[PolicyRow] = []
+        print(TITLE)
+        for name, batch in itertools.product(methods, args.batches):
+            for row in rows(name, methods[name], batch, args):
+                print(row, flush=True)
+                found.append(row)
+    figures = {"environment": measure.environment(args.threads), "rows": [asdict(row) for row in found]}
+    measure.write(args.output, figures)
