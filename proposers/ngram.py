@@ -1,7 +1,6 @@
 """Prompt lookup: draft the tokens that followed the last n tokens at their previous occurrence.
 
-Saxena 2023, "Prompt Lookup Decoding"; vLLM's `ngram` with `prompt_lookup_min` and `prompt_lookup_max`. If the request
-has a prediction of its answer (OpenAI's `prediction`), that is searched first.
+Saxena 2023, "Prompt Lookup Decoding"; vLLM's `ngram` with `prompt_lookup_min` and `prompt_lookup_max`.
 """
 
 from typing import ClassVar, Self
@@ -34,8 +33,7 @@ class NgramProposer(SequenceIndex):
     def draft(self, row: DraftRow, sequence: IndexedSequence) -> Draft:
         """Return the tokens after the match, at most `row.k`; none without a match."""
         tokens = sequence.tokens
-        predicted = sequence.predicted(row.k)
-        if predicted or not sequence.is_indexed:
-            return Draft(tuple(predicted))
+        if not sequence.is_indexed:
+            return Draft(())
         ends = sequence.places.longest(tokens, tokens[-self.max_n :]).ends
         return Draft(tuple(tokens[ends[0] : ends[0] + row.k])) if ends else Draft(())

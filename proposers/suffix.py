@@ -1,8 +1,8 @@
 """Suffix decoding: draft the continuations of what the text ends with, where that occurred before.
 
 Oliaro et al. 2024, "SuffixDecoding"; vLLM's `suffix` with its four `suffix_decoding_*` keys. The last tokens are looked
-up in the request's own text, in the user's prediction of the answer, and in the answers to other requests of the same
-tenant, those that are being generated included. The continuations of a match are merged by frequency; the longer the
+up in the request's own text, and in the answers to other requests of the same tenant, those that are being generated
+included. The continuations of a match are merged by frequency; the longer the
 match, the longer the draft. Of the drafts after matches of all lengths, in all sources, the one with the highest
 expected number of accepted tokens is proposed.
 
@@ -99,17 +99,9 @@ class SuffixProposer(SequenceIndex):
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return one draft per row; empty if no indexed text contains its last token."""
         sequences = self.update(rows)
-        own = [self._from_request(row, one) for row, one in zip(rows, sequences, strict=True)]
+        own = [self._from_text(row, one) for row, one in zip(rows, sequences, strict=True)]
         best = self._or_from_answers(rows, sequences, own) if len(self._answers) else own
         return [found.draft if found.score >= self._min_score else NO_DRAFT for found in best]
-
-    def _from_request(self, row: DraftRow, sequence: IndexedSequence) -> ScoredDraft:
-        """Draft from the user's prediction of the answer, or from the request's own text."""
-        own = self._from_text(row, sequence)
-        if sequence.prediction is None:
-            return own
-        predicted = sequence.predicted(row.k)
-        return ScoredDraft(Draft(tuple(predicted)), float(len(predicted))) if len(predicted) >= own.score else own
 
     def _from_text(self, row: DraftRow, sequence: IndexedSequence) -> ScoredDraft:
         """Draft from the request's own text."""

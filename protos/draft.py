@@ -6,6 +6,8 @@ import msgspec
 
 ANY_DEPTH = 1 << 30
 """No limit on the depth of a draft."""
+PREDICTION = 0
+"""`Row.source` of drafts of what the user predicts, where drafts are made in the controller process at all."""
 ANY_ROOM = 1 << 30
 """No limit on the draft tokens that are fed to the draft."""
 

@@ -120,6 +120,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
             changes whenever its content is discarded, so (id, version) identifies its content.
         draft: proposed in the controller process, or None: the draft worker proposes.
         depth: most levels of a draft: one fewer than the tokens still to come.
+        source: which of the sources of drafts it is from, in the order in which they are asked; for the policy.
     """
 
     slot: int
@@ -133,6 +134,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     new_block_versions: Seq[int] = ()
     draft: Draft | None = None
     depth: int = ANY_DEPTH
+    source: int = 0
 
 
 class RoundPlan(msgspec.Struct, frozen=True, gc=False):
@@ -151,6 +153,11 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
     moves: Seq[int] = ()
     speculates: bool = False
     least_survival: float = 0.0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all rows decode: each feeds its newest token, and none a part of a prompt."""
+        return all(row.samples and row.length == 1 for row in self.rows)
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):

@@ -55,8 +55,8 @@ class DemoEngine:
         """Run all *items* at once; return the tokens of each."""
         params = [
             SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
+                temperature=(item.sampling or sampling).temperature,
+                top_p=(item.sampling or sampling).top_p,
                 seed=index,
                 ignore_eos=True,
                 max_tokens=item.max_tokens,

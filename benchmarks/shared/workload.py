@@ -11,19 +11,23 @@ PATH = Path(__file__).parents[1] / "workload.json"
 
 
 @dataclass(frozen=True)
-class Item:
-    """One request: prompt ids and the number of tokens to generate, end of text or not."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-
-
-@dataclass(frozen=True)
 class SamplingSettings:
     """How tokens are chosen; temperature 0 is greedy."""
 
     temperature: float
     top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request: prompt ids and the number of tokens to generate, end of text or not.
+
+    `sampling`: its own; None: that of all requests.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingSettings | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from proposers.shared.answer_ring import AnswerText
 from proposers.shared.ngram_index import Places
-from proposers.shared.prediction import Prediction
 from protos.draft import Draft, DraftRow
 from protos.interfaces import SequenceListener
 from protos.messages import Request
@@ -41,7 +40,6 @@ class IndexedSequence:
     tokens: Seq[int]
     prompt_len: int = 0
     salt: str = ""
-    prediction: Prediction | None = None
     answer: AnswerText | None = None
     num_shared: int = 0
     is_over: bool = False
@@ -62,13 +60,8 @@ class IndexedSequence:
         return self.num_new <= 0
 
     def prepare(self, budget: int) -> int:
-        """Index at most *budget* tokens of the prediction and the text; return how many."""
-        taken = self.prediction.prepare(budget) if self.prediction else 0
-        return taken + self.places.add(self.tokens, budget - taken)
-
-    def predicted(self, k: int) -> list[int]:
-        """Return at most *k* next tokens of the user's prediction."""
-        return self.prediction.follow(self.tokens[self.prompt_len :], k) if self.prediction else []
+        """Index at most *budget* tokens; return how many."""
+        return self.places.add(self.tokens, budget)
 
 
 class SequenceIndex(SequenceListener):
@@ -134,8 +127,7 @@ class SequenceIndex(SequenceListener):
     def begin(self, key: int, request: Request) -> None:
         """See `SequenceListener`."""
         prompt = request.prompt_token_ids
-        prediction = Prediction(request.prediction_token_ids) if request.prediction_token_ids else None
-        sequence = IndexedSequence(self.index(), prompt, len(prompt), request.cache_salt, prediction)
+        sequence = IndexedSequence(self.index(), prompt, len(prompt), request.cache_salt)
         self._sequences[key] = sequence
         self._queue(sequence)
 

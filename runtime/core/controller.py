@@ -59,6 +59,7 @@ class Controller:
         self.inbox = inbox
         self.final_outputs: list[TokenOutput] = []
         self._clock = StepClock(scheduler.info.costs)
+        self._lookup_s = 0.0  # of all steps so far
         self._is_lost = False
         self._num_losses = 0
 
@@ -94,9 +95,11 @@ class Controller:
     def _report(self, plan: RoundPlan, verdicts: list[Verdict], outputs: list[TokenOutput], seconds: float) -> None:
         """Report a committed step to what learns from it."""
         draft_s = self._clock.add(plan, verdicts, outputs, self._times(), seconds)
+        before, self._lookup_s = self._lookup_s, self.scheduler.propose_s
+        lookup_s = self._lookup_s - before
         num_tokens = sum([len(output.token_ids) for output in outputs])
         if self.executor.drafting.is_up:  # otherwise the step shows nothing of drafts
-            self.policy.end_step(FinishedStep(plan, verdicts, num_tokens, draft_s, seconds))
+            self.policy.end_step(FinishedStep(plan, verdicts, num_tokens, draft_s, seconds, lookup_s))
 
     def _poll(self, ended: list[TokenOutput]) -> bool:
         """Read the workers' messages, or continue rebuilding lost targets; return whether a step can run."""

@@ -23,6 +23,7 @@ class Planner:
         queue: all sequences; the planner starts and preempts them.
         proposers: those in the controller process, None without any.
         worker_methods: requests whose `method` is one of these may get draft tokens from the draft worker.
+        worker_source: the draft worker, as the policy numbers sources; None without one.
         counters: where prompt tokens and prefix-cache hits are counted.
     """
 
@@ -35,6 +36,7 @@ class Planner:
         queue: RequestQueue,
         proposers: ControllerProposers | None,
         worker_methods: Seq[str | None],
+        worker_source: int | None,
         counters: EngineCounters,
     ) -> None:
         self._config = config
@@ -42,6 +44,7 @@ class Planner:
         self._blocks = queue.blocks
         self._proposers = proposers
         self._worker_methods = tuple(worker_methods)
+        self._worker_source = worker_source
         self._counters = counters
         self._prefix_caching = cache.enable_prefix_caching
         self._max_scored = max(1, PROMPT_LOGITS // info.vocab_size)
@@ -65,7 +68,7 @@ class Planner:
         self._speculates = policy.current > 0
         num_preemptions = queue.num_preemptions
         scheduled = self._allocate_known(self._share_budget(policy))
-        self._allocate_drafts(scheduled)
+        self._allocate_drafts(scheduled, policy)
         if queue.waiting and queue.num_preemptions == num_preemptions:
             budget = self._config.max_num_batched_tokens - sum([one.length + one.k for one in scheduled])
             scheduled += self._start_waiting(policy, budget)
@@ -110,7 +113,7 @@ class Planner:
         worker_drafts = has_features and self._worker_drafts(sequence.request)
         if one.samples and (worker_drafts or self._proposers is not None):
             room = self._max_model_len - len(sequence.token_ids) - 1
-            one.k = max(0, min(policy.num_nodes(sequence, one.depth), room, budget))
+            one.k = max(0, min(policy.num_draft_tokens(sequence), room, budget))
 
     def _worker_drafts(self, request: Request) -> bool:
         """Whether the draft worker may propose for this request in this step."""
@@ -127,16 +130,22 @@ class Planner:
                 sequence.block_ids += self._blocks.allocate(missing)
         return [one for one in scheduled if one.sequence.is_running]
 
-    def _allocate_drafts(self, scheduled: list[ScheduledSequence]) -> None:
+    def _allocate_drafts(self, scheduled: list[ScheduledSequence], policy: Policy) -> None:
         """Get the drafts of the controller's proposers, and blocks for all drafts as far as blocks are free."""
-        if self._proposers is not None:
-            self._proposers.fill(scheduled)
+        if self._proposers is not None and self._speculates:
+            self._proposers.fill(scheduled, policy)
             for one in scheduled:
-                if one.draft is None and not self._worker_drafts(one.sequence.request):
-                    one.shrink(0)
+                if one.draft is None:
+                    self._leave_to_worker(one, policy, self._proposers.num_sources)
         for one in scheduled:
             if one.k:
                 self._allocate_draft(one)
+
+    def _leave_to_worker(self, one: ScheduledSequence, policy: Policy, source: int) -> None:
+        """Give a row for which no draft was found what the draft worker may draft for it, if there is one."""
+        one.source = source
+        drafts = one.k and self._worker_drafts(one.sequence.request)
+        one.shrink(min(one.k, policy.num_draft_tokens(one.sequence, source)) if drafts else 0)
 
     def _allocate_draft(self, one: ScheduledSequence) -> None:
         """Allocate blocks for the draft's nodes; for a draft worker's, also for all that it is fed to grow a tree."""
@@ -158,7 +167,7 @@ class Planner:
             self._request_drafts(one, policy, budget - one.length)
             budget -= one.length + one.k
             scheduled.append(one)
-        self._allocate_drafts(scheduled)
+        self._allocate_drafts(scheduled, policy)
         return scheduled
 
     def _start_first(self, policy: Policy, budget: int) -> ScheduledSequence | None:
@@ -208,7 +217,8 @@ class Planner:
         if not self._reads_cache(request):
             return [], request.cache_salt
         hit, chain = self._blocks.match(sequence.token_ids, request.cache_salt)
-        if hit and self._draft_needs == "all" and self._worker_is_up and policy.num_draft_tokens(sequence):
+        drafts = self._draft_needs == "all" and self._worker_is_up
+        if hit and drafts and policy.num_draft_tokens(sequence, self._worker_source):
             # The draft's KV at the last token of the hit depends on the token after it, which may differ here.
             num_tokens = (len(hit) - 1) * self._blocks.block_size + 1
             return self._blocks.match(sequence.token_ids[:num_tokens], request.cache_salt)
@@ -249,6 +259,7 @@ class Planner:
             self._blocks.versions_of(new_blocks),
             one.draft,
             one.depth,
+            one.source,
         )
         sequence.num_sent_tokens = known_len
         sequence.num_sent_blocks = len(sequence.block_ids)

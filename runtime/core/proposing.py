@@ -6,18 +6,53 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from protos.draft import NO_DRAFT, Draft, DraftRow
+from proposers.shared.prediction import Prediction
+from protos.draft import NO_DRAFT, PREDICTION, Draft, DraftRow
 from protos.interfaces import Proposer, SequenceListener
+from protos.messages import Request
 from runtime.core.sequence import ScheduledSequence, Sequence
 
 if TYPE_CHECKING:
     from runtime.core.stats import EngineCounters
+    from runtime.policy.base import Policy
 
 logger = logging.getLogger(__name__)
 
 
+SLICE = 2048
+"""Tokens of predictions indexed per round: about a millisecond."""
+
+
+class PredictionProposer(SequenceListener):
+    """Proposes what users predict. What it searches is indexed when it is asked, and not before."""
+
+    def __init__(self) -> None:
+        self._predictions: dict[int, tuple[Prediction, int]] = {}  # with the prompt's length, by the sequence's key
+
+    def begin(self, key: int, request: Request) -> None:
+        """See `SequenceListener`."""
+        if request.prediction_token_ids:
+            self._predictions[key] = Prediction(request.prediction_token_ids), len(request.prompt_token_ids)
+
+    def end(self, key: int, token_ids: Seq[int]) -> None:
+        """See `SequenceListener`."""
+        self._predictions.pop(key, None)
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        """Return the next tokens of each row's prediction; an empty draft where the answer does not match it."""
+        budget = SLICE
+        drafts = []
+        for row in rows:
+            prediction, prompt_len = self._predictions[row.key]
+            budget -= prediction.prepare(budget)
+            drafts.append(Draft(tuple(prediction.follow(row.token_ids[prompt_len:], row.length))))
+        return drafts
+
+
 class ControllerProposers:
     """Fills in drafts, and reports sequences to proposers that listen. A proposer that fails never fails a request.
+
+    What the user predicts of an answer is proposed first.
 
     Args:
         proposers: in order of priority: each row takes the draft of the first that has one for it.
@@ -29,34 +64,50 @@ class ControllerProposers:
     def __init__(
         self, proposers: Seq[Proposer], vocab_size: int, methods: Seq[str], counters: "EngineCounters"
     ) -> None:
-        self._proposers = tuple(proposers)
-        self._methods = tuple(methods) or (None,) * len(proposers)
-        self._listeners = [proposer for proposer in proposers if isinstance(proposer, SequenceListener)]
+        self._proposers: tuple[Proposer | PredictionProposer, ...] = (PredictionProposer(), *proposers)
+        self._methods = (None, *methods) if methods else (None,) * len(self._proposers)
+        self._listeners = [proposer for proposer in self._proposers if isinstance(proposer, SequenceListener)]
         self._vocab_size = vocab_size
         self._counters = counters
 
-    def fill(self, scheduled: Seq[ScheduledSequence]) -> None:
-        """Set `draft` and `k` of the rows with `k > 0` for which a proposer has a draft."""
-        for method, proposer in zip(self._methods, self._proposers, strict=False):
-            rows = [
-                one
-                for one in scheduled
-                if one.k and one.draft is None and one.sequence.request.method in (None, method)
-            ]
-            if rows:
-                self._fill_with(proposer, rows)
+    @property
+    def num_sources(self) -> int:
+        """How many of the policy's sources are these proposers: the first ones."""
+        return len(self._proposers)
 
-    def _fill_with(self, proposer: Proposer, scheduled: list[ScheduledSequence]) -> None:
+    def fill(self, scheduled: Seq[ScheduledSequence], policy: "Policy") -> None:
+        """Set `draft`, `k` and `source` of the rows with `k > 0` for which a proposer has a draft."""
+        for source in range(self.num_sources):
+            rows = [one for one in scheduled if one.k and one.draft is None and self._may_draft(source, one)]
+            most = [min(one.k, policy.num_draft_tokens(one.sequence, source)) for one in rows]
+            asked = [(one, k) for one, k in zip(rows, most, strict=True) if k]
+            if asked:
+                self._fill_with(source, asked, policy.limit)
+
+    def _may_draft(self, source: int, one: ScheduledSequence) -> bool:
+        request = one.sequence.request
+        if source == PREDICTION:
+            return bool(request.prediction_token_ids)
+        return request.method in (None, self._methods[source])
+
+    def _fill_with(self, source: int, asked: list[tuple[ScheduledSequence, int]], limit: int) -> None:
+        """Take the drafts of one proposer, each cut to the number of tokens *asked* for.
+
+        Those before the last are asked for *limit* tokens: they leave a row to the next if they expect too few to be
+        accepted, however many of them are worth verifying.
+        """
         began = time.monotonic()
+        is_last = source == self.num_sources - 1 and len(self._methods) == self.num_sources
         rows = [
-            DraftRow(one.sequence.slot, one.k, one.sequence.token_ids, one.sequence.key, one.depth) for one in scheduled
+            DraftRow(one.sequence.slot, k if is_last else limit, one.sequence.token_ids, one.sequence.key, one.depth)
+            for one, k in asked
         ]
-        for one, draft in zip(scheduled, self._propose(proposer, rows), strict=True):
+        for (one, k), draft in zip(asked, self._propose(self._proposers[source], rows), strict=True):
             if draft.tokens:
-                one.draft, one.k = draft, len(draft)
+                one.draft, one.k, one.source = draft.first(k), min(k, len(draft)), source
         self._counters.propose_s += time.monotonic() - began
 
-    def _propose(self, proposer: Proposer, rows: list[DraftRow]) -> list[Draft]:
+    def _propose(self, proposer: Proposer | PredictionProposer, rows: list[DraftRow]) -> list[Draft]:
         try:
             drafts = proposer.propose(rows)
             if len(drafts) == len(rows):

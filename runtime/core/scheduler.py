@@ -62,6 +62,8 @@ class Scheduler:
         blocks = BlockManager(info.num_blocks, info.block_size)
         self._queue = RequestQueue(config.max_num_seqs, blocks)
         worker_methods = (None, *info.methods[-1:]) if has_worker else ()
+        num_lookups = 0 if self._proposers is None else self._proposers.num_sources
+        self._worker_source = num_lookups if has_worker else None
         self._planner = Planner(
             config,
             cache,
@@ -69,6 +71,7 @@ class Scheduler:
             queue=self._queue,
             proposers=self._proposers,
             worker_methods=worker_methods,
+            worker_source=self._worker_source,
             counters=self._counters,
         )
         self._prefix_caching = cache.enable_prefix_caching
@@ -153,7 +156,9 @@ class Scheduler:
         scheduled = self._planner.plan(policy, worker_is_up=drafting.is_up)
         new = self._planner.new_sequences(scheduled)
         rows = [self._planner.row(one) for one in scheduled]
-        is_on = policy.current > 0 and any(policy.num_draft_tokens(one.sequence) for one in scheduled)
+        is_on = policy.current > 0 and any(
+            policy.num_draft_tokens(one.sequence, self._worker_source) for one in scheduled
+        )
         moves = self._take_moves() if rows else ()
         epoch = drafting.epoch if is_on and drafting.is_up else 0
         plan = RoundPlan(self._round, rows, new, epoch, moves, is_on, policy.least_survival)

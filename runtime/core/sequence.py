@@ -97,12 +97,18 @@ class Sequence:
         request = self.request
         return request.sampling.prompt_logprobs is not None and self.num_computed + 1 < len(request.prompt_token_ids)
 
-    def most_drafts(self, k: int) -> int:
-        """Return *k* draft tokens, or fewer if the request wants fewer."""
-        request = self.request
-        if not request.speculate:
+    @property
+    def depth(self) -> int:
+        """Most levels of a draft: one fewer than the tokens still to come, to which the target adds one of its own."""
+        return self.max_len - len(self.token_ids) - 1
+
+    def most_drafts(self, k: int, *, may_branch: bool) -> int:
+        """Return *k* draft tokens, or fewer if the request wants fewer, or a chain has no more levels."""
+        request, depth = self.request, self.depth
+        if not request.speculate or depth <= 0:
             return 0
-        return k if request.num_speculative_tokens is None else min(request.num_speculative_tokens, k)
+        most = k if request.num_speculative_tokens is None else min(request.num_speculative_tokens, k)
+        return most if may_branch else min(most, depth)
 
     def append(self, token_ids: Seq[int]) -> int:
         """Append tokens up to and including the first that ends the sequence; return how many."""
@@ -196,17 +202,21 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """One sequence in the step being planned; becomes a `Row`. `length` known tokens are fed, then *k* draft tokens."""
+    """One sequence in the step being planned; becomes a `Row`. `length` known tokens are fed, then *k* draft tokens.
+
+    `source` is that of the draft, as the policy numbers them.
+    """
 
     sequence: Sequence
     length: int
     k: int = 0
     draft: Draft | None = None
+    source: int = 0
 
     @property
     def depth(self) -> int:
-        """Most levels of a draft: one fewer than the tokens still to come, to which the target adds one of its own."""
-        return self.sequence.max_len - len(self.sequence.token_ids) - 1
+        """See `Sequence.depth`."""
+        return self.sequence.depth
 
     @property
     def end(self) -> int:

@@ -10,20 +10,60 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from protos.draft import PREDICTION
+from protos.messages import Request
+
 Floats = npt.NDArray[np.float64]
 
 ASSUMED = 0.7
 """Acceptance of a typical trained draft of the same family, before anything was measured."""
 PRIOR_TRIALS = 4.0
-"""Weight of the assumption for depth 1, and of the estimate for the depth before for each further depth, in trials."""
+"""Weight of the assumption for depth 1, and of drafted tokens of the depth before for each further depth, in trials."""
 MEMORY_TRIALS = 200.0
 """When so many first draft tokens were tried, half of what was seen is forgotten."""
 AGED_TRIALS = 16.0
 """Of what was seen, so many trials still count after a while without drafts."""
-REQUEST_PRIOR = 6.0
-"""Weight of the method's estimate in that for a request, in trials."""
-REQUEST_MEMORY = 0.95
+REQUEST_PRIOR = 24.0
+"""Weight of the method's estimate in that for a request, in trials: as if requests differed by about 0.1."""
+REQUEST_MEMORY = 0.98
 """Share of a request's trials that each of its drafts keeps: its text changes."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the drafts of an engine come from: the sources are numbered in the order in which they are asked.
+
+    If any method looks drafts up in the controller process, the first source is `PREDICTION`.
+
+    Attributes:
+        methods: of the cascade, in order.
+        has_worker: whether the last of them runs on a draft worker.
+    """
+
+    methods: tuple[str, ...] = ("",)
+    has_worker: bool = True
+
+    def __len__(self) -> int:
+        return len(self.methods) + self.predicts
+
+    @property
+    def predicts(self) -> bool:
+        """Whether predictions are followed."""
+        return len(self.methods) > self.has_worker
+
+    @property
+    def worker(self) -> int:
+        """The number of the draft worker, if there is one; that of rows without a draft, if not."""
+        return len(self) - self.has_worker
+
+    def may_draft(self, source: int, request: Request) -> bool:
+        """Whether *source* may draft for *request*."""
+        if self.predicts and source == PREDICTION:
+            return bool(request.prediction_token_ids)
+        return request.method in {None, self.methods[source - self.predicts]}
+
+
+WORKER_ALONE = Sources()
 
 
 @dataclass(slots=True)
@@ -95,11 +135,15 @@ class AcceptanceModel:
     def refresh(self) -> None:
         """Estimate the rates again. Called before decisions."""
         tried_D, accepted_D = _by_depth(self._tried), _by_depth(self._accepted)
-        before = ASSUMED
-        for depth, (tried, accepted) in enumerate(zip(tried_D.tolist(), accepted_D.tolist(), strict=True)):
-            before = (accepted + PRIOR_TRIALS * before) / (tried + PRIOR_TRIALS)
-            self._rates_D[depth] = before
-        self._drafted_D = (_by_depth(self._drafted) + PRIOR_TRIALS) / (_by_depth(self._asked) + PRIOR_TRIALS)
+        drafted_D = (_by_depth(self._drafted) + PRIOR_TRIALS) / (_by_depth(self._asked) + PRIOR_TRIALS)
+        self._drafted_D = np.minimum.accumulate(drafted_D)
+        goes_on_D = self._drafted_D / np.concatenate(([1.0], self._drafted_D[:-1]))
+        of_drafted = ASSUMED  # of a token that is drafted, the probability that it is accepted
+        counts = zip(tried_D.tolist(), accepted_D.tolist(), goes_on_D.tolist(), strict=True)
+        for depth, (tried, accepted, goes_on) in enumerate(counts):
+            rate = (accepted + PRIOR_TRIALS * goes_on * of_drafted) / (tried + PRIOR_TRIALS)
+            self._rates_D[depth] = rate
+            of_drafted = min(1.0, rate / goes_on)
         self._expected[1:] = np.cumsum(self._rates_D).tolist()
 
     def survival(self, requests: Seq[RequestAcceptance]) -> Floats:

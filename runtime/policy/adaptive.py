@@ -13,15 +13,24 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from protos.messages import StepCosts, Verdict
+import numpy as np
+
+from protos.draft import PREDICTION
+from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
-from runtime.policy.acceptance import RequestAcceptance
+from runtime.policy.acceptance import WORKER_ALONE, RequestAcceptance, Sources
+from runtime.policy.allocation import RoundCosts
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, DecodingRow
+from runtime.policy.cost_model import Ints
 from runtime.policy.round_costs import Round, RoundCostModel
 from runtime.policy.switching import MOST_LOST, SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, Switch, Trials
 
 logger = logging.getLogger(__name__)
+
+DraftTokens = tuple[int, ...]
+"""Most draft tokens of a row from each source."""
+NOT_ASKED: tuple[DraftTokens, DecodingRow] = (), DecodingRow((), ())
 
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
@@ -41,6 +50,7 @@ class AdaptivePolicy:
     Args:
         limit: most draft tokens of a row.
         may_branch: whether drafts may be trees.
+        sources: of drafts.
         chooser: measures acceptance, and chooses by it.
         costs: of rounds.
         clock: seconds, to time decisions.
@@ -54,20 +64,22 @@ class AdaptivePolicy:
         chooser: Chooser,
         costs: RoundCostModel,
         *,
+        sources: Sources = WORKER_ALONE,
         may_branch: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._limit = limit
         self._clock = clock
+        self._sources = sources
         self._may_branch = may_branch
         self._chooser = chooser
         self._costs = costs
         self._switch = Switch()
         self._trials = Trials()
-        self._requests: dict[int, RequestAcceptance] = {}  # by the sequence's key
-        self._by_slot: dict[int, tuple[int, RequestAcceptance]] = {}  # of this round: draft tokens asked for
-        self._chosen: dict[int, int] = {}  # draft tokens in this round, by the sequence's key
-        self._typical = limit  # for sequences that came after the last decision
+        self._requests: dict[int, tuple[RequestAcceptance, ...]] = {}  # of each source, by the sequence's key
+        self._by_slot: dict[int, tuple[DraftTokens, DecodingRow]] = {}  # of this round, and what was asked for
+        self._chosen: dict[int, DraftTokens] = {}  # in this round, by the sequence's key
+        self._typical = self._uniform(limit)  # for sequences that came after the last decision
         self._num_first = FIRST_ROUNDS  # rounds before the first decision
         self._keep_for = 0  # rounds for which the last decision is kept
         self._num_kept = 0  # rounds since the last decision
@@ -85,7 +97,7 @@ class AdaptivePolicy:
     @property
     def current(self) -> int:
         """The largest K of this round."""
-        return max(self._chosen.values(), default=self._typical)
+        return max(map(max, self._chosen.values()), default=max(self._typical))
 
     @property
     def changes(self) -> Counter[str]:
@@ -99,35 +111,45 @@ class AdaptivePolicy:
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
-        self._is_resting = self._keep_for > 0 and not (self._switch.is_on or self._trials.is_running)
+        if self._keep_for and self._sources.predicts and any(map(self._is_newly_predicted, running)):
+            self._keep_for = 0
+        self._is_resting = self._keep_for > 0 and not (self.current or self._switch.is_on or self._trials.is_running)
         if self._is_resting:
             self._keep()
             self._num_drafting = 0
             return
         decoding = [sequence for sequence in running if sequence.is_decoding]
         if not decoding:
-            self._chosen, self._by_slot, self._typical = {}, {}, self._limit if self._switch.is_on else 0
+            self._chosen, self._by_slot = {}, {}
+            self._typical = self._uniform(self._limit if self._switch.is_on else 0)
             return
         self._forget_ended(running)
         rows = {sequence.key: self._row(sequence) for sequence in decoding}
         self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
-        self._by_slot = {one.slot: (self._asked(one, rows[one.key]), rows[one.key].acceptance) for one in decoding}
+        self._by_slot = {one.slot: (self._asked(one, rows[one.key]), rows[one.key]) for one in decoding}
         self._num_drafting = self._num_drafting + 1 if self.current else 0
+
+    def _is_newly_predicted(self, sequence: Sequence) -> bool:
+        """Whether nothing was decided yet for a request with a prediction."""
+        return bool(sequence.request.prediction_token_ids) and sequence.is_decoding and sequence.key not in self._chosen
 
     def _keep(self) -> None:
         self._keep_for -= 1
         self._num_kept += 1
 
-    def _asked(self, sequence: Sequence, row: DecodingRow) -> int:
-        return min(row.limit, self._chosen.get(sequence.key, self._typical))
+    def _asked(self, sequence: Sequence, row: DecodingRow) -> DraftTokens:
+        return tuple(map(min, row.limits, self._chosen.get(sequence.key, self._typical)))
 
     def _row(self, sequence: Sequence) -> DecodingRow:
-        limit = sequence.most_drafts(self._limit)
-        depth = sequence.max_len - len(sequence.token_ids) - 1
-        acceptance = self._requests.get(sequence.key)
-        if acceptance is None:
-            acceptance = self._requests[sequence.key] = RequestAcceptance()
-        return DecodingRow(limit if self._may_branch and depth > 0 else min(limit, depth), acceptance)
+        limit, sources = sequence.most_drafts(self._limit, may_branch=self._may_branch), self._sources
+        limits = tuple([limit * sources.may_draft(source, sequence.request) for source in range(len(sources))])
+        acceptances = self._requests.get(sequence.key)
+        if acceptances is None:
+            acceptances = self._requests[sequence.key] = tuple([RequestAcceptance() for _ in limits])
+        return DecodingRow(limits, acceptances)
+
+    def _uniform(self, k: int) -> DraftTokens:
+        return (k,) * len(self._sources)
 
     def _forget_ended(self, running: Seq[Sequence]) -> None:
         if len(self._requests) > 2 * len(running) + 64:
@@ -154,9 +176,9 @@ class AdaptivePolicy:
         if self._num_first < FIRST_PLAIN:
             self._use_everywhere(0, rows)
             return
-        k_R = self._chooser.choose(list(rows.values()), self._costs.of(num_known)).k_R.tolist()
-        if any(k_R):
-            self._use(k_R, rows)
+        k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known)).k_RS
+        if k_RS.any():
+            self._use(k_RS, rows)
         else:
             self._use_everywhere(TRIAL_TOKENS, rows)
 
@@ -169,24 +191,34 @@ class AdaptivePolicy:
         self._costs.age()
         k = self._random.choice((0, self._random.randint(1, self._limit)))
         costs = self._costs.of(num_known)
-        more_s = costs.uniform(k, num_rows) - costs.uniform(self._typical, num_rows)
+        more_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
         return k if self._trials.pay(max(0.0, more_s)) else None
 
     def _use_everywhere(self, k: int, rows: dict[int, DecodingRow]) -> None:
-        self._chosen, self._typical = {key: min(k, row.limit) for key, row in rows.items()}, k
+        self._chosen = {key: tuple([min(k, limit) for limit in row.limits]) for key, row in rows.items()}
+        self._typical = self._uniform(k)
         self._keep_for = 0
 
-    def _use(self, k_R: list[int], rows: dict[int, DecodingRow]) -> None:
-        self._chosen, self._typical = dict(zip(rows, k_R, strict=True)), round(sum(k_R) / len(rows))
+    def _use(self, k_RS: Ints, rows: dict[int, DecodingRow]) -> None:
+        self._chosen = dict(zip(rows, map(tuple, k_RS.tolist()), strict=True))
+        self._typical = tuple(k_RS.mean(axis=0).round().astype(int).tolist())
 
     def _decide(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         began = self._clock()
-        best = self._chooser.choose(list(rows.values()), self._costs.of(num_known))
+        costs = self._costs.of(num_known)
+        best = self._chooser.choose(list(rows.values()), costs)
         self._update_switch(best.gain, len(rows))
-        self._use(best.k_R.tolist() if self._switch.is_on else [0] * len(rows), rows)
+        self._use(best.k_RS if self._switch.is_on else self._predicted_alone(rows, costs), rows)
         if self._round_s:
             took_s = self._clock() - began
             self._keep_for = min(KEEP_AT_MOST, int(took_s / (DECIDING_SHARE * self._round_s)))
+
+    def _predicted_alone(self, rows: dict[int, DecodingRow], costs: RoundCosts) -> Ints:
+        """Return the draft tokens of all rows and sources while speculation is off, `[R, S]`: of predictions only."""
+        predicted = [row.only(PREDICTION) for row in rows.values()] if self._sources.predicts else []
+        if any(any(row.limits) for row in predicted):
+            return self._chooser.choose(predicted, costs).k_RS
+        return np.zeros((len(rows), len(self._sources)), np.int64)
 
     def _update_switch(self, gain: float, num_rows: int) -> None:
         num_rounds, self._num_kept = 1 + self._num_kept, 0
@@ -210,14 +242,11 @@ class AdaptivePolicy:
         self._costs.age()
         return True
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         """See `Policy`."""
-        return sequence.most_drafts(self._chosen.get(sequence.key, self._typical))
-
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
-        """See `Policy`."""
-        wanted = self.num_draft_tokens(sequence)
-        return wanted if self._may_branch and depth > 0 else min(wanted, depth)
+        chosen = self._chosen.get(sequence.key, self._typical)
+        k = max(chosen) if source is None else chosen[source]
+        return sequence.most_drafts(k, may_branch=self._may_branch)
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
@@ -235,21 +264,24 @@ class AdaptivePolicy:
         """Learn acceptance and costs; return the seconds that the step lost against plain decoding."""
         done = self._describe(step)
         if not 1 <= self._num_drafting <= WARMING_ROUNDS:
-            self._record(step.verdicts)
+            self._record(step)
             self._costs.observe(done)
         plain_s = self._costs.of(done.num_known).plain()
         lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
         return min(lost_s, MOST_LOST * plain_s)
 
-    def _record(self, verdicts: Seq[Verdict]) -> None:
-        for verdict in verdicts if not self._is_resting else ():
-            asked, acceptance = self._by_slot.get(verdict.slot) or (verdict.proposed, RequestAcceptance())
-            if asked:
-                self._chooser.record(verdict, acceptance, asked)
+    def _record(self, step: FinishedStep) -> None:
+        """Learn acceptance. Of rows that began in this step, nothing is: they may have been asked for other drafts."""
+        sources = {row.slot: row.source for row in step.plan.rows}
+        for verdict in step.verdicts if not self._is_resting else ():
+            asked, row = self._by_slot.get(verdict.slot, NOT_ASKED)
+            if any(asked):
+                self._chooser.record(verdict, row, asked, sources[verdict.slot])
 
     def _describe(self, step: FinishedStep) -> Round:
-        rows = step.plan.rows
-        wanted = [asked for asked, _ in self._by_slot.values() if asked]
+        rows, worker = step.plan.rows, self._sources.worker
+        asked = [(self._by_slot.get(row.slot, NOT_ASKED)[0], row.source == worker) for row in rows]
+        wanted = [one[worker] for one, by_worker in asked if by_worker and len(one) > worker and one[worker]]
         return Round(
             num_known=sum([row.length for row in rows]),
             num_scored=sum([verdict.proposed for verdict in step.verdicts]),
@@ -258,5 +290,7 @@ class AdaptivePolicy:
             num_tokens=step.num_tokens,
             draft_s=step.draft_s,
             seconds=step.seconds,
-            decodes=all(row.samples and row.length == 1 for row in rows),
+            decodes=step.plan.decodes,
+            num_looked=sum([any(one[PREDICTION + 1 : worker]) for one, _ in asked]),
+            lookup_s=step.lookup_s,
         )

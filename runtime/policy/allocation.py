@@ -1,17 +1,23 @@
 """Which draft tokens of a batch pay: the choice that maximises expected tokens per second.
 
-A slot is one draft token of one row at one depth. It earns the probability that it and all before it are accepted, and
-costs what the round takes longer with it. For each largest depth, slots are taken in the order of their probability;
-a row's slots come in the order of their depth, since the probability falls with it. So for each number of slots the
-set is the best there is, and the number with the highest rate is found by trying all.
+A slot is one draft token of one row at one depth, from one of the sources that may draft for the row. It earns the
+probability that it and all before it are accepted, and costs what the round takes longer with it. For each number of
+levels of the draft worker's drafts, slots are taken in the order of what each earns for each token scored; a source's
+slots for a row come in the order of their depth. So for each number of slots the set is the best there is, and the
+number with the highest rate is found by trying all.
+
+A row has one draft: that of the first source, in their order, that is asked and finds one.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from runtime.policy.cost_model import CostCurve, Floats, Ints
+
+NEVER = 1e-9
+"""A smaller probability counts as this one."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +26,17 @@ class RoundCosts:
 
     Attributes:
         target: by tokens fed.
-        draft: of the first level of a draft, by rows that draft.
+        draft: of the first level of the worker's drafts, by rows that it drafts for.
         levels: of so many levels, in units of one.
+        lookups: of proposers in the controller process, by rows that they are asked for.
         num_known: known tokens fed, prompt chunks included.
-        prompts_s: what the draft spends on prompts, for each round with draft tokens.
+        prompts_s: what drafting spends on prompts, for each round with draft tokens.
     """
 
     target: CostCurve
     draft: CostCurve
     levels: CostCurve
+    lookups: CostCurve
     num_known: int
     prompts_s: float = 0.0
 
@@ -43,13 +51,17 @@ class RoundCosts:
         return self.target.at(self.num_known + k * num_rows) + self.drafting(k, num_rows)
 
     def drafting(self, depth: int, num_rows: int) -> float:
-        """Return the seconds for a draft of *depth* levels for *num_rows* rows."""
-        return self.levels.at(depth) * self.draft.at(num_rows) + self.prompts_s
+        """Return the seconds for drafts of *depth* levels for *num_rows* rows, for which all sources are asked."""
+        return self.levels_s(depth, num_rows) + self.lookups.at(num_rows) + self.prompts_s
+
+    def levels_s(self, depth: int, num_rows: int) -> float:
+        """Return the seconds for the levels of the worker's drafts, 0 for none."""
+        return self.levels.at(depth) * self.draft.at(num_rows) if depth else 0.0
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The number of draft tokens of each row, int64 `[R]`, and what they are expected to bring.
+    """The number of draft tokens of each row from each source, int64 `[R, S]`, and what they are expected to bring.
 
     Attributes:
         tokens: expected tokens of the round, those of the target included.
@@ -57,80 +69,128 @@ class Allocation:
         gain: tokens per second, relative to a round without draft tokens.
     """
 
-    k_R: Ints
+    k_RS: Ints
     tokens: float
     seconds: float
     gain: float
 
 
-def allocate(
-    survival_RD: Floats, limits_R: Ints, num_sampling: int, costs: RoundCosts, drafted_D: Floats | None = None
-) -> Allocation:
-    """Return the best number of draft tokens for each row.
+@dataclass(frozen=True)
+class Offer:
+    """What a source of drafts may bring.
+
+    Attributes:
+        survival_RD: probability that it drafts d + 1 tokens for a row that it is asked for, and all are accepted; falls
+            along D.
+        drafted_D: probability that it drafts d + 1 tokens; a slot without a token costs the target nothing.
+        limits_R: most draft tokens of each row; 0 where it is not asked.
+        is_worker: whether it is the draft worker, whose levels cost.
+        is_free: whether its drafts cost nothing to make. Those of sources that are neither are looked up.
+    """
+
+    survival_RD: Floats
+    drafted_D: Floats
+    limits_R: Ints
+    is_worker: bool = True
+    is_free: bool = False
+
+    @property
+    def found_R(self) -> Floats:
+        """Accepted tokens of a draft of each row on average, where one is found; 0 where the source is not asked."""
+        within_RD = np.arange(len(self.drafted_D))[None, :] < self.limits_R[:, None]
+        accepted_R: Floats = (self.survival_RD * within_RD).sum(axis=1) / self.drafted_D[0]
+        return accepted_R
+
+
+def allocate(offers: Seq[Offer], num_sampling: int, costs: RoundCosts) -> Allocation:
+    """Return the best number of draft tokens for each row from each source.
 
     Args:
-        survival_RD: `[R, D]`, probability that the first d + 1 draft tokens are accepted; falls along D.
-        limits_R: `[R]`, most draft tokens of each row.
+        offers: of the sources, in the order in which they are asked.
         num_sampling: rows that gain a token of the target's own, those without draft tokens included.
         costs: of the round.
-        drafted_D: `[D]`, the share of the slots at each depth for which there will be a draft token; others cost the
-            target nothing. None: all.
     """
     plain_s = costs.plain()
-    nothing = Allocation(np.zeros(len(limits_R), np.int64), num_sampling, plain_s, 1.0)
-    slots = _Slots.of(survival_RD, limits_R, np.ones(survival_RD.shape[1]) if drafted_D is None else drafted_D)
-    if not len(slots.earned_N) or not num_sampling:
-        return nothing
-    best, plain_rate = nothing, num_sampling / plain_s
-    for depth in range(1, survival_RD.shape[1] + 1):
-        count, tokens, seconds = slots.best(depth, num_sampling, costs)
-        gain = tokens / seconds / plain_rate
-        if count and gain > best.gain:
-            best = Allocation(slots.rows_up_to(depth, count, len(limits_R)), tokens, seconds, gain)
+    shape = (len(offers[0].limits_R), len(offers))
+    best = Allocation(np.zeros(shape, np.int64), num_sampling, plain_s, 1.0)
+    slots = _Slots.of(offers)
+    for levels in np.unique(slots.levels_N).tolist() if num_sampling else ():
+        count, tokens, seconds = slots.best(levels, num_sampling, costs)
+        gain = tokens / seconds * plain_s / num_sampling
+        if gain > best.gain:
+            best = Allocation(slots.first(levels, count, shape), tokens, seconds, gain)
     return best
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """All slots in the order in which they are taken: row, depth from 0 on, and the token's probabilities.
+    """Slots in the order in which they are taken.
 
-    `earned_N`: that it is accepted; `drafted_N`: that it is drafted.
+    Attributes:
+        place_NP: row and source of each.
+        levels_N: levels of the worker's drafts that it needs, 0 if it is looked up.
+        sums_NF: what adds up: accepted tokens, tokens scored, rows looked up, rows the worker drafts for, and the
+            logarithms of the probabilities that nothing is drafted, and nothing by the worker.
     """
 
-    row_N: Ints
-    depth_N: Ints
-    earned_N: Floats
-    drafted_N: Floats
+    place_NP: Ints
+    levels_N: Ints
+    sums_NF: Floats
 
     @staticmethod
-    def of(survival_RD: Floats, limits_R: Ints, drafted_D: Floats) -> "_Slots":
-        row_N, depth_N = np.nonzero(np.arange(survival_RD.shape[1])[None, :] < limits_R[:, None])
-        earned_N = survival_RD[row_N, depth_N]
-        order_N = np.lexsort((depth_N, -earned_N))
-        return _Slots(row_N[order_N], depth_N[order_N], earned_N[order_N], drafted_D[depth_N[order_N]])
+    def of(offers: Seq[Offer]) -> "_Slots":
+        asked_R = np.ones(len(offers[0].limits_R))  # the probability that no source before had a draft
+        worth, places, levels, sums = [], [], [], []
+        for source, one in enumerate(offers):
+            row_N, depth_N = np.nonzero(np.arange(len(one.drafted_D))[None, :] < one.limits_R[:, None])
+            worth_RD = np.minimum.accumulate(one.survival_RD / one.drafted_D, axis=1)
+            asked_N, is_first_N = asked_R[row_N], depth_N == 0
+            scored_N = asked_N * one.drafted_D[depth_N]
+            rows_N = asked_N * is_first_N
+            nothing_N, idle_N = (
+                np.where(is_first_N, np.log(np.maximum(1 - each_N, NEVER)), 0.0) for each_N in (scored_N, rows_N)
+            )
+            by_N = rows_N * (not one.is_worker and not one.is_free), rows_N * one.is_worker
+            earned_N = asked_N * one.survival_RD[row_N, depth_N]
+            worth.append(worth_RD[row_N, depth_N])
+            places.append(np.stack((row_N, np.full(len(row_N), source)), axis=1))
+            levels.append(depth_N + 1 if one.is_worker else 0 * depth_N)
+            sums.append(np.stack((earned_N, scored_N, *by_N, nothing_N, idle_N * one.is_worker), axis=1))
+            asked_R = np.where(one.limits_R > 0, asked_R * (1 - one.drafted_D[0]), asked_R)
+        order_N = np.argsort(-np.concatenate(worth), kind="stable")  # a row's slots of one source stay in order
+        return _Slots(*(np.concatenate(each)[order_N] for each in (places, levels, sums)))
 
-    def best(self, depth: int, num_sampling: int, costs: RoundCosts) -> tuple[int, float, float]:
-        """Return the number of slots up to *depth* levels with the highest rate, its tokens and its seconds."""
-        taken_N = self.depth_N < depth
-        earned_M = self.earned_N[taken_N]
-        tokens_M = num_sampling + np.cumsum(earned_M)
-        drafting_M = np.cumsum(self.depth_N[taken_N] == 0)
-        seconds_M = costs.levels.at(depth) * costs.draft.seconds(drafting_M) + costs.prompts_s
-        seconds_M = seconds_M + self._target(np.cumsum(self.drafted_N[taken_N]), drafting_M, costs)
+    def best(self, levels: int, num_sampling: int, costs: RoundCosts) -> tuple[int, float, float]:
+        """Return the number of slots up to *levels* levels with the highest rate, its tokens and its seconds."""
+        earned_M, scored_M, looked_M, drafting_M, nothing_M, idle_M = np.cumsum(
+            self.sums_NF[self.levels_N <= levels], axis=0
+        ).T
+        seconds_M = costs.prompts_s + _expected(
+            costs.target, scored_M, nothing_M, at_least=costs.num_known, otherwise_s=costs.plain()
+        )
+        if looked_M[-1]:
+            seconds_M += np.where(looked_M > 0, costs.lookups.between(looked_M), 0.0)
+        if levels:
+            seconds_M += costs.levels.at(levels) * _expected(costs.draft, drafting_M, idle_M)
+        tokens_M = num_sampling + earned_M
         index = int(np.argmax(tokens_M / seconds_M))
         return index + 1, float(tokens_M[index]), float(seconds_M[index])
 
-    def _target(self, scored_M: Floats, drafting_M: Ints, costs: RoundCosts) -> Floats:
-        """Return the target's expected seconds with so many expected draft tokens of so many rows.
+    def first(self, levels: int, count: int, shape: tuple[int, int]) -> Ints:
+        """Return how many of the first *count* slots up to *levels* levels each row has from each source, `[R, S]`."""
+        taken_RS = np.zeros(shape, np.int64)
+        np.add.at(taken_RS, tuple(self.place_NP[self.levels_N <= levels][:count].T), 1)
+        return taken_RS
 
-        In some rounds nothing is drafted for any row: those cost as much as plain ones.
-        """
-        nothing_M: Floats = (1 - self.drafted_N[0]) ** drafting_M
-        some_M: Floats = np.maximum(1 - nothing_M, 1e-9)
-        seconds_M = costs.target.between(costs.num_known + scored_M / some_M)
-        return nothing_M * costs.plain() + some_M * seconds_M
 
-    def rows_up_to(self, depth: int, count: int, num_rows: int) -> Ints:
-        """Return how many of the first *count* slots up to *depth* levels each row has, `[R]`."""
-        taken: npt.NDArray[np.int64] = np.bincount(self.row_N[self.depth_N < depth][:count], minlength=num_rows)
-        return taken
+def _expected(
+    curve: CostCurve, size_M: Floats, log_none_M: Floats, *, at_least: int = 0, otherwise_s: float = 0.0
+) -> Floats:
+    """Return the expected seconds of rounds of *at_least* and, in addition, of *size_M* on average.
+
+    With the probability whose logarithm is *log_none_M* there is nothing in addition, which takes *otherwise_s*.
+    """
+    none_M = np.exp(log_none_M)
+    some_M = np.maximum(1 - none_M, NEVER)
+    seconds_M: Floats = none_M * otherwise_s + some_M * curve.between(at_least + size_M / some_M)
+    return seconds_M

@@ -102,18 +102,13 @@ class BanditPolicy:
         self._batch, self._current = batch, k
         self._rounds_left, self._tokens, self._seconds = PLAY_ROUNDS, 0, 0.0
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         """See `Policy`."""
-        return sequence.most_drafts(self._current)
-
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
-        """See `Policy`."""
-        wanted = self.num_draft_tokens(sequence)
-        return wanted if self._may_branch and depth > 0 else min(wanted, depth)
+        return sequence.most_drafts(self._current, may_branch=self._may_branch)
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`. Steps with prompt chunks are not counted."""
-        if not self._rounds_left or not all(row.samples and row.length == 1 for row in step.plan.rows):
+        if not self._rounds_left or not step.plan.decodes:
             return
         if self._rounds_left < PLAY_ROUNDS:
             self._tokens += step.num_tokens

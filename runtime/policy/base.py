@@ -23,6 +23,7 @@ class FinishedStep:
         num_tokens: tokens added to requests.
         draft_s: seconds spent on drafts: proposing, and waiting for them.
         seconds: of the whole step, from planning to committing.
+        lookup_s: of *draft_s*, those of proposers in the controller process.
     """
 
     plan: RoundPlan
@@ -30,6 +31,7 @@ class FinishedStep:
     num_tokens: int
     draft_s: float
     seconds: float
+    lookup_s: float = 0.0
 
 
 class Policy(Protocol):
@@ -59,12 +61,8 @@ class Policy(Protocol):
         """Decide for a step of the sequences *running*; later ones may start in it."""
         ...
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
-        """Return the most draft tokens that this sequence's row may get in this step."""
-        ...
-
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
-        """Return the most draft tokens of a draft of at most *depth* levels: a chain has no more than one in each."""
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
+        """Return the most draft tokens that this sequence's row may get in this step, from one source or from any."""
         ...
 
     def end_step(self, step: FinishedStep) -> None:
@@ -90,11 +88,7 @@ class NoSpeculation:
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Do nothing."""
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
-        """Return 0."""
-        return 0
-
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         """Return 0."""
         return 0
 

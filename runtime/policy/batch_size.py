@@ -138,14 +138,9 @@ class BatchSizePolicy:
             self._from_table = k
             self.changes["batch_size_table"] += 1
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
-        """Return K of this step, or the request's own limit if that is lower."""
-        return sequence.most_drafts(self._current)
-
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
-        """See `Policy`; none where the draft may have no level."""
-        wanted = self.num_draft_tokens(sequence)
-        return wanted if self._may_branch and depth > 0 else min(wanted, depth)
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
+        """Return K of this step, or the sequence's own limit if that is lower."""
+        return sequence.most_drafts(self._current, may_branch=self._may_branch)
 
     def end_step(self, step: FinishedStep) -> None:
         """Do nothing."""

@@ -1,40 +1,47 @@
 """How many draft tokens pay: for chains token by token and row by row, for trees one size for all rows."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from protos.draft import PREDICTION
 from protos.messages import Verdict
-from runtime.policy.acceptance import AcceptanceModel, RequestAcceptance
-from runtime.policy.allocation import Allocation, RoundCosts, allocate
+from runtime.policy.acceptance import WORKER_ALONE, AcceptanceModel, RequestAcceptance, Sources
+from runtime.policy.allocation import Allocation, Offer, RoundCosts, allocate
 from runtime.policy.cost_model import Ints
 from runtime.policy.sizes import SizeModel, choose_size, ladder
 
 
 @dataclass(frozen=True)
 class DecodingRow:
-    """A decoding row: its most draft tokens, and what its request showed so far."""
+    """A decoding row: its most draft tokens from each source, and what drafts of each showed for its request so far."""
 
-    limit: int
-    acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)
+    limits: tuple[int, ...]
+    acceptances: tuple[RequestAcceptance, ...]
+
+    def only(self, source: int) -> "DecodingRow":
+        """Return the row without draft tokens from other sources."""
+        limits = [limit * (source == each) for each, limit in enumerate(self.limits)]
+        return DecodingRow(tuple(limits), self.acceptances)
 
 
 class Chooser(Protocol):
     """Measures acceptance, and chooses by it."""
 
     def choose(self, rows: Seq[DecodingRow], costs: RoundCosts) -> Allocation:
-        """Return the number of draft tokens of each row that maximises tokens per second."""
+        """Return the number of draft tokens of each row from each source that maximises tokens per second."""
         ...
 
-    def record(self, verdict: Verdict, acceptance: RequestAcceptance, num_asked: int) -> None:
+    def record(self, verdict: Verdict, row: DecodingRow, asked: Seq[int], source: int) -> None:
         """Learn from the verdict of a row.
 
         Args:
             verdict: of the row.
-            acceptance: what its request showed before.
-            num_asked: draft tokens that were asked for, at least one. A draft may have fewer, or none.
+            row: with what its request showed before.
+            asked: draft tokens that each source might be asked for. A draft may have fewer, or none.
+            source: that of the draft: those before it were asked in vain, those after it not at all.
         """
         ...
 
@@ -50,45 +57,79 @@ class Chooser(Protocol):
 class ChainChooser:
     """For drafts without branches, of at most *limit* tokens."""
 
-    def __init__(self, limit: int) -> None:
-        self._model = AcceptanceModel(limit)
+    def __init__(self, limit: int, sources: Sources = WORKER_ALONE) -> None:
+        self._sources = sources
+        self._models = [AcceptanceModel(limit) for _ in range(len(sources))]
 
     def choose(self, rows: Seq[DecodingRow], costs: RoundCosts) -> Allocation:
-        """See `Chooser`."""
-        self._model.refresh()
-        survival_RD = self._model.survival([row.acceptance for row in rows])
-        return allocate(survival_RD, _limits(rows), len(rows), costs, self._model.drafted)
+        """See `Chooser`. Rows are not looked up by a method that would hold back better drafts, where that pays."""
+        limits_RS = _limits(rows)
+        offers = [self._offer(source, rows, limits_RS[:, source]) for source in range(len(self._models))]
+        best = allocate(offers, len(rows), costs)
+        for source in range(len(offers) - 1):
+            after_R = np.max([one.found_R for one in offers[source + 1 :]], axis=0)
+            is_worse_R = offers[source].found_R < after_R
+            if not is_worse_R.any():
+                continue
+            fewer = [*offers]
+            fewer[source] = replace(offers[source], limits_R=np.where(is_worse_R, 0, offers[source].limits_R))
+            found = allocate(fewer, len(rows), costs)
+            if found.gain > best.gain:
+                offers, best = fewer, found
+        return best
 
-    def record(self, verdict: Verdict, acceptance: RequestAcceptance, num_asked: int) -> None:
+    def _offer(self, source: int, rows: Seq[DecodingRow], limits_R: Ints) -> Offer:
+        model = self._models[source]
+        model.refresh()
+        survival_RD = model.survival([row.acceptances[source] for row in rows])
+        is_free = self._sources.predicts and source == PREDICTION
+        return Offer(survival_RD, model.drafted, limits_R, source == self._sources.worker, is_free)
+
+    def record(self, verdict: Verdict, row: DecodingRow, asked: Seq[int], source: int) -> None:
         """See `Chooser`."""
-        self._model.observe(acceptance, num_asked, verdict.proposed, len(verdict.path))
+        for index, (model, acceptance, k) in enumerate(zip(self._models, row.acceptances, asked, strict=True)):
+            if k and index < source:
+                model.observe(acceptance, k, 0, 0)
+            elif k and index == source:
+                model.observe(acceptance, k, verdict.proposed, len(verdict.path))
 
     def age(self) -> None:
         """See `Chooser`."""
-        self._model.age()
+        for model in self._models:
+            model.age()
 
     def describe(self) -> str:
         """See `Chooser`."""
-        return f"{self._model.rates[0]:.0%} of the first draft tokens are accepted"
+        rates = ", ".join(f"{model.rates[0]:.0%}" for model in self._models[self._sources.predicts :])
+        return f"{rates} of the first draft tokens are accepted"
 
 
 class TreeChooser:
-    """For drafts with branches, of at most *limit* nodes."""
+    """For drafts with branches, of at most *limit* nodes. Those of all sources count as one, but for predictions."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, sources: Sources = WORKER_ALONE) -> None:
         self._model = SizeModel(ladder(limit))
+        self._predicted = ChainChooser(limit, sources)
 
     def choose(self, rows: Seq[DecodingRow], costs: RoundCosts) -> Allocation:
-        """See `Chooser`."""
-        return choose_size(self._model, _limits(rows), len(rows), costs)
+        """See `Chooser`. Rows that can have nothing but predictions get as many of their tokens as pay."""
+        limits_RS = _limits(rows)
+        if limits_RS.shape[1] > 1 and not limits_RS[:, PREDICTION + 1 :].any():
+            return self._predicted.choose(rows, costs)
+        best = choose_size(self._model, limits_RS.max(axis=1), len(rows), costs)
+        return replace(best, k_RS=np.minimum(best.k_RS, limits_RS))
 
-    def record(self, verdict: Verdict, acceptance: RequestAcceptance, num_asked: int) -> None:
+    def record(self, verdict: Verdict, row: DecodingRow, asked: Seq[int], source: int) -> None:
         """See `Chooser`."""
-        self._model.observe(num_asked, verdict.proposed, len(verdict.path))
+        if len(asked) > 1 and row.limits[PREDICTION]:
+            self._predicted.record(verdict, row, asked, source)
+        if source or len(asked) == 1:
+            self._model.observe(max(asked), verdict.proposed, len(verdict.path))
 
     def age(self) -> None:
         """See `Chooser`."""
         self._model.age()
+        self._predicted.age()
 
     def describe(self) -> str:
         """See `Chooser`."""
@@ -96,4 +137,5 @@ class TreeChooser:
 
 
 def _limits(rows: Seq[DecodingRow]) -> Ints:
-    return np.array([row.limit for row in rows], np.int64)
+    """Return the limits of all rows and sources, `[R, S]`."""
+    return np.array([row.limits for row in rows], np.int64)

@@ -2,8 +2,10 @@
 
 from functools import partial
 
+from proposers import registry
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.messages import StepCosts
+from runtime.policy.acceptance import Sources
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.bandit import BanditPolicy
 from runtime.policy.base import NoSpeculation, Policy
@@ -46,13 +48,17 @@ def _policy(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCos
 
 
 def _adaptive(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> Policy:
-    limit = speculative.num_speculative_tokens
-    chooser = TreeChooser(limit) if speculative.may_branch else ChainChooser(limit)
+    limit, sources = speculative.num_speculative_tokens, _sources(speculative)
+    chooser = TreeChooser(limit, sources) if speculative.may_branch else ChainChooser(limit, sources)
     model = _cost_model(config, speculative, costs)
-    return AdaptivePolicy(limit, chooser, model, may_branch=speculative.may_branch)
+    return AdaptivePolicy(limit, chooser, model, sources=sources, may_branch=speculative.may_branch)
+
+
+def _sources(speculative: SpeculativeConfig) -> Sources:
+    return Sources(speculative.methods, registry.worker_method(speculative) is not None)
 
 
 def _cost_model(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> RoundCostModel:
     limit, max_rows = speculative.num_speculative_tokens, config.scheduler.max_num_seqs
     max_tokens = min(config.scheduler.max_num_batched_tokens, max_rows * (limit + 1))
-    return RoundCostModel(costs, max_tokens, max_rows, limit)
+    return RoundCostModel(costs, max_tokens, max_rows, limit, _sources(speculative))

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from protos.messages import StepCosts
+from runtime.policy.acceptance import WORKER_ALONE, Sources
 from runtime.policy.allocation import RoundCosts
 from runtime.policy.cost_model import CostCurve
 
+FREE = {1: 0.0}
 PROMPTS_RATE = 0.02
 """Weight of the newest round in what the draft spends on prompts."""
 
@@ -17,12 +19,14 @@ class Round:
     Attributes:
         num_known: known tokens fed.
         num_scored: draft tokens scored.
-        num_drafting: rows for which draft tokens were wanted.
-        depth: most draft tokens wanted for a row.
+        num_drafting: rows for which the draft worker was asked.
+        depth: most draft tokens that it was asked for.
         num_tokens: tokens that the rows gained.
         draft_s: seconds of the round spent on drafts.
         seconds: of the whole round.
         decodes: whether all rows decode: no prompt chunks.
+        num_looked: rows for which drafts were looked up.
+        lookup_s: of *draft_s*, those spent on that.
     """
 
     num_known: int
@@ -33,6 +37,8 @@ class Round:
     draft_s: float
     seconds: float
     decodes: bool = True
+    num_looked: int = 0
+    lookup_s: float = 0.0
 
 
 class RoundCostModel:
@@ -43,40 +49,50 @@ class RoundCostModel:
         max_tokens: most tokens of a round of decoding rows.
         max_rows: most rows.
         max_depth: most draft tokens of a row.
+        sources: of drafts; those that there are not cost nothing.
     """
 
-    def __init__(self, costs: StepCosts | None, max_tokens: int, max_rows: int, max_depth: int) -> None:
+    def __init__(
+        self, costs: StepCosts | None, max_tokens: int, max_rows: int, max_depth: int, sources: Sources = WORKER_ALONE
+    ) -> None:
         self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._sources = sources
         self._prompts_s = 0.0
+        self._lookups = CostCurve({} if sources.predicts else FREE, max_rows)
         self.revise(StepCosts({}) if costs is None else costs)
         self._levels = CostCurve({depth: float(depth) for depth in range(1, max_depth + 1)}, max_depth)
 
     def revise(self, costs: StepCosts) -> None:
         """Begin with new measured costs, without corrections. What further levels cost relative to one stays."""
         self._target = CostCurve(costs.target_s, self._max_tokens)
-        self._draft = CostCurve(costs.draft_s, self._max_rows)
+        self._draft = CostCurve(costs.draft_s if self._sources.has_worker else FREE, self._max_rows)
 
     def observe(self, done: Round) -> None:
         """Correct the curves by a round."""
         if done.draft_s:
             self._observe_prompts(done)
-        if done.depth and done.decodes:
-            self._draft.observe(done.num_drafting, done.draft_s / self._levels.at(done.depth))
-            self._levels.observe(done.depth, done.draft_s / self._draft.at(done.num_drafting))
-        if done.decodes:
-            self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s)
+        if not done.decodes:
+            return
+        if done.depth:
+            levels_s = done.draft_s - done.lookup_s
+            self._draft.observe(done.num_drafting, levels_s / self._levels.at(done.depth))
+            self._levels.observe(done.depth, levels_s / self._draft.at(done.num_drafting))
+        if done.num_looked:
+            self._lookups.observe(done.num_looked, done.lookup_s)
+        self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s)
 
     def _observe_prompts(self, done: Round) -> None:
-        """Learn what the draft spends on prompts, as seconds of a round on average."""
-        usual_s = self._levels.at(done.depth) * self._draft.at(done.num_drafting) if done.depth else 0.0
+        """Learn what drafting spends on prompts, as seconds of a round on average."""
+        usual_s = self.of(done.num_known).levels_s(done.depth, done.num_drafting)
+        usual_s += self._lookups.at(done.num_looked) if done.num_looked else 0.0
         spent_s = 0.0 if done.decodes else max(0.0, done.draft_s - usual_s)
         self._prompts_s += PROMPTS_RATE * (spent_s - self._prompts_s)
 
     def age(self) -> None:
         """Let the next rounds count more where nothing was learnt since the last call."""
-        for curve in (self._target, self._draft, self._levels):
+        for curve in (self._target, self._draft, self._levels, self._lookups):
             curve.age()
 
     def of(self, num_known: int) -> RoundCosts:
         """Return the costs of the rounds that feed *num_known* known tokens."""
-        return RoundCosts(self._target, self._draft, self._levels, num_known, self._prompts_s)
+        return RoundCosts(self._target, self._draft, self._levels, self._lookups, num_known, self._prompts_s)

@@ -73,7 +73,7 @@ def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: Roun
     """Return the best size for all rows, or none; a row with a lower limit has that many nodes."""
     num_rows = int(np.count_nonzero(limits_R))
     plain_s = costs.plain()
-    best = Allocation(np.zeros_like(limits_R), num_sampling, plain_s, 1.0)
+    best = Allocation(np.zeros_like(limits_R)[:, None], num_sampling, plain_s, 1.0)
     measured = zip(model.sizes.tolist(), model.nodes().tolist(), model.accepted().tolist(), strict=True)
     for size, nodes, accepted in measured:
         k_R = np.minimum(limits_R, size)
@@ -82,7 +82,7 @@ def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: Roun
         tokens = num_sampling + accepted * num_rows
         gain = tokens / seconds * plain_s / num_sampling
         if gain > best.gain:
-            best = Allocation(k_R, tokens, seconds, gain)
+            best = Allocation(k_R[:, None], tokens, seconds, gain)
     return best
 
 

@@ -67,13 +67,9 @@ class StoppingPolicy:
         scoring_s = max(0.0, costs.target.at(num_rows + more) - costs.target.at(num_rows)) / more
         return (costs.draft.at(num_rows) / num_rows + scoring_s) * self._tokens / self._seconds
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         """See `Policy`."""
-        return self._inner.num_draft_tokens(sequence)
-
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
-        """See `Policy`."""
-        return self._inner.num_nodes(sequence, depth)
+        return self._inner.num_draft_tokens(sequence, source)
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
@@ -102,6 +98,7 @@ def _drafted(step: FinishedStep) -> Round:
         depth=max(counts, default=0),
         num_tokens=step.num_tokens,
         draft_s=step.draft_s,
+        lookup_s=step.lookup_s,
         seconds=step.seconds,
-        decodes=all(row.samples and row.length == 1 for row in step.plan.rows),
+        decodes=step.plan.decodes,
     )

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import pytest
 from msgspec import structs
 
+from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.interfaces import DraftService, SequenceListener
 from protos.messages import Abort, Request
+from runtime.policy.batch_size import BatchSizePolicy
 from tests.support.distributed.fake_worker import make_request
 from tests.support.scheduling import OFF, fixed_k, make_scheduler, make_verdicts, started
 
@@ -118,3 +120,43 @@ def test_a_follower_that_fails_costs_draft_tokens_and_nothing_else() -> None:
     scheduler = started(make_request("a", [1, 2]), proposers=[Failing(5)])
     assert scheduler.schedule(fixed_k(3)).rows[0].draft == Draft((5,))
     assert scheduler.stats().draft_failures == 1
+
+
+class BySource(BatchSizePolicy):
+    """At most so many draft tokens of each row from each source."""
+
+    def __init__(self, *most: int) -> None:
+        super().__init__(SpeculativeConfig(method="any", num_speculative_tokens=max(most)))
+        self._most = most
+
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
+        return max(self._most) if source is None else self._most[source]
+
+
+def test_what_the_user_predicts_is_drafted_before_any_method_is_asked() -> None:
+    proposer = Scripted(8)
+    requests = [make_request("a", [1, 2], prediction_token_ids=(0, 5, 6, 7)), make_request("b", [3])]
+    scheduler = started(*requests, proposers=[proposer])
+    plan = scheduler.schedule(fixed_k(2))
+    assert [(row.draft, row.source) for row in plan.rows] == [(Draft((5, 6)), 0), (Draft((8,)), 1)]
+    scheduler.commit(plan, make_verdicts(plan, [3], [3]))
+    assert [row.draft for row in scheduler.schedule(fixed_k(2)).rows] == [Draft((8,))] * 2  # it went another way
+
+
+def test_only_predictions_are_drafted_from_where_the_policy_allows_no_other_source() -> None:
+    proposer = Scripted(8)
+    requests = [make_request("a", [1, 2], prediction_token_ids=(0, 5, 6, 7)), make_request("b", [3])]
+    scheduler = started(*requests, proposers=[proposer], has_worker=True)
+    plan = scheduler.schedule(BySource(3, 0, 0))
+    assert [(row.draft, row.k) for row in plan.rows] == [(Draft((5, 6, 7)), 3), (None, 0)]
+    assert (proposer.requested, plan.speculates) == ([], False)  # for the draft worker
+
+
+def test_a_draft_in_hand_is_cut_to_what_the_policy_wants_of_its_source() -> None:
+    proposer = Scripted(5, 6, 7, 8)
+    scheduler = started(make_request("a", [1, 2]), proposers=[proposer], has_worker=True)
+    (row,) = scheduler.schedule(BySource(0, 2, 4)).rows
+    assert (row.draft, row.k, row.source) == (Draft((5, 6)), 2, 1)
+    scheduler = started(make_request("a", [1, 2]), proposers=[Scripted(-1)], has_worker=True)
+    (row,) = scheduler.schedule(BySource(0, 4, 3)).rows
+    assert (row.draft, row.k, row.source) == (None, 3, 2)

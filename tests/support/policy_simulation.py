@@ -1,10 +1,14 @@
 """A simulated engine for policies, whose costs and acceptance are known."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from protos.draft import PREDICTION
 from protos.messages import RoundPlan, Row, StepCosts, Verdict
+from runtime.core.sequence import Sequence as EngineSequence
+from runtime.policy.acceptance import WORKER_ALONE, Sources
 from runtime.policy.base import FinishedStep, Policy
 from tests.support.scheduling import decoding
 
@@ -17,7 +21,10 @@ Seconds = Callable[[int], float]
 class Simulation:
     """Rows with an acceptance rate each, on an engine whose rounds cost what *target* and *draft* return.
 
-    A draft is *found* with this probability; a look-up finds nothing in many rounds.
+    A draft is *found* with this probability; a look-up finds nothing in many rounds. Rows with a number in *predicted*
+    have a prediction. With more than the draft worker as a source, the drafts of each other source are right at its own
+    rate, whatever the row's, and *looked_up* gives this rate and how often such a draft is found. Looking up takes
+    *lookup* seconds a row.
     """
 
     policy: Policy
@@ -25,10 +32,16 @@ class Simulation:
     draft: Seconds
     noise: float = 0.1
     found: float = 1.0
+    sources: Sources = WORKER_ALONE
+    predicted: Collection[int] = ()
+    looked_up: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    lookup: float = 0.00002
     seed: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
     ks: list[int] = field(default_factory=list)
+    used: Counter[int] = field(default_factory=Counter)
+    """Drafts from each source."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -41,20 +54,42 @@ class Simulation:
         return (self.num_tokens - tokens) / (self.seconds - seconds)
 
     def _round(self, rates: Sequence[float]) -> None:
-        sequences = [decoding(key) for key in range(len(rates))]
+        sequences = [
+            decoding(key, prediction_token_ids=(1,) if key in self.predicted else ()) for key in range(len(rates))
+        ]
         self.policy.begin_step(sequences)
-        ks = [self.policy.num_nodes(sequence, 50) for sequence in sequences]
-        drafted = [k if self.random.random() < self.found else 0 for k in ks]
-        rows = [Row(key, 1, 1, 2, k) for key, k in enumerate(drafted)]
-        verdicts = [self._verdict(key, k, rate) for key, (k, rate) in enumerate(zip(drafted, rates, strict=True))]
+        self.ks = [self.policy.num_draft_tokens(sequence) for sequence in sequences]
+        drafts = [self._draft(sequence, rate) for sequence, rate in zip(sequences, rates, strict=True)]
+        rows = [Row(key, 1, 1, 2, k, source=source) for key, (source, k, _) in enumerate(drafts)]
+        verdicts = [self._verdict(key, k, rate) for key, (_, k, rate) in enumerate(drafts)]
         gained = sum(len(verdict.path) + 1 for verdict in verdicts)
         noise = 1 + self.noise * self.random.random()
-        draft_s = max(ks) * self.draft(sum(k > 0 for k in ks)) * noise
-        seconds = draft_s + self.target(len(rows) + sum(drafted)) * noise
-        self.policy.end_step(FinishedStep(RoundPlan(0, rows), verdicts, gained, draft_s, seconds))
+        worker = [self._most(sequences[row.slot], row.source) for row in rows if row.source == self.sources.worker]
+        lookup_s = self.lookup * noise * sum(self._looks_up(one) for one in sequences)
+        draft_s = lookup_s + max(worker, default=0) * self.draft(sum(k > 0 for k in worker)) * noise
+        seconds = draft_s + self.target(len(rows) + sum(row.k for row in rows)) * noise
+        self.policy.end_step(FinishedStep(RoundPlan(0, rows), verdicts, gained, draft_s, seconds, lookup_s))
         self.seconds += seconds
         self.num_tokens += gained
-        self.ks = ks
+
+    def _most(self, sequence: EngineSequence, source: int) -> int:
+        may_draft = source < len(self.sources) and self.sources.may_draft(source, sequence.request)
+        return self.policy.num_draft_tokens(sequence, source) if may_draft else 0
+
+    def _looks_up(self, sequence: EngineSequence) -> bool:
+        return any(self._most(sequence, source) for source in range(PREDICTION + 1, self.sources.worker))
+
+    def _draft(self, sequence: EngineSequence, rate: float) -> tuple[int, int, float]:
+        """Return the source of a row's draft, its tokens, and the rate at which they are right."""
+        for source in range(self.sources.worker):
+            lookup_rate, found = self.looked_up[source]
+            k = self._most(sequence, source)
+            if k and self.random.random() < found:
+                self.used[source] += 1
+                return source, k, lookup_rate
+        k = self._most(sequence, self.sources.worker)
+        self.used[self.sources.worker] += k > 0
+        return self.sources.worker, k if self.random.random() < self.found else 0, rate
 
     def _verdict(self, slot: int, k: int, rate: float) -> Verdict:
         accepted = next((depth for depth in range(k) if self.random.random() >= rate), k)

@@ -1,6 +1,7 @@
 """The adaptive policy against a simulated engine, whose costs and acceptance are known."""
 
 import random
+from itertools import count
 
 import pytest
 
@@ -11,6 +12,7 @@ from runtime.policy.choosers import ChainChooser, TreeChooser
 from runtime.policy.round_costs import Round, RoundCostModel
 from tests.support.policy_simulation import (
     LIMIT,
+    SIZES,
     Seconds,
     Simulation,
     best_fixed,
@@ -111,7 +113,7 @@ def test_of_trees_it_takes_the_size_that_pays() -> None:
     for _ in range(1500):
         sequence = decoding(0)
         policy.begin_step([sequence])
-        k = policy.num_nodes(sequence, 50)
+        k = policy.num_draft_tokens(sequence)
         accepted = next(
             (depth for depth in range((k + 1).bit_length() - 1) if rng.random() > 0.7), (k + 1).bit_length() - 1
         )
@@ -171,3 +173,20 @@ def test_what_the_draft_spends_on_prompts_is_part_of_what_drafts_cost() -> None:
     after = model.of(1)
     assert after.uniform(2, 1) - before.uniform(2, 1) == pytest.approx(0.005, rel=0.1)
     assert after.plain() == pytest.approx(before.plain(), rel=0.05)
+
+
+def test_chance_in_the_drafts_of_one_request_does_not_turn_it_off() -> None:
+    """One draft token brings 11 %: with one row, a few wrong ones in a row must not look like a bad request."""
+
+    def target(tokens: int) -> float:
+        return 0.0016 + 0.00012 * tokens
+
+    def draft(rows: int) -> float:
+        return 0.00045 + 0.00004 * rows
+
+    costs = StepCosts({size: target(size) for size in SIZES}, {size: draft(size) for size in SIZES[:7]})
+    ticks = count()
+    policy = AdaptivePolicy(3, ChainChooser(3), RoundCostModel(costs, 256, 64, 3), clock=lambda: next(ticks) * 0.0001)
+    simulation = Simulation(policy, target, draft)
+    simulation.run([0.5], 200)
+    assert simulation.run([0.5], 1500) >= 0.97 * fixed_rate(1, [0.5], target, draft)

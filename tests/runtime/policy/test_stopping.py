@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from protos.messages import NewSequence, RoundPlan, Row, Sampling, Verdict
+from runtime.policy.acceptance import RequestAcceptance
 from runtime.policy.base import FinishedStep, NoSpeculation
 from runtime.policy.choosers import ChainChooser, DecodingRow
 from runtime.policy.round_costs import RoundCostModel
@@ -99,10 +100,10 @@ def test_a_token_that_was_not_drafted_counts_as_one_that_was_not_accepted() -> N
     wanted = {}
     for num_asked in (1, 2):
         chooser = ChainChooser(2)
-        row = DecodingRow(2)
+        row = DecodingRow((2,), (RequestAcceptance(),))
         for _ in range(400):
-            chooser.record(Verdict(0, (1, 1), 1, (0,)), row.acceptance, num_asked)
+            chooser.record(Verdict(0, (1, 1), 1, (0,)), row, (num_asked,), 0)
         chooser.choose([row], model.of(1))
-        wanted[num_asked] = chooser._model.rates[1]
+        wanted[num_asked] = chooser._models[0].rates[1]
     assert wanted[2] < 0.1
     assert wanted[1] > 0.6

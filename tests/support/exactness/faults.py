@@ -55,11 +55,9 @@ class FromThePast:
         self.step += 1
         self.current = self.step % (self.limit + 1)
 
-    def num_draft_tokens(self, sequence: Sequence) -> int:
-        return (self.current + self.accepted[sequence.request.request_id]) % (self.limit + 1)
-
-    def num_nodes(self, sequence: Sequence, depth: int) -> int:
-        return self.num_draft_tokens(sequence) if depth > 0 else 0
+    def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
+        k = (self.current + self.accepted[sequence.request.request_id]) % (self.limit + 1)
+        return k if sequence.depth > 0 else 0
 
     def end_step(self, step: FinishedStep) -> None: ...
 

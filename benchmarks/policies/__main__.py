@@ -1,0 +1,5 @@
+"""`python -m benchmarks.policies`."""
+
+from benchmarks.policies import main
+
+main()
