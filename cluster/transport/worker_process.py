@@ -1,7 +1,5 @@
 """A worker as a child process: `python -c "... main()"`, which reads its `WorkerSpec` from standard input."""
 
-import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -15,11 +13,10 @@ import msgspec
 from cluster.transport.zmq_hub import ZmqPort
 from cluster.transport.zmq_sockets import Endpoint
 from protos.worker_messages import ToWorker, WorkerId
+from runtime.subprocess import at_parents_death
 
 LIFELINE = 0
 """File descriptor of the worker's end of its parent's pipe: standard input."""
-
-PR_SET_PDEATHSIG = 1
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -48,7 +45,7 @@ def run_worker(spec: WorkerSpec, *location: str) -> None:
 
 def main() -> NoReturn:
     """Read the spec and run the worker; exit at once when the parent is gone."""
-    _die_with_parent()
+    at_parents_death(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: None)  # the worker group ends its workers
     with os.fdopen(os.dup(LIFELINE), "rb") as pipe:
@@ -67,12 +64,6 @@ def _exit(code: int) -> NoReturn:
     """Exit without running library finalizers: process groups may wait for peers that are gone."""
     logging.shutdown()
     os._exit(code)
-
-
-def _die_with_parent() -> None:
-    """Make the kernel kill this process with the thread that started it, even while this process is stopped."""
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: rely on the pipe
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch_parent() -> None:
