@@ -14,7 +14,7 @@ import pytest
 from cluster.ray.cluster import available_resources
 from cluster.settings import engine_config
 from cluster.transport.process_workers import BODY
-from protos.errors import EngineDeadError, ModelError, PlacementError
+from protos.errors import EngineDeadError, EngineStalledError, ModelError, PlacementError
 from runtime.frontend.controller_loop import STATS_EVERY_S
 from runtime.text.tokenizer import load_tokenizer
 from slipstream import LLM
@@ -184,6 +184,28 @@ def test_front_ends_hear_of_a_dead_controller_within_two_seconds(start: Start) -
     assert time.monotonic() - killed[0] < 2.0
     wait_gone(pids)
     assert not running.engine.is_alive
+
+
+@pytest.mark.full
+def test_a_frozen_controller_is_noticed_and_continues_or_is_given_up(start: Start, undisturbed: Texts) -> None:
+    running = start(tensor_parallel_size=1, distributed_executor_backend="ray")
+    pids = [running.pid(who) for who in ("controller", "target rank 0", "draft")]
+    stopped: list[float] = []
+
+    def freeze() -> None:
+        os.kill(pids[0], signal.SIGSTOP)
+        stopped.append(time.monotonic())
+
+    with pytest.raises(EngineStalledError, match="has sent nothing"):
+        running.stream({500: freeze})
+    assert time.monotonic() - stopped[0] < 10.0
+    assert running.engine.state == "stalled"
+    os.kill(pids[0], signal.SIGCONT)
+    running.until(lambda: running.engine.state in ("live", "degraded"))
+    assert running.stream() == undisturbed
+    os.kill(pids[0], signal.SIGSTOP)
+    running.until(lambda: running.engine.state == "dead", 60.0)
+    wait_gone(pids)
 
 
 @pytest.mark.full
