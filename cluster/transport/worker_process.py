@@ -14,6 +14,7 @@ from cluster.transport.zmq_hub import ZmqPort
 from cluster.transport.zmq_sockets import Endpoint
 from protos.worker_messages import ToWorker, WorkerId
 from runtime.subprocess import at_parents_death
+from workers.process.heartbeat import HeartbeatThread
 
 LIFELINE = 0
 """File descriptor of the worker's end of its parent's pipe: standard input."""
@@ -38,9 +39,17 @@ def run_worker(spec: WorkerSpec, *location: str) -> None:
     """Connect and run the worker's body, which also gets its *location* (address and machine) if known."""
     port = ZmqPort(spec.endpoint, spec.worker, import_object(spec.receives) if spec.receives else ToWorker)
     try:
-        import_object(spec.body)(port, *location)
+        _imported(spec, port)(port, *location)
     finally:
         port.close()
+
+
+def _imported(spec: WorkerSpec, port: ZmqPort) -> Any:
+    """Import the worker's body, and with it torch; send heartbeats meanwhile to a controller that expects them."""
+    if spec.receives:
+        return import_object(spec.body)
+    with HeartbeatThread(port, "importing"):
+        return import_object(spec.body)
 
 
 def main() -> NoReturn:

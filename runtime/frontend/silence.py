@@ -113,4 +113,3 @@ class SilenceWatch:
     def _stalled(self) -> Stalled:
         reason = f"the engine's controller has sent nothing for {self._silence_s:.0f} s: it was stopped, or hangs"
         return Stalled(reason, max(1.0, self._limits.given_up_s - self._silence_s))
-

@@ -17,7 +17,6 @@ import grpc
 import httpx
 import pytest
 
-from protos import slipstream_v1_pb2 as pb
 from protos import slipstream_v1_pb2_grpc as stubs
 from runtime.grpc.health import SERVICE
 from tests.support.processes import wait_gone, wait_until
