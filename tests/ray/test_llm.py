@@ -18,7 +18,7 @@ from protos.errors import EngineDeadError, EngineStalledError, ModelError, Place
 from runtime.frontend.controller_loop import STATS_EVERY_S
 from runtime.text.tokenizer import load_tokenizer
 from slipstream import LLM
-from tests.support.distributed.ray_engine import LENGTH, PARAMS, PROMPTS, SMALL, Pair, Running, Texts
+from tests.support.distributed.ray_engine import LENGTH, PARAMS, PROMPTS, RECOVERY_S, SMALL, Pair, Running, Texts
 from tests.support.identity import perturbed
 from tests.support.models import tiny_pairs
 from tests.support.policies import always
@@ -246,6 +246,19 @@ def test_a_frozen_worker_costs_no_token(start: Start, undisturbed: Texts, who: s
     before = running.proposed()
     assert running.stream() == undisturbed
     assert running.proposed() > before
+
+
+@pytest.mark.full
+def test_a_spare_that_is_frozen_is_replaced_when_it_should_take_over(start: Start, undisturbed: Texts) -> None:
+    running = start(spare_workers=1, tensor_parallel_size=1)
+    running.until(lambda: len(running.spares()) == 1)
+    (spare,), lost = running.spares(), running.pid("target rank 0")
+    os.kill(spare, signal.SIGSTOP)
+    began = time.monotonic()
+    assert running.stream({400: lambda: os.kill(lost, signal.SIGKILL)}) == undisturbed
+    assert time.monotonic() - began < RECOVERY_S
+    assert running.pid("target rank 0 (restart 2)")
+    wait_gone([spare])
 
 
 @pytest.mark.full
