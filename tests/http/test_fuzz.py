@@ -1,0 +1,73 @@
+"""Generated requests over HTTP and gRPC against `slipstream serve` of the demo pair, other ones in every run.
+
+Whatever is sent: no status above 499 but those that are stated, an answer in time, the same answer to a fixed request
+after every 500, and memory that does not grow.
+"""
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.fuzz.run import ROUND, Fuzz, Server
+from tests.support.processes import wait_until
+
+ROOT = Path(__file__).parents[2]
+SERVE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from cluster.cli.main import main; main()"
+OPTIONS = ("serve", "--served-model-name", "demo", "--host", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--device",
+           "cpu", "--max-model-len", "256", "--request-timeout", "20", "--disable-log-stats")  # fmt: skip
+READY = re.compile(r"ready on (http://[\d.:]+), gRPC on ([\d.:]+);")
+START_S = 120.0
+QUICK = 600
+SETTLED = 0.1
+"""Share of the requests after which memory is settled: 10,000 of 100,000."""
+MOST_GROWTH = 1.05
+
+
+@contextlib.contextmanager
+def served(log: Path) -> Iterator[Server]:
+    """Serve the demo pair; its log is in a file, because a pipe that is not read would hold it up."""
+    command = [sys.executable, "-c", SERVE, str(ROOT), *OPTIONS]
+    with log.open("w") as written, subprocess.Popen(command, stderr=written) as process:
+        try:
+            wait_until(lambda: READY.search(log.read_text()) is not None or process.poll() is not None, START_S)
+            found = READY.search(log.read_text())
+            assert found is not None, log.read_text()
+            yield Server(found[1], found[2], process.pid)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def fuzz(folder: Path, seed: int, num_requests: int) -> Fuzz:
+    """Run; return what was found. The server's log has no traceback."""
+    log = folder / "server.log"
+    print(f"--fuzz-seed {seed} --fuzz-requests {num_requests}")
+    with served(log) as server:
+        run = Fuzz(server, seed, num_requests)
+        asyncio.run(run.run())
+    print(dict(sorted(run.counts.items())), [(number, round(held)) for number, held in run.memory_mib[::20]])
+    assert not run.violations, "\n\n".join(run.violations[:10])
+    tracebacks = log.read_text().partition("Traceback")
+    assert not tracebacks[1], f"--fuzz-seed {seed}: {tracebacks[0][-500:]}Traceback{tracebacks[2][:3000]}"
+    return run
+
+
+def test_whatever_is_sent(tmp_path: Path, fuzz_seed: int) -> None:
+    run = fuzz(tmp_path, fuzz_seed, QUICK)
+    answered = {name for name, count in run.counts.items() if count >= 5}
+    assert {"HTTP 200", "HTTP 400", "gRPC OK", "gRPC INVALID_ARGUMENT", "cut off"} <= answered
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_whatever_is_sent_for_long(tmp_path: Path, fuzz_seed: int, fuzz_requests: int) -> None:
+    run = fuzz(tmp_path, fuzz_seed, fuzz_requests)
+    settled = max(ROUND, round(SETTLED * fuzz_requests / ROUND) * ROUND)
+    print(f"memory: {run.growth(settled):.3f} of that after {settled} requests")
+    assert run.growth(settled) <= MOST_GROWTH
