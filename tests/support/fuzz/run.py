@@ -29,6 +29,8 @@ GRPC_SHARE = 0.25
 STATED = (429, 503)
 """Statuses above 499 that may be answered, and 429."""
 STATED_CODES = ("overloaded", "draining", "engine_stalled")
+TIMED_OUT = "exceeded its time-out"
+"""Words of the error of a request that reached its time limit."""
 WRONG_CODES = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS)
 FIXED: dict[str, Any] = {
     "model": "demo", "prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0.9, "seed": 20, "logprobs": 0
@@ -115,7 +117,8 @@ class Fuzz:
         self.counts[f"HTTP {answer.status}"] += 1
         if answer.status >= 500 and not (answer.status in STATED and any(code in text for code in STATED_CODES)):
             return f"status {answer.status}: {text[:500]}"
-        if answer.status < 400 and ('"server_error"' in text or '"api_error"' in text):
+        failed = '"server_error"' in text or '"api_error"' in text
+        if answer.status < 400 and failed and TIMED_OUT not in text:
             return f"a stream ended with an error of the server: {text[-500:]}"
         return None
 
@@ -138,9 +141,7 @@ class Fuzz:
             self.counts[f"gRPC {error.code().name}"] += 1
             if error.code() in WRONG_CODES:
                 return f"{error.code().name}: {error.details()}"
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and "exceeded its time-out" not in str(
-                error.details()
-            ):
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and TIMED_OUT not in str(error.details()):
                 return f"no answer: {error.details()}"
             return None
         self.counts["gRPC OK"] += 1
