@@ -20,10 +20,10 @@ from tests.support.processes import wait_until
 ROOT = Path(__file__).parents[2]
 SERVE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from cluster.cli.main import main; main()"
 OPTIONS = ("serve", "--served-model-name", "demo", "--host", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--device",
-           "cpu", "--max-model-len", "256", "--request-timeout", "20", "--disable-log-stats")  # fmt: skip
+           "cpu", "--max-model-len", "96", "--request-timeout", "20", "--disable-log-stats")  # fmt: skip
 READY = re.compile(r"ready on (http://[\d.:]+), gRPC on ([\d.:]+);")
 START_S = 120.0
-QUICK = 600
+QUICK = 300
 TRACEBACK = re.compile(r"^Traceback.*?^(\S[^\n]*)$", re.M | re.S)
 """With the error in its last line."""
 BROKEN_OFF = "ClientDisconnect"
