@@ -12,8 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
+from tests.support.fuzz.http_cases import PATHS, HttpCase
 from tests.support.fuzz.run import ROUND, Fuzz, Server
 from tests.support.processes import wait_until
 
@@ -65,8 +67,39 @@ def fuzz(folder: Path, seed: int, num_requests: int) -> Fuzz:
 
 def test_whatever_is_sent(tmp_path: Path, fuzz_seed: int) -> None:
     run = fuzz(tmp_path, fuzz_seed, QUICK)
-    answered = {name for name, count in run.counts.items() if count >= 5}
-    assert {"HTTP 200", "HTTP 400", "gRPC OK", "gRPC INVALID_ARGUMENT", "cut off"} <= answered
+    assert {"HTTP 200", "HTTP 400", "gRPC OK", "gRPC INVALID_ARGUMENT", "cut off"} <= run.counts.keys()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "wrong"),
+    [
+        (500, "", "status 500"),
+        (503, "who knows why", "status 503"),
+        (503, '{"error": {"code": "overloaded"}}', None),
+        (400, "{}", None),
+        (200, 'data: {"error": {"type": "server_error"}}', "a stream ended with an error of the server"),
+    ],
+)
+def test_what_is_wrong_is_noticed(status: int, body: str, wrong: str | None) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    async def ask() -> str | None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
+            port = server.sockets[0].getsockname()[1]
+            return await Fuzz(Server(f"http://127.0.0.1:{port}", "", 0), 0, 0).ask(HttpCase("GET", PATHS[0]), session)
+
+    assert (asyncio.run(ask()) or "").startswith(wrong or "")
+    assert (wrong is None) == (asyncio.run(ask()) is None)
+
+
+def test_a_seed_makes_the_same_requests() -> None:
+    one, same, other = (Fuzz(Server("", "", 0), seed, 0) for seed in (1, 1, 2))
+    assert [str(one.case(i)) for i in range(50)] == [str(same.case(i)) for i in range(50)]
+    assert str(one.case(0)) != str(other.case(0))
 
 
 @pytest.mark.full

@@ -101,9 +101,10 @@ class Fuzz:
             return await self._call(case, channel)
         if case.cut is not None:
             return await self._break_off(case)
-        return await self._ask(case, session)
+        return await self.ask(case, session)
 
-    async def _ask(self, case: HttpCase, session: aiohttp.ClientSession) -> str | None:
+    async def ask(self, case: HttpCase, session: aiohttp.ClientSession) -> str | None:
+        """Send a whole request; return what is wrong with the answer, if anything."""
         url = URL(self.server.url + case.path, encoded=True)
         body = io.BytesIO(case.body) if case.body else None
         try:
