@@ -11,6 +11,7 @@ OLDEST_TRANSFORMERS := 5.17.0
 OPENVINO_VENV ?= .venv-openvino
 OPENVINO_PYTHON ?= $(wildcard $(OPENVINO_VENV)/bin/python)
 ARGS ?=
+FUZZ ?= 100000
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.slipstream-installed
@@ -101,7 +102,7 @@ accept-proposers: check
 
 accept-serving: check
 	mkdir -p $(RESULTS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full" -s $(SERVING_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full" -s $(SERVING_TESTS) --fuzz-requests $(FUZZ)
 	$(BIN)/python -m benchmarks.overload --threads 1 --output $(RESULTS)/overload.json
 	$(BIN)/python -m benchmarks.http_overhead --output $(RESULTS)/http_overhead.json
 

@@ -58,6 +58,10 @@ class DrainingError(OverloadedError):
     """The request was not scheduled, because the server is shutting down; another server may accept it."""
 
 
+class EngineStalledError(OverloadedError):
+    """The controller has sent nothing for too long: it was stopped, or hangs. It may continue, or be replaced."""
+
+
 class DeadlineExceededError(SlipstreamError, RuntimeError):
     """A request was aborted because its deadline passed; its blocks are free."""
 

@@ -193,11 +193,12 @@ class RoundDone(msgspec.Struct, frozen=True, tag=True):
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sent twice a second from a separate thread.
 
-    `stage` is what the worker is doing; there is no time limit unless it is "serving".
+    `stage` is what the worker is doing; `cpu_s` are the seconds of CPU time that its process has used.
     """
 
     stage: str
     round: int = -1
+    cpu_s: float = 0.0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

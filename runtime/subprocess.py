@@ -1,12 +1,23 @@
 """Starting Python subprocesses of this package, and folders for the sockets between them."""
 
+import contextlib
+import ctypes
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
 SOCKET_FOLDER_LIMIT = 90
 """The system limits a socket's path to about 107 bytes; longer temporary folders are not used."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def at_parents_death(number: signal.Signals) -> None:
+    """Make the kernel send this process a signal when the thread that started it ends, even while it is stopped."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: rely on a pipe
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def python_command(module: str) -> list[str]:

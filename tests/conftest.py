@@ -1,6 +1,7 @@
 """Settings and fixtures of all tests: no network, few threads, the demo pair; tests marked `full` run on request."""
 
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +37,12 @@ class ModelPair:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+    parser.addoption("--fuzz-seed", type=int, default=random.SystemRandom().randrange(2**32), help="of `test_fuzz.py`")
+    parser.addoption("--fuzz-requests", type=int, default=100_000, help="of the full form of `test_fuzz.py`")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"fuzz: --fuzz-seed {config.getoption('fuzz_seed')}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,6 +52,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if full:
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if "full" not in item.keywords]
+
+
+@pytest.fixture(scope="session")
+def fuzz_seed(request: pytest.FixtureRequest) -> int:
+    """Return the seed of generated requests: another one in every run, unless it is given."""
+    return int(request.config.getoption("fuzz_seed"))
+
+
+@pytest.fixture(scope="session")
+def fuzz_requests(request: pytest.FixtureRequest) -> int:
+    """Return the number of generated requests in the full form."""
+    return int(request.config.getoption("fuzz_requests"))
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from protos.config.engine import EngineConfig, to_json
 from protos.progress import ProgressCallback
 from runtime.frontend.channel import Commands, Failed, LoadProgress, Report
 from runtime.frontend.process_channel import STOP_GRACE_S
+from runtime.frontend.silence import SILENCE_LIMITS, SilenceWatch
 
 LAST_REPORTS_MS = 50
 
@@ -111,14 +112,16 @@ class RayChannel:
     ) -> None:
         """Deliver reports until the controller is gone, then those still in flight, then `Failed`."""
         assert self._up is not None
-        receiver = asyncio.create_task(self._receive(self._up, on_report))
+        silence = SilenceWatch(on_report, self.kill, SILENCE_LIMITS)
+        tasks = [asyncio.create_task(self._receive(self._up, silence.take)), asyncio.create_task(silence.run())]
         try:
             await ended
         finally:
-            receiver.cancel()
-            await asyncio.gather(receiver, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         while await self._up.poll(timeout=LAST_REPORTS_MS):
-            on_report(self._decoder.decode(await self._up.recv()))
+            silence.take(self._decoder.decode(await self._up.recv()))
         on_report(Failed(f"the controller is gone: {end_reason(controller.ended)}"))
 
     async def _receive(self, up: zmq.asyncio.Socket, on_report: Callable[[Report], None]) -> None:

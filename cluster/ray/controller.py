@@ -21,6 +21,7 @@ from protos.progress import ProgressCallback
 from runtime.frontend.channel import Report
 from runtime.frontend.controller_loop import serve_controller
 from runtime.frontend.controller_process import SocketInbox
+from runtime.frontend.silence import signs_of_life
 from runtime.metrics.logs import log_to_stderr
 from runtime.supervision.distributed_executor import DistributedExecutor
 
@@ -51,17 +52,24 @@ class ControllerActor(ActorBase):
     def run(self) -> None:
         """Build the engine and serve until stopped; exit the process with an error after a failure."""
         context: zmq.Context[Socket] = zmq.Context()
-        up, down = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        connect(up, self._endpoint.up, self._endpoint)
+        down = context.socket(zmq.PULL)
         connect(down, self._endpoint.down, self._endpoint)
+
+        def upward() -> Socket:
+            made = context.socket(zmq.PUSH)
+            connect(made, self._endpoint.up, self._endpoint)
+            return made
+
+        up = upward()
         encoder, inbox = msgspec.msgpack.Encoder(), SocketInbox(down)
 
         def post(report: Report) -> None:
             up.send(encoder.encode(report))
 
-        succeeded = serve_controller(
-            lambda report: assemble.build(self._config, inbox, report, self._make_executor).controller, inbox, post
-        )
+        with signs_of_life(upward):
+            succeeded = serve_controller(
+                lambda report: assemble.build(self._config, inbox, report, self._make_executor).controller, inbox, post
+            )
         up.close(linger=LAST_REPORTS_MS)
         down.close()
         context.term()

@@ -25,10 +25,12 @@ from cluster.transport.process_workers import BODY
 from cluster.transport.worker_process import WorkerSpec
 from cluster.transport.zmq_hub import ZmqHub
 from protos.errors import PlacementError
-from protos.worker_messages import Died, FromWorker, Placed, ToWorker, WorkerId
+from protos.worker_messages import Died, FromWorker, Heartbeat, Placed, ToWorker, WorkerId
 
 RAY_KILL_S = 0.1
 """Ray kills a responsive process within this time. It would wait five seconds for a frozen one, so we kill that."""
+SPARE, NEW = "taken from the spares", "placed"
+"""Stages of workers that have sent nothing themselves."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 GONE_S = 10.0
 """A killed process is gone within this time, or its node is lost."""
@@ -104,6 +106,10 @@ class RayWorkerGroup:
             actor = RunningActor.start(handle, spec, {} if spare is None else self._device_of(worker))
             self._actors[worker] = actor
             actor.ended.add_done_callback(partial(self._notice, worker))
+            if spare is None:
+                handle.location.remote().future().add_done_callback(partial(self._notice_process, worker))
+            else:
+                self._hub.post(worker, Heartbeat(SPARE))
 
     def _new_actor(self, worker: WorkerId) -> Any:
         options = self._placement.options(self._placement.plan.bundle_of(worker), str(worker))
@@ -117,6 +123,11 @@ class RayWorkerGroup:
     def prepare_spare(self) -> None:
         """See `WorkerGroup`."""
         self._spares.prepare(self._environment, self._is_near)
+
+    def _notice_process(self, worker: WorkerId, located: "Future[Any]") -> None:
+        """Post a first heartbeat once the process runs: from now on its silence counts. Runs in a thread of Ray."""
+        if located.exception() is None:
+            self._hub.post(worker, Heartbeat(NEW))
 
     def _notice(self, worker: WorkerId, ended: "Future[Any]") -> None:
         """Post `Died`; runs in a thread of Ray."""

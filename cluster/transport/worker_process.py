@@ -1,7 +1,5 @@
 """A worker as a child process: `python -c "... main()"`, which reads its `WorkerSpec` from standard input."""
 
-import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -15,11 +13,11 @@ import msgspec
 from cluster.transport.zmq_hub import ZmqPort
 from cluster.transport.zmq_sockets import Endpoint
 from protos.worker_messages import ToWorker, WorkerId
+from runtime.subprocess import at_parents_death
+from workers.process.heartbeat import HeartbeatThread
 
 LIFELINE = 0
 """File descriptor of the worker's end of its parent's pipe: standard input."""
-
-PR_SET_PDEATHSIG = 1
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -41,14 +39,22 @@ def run_worker(spec: WorkerSpec, *location: str) -> None:
     """Connect and run the worker's body, which also gets its *location* (address and machine) if known."""
     port = ZmqPort(spec.endpoint, spec.worker, import_object(spec.receives) if spec.receives else ToWorker)
     try:
-        import_object(spec.body)(port, *location)
+        _imported(spec, port)(port, *location)
     finally:
         port.close()
 
 
+def _imported(spec: WorkerSpec, port: ZmqPort) -> Any:
+    """Import the worker's body, and with it torch; send heartbeats meanwhile to a controller that expects them."""
+    if spec.receives:
+        return import_object(spec.body)
+    with HeartbeatThread(port, "importing"):
+        return import_object(spec.body)
+
+
 def main() -> NoReturn:
     """Read the spec and run the worker; exit at once when the parent is gone."""
-    _die_with_parent()
+    at_parents_death(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: None)  # the worker group ends its workers
     with os.fdopen(os.dup(LIFELINE), "rb") as pipe:
@@ -67,12 +73,6 @@ def _exit(code: int) -> NoReturn:
     """Exit without running library finalizers: process groups may wait for peers that are gone."""
     logging.shutdown()
     os._exit(code)
-
-
-def _die_with_parent() -> None:
-    """Make the kernel kill this process with the thread that started it, even while this process is stopped."""
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: rely on the pipe
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch_parent() -> None:

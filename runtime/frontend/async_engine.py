@@ -17,6 +17,7 @@ from protos.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineDeadError,
+    EngineStalledError,
     ModelError,
     OverloadedError,
     PlacementError,
@@ -27,7 +28,7 @@ from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from protos.stats import EngineStats
 from runtime.frontend.admission import DEFAULT_QUEUE_LIMITS, Admission, QueueLimits, num_prompt_tokens
-from runtime.frontend.channel import Channel, Failed, LoadProgress, Outputs, Ready, Report
+from runtime.frontend.channel import Alive, Channel, Failed, LoadProgress, Outputs, Ready, Report, Stalled
 from runtime.frontend.client import EngineState, Prompt
 from runtime.frontend.keys import TENANT
 from runtime.frontend.open_streams import OpenStreams
@@ -87,6 +88,7 @@ class AsyncEngine:
         self._ready: asyncio.Future[WorkerInfo] | None = None
         self._failure: SlipstreamError | None = None
         self._has_died = asyncio.Event()
+        self._stalled: Stalled | None = None
         self._report_progress: ProgressCallback = log.info
         self._stats = EngineStats()
         self._reported_at = time.monotonic()
@@ -118,6 +120,8 @@ class AsyncEngine:
             return "dead"
         if self._preprocessor is None:
             return "starting"
+        if self._stalled is not None:
+            return "stalled"
         if self._is_draining:
             return "draining"
         return "degraded" if self._stats.target_is_lost or self._stats.draft_is_down else "live"
@@ -213,6 +217,7 @@ class AsyncEngine:
         """See `EngineClient`."""
         self._check_alive()
         try:
+            self.check_running()
             if self._is_draining:
                 raise DrainingError("the server is about to stop and takes no new requests", DRAINING_RETRY_S)
             self._admission.check(num_requests, num_tokens)
@@ -220,6 +225,12 @@ class AsyncEngine:
             if self.metrics:
                 self.metrics.turned_away(error)
             raise
+
+    def check_running(self) -> None:
+        """See `EngineClient`."""
+        self._check_alive()
+        if self._stalled is not None:
+            raise EngineStalledError(self._stalled.reason, self._stalled.retry_after_s)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -231,6 +242,12 @@ class AsyncEngine:
 
     def _on_report(self, report: Report) -> None:
         """Handle a report of the channel, on the event loop."""
+        if isinstance(report, Stalled):
+            self._stall(report)
+            return
+        self._stalled = None
+        if isinstance(report, Alive):
+            return
         self._reported_at = time.monotonic()
         if isinstance(report, Outputs):
             self._stats = report.stats or self._stats
@@ -243,6 +260,12 @@ class AsyncEngine:
                 self._ready.set_result(report.info)
         elif self._failure is None:
             self._fail(report)
+
+    def _stall(self, report: Stalled) -> None:
+        """End all streams: nothing comes until the controller continues, and it then finds them aborted."""
+        self._stalled = report
+        log.error("%s; %d request(s) end, and new ones are refused", report.reason, len(self._streams))
+        self._streams.fail_all(EngineStalledError(report.reason, report.retry_after_s))
 
     def _fail(self, report: Failed) -> None:
         self._failure = START_ERRORS.get(report.kind, EngineDeadError)(report.reason)

@@ -1,7 +1,8 @@
 """Messages between a frontend and a controller, and the interface of the channel that carries them.
 
 A frontend sends `Commands`. The controller sends `LoadProgress` while it loads, then `Ready`, then `Outputs`. If it
-fails, it sends `Failed`.
+fails, it sends `Failed`. A controller in a process of its own also sends `Alive`, whatever it does, and the channel
+reports `Stalled` if it falls silent.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -125,7 +126,18 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     kind: str = "EngineDeadError"
 
 
-Report = LoadProgress | Ready | Outputs | Failed
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The controller's process runs. Sent by a thread of its own, so during long steps too."""
+
+
+class Stalled(msgspec.Struct, frozen=True, tag=True):
+    """Nothing has come from the controller for too long. The next report, if any, means that it has continued."""
+
+    reason: str
+    retry_after_s: float
+
+
+Report = LoadProgress | Ready | Outputs | Failed | Alive | Stalled
 
 
 class Channel(Protocol):

@@ -12,8 +12,9 @@ Prompt = Any
 """Text, token ids, a dict of either, or a `runtime.text.prompts.Prompt`."""
 
 
-EngineState = Literal["starting", "live", "degraded", "draining", "dead"]
+EngineState = Literal["starting", "live", "degraded", "stalled", "draining", "dead"]
 """`degraded`: requests are accepted, but the target is being rebuilt or the draft worker is down.
+`stalled`: the controller was stopped, or hangs; no requests are accepted until it continues.
 `draining`: no requests are accepted.
 """
 
@@ -41,6 +42,10 @@ class EngineClient(Protocol):
         """The loaded model."""
         ...
 
+    def check_running(self) -> None:
+        """Check that the controller runs. Raises `EngineDeadError` or `EngineStalledError`."""
+        ...
+
     async def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
         """Validate and tokenise, without scheduling anything.
 
@@ -55,7 +60,7 @@ class EngineClient(Protocol):
         """Check that *num_requests* with *num_tokens* prompt tokens are accepted.
 
         Raises:
-            EngineDeadError, DrainingError, OverloadedError: they are not accepted now.
+            EngineDeadError, EngineStalledError, DrainingError, OverloadedError: they are not accepted now.
             InvalidRequestError: they are never accepted.
         """
         ...
@@ -79,6 +84,7 @@ class EngineClient(Protocol):
 
         Raises:
             DeadlineExceededError: the time is over, or the answer was not read; its requests are aborted.
+            EngineStalledError: the controller is silent; its requests are aborted.
             OverloadedError: too much waits already; nothing was scheduled.
             DrainingError: the server is about to stop.
         """

@@ -20,6 +20,8 @@ from protos.progress import ProgressCallback
 from runtime.frontend.channel import IDLE_S, Commands
 from runtime.frontend.controller_loop import serve_controller
 from runtime.frontend.process_channel import Greeting, socket_address
+from runtime.frontend.silence import signs_of_life
+from runtime.subprocess import at_parents_death
 
 if TYPE_CHECKING:
     from runtime.core.controller import Controller
@@ -60,17 +62,25 @@ def serve_child(build: Callable[[str, Inbox, ProgressCallback], "Controller"]) -
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore_signal)
+    at_parents_death(signal.SIGCONT)  # if it is stopped, it continues, finds its pipe closed, and ends
     greeting = _read_greeting()
     threading.Thread(target=_exit_with_parent, args=(greeting.folder,), name="slipstream-parent", daemon=True).start()
     context = zmq.Context()
-    up, down = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, name in ((up, "up"), (down, "down")):
+
+    def connect(kind: int, name: str) -> "zmq.Socket[bytes]":
+        socket = context.socket(kind)
         socket.set_hwm(0)
         socket.connect(socket_address(Path(greeting.folder), name))
+        return socket
+
+    up, down = connect(zmq.PULL, "up"), connect(zmq.PUSH, "down")
     encoder, inbox = msgspec.msgpack.Encoder(), SocketInbox(up)
-    succeeded = serve_controller(
-        lambda report: build(greeting.config, inbox, report), inbox, lambda message: down.send(encoder.encode(message))
-    )
+    with signs_of_life(lambda: connect(zmq.PUSH, "down")):
+        succeeded = serve_controller(
+            lambda report: build(greeting.config, inbox, report),
+            inbox,
+            lambda message: down.send(encoder.encode(message)),
+        )
     context.destroy(linger=1000)
     logging.shutdown()
     os._exit(0 if succeeded else 1)  # skips the teardown of libraries, which may take seconds

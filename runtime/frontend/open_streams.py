@@ -76,6 +76,11 @@ class OpenStreams:
         stream.fail(error)
         self.close(stream)
 
+    def fail_all(self, error: SlipstreamError) -> None:
+        """Abort every request now; every reader gets *error* after what is queued."""
+        for stream in set(self._streams.values()):
+            self.fail(stream, error)
+
     def close(self, stream: StreamQueue) -> None:
         """Abort the unfinished requests of *stream*."""
         names = [name for name in stream.open if self._streams.get(name) is stream]

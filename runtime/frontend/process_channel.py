@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from runtime.frontend.channel import Commands, Failed, Report
+from runtime.frontend.silence import SILENCE_LIMITS, SilenceWatch
 from runtime.subprocess import socket_folder
 
 STOP_GRACE_S = 5.0
@@ -82,14 +83,16 @@ class ProcessChannel:
         self, child: asyncio.subprocess.Process, down: zmq.asyncio.Socket, on_report: Callable[[Report], None]
     ) -> None:
         """Pass on reports until the child has exited, then the remaining ones, then `Failed`."""
-        receiver = asyncio.create_task(self._receive(down, on_report))
+        silence = SilenceWatch(on_report, self.kill, SILENCE_LIMITS)
+        tasks = [asyncio.create_task(self._receive(down, silence.take)), asyncio.create_task(silence.run())]
         try:
             code = await child.wait()
         finally:
-            receiver.cancel()
-            await asyncio.gather(receiver, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         while await down.poll(timeout=50):
-            on_report(self._decoder.decode(await down.recv()))
+            silence.take(self._decoder.decode(await down.recv()))
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         on_report(Failed(f"the engine process ended ({how})"))
 

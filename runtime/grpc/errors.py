@@ -6,6 +6,7 @@ from protos.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineDeadError,
+    EngineStalledError,
     InvalidRequestError,
     OverloadedError,
     RequestFailedError,
@@ -17,10 +18,11 @@ log = logging.getLogger("slipstream")
 LONGEST_DETAILS = 1000
 """Longest details, in characters: they are sent in a header."""
 
-# The first match counts: `DrainingError` is an `OverloadedError`.
+# The first match counts: `DrainingError` and `EngineStalledError` are an `OverloadedError`.
 CODES: dict[type[SlipstreamError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
     DrainingError: "UNAVAILABLE",
+    EngineStalledError: "UNAVAILABLE",
     OverloadedError: "RESOURCE_EXHAUSTED",
     DeadlineExceededError: "DEADLINE_EXCEEDED",
     RequestFailedError: "INTERNAL",

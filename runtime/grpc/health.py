@@ -21,8 +21,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class EngineHealth:
     """Reports the health of an engine to `Check` and `Watch`.
 
-    It is alive until it fails. It is ready while it accepts and runs requests: not while it loads, drains or rebuilds
-    its target. Without its draft worker it is slower, but ready.
+    It is alive until it fails, but for the time in which its controller stands still. It is ready while it accepts and
+    runs requests: not while it loads, drains or rebuilds its target. Without its draft worker it is slower, but ready.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class EngineHealth:
 
     async def update(self, engine: EngineClient) -> None:
         """Report the current state of *engine*."""
-        await self._report(ALIVE, engine.state != "dead")
+        await self._report(ALIVE, engine.state not in ("stalled", "dead"))
         await self._report(SERVICE, is_ready(engine))
 
     async def follow(self, engine: EngineClient) -> None:

@@ -53,6 +53,7 @@ def _add_service_routes(app: FastAPI, context: RouteContext, prometheus: Metrics
         """200 while requests are accepted, else 503."""
         if not context.engine.is_alive:
             raise ApiError(503, "the engine has stopped; see its log", code="engine_dead")
+        context.engine.check_running()
         if context.engine.state == "draining":
             raise ApiError(503, "the server is about to stop and takes no new requests", code="draining")
         return Response()

@@ -15,6 +15,7 @@ from protos.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineDeadError,
+    EngineStalledError,
     InvalidRequestError,
     OverloadedError,
     RequestFailedError,
@@ -108,6 +109,8 @@ def _overloaded(error: OverloadedError) -> ApiError:
     headers = {"retry-after": str(math.ceil(error.retry_after_s))}
     if isinstance(error, DrainingError):
         return ApiError(503, str(error), code="draining", headers=headers)
+    if isinstance(error, EngineStalledError):
+        return ApiError(503, str(error), code="engine_stalled", headers=headers)
     return ApiError(429, str(error), code="overloaded", headers=headers)
 
 

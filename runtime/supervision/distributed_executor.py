@@ -19,7 +19,6 @@ from protos.worker_messages import (
     Died,
     FromWorker,
     GroupLost,
-    Placed,
     Plan,
     Progress,
     RoundDone,
@@ -254,15 +253,13 @@ class DistributedExecutor:
 
     def _take(self, worker: WorkerId, message: FromWorker) -> None:
         """Pass one message to the supervisor of its worker. Messages of replaced workers are dropped."""
-        self._watchdog.heard(worker)
-        if isinstance(message, Placed):
-            self._watchdog.add(worker)
+        if worker not in (*self._targets.workers, *self._drafts()):
+            return
+        self._watchdog.heard(worker, message)
         if isinstance(message, Progress):
             self._report(f"{worker}: {message.text}")
         elif self._targets.is_starting(worker):
             self._targets.take(worker, message)
-        elif worker.role == "target" and worker not in self._targets.workers:
-            return
         elif isinstance(message, RoundDone):
             self._done = message
         elif worker.role == "target" and isinstance(message, Died | WorkerFailed):

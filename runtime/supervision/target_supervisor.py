@@ -197,6 +197,7 @@ class TargetSupervisor:
                 self.failure = EngineDeadError(f"{late} did not form the next group within {REJOIN_S:.0f} s")
             return
         self._rejoin_by = now + REJOIN_S
+        self._watchdog.mark_active("target")  # those that were placed wait for the others
         if now - self._started_at > self._rebuild_timeout_s:
             raise PlacementError(
                 f"no place was found for {startup.waits_for.removesuffix(' to be placed')} within "

@@ -1,17 +1,23 @@
-"""Detects hangs: a worker hangs if it sends no heartbeat, or if a round takes too long."""
+"""Detects hangs: a worker that sends no heartbeat, a round that takes too long, a start that stands still."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protos.worker_messages import WorkerId
+from protos.worker_messages import Died, FromWorker, Heartbeat, Role, WorkerId
 
 Clock = Callable[[], float]
 
 SILENT_S = 3.0
 """A serving worker from which nothing arrived for this long hangs; a separate thread sends its heartbeats."""
 SILENT_LOADING_S = 60.0
-"""The same for a loading worker: loading and compiling may block the interpreter."""
+"""The same for a worker that is started: importing, loading and compiling may block the interpreter."""
+SILENT_RESTARTING_S = 25.0
+"""The same if workers of its role were started before: what they read is likely in memory."""
+STANDSTILL_S = 25.0
+"""A start that takes longer than earlier ones stands still if no worker of the role does anything for this long."""
+DOES_CPU_S = 0.5
+"""CPU time by which a process shows that it does something; its heartbeats alone take less in `STANDSTILL_S`."""
 STEP_S = 5.0
 STEP_FACTOR = 20.0
 """A round hangs after this many times its predicted time, and after `STEP_S` at the earliest."""
@@ -23,6 +29,8 @@ MAX_TICK_S = 1.0
 class _Watched:
     heard_at: float
     limit_s: float
+    began: float | None = None  # None once it serves
+    cpu_s: float = 0.0  # when it last did something
 
 
 class Watchdog:
@@ -38,6 +46,8 @@ class Watchdog:
         self._now = 0.0
         self._workers: dict[WorkerId, _Watched] = {}
         self._round: tuple[float, float] | None = None  # begin, and longest time
+        self._start_s: dict[Role, float] = {}  # the longest start that ended well
+        self._active_at: dict[Role, float] = {}  # when a worker that is started last did something
 
     @property
     def now(self) -> float:
@@ -51,30 +61,56 @@ class Watchdog:
         self._ticked_at = now
 
     def add(self, worker: WorkerId) -> None:
-        """Watch a worker that was placed and loads."""
-        self._workers[worker] = _Watched(self._now, SILENT_LOADING_S)
+        """Watch a worker that is started, and whose process runs."""
+        limit_s = SILENT_RESTARTING_S if worker.role in self._start_s else SILENT_LOADING_S
+        self._workers[worker] = _Watched(self._now, limit_s, self._now)
+        self.mark_active(worker.role)
 
     def mark_serving(self, worker: WorkerId) -> None:
         """Watch a worker that serves from now on."""
+        watched = self._workers.get(worker)
+        if watched is not None and watched.began is not None:
+            took_s = self._now - watched.began
+            self._start_s[worker.role] = max(took_s, self._start_s.get(worker.role, 0.0))
         self._workers[worker] = _Watched(self._now, SILENT_S)
+
+    def mark_active(self, role: Role) -> None:
+        """Record that the workers of *role* that are started do something, or wait for something that may take long."""
+        self._active_at[role] = self._now
 
     def remove(self, worker: WorkerId) -> None:
         """Stop watching a worker."""
         self._workers.pop(worker, None)
 
-    def heard(self, worker: WorkerId) -> None:
-        """Record a message of a worker."""
+    def heard(self, worker: WorkerId, message: FromWorker) -> None:
+        """Record a message of a worker; the first one of a worker that is started adds it."""
+        if worker not in self._workers and not isinstance(message, Died):
+            self.add(worker)
         watched = self._workers.get(worker)
-        if watched is not None:
-            watched.heard_at = self._now
+        if watched is None:
+            return
+        watched.heard_at = self._now
+        if not isinstance(message, Heartbeat):
+            self.mark_active(worker.role)
+        elif message.cpu_s - watched.cpu_s >= DOES_CPU_S:
+            watched.cpu_s = message.cpu_s
+            self.mark_active(worker.role)
 
     def silent(self) -> list[tuple[WorkerId, str]]:
         """Return the workers that hang, with the reason."""
-        return [
-            (worker, f"no heartbeat for {self._now - watched.heard_at:.1f} s")
-            for worker, watched in self._workers.items()
-            if self._now - watched.heard_at > watched.limit_s
-        ]
+        reasons = [(worker, self._hang(worker, watched)) for worker, watched in self._workers.items()]
+        return [(worker, why) for worker, why in reasons if why is not None]
+
+    def _hang(self, worker: WorkerId, watched: _Watched) -> str | None:
+        silence_s = self._now - watched.heard_at
+        if silence_s > watched.limit_s:
+            return f"no heartbeat for {silence_s:.1f} s"
+        usual_s = self._start_s.get(worker.role)
+        if watched.began is None or usual_s is None or self._now - watched.began <= usual_s:
+            return None
+        if self._now - self._active_at[worker.role] <= STANDSTILL_S:
+            return None
+        return f"its start takes longer than the {usual_s:.0f} s of earlier ones, and stands still"
 
     def begin_round(self, predicted_s: float) -> None:
         """Begin a round that should take *predicted_s*."""

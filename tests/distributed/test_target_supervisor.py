@@ -1,5 +1,7 @@
 """Starting the workers, their devices and blocks, and losing and rebuilding the targets; with scripted workers."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from protos.config.engine import CacheConfig, EngineConfig, ModelConfig
@@ -16,6 +18,7 @@ from protos.worker_messages import (
     Rejoin,
     RoundDone,
     Setup,
+    ToWorker,
     WorkerFailed,
     WorkerId,
 )
@@ -101,6 +104,59 @@ def test_a_target_that_says_nothing_any_more_is_lost_within_five_seconds(world: 
         pass
     assert group.killed == [frozen]
     assert [verdict.token_ids for verdict in executor.run(make_plan(2))] == [[1]]
+
+
+class Hanging(ScriptedGroup):
+    """Replacements never begin, or beat without ever loading; those of them do what the first ones did."""
+
+    def __init__(self, clock: Clock, *, beats: bool) -> None:
+        super().__init__(clock)
+        self._beats = beats
+
+    def start(self, workers: Sequence[WorkerId]) -> None:
+        super().start(workers)
+        for worker in workers:
+            if worker.incarnation == 1 and not self._beats:
+                self.messages.remove((worker, Placed("h", "node", 1, (), STORE)))
+                self.post(worker, Heartbeat("placed"))
+                self.mute.add(worker)
+
+    def send(self, worker: WorkerId, message: ToWorker) -> None:
+        if worker.incarnation != 1 or not isinstance(message, Setup):
+            super().send(worker, message)
+
+
+@pytest.mark.parametrize("beats", [False, True], ids=["silent", "standing still"])
+def test_a_target_that_hangs_while_it_is_started_again_is_replaced(beats: bool) -> None:
+    clock = Clock()
+    group = Hanging(clock, beats=beats)
+    executor = make_executor(group, clock, draft=False)
+    executor.start()
+    group.post(ONE, Died("signal SIGKILL"))
+    with pytest.raises(TargetLostError):
+        executor.poll()
+    began = clock.now
+    while not executor.rebuild(0.1):
+        assert clock.now - began < 30
+    assert group.killed == [ONE, WorkerId("target", 0, 1)]
+    assert [verdict.token_ids for verdict in executor.run(make_plan(1))] == [[1]]
+
+
+@pytest.mark.parametrize("beats", [False, True], ids=["silent", "standing still"])
+def test_a_draft_that_hangs_while_it_is_started_again_is_replaced(beats: bool) -> None:
+    clock = Clock()
+    group = Hanging(clock, beats=beats)
+    executor = make_executor(group, clock)
+    executor.start()
+    group.post(DRAFT, Died("signal SIGKILL"))
+    executor.poll()
+    began = clock.now
+    while not executor.drafting.is_up:
+        clock.now += 0.1
+        executor.poll()
+        group.messages += [(each, Heartbeat("serving")) for each in group.started if each not in group.mute]
+        assert clock.now - began < 40, "a second failure in a row is followed by a pause"
+    assert WorkerId("draft", 0, 1) in group.killed
 
 
 RANK_1 = WorkerId("target", 1)

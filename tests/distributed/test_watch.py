@@ -2,13 +2,14 @@
 
 import pytest
 
-from protos.worker_messages import (
-    Drafted,
-)
+from protos.messages import WorkerInfo
+from protos.worker_messages import Drafted, Heartbeat, Loaded, WorkerId
 from runtime.supervision.round_times import RoundTimePredictor
-from runtime.supervision.watchdog import Watchdog
+from runtime.supervision.watchdog import DOES_CPU_S, Watchdog
 from tests.support.distributed.scripted_group import ONE, Clock
 from workers.draft.deadline import DraftDeadline
+
+INFO = WorkerInfo(64, 4, 1000, 97)
 
 
 def pass_time(watchdog: Watchdog, clock: Clock, seconds: float, step_s: float = 0.25) -> None:
@@ -25,11 +26,64 @@ def test_silence_for_three_seconds_is_a_hang_once_a_worker_serves() -> None:
     assert not watchdog.silent(), "loading may take as long as it takes"
     watchdog.mark_serving(ONE)
     pass_time(watchdog, clock, 2.75)
-    watchdog.heard(ONE)
+    watchdog.heard(ONE, Heartbeat("serving"))
     pass_time(watchdog, clock, 3)
     assert not watchdog.silent()
     pass_time(watchdog, clock, 0.5)
     assert [worker for worker, _ in watchdog.silent()] == [ONE]
+
+
+def restarted(watchdog: Watchdog, clock: Clock, first_start_s: float) -> WorkerId:
+    """Let a worker start in *first_start_s* and serve; return its replacement, whose process runs."""
+    watchdog.add(ONE)
+    beat(watchdog, clock, ONE, first_start_s)
+    watchdog.mark_serving(ONE)
+    watchdog.remove(ONE)
+    again = WorkerId("target", 0, 1)
+    watchdog.heard(again, Heartbeat("placed"))
+    return again
+
+
+def beat(watchdog: Watchdog, clock: Clock, worker: WorkerId, seconds: float, cpu_s: float = 0.0) -> None:
+    """Let a worker only beat for that long; every second it takes *cpu_s* of the processor."""
+    for second in range(round(seconds)):
+        pass_time(watchdog, clock, 1.0)
+        watchdog.heard(worker, Heartbeat("loading", cpu_s=(second + 1) * cpu_s))
+
+
+def test_a_worker_that_falls_silent_while_it_is_started_again_hangs() -> None:
+    clock = Clock()
+    watchdog = Watchdog(clock)
+    again = restarted(watchdog, clock, 5)
+    pass_time(watchdog, clock, 25)
+    assert not watchdog.silent()
+    pass_time(watchdog, clock, 0.5)
+    assert [worker for worker, _ in watchdog.silent()] == [again]
+
+
+def test_a_start_that_stands_still_hangs_though_it_beats() -> None:
+    clock = Clock()
+    watchdog = Watchdog(clock)
+    again = restarted(watchdog, clock, 60)
+    beat(watchdog, clock, again, 60)
+    assert not watchdog.silent(), "as long as earlier starts it may do nothing that is seen"
+    watchdog.heard(again, Loaded(INFO, 1))
+    beat(watchdog, clock, again, 25)
+    assert not watchdog.silent()
+    beat(watchdog, clock, again, 1)
+    assert ["longer than the 60 s" in why for _, why in watchdog.silent()] == [True]
+
+
+def test_a_long_start_that_goes_on_is_no_hang() -> None:
+    clock = Clock()
+    watchdog = Watchdog(clock)
+    again = restarted(watchdog, clock, 5)
+    beat(watchdog, clock, again, 600, cpu_s=DOES_CPU_S / 10)  # a slow disk
+    assert not watchdog.silent()
+    for _ in range(30):
+        beat(watchdog, clock, again, 20)
+        watchdog.mark_active("target")  # another rank waits for its place
+    assert not watchdog.silent()
 
 
 def test_time_without_polling_does_not_count() -> None:

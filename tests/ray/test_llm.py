@@ -14,11 +14,11 @@ import pytest
 from cluster.ray.cluster import available_resources
 from cluster.settings import engine_config
 from cluster.transport.process_workers import BODY
-from protos.errors import EngineDeadError, ModelError, PlacementError
+from protos.errors import EngineDeadError, EngineStalledError, ModelError, PlacementError
 from runtime.frontend.controller_loop import STATS_EVERY_S
 from runtime.text.tokenizer import load_tokenizer
 from slipstream import LLM
-from tests.support.distributed.ray_engine import LENGTH, PARAMS, PROMPTS, SMALL, Pair, Running, Texts
+from tests.support.distributed.ray_engine import LENGTH, PARAMS, PROMPTS, RECOVERY_S, SMALL, Pair, Running, Texts
 from tests.support.identity import perturbed
 from tests.support.models import tiny_pairs
 from tests.support.policies import always
@@ -187,6 +187,28 @@ def test_front_ends_hear_of_a_dead_controller_within_two_seconds(start: Start) -
 
 
 @pytest.mark.full
+def test_a_frozen_controller_is_noticed_and_continues_or_is_given_up(start: Start, undisturbed: Texts) -> None:
+    running = start(tensor_parallel_size=1, distributed_executor_backend="ray")
+    pids = [running.pid(who) for who in ("controller", "target rank 0", "draft")]
+    stopped: list[float] = []
+
+    def freeze() -> None:
+        os.kill(pids[0], signal.SIGSTOP)
+        stopped.append(time.monotonic())
+
+    with pytest.raises(EngineStalledError, match="has sent nothing"):
+        running.stream({500: freeze})
+    assert time.monotonic() - stopped[0] < 10.0
+    assert running.engine.state == "stalled"
+    os.kill(pids[0], signal.SIGCONT)
+    running.until(lambda: running.engine.state in ("live", "degraded"))
+    assert running.stream() == undisturbed
+    os.kill(pids[0], signal.SIGSTOP)
+    running.until(lambda: running.engine.state == "dead", 60.0)
+    wait_gone(pids)
+
+
+@pytest.mark.full
 def test_what_the_workers_find_wrong_is_told_as_it_is(gives_back: None, pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(ModelError):
         LLM(str(tmp_path / "nowhere"), skip_tokenizer_init=True, distributed_executor_backend="ray", **SMALL)
@@ -224,6 +246,19 @@ def test_a_frozen_worker_costs_no_token(start: Start, undisturbed: Texts, who: s
     before = running.proposed()
     assert running.stream() == undisturbed
     assert running.proposed() > before
+
+
+@pytest.mark.full
+def test_a_spare_that_is_frozen_is_replaced_when_it_should_take_over(start: Start, undisturbed: Texts) -> None:
+    running = start(spare_workers=1, tensor_parallel_size=1)
+    running.until(lambda: len(running.spares()) == 1)
+    (spare,), lost = running.spares(), running.pid("target rank 0")
+    os.kill(spare, signal.SIGSTOP)
+    began = time.monotonic()
+    assert running.stream({400: lambda: os.kill(lost, signal.SIGKILL)}) == undisturbed
+    assert time.monotonic() - began < RECOVERY_S
+    assert running.pid("target rank 0 (restart 2)")
+    wait_gone([spare])
 
 
 @pytest.mark.full

@@ -224,3 +224,11 @@ def test_a_child_dies_with_its_parent() -> None:
     ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60, check=False)
     assert ran.returncode == -signal.SIGKILL
     assert not Path(ran.stdout.decode().strip()).exists()
+
+
+def test_a_stopped_child_dies_with_its_parent() -> None:
+    code = PARENT.format(path=[str(Path(__file__).parents[2])])
+    stopping = code.replace("    print(", "    os.kill(channel.pid, signal.SIGSTOP)\n    print(")
+    ran = subprocess.run([sys.executable, "-c", stopping], stdout=subprocess.PIPE, timeout=60, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    assert not Path(ran.stdout.decode().strip()).exists()

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "demo/README.md",
 )

@@ -1,9 +1,7 @@
 """What a worker process does between `Setup` and `WorkerReady`: form groups, load weights, allocate, warm up."""
 
 import gc
-import threading
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +11,6 @@ from protos.messages import WorkerInfo
 from protos.worker_messages import (
     Allocate,
     FormDraftChannel,
-    Heartbeat,
     Loaded,
     Port,
     Progress,
@@ -41,9 +38,9 @@ from workers.draft.receiver import DraftReceiver
 from workers.draft.remote import RemoteDraft
 from workers.draft.sender import DraftSender
 from workers.process.draft_rank import DraftRank
+from workers.process.heartbeat import HeartbeatThread
 from workers.target_rank import TargetRank
 
-BEAT_S = 0.5
 TP_TIMEOUT_S = 3600.0
 """The controller decides whether a rank hangs; the group itself waits for longer than that takes."""
 PACE_TOKENS = 64
@@ -54,31 +51,6 @@ Order = TypeVar("Order", Setup, Allocate)
 
 class StoppedError(Exception):
     """The controller sent `Stop` before the worker was ready."""
-
-
-class HeartbeatThread:
-    """Sends heartbeats from a thread of its own. The worker sets `stage` and `round`, which they carry."""
-
-    def __init__(self, port: Port) -> None:
-        self._port = port
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self.stage = "starting"
-        self.round = -1
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(BEAT_S):
-            self._port.send(Heartbeat(self.stage, self.round))
 
 
 def wait_for(port: Port, kind: type[Order]) -> Order:

@@ -33,7 +33,8 @@ from workers.distributed.store import open_store
 from workers.draft.deadline import FLOOR_S
 from workers.draft.remote import RemoteDraft
 from workers.process.draft_rank import DraftRank
-from workers.process.loading import DraftLoading, HeartbeatThread, StoppedError, TargetLoading, wait_for
+from workers.process.heartbeat import HeartbeatThread
+from workers.process.loading import DraftLoading, StoppedError, TargetLoading, wait_for
 from workers.target_rank import TargetRank
 from workers.threads import ThreadCount, choose_threads
 
