@@ -25,6 +25,12 @@ def simulate(
     ] = False,
     prompt_field: Annotated[str | None, typer.Option(help="Field of the prompt: text or token ids.")] = None,
     output_field: Annotated[str | None, typer.Option(help="Field of the output: text or token ids.")] = None,
+    logprobs_field: Annotated[
+        str | None, typer.Option(help="Field of the target's log-probabilities: by token id, for each output token.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of answers whose log does not say; default: greedy.", min=0.0, max=100.0)
+    ] = None,
     num_answers: Annotated[int | None, typer.Option(help="Most answers of each log.", min=1)] = None,
     matched: Annotated[
         Path | None, typer.Option(help="Write the tokens matched so far after every step here, as JSON lines.")
@@ -48,7 +54,8 @@ def simulate(
     from cluster.simulate.logs import log_fields  # noqa: PLC0415
 
     table = None if costs is None else CostOptions(costs, batch_sizes, contexts)
-    fields, files = log_fields(prompt_field, output_field), OutputFiles(matched, json, html, png)
+    fields = log_fields(prompt_field, output_field, logprobs_field, temperature)
+    files = OutputFiles(matched, json, html, png)
     run(engine, SimulateOptions(logs, draft or [], k, target, fields, num_answers, table, files))
 
 

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.check import read_prompts
-from cluster.cli.console import ERR, OUT, progress_bar, show_progress, show_warnings
-from cluster.cli.simulate import check_names, configs_of
+from cluster.cli.console import ERR, OUT, show_progress, show_progress_once, show_warnings
+from cluster.cli.simulate import check_names, configs_of, replayed
 from cluster.cli.simulate_costs import measure_costs, numbers
 from cluster.llm import LLM
 from cluster.settings import engine_config, is_demo
 from cluster.simulate import report
 from cluster.simulate.logs import LoggedAnswer
 from cluster.simulate.predict import predict
-from cluster.simulate.replay import replay
-from cluster.simulate.results import Replay
 from cluster.simulate.setup import needs_target
 from cluster.simulate.tune import Advice, choose
 from protos.config import argument_names, speculation
@@ -65,7 +63,12 @@ def run(engine: Mapping[str, Any], model: str | None, options: TuneOptions) -> N
     configs = {name: (keys, [c for _, c in configs_of(eager, keys, ks)]) for name, keys in _named(eager, drafts, ks)}
     prompts = read_prompts(options.prompts, options.num_prompts)
     answers = _generate(engine_config({**eager, argument_names.SPECULATIVE: None}), prompts, options)
-    replays = [_replayed(name, config, answers) for name, (_, several) in configs.items() for config in several]
+    say = show_progress_once()
+    replays = [
+        replayed(name, config, [answers], say, with_target=needs_target(config))
+        for name, (_, several) in configs.items()
+        for config in several
+    ]
     OUT.print(report.comparison(replays))
     costs = measure_costs(replays, plain, options.batch_sizes, options.contexts)
     predictions = [each for one in replays for each in predict(one, costs)]
@@ -124,11 +127,6 @@ def _generate(plain: EngineConfig, prompts: Sequence[Any], options: TuneOptions)
     if not found:
         raise ConfigError(f"the target's answers to the {len(answers)} prompts are empty: give others with --prompts")
     return found
-
-
-def _replayed(name: str, config: EngineConfig, answers: Sequence[LoggedAnswer]) -> Replay:
-    with progress_bar(name, len(answers)) as tick:
-        return replay(name, config, [answers], show_progress, tick, with_target=needs_target(config))
 
 
 def _lines(advice: Advice) -> list[str]:

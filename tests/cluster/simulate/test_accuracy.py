@@ -105,3 +105,52 @@ def test_the_acceptance_length_of_all_prompts_is_within_the_goal(
     assert found is not None
     print(f"{speculative}: the engine {expected:.4f}, the replay {found:.4f}")
     assert found == pytest.approx(expected, rel=GOAL)
+
+
+# Answers whose noise is not known, by the logged probabilities of the target
+
+SAMPLED: dict[str, Any] = {"model": str(demo.pair()[1]), "num_speculative_tokens": 3}
+
+
+def unseeded(path: Path, count: int, max_tokens: int) -> tuple[list[LoggedAnswer], SpeculationStats]:
+    """Return answers without seeds, with the 20 most likely tokens of each place; and what the engine counts."""
+    given = [SamplingParams(temperature=1.0, seed=i, max_tokens=max_tokens, logprobs=20) for i in range(count)]
+    with LLM(**COMMON, speculative_config={**SAMPLED, "policy": "fixed"}) as llm:
+        results = llm.generate(prompts(20) * (count // 20), given, use_tqdm=False)
+    with OutputLog(path) as log:
+        for result in results:
+            sample = result.outputs[0]
+            tops = [{token: found.logprob for token, found in each.items()} for each in sample.logprobs or ()]
+            log.write(
+                LoggedOutput(
+                    result.prompt_token_ids,
+                    sample.token_ids,
+                    sampling={"temperature": 1.0},
+                    finish_reason=sample.finish_reason or "",
+                    logprobs=tops,
+                )
+            )
+    return read(path, log_fields(None, None)), total(each.speculation.counts() for each in results if each.speculation)
+
+
+def expected_length(speculative: dict[str, Any], answers: list[LoggedAnswer]) -> float:
+    config = engine_config({**COMMON, "speculative_config": speculative})
+    expected = replay("it", config, [answers], lambda line: None, lambda: None).expected
+    assert expected is not None
+    assert expected.length is not None
+    return expected.length
+
+
+@pytest.mark.full
+def test_acceptance_without_seeds_is_expected_by_the_logged_probabilities(tmp_path: Path) -> None:
+    """Some 7,000 steps, so the standard error of both lengths is about 0.6 %."""
+    answers, stats = unseeded(tmp_path / "log.jsonl", 120, 128)
+    measured_length = SpeculativeDecodingMetrics.of(stats).mean_acceptance_length
+    assert measured_length is not None
+    for rule in ("coupled", "standard"):
+        found = expected_length({**SAMPLED, "rejection_sample_method": rule}, answers)
+        print(f"{rule}: the engine, coupled, {measured_length:.4f}; expected {found:.4f}")
+        if rule == "coupled":
+            assert found == pytest.approx(measured_length, rel=GOAL)
+        else:
+            assert found == pytest.approx(measured_length, rel=3 * GOAL)  # another rule: about the same at T = 1

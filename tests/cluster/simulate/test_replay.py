@@ -138,11 +138,14 @@ def test_refusals(log: Path, given: list[str], draft: dict[str, Any], says: str)
 def test_the_rule_by_which_acceptance_was_found_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = {"prompt": [1, 2], "output": [3]}
     settings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}, {"temperature": 1}]
-    simulate(write(tmp_path / "log.jsonl", *({**one, "sampling": each} for each in settings)), *MODEL)
+    path = write(tmp_path / "log.jsonl", *({**one, "sampling": each} for each in settings))
+    simulate(path, *MODEL, "--enforce-eager", draft={"model": str(demo.pair()[1]), "num_speculative_tokens": 2})
     shown = capsys.readouterr()
     for rule in ("greedy: draft", "coupled: drafted with the noise", "sampled without a logged seed: the draft's most"):
         assert f"1 answers: {rule}" in shown.out
     assert "do not say how they were sampled" not in shown.err
+    simulate(path, *MODEL)
+    assert "2 answers: sampled: the draft depends on no noise" in capsys.readouterr().out
 
 
 def test_sampled_answers_are_not_replayed_under_rules_that_draw_drafts(tmp_path: Path) -> None:
