@@ -92,7 +92,10 @@ class SpeedRow:
         return f"| {self.method} | {self.batch} | {self.predicted:.3f} | {self.measured} | {ratio} |"
 
 
-LENGTHS = "| method | predicted acceptance length | measured | predicted / measured | the same, same prompts |\n|---|---|---|---|---|"
+LENGTHS = (
+    "| method | predicted acceptance length | measured | predicted / measured | the same, same prompts |\n"
+    "|---|---|---|---|---|"
+)
 SPEEDS = "| method | batch | predicted speed-up | measured | predicted / measured |\n|---|---|---|---|---|"
 
 

@@ -76,6 +76,8 @@ def tune(
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes to tune for.")] = BATCH_SIZES,
     contexts: Annotated[str, typer.Option(help="Numbers of known tokens to measure at.")] = CONTEXTS,
     output: Annotated[Path | None, typer.Option(help="Write the speculative_config here, as JSON.")] = None,
+    serve_config: Annotated[Path | None, typer.Option(help="Write a file for slipstream serve --config here.")] = None,
+    ray_serve_config: Annotated[Path | None, typer.Option(help="Write a file for serve deploy here.")] = None,
 ) -> None:
     """Measure a target, drafts and this machine for some minutes, and print the best speculative_config.
 
@@ -83,5 +85,6 @@ def tune(
     """
     from cluster.cli.tune import TuneOptions, run  # noqa: PLC0415 - other commands need not load it
 
-    options = TuneOptions(draft or [], prompts, num_prompts, max_tokens, temperature, k, batch_sizes, contexts, output)
+    texts = (draft or [], prompts, num_prompts, max_tokens, temperature)
+    options = TuneOptions(*texts, k, batch_sizes, contexts, output, serve_config, ray_serve_config)
     run(engine, one_model(positional_model, model), options)
