@@ -1,13 +1,13 @@
 """What `slipstream simulate` predicts from a log, against what engines do on prompts that are not in the log.
 
-    python -m benchmarks.predictions [--prompts 96] [--only "draft_model;suffix"] [--output figures.json]
+    python -m benchmarks.predictions [--prompts 400] [--only "draft_model;suffix"] [--output figures.json]
     python -m benchmarks.predictions --speed [--batches 1 8]
 
 Prompts are cut out of files that the demo models never saw, at random, half of them for the log. The target answers
 those, half greedily and half at temperature 0.8, and each method is replayed over the answers. Then engines with the
 policy `fixed` answer the other half. The first figure is the predicted acceptance length by the measured one, wanted
-within 3 %. Its interval is that of the prompts, which both halves were drawn from; "same prompts" compares with an
-engine on the prompts of the log, so only ties in rounding are left.
+within 3 %. Its interval is that of the prompts, which both halves were drawn from: 40 prompts leave 7 %. "Same prompts"
+compares with an engine on the prompts of the log, so only ties in rounding are left.
 
 With `--speed`, rounds are measured as `--costs` does, and the predicted speed-up is divided by the measured one,
 wanted within 10 %. Nothing else may run then.
@@ -216,7 +216,7 @@ def mixed(engine: DemoEngine, items: Sequence[Item]) -> int:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--prompts", type=int, default=96, help="of the log, and of what is measured")
+    parser.add_argument("--prompts", type=int, default=400, help="of the log, and of what is measured")
     parser.add_argument("--only", help="names of methods, separated by semicolons")
     parser.add_argument("--speed", action="store_true", help="compare speed-ups, too, on a quiet machine")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8], help="batch sizes of the speed-ups")

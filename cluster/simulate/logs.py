@@ -24,6 +24,7 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
 FOREIGN = frozenset({"structured_outputs", "seed", "max_tokens", *NOT_LOGGED})
 """Parameters that are replayed in another way than by giving them to the engine again, or not at all."""
 
+LOGPROBS_FORM = "a list with an object of numbers up to 0 by token id for each output token"
 LARGEST_MASS = 1.01
 """Of the logged probabilities of one token: more than 1 by rounding only."""
 
@@ -93,16 +94,19 @@ def read(path: Path, fields: LogFields, limit: int | None = None) -> list[Logged
         ConfigError: names the line and what is wrong with it, or the log has no answers.
     """
     found: list[LoggedAnswer] = []
-    num_empty = 0
+    num_empty = num_unused = 0
     for place, item in read_objects(path):
         answer = _parse(item, place, fields)
         num_empty += not answer.output
+        num_unused += answer.logprobs is None and _first(item, fields.logprobs) is not None
         if answer.output:
             found.append(answer)
         if limit is not None and len(found) == limit:
             break
     if num_empty:
         logger.warning("%s: %d answers are empty and left out", path, num_empty)
+    if num_unused:
+        logger.warning("%s: the log-probabilities of %d answers are not %s: not used", path, num_unused, LOGPROBS_FORM)
     if not found:
         raise ConfigError(f"{path} has no answers to replay")
     return found
@@ -155,7 +159,7 @@ def _parse(item: Any, place: str, fields: LogFields) -> LoggedAnswer:
 
 def _content(item: dict[str, Any], names: Iterable[str], place: str, what: str) -> Content:
     """Return the first of the fields *names* that there is: text or token ids."""
-    value = next((item[name] for name in names if item.get(name) is not None), None)
+    value = _first(item, names)
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
@@ -169,20 +173,27 @@ def _content(item: dict[str, Any], names: Iterable[str], place: str, what: str) 
 
 
 def _logprobs(item: dict[str, Any], names: Iterable[str], place: str) -> Logprobs | None:
-    """Return the first of the fields *names* that there is, None without one: an object by token id for each token."""
-    value = next((item[name] for name in names if item.get(name) is not None), None)
+    """Return the first of the fields *names* that there is; None without one, or for another form under our own names.
+
+    Raises:
+        ConfigError: a field that the user named has another form.
+    """
+    value = _first(item, names)
     if value is None:
         return None
     try:
         found = [{int(token): float(logprob) for token, logprob in each.items()} for each in value]
     except (AttributeError, TypeError, ValueError):
         found = []
-    if not found or not all(each and _are_logprobs(each) for each in found):
-        raise ConfigError(
-            f"{place}: log-probabilities must be a list with an object of numbers up to 0 by token id for each output "
-            f"token, got {shown(value)}: name another field with --logprobs-field"
-        )
-    return found
+    if found and all(each and _are_logprobs(each) for each in found):
+        return found
+    if names == LOGPROBS_FIELDS:
+        return None
+    raise ConfigError(f"{place}: log-probabilities must be {LOGPROBS_FORM}, got {shown(value)}")
+
+
+def _first(item: dict[str, Any], names: Iterable[str]) -> Any:
+    return next((item[name] for name in names if item.get(name) is not None), None)
 
 
 def _are_logprobs(found: Mapping[int, float]) -> bool:

@@ -144,7 +144,7 @@ def test_temperature_of_logs_that_do_not_state_it(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("logprobs", "says"),
     [
-        ("x", ":1: log-probabilities must be a list with an object of numbers .* --logprobs-field"),
+        ("x", ":1: log-probabilities must be a list with an object of numbers up to 0 by token id for each output"),
         ([{"7": 0.5}] * 3, ":1: log-probabilities must be"),
         ([{"the": -0.5}] * 3, ":1: log-probabilities must be"),
         ([{"7": "NaN"}] * 3, ":1: log-probabilities must be"),
@@ -155,4 +155,13 @@ def test_temperature_of_logs_that_do_not_state_it(tmp_path: Path, capsys: pytest
 )
 def test_bad_log_probabilities_are_named_by_line(tmp_path: Path, logprobs: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        simulate(write(tmp_path / "log.jsonl", line(logprobs=logprobs)), draft=NGRAM)
+        path = write(tmp_path / "log.jsonl", line(logprobs=None, tops=logprobs))
+        simulate(path, "--logprobs-field", "tops", draft=NGRAM)
+
+
+def test_other_programs_log_probabilities_are_not_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(write(tmp_path / "log.jsonl", line(logprobs={"content": []})), draft=NGRAM)
+    assert "the log-probabilities of 1 answers are not a list with an object" in caplog.text
+    assert "expected by" not in capsys.readouterr().out
