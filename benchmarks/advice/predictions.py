@@ -1,7 +1,7 @@
 """What `slipstream simulate` predicts from a log, against what engines do on prompts that are not in the log.
 
-    python -m benchmarks.predictions [--prompts 400] [--only "draft_model;suffix"] [--output figures.json]
-    python -m benchmarks.predictions --speed [--batches 1 8]
+    python -m benchmarks.advice.predictions [--prompts 400] [--only "draft_model;suffix"] [--output figures.json]
+    python -m benchmarks.advice.predictions --speed [--batches 1 8]
 
 Prompts are cut out of files that the demo models never saw, at random, half of them for the log. The target answers
 those, half greedily and half at temperature 0.8, and each method is replayed over the answers. Then engines with the

@@ -1,6 +1,6 @@
 """What `slipstream tune` chooses, against the best of a sweep over all drafts and numbers of draft tokens.
 
-    python -m benchmarks.tuning [--k 1,2,3,5] [--batches 1 8] [--blocks 8] [--eagle3] [--output figures.json]
+    python -m benchmarks.advice.tuning [--k 1,2,3,5] [--batches 1 8] [--blocks 8] [--eagle3] [--output figures.json]
 
 `slipstream tune` runs as a user runs it. Then the configuration that it wrote, no speculation, and every draft with
 every K (policy `fixed`) decode the same requests, block by block in turns, with compiled models. The figure is the
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.predictions import prompts
+from benchmarks.advice.predictions import prompts
 from benchmarks.shared import measure
 from benchmarks.shared.sides import DemoEngine
 from benchmarks.shared.workload import Item
