@@ -63,7 +63,7 @@ WAVES = 4
 
 
 @dataclass(frozen=True)
-class AcceptanceRow:
+class PredictedRow:
     """The acceptance length of one method: predicted, measured on other prompts, and on the same ones."""
 
     method: str
@@ -170,11 +170,11 @@ def replayed(name: str, config: EngineConfig, answers: Sequence[LoggedAnswer]) -
 
 def acceptance(
     name: str, found: Replay, engine: Config, seen: Sequence[tuple[int, ...]], unseen: Sequence[tuple[int, ...]]
-) -> AcceptanceRow:
+) -> PredictedRow:
     """Compare a replay with engines on the other prompts, and on its own."""
     engine = {**engine, "speculative_config": {**engine["speculative_config"], "policy": "fixed"}}
     predicted, measured = [answer.stats for answer in found.answers], counted(engine, unseen)
-    return AcceptanceRow(
+    return PredictedRow(
         name, length(predicted), length(measured), ratio(predicted, measured), length(counted(engine, seen))
     )
 
@@ -229,7 +229,7 @@ def main() -> None:
     answers = logged(arguments(target, args.threads, None), seen)
     engines = {name: arguments(target, args.threads, METHODS[name]) for name in names}
     found = {name: replayed(name, engine_config(engines[name]), answers) for name in names}
-    lines: list[AcceptanceRow | SpeedRow] = []
+    lines: list[PredictedRow | SpeedRow] = []
     print(LENGTHS)
     for name in names:
         lines.append(acceptance(name, found[name], engines[name], seen, unseen))

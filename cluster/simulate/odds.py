@@ -142,7 +142,7 @@ class Odds:
         """Return how many tokens of *draft*, a chain, count as accepted; `output[start]` is the first new one."""
         rates, self._rates = self._rates[: len(draft)], []
         if rates:
-            survival, accepted = np.cumprod(rates), self._drawn.random(len(rates)) < rates
+            survival, accepted = np.cumprod(rates).astype(np.float64), self._drawn.random(len(rates)) < rates
         else:
             survival, accepted = self._of_fixed(draft, start, sampling)
         if len(draft):
