@@ -21,6 +21,18 @@ def show_progress(line: str) -> None:
     ERR.print(line, style="dim", markup=False, highlight=False)
 
 
+def show_progress_once() -> Callable[[str], None]:
+    """Return what prints a line of progress, but for lines that it has printed: engines of one kind start alike."""
+    shown: set[str] = set()
+
+    def show(line: str) -> None:
+        if line not in shown:
+            shown.add(line)
+            show_progress(line)
+
+    return show
+
+
 def write(text: str) -> None:
     """Print generated text unformatted, without buffering."""
     OUT.print(text, end="", markup=False, highlight=False, emoji=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import demo
-from cluster.cli.console import OUT, progress_bar, show_progress, show_warnings
+from cluster.cli.console import OUT, progress_bar, show_progress, show_progress_once, show_warnings
 from cluster.cli.simulate_costs import CostOptions, numbers
 from cluster.settings import engine_config
 from cluster.simulate import charts, report
@@ -18,6 +18,7 @@ from cluster.simulate.results import Replay
 from protos.config import argument_names, speculation
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
+from protos.progress import ProgressCallback
 
 NUM_TOKENS = "num_speculative_tokens"
 
@@ -87,7 +88,8 @@ def run(engine: Mapping[str, Any], options: SimulateOptions) -> None:
     check_names([each[0][0] for each in several])
     configs = [pair for each in several for pair in each]
     _show_assumptions(datasets)
-    replays = [_replayed(name, config, datasets, options) for name, config in configs]
+    say = show_progress_once()
+    replays = [replayed(name, config, datasets, say, with_target=options.with_target) for name, config in configs]
     _show(replays)
     if options.costs is None:
         _write(replays, [], [], options.files)
@@ -170,11 +172,22 @@ def _show_assumptions(datasets: Sequence[Sequence[LoggedAnswer]]) -> None:
         )
 
 
-def _replayed(
-    name: str, config: EngineConfig, datasets: Sequence[Sequence[LoggedAnswer]], options: SimulateOptions
+def replayed(
+    name: str,
+    config: EngineConfig,
+    datasets: Sequence[Sequence[LoggedAnswer]],
+    say: ProgressCallback,
+    *,
+    with_target: bool,
 ) -> Replay:
-    with progress_bar(name, sum(map(len, datasets))) as tick:
-        return replay(name, config, datasets, show_progress, tick, with_target=options.with_target)
+    """Replay one draft behind a progress bar; *say* gets a line for each stage of loading."""
+    with progress_bar(f"{name}, K = {_most_tokens(config)}", sum(map(len, datasets))) as tick:
+        return replay(name, config, datasets, say, tick, with_target=with_target)
+
+
+def _most_tokens(config: EngineConfig) -> int:
+    """Return the number of draft tokens of *config*."""
+    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
 
 
 def _show(replays: Sequence[Replay]) -> None:

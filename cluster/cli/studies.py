@@ -25,6 +25,12 @@ def simulate(
     ] = False,
     prompt_field: Annotated[str | None, typer.Option(help="Field of the prompt: text or token ids.")] = None,
     output_field: Annotated[str | None, typer.Option(help="Field of the output: text or token ids.")] = None,
+    logprobs_field: Annotated[
+        str | None, typer.Option(help="Field of the target's log-probabilities: by token id, for each output token.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of answers whose log does not say; default: greedy.", min=0.0, max=100.0)
+    ] = None,
     num_answers: Annotated[int | None, typer.Option(help="Most answers of each log.", min=1)] = None,
     matched: Annotated[
         Path | None, typer.Option(help="Write the tokens matched so far after every step here, as JSON lines.")
@@ -48,7 +54,8 @@ def simulate(
     from cluster.simulate.logs import log_fields  # noqa: PLC0415
 
     table = None if costs is None else CostOptions(costs, batch_sizes, contexts)
-    fields, files = log_fields(prompt_field, output_field), OutputFiles(matched, json, html, png)
+    fields = log_fields(prompt_field, output_field, logprobs_field, temperature)
+    files = OutputFiles(matched, json, html, png)
     run(engine, SimulateOptions(logs, draft or [], k, target, fields, num_answers, table, files))
 
 
@@ -69,6 +76,8 @@ def tune(
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes to tune for.")] = BATCH_SIZES,
     contexts: Annotated[str, typer.Option(help="Numbers of known tokens to measure at.")] = CONTEXTS,
     output: Annotated[Path | None, typer.Option(help="Write the speculative_config here, as JSON.")] = None,
+    serve_config: Annotated[Path | None, typer.Option(help="Write a file for slipstream serve --config here.")] = None,
+    ray_serve_config: Annotated[Path | None, typer.Option(help="Write a file for serve deploy here.")] = None,
 ) -> None:
     """Measure a target, drafts and this machine for some minutes, and print the best speculative_config.
 
@@ -76,5 +85,6 @@ def tune(
     """
     from cluster.cli.tune import TuneOptions, run  # noqa: PLC0415 - other commands need not load it
 
-    options = TuneOptions(draft or [], prompts, num_prompts, max_tokens, temperature, k, batch_sizes, contexts, output)
+    texts = (draft or [], prompts, num_prompts, max_tokens, temperature)
+    options = TuneOptions(*texts, k, batch_sizes, contexts, output, serve_config, ray_serve_config)
     run(engine, one_model(positional_model, model), options)

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.check import read_prompts
-from cluster.cli.console import ERR, OUT, progress_bar, show_progress, show_warnings
-from cluster.cli.simulate import check_names, configs_of
+from cluster.cli.console import ERR, OUT, show_progress, show_progress_once, show_warnings
+from cluster.cli.simulate import check_names, configs_of, replayed
 from cluster.cli.simulate_costs import measure_costs, numbers
 from cluster.llm import LLM
 from cluster.settings import engine_config, is_demo
-from cluster.simulate import report
+from cluster.simulate import report, serving
+from cluster.simulate.costs import CostTable
 from cluster.simulate.logs import LoggedAnswer
 from cluster.simulate.predict import predict
-from cluster.simulate.replay import replay
-from cluster.simulate.results import Replay
 from cluster.simulate.setup import needs_target
 from cluster.simulate.tune import Advice, choose
 from protos.config import argument_names, speculation
@@ -33,7 +32,12 @@ ALWAYS: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to compare, over which text; numbers are separated by commas."""
+    """What to compare, over which text; numbers are separated by commas.
+
+    Attributes:
+        output: file for the speculative_config, as JSON.
+        serve_config, ray_serve_config: files for `slipstream serve --config` and for `serve deploy`.
+    """
 
     drafts: Sequence[str]
     prompts: Path | None
@@ -44,6 +48,14 @@ class TuneOptions:
     batch_sizes: str
     contexts: str
     output: Path | None
+    serve_config: Path | None = None
+    ray_serve_config: Path | None = None
+
+    def check_files(self) -> None:
+        """Raise `ConfigError` if a file could not be written, before anything is loaded."""
+        for path in (self.output, self.serve_config, self.ray_serve_config):
+            if path is not None and not path.parent.is_dir():
+                raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
 
 
 def run(engine: Mapping[str, Any], model: str | None, options: TuneOptions) -> None:
@@ -53,8 +65,7 @@ def run(engine: Mapping[str, Any], model: str | None, options: TuneOptions) -> N
         ConfigError, ModelError: an option or a checkpoint is wrong.
     """
     show_warnings()
-    if options.output is not None and not options.output.parent.is_dir():
-        raise ConfigError(f"there is no folder {options.output.parent} to write {options.output.name} to")
+    options.check_files()
     ks = numbers(options.ks, "k")
     numbers(options.batch_sizes, "batch_sizes")
     numbers(options.contexts, "contexts")
@@ -65,21 +76,48 @@ def run(engine: Mapping[str, Any], model: str | None, options: TuneOptions) -> N
     configs = {name: (keys, [c for _, c in configs_of(eager, keys, ks)]) for name, keys in _named(eager, drafts, ks)}
     prompts = read_prompts(options.prompts, options.num_prompts)
     answers = _generate(engine_config({**eager, argument_names.SPECULATIVE: None}), prompts, options)
-    replays = [_replayed(name, config, answers) for name, (_, several) in configs.items() for config in several]
+    say = show_progress_once()
+    replays = [
+        replayed(name, config, [answers], say, with_target=needs_target(config))
+        for name, (_, several) in configs.items()
+        for config in several
+    ]
     OUT.print(report.comparison(replays))
     costs = measure_costs(replays, plain, options.batch_sizes, options.contexts)
     predictions = [each for one in replays for each in predict(one, costs)]
     for table in report.speedups(predictions):
         OUT.print(table)
     advice = choose(predictions)
-    keys = {} if advice.name is None else configs[advice.name][0]
-    found = advice.speculative_config({key: keys[key] for key in keys if key != "name"}, plain.scheduler.max_num_seqs)
-    for line in _lines(advice):
+    keys = {} if advice.name is None else _complete(*configs[advice.name])
+    found = advice.speculative_config(keys, plain.scheduler.max_num_seqs)
+    lines = [*_lines(advice), *_about(costs, options)]
+    for line in lines:
         OUT.print(line, markup=False, highlight=False)
     OUT.print(json.dumps(found), markup=False, highlight=False)
-    if options.output is not None:
-        options.output.write_text(json.dumps(found) + "\n", encoding="utf-8")
-        show_progress(f"wrote {options.output}")
+    tuned = serving.tuned_arguments(arguments, plain.model.model, found)
+    _write(options.output, json.dumps(found) + "\n")
+    _write(options.serve_config, serving.serve_file(tuned, lines))
+    _write(options.ray_serve_config, serving.ray_serve_file(tuned, lines))
+
+
+def _complete(keys: Mapping[str, Any], configs: Sequence[EngineConfig]) -> dict[str, Any]:
+    """Return the keys of a draft for a configuration: without its name, and with the demo pair's draft where it is."""
+    speculative = configs[0].speculative
+    assert speculative is not None, "checked by `configs_of`"
+    model = {"model": speculative.model} if not {"model", "method"} & keys.keys() else {}
+    return {**model, **{key: value for key, value in keys.items() if key != "name"}}
+
+
+def _about(costs: CostTable, options: TuneOptions) -> list[str]:
+    machine = ", ".join(f"{name} {value}" for name, value in costs.machine.items())
+    prompts = options.prompts or "the demo's prompts"
+    return [f"  measured with {costs.dtype} on {machine}; answers to {prompts} at temperature {options.temperature:g}"]
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is not None:
+        path.write_text(text, encoding="utf-8")
+        show_progress(f"wrote {path}")
 
 
 def _drafts(given: Sequence[str], plain: EngineConfig) -> list[Mapping[str, Any]]:
@@ -124,11 +162,6 @@ def _generate(plain: EngineConfig, prompts: Sequence[Any], options: TuneOptions)
     if not found:
         raise ConfigError(f"the target's answers to the {len(answers)} prompts are empty: give others with --prompts")
     return found
-
-
-def _replayed(name: str, config: EngineConfig, answers: Sequence[LoggedAnswer]) -> Replay:
-    with progress_bar(name, len(answers)) as tick:
-        return replay(name, config, [answers], show_progress, tick, with_target=needs_target(config))
 
 
 def _lines(advice: Advice) -> list[str]:

@@ -4,7 +4,8 @@ import gc
 
 import torch
 
-from cluster.simulate.recorded import RecordedRule, RecordedTarget
+from cluster.simulate.odds import COUPLED
+from cluster.simulate.recorded import LoggedDraftSampler, RecordedRule, RecordedTarget
 from protos.config.default_shape import for_device
 from protos.config.engine import EngineConfig
 from protos.interfaces import Executor
@@ -18,6 +19,7 @@ from workers.draft.load import feature_spec, load_draft
 from workers.model.loader import context_length, pick_device
 from workers.target_rank import UniExecutor
 from workers.threads import choose_threads
+from workers.verification.draft_probs import DRAFT_PROBS_SIZE
 from workers.weights.hub import read_config
 
 
@@ -34,10 +36,23 @@ def needs_of(config: EngineConfig) -> Needs:
 
 def draft_failure(executor: Executor) -> Exception | None:
     """Return the last failure of the draft of *executor*, if any."""
-    draft = executor.draft if isinstance(executor, RecordedTarget) else None
-    if isinstance(executor, UniExecutor) and isinstance(executor.rank.source, DraftEngine):
-        draft = executor.rank.source
+    draft = _draft_of(executor)
     return None if draft is None else draft.last_failure
+
+
+def draft_logged_tokens(executor: Executor, rule: str) -> None:
+    """Let the draft of *executor* draft the logged tokens of requests with odds, under the acceptance rule *rule*."""
+    draft = _draft_of(executor)
+    if draft is not None:
+        worker = draft.worker
+        size = None if rule == COUPLED else DRAFT_PROBS_SIZE
+        worker.draft_sampler = LoggedDraftSampler(worker.sampler, worker.draft_sampler, size)
+
+
+def _draft_of(executor: Executor) -> DraftEngine | None:
+    if isinstance(executor, UniExecutor) and isinstance(executor.rank.source, DraftEngine):
+        return executor.rank.source
+    return executor.draft if isinstance(executor, RecordedTarget) else None
 
 
 def with_target(config: EngineConfig, report: ProgressCallback) -> Executor:

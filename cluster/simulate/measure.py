@@ -30,8 +30,11 @@ from runtime.text.prompts import Prompt
 
 logger = logging.getLogger(__name__)
 
-WARM_ROUNDS, TIMED_ROUNDS = 2, 5
-"""The first rounds in which all rows decode are not timed: a draft still reads the prompts. The median counts."""
+WARM_ROUNDS, TIMED_ROUNDS = 2, 3
+"""The first rounds in which all rows decode are not timed: a draft still reads the prompts."""
+PASSES = 3
+"""Everything is measured so often, in turns: what else the machine does for a while then affects all alike. The median
+of all rounds counts."""
 
 
 class FixedDraft:
@@ -119,7 +122,7 @@ def measure(
 
 def num_measurements(num_drafts: int, what: Measuring) -> int:
     """Return how many combinations `measure` runs."""
-    return len(list(what.shapes())) * (1 + len(what.ks) * (1 + num_drafts))
+    return PASSES * len(list(what.shapes())) * (1 + len(what.ks) * (1 + num_drafts))
 
 
 Rounds = dict[Shape, dict[int, tuple[float, float]]]
@@ -129,17 +132,20 @@ def _rounds(
     assembled: Assembled, what: Measuring, ks: Seq[int], report: ProgressCallback, tick: Callable[[], None]
 ) -> Rounds:
     """Return the seconds of drafting and the other seconds of a round, by shape and K; shuts the engine down."""
-    found: Rounds = {}
+    timed: dict[tuple[Shape, int], list[tuple[float, float]]] = {}
     try:
-        for shape in what.shapes():
-            if not _fits(assembled, shape, max(ks)):
-                report(f"{shape[0]} rows of {shape[1]} tokens do not fit the KV cache or the context: not measured")
-                continue
-            for k in ks:
-                found.setdefault(shape, {})[k] = _time(assembled, shape, k)
-                tick()
+        shapes = [shape for shape in what.shapes() if _fits(assembled, shape, max(ks))]
+        for rows, context in set(what.shapes()).difference(shapes):
+            report(f"{rows} rows of {context} tokens do not fit the KV cache or the context: not measured")
+        for shape, k in [(shape, k) for _ in range(PASSES) for shape in shapes for k in ks]:
+            timed.setdefault((shape, k), []).extend(_time(assembled, shape, k))
+            tick()
     finally:
         assembled.shutdown()
+    found: Rounds = {}
+    for (shape, k), rounds in timed.items():
+        drafting_s, rest_s = (statistics.median(each) for each in zip(*rounds, strict=True))
+        found.setdefault(shape, {})[k] = max(0.0, drafting_s), max(1e-9, rest_s)
     return found
 
 
@@ -154,12 +160,12 @@ def _fits(assembled: Assembled, shape: Shape, k: int) -> bool:
     return not too_many and blocks <= info.num_blocks and longest <= info.max_model_len
 
 
-def _time(assembled: Assembled, shape: Shape, k: int) -> tuple[float, float]:
-    """Return the median seconds of drafting and of the rest of the rounds in which all rows decode."""
+def _time(assembled: Assembled, shape: Shape, k: int) -> list[tuple[float, float]]:
+    """Return the seconds of drafting and of the rest, for rounds in which all rows decode."""
     rows, context = shape
     assembled.inbox.put([_request(assembled, context, k, number) for number in range(rows)])  # type: ignore[attr-defined]
     controller = assembled.controller
-    drafting, rest, left, before = [], [], rows, controller.stats().phases
+    rounds, left, before = [], rows, controller.stats().phases
     while left:
         began = time.perf_counter()
         outputs = controller.step()
@@ -168,10 +174,8 @@ def _time(assembled: Assembled, shape: Shape, k: int) -> tuple[float, float]:
         draft_s, before = phases.propose_s - before.propose_s, phases
         left -= sum(output.finish_reason is not None for output in outputs)
         if sum(bool(output.token_ids) for output in outputs) == rows:
-            drafting.append(draft_s)
-            rest.append(took - draft_s)
-    timed = slice(WARM_ROUNDS, -1) if len(rest) > WARM_ROUNDS + 1 else slice(None)
-    return max(0.0, statistics.median(drafting[timed])), max(1e-9, statistics.median(rest[timed]))
+            rounds.append((draft_s, took - draft_s))
+    return rounds[WARM_ROUNDS:-1] or rounds
 
 
 def _request(assembled: Assembled, context: int, k: int, number: int) -> Request:

@@ -7,17 +7,22 @@ log has those tokens, so acceptance is known without running the target.
 import time
 from collections.abc import Sequence as Seq
 
-from cluster.simulate.requests import output_of
+import numpy as np
+import torch
+
+from cluster.simulate.requests import RecordedSampling, output_of
 from protos.config.engine import EngineConfig
 from protos.draft import NO_DRAFT, Draft
 from protos.interfaces import ALWAYS_UP, DraftService
-from protos.messages import NewSequence, RoundPlan, Row, Verdict, WorkerInfo
+from protos.messages import NewSequence, RoundPlan, Row, Sampling, Verdict, WorkerInfo
 from protos.stats import PhaseTimes
 from workers.draft.engine import DraftEngine
-from workers.sampling.sample import Ints
+from workers.draft.sampling import DraftPositions, DraftSampler
+from workers.sampling.sample import Ints, Limits, distribution, top_distribution
 from workers.sampling.sampler import Sampler
 from workers.target import with_tree
 from workers.verification.acceptance import AcceptedTokens, SampleAndMatch, Scored, accept
+from workers.verification.draft_probs import DraftProbs
 
 NO_TOKEN = -1
 AFTER_END = 0
@@ -31,6 +36,61 @@ def match(draft: Draft, output: Seq[int], start: int) -> AcceptedTokens:
     path = accept(draft, following)
     emitted = [following[0], *(following[node + 1] for node in path)]
     return AcceptedTokens(path, [AFTER_END if token == NO_TOKEN else token for token in emitted])
+
+
+def outcome(draft: Draft, sampling: Sampling, start: int) -> AcceptedTokens:
+    """Return what a round yields for the request with *sampling*: what matches, or what its odds have drawn."""
+    assert isinstance(sampling, RecordedSampling), "made by `cluster.simulate.replay`"
+    if sampling.odds is not None:
+        draft = draft.first(sampling.odds.num_accepted(draft, start, sampling))
+    return match(draft, output_of(sampling), start)
+
+
+class LoggedDraftSampler(DraftSampler):
+    """Drafts the logged tokens of requests with odds, which are told the draft's distributions; others as before.
+
+    Args:
+        sampler: has the requests' parameters.
+        before: what samples draft tokens of other requests; None: *sampler* does.
+        size: most ids that are drafted from, as the acceptance rule has it; None: all.
+    """
+
+    def __init__(self, sampler: Sampler, before: DraftSampler | None, size: int | None) -> None:
+        super().__init__(sampler, samples=True)
+        self._before, self._size = before, size
+
+    def sample(self, logits_NV: torch.Tensor, positions: DraftPositions) -> torch.Tensor:
+        """See `DraftSampler`."""
+        ids_N = self._as_before(logits_NV, positions)
+        slots, limits = self._sampler.slots, self._sampler.limits(positions.slots_N)
+        for n, (slot, index) in enumerate(zip(positions.slots_N.tolist(), positions.index_N.tolist(), strict=True)):
+            sampling = slots.sampling[slot]
+            if isinstance(sampling, RecordedSampling) and sampling.odds is not None:
+                logits_1V = logits_NV[n : n + 1]
+                q_V = self._distribution(logits_1V, limits.at(np.array([n]))).numpy()
+                raw_V = logits_1V[0].softmax(0, dtype=torch.float64).cpu().numpy()
+                place, depth = index - int(slots.prompt_len[slot]), index - int(slots.known_len[slot])
+                token = sampling.odds.feed(q_V, raw_V, place, depth, sampling)
+                ids_N[n] = ids_N[n] if token is None else token
+        return ids_N
+
+    def draft_probs(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, DraftProbs]:
+        """See `DraftSampler`: the odds have what the rule would read."""
+        return {}
+
+    def _as_before(self, logits_NV: torch.Tensor, positions: DraftPositions) -> torch.Tensor:
+        if self._before is None:
+            return self._sampler.sample(logits_NV, positions.slots_N, positions.index_N)
+        return self._before.sample(logits_NV, positions)
+
+    def _distribution(self, logits_1V: torch.Tensor, limits: Limits) -> torch.Tensor:
+        """Return the distribution that the draft samples from, float64 `[V]`."""
+        if self._size is None:
+            return distribution(logits_1V, limits)[0].cpu()
+        ids_1L, q_1L = top_distribution(logits_1V, limits, self._size)
+        return torch.zeros(logits_1V.shape[1], dtype=torch.float64).index_put(
+            (ids_1L[0].cpu(),), q_1L[0].double().cpu()
+        )
 
 
 class RecordedRule(SampleAndMatch):
@@ -48,7 +108,7 @@ class RecordedRule(SampleAndMatch):
             if count:
                 slot = int(scored.slots_N[first])
                 start = int(scored.index_N[first] - self._slots.prompt_len[slot])
-                accepted.append(match(draft, output_of(self._slots.sampling[slot]), start))
+                accepted.append(outcome(draft, self._slots.sampling[slot], start))
         return accepted
 
 
@@ -97,7 +157,7 @@ class RecordedTarget:
     def _verdict(self, row: Row, draft: Draft) -> Verdict:
         joined = self._joined[row.slot]
         assert joined is not None, "a row's sequence has joined"
-        path, emitted = match(draft, output_of(joined.sampling), row.known_len - joined.prompt_len)
+        path, emitted = outcome(draft, joined.sampling, row.known_len - joined.prompt_len)
         return with_tree(Verdict(row.slot, emitted, len(draft), path), draft)
 
     def poll(self) -> None:

@@ -8,9 +8,10 @@ from msgspec import structs
 
 from cluster.assemble import Assembled
 from cluster.simulate.logs import Content, LoggedAnswer
-from cluster.simulate.requests import RecordedSampling
+from cluster.simulate.odds import ExpectedAcceptance, Odds
+from cluster.simulate.requests import RecordedSampling, odds_of
 from cluster.simulate.results import Replay, ReplayedAnswer
-from cluster.simulate.setup import build, check_drafts, draws_drafts
+from cluster.simulate.setup import build, check_drafts, draw_by_odds, draws_drafts, has_odds, is_learned
 from protos.config.engine import EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError
 from protos.messages import Request, SpeculationStats, Step, TokenOutput
@@ -51,9 +52,16 @@ def replay(
         assert speculative is not None, "checked by `build`"
         pairs = [(i, answer) for i, answers in enumerate(datasets) for answer in answers]
         rules = [rule_for(answer, speculative) for _, answer in pairs]
-        requests = [make_request(assembled.preprocessor, answer, str(n)) for n, (_, answer) in enumerate(pairs)]
+        requests = [_request(assembled, answer, n) for n, (_, answer) in enumerate(pairs)]
+        if any(odds_of(request) for request in requests):
+            draw_by_odds(assembled)
         outputs = _run(assembled, requests, tick)
-        answers = [ReplayedAnswer(i, *outputs[str(n)]) for n, (i, _) in enumerate(pairs)]
+        answers = [
+            ReplayedAnswer(
+                i, *outputs[request.request_id], None if (odds := odds_of(request)) is None else odds.expected
+            )
+            for (i, _), request in zip(pairs, requests, strict=True)
+        ]
     finally:
         assembled.shutdown()
     counts = {rule: rules.count(rule) for rule in dict.fromkeys(rules)}
@@ -68,14 +76,43 @@ def rule_for(answer: LoggedAnswer, speculative: SpeculativeConfig) -> str:
     """
     if not answer.params.temperature:
         return "greedy: draft tokens equal to the logged ones are accepted"
+    if not is_learned(speculative):
+        return "sampled: the draft depends on no noise; its tokens are accepted if equal to the logged ones"
+    if has_odds(answer, speculative):
+        return "sampled: accepted with the probabilities that the logged ones of the target and the draft's own give"
     if draws_drafts(speculative):
         raise ConfigError(
             f"{answer.place} was sampled, and rejection_sample_method {speculative.rejection_sample_method!r} draws "
-            "draft tokens with noise of its own: leave it out, or replay greedy answers"
+            "draft tokens with noise of its own: leave it out, replay greedy answers, or log the target's top "
+            "probabilities (`generate --top-logprobs 20`), with chains and the rule 'standard'"
         )
     if answer.seed is None:
         return "sampled without a logged seed: the draft's most likely tokens, accepted if equal to the logged ones"
     return "coupled: drafted with the noise of the logged seed, accepted if equal to the logged tokens"
+
+
+def _expected(request: Request) -> ExpectedAcceptance | None:
+    odds = odds_of(request)
+    return None if odds is None else odds.expected
+
+
+def _request(assembled: Assembled, answer: LoggedAnswer, number: int) -> Request:
+    """Return the request of the *number*-th answer, with its odds if they count."""
+    request = make_request(assembled.preprocessor, answer, str(number))
+    speculative, logprobs = assembled.config.speculative, answer.logprobs
+    assert speculative is not None, "checked by `build`"
+    if logprobs is None or not has_odds(answer, speculative):
+        return request
+    assert isinstance(request.sampling, RecordedSampling), "as it was made"
+    output, vocab_size = request.sampling.output_token_ids, assembled.preprocessor.vocab_size
+    if len(logprobs) != len(output) or max(map(max, logprobs)) >= vocab_size:
+        raise ConfigError(
+            f"{answer.place} has log-probabilities of {len(logprobs)} tokens, up to id {max(map(max, logprobs))}, but "
+            f"{len(output)} output tokens and ids below {vocab_size}: give them for each output token"
+        )
+    odds = Odds(output, logprobs, vocab_size, speculative.rejection_sample_method, number)
+    sampling = structs.replace(request.sampling, temperature=answer.params.temperature, odds=odds)
+    return structs.replace(request, sampling=sampling)
 
 
 def make_request(preprocessor: Preprocessor, answer: LoggedAnswer, name: str) -> Request:

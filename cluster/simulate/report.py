@@ -45,7 +45,18 @@ def lines(replay: Replay) -> list[str]:
         f"({metrics.num_accepted_draft_tokens} of {metrics.num_draft_tokens} draft tokens accepted), "
         f"{replay.tokens_per_step:.2f} per step",
         f"  acceptance by depth: {shares}",
+        *_expected(replay),
     ]
+
+
+def _expected(replay: Replay) -> list[str]:
+    """Return a line with what is expected by the logged probabilities of the target, where it is known."""
+    expected = replay.expected
+    if expected is None or expected.length is None:
+        return []
+    count = sum(answer.expected is not None for answer in replay.answers)
+    shares = ", ".join(f"{share:.0%}" for share in expected.by_depth)
+    return [f"  expected by the logged probabilities, {count} answers: {expected.length:.2f} tokens per step; {shares}"]
 
 
 def comparison(replays: Seq[Replay]) -> Table:
@@ -86,6 +97,8 @@ def as_dict(replay: Replay) -> dict[str, Any]:
         "matched_per_prompt": per_prompt(replay),
         "matched_per_dataset": per_dataset(replay),
         **asdict(metrics),
+        "expected_acceptance_length": None if replay.expected is None else replay.expected.length,
+        "expected_acceptance_per_position": None if replay.expected is None else replay.expected.by_depth,
     }
 
 

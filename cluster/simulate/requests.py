@@ -1,19 +1,27 @@
 """Requests that carry the answer which the log has for them, and end where it ends."""
 
+from cluster.simulate.odds import Odds
 from protos.messages import Request, Sampling
 from runtime.text.detokenizer import Detokenizer
 
 
 class RecordedSampling(Sampling, frozen=True, gc=False):
-    """Sampling options, with the answer that is sampled by them."""
+    """Sampling options, with the answer that is sampled by them, and the odds of its drafts if they are computed."""
 
     output_token_ids: tuple[int, ...] = ()
+    odds: Odds | None = None
 
 
 def output_of(sampling: Sampling) -> tuple[int, ...]:
     """Return the logged answer of a request."""
     assert isinstance(sampling, RecordedSampling), "made by `cluster.simulate.replay`"
     return sampling.output_token_ids
+
+
+def odds_of(request: Request) -> Odds | None:
+    """Return the odds of a request's drafts, if they are computed."""
+    assert isinstance(request.sampling, RecordedSampling), "made by `cluster.simulate.replay`"
+    return request.sampling.odds
 
 
 class EndOfLog(Detokenizer):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from cluster.simulate.odds import ExpectedAcceptance
 from protos.config.engine import SpeculativeConfig
 from protos.messages import SpeculationStats, Step
 from protos.outputs import SpeculativeDecodingMetrics, total
@@ -16,11 +17,13 @@ class ReplayedAnswer:
         dataset: index of the log.
         steps: of the target, in order; each gave one token more than it accepted, but for the end of the answer.
         stats: as the engine counts them.
+        expected: by the logged probabilities of the target; None where they were not used.
     """
 
     dataset: int
     steps: Seq[Step]
     stats: SpeculationStats
+    expected: ExpectedAcceptance | None = None
 
     @property
     def matched(self) -> list[int]:
@@ -51,6 +54,12 @@ class Replay:
     def metrics(self) -> SpeculativeDecodingMetrics:
         """Of all answers, as an engine reports them: over the steps that had a draft."""
         return SpeculativeDecodingMetrics.of(self.stats)
+
+    @property
+    def expected(self) -> ExpectedAcceptance | None:
+        """Of all answers whose acceptance is known as an expectation; None without any."""
+        parts = [answer.expected for answer in self.answers if answer.expected is not None]
+        return ExpectedAcceptance.total(parts) if parts else None
 
     @property
     def num_steps(self) -> int:

@@ -1,15 +1,33 @@
 """Builds the engine that replays a log: an ordinary one, whose target samples what the log says."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from cluster import assemble
 from cluster.assemble import Assembled
+from cluster.simulate.logs import LoggedAnswer
+from cluster.simulate.odds import COUPLED
 from cluster.simulate.requests import end_of_log
 from proposers import registry
-from protos.config.engine import EngineConfig, SpeculativeConfig
+from protos.config.engine import GROWN, EngineConfig, SpeculativeConfig
 from protos.errors import ConfigError, SlipstreamError
 from protos.progress import ProgressCallback
+from protos.sampling import SamplingParams
 
+UNSHIFTED: Mapping[str, Any] = {
+    name: getattr(SamplingParams(), name)
+    for name in (
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "min_tokens",
+    )
+}
+"""Parameters by which the target's distribution is not that of its raw logits, unless they have these values."""
 OF_THE_TARGET = frozenset({"lookahead"})
 """Methods whose draft tokens are the target's own."""
 
@@ -62,9 +80,42 @@ def _why_target(config: EngineConfig) -> str | None:
     return None
 
 
+def is_learned(speculative: SpeculativeConfig) -> bool:
+    """Whether a model drafts: others draft the same tokens whatever the temperature."""
+    return registry.worker_method(speculative) is not None
+
+
+def has_odds(answer: LoggedAnswer, speculative: SpeculativeConfig) -> bool:
+    """Whether the odds of drafts for *answer* are computed from its logged probabilities.
+
+    Not where the draft's noise is known, nor where a draft's next token or the target's distribution depends on more
+    than temperature and limits.
+    """
+    if not answer.params.temperature or answer.logprobs is None or speculative.may_branch:
+        return False
+    if any(getattr(answer.params, name) != default for name, default in UNSHIFTED.items()):
+        return False
+    if not is_learned(speculative):
+        return True
+    if speculative.assistant_confidence_threshold is not None or GROWN.isdisjoint(speculative.methods):
+        return False
+    if speculative.rejection_sample_method == COUPLED:
+        return answer.seed is None
+    return speculative.rejection_sample_method == "standard" and draws_drafts(speculative)
+
+
+def draw_by_odds(assembled: Assembled) -> None:
+    """Let the draft, if a model drafts, draft the logged tokens of requests with odds."""
+    from cluster.simulate.executors import draft_logged_tokens  # noqa: PLC0415 - as above
+
+    speculative = assembled.config.speculative
+    assert speculative is not None, "checked by `build`"
+    draft_logged_tokens(assembled.executor, speculative.rejection_sample_method)
+
+
 def draws_drafts(speculative: SpeculativeConfig) -> bool:
     """Whether draft tokens of requests with a temperature are drawn with noise of their own, which no log has."""
-    return speculative.samples_drafts and registry.worker_method(speculative) is not None
+    return speculative.samples_drafts and is_learned(speculative)
 
 
 def check_drafts(assembled: Assembled) -> None:

@@ -42,7 +42,7 @@ class DraftWorker:
         max_catch_up: most known tokens fed in one round; rows beyond it get no draft in that round.
         needs: which of the target's features it is fed.
         shift: 1 if a cache entry holds the token after its position, 0 if it holds its own.
-        draft_sampler: samples draft tokens; None: the target's sampler does, with the target's noise.
+        draft_sampler: samples draft tokens, and may be replaced; None: the target's sampler does, with its noise.
         early_stop: ends chains by the draft's confidence; None: they have the length that was asked for.
 
     Attributes:
@@ -67,7 +67,7 @@ class DraftWorker:
         self.max_catch_up = max_catch_up
         self.needs = needs
         self._shift = shift
-        self._draft_sampler, self._early_stop = draft_sampler, early_stop
+        self.draft_sampler, self._early_stop = draft_sampler, early_stop
         self.forget()
 
     def forget(self) -> None:
@@ -95,7 +95,7 @@ class DraftWorker:
 
     def draft_probs(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, DraftProbs]:
         """Return the distributions that the drafts of this round were sampled from, by slot."""
-        return {} if self._draft_sampler is None else self._draft_sampler.draft_probs(slots, drafts)
+        return {} if self.draft_sampler is None else self.draft_sampler.draft_probs(slots, drafts)
 
     def catch_up_some(self, budget: int) -> bool:
         """Feed at most *budget* known tokens of the last round's slots that lag; return False when none does."""
@@ -141,7 +141,7 @@ class DraftWorker:
     @property
     def draws_by_path(self) -> bool:
         """See `DraftRunner`."""
-        return self._draft_sampler is not None and self._draft_sampler.samples
+        return self.draft_sampler is not None and self.draft_sampler.samples
 
     def features(self, rows: Seq[DraftRow]) -> torch.Tensor:
         """See `DraftRunner`."""
@@ -217,11 +217,11 @@ class DraftWorker:
         known_R = self.slots.known_len[slots_R]
         index_R = known_R + step
         logits_RV = _fit(logits, self.sampler.vocab_size)
-        if self._draft_sampler is None:
+        if self.draft_sampler is None:
             ids_R = self.sampler.sample(logits_RV, slots_R, index_R)
         else:
             paths_RD = self.slots.tokens[slots_R[:, None], known_R[:, None] + np.arange(step)]
-            ids_R = self._draft_sampler.sample(logits_RV, DraftPositions(slots_R, index_R, paths_RD))
+            ids_R = self.draft_sampler.sample(logits_RV, DraftPositions(slots_R, index_R, paths_RD))
         ids_R.clamp_min_(0)
         stop = self._early_stop
         self.slots.tokens[slots_R, index_R] = (
@@ -247,10 +247,10 @@ class DraftWorker:
         slots_N = _slots(rows)[row_N.cpu().numpy()]
         index_N = self.slots.known_len[slots_N] + depth
         logits_NV = _fit(logits_NV, self.sampler.vocab_size)
-        if self._draft_sampler is None:
+        if self.draft_sampler is None:
             return self.sampler.candidates(logits_NV, slots_N, index_N, width)
         positions = DraftPositions(slots_N, index_N, self._paths(slots_N, depth, paths))
-        return self._draft_sampler.candidates(logits_NV, positions, width)
+        return self.draft_sampler.candidates(logits_NV, positions, width)
 
     def _paths(self, slots_N: Ints, depth: int, paths: Callable[[], torch.Tensor] | None) -> Ints | None:
         if not self.draws_by_path:
@@ -262,8 +262,8 @@ class DraftWorker:
     def _propose(self, proposer: Proposer, rows: Seq[DraftRow], ready: Seq[int]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(rows)
         self._trees.clear()
-        if self._draft_sampler is not None:
-            self._draft_sampler.begin()
+        if self.draft_sampler is not None:
+            self.draft_sampler.begin()
         if self._early_stop is not None:
             self._early_stop.begin(self.least_survival)
         if ready:

@@ -90,6 +90,10 @@ def test_foreign_logs_have_text_under_any_name(tmp_path: Path, capsys: pytest.Ca
         ({"prompt": [1], "output": [1] * 64}, ":1: prompt and output have 65 tokens, but the context has 64"),
         ({"prompt": [1], "output": [1], "sampling": {"temperature": -1}}, ":1: sampling: temperature"),
         ({"prompt": [1], "output": [1], "sampling": {"seed": "x"}}, ":1: seed must be a whole number, got 'x'"),
+        ({"prompt": [1], "output": [1], "sampling": {"heat": 1}}, ":1: sampling: unknown argument 'heat'"),
+        ({"prompt": [1], "output": [1], "temperature": "hot"}, ":1: sampling: temperature must be"),
+        ({"prompt": [1], "output": [1], "temperature": 1, "seed": 2**70}, ":1: seed"),
+        ({"prompt": "", "output": [1]}, ":1: prompt"),
         ({"prompt": [1], "output": []}, "has no answers to replay"),
         ("", "has no answers to replay"),
     ],
@@ -138,11 +142,14 @@ def test_refusals(log: Path, given: list[str], draft: dict[str, Any], says: str)
 def test_the_rule_by_which_acceptance_was_found_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = {"prompt": [1, 2], "output": [3]}
     settings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}, {"temperature": 1}]
-    simulate(write(tmp_path / "log.jsonl", *({**one, "sampling": each} for each in settings)), *MODEL)
+    path = write(tmp_path / "log.jsonl", *({**one, "sampling": each} for each in settings))
+    simulate(path, *MODEL, "--enforce-eager", draft={"model": str(demo.pair()[1]), "num_speculative_tokens": 2})
     shown = capsys.readouterr()
     for rule in ("greedy: draft", "coupled: drafted with the noise", "sampled without a logged seed: the draft's most"):
         assert f"1 answers: {rule}" in shown.out
     assert "do not say how they were sampled" not in shown.err
+    simulate(path, *MODEL)
+    assert "2 answers: sampled: the draft depends on no noise" in capsys.readouterr().out
 
 
 def test_sampled_answers_are_not_replayed_under_rules_that_draw_drafts(tmp_path: Path) -> None:

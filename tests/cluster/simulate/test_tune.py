@@ -2,13 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+import yaml  # type: ignore[import-untyped]
 
+import demo
 from cluster.cli import main as cli
+from cluster.ray_serve.arguments import ServeArguments
 from cluster.settings import engine_config
+from cluster.simulate.costs import CostTable, draft_key
 from cluster.simulate.predict import SpeedupPrediction
+from cluster.simulate.results import Replay
+from cluster.simulate.serving import ray_serve_file, serve_file, tuned_arguments
 from cluster.simulate.tune import choose
+from protos.config import argument_names
+from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from tests.support.models import tiny_pairs
 
@@ -79,8 +89,8 @@ def tune(folder: Path, *given: str) -> None:
 def test_the_command_prints_a_configuration_that_the_engine_accepts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "speculative.json"
-    tune(tmp_path, "--output", str(path))
+    path, served, deployed = tmp_path / "speculative.json", tmp_path / "serve.yaml", tmp_path / "deploy.yaml"
+    tune(tmp_path, "--output", str(path), "--serve-config", str(served), "--ray-serve-config", str(deployed))
     shown = capsys.readouterr().out
     for word in ("tiny", "ngram", "suffix", "batch size 2: ", "larger batches were not measured: as at 2"):
         assert word in shown
@@ -88,6 +98,56 @@ def test_the_command_prints_a_configuration_that_the_engine_accepts(
     assert json.loads(shown.splitlines()[-1]) == found
     config = engine_config({"model": str(tmp_path / "target"), "speculative_config": found})
     assert (config.speculative is None) == ("do not speculate" in shown)
+    assert _served(served) == _deployed(deployed)
+    assert _served(served).speculative == config.speculative
+    assert "batch size 2: " in served.read_text()  # the reasons, as comments
+
+
+def _served(path: Path) -> EngineConfig:
+    """Return the configuration that `slipstream serve --config` makes of a file."""
+    command: Any = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    context = command.make_context("serve", ["--config", str(path)])
+    given = {name: value for name, value in context.params.items() if name in argument_names.NAMES}
+    return engine_config({name: value for name, value in given.items() if value is not None})
+
+
+def _deployed(path: Path) -> EngineConfig:
+    """Return the configuration that Ray Serve's application makes of a file."""
+    [application] = yaml.safe_load(path.read_text())["applications"]
+    assert (application["import_path"], application["route_prefix"]) == ("cluster.serve:build_app", "/")
+    return ServeArguments.model_validate(application["args"]).config
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 2}])
+def test_files_for_serving_hold_what_was_tuned(tmp_path: Path, speculative: dict[str, Any] | None) -> None:
+    arguments = tuned_arguments({"max_num_seqs": 4, "dtype": None}, str(demo.pair()[0]), speculative)
+    served, deployed = tmp_path / "serve.yaml", tmp_path / "deploy.yaml"
+    served.write_text(serve_file(arguments, ['a reason: "quoted"']))
+    deployed.write_text(ray_serve_file(arguments, []))
+    assert _served(served) == _deployed(deployed)
+    config = _served(served)
+    assert (config.scheduler.max_num_seqs, config.speculative is None) == (4, speculative is None)
+
+
+def test_a_bad_draft_is_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiny draft has random weights. Rounds are made to cost as much as they have tokens."""
+
+    def costs(replays: list[Replay], config: EngineConfig, *_: str) -> CostTable:
+        shape, seconds = (1, 8), {tokens: float(tokens) for tokens in (1, 2, 3)}
+        drafts = {draft_key(each.speculative): {shape: {1: 1.0, 2: 2.0}} for each in replays}
+        return CostTable(config.model.model, "float32", {"processor": "any"}, {shape: seconds}, drafts)
+
+    monkeypatch.setattr("cluster.cli.tune.measure_costs", costs)
+    tune(tmp_path, "--serve-config", str(tmp_path / "serve.yaml"))
+    shown = capsys.readouterr().out
+    assert "do not speculate:" in shown
+    assert "not tiny: does not pay" in shown
+    assert "measured with float32 on processor any" in shown
+    assert shown.splitlines()[-1] == "null"
+    assert _served(tmp_path / "serve.yaml").speculative is None
+    assert "# do not speculate:" in (tmp_path / "serve.yaml").read_text()
 
 
 def test_two_drafts_of_one_name_are_refused(tmp_path: Path) -> None:

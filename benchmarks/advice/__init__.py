@@ -1,0 +1,1 @@
+"""What `slipstream simulate` and `slipstream tune` say, against what is measured."""
