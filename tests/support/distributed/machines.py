@@ -31,6 +31,8 @@ DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOOLS = {"ip": "iproute2", "setpriv": "util-linux", "unshare": "util-linux", "nsenter": "util-linux"}
 SSH_TOOLS = {"sshd": "openssh-server", "ssh": "openssh-client", "rsync": "rsync"}
+OWN = ("ps -eo pid", "/usr/sbin/sshd ", "sshd:", "sleep infinity")
+"""Beginnings of the command lines of a machine's own processes."""
 SWITCH = f"ip link add {BRIDGE} type bridge; ip link set {BRIDGE} up; echo ready; read -r _; sleep infinity; true"
 SSHD_CONFIG = """
 HostKey {folder}/host
@@ -99,11 +101,10 @@ class Machine:
         """Start a command; it ends with this process."""
         return subprocess.Popen([*DIES_WITH_US, *self.command(*words)], stdin=subprocess.DEVNULL, **options)
 
-    def processes(self) -> list[str]:
-        """Return the command lines of what runs here, but for the first process and an ssh server's."""
-        lines = self.output("ps", "-eo", "pid=,args=").splitlines()
-        found = [line.split(maxsplit=1) for line in lines]
-        return [args for pid, args in found if pid != "1" and not args.startswith(("ps -eo", "sshd:", "sleep infinity"))]
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of what runs here by process id, without what makes up the machine."""
+        lines = (line.split(maxsplit=1) for line in self.output("ps", "-eo", "pid=,args=").splitlines())
+        return {int(pid): args for pid, args in lines if pid != "1" and not args.startswith(OWN)}
 
     def cut(self) -> None:
         """Pull the network cable: packets are lost, and nobody is told."""
@@ -202,7 +203,7 @@ def _listens(machine: Machine) -> bool:
 def _script(name: str, address: str, folder: Path, ssh: bool) -> str:
     """Return what a machine's first process runs. /mnt holds what it sees while private folders are laid over it."""
     seen = dict(enumerate((folder, ROOT, Path(sys.prefix), Path(sys.base_prefix))))
-    server = f"exec /usr/sbin/sshd -D -e -f {folder}/sshd_config -o ListenAddress={address}"
+    server = f"/usr/sbin/sshd -D -e -f {folder}/sshd_config -o ListenAddress={address}"
     lines = [
         "mount --make-rprivate /",
         "mount -t tmpfs tmpfs /mnt",
@@ -216,7 +217,7 @@ def _script(name: str, address: str, folder: Path, ssh: bool) -> str:
         f"mount --bind {folder}/passwd /etc/passwd",
         f"hostname {name}",
         "echo ready; read -r _",
-        server if ssh else "sleep infinity; true",  # not by `exec`: bash collects the processes left to it
+        f"{server if ssh else 'sleep infinity'}; true",  # `true`: the shell stays, and collects processes left to it
     ]
     return "\n".join(lines)
 
