@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.distributed.deployments import CLUSTER, DEPLOY, load
+from tests.support.distributed.deployments import CLUSTER, load
 from tests.support.distributed.machines import HOME, PATH, ROOT, Machine, machines
 from tests.support.processes import wait_until
 
@@ -114,13 +114,12 @@ class Launched:
         """Return the answers over `http` and `grpc` to `ASKED`, asked on the operator's machine."""
         return dict(json.loads(self.operator.output("python", "-m", __name__, node.address).splitlines()[-1]))
 
-    def eager(self) -> Path:
-        """Return the shipped Serve configuration without compiling, in a file that all machines see."""
-        config = load(DEPLOY / "serve" / "config.yaml")
-        config["applications"][0]["args"]["enforce_eager"] = True
-        path = self._folder / "eager.yaml"
-        path.write_text(yaml.safe_dump(config))
-        return path
+    def deploy(self) -> str:
+        """Deploy the shipped Serve configuration, but for compiling, which takes minutes of each machine."""
+        self.nodes[0].output(
+            "bash", "-c", f"sed 's/device: cpu/&\\n      enforce_eager: true/' {SHIPPED} > ~/eager.yaml"
+        )
+        return self.on_head("serve deploy ~/eager.yaml")
 
 
 @contextmanager
