@@ -63,7 +63,7 @@ def _with_absolute_paths(config: EngineConfig) -> EngineConfig:
     return replace(config, speculative=replace(speculative, **_absolute(speculative, SPECULATIVE_PATHS)))
 
 
-def _absolute(part: object, names: tuple[str, ...]) -> dict[str, str]:
+def _absolute(part: object, names: tuple[str, ...]) -> dict[str, Any]:
     given = ((name, getattr(part, name)) for name in names)
     return {name: absolute(value) for name, value in given if value is not None}
 

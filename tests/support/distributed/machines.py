@@ -1,7 +1,7 @@
 """Machines made of Linux namespaces: each has its own address, processes, `/tmp`, `/dev/shm`, home and host name.
 
 They share the files of this computer; the checkout and Python can only be read. One Ethernet bridge connects them, in a
-namespace of its own, so nothing changes in this computer's network. All is gone when the process that made the machines
+namespace of its own, so nothing changes in this computer's network. All is gone when the thread that made the machines
 ends, however it ends. No process of a machine sees or reaches one outside: `ray stop` on a machine stops what runs
 there and nothing else.
 """
@@ -98,7 +98,7 @@ class Machine:
         return ran.stdout
 
     def start(self, *words: object, **options: Any) -> subprocess.Popen[Any]:
-        """Start a command; it ends with this process."""
+        """Start a command; it is killed when the calling thread ends."""
         return subprocess.Popen([*DIES_WITH_US, *self.command(*words)], stdin=subprocess.DEVNULL, **options)
 
     def processes(self) -> dict[int, str]:
@@ -149,7 +149,7 @@ def machines(*names: str, folder: Path, ssh: bool = False) -> Iterator[list[Mach
 
 
 class Namespace:
-    """The first process of new namespaces; they end with it, and it ends with this process.
+    """The first process of new namespaces; they end with it, and it is killed when the calling thread ends.
 
     Args:
         ending: ends it.
