@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from protos.config import aliases, argument_names, arguments, speculation
 from protos.config.engine import EngineConfig
 from protos.config.method import Described
 from protos.errors import ConfigError
-from protos.hub import folder_of
+from protos.hub import absolute, folder_of
 
 DEMO_NAME = "demo"
 NUM_TOKENS_KEY = "num_speculative_tokens"
@@ -21,6 +22,10 @@ DEMO_NUM_TOKENS = 3
 """Faster than 4 in a short run on two CPU cores."""
 METHOD_KEYS = frozenset({"method", "model", "prompt_lookup_max", "prompt_lookup_min"})
 """Keys of speculative_config that choose a method: without them, the demo draft is used."""
+
+MODEL_PATHS = ("model", "tokenizer", "download_dir")
+SPECULATIVE_PATHS = ("model", "datastore")
+"""Fields that may be paths, which workers on other machines or with other working folders read."""
 
 
 def engine_config(given: Mapping[str, Any]) -> EngineConfig:
@@ -44,9 +49,23 @@ def _parsed(given: Mapping[str, Any], describe: Callable[..., Described]) -> Eng
         options = _with_demo(options)
     cache = options.get("download_dir")
     described = functools.cache(functools.partial(describe, cache=None if cache is None else str(cache)))
-    config = arguments.parse(options, methods=registry.names(), detect=described)
+    config = _with_absolute_paths(arguments.parse(options, methods=registry.names(), detect=described))
     _check_heads(config)
     return config
+
+
+def _with_absolute_paths(config: EngineConfig) -> EngineConfig:
+    """Return *config* with every folder and file that it names by a path that other processes understand, too."""
+    model, speculative = config.model, config.speculative
+    config = replace(config, model=replace(model, **_absolute(model, MODEL_PATHS)))
+    if speculative is None:
+        return config
+    return replace(config, speculative=replace(speculative, **_absolute(speculative, SPECULATIVE_PATHS)))
+
+
+def _absolute(part: object, names: tuple[str, ...]) -> dict[str, Any]:
+    given = ((name, getattr(part, name)) for name in names)
+    return {name: absolute(value) for name, value in given if value is not None}
 
 
 def _describe_here(model: str, revision: str | None, *, cache: str | None) -> Described:

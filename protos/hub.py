@@ -1,6 +1,7 @@
 """Names of checkpoints, a folder or a Hub id, and whether the Hub can be reached."""
 
 import os
+import socket
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -25,11 +26,19 @@ def folder_of(model: str) -> Path | None:
         return path
     if path.exists():
         raise ModelError(f"not a folder: {model}")
+    if path.is_absolute():  # it may exist where it was named, and this be another machine
+        raise ModelError(f"no such folder: {model}, on the machine {socket.gethostname()}")
     if model.startswith(PATH_STARTS) or model.count("/") > 1:
         raise ModelError(f"no such folder: {model}")
     if "/" in model and path.parent.is_dir():
         raise ModelError(f"no such folder: {model} (not read as a Hub id, because the folder {path.parent} exists)")
     return None
+
+
+def absolute(path: str) -> str:
+    """Return the absolute *path* of what exists on this machine, for processes elsewhere; else *path*, as a Hub id."""
+    found = Path(os.path.expanduser(path))  # noqa: PTH111 - as above
+    return str(found.absolute()) if found.exists() else path
 
 
 def unreachable() -> str | None:

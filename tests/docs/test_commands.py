@@ -25,8 +25,10 @@ ASSIGNMENT = re.compile(r"[A-Z][A-Z_]*=.*")
 STARTS = ("slipstream ", "make ", "python -m ", ".venv/bin/", "serve deploy ", "serve run ", "ray up ", "kubectl ")
 FOREIGN = frozenset({"curl", "helm", "pip", "grpcurl"})
 """Programs whose arguments are not checked."""
-INSTALLED = "/opt/slipstream/"
-"""Where the image has the repository."""
+RAY_FLAGS = frozenset({"--no-restart"})
+"""Options of `ray up`."""
+INSTALLED = re.compile("^(/opt|~)/slipstream/")
+"""Where the image and the machines of `cluster-venv.yaml` have the repository."""
 EVERY_COMMAND = ("generate", "serve", "check", "simulate", "tune", "build-datastore", "env", "doctor")
 BENCH_COMMANDS = ("serve", "compare")
 
@@ -136,10 +138,11 @@ def _serve(words: Sequence[str]) -> None:
 
 
 def _ray(words: Sequence[str]) -> None:
-    action, path, *rest = words
+    action, *rest = words
     assert action in ("up", "exec"), action
+    path, *commands = [word for word in rest if word not in RAY_FLAGS]
     _check_file(path)
-    for command in rest:
+    for command in commands:
         check(command)
 
 
@@ -162,7 +165,7 @@ def _docker(words: Sequence[str]) -> None:
 
 
 def _check_file(path: str) -> None:
-    assert (ROOT / path.removeprefix(INSTALLED)).is_file(), path
+    assert (ROOT / INSTALLED.sub("", path)).is_file(), path
 
 
 CHECKS: Mapping[str, Callable[[Sequence[str]], None]] = {
@@ -187,7 +190,7 @@ def test_options_in_the_text_exist(span: Piece) -> None:
             for flag in re.findall(r'"(--[\w-]+)"', path.read_text())
         }
     else:
-        known = flags()
+        known = flags() | RAY_FLAGS
     words = [word for word in span.text.replace("=", " ").split() if re.match(r"--?[a-z]", word)]
     assert set(words) <= known, set(words) - known
 

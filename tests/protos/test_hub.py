@@ -18,6 +18,7 @@ from protos.errors import ModelError, SlipstreamError
 from protos.hub import folder_of
 from runtime.text.sampling_defaults import sampling_defaults
 from runtime.text.tokenizer import load_tokenizer
+from tests.conftest import ModelPair
 from workers.weights.hub import fetch, read_config
 
 NAME = "nobody/nothing-at-all"
@@ -75,6 +76,32 @@ def test_a_replica_elsewhere_may_have_the_folder() -> None:
     assert remote_engine_config(given).model.model == "/on/another/machine"
     with pytest.raises(ModelError, match="no such folder"):
         engine_config(given)
+
+
+def test_a_folder_is_the_same_one_for_workers_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo_pair: ModelPair
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "target").symlink_to(demo_pair.target)
+    (tmp_path / "draft").symlink_to(demo_pair.draft)
+    (tmp_path / "texts").touch()
+    speculative = {
+        "method": ["rest", "draft_model"],
+        "model": "./draft",
+        "datastore": "texts",
+        "num_speculative_tokens": 2,
+    }
+    for read in (engine_config, remote_engine_config):
+        config = read({"model": "target", "tokenizer": "./target", "speculative_config": speculative})
+        assert config.speculative is not None
+        named = (config.model.model, config.model.tokenizer, config.speculative.model, config.speculative.datastore)
+        assert named == tuple(str(tmp_path / name) for name in ("target", "target", "draft", "texts"))
+
+
+def test_a_folder_that_another_machine_lacks_is_reported_with_that_machine(tmp_path: Path) -> None:
+    lacking = tmp_path / "nothing"
+    with pytest.raises(ModelError, match=f"^no such folder: {lacking}, on the machine {socket.gethostname()}$"):
+        folder_of(str(lacking))
 
 
 # Without the Hub

@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.distributed.deployments import (
     DEPLOY,
-    NODE_CONFIGS,
+    DOCKER_CONFIGS,
     PORTS,
     ROOT,
     SERVE_CONFIGS,
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on
 
 
 def test_versions_agree() -> None:
-    images = [re.search(r"image: (\S+)", path.read_text())[1] for path in NODE_CONFIGS]  # type: ignore[index]
+    images = [re.search(r"image: (\S+)", path.read_text())[1] for path in DOCKER_CONFIGS]  # type: ignore[index]
     (service,) = [load(DEPLOY / "kuberay" / "base" / "rayservice.yaml")]
     images += [container["image"] for pod in pods(service) for container in pod["containers"]]
     assert {image.rpartition("/")[2] for image in images} == {tag()}

@@ -3,15 +3,20 @@
 import copy
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.distributed.deployments import (
+    CLOUD_CONFIGS,
     DEPLOY,
+    DOCKER_CONFIGS,
     NODE_CONFIGS,
+    OWN_CONFIGS,
     PORTS,
+    ROOT,
     load,
     total_of,
 )
@@ -40,15 +45,40 @@ def test_ray_up_takes_it(path: Path) -> None:
 def test_nodes_ask_for_the_token_and_keep_the_dashboard_to_themselves(path: Path) -> None:
     config = load(path)
     head, workers = config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1]
-    assert head.startswith("RAY_AUTH_MODE=token ray start --head ")
-    assert workers.startswith("RAY_AUTH_MODE=token ray start --address=$RAY_HEAD_IP:6379")
+    for line, words in ((head, "ray start --head "), (workers, "--address=$RAY_HEAD_IP:6379 ")):
+        assert line.startswith("RAY_AUTH_MODE=token ")
+        assert words in line
     assert "--dashboard-host=127.0.0.1 --dashboard-port=8265" in head
     assert "~/.ray/auth_token" in config["file_mounts"]
     assert all(f"--metrics-export-port={PORTS['metrics']}" in line for line in (head, workers))
     assert f"--port={PORTS['gcs-server']}" in head
 
 
-@pytest.mark.parametrize("path", NODE_CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", OWN_CONFIGS, ids=lambda path: path.name)
+def test_machines_of_ones_own_are_started_by_the_autoscaler_that_starts_them(path: Path) -> None:
+    config = load(path)
+    assert config["provider"]["type"] == "local"
+    assert " RAY_enable_autoscaler_v2=0 ray start --head " in config["head_start_ray_commands"][-1]
+
+
+@pytest.mark.parametrize("path", CLOUD_CONFIGS, ids=lambda path: path.name)
+def test_clouds_have_the_autoscaler_that_ray_chooses(path: Path) -> None:
+    assert "autoscaler_v2" not in path.read_text()
+
+
+def test_machines_without_docker_get_all_that_is_installed() -> None:
+    mounts = load(OWN_CONFIGS[1])["file_mounts"]
+    sent = {local for place, local in mounts.items() if place == f"~/slipstream/{local}"}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {name.rstrip("*") for name in settings["tool"]["setuptools"]["packages"]["find"]["include"]}
+    modules = {f"{name}.py" for name in settings["tool"]["setuptools"]["py-modules"]}
+    others = {"pyproject.toml", "constraints.txt", settings["project"]["readme"]}
+    assert sent == packages | modules | others
+    assert len(mounts) == len(sent) + 1  # and the token
+    assert all((ROOT / name).exists() for name in sent)
+
+
+@pytest.mark.parametrize("path", DOCKER_CONFIGS, ids=lambda path: path.name)
 def test_the_container_that_ray_starts_finds_token_and_devices(path: Path) -> None:
     from ray.autoscaler._private.docker import docker_start_cmds
 
@@ -72,7 +102,7 @@ def test_the_container_that_ray_starts_finds_token_and_devices(path: Path) -> No
     assert any(word.endswith(":/home/slipstream/.ray/auth_token") for word in words)
 
 
-@pytest.mark.parametrize("path", NODE_CONFIGS[1:], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CLOUD_CONFIGS, ids=lambda path: path.name)
 def test_a_worker_of_a_cloud_holds_a_replica_of_the_8b_pair_and_the_head_none(path: Path) -> None:
     types = load(path)["available_node_types"]
     assert types["head"]["resources"] == {"CPU": 0}

@@ -18,7 +18,10 @@ CLUSTER = ROOT / "cluster"
 DEPLOY = CLUSTER / "deploy"
 SCHEMAS = ROOT / "tests" / "support" / "kuberay"
 SERVE_CONFIGS = sorted((DEPLOY / "serve").glob("*.yaml"))
-NODE_CONFIGS = [CLUSTER / "cluster.yaml", DEPLOY / "aws.yaml", DEPLOY / "gcp.yaml"]
+CLOUD_CONFIGS = [DEPLOY / "aws.yaml", DEPLOY / "gcp.yaml"]
+DOCKER_CONFIGS = [CLUSTER / "cluster.yaml", *CLOUD_CONFIGS]
+OWN_CONFIGS = [CLUSTER / "cluster.yaml", CLUSTER / "cluster-venv.yaml"]
+NODE_CONFIGS = [*OWN_CONFIGS, *CLOUD_CONFIGS]
 OVERLAYS = ["base", "overlays/dev", "overlays/prod"]
 
 
