@@ -29,6 +29,7 @@ from protos.stats import EngineStats
 from runtime.frontend.admission import DEFAULT_QUEUE_LIMITS, Admission, QueueLimits, num_prompt_tokens
 from runtime.frontend.channel import Channel, Failed, LoadProgress, Outputs, Ready, Report
 from runtime.frontend.client import EngineState, Prompt
+from runtime.frontend.fair_turns import FairTurns
 from runtime.frontend.keys import TENANT
 from runtime.frontend.open_streams import OpenStreams
 from runtime.frontend.stream_queue import DEFAULT_READING_LIMITS, Delta, ReadingLimits, StreamQueue
@@ -40,6 +41,9 @@ log = logging.getLogger("slipstream")
 
 LONG_PROMPT = 20_000
 """Longer prompts, in characters, are tokenised in a thread, so that they do not block the event loop."""
+
+LONGEST_TRIAL_S = 90.0
+"""Far above the limits on checking a grammar, with the start of the first process that does."""
 
 START_ERRORS: dict[str, type[SlipstreamError]] = {
     "ConfigError": ConfigError,
@@ -80,6 +84,7 @@ class AsyncEngine:
         self._admission = Admission(queue)
         self._streams = OpenStreams(channel, self._admission, reading, metrics)
         self._tokenizers = TokenizerPool()
+        self._trials, self._triers = FairTurns("grammars"), TokenizerPool(LONGEST_TRIAL_S)
         self._channel = channel
         self._make_preprocessor = make_preprocessor
         self._preprocessor: Preprocessor | None = None
@@ -159,7 +164,11 @@ class AsyncEngine:
         """See `EngineClient`."""
         make = self.preprocessor.requests
         self.check_open()
-        if params.structured_outputs is not None or _is_long(prompt) or _is_long(params.prediction):
+        structured = params.structured_outputs
+        if structured is not None and not self.preprocessor.grammars.knows(structured):
+            async with self._trials.turn(TENANT.get()):
+                requests = await self._triers.run(make, prompt, params, request_id)
+        elif _is_long(prompt) or _is_long(params.prediction):
             requests = await self._tokenizers.run(make, prompt, params, request_id)
         else:
             requests = make(prompt, params, request_id)
