@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -94,7 +93,11 @@ class GrammarHost:
 
 
 class _FirstProcess:
-    """The process that forks; it is killed with the last reference, and its forks end with it."""
+    """The process that forks; it is killed with the last reference, and its forks end with it.
+
+    Attributes:
+        pid: its number.
+    """
 
     def __init__(self, module: str) -> None:
         ours, theirs = socket.socketpair()
@@ -105,6 +108,7 @@ class _FirstProcess:
                 start_new_session=True,
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
+        self.pid = popen.pid
         self._socket = ours
         self._process = GrammarProcess(ours, pid=0)
         self.end = weakref.finalize(self, _end_first, popen, ours)
@@ -156,13 +160,6 @@ class GrammarProcess:
     def wants_to_send(self) -> bool:
         """Whether something is still to be sent."""
         return bool(self._outgoing)
-
-    @property
-    def cpu_s(self) -> float:
-        """Seconds of a processor that it has used; 0 before it runs and after it has ended."""
-        with contextlib.suppress(OSError):
-            return int(Path(f"/proc/{self._pid}/schedstat").read_text(encoding="ascii").split()[0]) / 1e9
-        return 0.0
 
     def give_way(self) -> None:
         """Let other processes go first from now on."""
@@ -238,7 +235,7 @@ def _end(pids: Sequence[int], end: socket.socket) -> None:
 
 def wait_for(processes: Iterable[GrammarProcess], timeout_s: float) -> None:
     """Wait until one of *processes* has sent something, or *timeout_s* has passed, and exchange what can be."""
-    waiting = {process.fileno(): process for process in processes}
+    waiting = {process.fileno(): process for process in processes if not process.has_ended}
     poll = select.poll()
     for number, process in waiting.items():
         poll.register(number, select.POLLIN | (select.POLLOUT if process.wants_to_send else 0))

@@ -55,8 +55,7 @@ class FairTurns:
         waiting = self._waiting.setdefault(key, deque())
         if len(waiting) >= self._max_waiting:
             raise OverloadedError(
-                f"{len(waiting)} {self._what} are waiting to be checked with this key, the most there may be; try again "
-                "later",
+                f"{len(waiting)} {self._what} are waiting to be checked with this key, the most; try again later",
                 RETRY_S,
             )
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()

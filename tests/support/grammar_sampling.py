@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from protos.grammar_host import GrammarHost
 from protos.guidance import matcher
 from protos.messages import NewSequence, Sampling
 from tests.support.structured import EOS, FORMS, follower_host, vocab_size, words
@@ -37,10 +38,14 @@ def is_allowed(name: str, output: list[int], path: Seq[int]) -> bool:
 PATIENT = FollowLimits(round_s=60, patience_s=60, draft_s=60, budget_s=60, longest_s=60)
 
 
-def engine_of(sequences: Seq[tuple[str | None, list[int], Sampling]], limits: FollowLimits = PATIENT) -> Sampler:
+def engine_of(
+    sequences: Seq[tuple[str | None, list[int], Sampling]],
+    limits: FollowLimits = PATIENT,
+    host: GrammarHost | None = None,
+) -> Sampler:
     """Return a target's sampler whose slots each hold a prompt of two tokens and some output."""
     slots = SlotTable(len(sequences), 64, 4)
-    grammars = SlotGrammars(slots, VOCAB, (EOS,), follower_host(), limits)
+    grammars = SlotGrammars(slots, VOCAB, (EOS,), host or follower_host(), limits)
     new = [
         NewSequence(slot, [1, 7, *output], 2, replaced(sampling, name))
         for slot, (name, output, sampling) in enumerate(sequences)

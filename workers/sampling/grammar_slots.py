@@ -96,6 +96,7 @@ class SlotGrammars:
         self._wanted = {slot: [] for slot in slots_N}
         for slot, tail in zip(slots_N, tails_N, strict=True):
             self._wanted[slot].append(tail)
+            self._state(slot)
         self._skipped.update(self._wait(self._wanted, self._has_masks))
         return [
             self._nothing if slot in self._skipped else self._state(slot).masks.get(tail, self._nothing)
@@ -124,7 +125,9 @@ class SlotGrammars:
 
     def _has_masks(self, slot: int) -> bool:
         """Whether the masks wanted are there, or will not come. Asks for those that were not asked for."""
-        state = self._state(slot)
+        state = self._grammars[slot]
+        if state.asked_at is not None and not state.masks:
+            return False
         tails = self._wanted[slot] if state.prunes_drafts else [()]
         if state.reason is not None or all(tail in state.masks for tail in tails):
             return True
@@ -132,7 +135,7 @@ class SlotGrammars:
         return state.reason is not None
 
     def _has_draft(self, slot: int) -> bool:
-        state = self._state(slot)
+        state = self._grammars[slot]
         return state.pruned is not None or not state.prunes_drafts or state.reason is not None
 
     def _tail(self, slot: int, index: int) -> Tail:
@@ -155,6 +158,8 @@ class SlotGrammars:
 
     def _reach(self, state: SlotGrammar) -> bool:
         """Find a process for a sequence; return whether there is one."""
+        if state.follower is not None and not state.follower.asked:
+            self._take(state.follower)  # it may have ended since
         if state.follower is None and state.reason is None:
             try:
                 state.follower = self._followers.find(state.grammar, state.number)
@@ -180,6 +185,7 @@ class SlotGrammars:
         if not answer.is_last:
             return
         took_s = time.monotonic() - (state.asked_at or 0.0)
+        state.late_s += took_s if took_s > self._limits.round_s else 0.0
         state.asked_at, state.settled = None, min(answer.num_fed, state.asked_len)
         state.patience_s = min(state.patience_s + self._limits.regained_s, self._limits.patience_s)
         state.prunes_drafts &= not (state.asked_draft and took_s > self._limits.draft_s)
@@ -201,8 +207,8 @@ class SlotGrammars:
         for state in [each for each in self._by_number.values() if each.follower is follower]:
             if state.number == at_fault:
                 self._fail(state, TOO_SLOW.format(self._limits.budget_s))
-            if state.reason is not None:
-                self._refused[state.grammar] = time.monotonic() + REFUSED_S
+                if state.reason is not None:
+                    self._refused[state.grammar] = time.monotonic() + REFUSED_S
             state.follower, state.asked_at, state.settled = None, None, 0
         while len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
@@ -213,20 +219,30 @@ class SlotGrammars:
         """Take answers until all *slots* are ready, or the round waits no longer; return those that are not."""
         began = time.monotonic()
         while True:
-            followers = {id(each): each for slot in slots if (each := self._state(slot).follower) is not None}
-            for follower in followers.values():
+            for follower in self._busy(slots):
                 self._take(follower)
-            slots = [slot for slot in slots if not is_ready(slot)]
             waited_s = time.monotonic() - began
+            slots = [slot for slot in slots if not self._is_settled(slot, is_ready, waited_s)]
             left_s = max((self._wait_s(slot) for slot in slots), default=0.0) - waited_s
             if left_s <= 0:
                 self._judge(slots, waited_s)
                 return slots
-            self._followers.wait(followers.values(), left_s)
+            self._followers.wait(self._busy(slots), left_s)
+
+    def _is_settled(self, slot: int, is_ready: Callable[[int], bool], waited_s: float) -> bool:
+        """Whether a slot is ready; if so, take from its patience how long it was waited for."""
+        if not is_ready(slot):
+            return False
+        self._grammars[slot].patience_s -= min(waited_s, self._grammars[slot].patience_s)
+        return True
+
+    def _busy(self, slots: Iterable[int]) -> list[Follower]:
+        found = [self._grammars[slot].follower for slot in slots]
+        return list(dict.fromkeys(each for each in found if each is not None))
 
     def _wait_s(self, slot: int) -> float:
         """Return how long the round waits for a slot."""
-        limits, state = self._limits, self._state(slot)
+        limits, state = self._limits, self._grammars[slot]
         return min(limits.round_s, state.patience_s) if self._is_urgent else limits.round_s
 
     def _judge(self, slots: Seq[int], waited_s: float) -> None:
@@ -238,7 +254,7 @@ class SlotGrammars:
                 continue
             if not state.patience_s:
                 state.follower.give_way()
-            if now - state.asked_at > self._limits.longest_s:
+            if state.late_s + now - state.asked_at > self._limits.longest_s:
                 self._end(state.follower)
 
     # States.

@@ -8,8 +8,8 @@ from workers.sampling.grammar_followers import Follower
 from workers.sampling.matcher import Bits
 
 TOO_SLOW = (
-    "the grammar is too complex to follow here: it took more than {:g} s of a processor, or too much memory; make it "
-    "simpler"
+    "the grammar is too complex to follow here: it took more than {:g} s of a processor, or too much memory or time; make "
+    "it simpler"
 )
 
 
@@ -27,7 +27,7 @@ class FollowLimits:
         regained_s: patience that every mask gives back.
         draft_s: a sequence whose answer took longer gets no more drafts.
         budget_s: of a sequence, in seconds of a processor.
-        longest_s: seconds for one answer.
+        longest_s: seconds that late answers of a sequence may take in all.
     """
 
     round_s: float = 0.05
@@ -56,6 +56,7 @@ class SlotGrammar:
         masks: by the draft tokens after them.
         pruned: the round's draft without what is forbidden.
         prunes_drafts: False after a draft on which the matcher failed, or was slow.
+        late_s: seconds that answers took for which a round did not wait.
         reason: why the sequence failed.
     """
 
@@ -73,6 +74,7 @@ class SlotGrammar:
     masks: dict[Tail, Bits] = field(default_factory=dict)
     pruned: Draft | None = None
     prunes_drafts: bool = True
+    late_s: float = 0.0
     reason: str | None = None
 
     @property
