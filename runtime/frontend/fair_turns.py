@@ -49,6 +49,8 @@ class FairTurns:
         finally:
             self._running.discard(key)
             self._free += 1
+            if key in self._waiting:
+                self._waiting.move_to_end(key)
             self._pass_on()
 
     async def _wait(self, key: str) -> None:
@@ -91,5 +93,4 @@ class FairTurns:
             elif self._free and key not in self._running:
                 self._free -= 1
                 self._running.add(key)
-                self._waiting.move_to_end(key)
                 waiting.popleft().set_result(None)

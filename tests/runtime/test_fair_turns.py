@@ -1,11 +1,24 @@
 """Turns: few at once, one at a time for each key, and keys in turn."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
 
 import pytest
 
 from protos.errors import OverloadedError
 from runtime.frontend.fair_turns import FairTurns
+
+
+def on_a_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    async def main() -> None:
+        await test()
+
+    @wraps(test)
+    def run() -> None:
+        asyncio.run(main())
+
+    return run
 
 
 async def settle() -> None:
@@ -36,19 +49,21 @@ class Work:
         await settle()
 
 
+@on_a_loop
 async def test_keys_take_turns() -> None:
     work = Work(FairTurns("things", num_at_once=2))
     tasks = [asyncio.create_task(work.hold(key)) for key in "mmmmmab"]
     await settle()
     assert work.running == ["m", "a"], "one at a time for each key"
     await work.end("m")
-    assert work.running == ["a", "b"], "who has not had a turn is next"
-    for key in ("a", "b", "m", "m", "m", "m"):
+    assert work.running == ["a", "b"], "the queue of one key is not served before the others"
+    for key in "abmmmm":
         await work.end(key)
     assert work.began == ["m", "a", "b", "m", "m", "m", "m"]
     await asyncio.gather(*tasks)
 
 
+@on_a_loop
 async def test_one_key_waits_in_a_queue_of_limited_length() -> None:
     work = Work(FairTurns("things", num_at_once=2, max_waiting=3))
     tasks = [asyncio.create_task(work.hold("m")) for _ in range(4)]
@@ -64,6 +79,7 @@ async def test_one_key_waits_in_a_queue_of_limited_length() -> None:
     await asyncio.gather(*tasks)
 
 
+@on_a_loop
 async def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
     work = Work(FairTurns("things", longest_s=0.05))
     held = asyncio.create_task(work.hold("m"))
@@ -75,6 +91,7 @@ async def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
     await held
 
 
+@on_a_loop
 async def test_who_gives_up_leaves_its_place() -> None:
     work = Work(FairTurns("things"))
     tasks = [asyncio.create_task(work.hold("m")) for _ in range(3)]

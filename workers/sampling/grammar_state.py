@@ -8,10 +8,9 @@ from workers.sampling.grammar_followers import Follower
 from workers.sampling.matcher import Bits
 
 TOO_SLOW = (
-    "the grammar is too complex to follow here: it took more than {:g} s of a processor, or too much memory or time; make "
-    "it simpler"
+    "the grammar is too complex to follow here: it took more than {:g} s of a processor, or too much memory or time; "
+    "make it simpler"
 )
-
 
 Tail = tuple[int, ...]
 
