@@ -1,6 +1,6 @@
 """A process that compiles and tries a grammar, so that slow or large ones can be killed.
 
-Forked for `runtime.text.grammar_validator` (`protos.grammar_fork`), one for each grammar.
+Forked for `runtime.text.grammar_validator` (`protos.grammars.fork`), one for each grammar.
 """
 
 import random
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from protos.grammar_fork import ForkConnection, Refusal, fork_for_each
+from protos.grammars.fork import ForkConnection, Refusal, fork_for_each
 from protos.guidance import GrammarError, error_message, matcher
 from protos.messages import Grammar
 

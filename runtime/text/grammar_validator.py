@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from protos.errors import InvalidRequestError, SlipstreamError
-from protos.grammar_fork import Refusal, Vocabulary
-from protos.grammar_host import GrammarHost, GrammarProcess, HostEndedError
+from protos.grammars.fork import Refusal, Vocabulary
+from protos.grammars.host import GrammarHost, GrammarProcess, HostEndedError
 from protos.guidance import GrammarError
 from protos.messages import Grammar
 from protos.sampling import StructuredOutputsParams

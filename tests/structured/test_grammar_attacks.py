@@ -20,7 +20,7 @@ LATE = "start: /[ab]{160}/ s\ns: s s s | s s | /[a-z]/ | \n"
 """Ambiguous, and slow only long after the steps of its trial."""
 LONGEST_GAP_S = 2.0
 NUM_CONNECTIONS = 16
-SECONDS = 30.0
+SECONDS = 15.0
 
 
 @pytest.fixture(params=["one process", "two ranks"])

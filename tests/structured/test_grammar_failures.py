@@ -12,10 +12,10 @@ import torch
 
 from protos.draft import Draft
 from protos.errors import InvalidRequestError, failure
-from protos.grammar_host import GrammarHost
+from protos.grammars.host import GrammarHost
 from protos.guidance import GrammarError
 from protos.messages import Grammar, NewSequence, Row, Sampling
-from tests.support.brittle_followers import brittle_host
+from tests.structured.brittle_followers import brittle_host
 from tests.support.grammar_sampling import PATIENT, VOCAB, engine_of, is_allowed, logits_of, replaced, said
 from tests.support.structured import EOS, word_list
 from workers.sampling.grammar_followers import MODULE

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from protos.grammar_host import GrammarHost
+from protos.grammars.host import GrammarHost
 from protos.guidance import matcher
 from protos.messages import NewSequence, Sampling
 from tests.support.structured import EOS, FORMS, follower_host, vocab_size, words

@@ -12,8 +12,8 @@ import jsonschema
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from protos.grammar_fork import Vocabulary
-from protos.grammar_host import GrammarHost
+from protos.grammars.fork import Vocabulary
+from protos.grammars.host import GrammarHost
 from protos.guidance import vocabulary
 from protos.messages import Grammar
 from protos.structured import StructuredOutputsParams, grammar_of

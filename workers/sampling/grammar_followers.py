@@ -12,7 +12,7 @@ from functools import cached_property
 
 import msgspec
 
-from protos.grammar_host import GrammarHost, GrammarProcess, HostEndedError, wait_for
+from protos.grammars.host import GrammarHost, GrammarProcess, HostEndedError, wait_for
 from protos.guidance import GrammarError
 from protos.messages import Grammar
 from workers.sampling.grammar_process import Begin, Follow, Followed

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from protos.config.engine import ModelConfig
-from protos.grammar_fork import Vocabulary
-from protos.grammar_host import GrammarHost
+from protos.grammars.fork import Vocabulary
+from protos.grammars.host import GrammarHost
 from protos.guidance import GrammarError
 from workers.sampling.grammar_followers import MEMORY_BYTES, MODULE
 from workers.sampling.grammar_slots import SlotGrammars

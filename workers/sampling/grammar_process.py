@@ -1,6 +1,6 @@
 """A process that follows the sequences of one grammar, so that slow or large ones can be left behind and killed.
 
-Forked for `workers.sampling.grammar_followers` (`protos.grammar_fork`). It first reads `Begin`, then answers each
+Forked for `workers.sampling.grammar_followers` (`protos.grammars.fork`). It first reads `Begin`, then answers each
 `Follow` with one or two `Followed`.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from protos.draft import Draft
-from protos.grammar_fork import ForkConnection, fork_for_each
+from protos.grammars.fork import ForkConnection, fork_for_each
 from protos.guidance import GrammarError
 from protos.guidance import matcher as compile_grammar
 from protos.messages import Grammar

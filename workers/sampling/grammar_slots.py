@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 
 from protos.draft import NO_DRAFT, Draft
-from protos.grammar_host import GrammarHost
+from protos.grammars.host import GrammarHost
 from protos.guidance import GrammarError
 from protos.messages import Grammar, NewSequence, Row
 from workers.sampling.grammar_followers import Follower, Followers

@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from protos.grammar_fork import Vocabulary
-from protos.grammar_host import GrammarHost
+from protos.grammars.fork import Vocabulary
+from protos.grammars.host import GrammarHost
 from protos.messages import Grammar, Sampling
 from tests.support.exactness.distribution import distribution
 from tests.support.exactness.engine import Emitted, Shape, Table, TableModel, World, run_rows, tree_distribution

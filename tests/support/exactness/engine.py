@@ -16,8 +16,8 @@ import torch
 
 from proposers.draft_model import DraftModelProposer
 from protos.config.engine import SpeculativeConfig
-from protos.grammar_fork import Vocabulary
-from protos.grammar_host import GrammarHost
+from protos.grammars.fork import Vocabulary
+from protos.grammars.host import GrammarHost
 from protos.layers import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling, WorkerInfo
 from tests.support.exactness.statistics import Ints, Probs

@@ -4,8 +4,8 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from protos.draft import Draft
-from protos.grammar_fork import fork_for_each
-from protos.grammar_host import GrammarHost
+from protos.grammars.fork import fork_for_each
+from protos.grammars.host import GrammarHost
 from protos.guidance import GrammarError
 from tests.support.structured import FORMS, word_list
 from workers.sampling import grammar_process
@@ -56,4 +56,4 @@ def main() -> None:
 
 
 def brittle_host() -> GrammarHost:
-    return GrammarHost("tests.support.brittle_followers", word_list)
+    return GrammarHost("tests.structured.brittle_followers", word_list)

@@ -1,7 +1,7 @@
 """Processes that compile and follow grammars, each forked from one that has read the vocabulary. The parent's side.
 
 A grammar can be slow in ways that no limit of the grammar library bounds, and the library holds the interpreter's lock
-while it advances. So grammars run in processes (`protos.grammar_fork`), which can be left behind and killed.
+while it advances. So grammars run in processes (`protos.grammars.fork`), which can be left behind and killed.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from protos.grammar_fork import LENGTH, Refusal, Vocabulary, framed
+from protos.grammars.fork import LENGTH, Refusal, Vocabulary, framed
 from protos.guidance import GrammarError
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
@@ -38,7 +38,7 @@ class GrammarHost:
     """Starts a process for each caller, by forking one that has read the vocabulary. May be used from any thread.
 
     Args:
-        module: its `main` calls `protos.grammar_fork.fork_for_each`.
+        module: its `main` calls `protos.grammars.fork.fork_for_each`.
         load_vocabulary: called by `start`.
     """
 
@@ -104,7 +104,7 @@ class _FirstProcess:
         with theirs:
             popen = subprocess.Popen(
                 [sys.executable, "-c", START.format(module), json.dumps(sys.path)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 start_new_session=True,
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
