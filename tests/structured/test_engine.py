@@ -15,7 +15,7 @@ from runtime.core.controller import LocalInbox
 from slipstream import LLM
 from tests.conftest import ModelPair
 from tests.support.distributed.engine import Engine, configure, threaded
-from tests.support.structured import EOS, FORMS, tiny_models_in, tokenizer
+from tests.support.structured import AMBIGUOUS, EOS, FORMS, tiny_models_in, tokenizer
 from workers.sampling import grammar_slots
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,7 +32,6 @@ ROOM: Options = {
 PROMPTS = ("name: ", "12 + a = ", "yes or no? name: ", "name: yes or no? ")
 PENALISED: Options = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "top_p": 0.95, "logit_bias": {40: 1.0}}
 PATIENCE_S = 600.0
-AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z]/ | "
 METHODS = ("ngram", "draft_model", "draft_model tree", "eagle3 tree")
 
 

@@ -34,6 +34,9 @@ LINE = r"[a-z]{2,8} = (-?[0-9]{1,3}|'[^'\\\n]{0,6}')"
 WORDS = ("yes", "no", "no idea", 'niño\n"{}" | a')
 SUMS = 'start: term ("+" term){0,3}\nterm: /[0-9]{1,2}/ | "(" start_ ")"\nstart_: /[a-c]/ ("*" start_)? '
 
+AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z]/ | "
+"""Becomes slow after some dozens of tokens."""
+
 
 @dataclass(frozen=True)
 class Form:
