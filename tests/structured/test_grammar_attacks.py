@@ -106,6 +106,9 @@ class Neighbour:
         await asyncio.gather(*running)
         return results
 
+    async def close(self) -> None:
+        await self._client.aclose()
+
     def figures(self) -> dict[str, float]:
         """Return the figures, in seconds, and forget them."""
         found = {
@@ -133,7 +136,8 @@ async def late_grammars(url: str) -> list[tuple[int, str]]:
 
 async def slow_grammars(url: str, seconds: float) -> dict[int, int]:
     """Send ever new grammars that are slow at once, over many connections; return the counts of status codes."""
-    end, codes = time.monotonic() + seconds, {}
+    end = time.monotonic() + seconds
+    codes: dict[int, int] = {}
     async with client(url, "mallory") as mine:
 
         async def send(number: int) -> None:
@@ -161,6 +165,7 @@ def test_neighbours_hardly_notice(server: str) -> None:
         late = neighbour.figures()
         [codes] = await neighbour.during(slow_grammars(server, SECONDS))
         slow = neighbour.figures()
+        await neighbour.close()
         print(f"\nalone: {alone}\nlate grammars: {late}\nslow grammars: {slow}, {codes}")
         for status, text in answers:
             assert status == 200 or (status == 400 and "too complex" in text), text
