@@ -166,7 +166,7 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         slot: as in the row.
         token_ids: accepted draft tokens followed by the target's own next token; empty for rows that
-            do not sample.
+            do not sample, and for those that skip their turn, because their grammar's mask is not ready.
         proposed: draft tokens that were scored and could be accepted.
         path: accepted nodes of the draft, root to leaf; for a chain 0 .. accepted - 1.
         logprobs: one entry per token id, if requested.

@@ -133,6 +133,7 @@ class TargetWorker:
         """
         began = time.monotonic()
         scoring, prompt_P = self._lay_out(rows, drafts)
+        self.sampler.begin(rows, drafts)
         logits_XV, states_TF = self.runner.run(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
         self.forward_s = time.monotonic() - began
         if states_TF is not None:
@@ -183,7 +184,9 @@ class TargetWorker:
                 verdicts.append(None)
                 continue
             path, emitted = next(remaining)
-            if emitted[0] == -1:
+            if self.sampler.skips(row.slot):
+                verdicts.append(Verdict(row.slot))
+            elif emitted[0] == -1:
                 why = self.sampler.failure_reason(row.slot, logits_NV[at : at + count])
                 verdicts.append(Verdict(row.slot, failed=why))
             else:

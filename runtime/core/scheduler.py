@@ -201,8 +201,10 @@ class Scheduler:
         fresh = sequence.new_prompt_logprobs(row.start, entries) if entries else None
         return sequence.output(prompt_logprobs=fresh) if fresh else None
 
-    def _commit_tokens(self, sequence: Sequence, row: Row, verdict: Verdict) -> TokenOutput:
+    def _commit_tokens(self, sequence: Sequence, row: Row, verdict: Verdict) -> TokenOutput | None:
         num_new = sequence.append_verdict(verdict)
+        if not verdict.token_ids and not verdict.prompt_logprobs:
+            return None  # it skipped its turn
         self._move_accepted(sequence, row, verdict.path)
         if self._proposers is not None:
             self._proposers.grow(sequence, verdict.token_ids[:num_new], verdict.probed)

@@ -139,11 +139,12 @@ class Sequence:
     def append_verdict(self, verdict: Verdict) -> int:
         """Append a verdict's tokens and advance `num_computed`; return how many tokens were appended.
 
-        The KV of accepted draft tokens is already computed; that of the last token is not.
+        The KV of accepted draft tokens is already computed; that of the last token is not. After a verdict without
+        tokens, of a row that skipped its turn, the last token is fed again.
         """
         known_len = len(self.token_ids)
         num_appended = self.append(verdict.token_ids)
-        self.num_computed = known_len + min(len(verdict.path), num_appended)
+        self.num_computed = known_len + min(len(verdict.path), num_appended) - (not verdict.token_ids)
         return num_appended
 
     def new_prompt_logprobs(self, start: int, entries: Seq[TokenLogprobs]) -> Seq[TokenLogprobs]:

@@ -32,15 +32,12 @@ from runtime.frontend.channel import Alive, Channel, Failed, LoadProgress, Outpu
 from runtime.frontend.client import EngineState, Prompt
 from runtime.frontend.keys import TENANT
 from runtime.frontend.open_streams import OpenStreams
+from runtime.frontend.preparation import Preparation
 from runtime.frontend.stream_queue import DEFAULT_READING_LIMITS, Delta, ReadingLimits, StreamQueue
 from runtime.metrics.prometheus import Metrics
 from runtime.text.preprocessor import Preprocessor
-from runtime.text.tokenizer_pool import TokenizerPool
 
 log = logging.getLogger("slipstream")
-
-LONG_PROMPT = 20_000
-"""Longer prompts, in characters or token ids, are prepared in a thread, so that they do not block the event loop."""
 
 START_ERRORS: dict[str, type[SlipstreamError]] = {
     "ConfigError": ConfigError,
@@ -80,7 +77,7 @@ class AsyncEngine:
         self._timeout_s = timeout_s
         self._admission = Admission(queue)
         self._streams = OpenStreams(channel, self._admission, reading, metrics)
-        self._tokenizers = TokenizerPool()
+        self._preparation = Preparation()
         self._channel = channel
         self._make_preprocessor = make_preprocessor
         self._preprocessor: Preprocessor | None = None
@@ -161,25 +158,24 @@ class AsyncEngine:
 
     async def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
         """See `EngineClient`."""
-        make = self.preprocessor.requests
+        preprocessor = self.preprocessor
         self.check_open()
-        if params.structured_outputs is not None or any(map(_is_long, (prompt, *_long_options(params)))):
-            requests = await self._tokenizers.run(make, prompt, params, request_id)
-        else:
-            requests = make(prompt, params, request_id)
+        requests = await self._preparation.requests(preprocessor, prompt, params, request_id)
         self.check_open(len(requests), num_prompt_tokens(requests))  # while the response can still be a 429
         return requests
 
     async def render_chat(self, messages: Any, params: SamplingParams, **options: Any) -> Prompt:
         """See `EngineClient`."""
         self.check_open()
-        return await self._tokenizers.run(self.preprocessor.chat, messages, params, **options)
+        return await self._preparation.in_thread(self.preprocessor.chat, messages, params, **options)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """See `EngineClient`."""
         if not text:
             return ()
-        return await self._tokenizers.run(self.preprocessor.tokenize, text, add_special_tokens=add_special_tokens)
+        return await self._preparation.in_thread(
+            self.preprocessor.tokenize, text, add_special_tokens=add_special_tokens
+        )
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """See `EngineClient`."""
@@ -290,12 +286,3 @@ def _with_tenant(requests: Sequence[Request]) -> Sequence[Request]:
     if not tenant:
         return requests
     return [msgspec.structs.replace(each, cache_salt=f"{tenant}/{each.cache_salt}") for each in requests]
-
-
-def _is_long(given: object) -> bool:
-    """Whether text or ids are long enough to be tokenised and checked in a thread."""
-    return isinstance(given, str | list | tuple) and len(given) > LONG_PROMPT
-
-
-def _long_options(params: SamplingParams) -> tuple[object, ...]:
-    return params.prediction, params.allowed_token_ids

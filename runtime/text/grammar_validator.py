@@ -1,30 +1,33 @@
-"""Checks a grammar before its request is admitted, in a subprocess that is killed if it exceeds the limits."""
+"""Checks a grammar before its request is admitted, in a process that is killed if it exceeds the limits."""
 
-import contextlib
 import hashlib
-import os
-import select
-import subprocess
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from protos.errors import InvalidRequestError, OverloadedError, SlipstreamError
+from protos.errors import InvalidRequestError, SlipstreamError
+from protos.grammars.fork import Refusal, Vocabulary
+from protos.grammars.host import GrammarHost, GrammarProcess, HostEndedError
+from protos.guidance import GrammarError
 from protos.messages import Grammar
 from protos.sampling import StructuredOutputsParams
 from protos.structured import grammar_of
-from runtime.subprocess import python_command
-from runtime.text.grammar_process import LENGTH, GrammarReply, GrammarSetup, framed
+from runtime.text.grammar_process import Trial
 from runtime.text.tokenizer import Tokenizer
 
 PARAM = "structured_outputs"
+MODULE = "runtime.text.grammar_process"
 CACHE_SIZE = 1024
-UNKNOWN = "?"
+TOO_SLOW_S = 600.0
+"""A grammar that took too long is refused for so long: under less load, another attempt may succeed."""
+FOR_EVER = float("inf")
+START_TRIES = 2
+NEARLY = 0.9
+"""The clocks of two processes differ a little."""
 
 
 @dataclass(frozen=True)
@@ -32,30 +35,32 @@ class GrammarLimits:
     """Limits on checking one grammar.
 
     Attributes:
-        time_s: seconds to compile it and follow it for some tokens.
-        wait_s: seconds to wait for grammars that are being checked.
-        start_s: seconds until the process has started and loaded the vocabulary.
+        time_s: seconds of a processor to compile it and follow it for some tokens.
+        polite_s: seconds after which it gives way to other processes.
+        longest_s: seconds in all, where other processes keep the processors busy.
+        start_s: seconds until the first process has loaded the vocabulary.
         memory_bytes: in addition to the vocabulary.
     """
 
     time_s: float = 2.0
-    wait_s: float = 10.0
+    polite_s: float = 0.2
+    longest_s: float = 10.0
     start_s: float = 60.0
     memory_bytes: int = 1 << 30
 
 
-class _TimeOutError(Exception):
-    """No reply arrived in time."""
+@dataclass(frozen=True)
+class _Finding:
+    """Why a grammar cannot be used, if so, and until when that holds, in monotonic seconds."""
 
-
-class _EndedError(Exception):
-    """The process ended."""
+    refusal: str | None
+    until: float = FOR_EVER
 
 
 class GrammarChecker:
-    """Checks grammars one at a time and caches the results. May be called from any thread.
+    """Checks grammars, each in a process of its own, and caches the results. May be called from any thread.
 
-    Its process starts with the first grammar, and again after one that exceeded the limits.
+    The process that forks them starts with the first grammar.
 
     Args:
         tokenizer: None if prompts and outputs are token ids only; then every grammar is refused.
@@ -69,9 +74,9 @@ class GrammarChecker:
     ) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, tuple(eos_ids)
         self.limits = limits or GrammarLimits()
-        self._refusals: OrderedDict[bytes, str | None] = OrderedDict()
+        self._findings: OrderedDict[bytes, _Finding] = OrderedDict()
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._host = GrammarHost(MODULE, self._vocabulary)
 
     def resolve(self, params: StructuredOutputsParams) -> Grammar:
         """Return the grammar of *params*. Raises as `check`. May take seconds."""
@@ -79,127 +84,82 @@ class GrammarChecker:
         self.check(grammar)
         return grammar
 
+    def knows(self, params: StructuredOutputsParams) -> bool:
+        """Whether `resolve` is quick: the grammar was checked before. Raises `InvalidRequestError`."""
+        return self._found(_digest(grammar_of(params))) is not None
+
     def check(self, grammar: Grammar) -> None:
         """Compile and try *grammar*.
 
         Raises:
             InvalidRequestError: it cannot be used; the message gives the reason.
-            OverloadedError: too many grammars are waiting.
         """
-        refusal = self._refusal(grammar)
-        if refusal is not None:
-            raise InvalidRequestError(f"{PARAM}: {refusal}", PARAM)
+        key = _digest(grammar)
+        finding = self._found(key)
+        if finding is None:
+            finding = self._try(grammar)
+            self._cache(key, finding)
+        if finding.refusal is not None:
+            raise InvalidRequestError(f"{PARAM}: {finding.refusal}", PARAM)
 
     def close(self) -> None:
-        """End the process. The next grammar starts it again."""
+        """End all processes. The next grammar starts them again."""
+        self._host.close()
+
+    def _found(self, key: bytes) -> _Finding | None:
+        """Return what is known of a grammar; None if nothing is."""
+        finding = self._findings.get(key)
+        return finding if finding is not None and finding.until > time.monotonic() else None
+
+    def _cache(self, key: bytes, finding: _Finding) -> None:
         with self._lock:
-            self._end()
+            self._findings[key] = finding
+            self._findings.move_to_end(key)
+            if len(self._findings) > CACHE_SIZE:
+                self._findings.popitem(last=False)
 
-    def _refusal(self, grammar: Grammar) -> str | None:
-        """Return why *grammar* cannot be used; None if it can."""
-        key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
-        refusal = self._refusals.get(key, UNKNOWN)
-        if refusal is not UNKNOWN:
-            return refusal
-        if not self._lock.acquire(timeout=self.limits.wait_s):
-            raise OverloadedError("too many grammars are waiting to be checked; try again", self.limits.time_s)
+    def _try(self, grammar: Grammar) -> _Finding:
+        """Return whether *grammar* can be used. A process that did not reply in time is killed."""
+        process = self._fork()
+        process.send(Trial(grammar, self.limits.time_s))
+        began = time.monotonic()
         try:
-            if key not in self._refusals:
-                self._cache(key, self._try(grammar))
-            return self._refusals[key]
+            reply = process.receive(Refusal, self.limits.polite_s)
+            if reply is None:
+                process.give_way()
+                reply = process.receive(Refusal, self.limits.longest_s - self.limits.polite_s)
+        except HostEndedError:
+            return self._ended(time.monotonic() - began)
         finally:
-            self._lock.release()
+            process.end()
+        return self._ended(self.limits.longest_s) if reply is None else _Finding(reply.reason)
 
-    def _cache(self, key: bytes, refusal: str | None) -> None:
-        self._refusals[key] = refusal
-        if len(self._refusals) > CACHE_SIZE:
-            self._refusals.popitem(last=False)
+    def _ended(self, took_s: float) -> _Finding:
+        """Return the finding about a grammar whose process was killed after *took_s*."""
+        limits = self.limits
+        if took_s >= limits.time_s * NEARLY:
+            why = f"it took more than {limits.time_s:g} s to compile; make it simpler"
+        else:
+            why = f"it needs more than {limits.memory_bytes >> 20} MiB, or is nested too deeply"
+        return _Finding(f"the grammar is too complex: {why}", time.monotonic() + TOO_SLOW_S)
 
-    def _try(self, grammar: Grammar) -> str | None:
-        """Return why *grammar* cannot be used; None if it can. A process that did not reply in time is killed.
-
-        Time-outs are not cached: under less load, the next attempt may succeed.
-        """
-        try:
-            return self._started().request(grammar, self.limits.time_s)
-        except _TimeOutError:
-            why = f"it took more than {self.limits.time_s:g} s to compile; make it simpler"
-        except _EndedError:
-            why = f"it needs more than {self.limits.memory_bytes >> 20} MiB, or is nested too deeply"
-        self._end()
-        raise InvalidRequestError(f"{PARAM}: the grammar is too complex: {why}", PARAM)
-
-    def _started(self) -> "_Process":
-        if self._process is None or not self._process.is_alive:
-            self._end()
-            if self._tokenizer is None:
-                raise InvalidRequestError(f"{PARAM} is text, but skip_tokenizer_init is set", PARAM)
-            text = self._tokenizer.backend_tokenizer.to_str()
-            setup = GrammarSetup(text, self._vocab_size, self._eos_ids, self.limits.memory_bytes)
-            process = _Process()
+    def _fork(self) -> GrammarProcess:
+        for _ in range(START_TRIES):  # the process that forks may have been killed since
             try:
-                refusal = process.request(setup, self.limits.start_s)
-            except (_TimeOutError, _EndedError):
-                process.end()
-                raise SlipstreamError("the process that checks grammars could not be started") from None
-            if refusal is not None:
-                process.end()
-                raise InvalidRequestError(refusal, PARAM)
-            self._process = process
-        return self._process
+                self._host.start(self.limits.start_s)
+                return self._host.fork()
+            except GrammarError as error:
+                raise InvalidRequestError(str(error), PARAM) from None
+            except HostEndedError:
+                continue
+        raise SlipstreamError("the process that checks grammars could not be started")
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.end()
-            self._process = None
-
-
-class _Process:
-    """A `runtime.text.grammar_process`, killed with its last reference."""
-
-    def __init__(self) -> None:
-        self._popen = subprocess.Popen(
-            python_command("runtime.text.grammar_process"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self.end = weakref.finalize(self, _end, self._popen)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self._popen.poll() is None
-
-    def request(self, message: msgspec.Struct, timeout_s: float) -> str | None:
-        """Send *message* and return the refusal in the reply."""
-        assert self._popen.stdin is not None
-        deadline = time.monotonic() + timeout_s
-        try:
-            self._popen.stdin.write(framed(message))
-            self._popen.stdin.flush()
-        except OSError:
-            raise _EndedError from None
-        size = LENGTH.unpack(self._read(LENGTH.size, deadline))[0]
-        return msgspec.msgpack.decode(self._read(size, deadline), type=GrammarReply).refusal
-
-    def _read(self, count: int, deadline: float) -> bytes:
-        assert self._popen.stdout is not None
-        pipe, data = self._popen.stdout.fileno(), b""
-        while len(data) < count:
-            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise _TimeOutError
-            part = os.read(pipe, count - len(data))
-            if not part:
-                raise _EndedError
-            data += part
-        return data
+    def _vocabulary(self) -> Vocabulary:
+        if self._tokenizer is None:
+            raise InvalidRequestError(f"{PARAM} is text, but skip_tokenizer_init is set", PARAM)
+        text = self._tokenizer.backend_tokenizer.to_str()
+        return Vocabulary(text, self._vocab_size, self._eos_ids, self.limits.memory_bytes)
 
 
-def _end(popen: "subprocess.Popen[bytes]") -> None:
-    popen.kill()
-    popen.wait()
-    for pipe in (popen.stdin, popen.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # unwritten data
-                pipe.close()
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()

@@ -78,7 +78,7 @@ class Preprocessor:
         self._eos_ids = tuple(eos_ids)
         self._random = random.Random(seed)
         self._default_max_tokens = default_max_tokens
-        self._grammars = GrammarChecker(tokenizer, vocab_size, eos_ids)
+        self.grammars = GrammarChecker(tokenizer, vocab_size, eos_ids)
 
     def requests(self, prompt: Any, params: SamplingParams, request_id: str) -> list[Request]:
         """Return one request for each of the `n` samples of *prompt*, which is text, ids, a dict, or a `Prompt`.
@@ -244,7 +244,7 @@ class Preprocessor:
             stop_ids=stop_ids,
             logprobs=self._num_logprobs(params.logprobs),
             prompt_logprobs=self._num_logprobs(params.prompt_logprobs),
-            grammar=self._grammars.resolve(structured) if structured else None,
+            grammar=self.grammars.resolve(structured) if structured else None,
         )
 
     def _known_ids(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:

@@ -97,3 +97,15 @@ def test_aborts_free_blocks_at_once_and_are_skipped_by_a_commit_under_way() -> N
     assert (output.request_id, output.finish_reason, output.text) == ("a", "abort", "")
     scheduler.check_integrity()
     assert [o.request_id for o in scheduler.commit(plan, make_verdicts(plan, [3], [4]))] == ["b"]
+
+
+def test_a_row_that_skips_its_turn_is_fed_again() -> None:
+    scheduler = make_scheduler()
+    scheduler.admit([make_request("a", [1] * 9), make_request("b", [2] * 9)])
+    skipped = scheduler.schedule(OFF)
+    outputs = scheduler.commit(skipped, make_verdicts(skipped, [], [0]))
+    assert [output.request_id for output in outputs] == ["b"]
+    scheduler.check_integrity()
+    again, other = scheduler.schedule(OFF).rows
+    assert (again.start, again.length, again.known_len, again.samples) == (8, 1, 9, True)
+    assert (other.start, other.length, other.known_len) == (9, 1, 10)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from runtime.core.controller import LocalInbox
 from slipstream import LLM
 from tests.conftest import ModelPair
 from tests.support.distributed.engine import Engine, configure, threaded
-from tests.support.structured import EOS, FORMS, tiny_models_in, tokenizer
+from tests.support.structured import AMBIGUOUS, EOS, FORMS, tiny_models_in, tokenizer
 from workers.sampling import grammar_slots
 
 REPOSITORY = Path(__file__).parents[2]
@@ -176,6 +177,19 @@ def test_who_cannot_go_on_fails_alone(folders: Folders, plain: Answers, running:
     assert found == plain
 
 
+def test_a_grammar_that_becomes_slow_fails_alone(
+    folders: Folders, plain: Answers, running: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_slots, "FollowLimits", partial(grammar_slots.FollowLimits, budget_s=0.3))
+    engine = started(folders, speculation(folders, "draft_model"))
+    running.append(engine)
+    slow = wish(0, None, structured_outputs={"grammar": AMBIGUOUS}, max_tokens=170, min_tokens=170)
+    engine.put(*requests(engine, [*wishes(), slow]))
+    found = finish(engine)
+    assert "too complex to follow" in str(engine.reasons[str(len(wishes()))])
+    assert found | plain == found
+
+
 def test_several_samples_with_log_probabilities_and_a_cached_prompt(folders: Folders) -> None:
     asked = wish(3, "compact", n=4, logprobs=2).params
     results = []
@@ -210,7 +224,7 @@ def test_requests_without_a_form_never_come_near(
     def never(*_: Any) -> Any:
         raise AssertionError("nobody asked for a form")
 
-    for name in ("allowed", "prune", "_run"):
+    for name in ("allowed", "prune", "begin"):
         monkeypatch.setattr(grammar_slots.SlotGrammars, name, never)
     engine = started(folders, speculation(folders, "draft_model"))
     running.append(engine)
@@ -218,8 +232,7 @@ def test_requests_without_a_form_never_come_near(
     finish(engine)
     assert engine.accepted > 0
     grammars = engine.built.executor.rank.worker.sampler._masks.grammars  # type: ignore[attr-defined]
-    assert "_matching" not in vars(grammars)
-    assert not grammars._compiled
+    assert not grammars._followers._by_key
     assert not grammars._grammars
 
 

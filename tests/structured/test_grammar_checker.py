@@ -2,15 +2,16 @@
 
 import os
 import signal
-import threading
+import time
 from typing import Any
 
 import pytest
 
-from protos.errors import InvalidRequestError, OverloadedError
+from protos.errors import InvalidRequestError
 from protos.messages import Grammar
 from protos.structured import StructuredOutputsParams
-from runtime.text.grammar_validator import GrammarChecker, GrammarLimits
+from runtime.text import grammar_validator
+from runtime.text.grammar_validator import TOO_SLOW_S, GrammarChecker, GrammarLimits
 from tests.support.structured import EOS, FORMS, tokenizer, vocab_size
 
 # Valid parameters with meaningless grammars.
@@ -62,51 +63,50 @@ HARD = Grammar("regex", "x(a{1000}){1000}")
 EASY = Grammar("regex", "b+")
 
 
-def test_a_grammar_that_takes_too_long_costs_its_request_alone() -> None:
-    checker = GrammarChecker(tokenizer(), vocab_size(), (EOS,), GrammarLimits(time_s=0.5))
-    checker.check(Grammar("regex", "a+"))
-    first = checker._process
-    assert first is not None
+def test_a_grammar_that_takes_too_long_costs_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(tokenizer(), vocab_size(), (EOS,), GrammarLimits(time_s=0.5, longest_s=60))
     with pytest.raises(InvalidRequestError, match=r"took more than 0\.5 s"):
         checker.check(HARD)
-    assert not first.is_alive
-    checker.limits = GrammarLimits()
     checker.check(EASY)
+    forks: list[int] = []
+    monkeypatch.setattr(checker, "_fork", lambda: forks.append(1) or GrammarChecker._fork(checker))
+    with pytest.raises(InvalidRequestError, match=r"took more than 0\.5 s"):
+        checker.check(HARD)
+    assert not forks, "it was found slow before"
+    monkeypatch.setattr(grammar_validator.time, "monotonic", lambda now=time.monotonic: now() + TOO_SLOW_S)
+    with pytest.raises(InvalidRequestError, match=r"took more than 0\.5 s"):
+        checker.check(HARD)
+    assert forks, "it is tried again after a while"
     checker.close()
 
 
-def test_a_process_that_dies_is_replaced() -> None:
+def test_processes_that_die_are_replaced() -> None:
     checker = GrammarChecker(tokenizer(), vocab_size(), (EOS,))
     checker.check(EASY)
-    assert checker._process is not None
-    os.kill(checker._process._popen.pid, signal.SIGSTOP)  # so that it dies while a caller waits
-    threading.Timer(0.3, checker._process._popen.kill).start()
-    with pytest.raises(InvalidRequestError, match="too complex"):
-        checker.check(Grammar("regex", "c+"))
+    first = checker._host._first
+    assert first is not None
+    os.kill(first.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     checker.check(Grammar("regex", "d+"))
+    assert checker._host._first is not first
     checker.close()
 
 
 def test_memory_is_limited() -> None:
-    checker = GrammarChecker(tokenizer(), vocab_size(), (EOS,), GrammarLimits(time_s=120, memory_bytes=8 << 20))
+    checker = GrammarChecker(
+        tokenizer(), vocab_size(), (EOS,), GrammarLimits(time_s=120, longest_s=120, memory_bytes=8 << 20)
+    )
     with pytest.raises(InvalidRequestError, match="more than 8 MiB"):
         checker.check(HARD)
     checker.check(EASY)
     checker.close()
 
 
-def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
-    checker = GrammarChecker(tokenizer(), vocab_size(), (EOS,), GrammarLimits(wait_s=0.05))
-    with checker._lock, pytest.raises(OverloadedError) as caught:
-        checker.check(EASY)
-    assert caught.value.retry_after_s > 0
-
-
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker) -> None:
     monkeypatch.setattr("runtime.text.grammar_validator.CACHE_SIZE", 3)
     for i in range(6):
         checker.check(Grammar("regex", f"x{i}"))
-    assert len(checker._refusals) <= max(3, len(FORMS) + len(MEANINGLESS) + 3)
-    before = len(checker._refusals)
+    assert len(checker._findings) <= max(3, len(FORMS) + len(MEANINGLESS) + 3)
+    before = len(checker._findings)
     checker.check(Grammar("regex", "y"))
-    assert len(checker._refusals) == before
+    assert len(checker._findings) == before

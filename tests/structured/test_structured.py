@@ -155,7 +155,7 @@ def test_requests_carry_grammars_across_processes() -> None:
     made = preprocessor.requests("a", asked, "1")
     assert [each.sampling.grammar for each in made] == [FORMS["json"].grammar] * 2
     assert [msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=Request) for each in made] == made
-    preprocessor._grammars.close()
+    preprocessor.grammars.close()
 
 
 # Tokenizers.

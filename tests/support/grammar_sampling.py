@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from protos.grammars.host import GrammarHost
 from protos.guidance import matcher
 from protos.messages import NewSequence, Sampling
-from tests.support.structured import EOS, FORMS, vocab_size, words
+from tests.support.structured import EOS, FORMS, follower_host, vocab_size, words
 from workers.sampling.grammar_masks import GrammarMasks
-from workers.sampling.grammar_slots import SlotGrammars
+from workers.sampling.grammar_slots import FollowLimits, SlotGrammars
 from workers.sampling.matcher import Bits, GrammarMatcher
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -34,10 +35,17 @@ def is_allowed(name: str, output: list[int], path: Seq[int]) -> bool:
     return True
 
 
-def engine_of(sequences: Seq[tuple[str | None, list[int], Sampling]], **options: Any) -> Sampler:
+PATIENT = FollowLimits(round_s=60, patience_s=60, draft_s=60, budget_s=60, longest_s=60)
+
+
+def engine_of(
+    sequences: Seq[tuple[str | None, list[int], Sampling]],
+    limits: FollowLimits = PATIENT,
+    host: GrammarHost | None = None,
+) -> Sampler:
     """Return a target's sampler whose slots each hold a prompt of two tokens and some output."""
     slots = SlotTable(len(sequences), 64, 4)
-    grammars = SlotGrammars(slots, VOCAB, (EOS,), words)
+    grammars = SlotGrammars(slots, VOCAB, (EOS,), host or follower_host(), limits)
     new = [
         NewSequence(slot, [1, 7, *output], 2, replaced(sampling, name))
         for slot, (name, output, sampling) in enumerate(sequences)

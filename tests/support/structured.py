@@ -12,10 +12,13 @@ import jsonschema
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from protos.grammars.fork import Vocabulary
+from protos.grammars.host import GrammarHost
 from protos.guidance import vocabulary
 from protos.messages import Grammar
 from protos.structured import StructuredOutputsParams, grammar_of
 from tests.support.models import synthetic_layers, tiny_models
+from workers.sampling.grammar_followers import MEMORY_BYTES, MODULE
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -30,6 +33,9 @@ PERSON: dict[str, Any] = {
 LINE = r"[a-z]{2,8} = (-?[0-9]{1,3}|'[^'\\\n]{0,6}')"
 WORDS = ("yes", "no", "no idea", 'niño\n"{}" | a')
 SUMS = 'start: term ("+" term){0,3}\nterm: /[0-9]{1,2}/ | "(" start_ ")"\nstart_: /[a-c]/ ("*" start_)? '
+
+AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z]/ | "
+"""Becomes slow after some dozens of tokens."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,17 @@ def vocab_size() -> int:
 def words(eos_ids: tuple[int, ...] = (EOS,)) -> Any:
     """Return the vocabulary for the grammar library."""
     return vocabulary(tokenizer().backend_tokenizer.to_str(), vocab_size(), eos_ids)
+
+
+@cache
+def follower_host() -> GrammarHost:
+    """Return what starts processes that follow grammars of `tokenizer`."""
+    return GrammarHost(MODULE, word_list)
+
+
+def word_list() -> Vocabulary:
+    """Return the vocabulary for processes that follow grammars."""
+    return Vocabulary(tokenizer().backend_tokenizer.to_str(), vocab_size(), (EOS,), MEMORY_BYTES)
 
 
 def tiny_models_in(folder: Path) -> dict[str, Path]:

@@ -31,7 +31,7 @@ TOLERANCES = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
 The median, because rounding can send a token to another expert. Rounding of 32 layers in bf16 makes a few hundredths;
 the families that are refused by this check are wrong by 0.5 and more.
 """
-PARTS = (CHUNK, FIRST - CHUNK, SECOND, len(TREE.positions))
+PARTS = [CHUNK, FIRST - CHUNK, SECOND, len(TREE.positions)]
 
 
 def self_check(loaded: LoadedModel, name: str) -> None:

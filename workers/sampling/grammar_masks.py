@@ -5,21 +5,21 @@ Called by `workers.sampling.sampler.Sampler`, only for slots that have a grammar
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from protos.config.engine import ModelConfig
-from protos.guidance import GrammarError, vocabulary
+from protos.grammars.fork import Vocabulary
+from protos.grammars.host import GrammarHost
+from protos.guidance import GrammarError
+from workers.sampling.grammar_followers import MEMORY_BYTES, MODULE
 from workers.sampling.grammar_slots import SlotGrammars
 from workers.sampling.matcher import Bits
 from workers.sampling.sample import Ints
 from workers.slots import SlotTable
 from workers.weights.hub import fetch_tokenizer
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
 
 WORD_BITS = 8
 
@@ -62,15 +62,12 @@ def _unpacked(bits_NB: Bits, vocab_size: int, device: torch.device) -> torch.Ten
 
 
 def load_grammar_masks(config: ModelConfig, slots: SlotTable, vocab_size: int, eos_ids: Seq[int]) -> GrammarMasks:
-    """Return the grammar masks of a target. The tokenizer's vocabulary is read in a thread that starts here.
+    """Return the grammar masks of a target. The tokenizer's vocabulary is read in a process that starts here."""
 
-    Reading a large vocabulary when the first grammar arrives would take longer than a round may.
-    """
+    def load_vocabulary() -> Vocabulary:
+        return Vocabulary(_tokenizer_json(config), vocab_size, tuple(eos_ids), MEMORY_BYTES)
 
-    def load_vocabulary() -> "LLTokenizer":
-        return vocabulary(_tokenizer_json(config), vocab_size, eos_ids)
-
-    grammars = SlotGrammars(slots, vocab_size, eos_ids, load_vocabulary)
+    grammars = SlotGrammars(slots, vocab_size, eos_ids, GrammarHost(MODULE, load_vocabulary))
     if not config.skip_tokenizer_init and eos_ids:
         grammars.load()
     return GrammarMasks(slots, grammars)

@@ -75,6 +75,15 @@ class Sampler:
         if self._masks is not None and any(each.sampling.grammar is not None for each in new):
             self._masks.grammars.expect(new)
 
+    def begin(self, rows: Seq[Row], drafts: Seq[Draft]) -> None:
+        """Begin to compute the grammar masks of a round that is about to be scored; *drafts* are in the slots."""
+        if self._masks is not None and any(self.slots.constrained[row.slot] for row in rows):
+            self._masks.grammars.begin(rows, drafts)
+
+    def skips(self, slot: int) -> bool:
+        """Whether the row of *slot* must skip this round, because its grammar mask was not ready."""
+        return self._masks is not None and bool(self.slots.constrained[slot]) and self._masks.grammars.skips(slot)
+
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
         """Return *drafts* without tokens that the grammars forbid, which could never be accepted."""
         constrained_S = self.slots.constrained

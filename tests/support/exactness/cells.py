@@ -5,18 +5,19 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from protos.guidance import vocabulary
+from protos.grammars.fork import Vocabulary
+from protos.grammars.host import GrammarHost
 from protos.messages import Grammar, Sampling
 from runtime.text.bad_words import pack_ids
 from tests.support.exactness.distribution import distribution
 from tests.support.exactness.engine import Emitted, Shape, Table, TableModel, World, run_rows, tree_distribution
 from tests.support.exactness.statistics import Finding, Ints, Probs, compare, counted
+from workers.sampling.grammar_followers import MEMORY_BYTES, MODULE
 
 VOCAB, EOS = 16, 0
 LETTERS = "abcdefghijklmno"  # ids 1 .. 15
@@ -104,13 +105,14 @@ CHAIN, TREE = Shape(3), Shape(6, 2, 2)
 
 
 @cache
-def words() -> Any:
-    """Return a vocabulary of letters and EOS, for the grammar library."""
+def letter_grammars() -> GrammarHost:
+    """Return what follows grammars over letters and EOS."""
     ids = {"<e>": EOS} | {letter: i for i, letter in enumerate(LETTERS, 1)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<e>", special=True)])
-    return vocabulary(tokenizer.to_str(), VOCAB, (EOS,))
+    letters = Vocabulary(tokenizer.to_str(), VOCAB, (EOS,), MEMORY_BYTES)
+    return GrammarHost(MODULE, lambda: letters)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Cell:
     def world(self) -> World:
         """The engine."""
         target, draft = (TableModel(table, order=1) for table in PAIRS[self.pair])
-        return World(target, draft, self.rule, self.shape, words, EOS)
+        return World(target, draft, self.rule, self.shape, letter_grammars(), EOS)
 
     @property
     def sampling(self) -> Sampling:

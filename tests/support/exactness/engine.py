@@ -16,6 +16,8 @@ import torch
 
 from proposers.draft_model import DraftModelProposer
 from protos.config.engine import SpeculativeConfig
+from protos.grammars.fork import Vocabulary
+from protos.grammars.host import GrammarHost
 from protos.layers import LayerShape
 from protos.messages import NewSequence, RoundPlan, Row, Sampling, WorkerInfo
 from tests.support.exactness.statistics import Ints, Probs
@@ -26,7 +28,8 @@ from workers.draft.engine import DraftEngine
 from workers.draft.sampling import make_draft_sampler
 from workers.draft.worker import DraftWorker
 from workers.sampling.grammar_masks import GrammarMasks
-from workers.sampling.grammar_slots import LoadVocabulary, SlotGrammars
+from workers.sampling.grammar_slots import SlotGrammars
+from workers.sampling.grammar_state import FollowLimits
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
@@ -166,7 +169,7 @@ class World:
     draft: TableModel
     rule: str = "coupled"
     shape: Shape = Shape(2)
-    words: LoadVocabulary | None = None
+    grammars: GrammarHost | None = None
     eos: int = 0
     options: dict[str, object] = field(default_factory=dict)
     least_survival: float = 0.0
@@ -190,7 +193,8 @@ class World:
             early_stop=make_early_stop(config, sampler),
         )
         proposer = DraftModelProposer.create(config, drafter)
-        grammars = SlotGrammars(slots, self.target.vocab, (self.eos,), self.words or _no_words)
+        host = self.grammars or GrammarHost("", _no_words)
+        grammars = SlotGrammars(slots, self.target.vocab, (self.eos,), host, FollowLimits(round_s=60, patience_s=60))
         masked = sampler.with_grammars(GrammarMasks(slots, grammars))
         target = TargetWorker(
             TableForward(self.target, slots, num_blocks), slots, masked, rule=make_acceptance_rule(config, masked)
@@ -199,7 +203,7 @@ class World:
         return UniExecutor(info, TargetRank(Solo(), target, DraftEngine(drafter, proposer)))
 
 
-def _no_words() -> object:
+def _no_words() -> Vocabulary:
     raise AssertionError("no request has a grammar")
 
 

@@ -1,0 +1,1 @@
+"""Processes that compile and follow grammars, for frontends and targets."""
