@@ -6,6 +6,7 @@
     python -m demo.train --target DIR --draft DIR ...       the same, starting from an existing draft
     python -m demo.train --heads                            heads for the demo target, of every kind
     python -m demo.train --target DIR --text DIR --heads medusa,eagle3 --out DIR
+    python -m demo.train --heads eagle3 --draft demo/heads  these, starting from their present weights
 
 Runs on a GPU if there is one (minutes), else on the CPU at the lowest priority (under two hours on
 two cores), and resumes from its last checkpoint. Matrices are trained with Muon
@@ -167,7 +168,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--continue-target", action="store_true", help="train the demo's target and draft further, from their weights"
     )
-    parser.add_argument("--draft", type=Path, help="a draft to continue training (default: a new one)")
+    parser.add_argument("--draft", type=Path, help="a draft, or a folder of heads, to train further (default: new ones)")
     parser.add_argument(
         "--heads",
         nargs="?",
@@ -198,7 +199,8 @@ def _methods(names: str) -> tuple[str, ...]:
 
 def _train_heads(args: argparse.Namespace, target: Path, material: Material, out: Path) -> None:
     run = TrainingRun(minutes=args.head_minutes, learning_rate=1.5e-3, length=384, batch=2, warm_up=10)
-    for method, shares in train_heads.train_heads(target, args.heads, material, args.work, run, out=out).items():
+    trained = train_heads.train_heads(target, args.heads, material, args.work, run, out=out, start=args.draft)
+    for method, shares in trained.items():
         *right, length = (f"{share:.3f}" for share in shares)
         sys.stdout.write(f"{method}: right up to each draft token {' '.join(right)}, {length} right tokens per draft\n")
 

@@ -39,10 +39,18 @@ class Material:
 
 
 def train_heads(
-    target_folder: Path, methods: Sequence[str], material: Material, work: Path, run: TrainingRun, *, out: Path
+    target_folder: Path,
+    methods: Sequence[str],
+    material: Material,
+    work: Path,
+    run: TrainingRun,
+    *,
+    out: Path,
+    start: Path | None = None,
 ) -> dict[str, list[float]]:
     """Train one head of each of *methods*, and write it into the folder *out* / method in its public format.
 
+    They start from the heads in the folder *start* / method, or from random weights.
     Returns, for each, `evaluate.agreement` on held-out texts.
     """
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
@@ -53,6 +61,8 @@ def train_heads(
     torch.manual_seed(run.seed)
     teacher = Teacher(model)
     heads = {method: MAKERS[method](teacher, torch.cat(texts)) for method in methods}
+    if start is not None:
+        heads = {method: read(head, start / method).train() for method, head in heads.items()}
     trained = nn.ModuleDict(heads).to(device())
     state = work / f"heads-{'-'.join(sorted(methods))}.pt"
     Trainer(trained, texts, run, state, optimized_by=_one_each).train(joint_loss(teacher, heads), "heads")
