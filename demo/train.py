@@ -168,7 +168,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--continue-target", action="store_true", help="train the demo's target and draft further, from their weights"
     )
-    parser.add_argument("--draft", type=Path, help="a draft, or a folder of heads, to train further (default: new ones)")
+    parser.add_argument(
+        "--draft", type=Path, help="a draft, or a folder of heads, to train further (default: new ones)"
+    )
     parser.add_argument(
         "--heads",
         nargs="?",

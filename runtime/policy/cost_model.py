@@ -31,6 +31,8 @@ MEMORY, AGED = 32, 0.25
 """Rounds by which an estimate is known best, and the share of them that counts when none was seen for a while."""
 FORGOTTEN = 0.5
 """Share of a size's own correction that is left each time that it ages."""
+FADES = 0.01
+"""Share of a size's own correction that fades with each round, in a curve of ratios."""
 REFRESH_EVERY = 8
 """The tabulated curve is computed again after this many rounds."""
 
@@ -44,10 +46,13 @@ class CostCurve:
     Args:
         measured: seconds by size; linear in between, proportional above; empty if nothing was measured.
         largest: sizes above count as this one.
+        has_ratios: whether it is of ratios, which another curve is multiplied by. Sizes then share no correction, and
+            their own fade: what both curves could explain is left to the other one.
     """
 
-    def __init__(self, measured: Mapping[int, float], largest: int) -> None:
+    def __init__(self, measured: Mapping[int, float], largest: int, *, has_ratios: bool = False) -> None:
         self.largest = largest
+        self._shared_rate, self._kept = (0.0, 1 - FADES) if has_ratios else (SHARED_RATE, 1.0)
         known = measured or UNMEASURED_S
         sizes = np.array(sorted(known), np.float64)
         seconds = np.array([max(known[int(size)], 1e-9) for size in sizes])
@@ -86,8 +91,9 @@ class CostCurve:
         if self._count:
             error = min(CLIP, max(-CLIP, error))
             is_fastest = error < 0 and self._count_B[bin_] < FEW
+            self._own_B[bin_] *= self._kept
             self._own_B[bin_] += error if is_fastest else max(OWN_RATE, 1 / (self._count_B[bin_] + 1)) * error
-        self._shared += SHARED_RATE * error if self._count else error
+        self._shared += self._shared_rate * error if self._count else error * (self._shared_rate > 0)
         self._count_B[bin_] = min(MEMORY, self._count_B[bin_] + 1)
         self._is_fresh_B[bin_] = True
         self._count += 1

@@ -60,7 +60,8 @@ class RoundCostModel:
         self._prompts_s = 0.0
         self._lookups = CostCurve({} if sources.predicts else FREE, max_rows)
         self.revise(StepCosts({}) if costs is None else costs)
-        self._levels = CostCurve({depth: float(depth) for depth in range(1, max_depth + 1)}, max_depth)
+        linear = {depth: float(depth) for depth in range(1, max_depth + 1)}
+        self._levels = CostCurve(linear, max_depth, has_ratios=True)
 
     def revise(self, costs: StepCosts) -> None:
         """Begin with new measured costs, without corrections. What further levels cost relative to one stays."""
