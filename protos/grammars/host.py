@@ -161,6 +161,15 @@ class GrammarProcess:
         """Whether something is still to be sent."""
         return bool(self._outgoing)
 
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message was read already, which `take` returns."""
+        start = LENGTH.size if self._pid is None else 0
+        if len(self._incoming) < start + LENGTH.size:
+            return False
+        size: int = LENGTH.unpack_from(self._incoming, start)[0]
+        return len(self._incoming) >= start + LENGTH.size + size
+
     def give_way(self) -> None:
         """Let other processes go first from now on."""
         if self._pid:
@@ -234,8 +243,13 @@ def _end(pids: Sequence[int], end: socket.socket) -> None:
 
 
 def wait_for(processes: Iterable[GrammarProcess], timeout_s: float) -> None:
-    """Wait until one of *processes* has sent something, or *timeout_s* has passed, and exchange what can be."""
+    """Wait until one of *processes* has sent something, or *timeout_s* has passed, and exchange what can be.
+
+    Answers that came while a question was sent are there already: then there is nothing to wait for.
+    """
     waiting = {process.fileno(): process for process in processes if not process.has_ended}
+    if any(process.has_message for process in waiting.values()):
+        return
     poll = select.poll()
     for number, process in waiting.items():
         poll.register(number, select.POLLIN | (select.POLLOUT if process.wants_to_send else 0))

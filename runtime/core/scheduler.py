@@ -62,8 +62,7 @@ class Scheduler:
         blocks = BlockManager(info.num_blocks, info.block_size)
         self._queue = RequestQueue(config.max_num_seqs, blocks)
         worker_methods = (None, *info.methods[-1:]) if has_worker else ()
-        num_lookups = 0 if self._proposers is None else self._proposers.num_sources
-        self._worker_source = num_lookups if has_worker else None
+        self._worker_source = (self._proposers.num_sources if self._proposers else 0) if has_worker else None
         self._planner = Planner(
             config,
             cache,
@@ -156,9 +155,8 @@ class Scheduler:
         scheduled = self._planner.plan(policy, worker_is_up=drafting.is_up)
         new = self._planner.new_sequences(scheduled)
         rows = [self._planner.row(one) for one in scheduled]
-        is_on = policy.current > 0 and any(
-            policy.num_draft_tokens(one.sequence, self._worker_source) for one in scheduled
-        )
+        source = self._worker_source
+        is_on = policy.current > 0 and any(policy.num_draft_tokens(one.sequence, source) for one in scheduled)
         moves = self._take_moves() if rows else ()
         epoch = drafting.epoch if is_on and drafting.is_up else 0
         plan = RoundPlan(self._round, rows, new, epoch, moves, is_on, policy.least_survival)

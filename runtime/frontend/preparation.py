@@ -1,15 +1,17 @@
 """Where requests are prepared: on the event loop, or in threads if that could take long."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from protos.messages import Request
 from protos.sampling import SamplingParams
 from runtime.frontend.client import Prompt
 from runtime.frontend.fair_turns import FairTurns
 from runtime.frontend.keys import TENANT
-from runtime.text.preprocessor import Preprocessor
 from runtime.text.tokenizer_pool import TokenizerPool
+
+if TYPE_CHECKING:
+    from runtime.text.preprocessor import Preprocessor
 
 LONG_PROMPT = 20_000
 """Longer prompts, in characters or token ids, are prepared in a thread, so that they do not block the event loop."""
@@ -28,7 +30,7 @@ class Preparation:
         self._trials = FairTurns("grammars")
 
     async def requests(
-        self, preprocessor: Preprocessor, prompt: Prompt, params: SamplingParams, request_id: str
+        self, preprocessor: "Preprocessor", prompt: Prompt, params: SamplingParams, request_id: str
     ) -> list[Request]:
         """Return `Preprocessor.requests`.
 

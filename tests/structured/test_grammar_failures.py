@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 
 from protos.draft import Draft
 from protos.errors import InvalidRequestError, failure
-from protos.grammars.host import GrammarHost
+from protos.grammars.fork import Refusal, framed
+from protos.grammars.host import GrammarHost, GrammarProcess, wait_for
 from protos.guidance import GrammarError
 from protos.messages import Grammar, NewSequence, Row, Sampling
 from runtime.text.bad_words import pack_ids
@@ -188,3 +190,20 @@ def test_nothing_left_is_said_to_be_so() -> None:
     assert "no token is left" in sampler.failure_reason(0, logits_NV)
     assert isinstance(failure(sampler.failure_reason(0, logits_NV)), InvalidRequestError)
     assert "NaN" in sampler.failure_reason(0, logits_NV * torch.nan)
+
+
+def test_an_answer_that_came_while_something_was_sent_is_not_waited_for() -> None:
+    """It is in the process's buffer already, so the socket stays silent."""
+    ours, theirs = socket.socketpair()
+    answer = framed(Refusal("no"))
+    with theirs:
+        process = GrammarProcess(ours, pid=1)
+        theirs.sendall(answer[:3])
+        process.exchange()
+        assert not process.has_message
+        theirs.sendall(answer[3:])
+        process.send(Refusal())
+        began = time.monotonic()
+        wait_for([process], 30.0)
+        assert time.monotonic() - began < 15.0
+        assert process.take(Refusal) == Refusal("no")

@@ -4,11 +4,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from protos.errors import ModelError
+from protos.errors import ModelError, SlipstreamError
 from protos.layers import LayerShape
 from workers.attention.backend import Options, run_with
 from workers.attention.batch import AttentionMetadata
-from workers.distributed.groups import GroupError
 
 
 class Probe:
@@ -40,11 +39,9 @@ def probe(model: Any, name: str, ranks: int = 1) -> tuple[LayerShape, ...]:
     found = Probe()
     try:
         _run_one_token(model, found)
-    except GroupError:
+    except SlipstreamError:
         raise
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, ModelError):
-            raise
         if ranks == 1:
             raise ModelError(f"{name} cannot be served: its code does not run on a token ({error})") from error
         raise ModelError(

@@ -8,6 +8,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import uvicorn
 
@@ -117,9 +118,7 @@ class BoundedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on *sockets*, which listen."""
         await self.lifespan.startup()
-        kind = self.config.http_protocol_class
-        assert isinstance(kind, type), "a protocol class"
-        assert issubclass(kind, GuardedProtocol), "made by `guarded_protocol`"
+        kind = cast("type[GuardedProtocol]", self.config.http_protocol_class)
         acceptors = [
             Acceptor(each, self._maker(kind), kind.open_connections, self.config.ssl) for each in sockets or ()
         ]

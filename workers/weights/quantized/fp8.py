@@ -36,17 +36,18 @@ class Fp8:
     def _scaled(self, values_OI: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
         scale = scale.float()
         if self.block is not None and scale.ndim == 2:
-            return values_OI.float() * self._per_value(scale, tuple(values_OI.shape), name)
+            return values_OI.float() * _per_value(scale, tuple(values_OI.shape), self.block, name)
         if scale.numel() not in {1, len(values_OI)}:
             raise ModelError(f"{name} has {scale.numel()} scales for {len(values_OI)} rows; expected one, or one a row")
         return values_OI.float() * scale.reshape(-1, 1)
 
-    def _per_value(self, scale: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
-        assert self.block is not None
-        wanted = tuple(-(-size // each) for size, each in zip(shape, self.block, strict=True))
-        if tuple(scale.shape) != wanted:
-            raise ModelError(
-                f"{name} is {list(scale.shape)}, but blocks of {list(self.block)} in {list(shape)} make {list(wanted)}"
-            )
-        rows, columns = self.block
-        return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+def _per_value(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int], name: str) -> torch.Tensor:
+    """Return the scale of each value. Raises `ModelError` if there are not as many as blocks."""
+    wanted = tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+    if tuple(scale.shape) != wanted:
+        raise ModelError(
+            f"{name} is {list(scale.shape)}, but blocks of {list(block)} in {list(shape)} make {list(wanted)}"
+        )
+    rows, columns = block
+    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
