@@ -136,7 +136,7 @@ class Checkpoint:
             found = [self._one(f"{match['experts']}.{len(parts_EP)}.{part}.weight") for part in parts]
             complete = [part for part in found if part is not None]
             if len(complete) < len(parts):
-                return StackedExperts(parts_EP) if parts_EP else None
+                return StackedExperts(parts_EP) if parts_EP and not complete else None
             parts_EP.append(complete)
 
 
