@@ -20,8 +20,7 @@ from protos.errors import ModelError
 from workers.attention.backend import NAME
 from workers.model.capture import decoder_layers
 from workers.weights.building import on_meta
-from workers.weights.load import WeightLoader
-from workers.weights.reader import open_checkpoint
+from workers.weights.load import fill
 from workers.weights.wrapped import read_language_config
 
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
@@ -82,12 +81,10 @@ class CheckpointEnds:
     @cached_property
     def _ends(self) -> Any:
         """The target without its layers."""
-        config = read_language_config(self._folder)
-        model = on_meta(config, self._dtype)
+        model = on_meta(read_language_config(self._folder), self._dtype)
         layers = decoder_layers(model)
         del layers[:]
-        with open_checkpoint(self._folder, config, model.base_model_prefix) as checkpoint:
-            WeightLoader(self._name, checkpoint, {}, self._dtype, self._device).load(model)
+        fill(model, self._folder, self._name, {}, self._dtype, self._device)
         return model.eval().requires_grad_(False)
 
 

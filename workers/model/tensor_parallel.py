@@ -17,10 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from workers.distributed.collectives import Collectives
 from workers.distributed.groups import Group
 from workers.weights.building import on_meta
-from workers.weights.load import Slices, WeightLoader
+from workers.weights.load import Slices, fill
 from workers.weights.partition import ATTENTION, Partition, TensorSlice, partition_for
 from workers.weights.plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
-from workers.weights.reader import open_checkpoint
 
 SUMMED = frozenset({Style.ROWS, Style.SPLIT_INPUT, Style.EXPERTS, Style.EXPERTS_PAIRED})
 Connect = Callable[[Any, Plan, Group], None]
@@ -58,8 +57,7 @@ def build_shard(
     plan = plan_for(config, kind, name)
     partition = partition_for(config, name, group.rank, group.size)
     model = on_meta(config, dtype)
-    with open_checkpoint(folder, config, model.base_model_prefix) as checkpoint:
-        WeightLoader(name, checkpoint, _slices(model, plan, partition), dtype, device).load(model)
+    fill(model, folder, name, _slices(model, plan, partition), dtype, device)
     _count_locally(model, kind, partition)
     connect(model, plan, group)
     return model.eval()

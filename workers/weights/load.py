@@ -110,6 +110,11 @@ def load_whole(folder: Path, name: str, config: Any, dtype: torch.dtype, device:
         ModelError: weights are missing, of the wrong shape or damaged.
     """
     model = on_meta(config, dtype)
-    with open_checkpoint(folder, config, model.base_model_prefix) as checkpoint:
-        WeightLoader(name, checkpoint, {}, dtype, device).load(model)
+    fill(model, folder, name, {}, dtype, device)
     return model.eval().requires_grad_(False)
+
+
+def fill(model: Any, folder: Path, name: str, slices: Slices, dtype: torch.dtype, device: torch.device) -> None:  # noqa: PLR0917
+    """Set every weight of *model*, which is on the meta device, from the checkpoint in *folder*. See `WeightLoader`."""
+    with open_checkpoint(folder, model.config, model.base_model_prefix) as checkpoint:
+        WeightLoader(name, checkpoint, slices, dtype, device).load(model)
