@@ -105,7 +105,8 @@ def test_schemas_nested_too_deeply(served: Guarded) -> None:
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         return {"messages": [{"role": "user", "content": "x"}], "tools": tools}
 
-    assert "512 tokens" in refused(served.post(CHAT, **asked(260), tool_choice="required"))
+    assert "512 tokens" in refused(served.post(CHAT, **asked(90), tool_choice="required"))
+    assert "nested at most 96 levels" in refused(served.post(CHAT, **asked(260), tool_choice="required"))
     assert "nested" in refused(served.post(CHAT, **asked(900), tool_choice="required"))
     assert served.post("/tokenize", **asked(260)).status_code == 200
     assert "nested" in refused(served.post("/tokenize", **asked(900)))

@@ -120,7 +120,7 @@ def notices_and_continues(running: Stoppable) -> None:
     refused = running.ask()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_stalled")
     assert int(refused.headers["retry-after"]) >= 1
-    assert checked(running.channel, SERVICE) == NOT_SERVING
+    wait_until(lambda: checked(running.channel, SERVICE) == NOT_SERVING)  # it follows the engine's state every 0.1 s
     refused_call = failure(lambda: list(calls.Generate(request("x", 4))), Code.UNAVAILABLE)
     assert "grpc-retry-pushback-ms" in dict(refused_call.trailing_metadata())
     running.resume()
