@@ -169,7 +169,8 @@ def test_neighbours_hardly_notice(server: str) -> None:
         print(f"\nalone: {alone}\nlate grammars: {late}\nslow grammars: {slow}, {codes}")
         for status, text in answers:
             assert status == 200 or (status == 400 and "too complex" in text), text
-        assert set(codes) <= {400, 429}
+        assert set(codes) <= {200, 400, 429}  # 200: some processors try such a grammar within its 2 s
+        assert codes.get(200, 0) < codes[400] + codes[429]
         for found in (late, slow):
             assert max(found["worst gap"], found["worst gap with a grammar"]) <= LONGEST_GAP_S + alone["worst gap"]
             assert found["worst health"] <= LONGEST_GAP_S
