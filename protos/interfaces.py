@@ -120,9 +120,14 @@ class Executor(Protocol):
         """Continue rebuilding a lost target group for at most *for_s* seconds; return whether it serves again.
 
         Raises:
-            PlacementError: the cluster had no room for it for too long.
+            NoRoomError: the cluster has had no room for it for too long. Call it again: it goes on looking.
             EngineDeadError: it could not be rebuilt.
         """
+        ...
+
+    @property
+    def lacks(self) -> str:
+        """The workers of a lost target group for which there is no room; empty if there is, or none is lost."""
         ...
 
     def shutdown(self) -> None:

@@ -119,6 +119,8 @@ class UniExecutor:
         later: advanced between rounds; swaps in compiled forwards, and yields the costs of steps when they are known.
     """
 
+    lacks = ""
+
     def __init__(
         self,
         info: WorkerInfo,

@@ -122,6 +122,7 @@ class RecordedTarget:
     """
 
     drafting: DraftService = ALWAYS_UP
+    lacks = ""
 
     def __init__(self, config: EngineConfig, info: WorkerInfo, draft: DraftEngine | None) -> None:
         self.info, self.draft = info, draft

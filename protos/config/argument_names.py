@@ -58,7 +58,12 @@ KEPT = (
         "worker_resources", "parallel", "worker_resources", "JSON of the ray resources of each worker; default: 1 GPU"
     ),
     Option("placement_timeout_s", "parallel", "placement_timeout_s", "seconds to wait for room in the ray cluster"),
-    Option("rebuild_timeout_s", "parallel", "rebuild_timeout_s", "seconds a lost target group waits for room"),
+    Option(
+        "rebuild_timeout_s",
+        "parallel",
+        "rebuild_timeout_s",
+        "seconds a lost target group waits for room before requests are refused; default: 30 in servers, 300 in LLM",
+    ),
     Option("spare_workers", "parallel", "spare_workers", "processes that wait to replace a lost target rank, on ray"),
     Option("seed", "engine", "seed", "makes the seeds of requests without one repeatable"),
     Option("served_model_name", "engine", "served_model_name", "the name, or names, of the model in the API"),

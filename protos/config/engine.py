@@ -299,7 +299,7 @@ class ParallelConfig:
         placement_strategy: of the placement group: STRICT_PACK is one node, PACK one node for the targets, SPREAD many.
         worker_resources: Ray resources of each worker, such as {"GPU": 0.5}; None for one GPU, if there are any.
         placement_timeout_s: seconds a start waits for room in the cluster.
-        rebuild_timeout_s: seconds a lost target group waits for room.
+        rebuild_timeout_s: seconds a lost target group waits for room before requests are refused; servers set 30.
         spare_workers: processes that wait, with everything imported, to replace a lost target rank, on Ray.
     """
 

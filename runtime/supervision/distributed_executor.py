@@ -147,6 +147,11 @@ class DistributedExecutor:
             self._targets.check_progress(startup)
         return False
 
+    @property
+    def lacks(self) -> str:
+        """See `Executor`."""
+        return self._targets.lacks
+
     def shutdown(self) -> None:
         """See `Executor`."""
         if self._is_closed:
@@ -155,8 +160,6 @@ class DistributedExecutor:
         for worker in (*self._targets.workers, *self._drafts()):
             self._group.send(worker, Stop())
         self._group.close()
-
-    # Starting.
 
     def _start(self) -> WorkerInfo:
         drafts = self._drafts()
@@ -222,8 +225,6 @@ class DistributedExecutor:
                 return
             self._read_messages(POLL_S, self._draft.waits_for)
             self._targets.check()
-
-    # Running.
 
     def _await_result(self, round_number: int) -> RoundDone:
         while self._done is None or self._done.round != round_number:

@@ -131,6 +131,11 @@ class GroupStartup:
         return len(self.placed) == len(self.workers)
 
     @property
+    def lacking(self) -> list[WorkerId]:
+        """The workers whose processes do not run."""
+        return [worker for worker in self.workers if worker not in self.placed]
+
+    @property
     def is_ready(self) -> bool:
         """Whether all wait for plans."""
         return len(self._ready) == len(self.workers)

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from protos.errors import EngineDeadError, PlacementError, SlipstreamError, TargetLostError
+from protos.errors import EngineDeadError, NoRoomError, SlipstreamError, TargetLostError
 from protos.progress import ProgressCallback
 from protos.worker_messages import FromWorker, Setup, WorkerGroup, WorkerId
 from runtime.supervision.kv_sizing import KVSizing
@@ -23,6 +23,10 @@ STEADY_ROUNDS, STEADY_S = 50, 60.0
 """After so many rounds or seconds a rebuilt group counts as healthy, and earlier rebuilds no longer count."""
 FOUND_S = 3.0
 """After a rank reported that its group failed, the rank that is gone is found within this time, or all are replaced."""
+NO_ROOM_RETRY_S = 10.0
+"""Delay after which clients may retry while there is no room: nobody knows when a machine comes back."""
+STARTING_S = 5.0
+"""A rank whose process does not run after this long has no room in the cluster."""
 REJOIN_S = 30.0
 """A rank that still runs forms the next group within this time."""
 
@@ -36,7 +40,7 @@ class TargetSupervisor:
         setup: the fields of `Setup` that all workers have in common.
         devices: where the devices of all workers are recorded.
         sizing: the number of KV blocks of all workers.
-        rebuild_timeout_s: how long a group that is rebuilt may wait for its place.
+        rebuild_timeout_s: how long a group that is rebuilt may wait for its place before requests are refused.
         report: called with a line about each start.
         clock: seconds, monotonic.
     """
@@ -59,7 +63,8 @@ class TargetSupervisor:
         self.workers = tuple(WorkerId("target", rank) for rank in range(setup.world))
         self.startup: GroupStartup | None = None
         self.failure: SlipstreamError | None = None  # why the startup failed
-        self._started_at = 0.0
+        self._lacking: list[WorkerId] = []  # ranks of the startup whose processes do not run
+        self._lacks_since: float | None = None
         self._loss: str | None = None  # why the serving targets are lost
         self._lost: set[WorkerId] = set()  # which of them, as far as that is known
         self._lost_at = 0.0
@@ -83,8 +88,7 @@ class TargetSupervisor:
     def _start(self, startup: GroupStartup) -> GroupStartup:
         self.failure = None
         self.startup = startup
-        self._started_at = self._clock()
-        self._rejoin_by = self._started_at + REJOIN_S
+        self._rejoin_by = self._clock() + REJOIN_S
         startup.start()
         return startup
 
@@ -106,6 +110,7 @@ class TargetSupervisor:
     def begin_serving(self) -> None:
         """Record that the group is ready and serves from now on."""
         self._serving, self.startup = self.startup, None
+        self._lacks_since = None
         self._num_rounds = 0
         self._served_since = self._watchdog.now
         for worker in self.workers:
@@ -188,9 +193,10 @@ class TargetSupervisor:
         """Fail a startup in which a rank that still runs does not form the next group.
 
         Raises:
-            PlacementError: the group that is rebuilt waited too long for its place.
+            NoRoomError: the group that is rebuilt has waited too long for its place. It goes on waiting.
         """
         now = self._clock()
+        self._note_lacking(startup, now)
         if startup.is_placed:
             if startup.late_survivors and now > self._rejoin_by:
                 late = ", ".join(map(str, startup.late_survivors))
@@ -198,8 +204,25 @@ class TargetSupervisor:
             return
         self._rejoin_by = now + REJOIN_S
         self._watchdog.mark_active("target")  # those that were placed wait for the others
-        if now - self._started_at > self._rebuild_timeout_s:
-            raise PlacementError(
-                f"no place was found for {startup.waits_for.removesuffix(' to be placed')} within "
-                f"{self._rebuild_timeout_s:.0f} s (rebuild_timeout_s): is a node gone?"
+        if self._lacks_since is not None and now - self._lacks_since > self._rebuild_timeout_s:
+            raise NoRoomError(
+                f"no room was found for {self.lacks} within {self._rebuild_timeout_s:.0f} s (rebuild_timeout_s): is a "
+                "node gone?",
+                NO_ROOM_RETRY_S,
             )
+
+    def _note_lacking(self, startup: GroupStartup, now: float) -> None:
+        """Record which ranks have no process, and since when there are any: another attempt does not reset that."""
+        self._lacking = [worker for worker in startup.lacking if not self._watchdog.watches(worker)]
+        if not self._lacking:
+            self._lacks_since = None
+        elif self._lacks_since is None:
+            self._lacks_since = now
+
+    @property
+    def lacks(self) -> str:
+        """The ranks for which there has been no room for a while; a process takes a moment to start."""
+        since = self._lacks_since
+        if since is None or self._clock() - since < min(STARTING_S, self._rebuild_timeout_s):
+            return ""
+        return ", ".join(map(str, self._lacking))

@@ -78,6 +78,10 @@ class Watchdog:
         """Record that the workers of *role* that are started do something, or wait for something that may take long."""
         self._active_at[role] = self._now
 
+    def watches(self, worker: WorkerId) -> bool:
+        """Whether the worker's process is known to run, or to have run."""
+        return worker in self._workers
+
     def remove(self, worker: WorkerId) -> None:
         """Stop watching a worker."""
         self._workers.pop(worker, None)

@@ -8,6 +8,7 @@ class InOneProcess:
 
     drafting: DraftService = ALWAYS_UP
     times: PhaseTimes = PhaseTimes()
+    lacks = ""
 
     def poll(self) -> None:
         """Do nothing: no messages arrive between rounds."""
