@@ -35,7 +35,7 @@ class Outage(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         reason: why it was lost.
         since: when, in seconds since 1970.
-        lacks: the workers for which the cluster has no room; empty while they are started.
+        lacks: the workers for which the cluster has no room, or whose machine is not reached; empty otherwise.
         retry_after_s: for how long the group has lacked room is over the limit, and requests are refused with this
             delay; None while they wait.
     """
@@ -47,7 +47,9 @@ class Outage(msgspec.Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.since))
-        what = f"there is no room for {self.lacks}" if self.lacks else "it is being started again"
+        what = "it is being started again"
+        if self.lacks:
+            what = f"there is no room for {self.lacks}, or no way to its machine"
         cause = self.reason.partition(":")[0]  # details may hold paths and addresses, which clients must not see
         return f"the target group is lost since {since} ({cause}), and {what}"
 

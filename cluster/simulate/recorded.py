@@ -164,9 +164,9 @@ class RecordedTarget:
     def poll(self) -> None:
         """See `Executor`."""
 
-    def rebuild(self, for_s: float) -> bool:
+    def rebuild(self, for_s: float) -> WorkerInfo | None:
         """See `Executor`."""
-        return True
+        return self.info
 
     def shutdown(self) -> None:
         """See `Executor`."""

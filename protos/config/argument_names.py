@@ -52,6 +52,12 @@ KEPT = (
     Option("max_num_batched_tokens", "scheduler", "max_num_batched_tokens", "tokens in a step at most"),
     Option("enable_chunked_prefill", "scheduler", "enable_chunked_prefill", "split long prompts", is_flag=True),
     Option("tensor_parallel_size", "parallel", "tensor_parallel_size", "devices the model is split over"),
+    Option(
+        "min_tensor_parallel_size",
+        "parallel",
+        "min_tensor_parallel_size",
+        "ranks that a lost target group is rebuilt over at least where there is no room for all; default: all",
+    ),
     Option("distributed_executor_backend", "parallel", "executor", "uni, ray, or mp (uni on one device, else ray)"),
     Option("placement_strategy", "parallel", "placement_strategy", "STRICT_PACK (one node), PACK or SPREAD, on ray"),
     Option(

@@ -114,11 +114,13 @@ class Controller:
     def _rebuild(self, outage: Outage, ended: list[TokenOutput]) -> None:
         """Continue to rebuild the lost targets. While there has been no room for too long, every request ends."""
         try:
-            serves = self._guard("between rounds", lambda: self.executor.rebuild(REBUILD_SLICE_S), ended)
+            info = self._guard("between rounds", lambda: self.executor.rebuild(REBUILD_SLICE_S), ended)
         except NoRoomError as error:
             self._refuse(structs.replace(outage, lacks=self.executor.lacks, retry_after_s=error.retry_after_s), ended)
             return
-        self._outage = None if serves else structs.replace(outage, lacks=self.executor.lacks, retry_after_s=None)
+        if info is not None:
+            self.scheduler.resize(info.num_blocks)
+        self._outage = None if info else structs.replace(outage, lacks=self.executor.lacks, retry_after_s=None)
 
     def _refuse(self, outage: Outage, ended: list[TokenOutput]) -> None:
         """End every request, those that have just come too, with an error that says when to send it again."""

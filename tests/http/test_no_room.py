@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from protos.errors import NoRoomError, TargetLostError
-from protos.messages import RoundPlan, Verdict
+from protos.messages import RoundPlan, Verdict, WorkerInfo
 from tests.support.processes import wait_until
 from tests.support.serving.fake_engine import HashExecutor, expected, local_engine
 from tests.support.serving.grpc_checks import NOT_SERVING, SERVING, Code, checked, failure
@@ -30,14 +30,14 @@ class Homeless(HashExecutor):
             raise TargetLostError("target rank 1 died: read failed at /secret/path")
         return super().run(plan)
 
-    def rebuild(self, for_s: float) -> bool:
+    def rebuild(self, for_s: float) -> WorkerInfo | None:
         if Homeless.has_room:
             Homeless.lost = False
-            return True
+            return self.info
         time.sleep(for_s)
         if Homeless.is_late:
             raise NoRoomError("no room", 7.0)
-        return False
+        return None
 
 
 @pytest.fixture

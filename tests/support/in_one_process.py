@@ -1,6 +1,7 @@
 """Methods of `Executor` for tests' executors, which run in one process."""
 
 from protos.interfaces import ALWAYS_UP, DraftService, PhaseTimes
+from protos.messages import WorkerInfo
 
 
 class InOneProcess:
@@ -13,6 +14,6 @@ class InOneProcess:
     def poll(self) -> None:
         """Do nothing: no messages arrive between rounds."""
 
-    def rebuild(self, for_s: float) -> bool:
-        """Return True: nothing was lost."""
-        return True
+    def rebuild(self, for_s: float) -> WorkerInfo | None:
+        """Return None: nothing was lost."""
+        return None

@@ -8,7 +8,8 @@ from msgspec import structs
 
 from protos.errors import EngineDeadError, NoRoomError, failure
 from protos.messages import Abort, Request
-from protos.worker_messages import FromWorker, Port, Progress, RoundDone, WorkerId
+from protos.worker_messages import FromWorker, Port, Progress, RoundDone, Setup, WorkerId
+from runtime.supervision import target_supervisor
 from tests.support.distributed.engine import PATIENT_S, Engine, StartEngine, assert_same, requests
 from tests.support.distributed.thread_workers import Crash, ThreadPort
 from workers.process import main as rank
@@ -119,17 +120,52 @@ def test_three_failed_rebuilds_end_every_request_with_an_error(start_engine: Sta
 
 
 class Room:
-    """A cluster that has no room for the successors of target ranks until `comes_back`."""
+    """A cluster that has no room for the successors of target ranks, from *rank* on, until `comes_back`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self.comes_back = threading.Event()
+        self._rank = rank
 
     def body(self, port: Port, floor_s: float = PATIENT_S) -> None:
         assert isinstance(port, ThreadPort)
-        while port.worker.role == "target" and port.worker.incarnation and not self.comes_back.wait(0.02):
+        worker = port.worker
+        lacks = worker.role == "target" and worker.incarnation and worker.rank >= self._rank
+        while lacks and not self.comes_back.wait(0.02):
             if port.is_gone:
                 return
         rank.serve(port, floor_s=floor_s)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_without_room_for_all_ranks_fewer_go_on_and_all_again_after_the_next_loss(
+    start_engine: StartEngine, plain: dict[str, list[int]], lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_supervisor, "FEWER_AFTER_S", 1.0)
+    room = Room(rank=1)
+    engine = start_engine(body=room.body, tensor_parallel_size=2, min_tensor_parallel_size=1)
+    assert engine.workers is not None
+    engine.put(*requests(4, 20))
+    engine.until(lambda: engine.num_out >= 30)
+    before = len(engine.rounds)
+    engine.workers.newest("target", lost).crash()
+    if not lost:
+        engine.workers.newest("target", 1).crash()
+    engine.until(lambda: len(engine.rounds) > before)
+    assert worlds(engine)[-1] == 1
+    engine.until(lambda: engine.num_out >= 60)
+    room.comes_back.set()
+    engine.workers.newest("target").crash()
+    assert_same(engine.finish(), plain)
+    assert worlds(engine)[-1] == 2
+    assert engine.built.controller.stats().target_losses == 2
+
+
+def worlds(engine: Engine) -> list[int]:
+    """Return the sizes of the groups that were set up, in order."""
+    assert engine.workers is not None
+    ports = engine.workers.ports.values()
+    setups = sorted((each.group, each.world) for port in ports for each in port.received if isinstance(each, Setup))
+    return [world for _, world in setups]
 
 
 def test_without_room_for_the_target_requests_end_in_time_and_are_served_again_when_there_is(
