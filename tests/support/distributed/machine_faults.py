@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,16 @@ class RayMachines:
     def start_head(self, *options: str, cpus: int = 1) -> None:
         self._start(self.head, "--head", f"--port={PORT}", f"--num-cpus={cpus}", "--include-dashboard=false", *options)
 
-    def start(self, node: Machine, *, accel: int = 1) -> None:
+    def start(self, node: Machine, *, accel: int = 1, cpus: int = 1) -> None:
         """Let a machine join, with room for *accel* workers."""
         resources = json.dumps({"accel": accel})
-        self._start(node, f"--address={self.head.address}:{PORT}", f"--num-cpus={accel}", f"--resources={resources}")
+        self._start(node, f"--address={self.head.address}:{PORT}", f"--num-cpus={cpus}", f"--resources={resources}")
+
+    def start_others(self, *, cpus: int = 1) -> None:
+        """Let all other machines join at once, with room for a worker each."""
+        with ThreadPoolExecutor(len(self.others)) as threads:
+            for _ in threads.map(lambda node: self.start(node, cpus=cpus), self.others):
+                pass
 
     def _start(self, node: Machine, *options: str) -> None:
         common = ("--num-gpus=0", f"--object-store-memory={STORE_BYTES}")
@@ -60,16 +67,16 @@ class RayMachines:
 
 
 class MachineEngine:
-    """The engine's process on the head, and what it writes."""
+    """The engine's process, on the head if not said otherwise, and what it writes."""
 
-    def __init__(self, cluster: RayMachines, order: dict[str, Any]) -> None:
+    def __init__(self, cluster: RayMachines, order: dict[str, Any], on: Machine | None = None) -> None:
         self._cluster = cluster
         self._folder = cluster.folder / "engine"
         self._folder.mkdir()
         (self._folder / "order").write_text(json.dumps(order))
         self.log = self._folder / "log"
         with self.log.open("wb") as log:
-            self._process = cluster.head.start(
+            self._process = (cluster.head if on is None else on).start(
                 "python", "-m", "tests.support.distributed.machine_engine", self._folder / "order",
                 stdout=log, stderr=log,
             )  # fmt: skip
@@ -118,7 +125,11 @@ class MachineEngine:
             return not has_gap and not self.states()[-1][1]
 
         wait_until(lambda: is_steady() or self._has_failed(), PATIENCE_S, self.log)
-        return self.silence(since) - 0.0
+        return self.silence(since)
+
+    def wait_end(self, seconds: float) -> None:
+        """Wait until the process has ended by itself."""
+        self._process.wait(seconds)
 
     def stop(self) -> list[dict[str, Any]]:
         """End the streams; return the answers."""
