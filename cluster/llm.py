@@ -88,8 +88,7 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or parameter is invalid; nothing was scheduled.
-            NoRoomError: the cluster has had no room for a lost target group for `rebuild_timeout_s`; try again later.
-            EngineDeadError: the engine failed.
+            EngineDeadError, NoRoomError: the engine failed; there is no room for its lost targets, but there may be later.
         """
         _reject_unsupported(lora_request=lora_request, priority=priority)
         if isinstance(prompts, list | tuple) and not prompts:
@@ -227,7 +226,7 @@ class LLM:
                 arrived.clear()
                 for output in outputs:
                     if output.retry_after_s is not None:
-                        raise failure(output.error or "", output.retry_after_s)
+                        raise failure(str(output.error), output.retry_after_s)
                     if output.finish_reason is not None:
                         running.discard(output.request_id)
                         del self._arrived[output.request_id]

@@ -69,7 +69,7 @@ def test_clients_are_told_while_there_is_no_room_and_served_when_there_is(served
         assert "/secret" not in health["message"]
         assert f"there is no room for {RANK}" in health["message"]
         assert "since 20" in health["message"]
-        assert checked(channel, SERVICE) == NOT_SERVING
+        wait_until(lambda: checked(channel, SERVICE) == NOT_SERVING)
         assert is_in(served, "no_room")
         assert metric(served, "slipstream_target_outage_seconds") > 0
 
@@ -86,7 +86,7 @@ def test_clients_are_told_while_there_is_no_room_and_served_when_there_is(served
 
         Homeless.has_room = True
         wait_until(lambda: httpx.get(served.url + "/health").status_code == 200)
-        assert checked(channel, SERVICE) == SERVING
+        wait_until(lambda: checked(channel, SERVICE) == SERVING)
         answer = httpx.post(served.url + "/v1/completions", json=body)
         assert answer.json()["choices"][0]["text"] == expected("x", 8)
         assert metric(served, "slipstream_target_outage_seconds") == 0
