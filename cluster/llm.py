@@ -88,7 +88,7 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or parameter is invalid; nothing was scheduled.
-            EngineDeadError, NoRoomError: the engine failed; there is no room for its lost targets, but there may be later.
+            EngineDeadError, NoRoomError: the engine failed; or lost its targets and finds no room, but may later.
         """
         _reject_unsupported(lora_request=lora_request, priority=priority)
         if isinstance(prompts, list | tuple) and not prompts:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,14 +52,15 @@ class RayMachines:
         self._start(node, f"--address={self.head.address}:{PORT}", f"--num-cpus={cpus}", f"--resources={resources}")
 
     def start_others(self, *, cpus: int = 1) -> None:
-        """Let all other machines join at once, with room for a worker each."""
-        with ThreadPoolExecutor(len(self.others)) as threads:
-            for _ in threads.map(lambda node: self.start(node, cpus=cpus), self.others):
-                pass
+        """Let all other machines join, with room for a worker each. Ray gives each 30 s: at once they may take longer."""
+        for node in self.others:
+            self.start(node, cpus=cpus)
 
     def _start(self, node: Machine, *options: str) -> None:
         common = ("--num-gpus=0", f"--object-store-memory={STORE_BYTES}")
-        node.output("ray", "start", *options, *common, timeout=PATIENCE_S)
+        if node.run("ray", "start", *options, *common, timeout=PATIENCE_S).returncode:
+            node.run("ray", "stop", "--force", timeout=PATIENCE_S)
+            node.output("ray", "start", *options, *common, timeout=PATIENCE_S)
 
     def at(self, address: str) -> Machine:
         return next(node for node in (self.head, *self.others) if node.address == address)
