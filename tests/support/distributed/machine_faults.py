@@ -52,7 +52,7 @@ class RayMachines:
         self._start(node, f"--address={self.head.address}:{PORT}", f"--num-cpus={cpus}", f"--resources={resources}")
 
     def start_others(self, *, cpus: int = 1) -> None:
-        """Let all other machines join, with room for a worker each. Ray gives each 30 s: at once they may take longer."""
+        """Let all other machines join, with room for a worker each; not at once, since Ray gives each 30 s."""
         for node in self.others:
             self.start(node, cpus=cpus)
 
