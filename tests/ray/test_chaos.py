@@ -25,7 +25,14 @@ from tests.support.processes import wait_until
 
 LACKING = missing()
 pytestmark = [pytest.mark.full, pytest.mark.timeout(0), pytest.mark.skipif(bool(LACKING), reason=LACKING)]
-ENGINE = {"device": "cpu", "dtype": "float32", "enforce_eager": True, "max_num_seqs": 8, "num_gpu_blocks_override": 256}
+ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 256,
+    "generation_config": "vllm",  # no sampling defaults of the checkpoint, which `LLM` does not add to given parameters
+}
 PROMPTS = ["def fibonacci(n):", "import os\n", "class Stack:\n", "def read_lines(path):", "for i in range(10):\n"]
 ASKED = [
     {"prompt": prompt, "max_tokens": 32, "temperature": 0.0 if i % 2 else 0.8, "seed": i}
@@ -87,6 +94,12 @@ def count(answers: list[dict[str, Any]], undisturbed: list[str]) -> Counter[str]
     return counts
 
 
+def differing(answers: list[dict[str, Any]], undisturbed: list[str]) -> list[tuple[str, str]]:
+    """Return the first answers that differ, each with the undisturbed one."""
+    pairs = [(answer["text"], undisturbed[answer["prompt"]]) for answer in answers if "text" in answer]
+    return [pair for pair in pairs if pair[0] != pair[1]][:3]
+
+
 def is_retryable(what: str) -> bool:
     """Whether clients retry after this: no answer, or a status that says that the server is at fault."""
     return not what[:3].isdigit() or what.startswith(("429", "5"))
@@ -101,7 +114,7 @@ def test_faults_every_minute(short_dir: Path, undisturbed: list[str], request: p
         cluster.start_head(cpus=0)
         cluster.start_others(cpus=REPLICA_CPUS)
         with (short_dir / "serve.log").open("wb") as log:
-            head.start("serve", "run", config_in(short_dir), stdout=log, stderr=subprocess.STDOUT)
+            serve = head.start("serve", "run", config_in(short_dir), stdout=log, stderr=subprocess.STDOUT)
         ready_s = wait_until(lambda: answers_from(head, head.address), PATIENCE_S, short_dir / "serve.log")
         print(f"ready: {ready_s:.0f} s", flush=True)
 
@@ -121,9 +134,11 @@ def test_faults_every_minute(short_dir: Path, undisturbed: list[str], request: p
         longest_s = max(answer["ended"] - answer["began"] for answer in answers if "text" in answer)
         print(f"{len(answers)} requests in {time.monotonic() - began:.0f} s: {dict(counts)}")
         print(f"slowest whole answer: {longest_s:.1f} s; served again {back_s:.0f} s after the last minute")
-        assert not counts["different"]
+        assert not counts["different"], differing(answers, undisturbed)
         assert counts["equal"] > 0
         assert all(is_retryable(what) for what in counts if what != "equal"), counts
         for node in (*cluster.others, head):
             node.run("ray", "stop", "--force", timeout=PATIENCE_S)
+        serve.kill()
+        serve.wait()
         wait_until(lambda: not any(node.processes() for node in (head, *cluster.others)), PATIENCE_S, "empty machines")
