@@ -13,7 +13,7 @@ from cluster.engine import make_engine
 from cluster.serving.startup_info import served_names
 from cluster.settings import engine_config
 from protos.config.engine import EngineConfig
-from protos.errors import EngineDeadError, InvalidRequestError
+from protos.errors import EngineDeadError, InvalidRequestError, failure
 from protos.messages import Request, TokenOutput
 from protos.outputs import RequestOutput
 from protos.progress import ProgressCallback
@@ -88,7 +88,7 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or parameter is invalid; nothing was scheduled.
-            EngineDeadError: the engine failed.
+            EngineDeadError, NoRoomError: the engine failed; or lost its targets and finds no room, but may later.
         """
         _reject_unsupported(lora_request=lora_request, priority=priority)
         if isinstance(prompts, list | tuple) and not prompts:
@@ -225,6 +225,8 @@ class LLM:
                 outputs = arrived.copy()
                 arrived.clear()
                 for output in outputs:
+                    if output.retry_after_s is not None:
+                        raise failure(str(output.error), output.retry_after_s)
                     if output.finish_reason is not None:
                         running.discard(output.request_id)
                         del self._arrived[output.request_id]

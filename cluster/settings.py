@@ -23,6 +23,10 @@ DEMO_NUM_TOKENS = 3
 METHOD_KEYS = frozenset({"method", "model", "prompt_lookup_max", "prompt_lookup_min"})
 """Keys of speculative_config that choose a method: without them, the demo draft is used."""
 
+SERVING = {"rebuild_timeout_s": 30.0}
+"""Clients of a server are told early that there is no room, so that they ask another one. A cut of the network that
+ends within half of that costs no request. `LLM`, whose caller has no other engine, waits ten times as long."""
+
 MODEL_PATHS = ("model", "tokenizer", "download_dir")
 SPECULATIVE_PATHS = ("model", "datastore")
 """Fields that may be paths, which workers on other machines or with other working folders read."""
@@ -36,6 +40,11 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
         ModelError: the target or the draft is a folder that does not exist, or a kind that is not supported.
     """
     return _parsed(given, _describe_here)
+
+
+def with_serving_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments *given* with the defaults of servers where they differ from those of `LLM`."""
+    return {**SERVING, **argument_names.normalised(given)}
 
 
 def remote_engine_config(given: Mapping[str, Any]) -> EngineConfig:

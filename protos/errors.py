@@ -62,6 +62,10 @@ class EngineStalledError(OverloadedError):
     """The controller has sent nothing for too long: it was stopped, or hangs. It may continue, or be replaced."""
 
 
+class NoRoomError(OverloadedError):
+    """The cluster has had no room for the lost target group for too long. The engine goes on looking for it."""
+
+
 class DeadlineExceededError(SlipstreamError, RuntimeError):
     """A request was aborted because its deadline passed; its blocks are free."""
 
@@ -74,8 +78,10 @@ class RequestFailedError(SlipstreamError, RuntimeError):
     """One request failed for a reason outside the request."""
 
 
-def failure(reason: str) -> SlipstreamError:
-    """Return the error for the client of a request that failed in a worker for *reason*."""
+def failure(reason: str, retry_after_s: float | None = None) -> SlipstreamError:
+    """Return the error for the client of a request that failed for *reason*, with a delay if it may be sent again."""
+    if retry_after_s is not None:
+        return NoRoomError(reason, retry_after_s)
     for param in WORKER_CHECKED:
         if reason.startswith(f"{param}: "):
             return InvalidRequestError(reason, param)

@@ -116,13 +116,20 @@ class Executor(Protocol):
         """
         ...
 
-    def rebuild(self, for_s: float) -> bool:
-        """Continue rebuilding a lost target group for at most *for_s* seconds; return whether it serves again.
+    def rebuild(self, for_s: float) -> WorkerInfo | None:
+        """Continue rebuilding a lost target group for at most *for_s* seconds; describe it once it serves again.
+
+        It may have fewer KV blocks than before, or more again, up to the number at the start.
 
         Raises:
-            PlacementError: the cluster had no room for it for too long.
+            NoRoomError: the cluster has had no room for it for too long. Call it again: it goes on looking.
             EngineDeadError: it could not be rebuilt.
         """
+        ...
+
+    @property
+    def lacks(self) -> str:
+        """The workers of a lost target group for which there is no room; empty if there is, or none is lost."""
         ...
 
     def shutdown(self) -> None:

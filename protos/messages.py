@@ -217,7 +217,8 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
 
     `text` is the new text that may be shown: whole characters, with nothing that could still turn out
     to be the beginning of a stop string. `step` is set if the request wants it. `queued_s`, set at the end of a request
-    that ran, is the seconds it waited to be scheduled.
+    that ran, is the seconds it waited to be scheduled. `retry_after_s` is set with `error` if the request
+    itself was fine: it may be sent again after so many seconds.
     """
 
     request_id: str
@@ -232,6 +233,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     step: Step | None = None
     queued_s: float | None = None
+    retry_after_s: float | None = None
 
 
 class StepCosts(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """Snapshots of the engine's counters and gauges, as metrics and `LLM.stats` read them."""
 
+import time
 from typing import Literal
 
 import msgspec
@@ -28,6 +29,31 @@ class PhaseTimes(msgspec.Struct, frozen=True, gc=False):
     late_drafts: int = 0
 
 
+class Outage(msgspec.Struct, frozen=True, gc=False):
+    """The target group is lost and being rebuilt.
+
+    Attributes:
+        reason: why it was lost.
+        since: when, in seconds since 1970.
+        lacks: the workers for which the cluster has no room, or whose machine is not reached; empty otherwise.
+        retry_after_s: for how long the group has lacked room is over the limit, and requests are refused with this
+            delay; None while they wait.
+    """
+
+    reason: str
+    since: float
+    lacks: str = ""
+    retry_after_s: float | None = None
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.since))
+        what = "it is being started again"
+        if self.lacks:
+            what = f"there is no room for {self.lacks}, or no way to its machine"
+        cause = self.reason.partition(":")[0]  # details may hold paths and addresses, which clients must not see
+        return f"the target group is lost since {since} ({cause}), and {what}"
+
+
 class EngineStats(msgspec.Struct, frozen=True, gc=False):
     """A snapshot of the engine. Counters count from its start; token counts are of committed tokens.
 
@@ -48,7 +74,8 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
         fed_tokens: the sum over all steps.
         phases: seconds per phase over all rounds; includes drafting in the controller process.
         steps_s, speculative_s, plain_s: see `runtime.core.stats.StepClock`.
-        target_is_lost, draft_is_down: whether the target is being rebuilt, and whether the draft worker is absent.
+        outage: the loss of the target group, while it is rebuilt.
+        draft_is_down: whether the draft worker is absent.
     """
 
     steps: int = 0
@@ -77,5 +104,10 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     steps_s: float = 0.0
     speculative_s: float = 0.0
     plain_s: float = 0.0
-    target_is_lost: bool = False
+    outage: Outage | None = None
     draft_is_down: bool = False
+
+    @property
+    def target_is_lost(self) -> bool:
+        """Whether the target group is being rebuilt."""
+        return self.outage is not None

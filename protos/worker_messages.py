@@ -126,11 +126,15 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The weights are loaded. `info.num_blocks` is the number of KV blocks that fit on this worker.
 
-    `weight_bytes` counts this rank's own share.
+    `weight_bytes` counts this rank's own share. A target rank also reports the bytes that its KV caches may take and
+    those of one block, and over how many ranks the model can be split.
     """
 
     info: WorkerInfo
     weight_bytes: int
+    cache_bytes: int = 0
+    block_bytes: int = 0
+    splits: tuple[int, ...] = ()
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):

@@ -39,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
     parser.addoption("--fuzz-seed", type=int, default=random.SystemRandom().randrange(2**32), help="of `test_fuzz.py`")
     parser.addoption("--fuzz-requests", type=int, default=100_000, help="of the full form of `test_fuzz.py`")
+    parser.addoption("--chaos-minutes", type=float, default=3.0, help="of `test_chaos.py`")
+    parser.addoption("--chaos-seed", type=int, default=random.SystemRandom().randrange(2**32), help="of its faults")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -18,7 +18,7 @@ from protos.kv_blocks import kv_summary, settle_blocks
 from protos.layers import FeatureSpec
 from protos.messages import StepCosts, WorkerInfo
 from protos.progress import ProgressCallback
-from protos.worker_messages import Allocate
+from protos.worker_messages import Allocate, Loaded
 from workers.attention.kv import bytes_per_block
 from workers.compiled.warming import Compilable, Swap, Warm, warm_up
 from workers.compiled.warming import load as load_entry
@@ -26,6 +26,7 @@ from workers.device import free_memory, weight_bytes
 from workers.distributed.groups import Group, Solo
 from workers.draft.engine import DraftEngine, make_engine
 from workers.draft.load import LoadedDraft, feature_spec, load_draft
+from workers.invariant import ops
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device
@@ -40,6 +41,7 @@ from workers.target_rank import TargetRank, UniExecutor
 from workers.threads import ThreadCount, choose_threads
 from workers.verification.acceptance import AcceptanceRule
 from workers.verification.factory import make_acceptance_rule
+from workers.weights.partition import splits
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +72,23 @@ class LoadedTarget:
         """Of all weights."""
         return weight_bytes(self.model.model) + (0 if self.draft is None else self.draft.num_bytes)
 
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one KV block, with those of the draft in this process."""
+        each = bytes_per_block(self.model.layers, block_size, self.model.dtype)
+        return each if self.draft is None else each + self.draft.bytes_per_block(block_size)
+
+    def report(self, config: EngineConfig) -> Loaded:
+        """Return what the controller is told once the weights are loaded."""
+        ranks = splits(self.model.model.config) if self.model.ranks > 1 else ()
+        if config.model.batch_invariant:
+            ranks = tuple(n for n in ranks if ops.SHARDS % n == 0)
+        free = cache_bytes(config.cache, self.model.device)
+        return Loaded(self.info(config), self.num_bytes, free, self.block_bytes(config.cache.block_size), ranks)
+
     def info(self, config: EngineConfig) -> WorkerInfo:
         """Return the description of this rank for the controller, with the number of KV blocks that fit."""
         model, size = self.model, config.cache.block_size
-        each = bytes_per_block(model.layers, size, model.dtype)
-        if self.draft is not None:
-            each += self.draft.bytes_per_block(size)
-        fitting = blocks_that_fit(config.cache, model.device, each)
+        fitting = blocks_that_fit(config.cache, model.device, self.block_bytes(size))
         if config.cache.num_blocks is None:
             fitting = min(fitting, config.scheduler.max_num_seqs * -(-model.max_model_len // size))
         return WorkerInfo(
@@ -244,10 +256,10 @@ def make_slots(config: EngineConfig, allocate: Allocate) -> SlotTable:
 
 def blocks_that_fit(cache: CacheConfig, device: torch.device, bytes_each: int) -> int:
     """Return how many KV blocks of *bytes_each* fit; a draft without attention layers has room for any number."""
-    return cache.num_blocks or _cache_bytes(cache, device) // max(1, bytes_each)
+    return cache.num_blocks or cache_bytes(cache, device) // max(1, bytes_each)
 
 
-def _cache_bytes(cache: CacheConfig, device: torch.device) -> int:
+def cache_bytes(cache: CacheConfig, device: torch.device) -> int:
     """Return the bytes that the KV caches may take."""
     if cache.memory_bytes is not None:
         return cache.memory_bytes

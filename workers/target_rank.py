@@ -119,6 +119,8 @@ class UniExecutor:
         later: advanced between rounds; swaps in compiled forwards, and yields the costs of steps when they are known.
     """
 
+    lacks = ""
+
     def __init__(
         self,
         info: WorkerInfo,
@@ -157,9 +159,9 @@ class UniExecutor:
         """See `Executor`."""
         return None if self._later is None else next(self._later, None)
 
-    def rebuild(self, for_s: float) -> bool:
+    def rebuild(self, for_s: float) -> WorkerInfo | None:
         """See `Executor`."""
-        return True
+        return self.info
 
     def shutdown(self) -> None:
         """See `Executor`."""

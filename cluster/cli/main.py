@@ -19,7 +19,7 @@ from cluster.cli.options import (
     server_options,
     with_options,
 )
-from cluster.settings import engine_config
+from cluster.settings import engine_config, with_serving_defaults
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, SlipstreamError
 
@@ -108,7 +108,7 @@ def serve(
     from cluster.cli import serve  # noqa: PLC0415 - as above
     from runtime.http.tools.choice import ToolOptions  # noqa: PLC0415
 
-    config = engine_config({**engine, "model": one_model(positional_model, model)})
+    config = engine_config({**with_serving_defaults(engine), "model": one_model(positional_model, model)})
     serve.run(
         config,
         servers=servers,

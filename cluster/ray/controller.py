@@ -8,7 +8,7 @@ import ray
 import zmq
 
 from cluster import assemble
-from cluster.ray.actors import ActorBase
+from cluster.ray.actors import ActorBase, this_process
 from cluster.ray.cluster import set_missing_variables
 from cluster.ray.placement import Placement
 from cluster.ray.spares import Spares
@@ -82,4 +82,4 @@ class ControllerActor(ActorBase):
         workers = RayWorkerGroup(self._placement, self._body, spares)
         # A worker with a fraction of a GPU shares it with others.
         may_share = self._placement.plan.worker.get("GPU", 1.0) < 1.0
-        return DistributedExecutor(workers, config, report, may_share_devices=may_share)
+        return DistributedExecutor(workers, config, report, machine=this_process().machine, may_share_devices=may_share)

@@ -110,6 +110,13 @@ class Placement:
         table: dict[str, Any] = placement_group_table(group)
         self.nodes: list[str] = [table["bundles_to_node_id"][i] for i in range(len(plan.bundles))]
 
+    def target_bundles(self) -> list[int]:
+        """Return the target ranks' bundles; those that are placed on a living node now come first."""
+        table: dict[str, Any] = placement_group_table(self.group)
+        alive = {node["NodeID"] for node in ray_cluster.nodes()}
+        bundles = range(1, 1 + self.plan.num_targets)
+        return sorted(bundles, key=lambda bundle: table["bundles_to_node_id"].get(bundle) not in alive)
+
     def options(self, bundle: int, role: str) -> dict[str, Any]:
         """Return the options of an actor that takes all of *bundle*."""
         return {**actor_options(self.group, bundle, self.plan.bundles[bundle]), "name": self.name_of(role)}

@@ -93,15 +93,18 @@ class RayWorkerGroup:
         self._environment = forwarded_variables()
         self._actors: dict[WorkerId, RunningActor] = {}
         self._spares = Spares(placement) if spares is None else spares
+        self._bundles: dict[WorkerId, int] = {}
         self._devices: dict[int, str] = {}  # CUDA_VISIBLE_DEVICES of the workers by bundle
         self._is_closed = False
 
     def start(self, workers: Seq[WorkerId]) -> None:
         """See `WorkerGroup`. An actor whose bundle's node is gone waits until Ray has placed the bundle again."""
+        self._choose_bundles(workers)
         for worker in workers:
             self._hub.register(worker)
             spec = msgspec.msgpack.encode(WorkerSpec(self._hub.endpoint, worker, self._body))
-            spare = self._spares.take(worker)
+            is_usual = self._bundles[worker] == self._placement.plan.bundle_of(worker)
+            spare = self._spares.take(worker) if is_usual else None
             handle = self._new_actor(worker) if spare is None else spare
             actor = RunningActor.start(handle, spec, {} if spare is None else self._device_of(worker))
             self._actors[worker] = actor
@@ -111,13 +114,25 @@ class RayWorkerGroup:
             else:
                 self._hub.post(worker, Heartbeat(SPARE))
 
+    def _choose_bundles(self, workers: Seq[WorkerId]) -> None:
+        """Choose the workers' bundles: their own; but if all target ranks are started again, those with a node first.
+
+        There may be fewer ranks than bundles then, because some bundles have lost their nodes.
+        """
+        plan = self._placement.plan
+        self._bundles |= {worker: plan.bundle_of(worker) for worker in workers}
+        ranks = sorted(worker for worker in workers if worker.role == "target")
+        is_again = any(worker.incarnation for worker in ranks)
+        if is_again and not any(worker.role == "target" for worker in self._actors):
+            self._bundles |= dict(zip(ranks, self._placement.target_bundles(), strict=False))
+
     def _new_actor(self, worker: WorkerId) -> Any:
-        options = self._placement.options(self._placement.plan.bundle_of(worker), str(worker))
+        options = self._placement.options(self._bundles[worker], str(worker))
         return remote(WorkerActor).options(**options).remote(self._environment, self._is_near)
 
     def _device_of(self, worker: WorkerId) -> dict[str, str]:
         """Return the variable that gives a spare, which has no device, that of the worker before."""
-        visible = self._devices.get(self._placement.plan.bundle_of(worker))
+        visible = self._devices.get(self._bundles[worker])
         return {} if visible is None else {VISIBLE_DEVICES: visible}
 
     def prepare_spare(self) -> None:
@@ -144,7 +159,7 @@ class RayWorkerGroup:
             if isinstance(message, Placed) and worker in self._actors:
                 self._actors[worker].location = ProcessLocation(message.node, message.pid)
                 if message.visible_devices is not None:
-                    self._devices[self._placement.plan.bundle_of(worker)] = message.visible_devices
+                    self._devices[self._bundles[worker]] = message.visible_devices
         return messages
 
     def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:

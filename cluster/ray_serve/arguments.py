@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from cluster.cli.options import API_KEY_VARIABLE
-from cluster.settings import chat_template_text, remote_engine_config
+from cluster.settings import chat_template_text, remote_engine_config, with_serving_defaults
 from protos.config import argument_names
 from protos.config.engine import EngineConfig
 from protos.validation import did_you_mean
@@ -107,7 +107,7 @@ class ServeArguments(BaseModel):
     @cached_property
     def config(self) -> EngineConfig:
         """The engine's configuration. Raises `ConfigError`."""
-        return remote_engine_config(self.engine)
+        return remote_engine_config(with_serving_defaults(self.engine))
 
 
 SERVER = frozenset(ServerArguments.model_fields) - ELSEWHERE.keys()

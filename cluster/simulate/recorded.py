@@ -122,6 +122,7 @@ class RecordedTarget:
     """
 
     drafting: DraftService = ALWAYS_UP
+    lacks = ""
 
     def __init__(self, config: EngineConfig, info: WorkerInfo, draft: DraftEngine | None) -> None:
         self.info, self.draft = info, draft
@@ -163,9 +164,9 @@ class RecordedTarget:
     def poll(self) -> None:
         """See `Executor`."""
 
-    def rebuild(self, for_s: float) -> bool:
+    def rebuild(self, for_s: float) -> WorkerInfo | None:
         """See `Executor`."""
-        return True
+        return self.info
 
     def shutdown(self) -> None:
         """See `Executor`."""

@@ -52,13 +52,24 @@ KEPT = (
     Option("max_num_batched_tokens", "scheduler", "max_num_batched_tokens", "tokens in a step at most"),
     Option("enable_chunked_prefill", "scheduler", "enable_chunked_prefill", "split long prompts", is_flag=True),
     Option("tensor_parallel_size", "parallel", "tensor_parallel_size", "devices the model is split over"),
+    Option(
+        "min_tensor_parallel_size",
+        "parallel",
+        "min_tensor_parallel_size",
+        "ranks that a lost target group is rebuilt over at least where there is no room for all; default: all",
+    ),
     Option("distributed_executor_backend", "parallel", "executor", "uni, ray, or mp (uni on one device, else ray)"),
     Option("placement_strategy", "parallel", "placement_strategy", "STRICT_PACK (one node), PACK or SPREAD, on ray"),
     Option(
         "worker_resources", "parallel", "worker_resources", "JSON of the ray resources of each worker; default: 1 GPU"
     ),
     Option("placement_timeout_s", "parallel", "placement_timeout_s", "seconds to wait for room in the ray cluster"),
-    Option("rebuild_timeout_s", "parallel", "rebuild_timeout_s", "seconds a lost target group waits for room"),
+    Option(
+        "rebuild_timeout_s",
+        "parallel",
+        "rebuild_timeout_s",
+        "seconds a lost target group waits for room before requests are refused; default: 30 in servers, 300 in LLM",
+    ),
     Option("spare_workers", "parallel", "spare_workers", "processes that wait to replace a lost target rank, on ray"),
     Option("seed", "engine", "seed", "makes the seeds of requests without one repeatable"),
     Option("served_model_name", "engine", "served_model_name", "the name, or names, of the model in the API"),

@@ -296,20 +296,30 @@ class ParallelConfig:
     """How many devices, and how they are placed.
 
     Attributes:
+        min_tensor_parallel_size: a lost target group for which there is no room is rebuilt over fewer ranks, this many
+            at least; None: never.
         placement_strategy: of the placement group: STRICT_PACK is one node, PACK one node for the targets, SPREAD many.
         worker_resources: Ray resources of each worker, such as {"GPU": 0.5}; None for one GPU, if there are any.
         placement_timeout_s: seconds a start waits for room in the cluster.
-        rebuild_timeout_s: seconds a lost target group waits for room.
+        rebuild_timeout_s: seconds a lost target group waits for room before requests are refused; servers set 30.
         spare_workers: processes that wait, with everything imported, to replace a lost target rank, on Ray.
     """
 
     tensor_parallel_size: int = Field(default=1, gt=0)
+    min_tensor_parallel_size: int | None = Field(default=None, gt=0)
     executor: Literal["uni", "ray"] = "uni"
     placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD"] = "STRICT_PACK"
     worker_resources: dict[str, Annotated[float, Field(gt=0)]] | None = None
     placement_timeout_s: float = Field(default=600.0, gt=0)
     rebuild_timeout_s: float = Field(default=300.0, gt=0)
     spare_workers: int = Field(default=1, ge=0, le=8)
+
+    @model_validator(mode="after")
+    def _least_ranks(self) -> "ParallelConfig":
+        least, ranks = self.min_tensor_parallel_size, self.tensor_parallel_size
+        if least is not None and least > ranks:
+            raise ValueError(f"min_tensor_parallel_size must be at most tensor_parallel_size ({ranks}), got {least}")
+        return self
 
 
 @typed(config_error)

@@ -135,6 +135,18 @@ class BlockManager:
         """Empty the prefix cache, because the workers' KV is lost. Versions keep growing."""
         self.forget(list(self._published))
 
+    def resize(self, num_blocks: int) -> None:
+        """Use blocks 0 .. num_blocks - 1 from now on: those of new workers, all empty.
+
+        Raises:
+            RuntimeError: there were never so many, or some are owned; requeue all sequences first.
+        """
+        if num_blocks > len(self._owners) or any(self._owners):
+            raise RuntimeError(f"{num_blocks} of {len(self._owners)} blocks wanted, {sum(self._owners)} are owned")
+        self.forget_all()
+        self.num_blocks = num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))
+
     def _unpublish(self, block: int) -> None:
         key, _ = self._published.pop(block)
         del self._index[key]

@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from protos.errors import EngineDeadError, TargetLostError
+from protos.errors import EngineDeadError, NoRoomError, TargetLostError
 from protos.interfaces import Executor, Inbox
 from protos.messages import Abort, Request, RoundPlan, StepCosts, TokenOutput, Verdict, WorkerInfo
-from protos.stats import EngineStats, PhaseTimes, SpeculationState
+from protos.stats import EngineStats, Outage, PhaseTimes, SpeculationState
 from runtime.core.scheduler import Scheduler
 from runtime.core.stats import StepClock
 from runtime.policy.base import FinishedStep, Policy
@@ -60,7 +60,7 @@ class Controller:
         self.final_outputs: list[TokenOutput] = []
         self._clock = StepClock(scheduler.info.costs)
         self._lookup_s = 0.0  # of all steps so far
-        self._is_lost = False
+        self._outage: Outage | None = None
         self._num_losses = 0
 
     @property
@@ -103,13 +103,32 @@ class Controller:
 
     def _poll(self, ended: list[TokenOutput]) -> bool:
         """Read the workers' messages, or continue rebuilding lost targets; return whether a step can run."""
-        if self._is_lost:
-            self._is_lost = not self._guard("between rounds", lambda: self.executor.rebuild(REBUILD_SLICE_S), ended)
+        if self._outage is not None:
+            self._rebuild(self._outage, ended)
         else:
             costs = self._guard("between rounds", self.executor.poll, ended)
             if costs is not None:
                 self._revise(costs)
-        return not self._is_lost
+        return self._outage is None
+
+    def _rebuild(self, outage: Outage, ended: list[TokenOutput]) -> None:
+        """Continue to rebuild the lost targets. While there has been no room for too long, every request ends."""
+        try:
+            info = self._guard("between rounds", lambda: self.executor.rebuild(REBUILD_SLICE_S), ended)
+        except NoRoomError as error:
+            self._refuse(structs.replace(outage, lacks=self.executor.lacks, retry_after_s=error.retry_after_s), ended)
+            return
+        if info is not None:
+            self.scheduler.resize(info.num_blocks)
+        self._outage = None if info else structs.replace(outage, lacks=self.executor.lacks, retry_after_s=None)
+
+    def _refuse(self, outage: Outage, ended: list[TokenOutput]) -> None:
+        """End every request, those that have just come too, with an error that says when to send it again."""
+        if self._outage is None or self._outage.retry_after_s is None:
+            logger.warning("%s; requests are refused until there is", outage)
+        failed = self.scheduler.fail_all(str(outage))
+        ended += [structs.replace(output, retry_after_s=outage.retry_after_s) for output in failed]
+        self._outage = outage
 
     def _revise(self, costs: StepCosts) -> None:
         """Use new costs of steps in the policy and in estimates."""
@@ -125,6 +144,8 @@ class Controller:
             return call()
         except TargetLostError as loss:
             self._requeue_all(loss)
+        except NoRoomError:
+            raise
         except EngineDeadError as death:
             self.final_outputs = ended + self.scheduler.fail_all(str(death))
             raise
@@ -137,7 +158,7 @@ class Controller:
     def _requeue_all(self, loss: TargetLostError) -> None:
         num_requests = self.scheduler.num_unfinished
         logger.warning("%s; rebuilding, %d request(s) continue from their tokens", loss, num_requests)
-        self._is_lost = True
+        self._outage = Outage(str(loss), time.time())
         self._num_losses += 1
         self.scheduler.requeue_all()
 
@@ -149,7 +170,7 @@ class Controller:
             draft_changes=drafting.changes,
             speculation_changes=dict(self.policy.changes),
             target_losses=self._num_losses,
-            target_is_lost=self._is_lost,
+            outage=self._outage,
             draft_is_down=not drafting.is_up,
             num_speculative_tokens=self.policy.current,
             predicted_speedup=self.policy.predicted_speedup,

@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 from itertools import count
 
 from protos.config.engine import CacheConfig, SchedulerConfig
-from protos.errors import ConfigError
 from protos.interfaces import ALWAYS_UP, DraftService, Proposer
 from protos.messages import Abort, Request, RoundPlan, Row, Step, TokenOutput, Verdict, WorkerInfo
 from protos.stats import EngineStats
 from runtime.core.block_manager import BlockManager
+from runtime.core.limits import check_limits
 from runtime.core.planner import Planner
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
@@ -52,7 +52,7 @@ class Scheduler:
         has_worker: bool = True,
         detokenizers: Callable[[Request], Detokenizer | None] = no_detokenizer,
     ) -> None:
-        _check_limits(config, info)
+        check_limits(config, info)
         self.info = info
         self._detokenizers = detokenizers
         self._counters = EngineCounters()
@@ -267,6 +267,10 @@ class Scheduler:
         self._moves.clear()
         self._queue.requeue_all()
 
+    def resize(self, num_blocks: int) -> None:
+        """Use *num_blocks* KV blocks from now on, at most as many as at first. Nothing may run: see `requeue_all`."""
+        self._queue.blocks.resize(num_blocks)
+
     def stats(self) -> EngineStats:
         """Return a snapshot of all counters and gauges."""
         queue = self._queue
@@ -277,20 +281,6 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Check blocks, slots and queues against each other. Raises RuntimeError if they disagree."""
         self._queue.check_integrity()
-
-
-def _check_limits(config: SchedulerConfig, info: WorkerInfo) -> None:
-    capacity = info.num_blocks * info.block_size
-    if info.max_model_len > capacity:
-        raise ConfigError(
-            f"max_model_len {info.max_model_len} is more than the {capacity} tokens that {info.num_blocks} KV blocks "
-            f"of {info.block_size} hold; lower max_model_len or give the cache more memory"
-        )
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < info.max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len {info.max_model_len}, "
-            "and without chunked prefill a prompt must fit in one step; raise it or enable chunked prefill"
-        )
 
 
 def _num_drafted(row: Row, verdict: Verdict | None) -> int:

@@ -19,6 +19,7 @@ from protos.errors import (
     EngineDeadError,
     EngineStalledError,
     ModelError,
+    NoRoomError,
     OverloadedError,
     PlacementError,
     SlipstreamError,
@@ -227,6 +228,9 @@ class AsyncEngine:
         self._check_alive()
         if self._stalled is not None:
             raise EngineStalledError(self._stalled.reason, self._stalled.retry_after_s)
+        outage = self._stats.outage
+        if outage is not None and outage.retry_after_s is not None:
+            raise NoRoomError(str(outage), outage.retry_after_s)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

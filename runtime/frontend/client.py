@@ -43,7 +43,7 @@ class EngineClient(Protocol):
         ...
 
     def check_running(self) -> None:
-        """Check that the controller runs. Raises `EngineDeadError` or `EngineStalledError`."""
+        """Check that requests can be answered. Raises `EngineDeadError`, `EngineStalledError` or `NoRoomError`."""
         ...
 
     async def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
@@ -60,7 +60,7 @@ class EngineClient(Protocol):
         """Check that *num_requests* with *num_tokens* prompt tokens are accepted.
 
         Raises:
-            EngineDeadError, EngineStalledError, DrainingError, OverloadedError: they are not accepted now.
+            EngineDeadError, EngineStalledError, NoRoomError, DrainingError, OverloadedError: they are not accepted now.
             InvalidRequestError: they are never accepted.
         """
         ...
@@ -85,6 +85,7 @@ class EngineClient(Protocol):
         Raises:
             DeadlineExceededError: the time is over, or the answer was not read; its requests are aborted.
             EngineStalledError: the controller is silent; its requests are aborted.
+            NoRoomError: the cluster has had no room for the lost target group for too long; its requests are aborted.
             OverloadedError: too much waits already; nothing was scheduled.
             DrainingError: the server is about to stop.
         """

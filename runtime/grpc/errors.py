@@ -8,6 +8,7 @@ from protos.errors import (
     EngineDeadError,
     EngineStalledError,
     InvalidRequestError,
+    NoRoomError,
     OverloadedError,
     RequestFailedError,
     SlipstreamError,
@@ -18,11 +19,12 @@ log = logging.getLogger("slipstream")
 LONGEST_DETAILS = 1000
 """Longest details, in characters: they are sent in a header."""
 
-# The first match counts: `DrainingError` and `EngineStalledError` are an `OverloadedError`.
+# The first match counts: `DrainingError`, `EngineStalledError` and `NoRoomError` are an `OverloadedError`.
 CODES: dict[type[SlipstreamError], str] = {
     InvalidRequestError: "INVALID_ARGUMENT",
     DrainingError: "UNAVAILABLE",
     EngineStalledError: "UNAVAILABLE",
+    NoRoomError: "UNAVAILABLE",
     OverloadedError: "RESOURCE_EXHAUSTED",
     DeadlineExceededError: "DEADLINE_EXCEEDED",
     RequestFailedError: "INTERNAL",

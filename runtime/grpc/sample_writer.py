@@ -78,7 +78,7 @@ class SampleWriter:
     def add(self, output: TokenOutput) -> None:
         """Add the output of a step. Raises `SlipstreamError` if the request failed."""
         if output.error is not None:
-            raise failure(output.error)
+            raise failure(output.error, output.retry_after_s)
         self._num_cached = max(self._num_cached, output.num_cached_tokens)
         if output.step is not None and output.step.proposed:
             self._steps.append(output.step)

@@ -56,6 +56,9 @@ def _add_service_routes(app: FastAPI, context: RouteContext, prometheus: Metrics
         context.engine.check_running()
         if context.engine.state == "draining":
             raise ApiError(503, "the server is about to stop and takes no new requests", code="draining")
+        outage = context.engine.stats().outage
+        if outage is not None and outage.lacks:
+            raise ApiError(503, str(outage), code="no_room")
         return Response()
 
     @app.get("/version")

@@ -17,6 +17,7 @@ from protos.errors import (
     EngineDeadError,
     EngineStalledError,
     InvalidRequestError,
+    NoRoomError,
     OverloadedError,
     RequestFailedError,
     SlipstreamError,
@@ -111,6 +112,8 @@ def _overloaded(error: OverloadedError) -> ApiError:
         return ApiError(503, str(error), code="draining", headers=headers)
     if isinstance(error, EngineStalledError):
         return ApiError(503, str(error), code="engine_stalled", headers=headers)
+    if isinstance(error, NoRoomError):
+        return ApiError(503, str(error), code="no_room", headers=headers)
     return ApiError(429, str(error), code="overloaded", headers=headers)
 
 

@@ -37,7 +37,7 @@ class Choice(ABC):
     def add(self, output: TokenOutput) -> None:
         """Add the output of a step. Raises `SlipstreamError` if the request failed."""
         if output.error is not None:
-            raise failure(output.error)
+            raise failure(output.error, output.retry_after_s)
         self.text += output.text
         self.num_tokens += len(output.token_ids)
         self.logprobs += output.logprobs or ()

@@ -1,5 +1,6 @@
 """Collectors that turn the controller's statistics into Prometheus families, and the published names of families."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import get_args
@@ -9,9 +10,11 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from protos.stats import STEP_TOKENS, EngineStats, SpeculationState
+from protos.stats import STEP_TOKENS, EngineStats, Outage, SpeculationState
 
 Stats = Callable[[], EngineStats]
+TARGET_STATES = ("serving", "starting", "no_room", "refusing")
+"""Rebuilt ones: being started; waiting for room in the cluster, and requests with them; refusing requests meanwhile."""
 
 
 class _Families:
@@ -136,6 +139,12 @@ class OwnCollector(Collector):
             "spec_decode_state", "State of speculation now", get_args(SpeculationState), stats.speculation
         )
         yield make.counter("target_losses", "Times the target group was lost and rebuilt", stats.target_losses)
+        yield make.states("target_state", "State of the target group now", TARGET_STATES, target_state(stats.outage))
+        yield make.gauge(
+            "target_outage_seconds",
+            "Seconds since the target group was lost, 0 while it serves",
+            0.0 if stats.outage is None else max(0.0, time.time() - stats.outage.since),
+        )
         yield make.counter(
             "spec_decode_step_seconds",
             "Seconds of steps with drafts in which every row decoded, if step costs were measured",
@@ -150,6 +159,15 @@ class OwnCollector(Collector):
 
 def _keyed(changes: Mapping[str, int]) -> dict[Sequence[str], float]:
     return {(reason,): count for reason, count in changes.items()}
+
+
+def target_state(outage: Outage | None) -> str:
+    """Return which of `TARGET_STATES` the target group is in."""
+    if outage is None:
+        return "serving"
+    if outage.retry_after_s is not None:
+        return "refusing"
+    return "no_room" if outage.lacks else "starting"
 
 
 def phase_seconds(stats: EngineStats) -> dict[Sequence[str], float]:

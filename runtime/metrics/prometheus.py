@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.samples import Sample
 
-from protos.errors import DeadlineExceededError, DrainingError, OverloadedError, SlipstreamError, SlowReaderError
+from protos.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    NoRoomError,
+    OverloadedError,
+    SlipstreamError,
+    SlowReaderError,
+)
 from protos.messages import Request, TokenOutput
 from protos.stats import EngineStats
 from runtime.metrics.logs import HTTP_REQUEST_ID, RequestEnd, Totals, summary_line
@@ -28,6 +35,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 TURNED_AWAY_AS: dict[type[SlipstreamError], str] = {
     DrainingError: "draining",
+    NoRoomError: "no_room",
     OverloadedError: "overloaded",
     SlowReaderError: "slow_reader",
     DeadlineExceededError: "deadline_exceeded",

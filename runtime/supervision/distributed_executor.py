@@ -53,6 +53,7 @@ class DistributedExecutor:
         report: called with a line about each thing that is done or waited for.
         clock: seconds, monotonic.
         backend: of torch.distributed; if empty, "nccl" on devices and "gloo" on CPUs.
+        machine: the name of this machine, as its workers report it; empty if all workers are here.
         may_share_devices: whether one device may serve several workers if there are too few.
     """
 
@@ -64,11 +65,11 @@ class DistributedExecutor:
         clock: Clock = time.monotonic,
         *,
         backend: str = "",
+        machine: str = "",
         may_share_devices: bool = False,
     ) -> None:
         self._group, self._config, self._report_line, self._clock = group, config, report, clock
-        self._world = config.parallel.tensor_parallel_size
-        self._setup = Setup(to_json(config), WorkerId("target"), self._world, "cpu", backend)
+        self._setup = Setup(to_json(config), WorkerId("target"), config.parallel.tensor_parallel_size, "cpu", backend)
         self._devices = Devices(config.model.device, may_share=may_share_devices)
         self._sizing = KVSizing()
         self._watchdog = Watchdog(clock)
@@ -78,7 +79,8 @@ class DistributedExecutor:
             self._setup,
             self._devices,
             self._sizing,
-            rebuild_timeout_s=config.parallel.rebuild_timeout_s,
+            parallel=config.parallel,
+            machine=machine,
             report=self._report,
             clock=clock,
         )
@@ -130,11 +132,11 @@ class DistributedExecutor:
         self._read_messages(0.0)
         self._targets.check()
 
-    def rebuild(self, for_s: float) -> bool:
+    def rebuild(self, for_s: float) -> WorkerInfo | None:
         """See `Executor`."""
-        if not self._targets.may_restart:
+        if not self._targets.may_restart():
             self._read_messages(for_s)
-            return False
+            return None
         startup = self._targets.startup or self._restart_targets()
         self._read_messages(for_s, startup.waits_for)
         if self._targets.failure is not None:
@@ -142,10 +144,15 @@ class DistributedExecutor:
         elif startup.is_ready:
             self._begin_serving(startup)
             self._report("the target group serves again")
-            return True
+            return self._sizing.info
         else:
             self._targets.check_progress(startup)
-        return False
+        return None
+
+    @property
+    def lacks(self) -> str:
+        """See `Executor`."""
+        return self._targets.lacks
 
     def shutdown(self) -> None:
         """See `Executor`."""
@@ -156,12 +163,9 @@ class DistributedExecutor:
             self._group.send(worker, Stop())
         self._group.close()
 
-    # Starting.
-
     def _start(self) -> WorkerInfo:
         drafts = self._drafts()
-        plural = "" if self._world == 1 else "s"
-        self._report(f"placing {self._world} target rank{plural}" + (" and a draft" if drafts else ""))
+        self._report(f"placing {', '.join(map(str, (*self._targets.workers, *drafts)))}")
         startup = self._targets.start(drafts)
         while not startup.is_ready:
             self._read_messages(POLL_S, startup.waits_for)
@@ -223,8 +227,6 @@ class DistributedExecutor:
             self._read_messages(POLL_S, self._draft.waits_for)
             self._targets.check()
 
-    # Running.
-
     def _await_result(self, round_number: int) -> RoundDone:
         while self._done is None or self._done.round != round_number:
             self._read_messages(POLL_S)
@@ -256,6 +258,7 @@ class DistributedExecutor:
         if worker not in (*self._targets.workers, *self._drafts()):
             return
         self._watchdog.heard(worker, message)
+        self._targets.hear(worker, message)
         if isinstance(message, Progress):
             self._report(f"{worker}: {message.text}")
         elif self._targets.is_starting(worker):
@@ -288,7 +291,7 @@ class DistributedExecutor:
         if self._targets.is_starting(worker):
             self._targets.take(worker, Died(f"hangs: {why}"))
         elif worker.role == "target":
-            self._targets.lose(f"{worker} hangs: {why}", worker)
+            self._targets.miss(worker, why)
         elif self._draft is not None:
             self._draft.lose(f"hangs: {why}")
 

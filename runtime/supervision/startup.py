@@ -118,7 +118,10 @@ class GroupStartup:
 
     def start(self) -> None:
         """Start the worker processes, but for those that still run."""
-        self._group.start([worker for worker in self.workers if worker not in self.survivors])
+        if self.is_placed:
+            self._set_up()
+        else:
+            self._group.start(self.lacking)
 
     @property
     def late_survivors(self) -> list[WorkerId]:
@@ -129,6 +132,11 @@ class GroupStartup:
     def is_placed(self) -> bool:
         """Whether every process runs."""
         return len(self.placed) == len(self.workers)
+
+    @property
+    def lacking(self) -> list[WorkerId]:
+        """The workers whose processes do not run."""
+        return [worker for worker in self.workers if worker not in self.placed]
 
     @property
     def is_ready(self) -> bool:

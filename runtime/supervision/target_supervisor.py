@@ -9,10 +9,12 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from protos.errors import EngineDeadError, PlacementError, SlipstreamError, TargetLostError
+from protos.config.engine import ParallelConfig
+from protos.errors import EngineDeadError, SlipstreamError, TargetLostError
 from protos.progress import ProgressCallback
-from protos.worker_messages import FromWorker, Setup, WorkerGroup, WorkerId
+from protos.worker_messages import Died, FromWorker, Setup, WorkerGroup, WorkerId
 from runtime.supervision.kv_sizing import KVSizing
+from runtime.supervision.room import Room
 from runtime.supervision.startup import RANK_0, Devices, GroupStartup, StartError
 from runtime.supervision.watchdog import Clock, Watchdog
 
@@ -23,6 +25,11 @@ STEADY_ROUNDS, STEADY_S = 50, 60.0
 """After so many rounds or seconds a rebuilt group counts as healthy, and earlier rebuilds no longer count."""
 FOUND_S = 3.0
 """After a rank reported that its group failed, the rank that is gone is found within this time, or all are replaced."""
+AWAY_S = 30.0
+"""Ranks on a machine from which nothing comes are waited for so long: their processes and weights outlive a cut of the
+network, and another process takes longer to start. Ray takes longer to declare a machine dead, too."""
+FEWER_AFTER_S = 10.0
+"""After so long without room for all ranks, the group is started over fewer, if that is allowed."""
 REJOIN_S = 30.0
 """A rank that still runs forms the next group within this time."""
 
@@ -36,7 +43,8 @@ class TargetSupervisor:
         setup: the fields of `Setup` that all workers have in common.
         devices: where the devices of all workers are recorded.
         sizing: the number of KV blocks of all workers.
-        rebuild_timeout_s: how long a group that is rebuilt may wait for its place.
+        parallel: over how many ranks, and how long a lost group may wait for room.
+        machine: the name of this machine, as workers report theirs; empty if all workers are here.
         report: called with a line about each start.
         clock: seconds, monotonic.
     """
@@ -49,20 +57,27 @@ class TargetSupervisor:
         devices: Devices,
         sizing: KVSizing,
         *,
-        rebuild_timeout_s: float,
+        parallel: ParallelConfig,
+        machine: str,
         report: ProgressCallback,
         clock: Clock,
     ) -> None:
         self._group, self._watchdog, self._setup = group, watchdog, setup
         self._devices, self._sizing = devices, sizing
-        self._rebuild_timeout_s, self._report, self._clock = rebuild_timeout_s, report, clock
+        self._report, self._clock = report, clock
+        self._machine, self._least_ranks = machine, parallel.min_tensor_parallel_size
+        self._room = Room(parallel.rebuild_timeout_s, clock)
+        self._all_ranks = setup.world
         self.workers = tuple(WorkerId("target", rank) for rank in range(setup.world))
+        self._incarnations = dict.fromkeys(range(setup.world), 0)
         self.startup: GroupStartup | None = None
         self.failure: SlipstreamError | None = None  # why the startup failed
-        self._started_at = 0.0
+        self._ready_ranks = setup.world  # of the group that serves, or served last
         self._loss: str | None = None  # why the serving targets are lost
         self._lost: set[WorkerId] = set()  # which of them, as far as that is known
         self._lost_at = 0.0
+        self._away: set[WorkerId] = set()  # silent since the network was cut, it seems; their processes may run
+        self._has_returned = False
         self._serving: GroupStartup | None = None  # the startup of the group that serves, or served last
         self._rejoin_by = 0.0
         self._num_rebuilds = 0
@@ -83,8 +98,7 @@ class TargetSupervisor:
     def _start(self, startup: GroupStartup) -> GroupStartup:
         self.failure = None
         self.startup = startup
-        self._started_at = self._clock()
-        self._rejoin_by = self._started_at + REJOIN_S
+        self._rejoin_by = self._clock() + REJOIN_S
         startup.start()
         return startup
 
@@ -106,6 +120,8 @@ class TargetSupervisor:
     def begin_serving(self) -> None:
         """Record that the group is ready and serves from now on."""
         self._serving, self.startup = self.startup, None
+        self._room.note([])
+        self._ready_ranks = len(self.workers)
         self._num_rounds = 0
         self._served_since = self._watchdog.now
         for worker in self.workers:
@@ -121,10 +137,47 @@ class TargetSupervisor:
             self._loss, self._lost_at = reason, self._clock()
         self._lost.update(workers)
 
-    @property
+    def miss(self, worker: WorkerId, why: str) -> None:
+        """Record that a serving rank is silent. With all workers of another machine, it is waited for: see `AWAY_S`."""
+        if worker in self._away:
+            return
+        reason = f"{worker} hangs: {why}"
+        if self._is_cut_off(worker):
+            self._away.add(worker)
+            self._room.note(sorted(self._away))
+            self.lose(reason)
+        else:
+            self.lose(reason, worker)
+
+    def _is_cut_off(self, worker: WorkerId) -> bool:
+        """Whether nothing comes from its machine, which is not this one, and its process can form another group."""
+        serving = self._serving
+        if serving is None or not self._machine or not self._is_reusable():
+            return False
+        machine = serving.placed[worker].node
+        beside = [other for other in self.workers if serving.placed[other].node == machine]
+        return machine != self._machine and all(self._watchdog.is_silent(other) for other in beside)
+
+    def hear(self, worker: WorkerId, message: FromWorker) -> None:
+        """Record that a message has come from a rank; one that was away has returned."""
+        if worker in self._away and not isinstance(message, Died):
+            self._away.remove(worker)
+            self._has_returned = True
+            self._report(f"{worker} is heard again after {self._clock() - self._lost_at:.0f} s")
+
     def may_restart(self) -> bool:
-        """Whether it is known which ranks are gone, or it is too late to wait for that."""
-        return bool(self._lost) or self._loss is None or self._clock() - self._lost_at > FOUND_S
+        """Whether it is known which ranks are gone, or it is too late to wait for that.
+
+        Raises:
+            NoRoomError: see `check_progress`.
+        """
+        waited_s = self._clock() - self._lost_at
+        if self._away and waited_s > AWAY_S:
+            self._lost |= self._away
+        if self._loss is None or self._lost:
+            return True
+        self._room.check()
+        return not self._away and (self._has_returned or waited_s > FOUND_S)
 
     def check(self) -> None:
         """Raise `TargetLostError` if the serving targets are lost."""
@@ -140,29 +193,39 @@ class TargetSupervisor:
         """
         self._count_rebuild()
         before, gone = self._serving, self._gone()
+        names = ", ".join(map(str, gone)) if 0 < len(gone) < len(self.workers) else "the target group"
+        self._report(f"starting {names} again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
+        return self._replace(gone, self._all_ranks, before)
+
+    def _replace(self, gone: Seq[WorkerId], ranks: int, before: GroupStartup | None) -> GroupStartup:
+        """End the workers *gone*, and start a group of *ranks* ranks, to which those of *before* that remain belong."""
         for worker in self.workers:
             self._watchdog.remove(worker)
             if worker not in gone:
                 self._watchdog.add(worker)
         self._devices.release(gone)
         self._group.kill(gone)
+        for worker in gone:
+            self._incarnations[worker.rank] = worker.incarnation + 1
         self._loss, self._lost, self._serving = None, set(), None
-        self.workers = tuple(
-            msgspec.structs.replace(worker, incarnation=worker.incarnation + (worker in gone))
-            for worker in self.workers
-        )
-        self._setup = msgspec.structs.replace(self._setup, group=self._setup.group + 1)
-        names = ", ".join(map(str, gone)) if len(gone) < len(self.workers) else "the target group"
-        self._report(f"starting {names} again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
-        return self._start(
-            GroupStartup(self._group, self.workers, self._setup, self._devices, self._sizing.reuse, before=before)
-        )
+        self._away, self._has_returned = set(), False
+        self.workers = tuple(WorkerId("target", rank, self._incarnations[rank]) for rank in range(ranks))
+        is_resized = ranks != self._ready_ranks
+        self._setup = msgspec.structs.replace(self._setup, group=self._setup.group + 1, world=ranks)
+        decide = self._sizing.refit if is_resized else self._sizing.reuse
+        return self._start(GroupStartup(self._group, self.workers, self._setup, self._devices, decide, before=before))
 
     def _gone(self) -> list[WorkerId]:
         """Return the ranks to replace: those that are lost, or all."""
+        if len(self.workers) < self._all_ranks:  # room may have returned
+            return list(self.workers)
+        knows = bool(self._lost) or self._has_returned
+        return sorted(self._lost) if knows and self._is_reusable() else list(self.workers)
+
+    def _is_reusable(self) -> bool:
+        """Whether ranks of the serving group can keep their processes when others are replaced."""
         serving = self._serving
-        is_reusable = serving is not None and all(serving.devices[worker] == "cpu" for worker in self.workers)
-        return sorted(self._lost) if is_reusable and self._lost else list(self.workers)
+        return serving is not None and all(serving.devices[worker] == "cpu" for worker in self.workers)
 
     def _count_rebuild(self) -> None:
         """Count a rebuild, and fail if the group was lost too often: its requests may be what kills it."""
@@ -188,9 +251,10 @@ class TargetSupervisor:
         """Fail a startup in which a rank that still runs does not form the next group.
 
         Raises:
-            PlacementError: the group that is rebuilt waited too long for its place.
+            NoRoomError: the group that is rebuilt has waited too long for its place. It goes on waiting.
         """
         now = self._clock()
+        self._room.note([worker for worker in startup.lacking if not self._watchdog.watches(worker)])
         if startup.is_placed:
             if startup.late_survivors and now > self._rejoin_by:
                 late = ", ".join(map(str, startup.late_survivors))
@@ -198,8 +262,20 @@ class TargetSupervisor:
             return
         self._rejoin_by = now + REJOIN_S
         self._watchdog.mark_active("target")  # those that were placed wait for the others
-        if now - self._started_at > self._rebuild_timeout_s:
-            raise PlacementError(
-                f"no place was found for {startup.waits_for.removesuffix(' to be placed')} within "
-                f"{self._rebuild_timeout_s:.0f} s (rebuild_timeout_s): is a node gone?"
-            )
+        if self._room.lacking_s > FEWER_AFTER_S:
+            self._take_fewer(startup)
+        self._room.check()
+
+    def _take_fewer(self, startup: GroupStartup) -> None:
+        """Start the group over fewer ranks, if that is allowed and there is room for them."""
+        most = min(len(self.workers) - self._room.num_lacking, len(self.workers) - 1)
+        ranks = None if self._least_ranks is None else self._sizing.fewer_ranks(most, self._least_ranks)
+        if ranks is None:
+            return
+        self._report(f"no room for {self.lacks}: starting the target group over {ranks} of {self._all_ranks} ranks")
+        self._replace(startup.workers, ranks, None)
+
+    @property
+    def lacks(self) -> str:
+        """The ranks of a lost group for which there is no room, or whose machine is not reached."""
+        return self._room.lacks

@@ -10,6 +10,8 @@ Clock = Callable[[], float]
 
 SILENT_S = 3.0
 """A serving worker from which nothing arrived for this long hangs; a separate thread sends its heartbeats."""
+MOST = 0.7
+"""Of a machine that is cut off all workers are silent, not quite since the same moment."""
 SILENT_LOADING_S = 60.0
 """The same for a worker that is started: importing, loading and compiling may block the interpreter."""
 SILENT_RESTARTING_S = 25.0
@@ -78,6 +80,10 @@ class Watchdog:
         """Record that the workers of *role* that are started do something, or wait for something that may take long."""
         self._active_at[role] = self._now
 
+    def watches(self, worker: WorkerId) -> bool:
+        """Whether the worker's process is known to run, or to have run."""
+        return worker in self._workers
+
     def remove(self, worker: WorkerId) -> None:
         """Stop watching a worker."""
         self._workers.pop(worker, None)
@@ -100,6 +106,11 @@ class Watchdog:
         """Return the workers that hang, with the reason."""
         reasons = [(worker, self._hang(worker, watched)) for worker, watched in self._workers.items()]
         return [(worker, why) for worker, why in reasons if why is not None]
+
+    def is_silent(self, worker: WorkerId) -> bool:
+        """Whether no heartbeat has come from the worker for most of its limit."""
+        watched = self._workers.get(worker)
+        return watched is not None and self._now - watched.heard_at > MOST * watched.limit_s
 
     def _hang(self, worker: WorkerId, watched: _Watched) -> str | None:
         silence_s = self._now - watched.heard_at

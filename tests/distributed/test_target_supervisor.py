@@ -231,6 +231,38 @@ def test_a_replacement_may_find_a_little_less_memory() -> None:
         sizing.reuse(found(969))
 
 
+@pytest.mark.parametrize(
+    ("cache_bytes", "least", "of_three", "of_one"),
+    [
+        pytest.param(10_000, 1, 2, 1, id="one rank holds all"),
+        pytest.param(4000, 1, 2, None, id="one rank lacks memory"),
+        pytest.param(100, 1, None, None, id="two lack memory, too"),
+        pytest.param(10_000, 3, None, None, id="fewer than allowed"),
+    ],
+)
+def test_over_how_many_ranks_a_group_is_rebuilt(
+    cache_bytes: int, least: int, of_three: int | None, of_one: int | None
+) -> None:
+    """Four ranks with 1000 bytes of weights each, and a context of ten blocks of 100 bytes; three share no heads."""
+    sizing = KVSizing()
+    loaded = Loaded(WorkerInfo(100, 4, 40, 97), 1000, cache_bytes, 100, (1, 2, 4))
+    sizing.decide({WorkerId("target", rank): loaded for rank in range(4)})
+    assert sizing.fewer_ranks(3, least) == of_three
+    assert sizing.fewer_ranks(1, least) == of_one
+
+
+def test_a_group_of_fewer_ranks_may_hold_fewer_blocks_and_one_of_all_as_many_as_at_first() -> None:
+    def found(num_blocks: int) -> dict[WorkerId, Loaded]:
+        return {ONE: Loaded(WorkerInfo(num_blocks, 4, 100, 97), 1)}
+
+    sizing = KVSizing()
+    sizing.decide(found(1000))
+    assert sizing.refit(found(400)).num_blocks == sizing.info.num_blocks == 400
+    assert sizing.refit(found(2000)).num_blocks == 1000, "the draft has no more"
+    with pytest.raises(EngineDeadError, match="memory for 24 KV blocks, and a sequence of 100 tokens takes 25"):
+        sizing.refit(found(24))
+
+
 def test_messages_of_a_replaced_worker_are_ignored() -> None:
     clock = Clock()
     group = ScriptedGroup(clock)

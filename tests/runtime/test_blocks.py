@@ -149,3 +149,22 @@ def test_hits_are_the_content_a_plain_dictionary_remembers() -> None:
             chain = blocks.publish(table[index], chain, tuple(tokens[2 * index : 2 * index + 2]))
         live.append(table)
         blocks.check_integrity(live)
+
+
+def test_fewer_blocks_for_new_workers_and_all_of_them_again() -> None:
+    blocks = BlockManager(4, 2)
+    held = blocks.allocate(3)
+    with pytest.raises(RuntimeError, match="3 are owned"):
+        blocks.resize(2)
+    blocks.publish(held[0], "", (1, 2))
+    blocks.free(held)
+    blocks.resize(2)
+    assert blocks.match([1, 2], "") == ([], "")
+    assert sorted(blocks.allocate(2)) == [0, 1]
+    assert blocks.num_free == 0
+    blocks.free([0, 1])
+    blocks.check_integrity([])
+    blocks.resize(4)
+    assert blocks.num_free == 4
+    with pytest.raises(RuntimeError, match="5 of 4 blocks wanted"):
+        blocks.resize(5)

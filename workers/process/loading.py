@@ -72,9 +72,9 @@ class Loading:
         self._port, self._setup, self._config, self._device = port, setup, config, device
         self._heartbeat = heartbeat
 
-    def _settle(self, info: WorkerInfo, num_bytes: int) -> Allocate:
+    def _settle(self, loaded: Loaded) -> Allocate:
         """Report what was loaded; return how many KV blocks all workers hold."""
-        self._port.send(Loaded(info, num_bytes))
+        self._port.send(loaded)
         allocate = wait_for(self._port, Allocate)
         self._heartbeat.stage = "warming up"
         return allocate
@@ -99,7 +99,7 @@ class DraftLoading(Loading):
             raise ConfigError("a draft worker was started, but the configuration names no draft to load")
         size = config.cache.block_size
         fitting = blocks_that_fit(config.cache, self._device, draft.bytes_per_block(size))
-        allocate = self._settle(WorkerInfo(fitting, size, 0, 0), draft.num_bytes)
+        allocate = self._settle(Loaded(WorkerInfo(fitting, size, 0, 0), draft.num_bytes))
         engine, measurement = make_draft(config, draft, allocate, self._device, self._report)
         self._ready(WorkerReady(measurement.costs().draft_s))
 
@@ -132,7 +132,7 @@ class TargetLoading(Loading):
         self._floor_s = floor_s
         self._group = RenewableGroup(setup.worker.rank, setup.world)
         self._loaded: LoadedTarget | None = None
-        self._info: WorkerInfo | None = None
+        self._report_of_load: Loaded | None = None
 
     @property
     def may_rejoin(self) -> bool:
@@ -147,30 +147,30 @@ class TargetLoading(Loading):
         is_local = speculative is not None and speculative.placement == "colocated" and not group.rank
         try:
             self._loaded = load_target(config, self._group, self._report, with_draft=is_local)
-            self._info = self._loaded.info(config)
+            self._report_of_load = self._loaded.report(config)
         except BaseException:
             group.close()  # the other ranks must not wait for this one
             raise
         self._group.use(group)
-        return self._make(self._loaded, self._info)
+        return self._make(self._loaded, self._report_of_load)
 
     def rejoin(self, order: Rejoin) -> tuple[TargetRank, RemoteDraft | None]:
         """Form the next group with the loaded weights; return when ready for plans."""
         assert self._loaded is not None, "not loaded"
-        assert self._info is not None, "not loaded"
+        assert self._report_of_load is not None, "not loaded"
         self._heartbeat.stage = "loading"
         gc.collect()  # the caches of the last group
         self._group.use(self._form(order.store, order.group))
-        return self._make(self._loaded, self._info)
+        return self._make(self._loaded, self._report_of_load)
 
     def close(self) -> None:
         """Leave the group."""
         self._group.close()
 
-    def _make(self, loaded: LoadedTarget, info: WorkerInfo) -> tuple[TargetRank, RemoteDraft | None]:
+    def _make(self, loaded: LoadedTarget, report: Loaded) -> tuple[TargetRank, RemoteDraft | None]:
         """Allocate and warm up; all ranks of a group do so at once."""
         try:
-            allocate = self._settle(info, loaded.num_bytes)
+            allocate = self._settle(report)
             ready = make_target(self._config, loaded, allocate, self._report, pace_tokens=PACE_TOKENS)
         except BaseException:
             self._group.close()

@@ -184,6 +184,13 @@ def partition_for(config: Any, name: str, rank: int, ranks: int) -> Partition:
     return Partition(name, rank, ranks, heads, _kv_heads(config, heads))
 
 
+def splits(config: Any) -> tuple[int, ...]:
+    """Return the numbers of ranks that can share the attention heads of a model with this configuration."""
+    heads = int(getattr(config, "num_attention_heads", 1))
+    kv_heads = _kv_heads(config, heads)
+    return tuple(n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
+
+
 def _kv_heads(config: Any, heads: int) -> int:
     if config.model_type in ONE_KV_HEAD_EACH:
         return heads

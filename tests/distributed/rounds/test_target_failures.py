@@ -1,13 +1,16 @@
 """The round protocol over threads: target ranks that die are started again, three times at most."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 
-from protos.errors import EngineDeadError, PlacementError
-from protos.messages import Abort
-from protos.worker_messages import FromWorker, Port, Progress, RoundDone, WorkerId
-from tests.support.distributed.engine import PATIENT_S, StartEngine, assert_same, requests
+from protos.errors import EngineDeadError, NoRoomError, failure
+from protos.messages import Abort, Request
+from protos.worker_messages import FromWorker, Port, Progress, RoundDone, Setup, WorkerId
+from runtime.supervision import target_supervisor
+from tests.support.distributed.engine import PATIENT_S, Engine, StartEngine, assert_same, requests
 from tests.support.distributed.thread_workers import Crash, ThreadPort
 from workers.process import main as rank
 
@@ -116,23 +119,102 @@ def test_three_failed_rebuilds_end_every_request_with_an_error(start_engine: Sta
     assert engine.workers.newest("target").worker.incarnation == 3
 
 
-def homeless(port: Port, floor_s: float = PATIENT_S) -> None:
-    """A worker for whose successors there is no place."""
-    if isinstance(port, ThreadPort) and port.worker.role == "target" and port.worker.incarnation:
-        port.receive(None)
-        return
-    rank.serve(port, floor_s=floor_s)
+class Room:
+    """A cluster that has no room for the successors of target ranks, from *rank* on, until `comes_back`."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.comes_back = threading.Event()
+        self._rank = rank
+
+    def body(self, port: Port, floor_s: float = PATIENT_S) -> None:
+        assert isinstance(port, ThreadPort)
+        worker = port.worker
+        lacks = worker.role == "target" and worker.incarnation and worker.rank >= self._rank
+        while lacks and not self.comes_back.wait(0.02):
+            if port.is_gone:
+                return
+        rank.serve(port, floor_s=floor_s)
 
 
-def test_targets_without_a_place_are_an_error_in_time_and_aborts_are_heard_meanwhile(start_engine: StartEngine) -> None:
-    engine = start_engine(body=homeless, rebuild_timeout_s=2.0)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_without_room_for_all_ranks_fewer_go_on_and_all_again_after_the_next_loss(
+    start_engine: StartEngine, plain: dict[str, list[int]], lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_supervisor, "FEWER_AFTER_S", 1.0)
+    room = Room(rank=1)
+    engine = start_engine(body=room.body, tensor_parallel_size=2, min_tensor_parallel_size=1)
     assert engine.workers is not None
+    engine.put(*requests(4, 20))
+    engine.until(lambda: engine.num_out >= 30)
+    before = len(engine.rounds)
+    engine.workers.newest("target", lost).crash()
+    if not lost:
+        engine.workers.newest("target", 1).crash()
+    engine.until(lambda: len(engine.rounds) > before)
+    assert worlds(engine)[-1] == 1
+    engine.until(lambda: engine.num_out >= 60)
+    room.comes_back.set()
+    engine.workers.newest("target").crash()
+    assert_same(engine.finish(), plain)
+    assert worlds(engine)[-1] == 2
+    assert engine.built.controller.stats().target_losses == 2
+
+
+def worlds(engine: Engine) -> list[int]:
+    """Return the sizes of the groups that were set up, in order."""
+    assert engine.workers is not None
+    ports = engine.workers.ports.values()
+    setups = sorted((each.group, each.world) for port in ports for each in port.received if isinstance(each, Setup))
+    return [world for _, world in setups]
+
+
+def test_without_room_for_the_target_requests_end_in_time_and_are_served_again_when_there_is(
+    start_engine: StartEngine, plain: dict[str, list[int]]
+) -> None:
+    room = Room()
+    engine = start_engine(body=room.body, rebuild_timeout_s=2.0)
+    assert engine.workers is not None
+    controller = engine.built.controller
     engine.put(*requests())
     engine.until(lambda: engine.num_out >= 10)
     engine.workers.newest("target").crash()
-    engine.until(lambda: engine.built.controller.stats().target_losses == 1)
+    engine.until(lambda: controller.stats().target_losses == 1)
     engine.put(Abort(("0",)))
     engine.until(lambda: engine.reasons.get("0") == "abort")
-    with pytest.raises(PlacementError, match=r"no place was found for target rank 0 .*within 2 s"):
-        engine.until(lambda: False)
-    assert len(engine.built.controller.final_outputs) == len(requests()) - 1
+    assert not num_refused(engine), "the others wait for room"
+    engine.until(lambda: num_refused(engine) == len(requests()) - 1)
+    outage = controller.stats().outage
+    assert outage is not None
+    assert (outage.lacks, outage.reason) == ("target rank 0 (restart 1)", "target rank 0 died: its thread ended")
+
+    engine.put(*refused("new"))
+    engine.until(lambda: num_refused(engine) == len(requests()))  # at once, since there is still no room
+    engine.outputs.clear()
+    room.comes_back.set()
+    engine.until(lambda: controller.stats().outage is None)
+    engine.put(*requests())
+    assert_same(engine.finish(), plain)
+
+
+def num_refused(engine: Engine) -> int:
+    return sum("no room" in (reason or "") for reason in engine.reasons.values())
+
+
+def refused(name: str) -> list[Request]:
+    return [structs.replace(requests(1)[0], request_id=name)]
+
+
+def test_a_request_that_ended_for_want_of_room_may_be_sent_again(start_engine: StartEngine) -> None:
+    engine = start_engine(body=Room().body, rebuild_timeout_s=1.0)
+    assert engine.workers is not None
+    controller = engine.built.controller
+    engine.workers.newest("target").crash()
+    engine.until(lambda: controller.stats().outage is not None)
+    controller.inbox.put(requests(1))  # type: ignore[attr-defined]
+    while not (outputs := controller.step()):
+        pass
+    (output,) = outputs
+    error = failure(output.error or "", output.retry_after_s)
+    assert isinstance(error, NoRoomError)
+    assert error.retry_after_s >= 1
+    assert "there is no room for target rank 0 (restart 1)" in str(error)

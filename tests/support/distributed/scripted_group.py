@@ -47,6 +47,8 @@ class ScriptedGroup:
         self.started: list[WorkerId] = []
         self.killed: list[WorkerId] = []
         self.mute: set[WorkerId] = set()
+        self.homeless: set[WorkerId] = set()
+        self.nodes: dict[int, str] = {}
         self.is_closed = False
 
     def post(self, worker: WorkerId, message: FromWorker) -> None:
@@ -55,7 +57,8 @@ class ScriptedGroup:
     def start(self, workers: Sequence[WorkerId]) -> None:
         self.started += workers
         for worker in workers:
-            self.post(worker, Placed("h", "node", 1, (), STORE))
+            if worker not in self.homeless:
+                self.post(worker, Placed("h", self.nodes.get(worker.rank, "node"), 1, (), STORE))
 
     def send(self, worker: WorkerId, message: ToWorker) -> None:
         self.sent.append((worker, message))
@@ -75,7 +78,8 @@ class ScriptedGroup:
         self.clock.now += timeout_s
         messages, self.messages = self.messages, []
         alive = [worker for worker in self.started if worker not in self.killed]
-        beats = [(worker, Heartbeat("serving")) for worker in alive if worker not in self.mute] if timeout_s else []
+        quiet = self.mute | self.homeless
+        beats = [(worker, Heartbeat("serving")) for worker in alive if worker not in quiet] if timeout_s else []
         return [(worker, message) for worker, message in [*messages, *beats] if worker in alive]
 
     def kill(self, workers: Sequence[WorkerId], *, waits: bool = True) -> None:
@@ -88,7 +92,9 @@ class ScriptedGroup:
         self.is_closed = True
 
 
-def make_executor(group: ScriptedGroup, clock: Clock, world: int = 1, *, draft: bool = True) -> DistributedExecutor:
+def make_executor(
+    group: ScriptedGroup, clock: Clock, world: int = 1, *, draft: bool = True, machine: str = ""
+) -> DistributedExecutor:
     speculative = SpeculativeConfig("draft_model", 3, model="d", placement="dedicated") if draft else None
     config = EngineConfig(
         ModelConfig("m", enforce_eager=True),
@@ -96,7 +102,7 @@ def make_executor(group: ScriptedGroup, clock: Clock, world: int = 1, *, draft: 
         speculative=speculative,
         parallel=ParallelConfig(tensor_parallel_size=world, executor="ray"),
     )
-    return DistributedExecutor(group, config, lambda line: None, clock)
+    return DistributedExecutor(group, config, lambda line: None, clock, machine=machine)
 
 
 def make_plan(number: int = 0, epoch: int = 0) -> RoundPlan:

@@ -25,10 +25,12 @@ class ThreadPort:
         self.is_deaf = False
         self.is_gone = False
         self.sent: list[FromWorker] = []
+        self.received: list[ToWorker] = []
         self._messages = messages
         self._inbox: queue.Queue[ToWorker | None] = queue.Queue()
 
     def put(self, message: ToWorker) -> None:
+        self.received.append(message)
         self._inbox.put(message)
 
     def crash(self) -> None:
