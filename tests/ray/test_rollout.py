@@ -40,7 +40,7 @@ def test_ray_up_again_stops_nothing_and_a_changed_configuration_fails_no_request
             time.sleep(5)  # requests that went to the new replicas only
         for kind, answered in results.items():
             print(f"{kind}: {answered.count} answered, longest {answered.longest_s:.1f} s, failed: {answered.failures}")
-            assert answered.count > 20
+            assert answered.count > 2
             assert answered.failures == []
             assert len(answered.texts) == 1
         made.down()

@@ -23,7 +23,7 @@ from tests.support.distributed.ray_up import ASKED
 
 PAUSE_S = 0.05
 TIMEOUT_S = 120.0
-STREAM_TOKENS = 160
+STREAM_TOKENS = 64
 """So that some streams are under way whenever a replica is told to stop."""
 
 
