@@ -3,8 +3,8 @@
     python -m benchmarks.split_gang [--blocks 20] [--streams 1] [--output figures.json]
 
 Engines on this machine's Ray, with one target rank and the default policy. The drafts of three get every plan as late as
-it would be if it were 1, 5 and 20 ms under way, and the table as long again; one draft is beside the target, and one
-engine has none. The streams of a block run at once on each engine in turn, another one first each time.
+if it were 1, 5 and 20 ms under way, and the table as long again; one draft is beside the target, and one engine has none.
+The streams of a block run at once on each engine in turn, another one first each time.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ from protos.worker_messages import Port
 
 PLAIN = "no draft"
 AT_LEAST = 0.97
+NUM_CPUS = 24
+"""Logical ones: three for each engine, and room."""
 
 
 def _serve(port: Port, host: str, node: str, way_ms: float) -> None:
@@ -64,7 +66,7 @@ def main() -> None:
         "placement": "dedicated",
     }
     loop = asyncio.new_event_loop()
-    with cluster():
+    with cluster(NUM_CPUS):
         engines: dict[str, Streams] = {}
         try:
             for name, body in SIDES.items():
