@@ -7,8 +7,10 @@ run at once, on one engine and then on the other, a different one first each tim
 """
 
 import asyncio
+import math
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,11 +31,12 @@ DELAY = "SLIPSTREAM_BENCHMARK_DELAY_MS"
 
 
 class LatePort:
-    """A port that delays every plan if its worker is a draft."""
+    """A port that delays every plan if its worker is a draft. Later messages stay behind earlier ones."""
 
     def __init__(self, port: Port, delay_s: float) -> None:
         self._port, self._delay_s = port, delay_s
         self._is_draft = False
+        self._held: deque[tuple[float, ToWorker]] = deque()  # with the time at which it arrives
 
     def send(self, message: FromWorker) -> None:
         """See `Port`."""
@@ -41,12 +44,24 @@ class LatePort:
 
     def receive(self, timeout_s: float | None) -> ToWorker | None:
         """See `Port`."""
-        message = self._port.receive(timeout_s)
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            if self._held and self._held[0][0] <= now:
+                return self._held.popleft()[1]
+            wait_s = min(until, self._held[0][0] if self._held else math.inf) - now
+            message = self._port.receive(None if math.isinf(wait_s) else max(0.0, wait_s))
+            if message is not None:
+                self._hold(message)
+            elif time.monotonic() >= until:
+                return None
+
+    def _hold(self, message: ToWorker) -> None:
         if isinstance(message, Setup):
             self._is_draft = message.worker.role == "draft"
-        elif isinstance(message, Plan) and self._is_draft:
-            time.sleep(self._delay_s)
-        return message
+        is_late = isinstance(message, Plan) and self._is_draft
+        due = time.monotonic() + (self._delay_s if is_late else 0.0)
+        self._held.append((max(due, self._held[-1][0]) if self._held else due, message))
 
 
 def late(port: Port, host: str, node: str) -> None:
@@ -57,9 +72,22 @@ def late(port: Port, host: str, node: str) -> None:
 
 
 class Streams:
-    """An engine on Ray whose streams are read on an event loop in this thread."""
+    """An engine on Ray whose streams are read on an event loop in this thread.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, model: Path, speculation: dict[str, Any] | None) -> None:
+    Args:
+        loop: the event loop.
+        model: the target's folder.
+        speculation: the engine's `speculative_config`.
+        body: the function that runs a worker, as `module:name`.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        model: Path,
+        speculation: dict[str, Any] | None,
+        body: str = f"{__spec__.name}:late",
+    ) -> None:
         from cluster import assemble  # noqa: PLC0415 - Ray reads the environment when it is imported
         from cluster.ray.channel import RayChannel  # noqa: PLC0415
         from cluster.settings import engine_config  # noqa: PLC0415
@@ -81,7 +109,7 @@ class Streams:
             return assemble.make_preprocessor(config, info, None)
 
         self._loop, self._count = loop, 0
-        self.engine = AsyncEngine(RayChannel(config, f"{__spec__.name}:late"), make_preprocessor)
+        self.engine = AsyncEngine(RayChannel(config, body), make_preprocessor)
         loop.run_until_complete(self.engine.start(lambda line: print(f"  {line}")))
 
     def run(self, items: Sequence[Item]) -> int:

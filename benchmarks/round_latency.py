@@ -118,7 +118,7 @@ class ActorRounds:
 
 
 @contextmanager
-def cluster() -> Iterator[Any]:
+def cluster(num_cpus: int = LOGICAL_CPUS) -> Iterator[Any]:
     """Yield Ray, joined or started as by the engine, with workers that can import the benchmarks."""
     root = str(Path(__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -126,7 +126,7 @@ def cluster() -> Iterator[Any]:
 
     from cluster.ray.cluster import Membership  # noqa: PLC0415
 
-    member = Membership(LOGICAL_CPUS)
+    member = Membership(num_cpus)
     try:
         yield ray
     finally:

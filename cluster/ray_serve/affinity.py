@@ -100,10 +100,11 @@ class PrefixOwners:
 
     def of(self, keys: Sequence[str], among: Collection[str]) -> set[str]:
         """Return the owners of the longest known prefix of *keys*, *among* these replicas; empty for no match."""
+        among = set(among)
         for key in reversed(keys):
-            owners = self._owners.get(key, set()) & set(among)
-            if owners:
-                return owners
+            owners = self._owners.get(key)
+            if owners and (found := owners & among):
+                return found
         return set()
 
     def learn(self, keys: Sequence[str], replica: str) -> None:

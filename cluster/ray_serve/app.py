@@ -54,6 +54,10 @@ class Ingress:
         """Raise if the replica is unhealthy; Serve replaces a replica that raises several times in a row."""
         self._replica.check()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what Serve gives to `cluster.ray_serve.autoscaling.LoadPolicy`."""
+        return self._replica.load()
+
     async def __del__(self) -> None:
         """Close the engine; Serve awaits this after the running requests."""
         await self._replica.close()

@@ -15,6 +15,7 @@ from cluster.ray.channel import RayChannel
 from cluster.ray.metrics import RayMetrics
 from cluster.ray.placement_provider import ReplicaPlacementGroup
 from cluster.ray_serve.arguments import ServerArguments
+from cluster.ray_serve.autoscaling import reported
 from cluster.serving.startup_info import described, served_names
 from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError
@@ -118,6 +119,10 @@ class Replica:
     def check(self) -> None:
         """See `check`."""
         check(self._engine, self._settings.heartbeat_timeout_s)
+
+    def load(self) -> dict[str, float]:
+        """Return what the autoscaling policy needs to know."""
+        return reported(self._engine.stats())
 
     async def close(self) -> None:
         """Close the engine and end its processes."""

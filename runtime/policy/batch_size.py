@@ -8,10 +8,13 @@ K d(b) + t(b (K + 1)) and gives b (1 + a + ... + a^K) tokens, where a is the rat
 
 import logging
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from statistics import median
+
+from msgspec import structs
 
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
@@ -23,6 +26,8 @@ from runtime.policy.interpolation import interpolate
 logger = logging.getLogger(__name__)
 
 RESUME_STEPS = 16
+WAY_ROUNDS = 32
+"""Rounds of which the way of drafts is the median; the threshold is derived again after so many."""
 
 ASSUMED_ACCEPTANCE = 0.7
 """Acceptance rate of a typical trained draft of the same family; the true rate is known only while serving."""
@@ -86,6 +91,36 @@ def _check_table(ranges: tuple[tuple[int, int, int], ...], limit: int) -> None:
         previous_end = end
 
 
+class DraftWay:
+    """Seconds of a round that drafts take beyond what drafting took in warm-up.
+
+    Mostly the plan's way to a draft on another machine, and the table's way back.
+
+    Args:
+        costs: of steps, measured in warm-up.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._way_s: deque[float] = deque(maxlen=WAY_ROUNDS)
+        self._until_due = WAY_ROUNDS
+
+    def observe(self, k: int, num_rows: int, draft_s: float) -> bool:
+        """Record a round with *k* draft tokens for each row; return whether enough were recorded since the last time."""
+        self._way_s.append(max(0.0, draft_s - k * interpolate(self._costs.draft_s, num_rows)))
+        self._until_due -= 1
+        is_due = self._until_due == 0
+        self._until_due = self._until_due or WAY_ROUNDS
+        return is_due
+
+    def costs(self, k: int) -> StepCosts:
+        """Return the costs of steps with the way, in equal parts on *k* draft tokens."""
+        way_s = median(self._way_s) / k
+        return structs.replace(
+            self._costs, draft_s={rows: seconds + way_s for rows, seconds in self._costs.draft_s.items()}
+        )
+
+
 class BatchSizePolicy:
     """Fixed K, or K by batch size. `changes` counts changes of K by reason.
 
@@ -93,18 +128,23 @@ class BatchSizePolicy:
         config: with its threshold, if it has one.
         derive: returns *config* with the threshold for other costs, and a line that describes it; None: it has the same
             threshold whatever steps cost.
+        costs: of steps, measured in warm-up, from which *config* has its threshold; None if they were not measured.
     """
 
     least_survival = 0.0
     predicted_speedup = None
 
     def __init__(
-        self, config: SpeculativeConfig, derive: Callable[[StepCosts], tuple[SpeculativeConfig, str]] | None = None
+        self,
+        config: SpeculativeConfig,
+        derive: Callable[[StepCosts], tuple[SpeculativeConfig, str]] | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         table = config.num_speculative_tokens_per_batch_size
         self._limit = config.num_speculative_tokens
         self._may_branch = config.may_branch
         self._derive = derive
+        self._way = _way(derive, costs)
         self._switch = BatchSizeSwitch(config.disable_by_batch_size)
         self._table = BatchSizeTable(table, self._limit) if table is not None else None
         self._from_table = self._table.k(1) if self._table else self._limit
@@ -143,14 +183,29 @@ class BatchSizePolicy:
         return sequence.most_drafts(self._current, may_branch=self._may_branch)
 
     def end_step(self, step: FinishedStep) -> None:
-        """Do nothing."""
+        """See `Policy`. A derived threshold follows what drafts take on their way."""
+        if self._way is None or not self._current or not step.plan.decodes:
+            return
+        if self._way.observe(self._current, len(step.plan.rows), step.draft_s):
+            self._move(self._way.costs(self._limit))
 
     def revise(self, costs: StepCosts) -> None:
         """See `Policy`. A threshold that was derived from costs is derived again."""
-        if self._derive is not None:
-            config, line = self._derive(costs)
+        self._way = _way(self._derive, costs)
+        self._move(costs)
+
+    def _move(self, costs: StepCosts) -> None:
+        if self._derive is None:
+            return
+        config, line = self._derive(costs)
+        if config.disable_by_batch_size != self._switch.limit:
             self._switch.limit = config.disable_by_batch_size
             logger.info(line)
+
+
+def _way(derive: object, costs: StepCosts | None) -> DraftWay | None:
+    """Return what measures the way of drafts; None where the threshold does not depend on it."""
+    return None if derive is None or costs is None or not costs.draft_s else DraftWay(costs)
 
 
 def with_threshold(config: SpeculativeConfig, costs: StepCosts | None, max_rows: int) -> tuple[SpeculativeConfig, str]:

@@ -44,7 +44,7 @@ def _policy(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCos
         return BatchSizePolicy(speculative), "speculation: on at every batch size, as configured"
     derive = partial(with_threshold, speculative, max_rows=config.scheduler.max_num_seqs)
     with_limit, line = derive(costs)
-    return BatchSizePolicy(with_limit, derive), line
+    return BatchSizePolicy(with_limit, derive, costs), line
 
 
 def _adaptive(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> Policy:

@@ -161,6 +161,36 @@ def test_ids_that_come_before_the_plan_end_an_outage_too() -> None:
     assert deadline.start(1, 5) > 0
 
 
+@pytest.mark.parametrize("way_s", [0.001, 0.005, 0.02])
+def test_a_draft_on_another_machine_is_waited_for_where_steps_are_long(way_s: float) -> None:
+    """Drafting takes 20 ms and a step 60 ms; the plan and the table are each *way_s* under way."""
+    clock = Clock()
+    deadline = DraftDeadline(clock, floor_s=0.0)
+    for number in range(8):
+        limit = deadline.start(number, 5)
+        clock.now += 0.02 + 2 * way_s
+        if limit < 0.02 + 2 * way_s and not deadline.is_skipping:
+            deadline.missed()
+        deadline.arrived(Drafted(number, 1, 0.02))
+        deadline.scored(0.06)
+        clock.now += 0.06
+    assert deadline.start(8, 5) == pytest.approx(min(3 * (0.02 + 2 * way_s), 0.3))
+    assert deadline.start(9, 1) == pytest.approx(0.06), "but not for longer than its draft tokens can save"
+
+
+def test_a_draft_that_is_under_way_for_longer_than_it_can_save_is_not_waited_for() -> None:
+    clock = Clock()
+    deadline = DraftDeadline(clock)
+    for number in range(8):
+        if deadline.start(number, 5):
+            deadline.missed()
+        clock.now += 0.06
+        deadline.arrived(Drafted(number, 1, 0.002))
+        deadline.scored(0.004)
+    assert deadline.limit_s(5) == pytest.approx(0.05)
+    assert deadline.is_skipping
+
+
 def test_the_deadline_follows_the_median_leg_as_far_as_that_can_pay() -> None:
     deadline = DraftDeadline(Clock())
     for leg in (0.1, 0.1, 0.1, 5.0):

@@ -1,7 +1,6 @@
 """The Ray Serve application: its arguments, its replicas and API keys."""
 
 import contextvars
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +8,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.ray_serve.affinity import (
-    PrefixOwners,
-)
 from cluster.ray_serve.arguments import ELSEWHERE, SERVER, ServeArguments, ServerArguments
 from protos.config import argument_names
 from protos.errors import ConfigError, EngineDeadError, PlacementError
@@ -73,25 +69,42 @@ def test_a_chat_template_may_be_a_file(tmp_path: Path) -> None:
 
 
 def test_requests_are_counted_off_whichever_news_comes_first() -> None:
-    from cluster.ray_serve.router import ENDED, PrefixRouter
+    from cluster.ray_serve.choice import ENDED, PrefixChoice
+    from cluster.ray_serve.router import PrefixRouter
 
     def asked(name: str) -> Any:
         return SimpleNamespace(metadata=SimpleNamespace(internal_request_id=name, session_id=""))
 
     router = PrefixRouter.__new__(PrefixRouter)
-    router._owners, router._running, router._ended = PrefixOwners(), {}, deque(maxlen=ENDED)
+    choice = router._choice = PrefixChoice()
     where: Any = SimpleNamespace(unique_id="replica")
     for name in ("a", "b", "c"):
         router.on_request_routed(asked(name), where, None)
-    assert router._load("replica") == 3
+    assert choice.load("replica") == 3
     router.on_request_completed(where, "b")
     router.on_request_completed(where, "d")
     router.on_request_routed(asked("d"), where, None)
-    assert router._load("replica") == 2
-    assert not router._ended
+    assert choice.load("replica") == 2
+    assert not choice._ended
     for number in range(1000):
         router.on_request_completed(where, f"refused {number}")
-    assert len(router._ended) == ENDED
+    assert len(choice._ended) == ENDED
+
+
+def test_a_prefix_is_worth_so_many_requests_more_and_no_more() -> None:
+    from cluster.ray_serve.choice import PrefixChoice
+
+    choice = PrefixChoice(slack=2)
+    choice.routed("first", ["short", "long"], "one")
+    assert choice.preferred(["short", "other"], ["one", "two"]) == ["one"]
+    assert choice.preferred(["unknown"], ["one", "two"]) == []
+    for number in range(2):
+        choice.routed(str(number), ["short"], "one")
+    assert choice.preferred(["short"], ["one", "two"]) == []
+    choice.completed("0", "one")
+    assert choice.preferred(["short"], ["one", "two"]) == ["one"]
+    choice.keep({"two"})
+    assert choice.preferred(["short"], ["one", "two"]) == []
 
 
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ class Simulation:
     A draft is *found* with this probability; a look-up finds nothing in many rounds. Rows with a number in *predicted*
     have a prediction. With more than the draft worker as a source, the drafts of each other source are right at its own
     rate, whatever the row's, and *looked_up* gives this rate and how often such a draft is found. Looking up takes
-    *lookup* seconds a row.
+    *lookup* seconds a row. In rounds in which the draft worker is asked, plan and table are *way* seconds under way.
     """
 
     policy: Policy
@@ -36,6 +36,7 @@ class Simulation:
     predicted: Collection[int] = ()
     looked_up: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     lookup: float = 0.00002
+    way: float = 0.0
     seed: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
@@ -67,6 +68,7 @@ class Simulation:
         worker = [self._most(sequences[row.slot], row.source) for row in rows if row.source == self.sources.worker]
         lookup_s = self.lookup * noise * sum(self._looks_up(one) for one in sequences)
         draft_s = lookup_s + max(worker, default=0) * self.draft(sum(k > 0 for k in worker)) * noise
+        draft_s += self.way if any(worker) else 0.0
         seconds = draft_s + self.target(len(rows) + sum(row.k for row in rows)) * noise
         self.policy.end_step(FinishedStep(RoundPlan(0, rows), verdicts, gained, draft_s, seconds, lookup_s))
         self.seconds += seconds

@@ -7,13 +7,16 @@ from statistics import median
 from protos.worker_messages import Drafted
 
 FLOOR_S = 0.05
-PROPOSE_FACTOR = 3.0
+LEG_FACTOR = 3.0
 MEMORY = 32
-"""Number of proposals and steps that the medians are of."""
+"""Number of legs and steps that the medians are of."""
 
 
 class DraftDeadline:
     """Counts from when target rank 0 could verify a round. Not thread-safe.
+
+    It follows the measured leg of the draft: drafting, and the way of the plan there and of the table back. So a draft on
+    another machine is waited for as long as that can pay. The legs of late tables count, too.
 
     After a missed deadline, target rank 0 does not wait until the draft is on time again: until the table of some round
     arrives within the deadline counted from when target rank 0 could verify that round.
@@ -25,7 +28,7 @@ class DraftDeadline:
 
     def __init__(self, clock: Callable[[], float], floor_s: float = FLOOR_S) -> None:
         self._clock, self._floor_s = clock, floor_s
-        self._propose_s: deque[float] = deque(maxlen=MEMORY)
+        self._leg_s: deque[float] = deque(maxlen=MEMORY)
         self._step_s: deque[float] = deque(maxlen=MEMORY)
         self._started: dict[int, tuple[float, float]] = {}  # by round: start and deadline, seconds
         self._newest = -1
@@ -42,9 +45,10 @@ class DraftDeadline:
 
     def arrived(self, drafted: Drafted) -> None:
         """Record that the table of a round has arrived."""
-        self._propose_s.append(drafted.propose_s)
-        started = self._started.pop(drafted.round, None)
-        if drafted.round > self._newest or (started is not None and self._clock() - started[0] <= started[1]):
+        started, limit = self._started.pop(drafted.round, (None, 0.0))
+        waited_s = 0.0 if started is None else self._clock() - started
+        self._leg_s.append(max(drafted.propose_s, waited_s))
+        if drafted.round > self._newest or (started is not None and waited_s <= limit):
             self.is_skipping = False
 
     def missed(self) -> None:
@@ -57,8 +61,8 @@ class DraftDeadline:
 
     def limit_s(self, k: int) -> float:
         """Return the deadline. Waiting longer than *k* steps costs more than *k* accepted draft tokens save."""
-        if not self._propose_s:
+        if not self._leg_s:
             return self._floor_s
-        wanted = PROPOSE_FACTOR * median(self._propose_s)
+        wanted = LEG_FACTOR * median(self._leg_s)
         worth = k * median(self._step_s) if self._step_s else wanted
         return max(self._floor_s, min(wanted, worth))

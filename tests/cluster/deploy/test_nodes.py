@@ -45,7 +45,7 @@ def test_ray_up_takes_it(path: Path) -> None:
 def test_nodes_ask_for_the_token_and_keep_the_dashboard_to_themselves(path: Path) -> None:
     config = load(path)
     head, workers = config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1]
-    for line, words in ((head, "ray start --head "), (workers, "--address=$RAY_HEAD_IP:6379 ")):
+    for line, words in ((head, "start_once.sh ray start --head "), (workers, "--address=$RAY_HEAD_IP:6379 ")):
         assert line.startswith("RAY_AUTH_MODE=token ")
         assert words in line
     assert "--dashboard-host=127.0.0.1 --dashboard-port=8265" in head
@@ -58,7 +58,7 @@ def test_nodes_ask_for_the_token_and_keep_the_dashboard_to_themselves(path: Path
 def test_machines_of_ones_own_are_started_by_the_autoscaler_that_starts_them(path: Path) -> None:
     config = load(path)
     assert config["provider"]["type"] == "local"
-    assert " RAY_enable_autoscaler_v2=0 ray start --head " in config["head_start_ray_commands"][-1]
+    assert " RAY_enable_autoscaler_v2=0 bash " in config["head_start_ray_commands"][-1]
 
 
 @pytest.mark.parametrize("path", CLOUD_CONFIGS, ids=lambda path: path.name)

@@ -60,6 +60,7 @@ def test_replicas_are_told_to_stop_late_enough() -> None:
             assert pod["terminationGracePeriodSeconds"] > drain_s, overlay
 
 
-def test_the_8b_pair_takes_three_gpus_on_one_node() -> None:
+def test_the_8b_pair_takes_three_gpus_on_one_node_or_one() -> None:
+    assert total_of(load(DEPLOY / "serve" / "config-8b-one-gpu.yaml"))["GPU"] == 1.0
     assert total_of(load(DEPLOY / "serve" / "config-8b.yaml")) == {"GPU": 3.0, "CPU": 5.0}
     assert total_of(load(DEPLOY / "serve" / "config.yaml")) == {"CPU": 1.0}

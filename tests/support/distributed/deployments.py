@@ -22,7 +22,12 @@ CLOUD_CONFIGS = [DEPLOY / "aws.yaml", DEPLOY / "gcp.yaml"]
 DOCKER_CONFIGS = [CLUSTER / "cluster.yaml", *CLOUD_CONFIGS]
 OWN_CONFIGS = [CLUSTER / "cluster.yaml", CLUSTER / "cluster-venv.yaml"]
 NODE_CONFIGS = [*OWN_CONFIGS, *CLOUD_CONFIGS]
-OVERLAYS = ["base", "overlays/dev", "overlays/prod"]
+OVERLAYS = ["base", "overlays/dev", "overlays/prod", "overlays/one-gpu"]
+CONFIG_OF = dict.fromkeys(OVERLAYS, "config-8b.yaml") | {
+    "overlays/dev": "config.yaml",
+    "overlays/one-gpu": "config-8b-one-gpu.yaml",
+}
+"""The file that says the same as an overlay's `serveConfigV2`."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -38,8 +43,13 @@ def kustomized(overlay: str) -> list[dict[str, Any]]:
 
 @cache
 def _kustomize(overlay: str) -> str:
+    return rendered(DEPLOY / "kuberay" / overlay)
+
+
+def rendered(folder: Path) -> str:
+    """Return what kustomize makes of a folder."""
     ran = subprocess.run(
-        ["kubectl", "kustomize", str(DEPLOY / "kuberay" / overlay)],
+        ["kubectl", "kustomize", str(folder)],
         capture_output=True,
         text=True,
         check=False,

@@ -1,0 +1,102 @@
+"""A draft on another machine: what the policies make of the time that plans and tables are under way."""
+
+from functools import partial
+
+import pytest
+
+from protos.config.engine import SpeculativeConfig
+from protos.messages import RoundPlan, Row, StepCosts
+from runtime.policy.adaptive import AdaptivePolicy
+from runtime.policy.base import FinishedStep
+from runtime.policy.batch_size import WAY_ROUNDS, BatchSizePolicy, with_threshold
+from runtime.policy.choosers import ChainChooser
+from runtime.policy.round_costs import RoundCostModel
+from tests.support.policy_simulation import LIMIT, Seconds, Simulation, cheap, fixed_rate, flat, warmed_up
+from tests.support.scheduling import decoding
+
+WAYS_S = [0.002, 0.01, 0.04]
+"""There and back, with 1, 5 and 20 ms between the machines."""
+
+
+def large(tokens: int) -> float:
+    """A step of a large target."""
+    return 0.06 + 0.0002 * tokens
+
+
+def adaptive(costs: StepCosts) -> AdaptivePolicy:
+    return AdaptivePolicy(LIMIT, ChainChooser(LIMIT), RoundCostModel(costs, 64 * (LIMIT + 1), 64, LIMIT))
+
+
+def best_with_way(rates: list[float], target: Seconds, way_s: float) -> float:
+    """Return the highest tokens per second of any K that is the same in all rounds."""
+
+    def draft_of(k: int) -> Seconds:
+        return lambda rows: cheap(rows) + (way_s / k if k else 0.0)
+
+    return max(fixed_rate(k, rates, target, draft_of(k)) for k in range(LIMIT + 1))
+
+
+@pytest.mark.parametrize("way_s", WAYS_S)
+@pytest.mark.parametrize("target", [flat, large])
+@pytest.mark.parametrize("rate", [0.2, 0.9])
+def test_the_adaptive_policy_is_never_slower_than_no_draft(way_s: float, target: Seconds, rate: float) -> None:
+    """It knows only the costs without the way; those with it are learnt while serving."""
+    rates = [rate] * 2
+    simulation = Simulation(adaptive(warmed_up(target)), target, cheap, way=way_s)
+    simulation.run(rates, 400)
+    found = simulation.run(rates, 800)
+    assert found >= 0.97 * fixed_rate(0, rates, target, cheap)
+    assert found >= 0.85 * best_with_way(rates, target, way_s)
+
+
+def test_a_long_way_pays_for_a_large_target_only() -> None:
+    for target, pays in ((flat, False), (large, True)):
+        simulation = Simulation(adaptive(warmed_up(target)), target, cheap, way=0.04)
+        simulation.run([0.9] * 2, 800)
+        assert (simulation.policy.predicted_speedup > 1.2) == pays  # type: ignore[operator]
+
+
+COSTS = StepCosts(
+    {size: 0.004 + 0.0002 * max(0, size - 32) for size in (1, 32, 64, 128, 256, 512)},
+    dict.fromkeys((1, 8, 64), 0.0002),
+)
+
+
+def threshold() -> BatchSizePolicy:
+    config = SpeculativeConfig(method="draft_model", num_speculative_tokens=5)
+    derive = partial(with_threshold, config, max_rows=64)
+    return BatchSizePolicy(derive(COSTS)[0], derive, COSTS)
+
+
+def serve(policy: BatchSizePolicy, num_rows: int, way_s: float) -> int:
+    """Run twice as many rounds as the way is the median of; return K afterwards."""
+    rows = [decoding(key) for key in range(num_rows)]
+    for _ in range(2 * WAY_ROUNDS):
+        policy.begin_step(rows)
+        k = policy.current
+        draft_s = k * 0.0002 + (way_s if k else 0.0)
+        plan = RoundPlan(0, [Row(key, 1, 1, 2, k) for key in range(num_rows)])
+        policy.end_step(FinishedStep(plan, [], num_rows, draft_s, 0.01 + draft_s))
+    policy.begin_step(rows)
+    return policy.current
+
+
+def test_the_threshold_follows_the_measured_way() -> None:
+    assert serve(threshold(), 8, 0.0) == 5
+    ks = [[serve(threshold(), rows, way_s) for rows in (1, 2, 8)] for way_s in (0.001, *WAYS_S)]
+    assert ks[0] == [5, 5, 5]
+    assert ks[-1] == [5, 0, 0], "a single request always has drafts"
+    assert sorted(ks, reverse=True) == ks
+
+
+def test_the_threshold_comes_back_when_the_way_is_short_again() -> None:
+    policy = threshold()
+    assert serve(policy, 8, 0.04) == 0
+    assert serve(policy, 1, 0.0) == 5
+    assert serve(policy, 8, 0.0) == 5
+
+
+def test_a_threshold_of_the_user_stays() -> None:
+    config = SpeculativeConfig(method="draft_model", num_speculative_tokens=5, disable_by_batch_size=20)
+    policy = BatchSizePolicy(config, partial(with_threshold, config, max_rows=64), COSTS)
+    assert serve(policy, 12, 0.04) == 5
