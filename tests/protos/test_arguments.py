@@ -142,3 +142,11 @@ def test_model_is_needed() -> None:
 def test_it_crosses_processes_as_json() -> None:
     config = parse(speculative_config={"model": "d", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 9, 0]]})
     assert from_json(to_json(config)) == config
+
+
+def test_the_least_ranks_are_at_most_all() -> None:
+    assert parse(tensor_parallel_size=2, min_tensor_parallel_size="1").parallel.min_tensor_parallel_size == 1
+    with pytest.raises(
+        ConfigError, match=r"min_tensor_parallel_size must be at most tensor_parallel_size \(2\), got 3"
+    ):
+        parse(tensor_parallel_size=2, min_tensor_parallel_size=3)

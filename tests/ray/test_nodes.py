@@ -96,8 +96,8 @@ def test_the_node_of_the_draft_may_die(models: dict[str, str], undisturbed: Said
 
 def test_targets_whose_node_died_are_waited_for_and_then_it_is_an_error(models: dict[str, str]) -> None:
     answer = on_nodes({"what": "lose", "who": "target rank 0", **SPREAD_OUT, **models})
-    assert answer["error"] == "PlacementError", answer
-    assert "rebuild_timeout_s" in answer["text"]
+    assert answer["error"] == "NoRoomError", answer
+    assert "there is no room for target rank 0" in answer["text"]
     assert answer["seconds"] < ray_nodes.REBUILD_S + 10.0  # to be noticed, and to be waited for
 
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from cluster.ray_serve.arguments import ELSEWHERE, SERVER, ServeArguments, ServerArguments
 from protos.config import argument_names
+from protos.config.engine import ParallelConfig
 from protos.errors import ConfigError, EngineDeadError, PlacementError
 from runtime.grpc.errors import StatusError
 from tests.support.policies import always
@@ -235,3 +236,10 @@ def test_calls_need_a_key_and_keep_to_its_caches() -> None:
     for call in (Call(), Call(authorization="Bearer three"), Call(authorization="one")):
         with pytest.raises(StatusError, match="UNAUTHENTICATED: the API key is missing or wrong"):
             tenant(guarded, call)
+
+
+def test_servers_wait_for_room_for_a_shorter_time_than_llm() -> None:
+    assert ServeArguments.model_validate({"device": "cpu"}).config.parallel.rebuild_timeout_s == 30
+    given = {"device": "cpu", "rebuild-timeout-s": 7}
+    assert ServeArguments.model_validate(given).config.parallel.rebuild_timeout_s == 7
+    assert ParallelConfig().rebuild_timeout_s == 300
