@@ -11,7 +11,7 @@ from proposers import registry
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.config.kv_window import SELF_WINDOW, KVWindow
 from protos.draft_module import LearnedProposer
-from protos.errors import ConfigError
+from protos.errors import ConfigError, ModelError
 from protos.layers import FeatureSpec
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
@@ -191,6 +191,11 @@ def load_draft(config: EngineConfig, loaded_target: LoadedModel | None, report: 
     if learned is not None:
         return _load_module(config, speculative, learned, loaded_target)
     loaded = load(_model_of(config, speculative))
+    if loaded.recurrent:
+        raise ModelError(
+            f"{speculative.model} (model_type {loaded.model_type!r}) cannot draft: it has recurrent layers, whose state "
+            "the draft's cache does not keep; a draft model needs attention in every layer"
+        )
     for note in loaded.notes:
         report(f"draft: {note}")
     vocab_map = _vocab_map(config, loaded, report) if speculative.use_heterogeneous_vocab else None
