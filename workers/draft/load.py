@@ -11,7 +11,7 @@ from proposers import registry
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.config.kv_window import SELF_WINDOW, KVWindow
 from protos.draft_module import LearnedProposer
-from protos.errors import ConfigError, ModelError
+from protos.errors import ConfigError
 from protos.layers import FeatureSpec
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block
@@ -191,10 +191,10 @@ def load_draft(config: EngineConfig, loaded_target: LoadedModel | None, report: 
     if learned is not None:
         return _load_module(config, speculative, learned, loaded_target)
     loaded = load(_model_of(config, speculative))
-    if loaded.recurrent:
-        raise ModelError(
-            f"{speculative.model} (model_type {loaded.model_type!r}) cannot draft: it has recurrent layers, whose state "
-            "the draft's cache does not keep; a draft model needs attention in every layer"
+    if loaded.recurrent and speculative.may_branch:
+        raise ConfigError(
+            f"{speculative.model} (model_type {loaded.model_type!r}) has recurrent layers and drafts chains only: set "
+            "draft_shape 'chain' in speculative_config"
         )
     for note in loaded.notes:
         report(f"draft: {note}")

@@ -149,6 +149,10 @@ class ModelRunner:
         """
         return self.run(batch, wanted_N)[0]
 
+    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+        """See `DraftForward`."""
+        return held if self._states is None else self._states.latest(slot, generation, held)
+
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
         """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""
         return self.run_over(self.attention, self._kv_window, batch, wanted_N)

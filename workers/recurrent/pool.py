@@ -97,6 +97,7 @@ class StatePool:
             for layer, shape in shapes.items()
         }
         self._positions: Ints = np.full(lead, -1, np.int64)  # of the kept states
+        self._generations: Ints = np.zeros(num_slots, np.int64)  # of the sequences, as far as `latest` was told
         self._planner = Planner(count, device)
         self._plan: StatePlan | None = None
 
@@ -120,6 +121,13 @@ class StatePool:
         )
         self._positions[plan.slots_N, plan.positions_N % self._positions.shape[1]] = plan.positions_N
         self._plan = plan
+
+    def latest(self, slot: int, generation: int, before: int) -> int:
+        """Return the last position, at most *before*, whose state of this *generation* of the slot is kept; else 0."""
+        if self._generations[slot] != generation:
+            self._generations[slot], self._positions[slot] = generation, -1
+        positions_C = self._positions[slot]
+        return max(0, int(positions_C[positions_C <= before].max(initial=0)))
 
     def _check(self, batch: Batch) -> None:
         starts_R = batch.starts_R
