@@ -17,8 +17,8 @@ from workers.attention.backend import NAME
 from workers.compile import cpu_computes
 from workers.distributed.groups import Group, Solo
 from workers.model.loaded import ExecutionMode, LoadedModel
-from workers.model.tensor_parallel import Connect, build_shard
 from workers.model.probe import probe_states
+from workers.model.tensor_parallel import Connect, build_shard
 from workers.model.torch_mode import TorchMode
 from workers.recurrent.mixers import adapt
 from workers.recurrent.pool import RecurrentShapes
@@ -38,6 +38,10 @@ DTYPES = {
     "F16": torch.float16,
     "F64": torch.float32,
 }
+
+
+LENGTHS = ("max_position_embeddings", "n_positions", "model_max_length")
+"""What configs call their context length."""
 
 
 def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
@@ -99,8 +103,8 @@ def _mode_of(config: ModelConfig, described: Mapping[str, Any]) -> ExecutionMode
         return TorchMode()
     if described["model_type"] in families.RECURRENT:
         raise ConfigError(
-            f"batch_invariant: {config.model} (model_type {described['model_type']!r}) has recurrent layers, which have "
-            "no batch-invariant form; serve it without"
+            f"batch_invariant: {config.model} (model_type {described['model_type']!r}) has recurrent layers, which are "
+            "not batch-invariant; serve it without"
         )
     from workers.invariant.mode import BatchInvariantMode  # noqa: PLC0415 - only needed in this mode
 
@@ -153,7 +157,7 @@ def _check_weights(folder: Path, name: str) -> None:
 
 def context_length(described: Mapping[str, Any], config: ModelConfig) -> int:
     """Return the context length of a `config.json`, or the user's smaller limit. Raises `ModelError`."""
-    own = next((described[key] for key in ("max_position_embeddings", "n_positions", "model_max_length") if described.get(key)), None)
+    own = next((described[key] for key in LENGTHS if described.get(key)), None)
     if own is None and config.max_model_len is None:
         raise ModelError(f"{config.model}: its config states no context length; set max_model_len")
     if own is not None and config.max_model_len is not None and config.max_model_len > own:

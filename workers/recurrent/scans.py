@@ -20,7 +20,7 @@ CHUNK = 64
 Function = Callable[..., Any]
 
 
-def run_conv(
+def run_conv(  # noqa: PLR0917 - the function's arguments
     states: RecurrentStates,
     layer: int,
     function: Function,
