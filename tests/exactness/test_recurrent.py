@@ -11,8 +11,8 @@ from slipstream import LLM, SamplingParams
 from tests.exactness.test_identity import COUNT, NGRAM, mixed_prompts, run
 from tests.support.identity import Reference, assert_identical, generate, perturbed
 from tests.support.models import synthetic_layers
-from tests.support.models.tiny_hybrids import HYBRIDS
 from tests.support.models.tiny_models import build
+from tests.support.recurrent.tiny_hybrids import HYBRIDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

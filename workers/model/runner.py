@@ -181,11 +181,13 @@ class ModelRunner:
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)
             wanted = self._tensor(wanted_N)
-            return run_with(
-                attention,
-                lambda: run_with_states(states, lambda: forward(tokens_1T, positions_1T, wanted)),
-                len(batch.tokens_T),
-            )
+
+            def call() -> Outputs:
+                return forward(tokens_1T, positions_1T, wanted)
+
+            if states is not None:
+                return run_with(attention, lambda: run_with_states(states, call), len(batch.tokens_T))
+            return run_with(attention, call, len(batch.tokens_T))
 
     def _tensor(self, array_N: Ints, *leading: int) -> torch.Tensor:
         """Return a contiguous array as a tensor on the device, with *leading* dimensions of one.

@@ -22,13 +22,13 @@ CACHES = ("cache_params", "past_key_values")
 """What layers call the argument that is their cache."""
 
 
-class _Current(threading.local):
+class _CurrentStates(threading.local):
     """The states of the forward that runs in this thread. Set by `run_with_states`."""
 
     states: RecurrentStates | None = None
 
 
-_CURRENT = _Current()
+_CURRENT = _CurrentStates()
 
 
 def run_with_states(states: RecurrentStates | None, forward: Callable[[], Result]) -> Result:

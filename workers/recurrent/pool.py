@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from workers.attention.batch import Batch, Ints
-from workers.recurrent.rows import ConvRun, Places, Planner, ScanRun, StatePlan
+from workers.recurrent.rows import ConvRun, RowPlanner, ScanRun, StatePlaces, StatePlan
 
 
 class RecurrentShape(NamedTuple):
@@ -98,7 +98,7 @@ class StatePool:
         }
         self._positions: Ints = np.full(lead, -1, np.int64)  # of the kept states
         self._generations: Ints = np.zeros(num_slots, np.int64)  # of the sequences, as far as `latest` was told
-        self._planner = Planner(count, device)
+        self._planner = RowPlanner(count, device)
         self._plan: StatePlan | None = None
 
     @property
@@ -166,7 +166,7 @@ class StatePool:
         _write(self._scans[layer], run.places, states_G)
 
 
-def _write(pool: torch.Tensor, places: Places, states_M: torch.Tensor) -> None:
+def _write(pool: torch.Tensor, places: StatePlaces, states_M: torch.Tensor) -> None:
     pool[places.slots_M, places.checkpoints_M] = states_M.to(pool.dtype)
 
 
@@ -178,7 +178,7 @@ class ScratchStates:
     """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
-        self.plan = Planner(1, device).plan(batch, batch.lengths_R + 1)
+        self.plan = RowPlanner(1, device).plan(batch, batch.lengths_R + 1)
         self.shapes: dict[int, RecurrentShape] = {}
 
     def conv(self, layer: int) -> None:
@@ -190,11 +190,10 @@ class ScratchStates:
     def keep_conv(self, layer: int, run: ConvRun, inputs_GCL: torch.Tensor) -> None:
         """See `RecurrentStates`."""
         width = inputs_GCL.shape[2] - run.rows.tokens_GL.shape[1]
-        self._note(layer, conv=(inputs_GCL.shape[1], width), conv_dtype=inputs_GCL.dtype)
+        shape = self.shapes.get(layer, RecurrentShape())
+        self.shapes[layer] = shape._replace(conv=(inputs_GCL.shape[1], width), conv_dtype=inputs_GCL.dtype)
 
     def keep_scan(self, layer: int, run: ScanRun, states_G: torch.Tensor) -> None:
         """See `RecurrentStates`."""
-        self._note(layer, scan=tuple(states_G.shape[1:]), scan_dtype=states_G.dtype)
-
-    def _note(self, layer: int, **parts: object) -> None:
-        self.shapes[layer] = self.shapes.get(layer, RecurrentShape())._replace(**parts)
+        shape = self.shapes.get(layer, RecurrentShape())
+        self.shapes[layer] = shape._replace(scan=tuple(states_G.shape[1:]), scan_dtype=states_G.dtype)

@@ -29,7 +29,7 @@ class EqualRows:
     def take(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return the values `[T, ...]` of the tokens as `[G, L, ...]`."""
         if self.are_all:
-            return values_T.unflatten(0, tuple(self.tokens_GL.shape))
+            return values_T.reshape(*self.tokens_GL.shape, *values_T.shape[1:])
         return values_T[self.tokens_GL]
 
     def put(self, values_T: torch.Tensor | None, own_GL: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ class EqualRows:
 
 
 @dataclass(frozen=True)
-class Places:
+class StatePlaces:
     """Where M states are kept: `[slots_M, checkpoints_M]` of a pool, int64."""
 
     slots_M: torch.Tensor
@@ -55,7 +55,7 @@ class ScanRun:
     """One call of the recurrence, and where the states after it are kept. A chunk has several tokens, a step one."""
 
     rows: EqualRows
-    places: Places
+    places: StatePlaces
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ConvRun:
     rows: EqualRows
     of_M: torch.Tensor
     after_M: torch.Tensor
-    places: Places
+    places: StatePlaces
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class StatePlan:
 
     num_rows: int
     num_tokens: int
-    start: Places
+    start: StatePlaces
     fresh_R: torch.Tensor | None
     scans: tuple[ScanRun, ...]
     convs: tuple[ConvRun, ...]
@@ -93,7 +93,7 @@ class StatePlan:
     positions_N: Ints
 
 
-class Planner:
+class RowPlanner:
     """Plans forwards over pools of *num_checkpoints* states per slot: position p is kept at `p % num_checkpoints`."""
 
     def __init__(self, num_checkpoints: int, device: torch.device) -> None:
@@ -156,8 +156,8 @@ class Planner:
         are_all = tokens_GL.size == len(batch.tokens_T)
         return EqualRows(self._tensor(rows_G), self._tensor(tokens_GL), are_all)
 
-    def _places(self, slots_M: Ints, positions_M: Ints) -> Places:
-        return Places(self._tensor(slots_M), self._tensor(positions_M % self._num_checkpoints))
+    def _places(self, slots_M: Ints, positions_M: Ints) -> StatePlaces:
+        return StatePlaces(self._tensor(slots_M), self._tensor(positions_M % self._num_checkpoints))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

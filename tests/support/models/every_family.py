@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.models.tiny_hybrids import HYBRIDS
 from tests.support.models.tiny_models import COMMON, SPECIFIC, settings
 from tests.support.models.wrapped import GEMMA4_TEXT
+from tests.support.recurrent.tiny_hybrids import HYBRIDS
 
 LARGEST = 30_000_000
 """Parameters; families whose size has other names are not built."""

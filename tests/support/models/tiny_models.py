@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.models.tiny_hybrids import HYBRIDS
+from tests.support.recurrent.tiny_hybrids import HYBRIDS
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,

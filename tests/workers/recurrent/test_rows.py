@@ -9,9 +9,9 @@ import torch
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError
 from tests.support.distributed.ranks import in_memory
-from tests.support.models.recurrent_rows import chunked, drafted, feed, runner_of, sequences
-from tests.support.models.tiny_hybrids import HYBRIDS
 from tests.support.models.tiny_models import build
+from tests.support.recurrent.rows import chunked, drafted, feed, runner_of, sequences
+from tests.support.recurrent.tiny_hybrids import HYBRIDS
 from tests.workers.model.test_models import reference_logits
 from workers.distributed.groups import Group
 from workers.model.loader import load

@@ -1,4 +1,4 @@
-"""Settings of tiny models with recurrent layers, by family. See `tiny_models.build`."""
+"""Settings of tiny models with recurrent layers, by family. See `tests.support.models.tiny_models.build`."""
 
 from typing import Any
 
