@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from protos.errors import ConfigError
 from slipstream import LLM, SamplingParams
@@ -70,6 +72,31 @@ def test_drafts_of_other_models(tmp_path: Path) -> None:
         assert on.proposed > 0
 
 
+def with_mtp(family: str, folder: Path) -> Path:
+    """A target whose checkpoint has an MTP layer, named as Qwen names it."""
+    build(family, folder, layer_types=["linear_attention", "linear_attention", "full_attention"], mlp_only_layers=[])
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(4)
+    tensors = load_file(path)
+    last = {name.removeprefix("model.layers.2."): weight for name, weight in tensors.items() if ".layers.2." in name}
+    noisy = {name: weight + 0.1 * torch.randn(weight.shape, generator=generator) for name, weight in last.items()}
+    tensors |= {f"mtp.layers.0.{name}": weight for name, weight in noisy.items()}
+    tensors["mtp.fc.weight"] = torch.cat([torch.eye(32), torch.eye(32)], 1)
+    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{norm}.weight"] = torch.zeros(32)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def test_mtp_layers_of_the_target(tmp_path: Path) -> None:
+    target = with_mtp("qwen3_next", tmp_path / "target")
+    prompts = [[5, 6, 7] * 6, [9, 4, 9, 4, 9], list(range(3, 30))]
+    off = generate(target, prompts, PARAMS)
+    speculative = {"method": "mtp", "num_speculative_tokens": 3, "draft_shape": "chain"}
+    on = generate(target, prompts, PARAMS, speculative_config=speculative)
+    assert_identical(prompts, on.outputs, off.outputs, Reference(target))
+    assert on.proposed > 0
+
+
 def test_the_slots_of_aborted_requests_are_used_again(tmp_path: Path) -> None:
     model = build("granitemoehybrid", tmp_path)
     reference = Reference(model)
@@ -104,7 +131,7 @@ def test_no_prefix_is_cached(tmp_path: Path) -> None:
     ("speculative", "message"),
     [
         ({"method": "self_window", "draft_kv_window": 8}, "with which method 'self_window' does not work"),
-        ({"method": "lookahead"}, "with which method 'lookahead' does not work"),
+        ({"method": "lookahead", "num_speculative_tokens": 12}, "with which method 'lookahead' does not work"),
         ({"method": "medusa", "model": "heads"}, "set draft_shape 'chain'"),
         ({"method": "draft_model", "draft_shape": "tree"}, "chains only"),
     ],
