@@ -90,6 +90,14 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         is_straight = parents == tuple(range(-1, len(cut) - 1))
         return Draft(cut.tokens) if is_straight and not probes else Draft(cut.tokens, parents, probes)
 
+    def straight_prefix(self) -> "Draft":
+        """Return the first nodes, as far as each follows the one before and none is a probe."""
+        flags = self.probes or (False,) * len(self)
+        for node, (parent, is_probe) in enumerate(zip(self.node_parents(), flags, strict=True)):
+            if parent != node - 1 or is_probe:
+                return Draft(self.tokens[:node])
+        return Draft(self.tokens)
+
     def within(self, depth: int) -> "Draft":
         """Return the nodes of the first *depth* levels, and the probes below them, in the normal form of `first`."""
         if len(self) <= depth:  # whatever its shape

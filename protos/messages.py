@@ -251,7 +251,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     target has computed. `draft_places` is how many places of a row's KV blocks drafting takes, where that is more than
     the draft's nodes. `methods` and `num_speculative_tokens` are what requests may choose from, set by the engine;
     empty and 0 without speculation. `dtype` is that of the target, such as "float32"; may be empty. `device` is "cpu"
-    or "cuda".
+    or "cuda". `keeps_prefixes` is False if the target cannot begin after a cached prefix.
     """
 
     num_blocks: int
@@ -268,3 +268,4 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     dtype: str = ""
     device: str = "cpu"
     draft_places: int = 0
+    keeps_prefixes: bool = True

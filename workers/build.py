@@ -32,6 +32,7 @@ from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device
 from workers.model.runner import ModelRunner
 from workers.model.self_check import self_check
+from workers.recurrent.limits import blocks_beside, check_speculation, draft_places
 from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -88,7 +89,10 @@ class LoadedTarget:
     def info(self, config: EngineConfig) -> WorkerInfo:
         """Return the description of this rank for the controller, with the number of KV blocks that fit."""
         model, size = self.model, config.cache.block_size
-        fitting = blocks_that_fit(config.cache, model.device, self.block_bytes(size))
+        each = self.block_bytes(size)
+        fitting = blocks_that_fit(config.cache, model.device, each)
+        if model.recurrent:
+            fitting = blocks_beside(config, model, fitting, each)
         if config.cache.num_blocks is None:
             fitting = min(fitting, config.scheduler.max_num_seqs * -(-model.max_model_len // size))
         return WorkerInfo(
@@ -102,6 +106,7 @@ class LoadedTarget:
             draft_needs=self.spec.needs,
             dtype=str(model.dtype).removeprefix("torch."),
             device=model.device.type,
+            keeps_prefixes=not model.recurrent,
         )
 
 
@@ -125,6 +130,8 @@ def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, wi
     """
     report(f"loading {config.model.model}")
     model = load(config.model, tp)
+    if model.recurrent:
+        check_speculation(config, model)
     if not config.model.skip_self_check:
         self_check(model, config.model.model)
     if tp.rank == 0:
@@ -250,8 +257,8 @@ def _spare_engine(
 
 def make_slots(config: EngineConfig, allocate: Allocate) -> SlotTable:
     """Return the slot table of a worker."""
-    places = 0 if config.speculative is None else config.speculative.draft_places
-    return SlotTable(config.scheduler.max_num_seqs, allocate.max_model_len, config.cache.block_size, places)
+    slots = config.scheduler.max_num_seqs
+    return SlotTable(slots, allocate.max_model_len, config.cache.block_size, draft_places(config))
 
 
 def blocks_that_fit(cache: CacheConfig, device: torch.device, bytes_each: int) -> int:

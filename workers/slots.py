@@ -19,6 +19,7 @@ class SlotTable:
         max_draft: places after the known tokens that a draft may take.
 
     Attributes:
+        block_size, max_draft: as given.
         tokens: int64 `[S, L]`, prompt + output, then the round's draft: a chain's tokens, or a tree's nodes, which
             the tokens sampled along its path overwrite.
         known_len: int64 `[S]`, number of known tokens.
@@ -33,7 +34,7 @@ class SlotTable:
     """
 
     def __init__(self, num_slots: int, max_len: int, block_size: int, max_draft: int = 64) -> None:
-        self.block_size = block_size
+        self.block_size, self.max_draft = block_size, max_draft
         length = max_len + max_draft + 1
         self.tokens: npt.NDArray[np.int64] = np.zeros((num_slots, length), np.int64)
         self.known_len: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)

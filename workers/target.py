@@ -109,6 +109,12 @@ class TargetWorker:
         """Prepare for new sequences. Called on the rank that samples."""
         self.sampler.expect(new)
 
+    def straight(self, drafts: Seq[Draft]) -> Seq[Draft]:
+        """Return *drafts*, or for a target with recurrent layers the chains that they begin with."""
+        if not self.runner.loaded.recurrent:
+            return drafts
+        return [draft if draft.is_chain else draft.straight_prefix() for draft in drafts]
+
     def prune(self, rows: Seq[Row], drafts: Seq[Draft]) -> Seq[Draft]:
         """Return *drafts* without tokens that could never be accepted."""
         return self._rule.prune(rows, drafts)

@@ -81,7 +81,7 @@ class TargetRank:
 
         So all ranks agree on the shape of the forward.
         """
-        drafts = [row.draft or NO_DRAFT for row in plan.rows]
+        drafts = list(self.worker.straight([row.draft or NO_DRAFT for row in plan.rows]))
         if not unsettled:
             return ProposedDrafts(drafts)
         rows = [plan.rows[r] for r in unsettled]
@@ -106,7 +106,7 @@ class TargetRank:
             proposed = self.source.propose(plan, wanting)
         new = iter(proposed.drafts)
         drafts = [next(new) if row.draft is None else row.draft for row in rows]
-        return proposed._replace(drafts=self.worker.prune(rows, drafts))
+        return proposed._replace(drafts=self.worker.prune(rows, self.worker.straight(drafts)))
 
 
 class UniExecutor:

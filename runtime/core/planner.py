@@ -46,7 +46,7 @@ class Planner:
         self._worker_methods = tuple(worker_methods)
         self._worker_source = worker_source
         self._counters = counters
-        self._prefix_caching = cache.enable_prefix_caching
+        self._prefix_caching = cache.enable_prefix_caching and info.keeps_prefixes
         self._max_scored = max(1, PROMPT_LOGITS // info.vocab_size)
         self._num_scored = 0  # prompt tokens whose logits are computed in this step
         self._worker_is_up = True  # whether the draft worker serves in this step

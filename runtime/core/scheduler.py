@@ -73,7 +73,7 @@ class Scheduler:
             worker_source=self._worker_source,
             counters=self._counters,
         )
-        self._prefix_caching = cache.enable_prefix_caching
+        self._prefix_caching = cache.enable_prefix_caching and info.keeps_prefixes
         self._moves: list[int] = []
         self._in_flight: dict[int, list[tuple[Sequence, Row]]] = {}
         self._keys = count(1)

@@ -124,7 +124,6 @@ QWEN: dict[str, Any] = {
 
 
 def test_qwen3_next_shares_what_leads_into_its_layers_and_adds_one_to_norms() -> None:
-    """The target itself is not served, for its linear attention; its head is read and computed all the same."""
     short = AutoConfig.for_model("qwen3_next", **{**QWEN, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
     model = AutoModelForCausalLM.from_config(short, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(2)

@@ -80,7 +80,8 @@ class DraftCache:
         most = max(0, int(self.slots.known_len[slot]) - self.lag - 1)
         if self.needs == "all":  # features that were fed or lost are gone
             most = max(most, self.waiting.base(slot))
-        self.held[slot] = min(int(self.held[slot]), most)
+        held = min(int(self.held[slot]), most)
+        self.held[slot] = self.forward.resumes_at(slot, int(self.slots.joined[slot]), held)
         return int(self.held[slot])
 
     def begin_draft(self, slots_R: Ints) -> None:

@@ -191,6 +191,11 @@ def load_draft(config: EngineConfig, loaded_target: LoadedModel | None, report: 
     if learned is not None:
         return _load_module(config, speculative, learned, loaded_target)
     loaded = load(_model_of(config, speculative))
+    if loaded.recurrent and speculative.may_branch:
+        raise ConfigError(
+            f"{speculative.model} (model_type {loaded.model_type!r}) has recurrent layers and drafts chains only: set "
+            "draft_shape 'chain' in speculative_config"
+        )
     for note in loaded.notes:
         report(f"draft: {note}")
     vocab_map = _vocab_map(config, loaded, report) if speculative.use_heterogeneous_vocab else None

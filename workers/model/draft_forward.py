@@ -56,6 +56,13 @@ class DraftForward(Protocol):
         """
         ...
 
+    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+        """Return how many of the *held* first tokens of a slot's sequence need not be fed again.
+
+        With recurrent layers these are the tokens up to the last position whose state is kept.
+        """
+        ...
+
     def key(self) -> str | None:
         """See `workers.compiled.warming.Compilable`."""
         ...

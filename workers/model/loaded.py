@@ -11,6 +11,7 @@ from workers.attention.backend import AttentionBackend
 from workers.attention.kv import KVCache
 from workers.compile import Forward, Trial
 from workers.distributed.groups import Group, Solo
+from workers.recurrent.pool import RecurrentShapes
 from workers.weights.plan import Plan
 
 
@@ -59,10 +60,11 @@ class LoadedModel:
         vocab_size: rows of the head, padding included.
         max_model_len: the model's context length, or the user's smaller limit.
         eos_ids: end-of-sequence ids of generation_config and config, ascending.
-        layers: K and V shape of every layer.
+        layers: K and V shape of every layer; no heads for layers without attention.
         mode: how its operators run.
         notes: lines for the user.
         group: the ranks that share it. With several, `model` and `layers` are one rank's, and only rank 0 gets logits.
+        recurrent: the states of its recurrent layers.
     """
 
     model: torch.nn.Module
@@ -77,6 +79,7 @@ class LoadedModel:
     mode: ExecutionMode
     notes: tuple[str, ...] = ()
     group: Group = field(default_factory=Solo)
+    recurrent: RecurrentShapes = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

@@ -17,8 +17,11 @@ from workers.attention.backend import NAME
 from workers.compile import cpu_computes
 from workers.distributed.groups import Group, Solo
 from workers.model.loaded import ExecutionMode, LoadedModel
+from workers.model.probe import probe_states
 from workers.model.tensor_parallel import Connect, build_shard
 from workers.model.torch_mode import TorchMode
+from workers.recurrent.mixers import adapt
+from workers.recurrent.pool import RecurrentShapes
 from workers.weights import families
 from workers.weights.building import BUILDING
 from workers.weights.hub import INDEX, fetch, read_config, read_json, shards_by_tensor
@@ -35,6 +38,10 @@ DTYPES = {
     "F16": torch.float16,
     "F64": torch.float32,
 }
+
+
+LENGTHS = ("max_position_embeddings", "n_positions", "model_max_length")
+"""What configs call their context length."""
 
 
 def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
@@ -57,15 +64,16 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     dtype, notes = pick_dtype(config.dtype, described, folder, device)
     limit = context_length(described, config)
     ranks = 1 if group is None else group.size
-    mode = _mode_of(config)
+    mode = _mode_of(config, described)
     mode.check(config.model, device, ranks)
     if group is None or ranks == 1:
         model = _instantiate(folder, config.model, dtype, device)
     else:
         model = _instantiate_shard(folder, config.model, dtype, device, group, mode.connect)
+    recurrent = probe_states(model, config.model) if adapt(model) else {}
     layers = mode.prepare(model, config.model, ranks)
     kind = str(described["model_type"])
-    notes += _notes(described, layers, dtype)
+    notes += _notes(described, layers, dtype, recurrent)
     return LoadedModel(
         model=model,
         folder=folder,
@@ -79,6 +87,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         mode=mode,
         notes=notes,
         group=Solo() if group is None else group,
+        recurrent=recurrent,
     )
 
 
@@ -89,9 +98,14 @@ def _check_quantization(described: Mapping[str, Any], name: str) -> None:
         raise ModelError(f"{name} cannot be served: {error}") from error
 
 
-def _mode_of(config: ModelConfig) -> ExecutionMode:
+def _mode_of(config: ModelConfig, described: Mapping[str, Any]) -> ExecutionMode:
     if not config.batch_invariant:
         return TorchMode()
+    if described["model_type"] in families.RECURRENT:
+        raise ConfigError(
+            f"batch_invariant: {config.model} (model_type {described['model_type']!r}) has recurrent layers, which are "
+            "not batch-invariant; serve it without"
+        )
     from workers.invariant.mode import BatchInvariantMode  # noqa: PLC0415 - only needed in this mode
 
     return BatchInvariantMode()
@@ -143,7 +157,7 @@ def _check_weights(folder: Path, name: str) -> None:
 
 def context_length(described: Mapping[str, Any], config: ModelConfig) -> int:
     """Return the context length of a `config.json`, or the user's smaller limit. Raises `ModelError`."""
-    own = next((described[key] for key in ("max_position_embeddings", "n_positions") if described.get(key)), None)
+    own = next((described[key] for key in LENGTHS if described.get(key)), None)
     if own is None and config.max_model_len is None:
         raise ModelError(f"{config.model}: its config states no context length; set max_model_len")
     if own is not None and config.max_model_len is not None and config.max_model_len > own:
@@ -229,11 +243,19 @@ def _vocab_size(model: Any, ranks: int) -> int:
     return int(model.get_output_embeddings().weight.shape[0]) if ranks == 1 else int(model.config.vocab_size)
 
 
-def _notes(described: Mapping[str, Any], layers: tuple[LayerShape, ...], dtype: torch.dtype) -> tuple[str, ...]:
+def _notes(
+    described: Mapping[str, Any], layers: tuple[LayerShape, ...], dtype: torch.dtype, recurrent: RecurrentShapes
+) -> tuple[str, ...]:
     per_token = sum(shape.elements_per_token for shape in layers) * dtype.itemsize
     notes = [f"KV cache: {per_token} bytes per token"]
     if any(shape.key_size != shape.value_size for shape in layers):
         notes[0] += " (keys and values are cached expanded, since their head sizes differ)"
+    if recurrent:
+        each = sum(shape.num_bytes for shape in recurrent.values())
+        notes.append(
+            f"{len(recurrent)} recurrent layers: {each} bytes a state, num_speculative_tokens + 2 states a sequence; "
+            "the prefix cache is off, since it does not keep these states"
+        )
     quantized = described.get("quantization_config")
     if quantized:
         notes.append(f"weights are stored quantised ({quantized['quant_method']}), and computed with as {dtype}")

@@ -89,6 +89,10 @@ class ModuleRunner:
             attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size, self._kv_window))
             return run_with(attention, run_module, len(batch.tokens_T))[self._index(wanted_N)]
 
+    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+        """See `DraftForward`."""
+        return held
+
     def key(self) -> str | None:
         """See `workers.compiled.warming.Compilable`."""
         if self.loaded.device.type != "cpu" or not self.module.names:

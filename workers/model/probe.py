@@ -1,13 +1,20 @@
-"""Runs one token through a loaded model to find the K and V shapes of its layers."""
+"""Runs one token through a loaded model to find the shapes of its layers' K and V, and of their recurrent states."""
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from protos.errors import ModelError, SlipstreamError
 from protos.layers import LayerShape
 from workers.attention.backend import Options, run_with
-from workers.attention.batch import AttentionMetadata
+from workers.attention.batch import AttentionMetadata, Batch
+from workers.recurrent.mixers import mixers, run_with_states
+from workers.recurrent.pool import RecurrentShapes, ScratchStates
+
+WITHOUT_STATE = frozenset({"mlp", "moe"})
+"""Types of decoder layers that read no other token."""
+NO_HEADS = LayerShape(0, 0, 0)
 
 
 class Probe:
@@ -33,6 +40,8 @@ class Probe:
 def probe(model: Any, name: str, ranks: int = 1) -> tuple[LayerShape, ...]:
     """Return the shape of every layer's K and V; with several *ranks*, of this one's shard.
 
+    Recurrent layers, and those that are nothing but an MLP, have no heads.
+
     Raises:
         ModelError: a layer does not use the attention interface, passes an unknown option, or cannot be split.
     """
@@ -49,10 +58,30 @@ def probe(model: Any, name: str, ranks: int = 1) -> tuple[LayerShape, ...]:
             "use tensor_parallel_size=1"
         ) from error
     expected = set(range(int(model.config.num_hidden_layers)))
-    if set(found.shapes) != expected:
-        lacking = sorted(expected - set(found.shapes))
+    lacking = sorted(expected - set(found.shapes) - _without_attention(model))
+    if lacking or set(found.shapes) - expected:
         raise ModelError(f"{name} cannot be served: layers {lacking} do not attend through the attention interface")
-    return tuple(found.shapes[layer] for layer in sorted(found.shapes))
+    return tuple(found.shapes.get(layer, NO_HEADS) for layer in sorted(expected))
+
+
+def _without_attention(model: Any) -> set[int]:
+    types = getattr(model.config, "layer_types", None) or ()
+    return {*mixers(model)} | {layer for layer, kind in enumerate(types) if kind in WITHOUT_STATE}
+
+
+def probe_states(model: Any, name: str) -> RecurrentShapes:
+    """Return the shapes of the states of a model's recurrent layers, which `workers.recurrent.mixers.adapt` changed.
+
+    Raises:
+        ModelError: this version of `transformers` runs them in a way that is not known.
+    """
+    first = np.zeros(1, np.int64)
+    states = ScratchStates(Batch(first, first, first + 1, first), model.device)
+    try:
+        run_with_states(states, lambda: _run_one_token(model, Probe()))
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        raise ModelError(f"{name} cannot be served: its recurrent layers do not run on a token ({error})") from error
+    return states.shapes
 
 
 def _run_one_token(model: Any, found: Probe) -> None:

@@ -18,6 +18,8 @@ from workers.compiled.recipe import recipe
 from workers.device import free_memory, weight_bytes
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
+from workers.recurrent.mixers import run_with_states
+from workers.recurrent.pool import RecurrentStates, ScratchStates, StatePool
 from workers.slots import SlotTable
 
 ANY, ONE = GRAPHS = ("any", "one")
@@ -48,6 +50,9 @@ class ModelRunner:
         self.block_size = block_size
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         self.attention = loaded.mode.attention(self.cache)
+        self._states: StatePool | None = None
+        if loaded.recurrent:
+            self._states = StatePool(loaded.recurrent, len(slots.known_len), slots.max_draft, loaded.device)
         run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
         self._taps, self._kv_window = taps, kv_window
         self._eager = self._run = loaded.mode.wrap(run)
@@ -61,12 +66,14 @@ class ModelRunner:
         """Trace the model if its mode does; return a line for the user."""
         if self.device.type != "cpu":
             return "running eager"
+        if self._states is not None:
+            return "running eager: models with recurrent layers are not compiled"
         self._run, note = self.loaded.mode.optimize(self._eager, self._trial, self.loaded)
         return note
 
     def key(self) -> str | None:
         """See `workers.compiled.warming.Compilable`."""
-        if self.device.type != "cpu" or not self.loaded.mode.is_compiled(self.loaded.ranks):
+        if self._states is not None or self.device.type != "cpu" or not self.loaded.mode.is_compiled(self.loaded.ranks):
             return None
         return recipe((self.loaded.folder,), self.loaded.dtype, () if self._taps is None else self._taps.order)
 
@@ -124,7 +131,8 @@ class ModelRunner:
         started = time.perf_counter()
         wanted_N = _padded(rows_R, min(2, num_rows))
         attention.plan(AttentionMetadata.of(batch, np.zeros((num_rows, 1), np.int32), self.block_size))
-        logits_NV, _ = self._call(self._run, batch, wanted_N, attention)
+        states = ScratchStates(batch, self.device) if self._states is not None else None
+        logits_NV, _ = self._call(self._run, batch, wanted_N, attention, states)
         logits_NV.sum().item()  # waits for the device, also on ranks without logits
         return time.perf_counter() - started
 
@@ -141,6 +149,10 @@ class ModelRunner:
         """
         return self.run(batch, wanted_N)[0]
 
+    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+        """See `DraftForward`."""
+        return held if self._states is None else self._states.latest(slot, generation, held)
+
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
         """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""
         return self.run_over(self.attention, self._kv_window, batch, wanted_N)
@@ -151,16 +163,31 @@ class ModelRunner:
         """As `run`, with another attention and window over the same blocks."""
         wanted_M = _padded(wanted_N, 1 if len(batch.tokens_T) == 1 else 2)
         attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size, kv_window))
-        logits_MV, features_TF = self._call(self._run, batch, wanted_M, attention)
+        if self._states is not None:
+            self._states.begin(batch, self.slots.known_len)
+        logits_MV, features_TF = self._call(self._run, batch, wanted_M, attention, self._states)
         return logits_MV[: len(wanted_N)], features_TF
 
-    def _call(self, forward: Forward, batch: Batch, wanted_N: Ints, attention: AttentionBackend) -> Outputs:
-        """Run *forward* with *attention*, which is planned."""
+    def _call(
+        self,
+        forward: Forward,
+        batch: Batch,
+        wanted_N: Ints,
+        attention: AttentionBackend,
+        states: RecurrentStates | None = None,
+    ) -> Outputs:
+        """Run *forward* with *attention* and *states*, which are planned."""
         # Compiled graphs distinguish tensors made inside and outside inference mode: always make them inside.
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T, 1), self._tensor(batch.positions_T, 1)
             wanted = self._tensor(wanted_N)
-            return run_with(attention, lambda: forward(tokens_1T, positions_1T, wanted), len(batch.tokens_T))
+
+            def call() -> Outputs:
+                return forward(tokens_1T, positions_1T, wanted)
+
+            if states is not None:
+                return run_with(attention, lambda: run_with_states(states, call), len(batch.tokens_T))
+            return run_with(attention, call, len(batch.tokens_T))
 
     def _tensor(self, array_N: Ints, *leading: int) -> torch.Tensor:
         """Return a contiguous array as a tensor on the device, with *leading* dimensions of one.

@@ -3,6 +3,7 @@
 A family whose attention does something that the attention interface does not show (another mask, a bias, a difference
 of two softmaxes) would be served with wrong tokens. So every target proves itself when it is loaded: two rows, one fed
 in two chunks, then a draft tree on it. Sliding windows are narrowed for the check, so that they matter on few tokens.
+With recurrent layers, two chains take the place of the tree, the second after rolling back the first.
 """
 
 from collections.abc import Iterator
@@ -65,13 +66,22 @@ def _compare(ours_TV: torch.Tensor, theirs_TV: torch.Tensor, name: str, loaded: 
 
 def _paged(loaded: LoadedModel, first: Ints, second: Ints, tree: Ints) -> torch.Tensor:
     """Return the logits `[T, V]` of the first row, the second, and the tree, fed as when serving."""
-    slots = SlotTable(2, FIRST + SECOND, BLOCK)
+    slots = SlotTable(2, FIRST + SECOND, BLOCK, len(TREE.positions))
+    slots.known_len[:] = FIRST, SECOND
     slots.blocks[:] = np.arange(slots.blocks.size, dtype=np.int32).reshape(slots.blocks.shape) % BLOCKS
     runner = ModelRunner(loaded, slots, BLOCKS, BLOCK)
     begun = _feed(runner, [0, 1], [0, 0], [first[:CHUNK], second])
     rest = _feed(runner, [0], [CHUNK], [first[CHUNK:]])
-    drafted = _feed(runner, [0], [FIRST], [tree], TREE)
+    drafted = _rolled_back(runner, tree) if loaded.recurrent else _feed(runner, [0], [FIRST], [tree], TREE)
     return torch.cat([begun[:CHUNK], rest, begun[CHUNK:], drafted])
+
+
+def _rolled_back(runner: ModelRunner, tree: Ints) -> torch.Tensor:
+    """Return the logits of the nodes of `TREE`, fed as two chains after the first row."""
+    left, right, below = tree
+    path = _feed(runner, [0], [FIRST], [np.array([left, below])])
+    other = _feed(runner, [0], [FIRST], [np.array([right])])
+    return torch.cat([path[:1], other, path[1:]])
 
 
 def _feed(

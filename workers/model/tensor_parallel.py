@@ -21,7 +21,7 @@ from workers.weights.load import Slices, fill
 from workers.weights.partition import ATTENTION, Partition, TensorSlice, partition_for
 from workers.weights.plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
 
-SUMMED = frozenset({Style.ROWS, Style.SPLIT_INPUT, Style.EXPERTS, Style.EXPERTS_PAIRED})
+SUMMED = frozenset({Style.ROWS, Style.SPLIT_INPUT, Style.EXPERTS, Style.EXPERTS_PAIRED, Style.EXPERTS_UNGATED})
 Connect = Callable[[Any, Plan, Group], None]
 
 

@@ -35,6 +35,10 @@ class WindowedRunner:
         """See `DraftForward`; fp32 logits."""
         return self._runner.run_over(self._attention, self._kv_window, batch, wanted_N)[0]
 
+    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+        """See `DraftForward`."""
+        return held
+
     def key(self) -> str | None:
         """Return None: there is nothing to compile but the target."""
         return None

@@ -9,14 +9,20 @@ from protos.errors import ModelError
 from workers.weights import mimo
 from workers.weights.wrapped import WRAPPERS
 
+RECURRENT = frozenset({
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe",
+    "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h",
+})  # fmt: skip
+"""Those whose layers keep recurrent state (`workers.recurrent`). All are tested."""
+
 TESTED = frozenset({
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi", "phi3", "mixtral", "olmo2",
     "olmoe", "granite", "starcoder2", "cohere", "stablelm", "gpt_oss", "opt", "gpt2", "gpt_neox", "gpt_bigcode",
     "deepseek_v3", "glm4_moe", mimo.KIND,
-})  # fmt: skip
+}) | RECURRENT  # fmt: skip
 
 _ALIBI = "it adds position biases (alibi) to its attention scores, which paged attention does not"
-_RECURRENT = "it keeps recurrent state (linear attention or a state-space model), which cannot be paged or rolled back"
+_RECURRENT = "its recurrent state is of a kind that is not kept for several sequences and rolled back"
 _OWN_ATTENTION = "its attention does not go through transformers' attention interface"
 _CHUNKED = "it masks its attention in chunks, which paged attention does not"
 _SPARSE = "it selects keys sparsely, which paged attention does not"
@@ -25,10 +31,8 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("bloom", "falcon", "mpt"), _ALIBI),
     **dict.fromkeys(
         (
-            "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "mamba", "mamba2",
-            "falcon_mamba", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "nemotron_h", "granitemoehybrid",
-            "recurrent_gemma", "rwkv", "xlstm", "lfm2", "lfm2_moe", "kimi_linear", "minimax", "olmo_hybrid",
-            "bailing_hybrid",
+            "mamba", "mamba2", "falcon_mamba", "jamba", "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm",
+            "minimax", "bailing_hybrid",
         ),
         _RECURRENT,
     ),
@@ -38,6 +42,8 @@ REFUSED: Mapping[str, str] = {
 }  # fmt: skip
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "mamba2", "attention", "conv", "hybrid", "mlp", "moe"})
+"""What `layer_types` of the families in `RECURRENT` may have besides."""
 
 
 def check(config: Mapping[str, Any], name: str, max_model_len: int | None) -> None:
@@ -74,7 +80,10 @@ def _family_reason(config: Mapping[str, Any], kind: str) -> str | None:
 def _checkpoint_reason(config: Mapping[str, Any]) -> str | None:
     if config.get("use_bidirectional_attention"):
         return "its attention is bidirectional"
-    unknown = sorted(set(config.get("layer_types") or ()) - SERVED_LAYER_TYPES)
+    served = SERVED_LAYER_TYPES
+    if config.get("model_type") in RECURRENT:
+        served |= RECURRENT_LAYER_TYPES
+    unknown = sorted(set(config.get("layer_types") or ()) - served)
     if unknown:
         return f"it has layers of type {', '.join(unknown)}; only full and sliding attention are served"
     return None

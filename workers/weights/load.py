@@ -67,12 +67,17 @@ class WeightLoader:
     def _compute_buffers(self, model: Any) -> None:
         """Compute buffers that are not stored, such as rotary frequencies, with transformers' code for meta models."""
         stored = set(model.state_dict())
+        owners: list[tuple[nn.Module, list[str]]] = []
         for name, module in model.named_modules():
             keys = [key for key, _ in module.named_buffers(recurse=False) if f"{name}.{key}" not in stored]
             for key in keys:
                 module.register_buffer(key, torch.empty_like(module.get_buffer(key), device="cpu"), persistent=False)
             if keys:
-                model._init_weights(module)
+                owners.append((module, keys))
+        # The base model computes the buffers of its layers in falcon_h1.
+        for module in (*(owner for owner, _ in owners), *((model.base_model,) if owners else ())):
+            model._init_weights(module)
+        for module, keys in owners:
             for key in keys:
                 module.register_buffer(key, module.get_buffer(key).to(self.device), persistent=False)
 

@@ -14,6 +14,7 @@ from workers.weights.plan import Style
 ATTENTION = frozenset({"self_attn", "attn", "attention"})
 ONE_KV_HEAD_EACH = frozenset({"opt", "gpt2", "gpt_neox"})  # regardless of their configs
 KEYS_AND_VALUES = frozenset({"k_proj", "v_proj"})
+PROJECTIONS = KEYS_AND_VALUES | {"q_proj", "o_proj"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class Partition:
         Raises:
             ModelError: a dimension does not divide; the message has the numbers.
         """
+        if style is Style.EXPERTS_UNGATED:
+            width = module.get_parameter("down_proj").shape[2]
+            inner = self._ranges([Segment(width, width, f"inner columns in {name}")])
+            return {"up_proj": TensorSlice.of(1, inner), "down_proj": TensorSlice.of(2, inner)}
         if style in {Style.EXPERTS, Style.EXPERTS_PAIRED}:
             return self._experts(module, name, paired=style is Style.EXPERTS_PAIRED)
         if style in {Style.HEADS, Style.KV_HEADS}:
@@ -138,7 +143,7 @@ class Partition:
 
     def _segment(self, width: int, name: str, *, in_heads: bool) -> Segment:
         *_, parent, leaf = name.split(".")
-        if not in_heads or parent not in ATTENTION:
+        if not in_heads or not (parent in ATTENTION or leaf in PROJECTIONS):
             return Segment(width, width, f"columns in {name}")
         return self._kv_heads_of(width) if leaf in KEYS_AND_VALUES else self._query_heads(width)
 

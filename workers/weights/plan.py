@@ -26,6 +26,8 @@ class Style(Enum):
     """Some of each expert's inner width: gates, then ups `[E, 2 I, H]`, and downs `[E, H, I]`; outputs are summed."""
     EXPERTS_PAIRED = auto()
     """The same for gates and ups that alternate, `[E, H, 2 I]`, and downs `[E, I, H]`, with biases."""
+    EXPERTS_UNGATED = auto()
+    """The same for ups `[E, I, H]` and downs `[E, H, I]`, without gates."""
     HEADS = auto()
     """A parameter with one row a query head."""
     KV_HEADS = auto()
@@ -47,6 +49,7 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": Style.WHOLE,
 }
 """The supported styles of transformers' plans. Experts are recognised by their name."""
+EMBEDDINGS = frozenset({"embed_tokens", "embeddings"})
 
 _SEPARATE_HEADS: Plan = {
     "layers.*.self_attn.q_proj": Style.COLUMNS,
@@ -58,6 +61,19 @@ _GATED: Plan = {
     "layers.*.mlp.gate_proj": Style.COLUMNS,
     "layers.*.mlp.up_proj": Style.COLUMNS,
     "layers.*.mlp.down_proj": Style.ROWS,
+}
+_LFM2: Plan = {
+    **_SEPARATE_HEADS,
+    "layers.*.self_attn.out_proj": Style.ROWS,
+    "layers.*.feed_forward.w1": Style.COLUMNS,
+    "layers.*.feed_forward.w3": Style.COLUMNS,
+    "layers.*.feed_forward.w2": Style.ROWS,
+}
+_MAMBA_ATTENTION: Plan = {
+    **_SEPARATE_HEADS,
+    "layers.*.feed_forward.gate_proj": Style.COLUMNS,
+    "layers.*.feed_forward.up_proj": Style.COLUMNS,
+    "layers.*.feed_forward.down_proj": Style.ROWS,
 }
 _GPT2_LIKE: Plan = {
     "h.*.attn.c_attn": Style.QKV,
@@ -84,7 +100,23 @@ EXTRA_PLANS: Mapping[str, Plan] = {
         "layers.*.self_attn.sinks": Style.HEADS,
         "layers.*.mlp.experts": Style.EXPERTS_PAIRED,
     },
+    "lfm2": _LFM2,
+    "bamba": _MAMBA_ATTENTION,
+    "falcon_h1": _MAMBA_ATTENTION,
     # transformers' plan is incomplete.
+    "lfm2_moe": _LFM2,
+    "granitemoehybrid": _SEPARATE_HEADS,
+    "nemotron_h": {
+        "layers.*.mixer.q_proj": Style.COLUMNS,
+        "layers.*.mixer.k_proj": Style.COLUMNS,
+        "layers.*.mixer.v_proj": Style.COLUMNS,
+        "layers.*.mixer.o_proj": Style.ROWS,
+        "layers.*.mixer.up_proj": Style.COLUMNS,
+        "layers.*.mixer.down_proj": Style.ROWS,
+        "layers.*.mixer.experts": Style.EXPERTS_UNGATED,
+        "layers.*.mixer.shared_experts.up_proj": Style.COLUMNS,
+        "layers.*.mixer.shared_experts.down_proj": Style.ROWS,
+    },
     "deepseek_v3": {
         "layers.*.self_attn.q_proj": Style.COLUMNS,
         "layers.*.self_attn.q_b_proj": Style.COLUMNS,
@@ -131,7 +163,7 @@ def _transformers_plan(config: Any, kind: str, name: str) -> dict[str, Style]:
             plan[experts.group()] = Style.EXPERTS
         elif style in TRANSFORMERS_STYLES:
             plan[pattern] = TRANSFORMERS_STYLES[style]
-        elif pattern != "embed_tokens":  # which is split by its rows for every model
+        elif pattern not in EMBEDDINGS:  # which are split by their rows for every model
             raise ModelError(
                 f"{name}: model_type {kind!r} has the unknown tensor-parallel style {style!r} at "
                 f"{pattern}; use tensor_parallel_size=1"

@@ -2,7 +2,7 @@
 
 Only requested slices are read, so a rank never holds more than its shard; quantised weights are dequantised one by one.
 Some names in checkpoints differ from the model's: with or without the base model's prefix, or with a wrapper's, and
-experts stored one by one that are one tensor in the model.
+experts or convolutions stored one by one that are one tensor in the model.
 """
 
 import re
@@ -26,14 +26,30 @@ from workers.weights.wrapped import PREFIXES
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "mixtral": ((r"\.mlp\.", ".block_sparse_moe."),),
     "gpt_neox": ((r"^lm_head\.", "embed_out."),),
+    "nemotron_h": ((r"^model\.", "backbone."),),
+    "granitemoehybrid": (
+        (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
+        (r"\.experts\.down_proj$", ".output_linear.weight"),
+        (r"\.router\.weight$", ".router.layer.weight"),
+    ),
+    "olmo_hybrid": (
+        (r"\.input_layernorm\.", ".attention_layer_norm."),
+        (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),
+    ),
+    "kimi_linear": ((r"\.mlp\.", ".block_sparse_moe."), (r"\.forget_gate\.", ".")),
 }
 """By model_type, patterns of a model's names and their replacements in checkpoints."""
 
-EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<weight>gate_up_proj|down_proj)")
-EXPERT_PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "mixtral": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<weight>gate_up_proj|up_proj|down_proj)")
+NUMBERED_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+USUAL_PARTS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
 }
-USUAL_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+EXPERT_PARTS = dict.fromkeys(("mixtral", "lfm2_moe", "kimi_linear"), NUMBERED_PARTS)
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+"""Stored parts of a weight `conv1d`, in order."""
 
 
 class StoredWeight(Protocol):
@@ -67,6 +83,32 @@ class PlainWeight:
 
 
 @dataclass(frozen=True)
+class JoinedRows:
+    """The rows of several weights, one after another."""
+
+    parts: Seq[StoredWeight]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredWeight`."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
+        """See `StoredWeight`."""
+        if dim > 0:
+            return torch.cat([part.read(dim, start, stop) for part in self.parts])
+        found = []
+        offset = 0
+        for part in self.parts:
+            rows = part.shape[0]
+            first, last = max(start - offset, 0), min(stop - offset, rows)
+            if first < last:
+                found.append(part.read(0, first, last))
+            offset += rows
+        return torch.cat(found)
+
+
+@dataclass(frozen=True)
 class StackedExperts:
     """Experts stored one by one, each as consecutive parts: `parts_EP[e][p]`."""
 
@@ -81,22 +123,8 @@ class StackedExperts:
     def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
         """See `StoredWeight`."""
         if dim == 0:
-            return torch.stack([self._expert(parts, 0, 0, self.shape[1]) for parts in self.parts_EP[start:stop]])
-        return torch.stack([self._expert(parts, dim - 1, start, stop) for parts in self.parts_EP])
-
-    @staticmethod
-    def _expert(parts: Seq[StoredWeight], dim: int, start: int, stop: int) -> torch.Tensor:
-        if dim > 0:
-            return torch.cat([part.read(dim, start, stop) for part in parts])
-        found = []
-        offset = 0
-        for part in parts:
-            rows = part.shape[0]
-            first, last = max(start - offset, 0), min(stop - offset, rows)
-            if first < last:
-                found.append(part.read(0, first, last))
-            offset += rows
-        return torch.cat(found)
+            return torch.stack([JoinedRows(parts).read(0, 0, self.shape[1]) for parts in self.parts_EP[start:stop]])
+        return torch.stack([JoinedRows(parts).read(dim - 1, start, stop) for parts in self.parts_EP])
 
 
 class Checkpoint:
@@ -108,7 +136,7 @@ class Checkpoint:
     def find(self, name: str) -> StoredWeight | None:
         """Return the weight *name* of the model; None if the checkpoint has none."""
         candidates = list(self._names(name))
-        found = (find(candidate) for find in (self._one, self._experts) for candidate in candidates)
+        found = (find(candidate) for find in (self._one, self._experts, self._convolutions) for candidate in candidates)
         return next((weight for weight in found if weight is not None), None)
 
     def _names(self, name: str) -> Iterator[str]:
@@ -130,7 +158,9 @@ class Checkpoint:
         match = EXPERTS.fullmatch(name)
         if match is None:
             return None
-        parts = EXPERT_PARTS.get(self._kind, USUAL_PARTS)[match["weight"]]
+        parts = EXPERT_PARTS.get(self._kind, USUAL_PARTS).get(match["weight"])
+        if parts is None:
+            return None
         parts_EP: list[Seq[StoredWeight]] = []
         while True:
             found = [self._one(f"{match['experts']}.{len(parts_EP)}.{part}.weight") for part in parts]
@@ -138,6 +168,12 @@ class Checkpoint:
             if len(complete) < len(parts):
                 return StackedExperts(parts_EP) if parts_EP and not complete else None
             parts_EP.append(complete)
+
+    def _convolutions(self, name: str) -> JoinedRows | None:
+        owner, _, weight = name.rpartition(".conv1d.")
+        found = [self._one(f"{owner}.{part}.{weight}") for part in CONVOLUTIONS if owner]
+        parts = [part for part in found if part is not None]
+        return JoinedRows(parts) if len(parts) == len(CONVOLUTIONS) else None
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 WRAPPERS = frozenset({
     "gemma3", "gemma4", "mistral3", "llava", "llava_next", "llava_onevision", "internvl", "aya_vision",
-    "cohere2_vision", "smolvlm", "idefics3", "lighton_ocr", "kimi_k25", "exaone4_5",
+    "cohere2_vision", "smolvlm", "idefics3", "lighton_ocr", "kimi_k25", "exaone4_5", "qwen3_5", "qwen3_5_moe",
+    "lfm2_vl",
 })  # fmt: skip
 """Those whose language model computes the same for text alone as within the wrapper; held by tests."""
 

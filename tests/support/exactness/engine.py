@@ -109,6 +109,10 @@ class TableForward:
         """See `DraftForward.forward`."""
         return self.run(batch, wanted_N)[0]
 
+    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+        """See `DraftForward`."""
+        return held
+
     def measure(self, max_tokens: int) -> Iterator[tuple[int, float]]:
         """See `DraftForward.measure`."""
         return iter(())

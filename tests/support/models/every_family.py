@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.models.tiny_models import COMMON, SPECIFIC, settings
 from tests.support.models.wrapped import GEMMA4_TEXT
+from tests.support.recurrent.tiny_hybrids import HYBRIDS
 
 LARGEST = 30_000_000
 """Parameters; families whose size has other names are not built."""
@@ -85,7 +86,7 @@ def build_any(family: str, folder: Path) -> Path:
 
 
 def _settings(family: str) -> dict[str, Any]:
-    if family in SPECIFIC:
+    if family in SPECIFIC or family in HYBRIDS:
         return settings(family)
     if family in GIVEN:
         return GIVEN[family]

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.recurrent.tiny_hybrids import HYBRIDS
+
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -58,6 +60,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
 GPT2_LIKE = frozenset({"gpt2", "gpt_bigcode"})
 RENAMED = frozenset({"n_embd", "n_layer", "n_head", "n_positions"})
 FAMILIES = tuple(SPECIFIC)
+"""Those with attention in every layer."""
 
 
 def settings(family: str, **overrides: Any) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def settings(family: str, **overrides: Any) -> dict[str, Any]:
     common = COMMON
     if family in GPT2_LIKE:
         common = {key: COMMON[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "tie_word_embeddings")}
-    return {**common, **SPECIFIC[family], **overrides}
+    return {**common, **(SPECIFIC | HYBRIDS)[family], **overrides}
 
 
 def build(family: str, folder: Path, *, seed: int = 0, spread: float = 0.25, **overrides: Any) -> Path:

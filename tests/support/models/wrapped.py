@@ -26,7 +26,14 @@ GEMMA4_TEXT: dict[str, Any] = {
     "vocab_size_per_layer_input": 96,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
-TEXTS = {"gemma3": settings("gemma3_text"), "kimi_k25": settings("deepseek_v3"), "gemma4": GEMMA4_TEXT}
+TEXTS = {
+    "gemma3": settings("gemma3_text"),
+    "kimi_k25": settings("deepseek_v3"),
+    "gemma4": GEMMA4_TEXT,
+    "qwen3_5": settings("qwen3_5_text"),
+    "qwen3_5_moe": settings("qwen3_5_moe_text"),
+    "lfm2_vl": settings("lfm2"),
+}
 """Settings of language models that need other ones than `COMMON`."""
 
 

@@ -13,7 +13,7 @@ from workers.model.self_check import self_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LEAST_SERVED = 80
+LEAST_SERVED = 95
 
 
 def _outcome(family: str, folder: Path) -> str:

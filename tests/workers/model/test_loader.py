@@ -124,7 +124,7 @@ def test_missing_shard(llama: Path) -> None:
     [
         ({"model_type": "bloom"}, "alibi"),
         ({"model_type": "falcon", "alibi": False}, "alibi"),
-        ({"model_type": "qwen3_next"}, "recurrent state"),
+        ({"model_type": "jamba"}, "recurrent state"),
         ({"model_type": "mamba"}, "recurrent state"),
         ({"model_type": "llama4_text"}, "in chunks"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
