@@ -161,6 +161,15 @@ class TargetWorker:
         self.verify_s = time.monotonic() - began - self.forward_s
         return [verdict for verdict in verdicts if verdict is not None]
 
+    @property
+    def samples_and_matches(self) -> bool:
+        """Whether tokens are accepted by the rule "coupled"."""
+        return type(self._rule) is SampleAndMatch
+
+    def keep(self, offsets_R: Ints, states_TF: torch.Tensor) -> None:
+        """Keep the features of a round that was scored elsewhere, for `kept`."""
+        self._offsets_R, self._states_TF = offsets_R, states_TF
+
     def kept(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
         """Return the features of the tokens that were kept in the round just scored, as far as the draft needs them."""
         table_M4, fed_N = kept(self.needs, rows, verdicts, self._offsets_R, self.slots.joined)

@@ -49,7 +49,7 @@ class ModelRunner:
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
         self.attention = loaded.mode.attention(self.cache)
         run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
-        self._taps, self._kv_window = taps, kv_window
+        self._taps, self.kv_window = taps, kv_window
         self._eager = self._run = loaded.mode.wrap(run)
 
     @property
@@ -143,7 +143,7 @@ class ModelRunner:
 
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
         """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""
-        return self.run_over(self.attention, self._kv_window, batch, wanted_N)
+        return self.run_over(self.attention, self.kv_window, batch, wanted_N)
 
     def run_over(
         self, attention: AttentionBackend, kv_window: KVWindow | None, batch: Batch, wanted_N: Ints
@@ -153,6 +153,16 @@ class ModelRunner:
         attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size, kv_window))
         logits_MV, features_TF = self._call(self._run, batch, wanted_M, attention)
         return logits_MV[: len(wanted_N)], features_TF
+
+    def call(
+        self,
+        tokens_1T: torch.Tensor,
+        positions_1T: torch.Tensor,
+        wanted_N: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> Outputs:
+        """Run the eager model on tensors of its device, with *attention*, which is planned. For graphs."""
+        return run_with(attention, lambda: self._eager(tokens_1T, positions_1T, wanted_N))
 
     def _call(self, forward: Forward, batch: Batch, wanted_N: Ints, attention: AttentionBackend) -> Outputs:
         """Run *forward* with *attention*, which is planned."""
