@@ -26,7 +26,7 @@ from workers.device import free_memory, weight_bytes
 from workers.distributed.groups import Group, Solo
 from workers.draft.engine import DraftEngine, make_engine
 from workers.draft.load import LoadedDraft, feature_spec, load_draft
-from workers.gpu.build import make_rounds
+from workers.gpu.build import graph_chains, make_rounds
 from workers.gpu.rounds import DeviceRounds
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
@@ -181,6 +181,8 @@ def make_draft(
     engine = make_engine(draft, config, slots, sampler, num_blocks=allocate.num_blocks)
     parts: dict[str, Compilable] = {} if draft.is_eager else {"draft": engine.worker.forward}
     warm = warm_up(config, allocate, parts, report)
+    if not draft.is_eager:
+        graph_chains(engine, max_draft(config), report)
     return engine, Measurement(config, None, engine, keys=warm.keys)
 
 

@@ -8,16 +8,17 @@ import numpy as np
 from protos.progress import ProgressCallback
 from workers.draft.engine import DraftEngine
 from workers.gpu.attention_torch import DeviceAttention, device_attention, most_rows
-from workers.gpu.chains import DeviceChains
-from workers.gpu.choosing import CHOOSERS
+from workers.gpu.chains import DeviceChains, loop_runner
+from workers.gpu.choosing import CHOOSERS, Chooser
 from workers.gpu.draft_loop import DraftLoop
+from workers.gpu.graphed_chains import GraphedChains
 from workers.gpu.graphs import GraphCapturer, GraphSet, Program
-from workers.gpu.inputs import RoundInputs, RoundRows, layout
-from workers.gpu.rounds import CapturedSteps, DeviceRounds, StepKey
-from workers.gpu.sizes import Size, row_sizes
-from workers.gpu.staging import ResultArea, StagingArea
+from workers.gpu.inputs import Buffers, RoundRows
+from workers.gpu.rounds import CapturedSteps, DeviceRounds
+from workers.gpu.sizes import Size, StepKey, row_sizes
 from workers.gpu.target_step import TargetStep
 from workers.model.torch_mode import TorchMode
+from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.target import TargetWorker
 
@@ -42,12 +43,45 @@ def make_rounds(
         return None
     if not worker.samples_and_matches:
         return None
-    chains = DeviceChains.of(draft)
     attention = device_attention(runner.attention, runner.cache)
     sizes = _sizes(worker.slots, attention, max_draft)
+    return _captured(worker, attention, draft, sizes, report) if sizes else None
+
+
+def graph_chains(engine: DraftEngine, max_draft: int, report: ProgressCallback) -> None:
+    """Have a draft model that is alone in its process draft chains with a graph; change nothing where it cannot.
+
+    Args:
+        engine: before it serves.
+        max_draft: the most draft tokens of a row.
+        report: called with a line for the graphs.
+    """
+    runner = loop_runner(engine)
+    if runner is None or runner.device.type != "cuda":
+        return
+    slots, sampler = engine.worker.slots, engine.worker.sampler
+    attention = device_attention(runner.attention, runner.cache)
+    sizes = [size for size in _sizes(slots, attention, max_draft) if size.queries > 1]
     if not sizes:
-        return None
-    return _captured(worker, attention, chains, sizes, report)
+        return
+    buffers = Buffers.of(sizes, slots, runner.device)
+    loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(runner.device))
+    made = {size: DraftLoop(runner, attention, buffers.inputs[size], sampler.vocab_size) for size in sizes}
+    programs = {
+        (size, chooser): partial(_draft_and_report, loop, buffers, size, chooser)
+        for size, loop in made.items()
+        for chooser in CHOOSERS
+    }
+    loops.capture(programs, partial(_prepare, buffers, slots, sampler), report)
+    slots.clear()
+    if len(loops):
+        engine.proposer = GraphedChains(engine, loops, buffers)
+
+
+def _draft_and_report(loop: DraftLoop, buffers: Buffers, size: Size, chooser: Chooser) -> None:
+    loop.run(chooser)
+    tokens_RQ = buffers.inputs[size].on_device["tokens_RQ"]
+    buffers.results.on_device[: tokens_RQ.numel()].copy_(tokens_RQ.view(-1))
 
 
 def _sizes(slots: SlotTable, attention: DeviceAttention, max_draft: int) -> list[Size]:
@@ -61,41 +95,40 @@ def _sizes(slots: SlotTable, attention: DeviceAttention, max_draft: int) -> list
 def _captured(
     worker: TargetWorker,
     attention: DeviceAttention,
-    chains: DeviceChains | None,
+    draft: DraftEngine | None,
     sizes: list[Size],
     report: ProgressCallback,
 ) -> DeviceRounds:
-    slots, runner, vocab_size = worker.slots, worker.runner, worker.sampler.vocab_size
-    staging = StagingArea(max(layout(size, slots.blocks.shape[1]).size for size in sizes), runner.device)
-    results = ResultArea(max(2 * size.rows * size.queries for size in sizes), runner.device)
-    inputs = {size: RoundInputs(size, slots, staging) for size in sizes}
-    steps = {size: TargetStep(runner, attention, inputs[size], results, vocab_size) for size in sizes}
+    slots, runner, sampler = worker.slots, worker.runner, worker.sampler
+    buffers = Buffers.of(sizes, slots, runner.device)
+    steps = {
+        size: TargetStep(runner, attention, buffers.inputs[size], buffers.results, sampler.vocab_size) for size in sizes
+    }
     capturer = GraphCapturer(runner.device)
     targets: GraphSet[StepKey] = GraphSet("target", capturer)
     loops: GraphSet[StepKey] = GraphSet("draft", capturer)
-
-    def prepare(key: StepKey) -> None:
-        """Give the device one row to run: in block 0, which no sequence has yet."""
-        slots.known_len[0] = 2
-        inputs[key[0]].send(_dummy(worker, drafted=key[0].queries - 1))
-        results.receive(1)  # waits: the next dummy may be written over this one
-
+    prepare = partial(_prepare, buffers, slots, sampler)
     targets.capture(_programs(steps), prepare, report)
-    if chains is not None and len(targets):
-        drafter = device_attention(chains.runner.attention, chains.runner.cache)
+    drafter = None if draft is None else loop_runner(draft)
+    if drafter is not None and len(targets):
+        over = device_attention(drafter.attention, drafter.cache)
         drafting = [size for size in sizes if size.queries > 1]
-        made = {size: DraftLoop(chains.runner, drafter, inputs[size], vocab_size) for size in drafting}
+        made = {size: DraftLoop(drafter, over, buffers.inputs[size], sampler.vocab_size) for size in drafting}
         loops.capture(_programs(made), prepare, report)
     slots.clear()
-    return DeviceRounds(worker, chains, CapturedSteps(inputs, results, steps, targets, loops))
+    chains = DeviceChains(draft) if draft is not None and len(loops) else None
+    return DeviceRounds(worker, chains, CapturedSteps(buffers, steps, targets, loops))
+
+
+def _prepare(buffers: Buffers, slots: SlotTable, sampler: Sampler, key: StepKey) -> None:
+    """Give the device one row to run: in block 0, which no sequence has yet."""
+    slots.known_len[0] = 2
+    slot_1 = np.zeros(1, np.int64)
+    rows = RoundRows(slot_1, slot_1 + key[0].queries - 1, slot_1, sampler.limits(slot_1), slot_1)
+    buffers.inputs[key[0]].send(rows)
+    buffers.results.receive(1)  # waits: the next row may be written over this one
 
 
 def _programs(steps: Mapping[Size, TargetStep] | Mapping[Size, DraftLoop]) -> dict[StepKey, Program]:
     """Return a program for each size and chooser."""
     return {(size, chooser): partial(step.run, chooser) for size, step in steps.items() for chooser in CHOOSERS}
-
-
-def _dummy(worker: TargetWorker, drafted: int) -> RoundRows:
-    slot_1 = np.zeros(1, np.int64)
-    limits = worker.sampler.limits(slot_1)
-    return RoundRows(slot_1, slot_1 + drafted, slot_1, limits, slot_1)

@@ -12,6 +12,7 @@ from proposers.draft_model import DraftModelProposer
 from protos.draft import DraftRow
 from protos.messages import Row
 from workers.attention.batch import Ints
+from workers.draft.cache import DraftCache
 from workers.draft.engine import DraftEngine
 from workers.draft.target_cache import TargetCache
 from workers.model.runner import ModelRunner
@@ -20,27 +21,42 @@ MOST_FED = 2
 """Known tokens that the loop feeds: the newest, and the last of a draft that was accepted in full."""
 
 
+def loop_runner(engine: DraftEngine) -> ModelRunner | None:
+    """Return the model that *engine* drafts chains with; None if it drafts otherwise, or with a noise of its own."""
+    worker, runner = engine.worker, engine.worker.forward
+    if not isinstance(engine.proposer, DraftModelProposer) or engine.proposer.shape.width > 1:
+        return None
+    if worker.draft_sampler is not None or worker.early_stop is not None or isinstance(worker.cache, TargetCache):
+        return None
+    return runner if type(runner) is ModelRunner and runner.kv_window is None else None
+
+
+def bring_level(cache: DraftCache, slots_R: Ints, lengths_R: Ints) -> Ints:
+    """Feed what the rows that draft lack, but for what the loop feeds; return `RoundRows.has_previous_R`."""
+    far = slots_R[(lengths_R > 0) & (cache.ends(slots_R) - cache.held[slots_R] > MOST_FED)]
+    if len(far):
+        cache.feed(far, cache.held[far], cache.ends(far) - MOST_FED)
+    has_previous_R: Ints = (cache.ends(slots_R) - cache.held[slots_R] == MOST_FED).astype(np.int64)
+    return has_previous_R
+
+
+def record(cache: DraftCache, slots_R: Ints, lengths_R: Ints, drafts: Seq[list[int]]) -> None:
+    """Record what the loop fed: of each draft of `lengths_R` tokens all but the last."""
+    rows = np.flatnonzero(lengths_R)
+    if len(rows):
+        fed = [drafts[r][: length - 1] for r, length in zip(rows.tolist(), lengths_R[rows].tolist(), strict=True)]
+        cache.record_chains(slots_R[rows], fed)
+
+
 class DeviceChains:
-    """The chains of a draft model in this process.
+    """The chains of a draft model in the target's process.
 
     Args:
         engine: of the draft.
-        runner: of the draft model.
     """
 
-    def __init__(self, engine: DraftEngine, runner: ModelRunner) -> None:
-        self.runner, self._worker = runner, engine.worker
-
-    @classmethod
-    def of(cls, engine: DraftEngine | None) -> "DeviceChains | None":
-        """Return the chains of *engine*; None if it drafts anything else, or with other noise than the target's."""
-        if engine is None or not isinstance(engine.proposer, DraftModelProposer):
-            return None
-        worker, runner = engine.worker, engine.worker.forward
-        is_plain = engine.proposer.shape.width == 1 and worker.draft_sampler is None and worker.early_stop is None
-        if not is_plain or type(runner) is not ModelRunner or runner.kv_window is not None:
-            return None
-        return None if isinstance(worker.cache, TargetCache) else cls(engine, runner)
+    def __init__(self, engine: DraftEngine) -> None:
+        self._worker = engine.worker
 
     def prepare(self, rows: Seq[Row]) -> tuple[Ints, Ints]:
         """Return how many tokens each row's chain has, 0 where it cannot draft, and `RoundRows.has_previous_R`.
@@ -53,16 +69,8 @@ class DeviceChains:
         lengths_R = np.zeros(len(rows), np.int64)
         lengths_R[ready] = [asked[r].length for r in ready]
         slots_R = np.array([row.slot for row in rows], np.int64)
-        cache = self._worker.cache
-        far = slots_R[(lengths_R > 0) & (cache.ends(slots_R) - cache.held[slots_R] > MOST_FED)]
-        if len(far):
-            cache.feed(far, cache.held[far], cache.ends(far) - MOST_FED)
-        has_previous_R: Ints = (cache.ends(slots_R) - cache.held[slots_R] == MOST_FED).astype(np.int64)
-        return lengths_R, has_previous_R
+        return lengths_R, bring_level(self._worker.cache, slots_R, lengths_R)
 
     def finish(self, slots_R: Ints, lengths_R: Ints, drafts: Seq[list[int]]) -> None:
-        """Record what was fed: of each draft all tokens but the last."""
-        rows = np.flatnonzero(lengths_R)
-        if len(rows):
-            fed = [drafts[r][: length - 1] for r, length in zip(rows.tolist(), lengths_R[rows].tolist(), strict=True)]
-            self._worker.cache.record_chains(slots_R[rows], fed)
+        """Record what was fed, once the drafts are on the host."""
+        record(self._worker.cache, slots_R, lengths_R, drafts)

@@ -4,14 +4,12 @@
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
+from workers.gpu.sizes import Chooser
 from workers.sampling.sample import MIN_TEMPERATURE, DeviceLimits, Limits, greedy, sample_drawn, sample_limited
 
-Chooser = Literal["greedy", "drawn", "limited"]
-"""What the rows of a round need at most: the most likely tokens, noise, or top-k, top-p and min-p as well."""
 CHOOSERS: tuple[Chooser, ...] = ("greedy", "drawn", "limited")
 Choose = Callable[[torch.Tensor, torch.Tensor, DeviceLimits], torch.Tensor]
 MAX_LOGITS = 1 << 24
@@ -48,15 +46,24 @@ def _part(limits: DeviceLimits, at: slice) -> DeviceLimits:
     return DeviceLimits(limits.temperature[at], limits.top_k[at], limits.top_p[at], limits.min_p[at])
 
 
-def accepted(sampled_RQ: torch.Tensor, tokens_RQ: torch.Tensor, drafted_R: torch.Tensor) -> torch.Tensor:
-    """Return how many draft tokens of each chain equal the target's own, up to the first that does not; int64 `[R]`.
+def accepted(
+    sampled_RQ: torch.Tensor, tokens_RQ: torch.Tensor, parents_RQ: torch.Tensor, drafted_R: torch.Tensor
+) -> torch.Tensor:
+    """Return which nodes of each draft are accepted: bit n of an int64 is set for node n, `[R]`.
+
+    A node is accepted if it equals the token that the target samples after its parent, which is accepted.
 
     Args:
         sampled_RQ: the target's token after each token that was fed.
-        tokens_RQ: the newest token, then the draft.
-        drafted_R: length of the draft.
+        tokens_RQ: the newest token, then the draft's nodes in topological order.
+        parents_RQ: int64, the column of each node's parent; of the first column, the newest token, 0.
+        drafted_R: number of nodes.
     """
-    draft_RK = tokens_RQ[:, 1:]
-    is_drafted_RK = torch.arange(draft_RK.shape[1], device=draft_RK.device) < drafted_R[:, None]
-    is_equal_RK = (draft_RK == sampled_RQ[:, :-1]) & is_drafted_RK
-    return is_equal_RK.long().cumprod(1).sum(1)
+    columns_Q = torch.arange(tokens_RQ.shape[1], device=tokens_RQ.device)
+    is_equal_RQ = (tokens_RQ == sampled_RQ.gather(1, parents_RQ)) & (columns_Q <= drafted_R[:, None])
+    kept_RQ = is_equal_RQ | (columns_Q == 0)
+    for _ in range((tokens_RQ.shape[1] - 1).bit_length()):  # each turn doubles how far up the ancestors are known
+        kept_RQ = kept_RQ & kept_RQ.gather(1, parents_RQ)
+        parents_RQ = parents_RQ.gather(1, parents_RQ)
+    bits_Q = torch.ones_like(columns_Q) << (columns_Q - 1).clamp_min(0)
+    return torch.where(columns_Q > 0, kept_RQ * bits_Q, 0).sum(1)

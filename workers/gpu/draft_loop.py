@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from workers.gpu.attention_torch import DeviceAttention
-from workers.gpu.choosing import Chooser, choose
+from workers.gpu.choosing import choose
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.metadata import DeviceMetadata
+from workers.gpu.sizes import Chooser
 from workers.model.runner import ModelRunner
 
 

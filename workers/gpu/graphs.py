@@ -81,6 +81,7 @@ class GraphSet(Generic[Key]):
     def __init__(self, name: str, capturer: GraphCapturer) -> None:
         self._name, self._capturer = name, capturer
         self._graphs: dict[Key, CapturedGraph] = {}
+        self._programs: dict[Key, Program] = {}  # they own tensors that graphs read
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -105,6 +106,7 @@ class GraphSet(Generic[Key]):
             for key, program in programs.items():
                 prepare(key)
                 self._graphs[key] = self._capturer.capture(program)
+                self._programs[key] = program
         except GraphCaptureError as error:
             self._graphs.clear()
             logger.warning("%s: running without CUDA graphs: %s", self._name, error)

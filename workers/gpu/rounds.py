@@ -18,18 +18,15 @@ from protos.messages import RoundPlan, Row, Verdict
 from protos.worker_messages import RoundDone
 from workers.attention.batch import Ints
 from workers.gpu.chains import DeviceChains
-from workers.gpu.choosing import Chooser, chooser_for
+from workers.gpu.choosing import chooser_for
 from workers.gpu.graphs import GraphSet
-from workers.gpu.inputs import RoundInputs, RoundRows
-from workers.gpu.sizes import Size, padded
-from workers.gpu.staging import ResultArea
+from workers.gpu.inputs import Buffers, RoundRows
+from workers.gpu.sizes import Chooser, Size, StepKey, padded
 from workers.gpu.target_step import TargetStep
 from workers.sampling.sampler import NOT_A_NUMBER
-from workers.target import TargetWorker
+from workers.target import TargetWorker, with_tree
 
 logger = logging.getLogger(__name__)
-
-StepKey = tuple[Size, Chooser]
 
 
 @dataclass(frozen=True)
@@ -37,15 +34,13 @@ class CapturedSteps:
     """The graphs of one engine, and their buffers.
 
     Attributes:
-        inputs: by size.
-        results: of all sizes.
+        buffers: of all of them.
         steps: the target's steps.
         targets: their graphs.
         loops: graphs of the loops of a draft model in the same process; none without one.
     """
 
-    inputs: Mapping[Size, RoundInputs]
-    results: ResultArea
+    buffers: Buffers
     steps: Mapping[Size, TargetStep]
     targets: GraphSet[StepKey]
     loops: GraphSet[StepKey]
@@ -62,8 +57,8 @@ class DeviceRounds:
 
     def __init__(self, worker: TargetWorker, chains: DeviceChains | None, captured: CapturedSteps) -> None:
         self._worker, self._chains, self._captured = worker, chains, captured
-        self._rows = sorted({size.rows for size in captured.inputs})
-        self._most_drafted = max((size.queries for size in captured.inputs), default=1) - 1
+        self._rows = sorted({size.rows for size in captured.buffers.inputs})
+        self._most_drafted = max((size.queries for size in captured.buffers.inputs), default=1) - 1
 
     def run(self, plan: RoundPlan, unsettled: Seq[int]) -> RoundDone | None:
         """See `WholeRounds`."""
@@ -83,7 +78,7 @@ class DeviceRounds:
     def score(self, plan: RoundPlan, drafts: Seq[Draft]) -> RoundDone | None:
         """See `WholeRounds`."""
         slots_R = self._slots(plan)
-        if slots_R is None or not all(draft.is_chain and len(draft) <= self._most_drafted for draft in drafts):
+        if slots_R is None or any(len(draft) > self._most_drafted or draft.probes for draft in drafts):
             return None
         return self._score(plan, slots_R, drafts)
 
@@ -104,9 +99,13 @@ class DeviceRounds:
         for row, draft in zip(plan.rows, drafts, strict=True):
             if draft.tokens:
                 self._worker.slots.write_draft(row.slot, draft.tokens)
-        self._send(size, slots_R, drafted_R, np.zeros_like(drafted_R))
+        trees = {row: draft for row, draft in enumerate(drafts) if not draft.is_chain}
+        self._send(size, slots_R, drafted_R, np.zeros_like(drafted_R), trees)
         lines = self._launch(size, chooser, len(slots_R)).tolist()
-        return self._done(plan.round, _verdicts(plan.rows, drafted_R, lines, size.queries), 0.0, began)
+        verdicts = _verdicts(plan.rows, drafted_R, lines, size.queries)
+        for row, tree in trees.items():
+            verdicts[row] = _tree_verdict(plan.rows[row].slot, tree, lines[row], size.queries)
+        return self._done(plan.round, verdicts, 0.0, began)
 
     def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, chains: DeviceChains) -> RoundDone | None:
         """Draft on the device, and score what was drafted."""
@@ -115,7 +114,7 @@ class DeviceRounds:
         size, chooser = self._key(slots_R, drafted_R)
         if (size, chooser) not in self._captured.targets:
             return None
-        self._send(size, slots_R, drafted_R, has_previous_R)
+        self._send(size, slots_R, drafted_R, has_previous_R, {})
         if size.queries > 1:
             self._captured.loops.launch((size, chooser))
         drafted_s = time.monotonic() - began
@@ -137,10 +136,12 @@ class DeviceRounds:
         queries = 1 + (self._most_drafted if drafted_R.any() else 0)
         return Size(rows, queries), chooser_for(self._worker.sampler.limits(slots_R))
 
-    def _send(self, size: Size, slots_R: Ints, drafted_R: Ints, has_previous_R: Ints) -> None:
+    def _send(
+        self, size: Size, slots_R: Ints, drafted_R: Ints, has_previous_R: Ints, trees: Mapping[int, Draft]
+    ) -> None:
         sampler = self._worker.sampler
-        rows = RoundRows(slots_R, drafted_R, sampler.seeds(slots_R), sampler.limits(slots_R), has_previous_R)
-        self._captured.inputs[size].send(rows)
+        rows = RoundRows(slots_R, drafted_R, sampler.seeds(slots_R), sampler.limits(slots_R), has_previous_R, trees)
+        self._captured.buffers.inputs[size].send(rows)
 
     def _launch(self, size: Size, chooser: Chooser, count: int) -> Ints:
         """Run the target's step; return the lines of its result for *count* rows."""
@@ -148,24 +149,33 @@ class DeviceRounds:
         states_TF = self._captured.steps[size].states_TF
         if states_TF is not None:
             self._worker.keep(np.arange(count) * size.queries, states_TF)
-        return self._captured.results.receive(size.rows * 2 * size.queries).reshape(size.rows, -1)[:count]
+        return self._captured.buffers.results.receive(size.rows * 2 * size.queries).reshape(size.rows, -1)[:count]
 
     def _done(self, number: int, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
         return RoundDone(number, verdicts, drafted_s, time.monotonic() - began - drafted_s, 0.0)
 
 
 def _verdicts(rows: Seq[Row], drafted_R: Ints, lines: Seq[list[int]], queries: int) -> list[Verdict]:
-    """Return the verdict of each row from its line of the result, see `TargetStep`."""
+    """Return the verdict of each row's chain from its line of the result, see `TargetStep`."""
     return [
-        _verdict(row.slot, drafted, line[: line[queries] + 1])
-        for row, drafted, line in zip(rows, drafted_R.tolist(), lines, strict=False)
+        _verdict(row.slot, drafted, range(line[queries].bit_length()) if line[queries] >= 0 else range(64), line)
+        for row, drafted, line in zip(rows, drafted_R.tolist(), lines, strict=True)
     ]
 
 
-def _verdict(slot: int, drafted: int, emitted: list[int]) -> Verdict:
+def _tree_verdict(slot: int, tree: Draft, line: list[int], queries: int) -> Verdict:
+    parents, path = tree.node_parents(), list[int]()
+    for node, parent in enumerate(parents):
+        # Of equal siblings only the first is on the path.
+        if line[queries] >> node & 1 and parent == (path[-1] if path else -1):
+            path.append(node)
+    return with_tree(_verdict(slot, len(tree), path, line), tree)
+
+
+def _verdict(slot: int, drafted: int, path: Seq[int], line: list[int]) -> Verdict:
+    emitted = [line[0], *(line[node + 1] for node in path)]
     if emitted[0] == -1:
         return Verdict(slot, failed=NOT_A_NUMBER)
     if emitted[-1] == -1:  # after the last accepted token, which may end the sequence; else the next round fails
-        emitted = emitted[:-1]
-        return Verdict(slot, emitted, drafted, list(range(len(emitted))))
-    return Verdict(slot, emitted, drafted, list(range(len(emitted) - 1)))
+        path, emitted = path[:-1], emitted[:-1]
+    return Verdict(slot, emitted, drafted, list(path))

@@ -1,6 +1,9 @@
 """The sizes of rounds that have a graph: rows padded to one of a few numbers, and a fixed number of tokens for each."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Chooser = Literal["greedy", "drawn", "limited"]
+"""What the rows of a round need at most: the most likely tokens, noise, or top-k, top-p and min-p as well."""
 
 
 class Size(NamedTuple):
@@ -8,6 +11,10 @@ class Size(NamedTuple):
 
     rows: int
     queries: int
+
+
+StepKey = tuple[Size, Chooser]
+"""What a graph is captured for."""
 
 
 def row_sizes(most: int) -> list[int]:

@@ -3,8 +3,9 @@
 import torch
 
 from workers.gpu.attention_torch import DeviceAttention
-from workers.gpu.choosing import Chooser, accepted, choose
+from workers.gpu.choosing import accepted, choose
 from workers.gpu.inputs import RoundInputs
+from workers.gpu.sizes import Chooser
 from workers.gpu.staging import ResultArea
 from workers.model.runner import ModelRunner
 
@@ -16,8 +17,8 @@ class TargetStep:
         runner: of the target.
         attention: over its KV cache.
         inputs: of the size.
-        results: where the result is written: for each row the sampled ids, the number of accepted draft tokens, and
-            the draft tokens, int64 `[R, 2 * Q]`.
+        results: where the result is written: for each row the sampled ids, a bit for each node of the draft that is
+            accepted, and the draft tokens, int64 `[R, 2 * Q]`.
         vocab_size: ids that may be sampled.
 
     Attributes:
@@ -47,7 +48,7 @@ class TargetStep:
         logits_TV, self.states_TF = self._runner.call(tokens_1T, positions_1T, self._all_T, self._attention)
         ids_T = choose(chooser, logits_TV[:, : self._vocab_size], found["keys_RQ"].view(-1), limits)
         ids_RQ = ids_T.view_as(tokens_RQ)
-        count_R = accepted(ids_RQ, tokens_RQ, found["drafted_R"])
+        nodes_R = accepted(ids_RQ, tokens_RQ, found["parents_RQ"], found["drafted_R"])
         self._result_RX[:, :queries].copy_(ids_RQ)
-        self._result_RX[:, queries].copy_(count_R)
+        self._result_RX[:, queries].copy_(nodes_R)
         self._result_RX[:, queries + 1 :].copy_(tokens_RQ[:, 1:])

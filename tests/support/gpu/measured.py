@@ -1,6 +1,7 @@
-"""Prints what a step asks of a GPU, by pretending: `python -m tests.support.gpu.measured [before|after]`.
+"""Prints what a step asks of a GPU, by pretending: `python -m tests.support.gpu.measured before|after [CASE ...]`.
 
-A Llama of 32 layers as target, one of 16 as draft, tiny widths. "before" runs eager, "after" with graphs.
+A Llama of 32 layers as target, one of 16 as draft, tiny widths. "before" runs eager, "after" with graphs. Cases are all
+whose name contains one of the words given.
 """
 
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 from slipstream import SamplingParams
 from tests.support.gpu.engine import llamas, only, serve
 from tests.support.gpu.machine import pretended_gpu
-from workers.gpu.choosing import Chooser
+from workers.gpu.sizes import Chooser
 
 LIMITS: dict[str, tuple[Chooser, dict[str, Any]]] = {
     "greedy": ("greedy", {"temperature": 0.0}),
@@ -33,17 +34,18 @@ def cases(draft: Path) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
     yield "tree of 8, greedy", "greedy", {"method": "draft_model", "model": str(draft), **TREE}
 
 
-def main(wanted: str) -> None:
+def main(wanted: str, words: list[str]) -> None:
     """Print a line for each case and batch."""
     with tempfile.TemporaryDirectory() as folder:
         target, draft = llamas(Path(folder), 32, 16)
         for name, kind, speculative in cases(draft):
-            for batch in (1, 8):
+            chosen = [batch for batch in (1, 8) if any(word in f"{name}, batch {batch}" for word in words or [""])]
+            for batch in chosen:
                 print(f"{name}, batch {batch}: {measure(target, batch, kind, speculative, wanted)}", flush=True)
 
 
 def measure(target: Path, batch: int, kind: str, speculative: dict[str, Any] | None, wanted: str) -> dict[str, int]:
-    """Return the totals of a round with all draft tokens."""
+    """Return the totals of the round with all draft tokens that launched most."""
     chooser, limits = LIMITS[kind]
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1, **limits)
     prompts = [[3 + i, 5, 9, 11 + i] for i in range(batch)]
@@ -58,8 +60,8 @@ def measure(target: Path, batch: int, kind: str, speculative: dict[str, Any] | N
             enforce_eager=wanted == "before",
             speculative_config=speculative,
         )
-    return served.decoding(batch, k)[-1].budget()
+    return max(served.decoding(batch, k), key=lambda counts: counts.kernels.total()).budget()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "after")
+    main(sys.argv[1] if len(sys.argv) > 1 else "after", sys.argv[2:])

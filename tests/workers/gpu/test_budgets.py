@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams
-from tests.support.gpu.engine import llamas, only, serve
+from tests.support.gpu.engine import lasting_tensors, llamas, only, serve
 from tests.support.gpu.machine import pretended_gpu
 from tests.support.identity import generate
-from workers.gpu.choosing import Chooser
+from workers.gpu.sizes import Chooser
 
 LIMITS: dict[Chooser, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -43,6 +43,9 @@ def check(pair: tuple[Path, Path], chooser: Chooser, batch: int, k: int) -> None
     assert rounds
     assert [each.budget() for each in rounds] == [ROUND if k else STEP] * len(rounds)
     assert not any(each.pageable for each in rounds)
+    static = lasting_tensors(served.rank)
+    for graph in machine.capture.graphs:
+        graph.reads_only(static)
     assert served.outputs == generate(target, prompts, params, max_model_len=64).outputs
 
 
