@@ -9,13 +9,13 @@ from protos.progress import ProgressCallback
 from workers.draft.engine import DraftEngine
 from workers.gpu.attention_torch import DeviceAttention, device_attention, most_rows
 from workers.gpu.chains import DeviceChains, loop_runner
-from workers.gpu.choosing import CHOOSERS, Chooser
+from workers.gpu.choosing import CHOOSERS
 from workers.gpu.draft_loop import DraftLoop
 from workers.gpu.graphed_chains import GraphedChains
 from workers.gpu.graphs import GraphCapturer, GraphSet, Program
 from workers.gpu.inputs import Buffers, RoundRows
 from workers.gpu.rounds import CapturedSteps, DeviceRounds
-from workers.gpu.sizes import Size, StepKey, row_sizes
+from workers.gpu.sizes import Chooser, Size, StepKey, row_sizes
 from workers.gpu.target_step import TargetStep
 from workers.model.torch_mode import TorchMode
 from workers.sampling.sampler import Sampler
@@ -69,8 +69,8 @@ def graph_chains(engine: DraftEngine, max_draft: int, report: ProgressCallback) 
     made = {size: DraftLoop(runner, attention, buffers.inputs[size], sampler.vocab_size) for size in sizes}
     programs = {
         (size, chooser): partial(_draft_and_report, loop, buffers, size, chooser)
-        for size, loop in made.items()
         for chooser in CHOOSERS
+        for size, loop in made.items()
     }
     loops.capture(programs, partial(_prepare, buffers, slots, sampler), report)
     slots.clear()
@@ -130,5 +130,5 @@ def _prepare(buffers: Buffers, slots: SlotTable, sampler: Sampler, key: StepKey)
 
 
 def _programs(steps: Mapping[Size, TargetStep] | Mapping[Size, DraftLoop]) -> dict[StepKey, Program]:
-    """Return a program for each size and chooser."""
-    return {(size, chooser): partial(step.run, chooser) for size, step in steps.items() for chooser in CHOOSERS}
+    """Return a program for each size and chooser; sizes of the simplest chooser first, should a later one fail."""
+    return {(size, chooser): partial(step.run, chooser) for chooser in CHOOSERS for size, step in steps.items()}

@@ -94,7 +94,7 @@ class GraphSet(Generic[Key]):
     ) -> None:
         """Capture *programs*, in their order: the largest first, whose memory the others use again.
 
-        After one that cannot be captured none is: the step runs as without graphs. One line says so.
+        After one that cannot be captured no other is: what has no graph runs as without graphs. One line says so.
 
         Args:
             programs: by key.
@@ -102,17 +102,23 @@ class GraphSet(Generic[Key]):
             report: called with the number of graphs, and the time and memory that they took.
         """
         started, before = time.monotonic(), self._capturer.free_bytes()
-        try:
-            for key, program in programs.items():
-                prepare(key)
-                self._graphs[key] = self._capturer.capture(program)
-                self._programs[key] = program
-        except GraphCaptureError as error:
-            self._graphs.clear()
-            logger.warning("%s: running without CUDA graphs: %s", self._name, error)
-            return
+        failure = self._capture(programs, prepare)
+        count = f"{len(self)} CUDA graphs"
+        if failure is not None:
+            logger.warning("%s: only %s of %d, the rest runs eager: %s", self._name, count, len(programs), failure)
         used = max(0, before - self._capturer.free_bytes()) / MIB
-        report(f"{self._name}: {len(self)} CUDA graphs in {time.monotonic() - started:.1f} s, {used:.0f} MiB")
+        report(f"{self._name}: {count} in {time.monotonic() - started:.1f} s, {used:.0f} MiB")
+
+    def _capture(self, programs: Mapping[Key, Program], prepare: Callable[[Key], None]) -> GraphCaptureError | None:
+        """Capture programs until one fails; return why it did."""
+        for key, program in programs.items():
+            prepare(key)
+            try:
+                self._graphs[key] = self._capturer.capture(program)
+            except GraphCaptureError as error:
+                return error
+            self._programs[key] = program
+        return None
 
     def launch(self, key: Key) -> None:
         """Launch the graph of *key*, which is there."""

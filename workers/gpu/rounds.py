@@ -67,11 +67,7 @@ class DeviceRounds:
             return None
         if not unsettled:
             return self._score(plan, slots_R, [NO_DRAFT] * len(plan.rows))
-        if (
-            self._chains is None
-            or max(row.k for row in plan.rows) > self._most_drafted
-            or not len(self._captured.loops)
-        ):
+        if self._chains is None or max(row.k for row in plan.rows) > self._most_drafted:
             return None
         return self._draft_and_score(plan, slots_R, self._chains)
 
@@ -93,25 +89,27 @@ class DeviceRounds:
         """Score drafts that the host has."""
         began = time.monotonic()
         drafted_R = np.array([len(draft) for draft in drafts], np.int64)
-        size, chooser = self._key(slots_R, drafted_R)
+        size, chooser = self._key(slots_R, is_drafting=bool(drafted_R.any()))
         if (size, chooser) not in self._captured.targets:
             return None
         for row, draft in zip(plan.rows, drafts, strict=True):
             if draft.tokens:
                 self._worker.slots.write_draft(row.slot, draft.tokens)
-        trees = {row: draft for row, draft in enumerate(drafts) if not draft.is_chain}
+        trees = {r: draft for r, draft in enumerate(drafts) if not draft.is_chain}
         self._send(size, slots_R, drafted_R, np.zeros_like(drafted_R), trees)
         lines = self._launch(size, chooser, len(slots_R)).tolist()
         verdicts = _verdicts(plan.rows, drafted_R, lines, size.queries)
-        for row, tree in trees.items():
-            verdicts[row] = _tree_verdict(plan.rows[row].slot, tree, lines[row], size.queries)
+        for r, tree in trees.items():
+            verdicts[r] = _tree_verdict(plan.rows[r].slot, tree, lines[r], size.queries)
         return self._done(plan.round, verdicts, 0.0, began)
 
     def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, chains: DeviceChains) -> RoundDone | None:
         """Draft on the device, and score what was drafted."""
+        if self._key(slots_R, is_drafting=True) not in self._captured.loops:
+            return None
         began = time.monotonic()
         drafted_R, has_previous_R = self._prepared(chains, plan.rows)
-        size, chooser = self._key(slots_R, drafted_R)
+        size, chooser = self._key(slots_R, is_drafting=bool(drafted_R.any()))
         if (size, chooser) not in self._captured.targets:
             return None
         self._send(size, slots_R, drafted_R, has_previous_R, {})
@@ -130,10 +128,10 @@ class DeviceRounds:
             logger.exception("the draft failed; these rows go on without draft tokens")
             return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
 
-    def _key(self, slots_R: Ints, drafted_R: Ints) -> StepKey:
+    def _key(self, slots_R: Ints, *, is_drafting: bool) -> StepKey:
         rows = padded(len(slots_R), self._rows)
         assert rows is not None, "checked before"
-        queries = 1 + (self._most_drafted if drafted_R.any() else 0)
+        queries = 1 + (self._most_drafted if is_drafting else 0)
         return Size(rows, queries), chooser_for(self._worker.sampler.limits(slots_R))
 
     def _send(

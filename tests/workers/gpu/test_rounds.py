@@ -1,15 +1,18 @@
 """Which rounds run as graphs, and that the others give what they gave before."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 
+from protos.messages import Sampling
 from slipstream import SamplingParams
 from tests.support.gpu.engine import Served, only, serve
 from tests.support.gpu.machine import pretended_gpu
 from tests.support.identity import generate
 from tests.support.models.tiny_models import build, perturb
+from workers.gpu.graphs import CapturedGraph, GraphCaptureError, GraphCapturer, Program
 
 PROMPTS = [[3, 5, 9, 11], [8, 4, 4], [7, 7, 60, 2, 9, 31]]
 CHAIN = {"num_speculative_tokens": 3}
@@ -79,3 +82,37 @@ def test_prompts_in_chunks_run_eager_beside_graphs(pair: tuple[Path, Path]) -> N
     assert served.outputs == expected
     assert any(counts.graphs == 0 for plan, counts in served.rounds if not plan.decodes)
     assert any(counts.graphs == 2 for plan, counts in served.rounds if plan.decodes)
+
+
+def test_an_engine_whose_step_cannot_be_captured_serves_without_graphs(
+    pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_self: GraphCapturer, _program: object) -> NoReturn:
+        raise GraphCaptureError("RuntimeError: operation not permitted when stream is capturing")
+
+    with mock.patch.object(GraphCapturer, "capture", refuse):
+        served, expected = run(pair, sampling(), CHAIN)
+    assert served.outputs == expected
+    assert not any(counts.graphs for _, counts in served.rounds)
+    assert [record.name for record in caplog.records if "not permitted" in record.getMessage()] == [
+        "workers.gpu.graphs"
+    ]
+
+
+def test_a_capture_that_fails_late_leaves_the_graphs_before_it(pair: tuple[Path, Path]) -> None:
+    """Rounds of greedy rows alone have graphs, those with noise have none."""
+    capture, made = GraphCapturer.capture, list[object]()
+
+    def refuse_third(self: GraphCapturer, program: Program) -> CapturedGraph:
+        made.append(program)
+        if len(made) == 3:
+            raise GraphCaptureError("no")
+        return capture(self, program)
+
+    with mock.patch.object(GraphCapturer, "capture", refuse_third):
+        served, expected = run(pair, sampling(), CHAIN)
+    assert served.outputs == expected
+    drawn = served.rank.worker.slots.sampling.index(Sampling(seed=9, temperature=1.0))
+    for plan, counts in served.rounds:
+        if plan.decodes:
+            assert (counts.graphs > 0) == all(row.slot != drawn for row in plan.rows)
