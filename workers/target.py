@@ -17,6 +17,7 @@ from workers.model.runner import ModelRunner
 from workers.sampling.logprobs import token_logprobs
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
+from workers.verdicts import with_tree
 from workers.verification.acceptance import AcceptanceRule, AcceptedTokens, SampleAndMatch, Scored
 from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
 from workers.verification.probes import accept_with_probes, with_probed
@@ -246,11 +247,3 @@ class TargetWorker:
             found = token_logprobs(logits_PV[here[0] : here[-1] + 1], tokens, top)  # a row's tokens are contiguous
             verdict = verdicts[r] or Verdict(row.slot)
             verdicts[r] = msgspec.structs.replace(verdict, prompt_logprobs=found)
-
-
-def with_tree(verdict: Verdict, draft: Draft) -> Verdict:
-    """Add the fields that only verdicts of trees have."""
-    if draft.is_chain:
-        return verdict
-    widths = draft.widths()
-    return msgspec.structs.replace(verdict, proposed=sum(widths), widths=widths)

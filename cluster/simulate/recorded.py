@@ -20,7 +20,7 @@ from workers.draft.engine import DraftEngine
 from workers.draft.sampling import DraftPositions, DraftSampler
 from workers.sampling.sample import Ints, Limits, distribution, top_distribution
 from workers.sampling.sampler import Sampler
-from workers.target import with_tree
+from workers.verdicts import with_tree
 from workers.verification.acceptance import AcceptedTokens, SampleAndMatch, Scored, accept
 from workers.verification.draft_probs import DraftProbs
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from protos.progress import ProgressCallback
-from workers.draft.engine import DraftEngine
 from workers.gpu.attention_torch import DeviceAttention, device_attention, most_rows
 from workers.gpu.chains import DeviceChains, loop_runner
 from workers.gpu.choosing import CHOOSERS
@@ -20,14 +20,17 @@ from workers.gpu.target_step import TargetStep
 from workers.model.torch_mode import TorchMode
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.target import TargetWorker
+
+if TYPE_CHECKING:
+    from workers.draft.engine import DraftEngine
+    from workers.target import TargetWorker
 
 MOST_ROWS = 256
 """Rows of the largest size that is captured."""
 
 
 def make_rounds(
-    worker: TargetWorker, draft: DraftEngine | None, max_draft: int, report: ProgressCallback
+    worker: "TargetWorker", draft: "DraftEngine | None", max_draft: int, report: ProgressCallback
 ) -> DeviceRounds | None:
     """Return what runs rounds of *worker* as graphs; None on a CPU, and where the model or rule has no graph.
 
@@ -48,7 +51,7 @@ def make_rounds(
     return _captured(worker, attention, draft, sizes, report) if sizes else None
 
 
-def graph_chains(engine: DraftEngine, max_draft: int, report: ProgressCallback) -> None:
+def graph_chains(engine: "DraftEngine", max_draft: int, report: ProgressCallback) -> None:
     """Have a draft model that is alone in its process draft chains with a graph; change nothing where it cannot.
 
     Args:
@@ -93,9 +96,9 @@ def _sizes(slots: SlotTable, attention: DeviceAttention, max_draft: int) -> list
 
 
 def _captured(
-    worker: TargetWorker,
+    worker: "TargetWorker",
     attention: DeviceAttention,
-    draft: DraftEngine | None,
+    draft: "DraftEngine | None",
     sizes: list[Size],
     report: ProgressCallback,
 ) -> DeviceRounds:

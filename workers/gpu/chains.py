@@ -5,6 +5,7 @@ tokens were fed. The draft tokens themselves come to the host with the round's r
 """
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,15 +14,17 @@ from protos.draft import DraftRow
 from protos.messages import Row
 from workers.attention.batch import Ints
 from workers.draft.cache import DraftCache
-from workers.draft.engine import DraftEngine
 from workers.draft.target_cache import TargetCache
 from workers.model.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from workers.draft.engine import DraftEngine
 
 MOST_FED = 2
 """Known tokens that the loop feeds: the newest, and the last of a draft that was accepted in full."""
 
 
-def loop_runner(engine: DraftEngine) -> ModelRunner | None:
+def loop_runner(engine: "DraftEngine") -> ModelRunner | None:
     """Return the model that *engine* drafts chains with; None if it drafts otherwise, or with a noise of its own."""
     worker, runner = engine.worker, engine.worker.forward
     if not isinstance(engine.proposer, DraftModelProposer) or engine.proposer.shape.width > 1:
@@ -55,7 +58,7 @@ class DeviceChains:
         engine: of the draft.
     """
 
-    def __init__(self, engine: DraftEngine) -> None:
+    def __init__(self, engine: "DraftEngine") -> None:
         self._worker = engine.worker
 
     def prepare(self, rows: Seq[Row]) -> tuple[Ints, Ints]:

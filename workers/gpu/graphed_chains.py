@@ -1,7 +1,7 @@
 """Chains of a draft model that is alone in its process: one graph, one copy each way, and one wait a round."""
 
 from collections.abc import Sequence as Seq
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
@@ -11,12 +11,14 @@ from protos.draft_module import DraftRunner
 from protos.errors import ConfigError
 from protos.interfaces import Proposer
 from workers.attention.batch import Ints
-from workers.draft.engine import DraftEngine
 from workers.gpu.chains import bring_level, record
 from workers.gpu.choosing import chooser_for
 from workers.gpu.graphs import GraphSet
 from workers.gpu.inputs import Buffers, RoundRows
 from workers.gpu.sizes import Size, StepKey, padded
+
+if TYPE_CHECKING:
+    from workers.draft.engine import DraftEngine
 
 
 class GraphedChains:
@@ -32,7 +34,7 @@ class GraphedChains:
 
     on_worker: ClassVar[bool] = True
 
-    def __init__(self, engine: DraftEngine, loops: GraphSet[StepKey], buffers: Buffers) -> None:
+    def __init__(self, engine: "DraftEngine", loops: GraphSet[StepKey], buffers: Buffers) -> None:
         self._worker, self._ordinary = engine.worker, engine.proposer
         self._loops, self._buffers = loops, buffers
         self._rows = sorted({size.rows for size in buffers.inputs})

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +25,10 @@ from workers.gpu.inputs import Buffers, RoundRows
 from workers.gpu.sizes import Chooser, Size, StepKey, padded
 from workers.gpu.target_step import TargetStep
 from workers.sampling.sampler import NOT_A_NUMBER
-from workers.target import TargetWorker, with_tree
+from workers.verdicts import with_tree
+
+if TYPE_CHECKING:
+    from workers.target import TargetWorker
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ class DeviceRounds:
         captured: what is launched.
     """
 
-    def __init__(self, worker: TargetWorker, chains: DeviceChains | None, captured: CapturedSteps) -> None:
+    def __init__(self, worker: "TargetWorker", chains: DeviceChains | None, captured: CapturedSteps) -> None:
         self._worker, self._chains, self._captured = worker, chains, captured
         self._rows = sorted({size.rows for size in captured.buffers.inputs})
         self._most_drafted = max((size.queries for size in captured.buffers.inputs), default=1) - 1
