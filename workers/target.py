@@ -10,14 +10,13 @@ import torch
 
 from protos.draft import Draft
 from protos.layers import Needs
-from protos.messages import NewSequence, Row, TokenLogprobs, Verdict
+from protos.messages import NewSequence, Row, TokenLogprobs, Verdict, with_tree
 from workers.attention.batch import Batch, Ints, TreeMask, TreeMasks
 from workers.features import Features, kept
 from workers.model.runner import ModelRunner
 from workers.sampling.logprobs import token_logprobs
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.verdicts import with_tree
 from workers.verification.acceptance import AcceptanceRule, AcceptedTokens, SampleAndMatch, Scored
 from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
 from workers.verification.probes import accept_with_probes, with_probed

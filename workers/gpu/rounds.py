@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from protos.draft import NO_DRAFT, Draft
-from protos.messages import RoundPlan, Row, Verdict
+from protos.messages import RoundPlan, Row, Verdict, with_tree
 from protos.worker_messages import RoundDone
 from workers.attention.batch import Ints
 from workers.gpu.chains import DeviceChains
@@ -25,7 +25,6 @@ from workers.gpu.inputs import Buffers, RoundRows
 from workers.gpu.sizes import Chooser, Size, StepKey, padded
 from workers.gpu.target_step import TargetStep
 from workers.sampling.sampler import NOT_A_NUMBER
-from workers.verdicts import with_tree
 
 if TYPE_CHECKING:
     from workers.target import TargetWorker
