@@ -187,6 +187,14 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     widths: Seq[int] = ()
 
 
+def with_tree(verdict: Verdict, draft: Draft) -> Verdict:
+    """Add the fields that only verdicts of trees have."""
+    if draft.is_chain:
+        return verdict
+    widths = draft.widths()
+    return msgspec.structs.replace(verdict, proposed=sum(widths), widths=widths)
+
+
 class SpeculationStats(msgspec.Struct, frozen=True, gc=False):
     """Acceptance statistics of one request.
 

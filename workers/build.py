@@ -26,6 +26,8 @@ from workers.device import free_memory, weight_bytes
 from workers.distributed.groups import Group, Solo
 from workers.draft.engine import DraftEngine, make_engine
 from workers.draft.load import LoadedDraft, feature_spec, load_draft
+from workers.gpu.build import graph_chains, make_rounds
+from workers.gpu.rounds import DeviceRounds
 from workers.invariant import ops
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
@@ -36,7 +38,7 @@ from workers.recurrent.limits import blocks_beside, check_speculation, draft_pla
 from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.step_costs import Measurement, needs_step_costs
+from workers.step_costs import Measurement, max_draft, needs_step_costs
 from workers.target import TargetWorker
 from workers.target_rank import TargetRank, UniExecutor
 from workers.threads import ThreadCount, choose_threads
@@ -114,12 +116,14 @@ class ReadyTarget(NamedTuple):
     """A target rank that can run rounds, its local draft if there is one, and the seconds that their steps take.
 
     `costs` are empty where they were not measured. `swap` is None unless something is compiled in the background.
+    `rounds` runs whole rounds on a GPU; None where steps run eager.
     """
 
     worker: TargetWorker
     draft: DraftEngine | None
     costs: StepCosts
     swap: Swap | None
+    rounds: DeviceRounds | None = None
 
 
 def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, with_draft: bool) -> LoadedTarget:
@@ -183,7 +187,8 @@ def make_target(
     masked = sampler.with_grammars(load_grammar_masks(config.model, slots, model.vocab_size, model.eos_ids))
     rule = (make_rule or make_acceptance_rule)(config.speculative, masked)
     worker = TargetWorker(runner, slots, masked, loaded.spec.needs, rule)
-    return ReadyTarget(worker, draft, costs, warm.swap)
+    rounds = None if config.model.enforce_eager else make_rounds(worker, draft, max_draft(config), report)
+    return ReadyTarget(worker, draft, costs, warm.swap, rounds)
 
 
 def make_draft(
@@ -195,6 +200,8 @@ def make_draft(
     engine = make_engine(draft, config, slots, sampler, num_blocks=allocate.num_blocks)
     parts: dict[str, Compilable] = {} if draft.is_eager else {"draft": engine.worker.forward}
     warm = warm_up(config, allocate, parts, report)
+    if not draft.is_eager:
+        graph_chains(engine, max_draft(config), report)
     return engine, Measurement(config, None, engine, keys=warm.keys)
 
 
@@ -217,7 +224,7 @@ def build_uni(
     ready = make_target(config, loaded, allocate, report, make_rule=make_rule)
     costs = ready.costs if needs_step_costs(config) and ready.swap is None else None
     later = None if ready.swap is None else _compiled_later(config, loaded, allocate, ready, threads)
-    rank = TargetRank(tp, ready.worker, ready.draft)
+    rank = TargetRank(tp, ready.worker, ready.draft, ready.rounds)
     return UniExecutor(structs.replace(info, costs=costs), rank, threads, later)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from protos.draft import Draft
 from protos.layers import Needs
-from protos.messages import NewSequence, Row, TokenLogprobs, Verdict
+from protos.messages import NewSequence, Row, TokenLogprobs, Verdict, with_tree
 from workers.attention.batch import Batch, Ints, TreeMask, TreeMasks
 from workers.features import Features, kept
 from workers.model.runner import ModelRunner
@@ -167,6 +167,15 @@ class TargetWorker:
         self.verify_s = time.monotonic() - began - self.forward_s
         return [verdict for verdict in verdicts if verdict is not None]
 
+    @property
+    def samples_and_matches(self) -> bool:
+        """Whether tokens are accepted by the rule "coupled"."""
+        return type(self._rule) is SampleAndMatch
+
+    def keep(self, offsets_R: Ints, states_TF: torch.Tensor) -> None:
+        """Keep the features of a round that was scored elsewhere, for `kept`."""
+        self._offsets_R, self._states_TF = offsets_R, states_TF
+
     def kept(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
         """Return the features of the tokens that were kept in the round just scored, as far as the draft needs them."""
         table_M4, fed_N = kept(self.needs, rows, verdicts, self._offsets_R, self.slots.joined)
@@ -243,11 +252,3 @@ class TargetWorker:
             found = token_logprobs(logits_PV[here[0] : here[-1] + 1], tokens, top)  # a row's tokens are contiguous
             verdict = verdicts[r] or Verdict(row.slot)
             verdicts[r] = msgspec.structs.replace(verdict, prompt_logprobs=found)
-
-
-def with_tree(verdict: Verdict, draft: Draft) -> Verdict:
-    """Add the fields that only verdicts of trees have."""
-    if draft.is_chain:
-        return verdict
-    widths = draft.widths()
-    return msgspec.structs.replace(verdict, proposed=sum(widths), widths=widths)

@@ -9,7 +9,9 @@ from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from protos.draft import NO_DRAFT
+from msgspec import structs
+
+from protos.draft import NO_DRAFT, Draft
 from protos.interfaces import ALWAYS_UP, DraftService
 from protos.messages import RoundPlan, Row, StepCosts, Verdict, WorkerInfo
 from protos.stats import PhaseTimes
@@ -33,6 +35,18 @@ class DraftSource(Protocol):
         ...
 
 
+class WholeRounds(Protocol):
+    """Runs rounds by other means than a forward and what follows it on the host: see `workers.gpu.rounds`."""
+
+    def run(self, plan: RoundPlan, unsettled: Seq[int]) -> RoundDone | None:
+        """Draft for the rows *unsettled*, which `TargetRank` would ask its source for, and score; None if it cannot."""
+        ...
+
+    def score(self, plan: RoundPlan, drafts: Seq[Draft]) -> RoundDone | None:
+        """Score the drafts of all rows; None if it cannot."""
+        ...
+
+
 class TargetRank:
     """Runs rounds: propose, score, verify.
 
@@ -40,11 +54,19 @@ class TargetRank:
         tp: the group of all ranks. They agree on the drafts, and the model's forward exchanges tensors over it.
         worker: this rank's share of the model.
         source: of rank 0's drafts; None if no worker drafts.
+        whole: asked first to run a round; None: the ordinary path runs all.
     """
 
-    def __init__(self, tp: Group, worker: TargetWorker, source: DraftSource | None = None) -> None:
+    def __init__(
+        self,
+        tp: Group,
+        worker: TargetWorker,
+        source: DraftSource | None = None,
+        whole: WholeRounds | None = None,
+    ) -> None:
         self.worker = worker
         self.source = source
+        self._whole = whole
         self._tp = tp
         self.round = -1
 
@@ -55,10 +77,20 @@ class TargetRank:
             self.worker.expect(plan.new)
         self.worker.move(plan.moves)
         unsettled = [r for r, row in enumerate(plan.rows) if self._is_unsettled(row)]
+        done = None if self._whole is None else self._whole.run(plan, unsettled)
+        if done is None:
+            done = self._run_in_parts(plan, unsettled)
+        self.round = plan.round
+        return done
+
+    def _run_in_parts(self, plan: RoundPlan, unsettled: list[int]) -> RoundDone | None:
+        """Propose first, then score and verify."""
         began = time.monotonic()
         proposed = self._propose(plan, unsettled)
         wait_s = time.monotonic() - began if unsettled else 0.0
-        self.round = plan.round
+        done = None if self._whole is None else self._whole.score(plan, proposed.drafts)
+        if done is not None:
+            return structs.replace(done, wait_s=wait_s, draft_missed=proposed.missed)
         if self._tp.rank:
             self.worker.follow(plan.rows, proposed.drafts)
             return None

@@ -14,13 +14,12 @@ from cluster.simulate.requests import RecordedSampling, output_of
 from protos.config.engine import EngineConfig
 from protos.draft import NO_DRAFT, Draft
 from protos.interfaces import ALWAYS_UP, DraftService
-from protos.messages import NewSequence, RoundPlan, Row, Sampling, Verdict, WorkerInfo
+from protos.messages import NewSequence, RoundPlan, Row, Sampling, Verdict, WorkerInfo, with_tree
 from protos.stats import PhaseTimes
 from workers.draft.engine import DraftEngine
 from workers.draft.sampling import DraftPositions, DraftSampler
 from workers.sampling.sample import Ints, Limits, distribution, top_distribution
 from workers.sampling.sampler import Sampler
-from workers.target import with_tree
 from workers.verification.acceptance import AcceptedTokens, SampleAndMatch, Scored, accept
 from workers.verification.draft_probs import DraftProbs
 

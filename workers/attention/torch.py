@@ -85,7 +85,7 @@ class TorchAttention:
             broken_RGN = without_broken_(key_RGLD[:, :, new], value_RGLE[:, :, new])
         query_RQGSD = query_NHD.reshape(rows, num_queries, shape.kv_heads, -1, shape.key_size)
         outputs = [
-            _attend_queries(
+            attend_queries(
                 query_RQGSD[:, queries],
                 key_RGLD,
                 value_RGLE,
@@ -117,7 +117,7 @@ def without_broken_(key_RGLD: torch.Tensor, value_RGLE: torch.Tensor) -> torch.T
     return broken_RGL
 
 
-def _attend_queries(
+def attend_queries(
     query_RQGSD: torch.Tensor,
     key_RGLD: torch.Tensor,
     value_RGLE: torch.Tensor,

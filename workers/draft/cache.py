@@ -94,6 +94,12 @@ class DraftCache:
         for slot, token in zip(slots_R.tolist(), token_ids, strict=True):
             self._fed[slot][1].append(token)
 
+    def record_chains(self, slots_R: Ints, chains: Seq[list[int]]) -> None:
+        """Record that the known tokens, and then these draft tokens of each slot, were fed."""
+        self._record(slots_R, self.held[slots_R], self.ends(slots_R))
+        for slot, fed in zip(slots_R.tolist(), chains, strict=True):
+            self._fed[slot] = (int(self.slots.known_len[slot]), fed)
+
     def start_if_new(self, slot: int) -> bool:
         """Reset the state of *slot* if another sequence has joined it; return whether one has."""
         is_new = bool(self._joined[slot] != self.slots.joined[slot])

@@ -67,18 +67,18 @@ class DraftWorker:
         self.max_catch_up = max_catch_up
         self.needs = needs
         self._shift = shift
-        self.draft_sampler, self._early_stop = draft_sampler, early_stop
+        self.draft_sampler, self.early_stop = draft_sampler, early_stop
         self.forget()
 
     def forget(self) -> None:
         """Forget all sequences."""
-        self._cache = cache_of(self.forward, self.slots, self.needs, self._shift)
+        self.cache = cache_of(self.forward, self.slots, self.needs, self._shift)
         self._trees: dict[int, FedTree] = {}  # of this round, by slot
         self._lagging: list[int] = []  # slots of the last round that `catch_up_some` feeds
 
     def propose(self, proposer: Proposer, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a draft for every row; rows whose cache lags too far catch up a part of it and get none."""
-        return self._propose(proposer, rows, self._within_budget(rows))
+        return self._propose(proposer, rows, self.within_budget(rows))
 
     def propose_at_once(self, proposer: Proposer, slots: Seq[int], rows: Seq[DraftRow]) -> list[Draft]:
         """Return a draft for every row without delay: rows whose cache lags far get none.
@@ -88,8 +88,8 @@ class DraftWorker:
             slots: all that run in this round; `catch_up_some` feeds those that lag.
             rows: the rows among them that want a draft.
         """
-        lag = {slot: -self._cache.refresh(slot) + self._cache.reach(slot) for slot in slots}
-        near = [i for i, row in enumerate(rows) if lag[row.slot] < MAX_LAG and self._cache.fits(row.slot, row.length)]
+        lag = {slot: -self.cache.refresh(slot) + self.cache.reach(slot) for slot in slots}
+        near = [i for i, row in enumerate(rows) if lag[row.slot] < MAX_LAG and self.cache.fits(row.slot, row.length)]
         self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
         return self._propose(proposer, rows, near)
 
@@ -101,15 +101,15 @@ class DraftWorker:
         """Feed at most *budget* known tokens of the last round's slots that lag; return False when none does."""
         slots, first, end = [], [], []
         for slot in self._lagging:
-            held = int(self._cache.held[slot])
-            count = min(budget, self._cache.reach(slot) - held)
+            held = int(self.cache.held[slot])
+            count = min(budget, self.cache.reach(slot) - held)
             if count > 0:
                 slots.append(slot)
                 first.append(held)
                 end.append(held + count)
                 budget -= count
         if slots:
-            self._cache.feed(np.array(slots), np.array(first), np.array(end))
+            self.cache.feed(np.array(slots), np.array(first), np.array(end))
         else:
             self._lagging = []
         return bool(slots)
@@ -122,12 +122,12 @@ class DraftWorker:
         parts = states_NX.split(features.table_M4[:, COUNT].tolist())
         for line, part_NX in zip(features.table_M4.tolist(), parts, strict=True):
             if self.slots.joined[line[SLOT]] == line[GENERATION]:
-                self._cache.start_if_new(line[SLOT])
-                self._cache.put(line[SLOT], line[FIRST], part_NX)
+                self.cache.start_if_new(line[SLOT])
+                self.cache.put(line[SLOT], line[FIRST], part_NX)
 
     def absorb(self, slots: Seq[int]) -> None:
         """Feed the waiting features of *slots*, whose prompts are in progress and want no draft yet."""
-        self._lagging = [slot for slot in slots if self._cache.refresh(slot) < self._cache.reach(slot)]
+        self._lagging = [slot for slot in slots if self.cache.refresh(slot) < self.cache.reach(slot)]
         while self._lagging:
             self.catch_up_some(self.max_catch_up)
 
@@ -145,7 +145,7 @@ class DraftWorker:
 
     def features(self, rows: Seq[DraftRow]) -> torch.Tensor:
         """See `DraftRunner`."""
-        return self._cache.waiting.newest([row.slot for row in rows])
+        return self.cache.waiting.newest([row.slot for row in rows])
 
     def newest(self, rows: Seq[DraftRow]) -> torch.Tensor:
         """See `DraftRunner`."""
@@ -156,8 +156,8 @@ class DraftWorker:
     def catch_up(self, rows: Seq[DraftRow]) -> torch.Tensor:
         """See `DraftRunner`."""
         slots_R = _slots(rows)
-        output_RX = self._cache.feed(slots_R, self._cache.held[slots_R], self._cache.ends(slots_R))
-        self._cache.begin_draft(slots_R)
+        output_RX = self.cache.feed(slots_R, self.cache.held[slots_R], self.cache.ends(slots_R))
+        self.cache.begin_draft(slots_R)
         return output_RX
 
     def extend(
@@ -167,13 +167,13 @@ class DraftWorker:
         slots_R = _slots(rows)
         batch = Batch(
             slots_R,
-            self._cache.ends(slots_R) + step,
+            self.cache.ends(slots_R) + step,
             np.ones_like(slots_R),
-            self._cache.clip_to_vocab(token_ids.cpu().numpy()),
-            first_valid_R=self._cache.lowest(slots_R),
+            self.cache.clip_to_vocab(token_ids.cpu().numpy()),
+            first_valid_R=self.cache.lowest(slots_R),
         )
         output_RX = self.forward.forward(batch, np.arange(len(slots_R)), features)
-        self._cache.add_drafted(slots_R, token_ids.tolist())  # only after success: a failed token is not in the cache
+        self.cache.add_drafted(slots_R, token_ids.tolist())  # only after success: a failed token is not in the cache
         return output_RX
 
     def grow(self, rows: Seq[DraftRow], level: Level) -> torch.Tensor:
@@ -186,11 +186,11 @@ class DraftWorker:
         )
         here = np.unique(row_N)
         slots_M, before_M, lengths_M = slots_R[here], np.array(before)[here], np.bincount(row_N)[here]
-        first_M = self._cache.ends(slots_M)
-        self._cache.check_room(slots_M, first_M + before_M + lengths_M)
+        first_M = self.cache.ends(slots_M)
+        self.cache.check_room(slots_M, first_M + before_M + lengths_M)
         tree_masks = level_masks([self._trees[slot] for slot in slots_M.tolist()], first_M, before_M, lengths_M)
-        tokens_N = self._cache.clip_to_vocab(level.tokens_N.cpu().numpy().copy())
-        batch = Batch(slots_M, first_M + before_M, lengths_M, tokens_N, tree_masks, self._cache.lowest(slots_M))
+        tokens_N = self.cache.clip_to_vocab(level.tokens_N.cpu().numpy().copy())
+        batch = Batch(slots_M, first_M + before_M, lengths_M, tokens_N, tree_masks, self.cache.lowest(slots_M))
         return self.forward.forward(batch, np.arange(len(row_N)), level.features_NX)
 
     def block(
@@ -207,9 +207,9 @@ class DraftWorker:
         counts_R = np.bincount(row_N.cpu().numpy(), minlength=len(rows))
         tree_masks = None
         if sees_all:
-            first_R = self._cache.ends(slots_R)
-            tree_masks = block_masks(first_R, counts_R, first_R - self._cache.held[slots_R] + counts_R)
-        return self._cache.feed_with(slots_R, counts_R, tokens_N.cpu().numpy(), features_NX, tree_masks)
+            first_R = self.cache.ends(slots_R)
+            tree_masks = block_masks(first_R, counts_R, first_R - self.cache.held[slots_R] + counts_R)
+        return self.cache.feed_with(slots_R, counts_R, tokens_N.cpu().numpy(), features_NX, tree_masks)
 
     def sample(self, rows: Seq[DraftRow], logits: torch.Tensor, step: int) -> torch.Tensor:
         """See `DraftRunner`."""
@@ -223,7 +223,7 @@ class DraftWorker:
             paths_RD = self.slots.tokens[slots_R[:, None], known_R[:, None] + np.arange(step)]
             ids_R = self.draft_sampler.sample(logits_RV, DraftPositions(slots_R, index_R, paths_RD))
         ids_R.clamp_min_(0)
-        stop = self._early_stop
+        stop = self.early_stop
         self.slots.tokens[slots_R, index_R] = (
             ids_R.cpu().numpy() if stop is None else stop.watch(logits_RV, ids_R, slots_R, index_R)
         )
@@ -231,7 +231,7 @@ class DraftWorker:
 
     def goes_on(self, rows: Seq[DraftRow]) -> list[bool]:
         """See `DraftRunner`."""
-        return [True] * len(rows) if self._early_stop is None else self._early_stop.goes_on([r.slot for r in rows])
+        return [True] * len(rows) if self.early_stop is None else self.early_stop.goes_on([r.slot for r in rows])
 
     def candidates(
         self,
@@ -264,8 +264,8 @@ class DraftWorker:
         self._trees.clear()
         if self.draft_sampler is not None:
             self.draft_sampler.begin()
-        if self._early_stop is not None:
-            self._early_stop.begin(self.least_survival)
+        if self.early_stop is not None:
+            self.early_stop.begin(self.least_survival)
         if ready:
             with torch.inference_mode():
                 found = proposer.propose([rows[i] for i in ready])
@@ -273,19 +273,19 @@ class DraftWorker:
                 drafts[i] = draft
         return drafts
 
-    def _within_budget(self, rows: Seq[DraftRow]) -> list[int]:
+    def within_budget(self, rows: Seq[DraftRow]) -> list[int]:
         """Return the rows that can catch up in this round; feed a part of the first that cannot."""
         ready, left = [], self.max_catch_up
         for i, row in enumerate(rows):
-            lag = -self._cache.refresh(row.slot) + self._cache.reach(row.slot) + 1
-            if not self._cache.fits(row.slot, row.length):
+            lag = -self.cache.refresh(row.slot) + self.cache.reach(row.slot) + 1
+            if not self.cache.fits(row.slot, row.length):
                 continue
             if lag <= left:
                 ready.append(i)
                 left -= lag
             elif left > 0:
-                first = self._cache.held[row.slot : row.slot + 1]
-                self._cache.feed(np.array([row.slot]), first, first + left)
+                first = self.cache.held[row.slot : row.slot + 1]
+                self.cache.feed(np.array([row.slot]), first, first + left)
                 left = 0
         return ready
 

@@ -54,7 +54,7 @@ class ModelRunner:
         if loaded.recurrent:
             self._states = StatePool(loaded.recurrent, len(slots.known_len), slots.max_draft, loaded.device)
         run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
-        self._taps, self._kv_window = taps, kv_window
+        self._taps, self.kv_window = taps, kv_window
         self._eager = self._run = loaded.mode.wrap(run)
 
     @property
@@ -155,7 +155,7 @@ class ModelRunner:
 
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
         """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""
-        return self.run_over(self.attention, self._kv_window, batch, wanted_N)
+        return self.run_over(self.attention, self.kv_window, batch, wanted_N)
 
     def run_over(
         self, attention: AttentionBackend, kv_window: KVWindow | None, batch: Batch, wanted_N: Ints
@@ -167,6 +167,16 @@ class ModelRunner:
             self._states.begin(batch, self.slots.known_len)
         logits_MV, features_TF = self._call(self._run, batch, wanted_M, attention, self._states)
         return logits_MV[: len(wanted_N)], features_TF
+
+    def call(
+        self,
+        tokens_1T: torch.Tensor,
+        positions_1T: torch.Tensor,
+        wanted_N: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> Outputs:
+        """Run the eager model on tensors of its device, with *attention*, which is planned. For graphs."""
+        return run_with(attention, lambda: self._eager(tokens_1T, positions_1T, wanted_N))
 
     def _call(
         self,

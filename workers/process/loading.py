@@ -177,9 +177,9 @@ class TargetLoading(Loading):
             raise
         self._ready(WorkerReady(ready.costs.target_s, ready.costs.draft_s))
         if ready.draft is not None or self._group.rank:
-            return TargetRank(self._group, ready.worker, ready.draft), None
+            return TargetRank(self._group, ready.worker, ready.draft, ready.rounds), None
         remote = self._remote(ready, loaded)
-        return TargetRank(self._group, ready.worker, remote), remote
+        return TargetRank(self._group, ready.worker, remote, ready.rounds), remote
 
     def _remote(self, ready: ReadyTarget, loaded: LoadedTarget) -> RemoteDraft:
         """Return rank 0's end of the channels to a draft in another process."""

@@ -50,6 +50,21 @@ class Limits:
         return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
+@dataclass(frozen=True)
+class DeviceLimits:
+    """`Limits` as tensors `[N]` on the device of the logits, of the same dtypes; greedy rows have temperature 0."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    @property
+    def is_random_N(self) -> torch.Tensor:
+        """Which rows are not greedy."""
+        return self.temperature >= MIN_TEMPERATURE
+
+
 def sample(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
     """Return the sampled ids, int64 `[N]`; -1 for rows whose greatest logit is not finite.
 
@@ -64,6 +79,26 @@ def sample(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> tor
     else:
         ordered = scaled_NV.sort(dim=1, descending=True, stable=True)
         score_NV, ids_NV = _scores(ordered.values, ordered.indices, keys_N, limits), ordered.indices
+    return _best(score_NV, ids_NV, logits_NV)
+
+
+def sample_drawn(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
+    """As `sample`, of rows that are greedy or have only a temperature, without reading *limits* on the host."""
+    temperature_N = torch.where(limits.is_random_N, limits.temperature, 1.0)
+    score_NV, ids_NV = _scores_without_limits(logits_NV / temperature_N[:, None], keys_N)
+    return torch.where(limits.is_random_N, _best(score_NV, ids_NV, logits_NV), greedy(logits_NV))
+
+
+def sample_limited(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
+    """As `sample_drawn`, of rows with any limits."""
+    temperature_N = torch.where(limits.is_random_N, limits.temperature, 1.0)
+    ordered = (logits_NV / temperature_N[:, None]).sort(dim=1, descending=True, stable=True)
+    score_NV = _scores(ordered.values, ordered.indices, keys_N, limits)
+    return torch.where(limits.is_random_N, _best(score_NV, ordered.indices, logits_NV), greedy(logits_NV))
+
+
+def _best(score_NV: torch.Tensor, ids_NV: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
+    """Return the lowest id of those with the highest score; -1 for rows whose greatest logit is not finite."""
     winner_NV = score_NV == score_NV.amax(1, keepdim=True)
     chosen_N = torch.where(winner_NV, ids_NV, logits_NV.shape[1]).amin(1)
     return torch.where(logits_NV.amax(1).isfinite(), chosen_N, NO_TOKEN)
@@ -96,12 +131,16 @@ def candidates(
     return ids_NV.gather(1, found.indices), (found.values - score_NV.logsumexp(1, keepdim=True)).float()
 
 
-def _column(limit: Logits | Ints | Floats, like: torch.Tensor) -> torch.Tensor:
+def _column(limit: Logits | Ints | Floats | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return one of the limits as a tensor `[N, 1]` on the device of *like*."""
+    if isinstance(limit, torch.Tensor):
+        return limit[:, None]
     return torch.from_numpy(limit).to(like.device)[:, None]
 
 
-def _scores(sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
+def _scores(
+    sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits | DeviceLimits
+) -> torch.Tensor:
     """Return log p + noise, up to a constant per row, float64 `[N, V]`; -inf for ids that the limits exclude.
 
     Args:
@@ -114,7 +153,7 @@ def _scores(sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor,
     return torch.where(keep_NV, sorted_NV + gumbel(keys_N[:, None], ids_NV), -torch.inf)
 
 
-def _left_by(limits: Limits, sorted_NV: torch.Tensor) -> torch.Tensor:
+def _left_by(limits: Limits | DeviceLimits, sorted_NV: torch.Tensor) -> torch.Tensor:
     """Return which of the logits over temperature, in descending order, the limits leave; bool `[N, V]`."""
     vocab = sorted_NV.shape[1]
     top_k_N1, top_p_N1, min_p_N1 = (_column(limit, sorted_NV) for limit in (limits.top_k, limits.top_p, limits.min_p))

@@ -62,6 +62,7 @@ class Sampler:
             np.ones(num_slots, np.float32), np.zeros(num_slots, np.int64), np.ones(num_slots), np.zeros(num_slots)
         )
         self._has_processors_S = np.zeros(num_slots, np.bool_)
+        self._has_logprobs_S = np.zeros(num_slots, np.bool_)
         self._sample: SampleFunction = self._native() or self._sample_in_torch
 
     def with_grammars(self, masks: "GrammarMasks") -> "Sampler":
@@ -149,6 +150,12 @@ class Sampler:
         self._refresh(slots_N)
         return self._limits_S.at(slots_N)
 
+    def needs_host(self, slots_N: Ints) -> bool:
+        """Whether a request of these slots has logits processors, a grammar, or wants log-probabilities."""
+        self._refresh(slots_N)
+        flags = (self._has_processors_S, self._has_logprobs_S, self.slots.constrained)
+        return any(bool(flag_S[slots_N].any()) for flag_S in flags)
+
     def candidates(
         self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,6 +209,7 @@ class Sampler:
         if had_processors or has_processors:
             self._processors.join(slot)
         self._has_processors_S[slot] = has_processors
+        self._has_logprobs_S[slot] = sampling.logprobs is not None or sampling.prompt_logprobs is not None
 
     def _process_and_sample(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         size = max(1, BLOCK_ELEMENTS // self.vocab_size) if self._on_host else len(slots_N)

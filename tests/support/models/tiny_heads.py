@@ -148,7 +148,7 @@ class LastProposer:
             NOTES.append(
                 Note(
                     tuple(tokens),
-                    int(worker._cache._from[row.slot]),
+                    int(worker.cache._from[row.slot]),
                     worker.slots.sampling[row.slot].temperature,
                     draft.tokens,
                 )

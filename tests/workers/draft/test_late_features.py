@@ -78,7 +78,7 @@ class Pair:
 
     def by_whole_text(self, known: int) -> torch.Tensor:
         """Return the output after the known tokens, from all entries that the draft attends to."""
-        lowest_R = self.worker._cache.lowest(np.array([SLOT]))
+        lowest_R = self.worker.cache.lowest(np.array([SLOT]))
         first = 0 if lowest_R is None else int(lowest_R[0])
         text = Text(TEXT[first:known], FEATURES[first : known - 1])
         return DenseRunner(MODULES[DENSE], [text], torch.zeros(1, K + 1, V)).catch_up(ROWS)

@@ -1,0 +1,142 @@
+"""A machine that has the pretended GPU: what torch tells of its devices, and the events of its streams."""
+
+import contextlib
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from tests.support.gpu.counts import where
+from tests.support.gpu.graphs import PretendCapture, PretendGraph
+from tests.support.gpu.pretend import Pretend, PretendTensor
+
+MEMORY = 2 << 30
+"""Bytes of the device, all of them free."""
+
+
+@functools.cache
+def _install_guard() -> None:
+    """Compile and load the device guard, once for this process: without it torch of a CPU build knows no CUDA."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None, "pretending a GPU needs a C++ compiler"
+    folder = Path(torch.__file__).parent
+    library = Path(tempfile.mkdtemp(prefix="slip-guard-")) / "guard.so"
+    source = Path(__file__).with_name("guard.cpp")
+    places = [f"-I{folder / 'include'}", f"-L{folder / 'lib'}"]
+    command = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", *places, str(source), "-lc10", "-o", str(library)]
+    subprocess.run(command, check=True)
+    torch.ops.load_library(str(library))
+    shutil.rmtree(library.parent)
+
+
+class Machine(Pretend):
+    """What counts, and all graphs that were captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capture = PretendCapture(self)
+
+
+class PretendEvent:
+    """Stands for `torch.cuda.Event`."""
+
+    gpu: Pretend | None = None
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def record(self, _stream: object = None) -> None:
+        """Do nothing: everything is done in order."""
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.gpu is not None:
+            self.gpu.sync(where())
+
+    def query(self) -> bool:
+        """Return True: everything is done at once."""
+        return True
+
+
+class PretendStream:
+    """Stands for `torch.cuda.Stream`."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if PretendEvent.gpu is not None:
+            PretendEvent.gpu.sync(where())
+
+    def wait_event(self, _event: object) -> None:
+        """Do nothing."""
+
+    def wait_stream(self, _stream: object) -> None:
+        """Do nothing."""
+
+
+@contextlib.contextmanager
+def pretended_gpu() -> Iterator[Machine]:
+    """Let torch see one CUDA device in this thread, and compute on it; yield what counts."""
+    _install_guard()
+    gpu = Machine()
+    attention = F.scaled_dot_product_attention
+
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+        if not isinstance(query, PretendTensor):
+            return attention(query, key, value, attn_mask=attn_mask, **options)
+        assert isinstance(key, PretendTensor)
+        assert isinstance(value, PretendTensor)
+        assert attn_mask is None or isinstance(attn_mask, PretendTensor)
+        held = [None if each is None else each.held for each in (query, key, value, attn_mask)]
+        call = functools.partial(attention, **options)
+        with torch.utils._python_dispatch._disable_current_modes():
+            made = PretendTensor(call(*held))
+        gpu.kernel("sdpa")
+        if gpu.recorder is not None:
+            gpu.recorder.kernel(call, (query, key, value, attn_mask), {}, made)
+        return made
+
+    fakes: dict[str, Any] = {
+        "torch.cuda.is_available": lambda: True,
+        "torch.cuda.device_count": lambda: 1,
+        "torch.cuda.mem_get_info": lambda _device=None: (MEMORY, MEMORY),
+        "torch.cuda.memory_allocated": lambda _device=None: 0,
+        "torch.cuda.set_device": lambda _device: None,
+        "torch.cuda.empty_cache": lambda: None,
+        "torch.cuda.synchronize": lambda _device=None: gpu.sync(where()),
+        "torch.cuda.current_stream": lambda _device=None: PretendStream(),
+        "torch.cuda.Event": PretendEvent,
+        "torch.cuda.Stream": PretendStream,
+        "torch.cuda.stream": lambda _stream: contextlib.nullcontext(),
+        "torch.cuda.CUDAGraph": lambda: PretendGraph(gpu),
+        "torch.cuda.graph": gpu.capture,
+        "torch.cuda.graph_pool_handle": lambda: (0, 0),
+        "torch.cuda._lazy_init": lambda: None,
+        "torch.cuda._initialized": True,
+        # Tensors of inference mode have no version counters, which subclasses of tensors need.
+        "torch.inference_mode": lambda *_: torch.no_grad(),
+        "torch.nn.functional.scaled_dot_product_attention": attend,
+    }
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    only_cpu = torch._C._only_lift_cpu_tensors()
+    with contextlib.ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch(name, fake))
+        stack.enter_context(mock.patch.object(PretendEvent, "gpu", gpu))
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        torch._C._set_only_lift_cpu_tensors(True)
+        try:
+            with gpu:
+                yield gpu
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(before)
+            torch._C._set_only_lift_cpu_tensors(only_cpu)

@@ -1,0 +1,67 @@
+"""Prints what a step asks of a GPU, by pretending: `python -m tests.support.gpu.measured before|after [CASE ...]`.
+
+A Llama of 32 layers as target, one of 16 as draft, tiny widths. "before" runs eager, "after" with graphs. Cases are all
+whose name contains one of the words given.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream import SamplingParams
+from tests.support.gpu.engine import llamas, only, serve
+from tests.support.gpu.machine import pretended_gpu
+from workers.gpu.sizes import Chooser
+
+LIMITS: dict[str, tuple[Chooser, dict[str, Any]]] = {
+    "greedy": ("greedy", {"temperature": 0.0}),
+    "drawn": ("drawn", {"temperature": 1.0}),
+    "top-p": ("limited", {"temperature": 1.0, "top_p": 0.9}),
+}
+CHAIN = {"num_speculative_tokens": 4}
+TREE = {"num_speculative_tokens": 8, "eagle_topk": 4, "num_steps": 4}
+TOKENS = 10
+
+
+def cases(draft: Path) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
+    """Yield what is measured: a name, sampling, and speculation."""
+    for kind in LIMITS:
+        yield f"plain, {kind}", kind, None
+    for kind in LIMITS:
+        yield f"chain of 4, {kind}", kind, {"method": "draft_model", "model": str(draft), **CHAIN}
+    yield "tree of 8, greedy", "greedy", {"method": "draft_model", "model": str(draft), **TREE}
+
+
+def main(wanted: str, words: list[str]) -> None:
+    """Print a line for each case and batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = llamas(Path(folder), 32, 16)
+        for name, kind, speculative in cases(draft):
+            chosen = [batch for batch in (1, 8) if any(word in f"{name}, batch {batch}" for word in words or [""])]
+            for batch in chosen:
+                print(f"{name}, batch {batch}: {measure(target, batch, kind, speculative, wanted)}", flush=True)
+
+
+def measure(target: Path, batch: int, kind: str, speculative: dict[str, Any] | None, wanted: str) -> dict[str, int]:
+    """Return the totals of the round with all draft tokens that launched most."""
+    chooser, limits = LIMITS[kind]
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1, **limits)
+    prompts = [[3 + i, 5, 9, 11 + i] for i in range(batch)]
+    k = 0 if speculative is None else int(speculative["num_speculative_tokens"])
+    with pretended_gpu() as machine, only(batch, chooser):
+        served = serve(
+            machine,
+            target,
+            prompts,
+            params,
+            max_num_seqs=batch,
+            enforce_eager=wanted == "before",
+            speculative_config=speculative,
+        )
+    return max(served.decoding(batch, k), key=lambda counts: counts.kernels.total()).budget()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "after", sys.argv[2:])

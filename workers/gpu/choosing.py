@@ -1,0 +1,69 @@
+"""Sampling and acceptance inside a graph: shapes are static, and nothing is read on the host.
+
+`workers.sampling.sample` is the definition; these functions call it.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from workers.gpu.sizes import Chooser
+from workers.sampling.sample import MIN_TEMPERATURE, DeviceLimits, Limits, greedy, sample_drawn, sample_limited
+
+CHOOSERS: tuple[Chooser, ...] = ("greedy", "drawn", "limited")
+Choose = Callable[[torch.Tensor, torch.Tensor, DeviceLimits], torch.Tensor]
+MAX_LOGITS = 1 << 24
+"""Logits sampled from at a time: noise takes several float64 of each."""
+
+
+def chooser_for(limits: Limits) -> Chooser:
+    """Return what rows with *limits* need."""
+    is_random_N = limits.temperature >= MIN_TEMPERATURE
+    if not is_random_N.any():
+        return "greedy"
+    return "drawn" if (limits.are_off | ~is_random_N).all() else "limited"
+
+
+def _greedy(logits_NV: torch.Tensor, _keys_N: torch.Tensor, _limits: DeviceLimits) -> torch.Tensor:
+    return greedy(logits_NV)
+
+
+FUNCTIONS: dict[Chooser, Choose] = {"greedy": _greedy, "drawn": sample_drawn, "limited": sample_limited}
+
+
+def choose(chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
+    """Return the sampled ids, int64 `[N]`; -1 where the greatest logit is not finite."""
+    count, vocab = logits_NV.shape
+    size = max(1, MAX_LOGITS // vocab)
+    function = FUNCTIONS[chooser]
+    if count <= size or chooser == "greedy":
+        return function(logits_NV, keys_N, limits)
+    parts = [slice(first, first + size) for first in range(0, count, size)]
+    return torch.cat([function(logits_NV[at], keys_N[at], _part(limits, at)) for at in parts])
+
+
+def _part(limits: DeviceLimits, at: slice) -> DeviceLimits:
+    return DeviceLimits(limits.temperature[at], limits.top_k[at], limits.top_p[at], limits.min_p[at])
+
+
+def accepted(
+    sampled_RQ: torch.Tensor, tokens_RQ: torch.Tensor, parents_RQ: torch.Tensor, drafted_R: torch.Tensor
+) -> torch.Tensor:
+    """Return which nodes of each draft are accepted: bit n of an int64 is set for node n, `[R]`.
+
+    A node is accepted if it equals the token that the target samples after its parent, which is accepted.
+
+    Args:
+        sampled_RQ: the target's token after each token that was fed.
+        tokens_RQ: the newest token, then the draft's nodes in topological order.
+        parents_RQ: int64, the column of each node's parent; of the first column, the newest token, 0.
+        drafted_R: number of nodes.
+    """
+    columns_Q = torch.arange(tokens_RQ.shape[1], device=tokens_RQ.device)
+    is_equal_RQ = (tokens_RQ == sampled_RQ.gather(1, parents_RQ)) & (columns_Q <= drafted_R[:, None])
+    kept_RQ = is_equal_RQ | (columns_Q == 0)
+    for _ in range((tokens_RQ.shape[1] - 1).bit_length()):  # each turn doubles how far up the ancestors are known
+        kept_RQ = kept_RQ & kept_RQ.gather(1, parents_RQ)
+        parents_RQ = parents_RQ.gather(1, parents_RQ)
+    bits_Q = torch.ones_like(columns_Q) << (columns_Q - 1).clamp_min(0)
+    return torch.where(columns_Q > 0, kept_RQ * bits_Q, 0).sum(1)

@@ -1,0 +1,196 @@
+"""The input of a round on the device: what the host writes, in numpy, for all rows at once."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from protos.draft import Draft
+from workers.attention.batch import Words
+from workers.gpu.metadata import DeviceMetadata
+from workers.gpu.sizes import Size
+from workers.gpu.staging import Array, Layout, ResultArea, StagingArea
+from workers.sampling.noise import row_keys
+from workers.sampling.sample import DeviceLimits, Ints, Limits
+from workers.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class RoundRows:
+    """The R rows of a round. Each feeds its newest token and then its draft.
+
+    Attributes:
+        slots_R: int64.
+        drafted_R: int64, number of draft tokens.
+        seeds_R: int64, bits of the requests' seeds.
+        limits: sampling parameters.
+        has_previous_R: int64, 1 where the draft model must be fed the token before the newest one, too.
+        trees: the drafts that are no chains, by row.
+    """
+
+    slots_R: Ints
+    drafted_R: Ints
+    seeds_R: Ints
+    limits: Limits
+    has_previous_R: Ints
+    trees: Mapping[int, Draft] = field(default_factory=dict)
+
+
+def layout(size: Size, num_blocks: int) -> Layout:
+    """Return where the input of rounds of *size* lies, with block tables of *num_blocks*."""
+    rows, tokens = size.rows, (size.rows, size.queries)
+    return Layout(
+        {
+            "tokens_RQ": ("i8", tokens),
+            "positions_RQ": ("i8", tokens),
+            "cache_index_RQ": ("i8", tokens),
+            "keys_RQ": ("i8", tokens),
+            "parents_RQ": ("i8", tokens),
+            "visible_TW": ("i8", (rows * size.queries, 1)),
+            "previous_R": ("i8", (rows,)),
+            "previous_index_R": ("i8", (rows,)),
+            "top_k_R": ("i8", (rows,)),
+            "top_p_R": ("f8", (rows,)),
+            "min_p_R": ("f8", (rows,)),
+            "temperature_R": ("f4", (rows,)),
+            "rows_RQ": ("i4", tokens),
+            "starts_R": ("i4", (rows,)),
+            "lengths_R": ("i4", (rows,)),
+            "first_R": ("i4", (rows,)),
+            "sizes_R": ("i4", (rows,)),
+            "tree_positions_RQ": ("i4", tokens),
+            "drafted_R": ("i4", (rows,)),
+            "has_previous_R": ("i4", (rows,)),
+            "tables_RB": ("i4", (rows, num_blocks)),
+        }
+    )
+
+
+class RoundInputs:
+    """The input of rounds of one size: views of the staging area's mirrors, and of the area on the device.
+
+    Args:
+        size: rows and tokens of each.
+        slots: the sequences.
+        staging: large enough for the layout.
+
+    Attributes:
+        on_device: the arrays on the device, by name; `layout` has their dtypes and shapes.
+    """
+
+    def __init__(self, size: Size, slots: SlotTable, staging: StagingArea) -> None:
+        self.size, self._slots, self._staging = size, slots, staging
+        places = layout(size, slots.blocks.shape[1])
+        self._num_bytes = places.size
+        self._mirrors = [places.arrays(mirror.numpy()) for mirror in staging.mirrors]
+        self.on_device = places.tensors(staging.on_device)
+        self._queries_Q = np.arange(size.queries)
+        self._rows_R1 = np.arange(size.rows, dtype=np.int32)[:, None]
+        device = staging.on_device.device
+        self._nothing_R = torch.zeros(size.rows, dtype=torch.int32, device=device)
+        self._offsets_R = torch.arange(0, size.rows * size.queries, size.queries, dtype=torch.int32, device=device)
+
+    def send(self, rows: RoundRows) -> None:
+        """Write *rows* and copy them to the device; the host does not wait."""
+        mirror = self._staging.next_mirror()
+        self._write(self._mirrors[mirror], rows)
+        self._staging.send(mirror, self._num_bytes)
+
+    def _write(self, into: dict[str, Array], rows: RoundRows) -> None:
+        slots, slots_R, count = self._slots, rows.slots_R, len(rows.slots_R)
+        lengths_R = rows.drafted_R + 1
+        starts_R = slots.known_len[slots_R] - 1
+        places_RQ = np.minimum(starts_R[:, None] + self._queries_Q, slots.tokens.shape[1] - 1)
+        is_fed_RQ = self._queries_Q < lengths_R[:, None]
+        previous_R = np.maximum(starts_R - 1, 0)
+        _fill(into["tokens_RQ"], slots.tokens[slots_R[:, None], places_RQ], 0)
+        _fill(into["positions_RQ"], places_RQ * is_fed_RQ, 0)
+        _fill(into["parents_RQ"], np.broadcast_to(np.maximum(self._queries_Q - 1, 0), places_RQ.shape), 0)
+        _fill(into["cache_index_RQ"], np.where(is_fed_RQ, self._cache_index(slots_R[:, None], places_RQ), -1), -1)
+        _fill(into["rows_RQ"], np.where(is_fed_RQ, self._rows_R1[:count], -1), -1)
+        _fill(into["previous_R"], slots.tokens[slots_R, previous_R], 0)
+        _fill(into["previous_index_R"], self._cache_index(slots_R, previous_R), 0)
+        _fill(into["has_previous_R"], rows.has_previous_R, 0)
+        _fill(into["starts_R"], starts_R, 0)
+        _fill(into["lengths_R"], lengths_R, 0)
+        _fill(into["first_R"], starts_R + lengths_R, 0)
+        _fill(into["sizes_R"], np.zeros_like(lengths_R), 0)
+        _fill(into["drafted_R"], rows.drafted_R, 0)
+        _fill(into["tables_RB"], slots.blocks[slots_R], 0)
+        _fill(into["temperature_R"], rows.limits.temperature, 0.0)
+        _fill(into["top_k_R"], rows.limits.top_k, 0)
+        _fill(into["top_p_R"], rows.limits.top_p, 1.0)
+        _fill(into["min_p_R"], rows.limits.min_p, 0.0)
+        for row, tree in rows.trees.items():
+            _write_tree(into, row, int(starts_R[row]), tree)
+        _fill(into["keys_RQ"], row_keys(rows.seeds_R[:, None], into["positions_RQ"][:count] + 1), 0)
+
+    def _cache_index(self, slots_X: Ints, places_X: Ints) -> Ints:
+        size = self._slots.block_size
+        blocks_X = self._slots.blocks[slots_X, np.minimum(places_X // size, self._slots.blocks.shape[1] - 1)]
+        index_X: Ints = blocks_X * np.int64(size) + places_X % size
+        return index_X
+
+    @property
+    def metadata(self) -> DeviceMetadata:
+        """What the target's attention reads."""
+        found = self.on_device
+        return DeviceMetadata(
+            starts_R=found["starts_R"],
+            lengths_R=found["lengths_R"],
+            offsets_R=self._offsets_R,
+            tables_RB=found["tables_RB"],
+            rows_T=found["rows_RQ"].view(-1),
+            cache_index_T=found["cache_index_RQ"].view(-1),
+            first_R=found["first_R"],
+            sizes_R=found["sizes_R"],
+            positions_RA=found["tree_positions_RQ"],
+            visible_TW=found["visible_TW"],
+            first_valid_R=self._nothing_R,
+            block_size=self._slots.block_size,
+            max_length=self.size.queries,
+            max_blocks=self._slots.blocks.shape[1],
+        )
+
+    def limits(self, repeats: int) -> DeviceLimits:
+        """Return the sampling parameters of every row, *repeats* times each."""
+        found = self.on_device
+        columns = (found[name] for name in ("temperature_R", "top_k_R", "top_p_R", "min_p_R"))
+        return DeviceLimits(*(column[:, None].expand(-1, repeats).reshape(-1) for column in columns))
+
+
+def _write_tree(into: dict[str, Array], row: int, start: int, tree: Draft) -> None:
+    """Write what differs from a chain: positions, parents, and which nodes a node attends to, as bits of a word."""
+    count, queries = len(tree), into["parents_RQ"].shape[1]
+    depths = np.array(tree.depths(), np.int64)
+    words: Words = np.array(tree.ancestor_masks(), np.uint64)
+    into["positions_RQ"][row, 1 : count + 1] = start + depths
+    into["parents_RQ"][row, 1 : count + 1] = np.array(tree.node_parents(), np.int64) + 1
+    into["first_R"][row], into["sizes_R"][row] = start + 1, count
+    into["tree_positions_RQ"][row, :count] = start + depths
+    into["visible_TW"][row * queries + 1 : row * queries + count + 1, 0] = words.view(np.int64)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The static buffers of an engine: the input of every size, in one area, and the results."""
+
+    inputs: Mapping[Size, RoundInputs]
+    results: ResultArea
+
+    @classmethod
+    def of(cls, sizes: Seq[Size], slots: SlotTable, device: torch.device) -> "Buffers":
+        """Allocate them for rounds of *sizes* over sequences in *slots*."""
+        num_bytes = max(layout(size, slots.blocks.shape[1]).size for size in sizes)
+        staging = StagingArea(num_bytes, device)
+        results = ResultArea(max(2 * size.rows * size.queries for size in sizes), device)
+        return cls({size: RoundInputs(size, slots, staging) for size in sizes}, results)
+
+
+def _fill(into: Array, values: npt.NDArray[np.generic], padding: float) -> None:
+    """Write the rows that there are, and *padding* into the others."""
+    into[: len(values)] = values
+    into[len(values) :] = padding

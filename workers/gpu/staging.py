@@ -1,0 +1,97 @@
+"""Static buffers of a round: everything that the device is told goes in one copy, and everything it answers in another.
+
+A *layout* places named arrays one after another in an area of bytes. The area exists once on the device, at an address
+that graphs may keep, and twice in pinned memory of the host: the next round may be written while the last copy is read.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+ALIGNMENT = 16
+"""Arrays begin at multiples of this many bytes."""
+TORCH_DTYPES = {"i8": torch.int64, "i4": torch.int32, "f8": torch.float64, "f4": torch.float32}
+
+
+class Layout:
+    """Named arrays in an area of bytes.
+
+    Args:
+        fields: dtype ("i8", "i4", "f8" or "f4") and shape of each array.
+
+    Attributes:
+        size: bytes of the area.
+    """
+
+    def __init__(self, fields: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        self._places: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+        self.size = 0
+        for name, (dtype, shape) in fields.items():
+            num_bytes = int(np.prod(shape)) * int(dtype[1])
+            self._places[name] = (dtype, shape, self.size, self.size + num_bytes)
+            self.size += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+    def arrays(self, area: npt.NDArray[np.uint8]) -> dict[str, Array]:
+        """Return the arrays in an area of the host, as views."""
+        return {
+            name: area[first:end].view(dtype).reshape(shape)
+            for name, (dtype, shape, first, end) in self._places.items()
+        }
+
+    def tensors(self, area: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the arrays in an area of the device, as views."""
+        return {
+            name: area[first:end].view(TORCH_DTYPES[dtype]).view(shape)
+            for name, (dtype, shape, first, end) in self._places.items()
+        }
+
+
+class StagingArea:
+    """The area of the rounds' input, on the device and twice on the host.
+
+    Args:
+        size: bytes, of the largest layout.
+        device: of the model.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.on_device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.mirrors = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._turn = 0
+
+    def next_mirror(self) -> int:
+        """Return which mirror the next round is written to.
+
+        The one before was read by a copy of the round before last, whose result the host has waited for.
+        """
+        self._turn = 1 - self._turn
+        return self._turn
+
+    def send(self, mirror: int, size: int) -> None:
+        """Copy the first *size* bytes of a mirror to the device; the host does not wait."""
+        self.on_device[:size].copy_(self.mirrors[mirror][:size], non_blocking=True)
+
+
+class ResultArea:
+    """The area of the rounds' results, int64, on the device and in pinned memory of the host.
+
+    Args:
+        size: numbers of the largest result.
+        device: of the model.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.on_device = torch.zeros(size, dtype=torch.int64, device=device)
+        self._mirror = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def receive(self, size: int) -> npt.NDArray[np.int64]:
+        """Copy the first *size* numbers to the host and wait for them: the only wait of a round."""
+        self._mirror[:size].copy_(self.on_device[:size], non_blocking=True)
+        self._done.record()
+        self._done.synchronize()
+        return self._mirror[:size].numpy()

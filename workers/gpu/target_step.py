@@ -1,0 +1,54 @@
+"""The target's step as a program: forward, sampling and acceptance on static buffers."""
+
+import torch
+
+from workers.gpu.attention_torch import DeviceAttention
+from workers.gpu.choosing import accepted, choose
+from workers.gpu.inputs import RoundInputs
+from workers.gpu.sizes import Chooser
+from workers.gpu.staging import ResultArea
+from workers.model.runner import ModelRunner
+
+
+class TargetStep:
+    """Rounds of one size.
+
+    Args:
+        runner: of the target.
+        attention: over its KV cache.
+        inputs: of the size.
+        results: where the result is written: for each row the sampled ids, a bit for each node of the draft that is
+            accepted, and the draft tokens, int64 `[R, 2 * Q]`.
+        vocab_size: ids that may be sampled.
+
+    Attributes:
+        states_TF: the features of the last run, for drafts that read them; None if none does.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        attention: DeviceAttention,
+        inputs: RoundInputs,
+        results: ResultArea,
+        vocab_size: int,
+    ) -> None:
+        self._runner, self._attention, self._inputs, self._vocab_size = runner, attention, inputs, vocab_size
+        rows, queries = inputs.size
+        self._result_RX = results.on_device[: 2 * rows * queries].view(rows, 2 * queries)
+        self._all_T = torch.arange(rows * queries, device=results.on_device.device)
+        self.states_TF: torch.Tensor | None = None
+
+    def run(self, chooser: Chooser) -> None:
+        """Run the step."""
+        found, queries = self._inputs.on_device, self._inputs.size.queries
+        tokens_RQ, limits = found["tokens_RQ"], self._inputs.limits(queries)
+        self._attention.use(self._inputs.metadata)
+        tokens_1T, positions_1T = tokens_RQ.view(1, -1), found["positions_RQ"].view(1, -1)
+        logits_TV, self.states_TF = self._runner.call(tokens_1T, positions_1T, self._all_T, self._attention)
+        ids_T = choose(chooser, logits_TV[:, : self._vocab_size], found["keys_RQ"].view(-1), limits)
+        ids_RQ = ids_T.view_as(tokens_RQ)
+        nodes_R = accepted(ids_RQ, tokens_RQ, found["parents_RQ"], found["drafted_R"])
+        self._result_RX[:, :queries].copy_(ids_RQ)
+        self._result_RX[:, queries].copy_(nodes_R)
+        self._result_RX[:, queries + 1 :].copy_(tokens_RQ[:, 1:])
