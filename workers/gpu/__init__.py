@@ -1,0 +1,1 @@
+"""The step on a GPU: attention, sampling and acceptance as kernels over device tensors."""
