@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p without sorting: which token ids the limits of a row leave, as thresholds.
 
-The logits over temperature are taken as whole numbers in the same order (the bits of floats). Both the k-th greatest
-and the last one that top-p leaves are "the greatest t such that the weights of all numbers >= t add up to a target": with
+Logits over temperature are taken as whole numbers in the same order (the bits of floats). Both the k-th greatest
+and the last one that top-p leaves are "the greatest t such that the weights of all numbers >= t reach a target": with
 weights of 1 and a target of k, or with masses and a target of top_p times their total. So one search finds both: 8
 passes of 4 bits each, and in each pass every block of the vocabulary adds up the weights above 16 candidates. Weights
 are integers, so the sums do not depend on their order; they are those of `workers.sampling.sample._left_by`.
@@ -67,8 +67,10 @@ def row_greatest(greatest_NB: tl.tensor, row: tl.tensor, blocks: tl.tensor, BLOC
 @triton.jit
 def weigh(value_B: tl.tensor, greatest: tl.tensor, kth: tl.tensor, min_p: tl.tensor) -> tl.tensor:
     """Return which values top-k and min-p leave, and their masses in units of 2^-34 of the greatest, int64."""
-    weight_B = tl.exp((value_B - greatest).to(tl.float64)).to(tl.float32)
-    weight_B = tl.where(weight_B == weight_B, weight_B, 0.0)  # NaN where the greatest is infinite: no id is sampled
+    # No id is sampled where the greatest is not finite. What is not a number is left out here.
+    base = tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
+    weight_B = tl.exp((value_B - base).to(tl.float64)).to(tl.float32)
+    weight_B = tl.where(weight_B <= 1.0, weight_B, 0.0)
     is_left_B = (weight_B.to(tl.float64) >= min_p) & (value_B > -float("inf")) & (in_order(value_B) >= kth)
     scaled_B = weight_B * _UNITS
     whole_B = tl.floor(scaled_B)
