@@ -28,7 +28,7 @@ SLOW_TESTS := tests/ray tests/ray_serve tests/distributed tests/exactness tests/
 	tests/cluster/deploy tests/cluster/test_bench_serve.py tests/cluster/test_check_command.py tests/cluster/test_cli.py \
 	tests/cluster/test_doctor.py tests/cluster/test_fresh_clone.py tests/cluster/test_llm.py \
 	tests/cluster/test_process_workers.py tests/docs/test_snippets.py tests/proposers/demo_heads \
-	tests/proposers/formats/test_drafter_traps.py tests/proposers/test_every_proposer.py \
+	tests/gpu tests/proposers/formats/test_drafter_traps.py tests/proposers/test_every_proposer.py \
 	tests/proposers/test_model_free_engine.py tests/proposers/test_own_proposer.py tests/proposers/test_trees.py \
 	tests/runtime/test_async_engine.py tests/runtime/test_scheduler_machine.py tests/structured/test_engine.py \
 	tests/workers/attention tests/workers/distributed tests/workers/draft tests/workers/gpu tests/workers/model \

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-# Read by torch, huggingface_hub and tokenizers when they are imported, so set before any import of them.
+# Read by torch, huggingface_hub, tokenizers and triton when they are imported, so set before any import of them.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU, by numpy
 
 
 ROOT = Path(__file__).parents[1]

@@ -10,6 +10,7 @@ from workers.attention.kv import KVCache
 from workers.attention.native import pick_attention
 from workers.compile import Forward, Trial
 from workers.distributed.groups import Group
+from workers.gpu.attention import pick_gpu_attention
 from workers.model.loaded import LoadedModel
 from workers.model.probe import probe
 from workers.model.tensor_parallel import connect
@@ -32,7 +33,7 @@ class TorchMode:
 
     def attention(self, cache: KVCache) -> AttentionBackend:
         """Return the fastest attention of this machine."""
-        return pick_attention(cache)
+        return pick_gpu_attention(cache) if cache.keys[0].device.type == "cuda" else pick_attention(cache)
 
     def wrap(self, forward: Forward) -> Forward:
         """Return *forward* itself."""

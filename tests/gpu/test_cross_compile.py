@@ -1,0 +1,75 @@
+"""The attention kernels compile for GPUs that are not there, and keep everything in registers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD = """
+import json, subprocess, sys
+from pathlib import Path
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from workers.attention.backend import Options
+from workers.gpu.kernels.attention import Shape
+from workers.gpu.kernels.attention_kernels import attention_kernel as kernel
+
+heads, kv_heads, key_size, value_size, window, has_sinks, arch, is_divided, length = json.loads(sys.argv[1])
+options = Options(0.1, window, sinks_H=torch.zeros(1) if has_sinks else None)
+shape = Shape(heads, kv_heads, key_size, value_size, 16, options)
+tile = shape.tile(length)
+constants = shape.constants(tile) | {"ONE_TILE": length * shape.share <= tile, "IS_DIVIDED": is_divided}
+if not has_sinks:
+    constants["sinks"] = None
+known = {**dict.fromkeys(("query", "keys", "values", "output_THE", "sinks"), "*bf16"), "visible_TW": "*i64"}
+known |= dict.fromkeys(("sums", "stats"), "*fp32") | dict.fromkeys(("scaling", "softcap", "value_scale"), "fp32")
+signature = {}
+for name in kernel.arg_names:
+    other = "*i32" if name.endswith(("_R", "_RB", "_RA")) else "i32"
+    signature[name] = "constexpr" if name in constants else known.get(name, other)
+aligned = ("query", "keys", "values", "output_THE", "sums", "stats", "tables_RB", "query_head", "query_token")
+attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+source = ASTSource(kernel, signature, constants, attributes)
+made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=shape.settings(tile))
+cubin = Path(sys.argv[2]) / "kernel.cubin"
+cubin.write_bytes(made.asm["cubin"])
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+print(subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout)
+"""
+SHAPES = {
+    "llama and qwen3 8b": (32, 8, 128, 128, 0, False),
+    "gpt-oss 20b": (64, 8, 64, 64, 128, True),
+    "deepseek v3 expanded": (128, 128, 192, 128, 0, False),
+}
+ROOT = Path(__file__).parents[2]
+
+
+def check(shape: str, arch: int, is_divided: bool, length: int, folder: Path) -> None:
+    """Compile in a process in which kernels are not interpreted."""
+    given = json.dumps([*SHAPES[shape], arch, is_divided, length])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", CHILD, given, str(folder)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "REG:" in ran.stdout
+    assert " STACK:0 " in ran.stdout
+    assert " LOCAL:0 " in ran.stdout
+
+
+def test_decode_compiles_without_spills(tmp_path: Path) -> None:
+    check("llama and qwen3 8b", 90, True, 1, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("is_divided", "length"), [(True, 1), (True, 8), (False, 512)])
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_kernel_compiles_without_spills(
+    shape: str, arch: int, is_divided: bool, length: int, tmp_path: Path
+) -> None:
+    check(shape, arch, is_divided, length, tmp_path)

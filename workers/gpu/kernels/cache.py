@@ -1,0 +1,75 @@
+"""Writing K and V of a forward's tokens into the paged cache."""
+
+import torch
+import triton
+import triton.language as tl
+
+from workers.gpu.kernels.attention import Pages, power_of_two
+
+
+@triton.jit
+def write_kernel(
+    key: tl.tensor,
+    key_head: tl.tensor,
+    key_token: tl.tensor,
+    value: tl.tensor,
+    value_head: tl.tensor,
+    value_token: tl.tensor,
+    key_pages: tl.tensor,
+    value_pages: tl.tensor,
+    cache_index_T: tl.tensor,
+    key_scale: tl.tensor,
+    value_scale: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+) -> None:
+    """Write one token's K and V; padding, whose index is -1, is skipped."""
+    token = tl.program_id(0).to(tl.int64)
+    index = tl.load(cache_index_T + token)
+    if index < 0:
+        return
+    head = tl.arange(0, HEADS_PADDED)[:, None]
+    d, e = tl.arange(0, KEY_PADDED)[None, :], tl.arange(0, VALUE_PADDED)[None, :]
+    is_key, is_value = (head < KV_HEADS) & (d < KEY), (head < KV_HEADS) & (e < VALUE)
+    key_GD = tl.load(key + token * key_token + head * key_head + d, mask=is_key, other=0.0)
+    value_GE = tl.load(value + token * value_token + head * value_head + e, mask=is_value, other=0.0)
+    if key_pages.dtype.element_ty != key.dtype.element_ty:
+        key_GD = (key_GD.to(tl.float32) / key_scale).to(key_pages.dtype.element_ty)
+        value_GE = (value_GE.to(tl.float32) / value_scale).to(value_pages.dtype.element_ty)
+    tl.store(key_pages + (index * KV_HEADS + head) * KEY + d, key_GD, mask=is_key)
+    tl.store(value_pages + (index * KV_HEADS + head) * VALUE + e, value_GE, mask=is_value)
+
+
+def write_cache(key_GTD: torch.Tensor, value_GTE: torch.Tensor, pages: Pages, cache_index_T: torch.Tensor) -> None:
+    """Write K and V of T tokens into *pages*.
+
+    Args:
+        key_GTD, value_GTE: `[kv_heads, T, size]`, any strides, last dimension contiguous.
+        pages: of the same dtype, or float8_e4m3fn: then K and V are divided by their scales.
+        cache_index_T: int64, see `DeviceMetadata`; tokens with -1 are skipped.
+    """
+    kv_heads, tokens, key_size = key_GTD.shape
+    value_size = value_GTE.shape[2]
+    write_kernel[(tokens,)](
+        key_GTD,
+        key_GTD.stride(0),
+        key_GTD.stride(1),
+        value_GTE,
+        value_GTE.stride(0),
+        value_GTE.stride(1),
+        pages.keys,
+        pages.values,
+        cache_index_T,
+        pages.key_scale,
+        pages.value_scale,
+        KV_HEADS=kv_heads,
+        KEY=key_size,
+        VALUE=value_size,
+        HEADS_PADDED=power_of_two(kv_heads),
+        KEY_PADDED=power_of_two(key_size),
+        VALUE_PADDED=power_of_two(value_size),
+    )

@@ -1,0 +1,121 @@
+"""Parts of the attention kernels: which row and places a program works on, what its queries see, and its products.
+
+M counts the queries of a tile, those of all heads that share a K/V head included; N counts keys.
+"""
+
+import triton
+import triton.language as tl
+
+from workers.gpu.kernels.splits import LOG2_E, split_start
+
+
+@triton.jit
+def find_row(
+    lengths_R: tl.tensor,
+    offsets_R: tl.tensor,
+    tile: tl.tensor,
+    rows: tl.tensor,
+    tokens: tl.tensor,
+    QUERIES: tl.constexpr,
+) -> tl.tensor:
+    """Return the last row whose tiles begin at or before *tile*: row r has those from `offset // QUERIES + r` on."""
+    low, high = tile * 0, rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        offset = tl.where(tl.load(lengths_R + middle) > 0, tl.load(offsets_R + middle), tokens)
+        is_before = offset // QUERIES + middle <= tile
+        low, high = tl.where(is_before, middle, low), tl.where(is_before, high, middle)
+    return low
+
+
+@triton.jit
+def span(split: tl.tensor, lowest: tl.tensor, end: tl.tensor, sinks: tl.tensor, N: tl.constexpr) -> tl.tuple:
+    """Return the range of places of a split that may be visible: from *lowest* to *end*, and those below *sinks*."""
+    first = split_start(split)
+    after = tl.minimum(split_start(split + 1), end)
+    return tl.where(first < sinks, first, tl.maximum(first, lowest // N * N)), after
+
+
+@triton.jit
+def locate(
+    tables_RB: tl.tensor,
+    table_width: tl.tensor,
+    row: tl.tensor,
+    place_N: tl.tensor,
+    is_read_N: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return the cache indices of places of a row, int64."""
+    block_N = tl.load(tables_RB + row * table_width + place_N // BLOCK, mask=is_read_N, other=0).to(tl.int64)
+    return block_N * BLOCK + place_N % BLOCK
+
+
+@triton.jit
+def load_columns(
+    pages: tl.tensor,
+    index_N: tl.tensor,
+    is_read_N: tl.tensor,
+    head: tl.tensor,
+    heads: tl.tensor,
+    SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Load WIDTH columns of K or V from column FIRST on, `[N, WIDTH]`; 0 past SIZE and for places not read."""
+    column_W = FIRST + tl.arange(0, WIDTH)
+    at_NW = ((index_N * heads + head) * SIZE)[:, None] + column_W[None, :]
+    if FIRST + WIDTH <= SIZE:
+        return tl.load(pages + at_NW, mask=is_read_N[:, None], other=0.0)
+    return tl.load(pages + at_NW, mask=is_read_N[:, None] & (column_W < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def capped(score_MN: tl.tensor, scaling: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr) -> tl.tensor:
+    """Return scores in units of log 2, scaled and soft-capped."""
+    if HAS_SOFTCAP:
+        scaled_MN = score_MN * (scaling / softcap)
+        return (2.0 * tl.sigmoid(2.0 * scaled_MN) - 1.0) * (softcap * LOG2_E)
+    return score_MN * (scaling * LOG2_E)
+
+
+@triton.jit
+def add_keys(
+    greatest_M: tl.tensor, total_M: tl.tensor, sum_ME: tl.tensor, score_MN: tl.tensor, value_NE: tl.tensor
+) -> tl.tuple:
+    """Add keys with their scores to an online softmax (Milakov and Gimelshein 2018)."""
+    joint_M = tl.maximum(greatest_M, tl.max(score_MN, 1))
+    base_M = tl.where(joint_M == -float("inf"), 0.0, joint_M)
+    weight_MN = tl.exp2(score_MN - base_M[:, None])
+    before_M = tl.exp2(greatest_M - base_M)
+    total_M = total_M * before_M + tl.sum(weight_MN, 1)
+    sum_ME = tl.dot(weight_MN.to(value_NE.dtype), value_NE, sum_ME * before_M[:, None], input_precision="ieee")
+    return joint_M, total_M, sum_ME
+
+
+@triton.jit
+def tree_words(
+    visible_TW: tl.tensor, words: tl.tensor, token_M: tl.tensor, bit: tl.tensor, live_M: tl.tensor
+) -> tl.tuple:
+    """Return the two words of each query's mask that hold the 64 bits from *bit* on, and its bit in the first.
+
+    *bit* may be negative; bits below 0 are 0.
+    """
+    word = bit >> 6
+    at_M = visible_TW + token_M.to(tl.int64) * words + word
+    low_M = tl.load(at_M, mask=live_M & (word >= 0) & (word < words), other=0)
+    high_M = tl.load(at_M + 1, mask=live_M & (word + 1 >= 0) & (word + 1 < words), other=0)
+    return low_M, high_M, bit & 63
+
+
+@triton.jit
+def tree_bits(low_M: tl.tensor, high_M: tl.tensor, shift: tl.tensor, N: tl.constexpr) -> tl.tensor:
+    """Return N bits from *shift* on, bool `[M, N]`; N is at most 64."""
+    bit_N = shift + tl.arange(0, N)
+    word_MN = tl.where((bit_N < 64)[None, :], low_M[:, None], high_M[:, None])
+    return ((word_MN >> (bit_N & 63).to(tl.int64)[None, :]) & 1) != 0
+
+
+@triton.jit
+def is_finite(values: tl.tensor) -> tl.tensor:
+    """Whether each value is neither infinite nor NaN, for values of any float type."""
+    return tl.abs(values.to(tl.float32)) < float("inf")
