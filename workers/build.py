@@ -73,7 +73,7 @@ class LoadedTarget:
     def info(self, config: EngineConfig) -> WorkerInfo:
         """Return the description of this rank for the controller, with the number of KV blocks that fit."""
         model, size = self.model, config.cache.block_size
-        each = bytes_per_block(model.layers, size, model.dtype)
+        each = bytes_per_block(model.layers, size, model.kv_dtype)
         if self.draft is not None:
             each += self.draft.bytes_per_block(size)
         fitting = blocks_that_fit(config.cache, model.device, each)
@@ -89,6 +89,7 @@ class LoadedTarget:
             speculates=config.speculative is not None,
             draft_needs=self.spec.needs,
             dtype=str(model.dtype).removeprefix("torch."),
+            kv_cache_dtype=str(model.kv_dtype).removeprefix("torch."),
             device=model.device.type,
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster import assemble
-from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
+from protos.config.engine import EngineConfig, KVCacheDtype, ModelConfig, SpeculativeConfig
 from tests.support.models import tiny_pairs
 from tests.support.processes import wait_gone, wait_until
 from workers.invariant import native

@@ -7,6 +7,7 @@ in two chunks, then a draft tree on it. Sliding windows are narrowed for the che
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,8 @@ def _paged(loaded: LoadedModel, first: Ints, second: Ints, tree: Ints) -> torch.
     """Return the logits `[T, V]` of the first row, the second, and the tree, fed as when serving."""
     slots = SlotTable(2, FIRST + SECOND, BLOCK)
     slots.blocks[:] = np.arange(slots.blocks.size, dtype=np.int32).reshape(slots.blocks.shape) % BLOCKS
-    runner = ModelRunner(loaded, slots, BLOCKS, BLOCK)
+    # Not quantised: the attention of the family is checked, not how K and V are stored.
+    runner = ModelRunner(replace(loaded, kv_dtype=loaded.dtype), slots, BLOCKS, BLOCK)
     begun = _feed(runner, [0, 1], [0, 0], [first[:CHUNK], second])
     rest = _feed(runner, [0], [CHUNK], [first[CHUNK:]])
     drafted = _feed(runner, [0], [FIRST], [tree], TREE)
