@@ -65,7 +65,7 @@ struct Task {
         s.positions.resize(M);
         for (int64_t m = 0; m < M; ++m) {
             s.positions[m] = mask.window_end(call, mask.position(start + m / share));
-            read_query(layer, call, token + m / share, head(m), D, &s.query[m * DP]);
+            read_query<S>(layer, call, token + m / share, head(m), D, &s.query[m * DP]);
             if (!call.sinks) continue;
             s.largest[m] = call.sinks[head(m)];
             s.total[m] = 1.0f;
@@ -218,7 +218,7 @@ struct Task {
 
     void write_output() const {
         for (int64_t m = 0; m < M; ++m)
-            write_result(layer, call, token + m / share, head(m), &s.output[m * EP], 1.0f / s.total[m]);
+            write_result<S>(layer, call, token + m / share, head(m), &s.output[m * EP], s.total[m]);
     }
 };
 

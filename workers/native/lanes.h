@@ -46,8 +46,8 @@ inline Lanes load(const Int8* from) {
 }
 inline Lanes load(const Fp8* from) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bits), 7);
-    return {_mm512_cvtph_ps(_mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))))};
+    const __m512i shifted = _mm512_slli_epi32(_mm512_cvtepi8_epi32(bits), 20);
+    return {_mm512_castsi512_ps(_mm512_and_si512(shifted, _mm512_set1_epi32(static_cast<int32_t>(0x87f00000))))};
 }
 inline void store(Lanes a, float* to) { _mm512_storeu_ps(to, a.v); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
@@ -87,8 +87,8 @@ inline Lanes load(const Int8* from) {
 }
 inline Lanes load(const Fp8* from) {
     const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    const __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(bits), 7);
-    return {_mm256_cvtph_ps(_mm_and_si128(shifted, _mm_set1_epi16(static_cast<int16_t>(0xbf80))))};
+    const __m256i shifted = _mm256_slli_epi32(_mm256_cvtepi8_epi32(bits), 20);
+    return {_mm256_castsi256_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(static_cast<int32_t>(0x87f00000))))};
 }
 inline void store(Lanes a, float* to) { _mm256_storeu_ps(to, a.v); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }

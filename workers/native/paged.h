@@ -146,17 +146,20 @@ void write_tokens(const Plan& plan, const Layer& layer, const Call& call) {
 }
 
 // Reads a query of `size` numbers, multiplied by the scale of scores.
-inline void read_query(const Layer& layer, const Call& call, int64_t token, int64_t head, int64_t size, float* to) {
+template <typename S>
+void read_query(const Layer& layer, const Call& call, int64_t token, int64_t head, int64_t size, float* to) {
+    const float factor = call.scaling * kUnit<S>;
     as_computed(layer, [&](auto number) {
         using T = decltype(number);
         const T* from = static_cast<const T*>(call.query) + token * call.query_token + head * call.query_head;
-        for (int64_t d = 0; d < size; ++d) to[d] = widen(from[d]) * call.scaling;
+        for (int64_t d = 0; d < size; ++d) to[d] = widen(from[d]) * factor;
     });
 }
 
-// Writes the result of one query, `from` times `factor`.
-inline void write_result(const Layer& layer, const Call& call, int64_t token, int64_t head, const float* from,
-                         float factor) {
+// Writes the result of one query, `from` by the `total` of its weights.
+template <typename S>
+void write_result(const Layer& layer, const Call& call, int64_t token, int64_t head, const float* from, float total) {
+    const float factor = kUnit<S> / total;
     as_computed(layer, [&](auto number) {
         using T = decltype(number);
         T* to = static_cast<T*>(call.output) + (token * layer.heads + head) * layer.value_size;
@@ -164,7 +167,7 @@ inline void write_result(const Layer& layer, const Call& call, int64_t token, in
     });
 }
 
-// The scale of the K or V of one token and head, times the unit of the dtype.
+// The scale of the K or V of one token and head, times the other unit of the dtype.
 template <typename S>
 float scale_of(const void* scales, int64_t index) {
     return widen(static_cast<const Bf16*>(scales)[index]) * kUnit<S>;

@@ -137,7 +137,7 @@ struct Task {
             s.positions[m] = mask.window_end(call, own);
             if (call.window > 0) s.lowest[m] = s.positions[m] - call.window + 1;
             s.recent[m] = std::max(s.lowest[m], plan.kv_window > 0 ? own - plan.kv_window + 1 : 0);
-            read_query(layer, call, token + m / share, head(m), D, &s.query[m * D]);
+            read_query<S>(layer, call, token + m / share, head(m), D, &s.query[m * D]);
             if (!call.sinks) continue;
             s.largest[m] = call.sinks[head(m)];
             s.total[m] = 1.0f;
@@ -283,7 +283,7 @@ struct Task {
 
     void write_output() const {
         for (int64_t m = 0; m < M; ++m)
-            write_result(layer, call, token + m / share, head(m), &s.output[m * E], 1.0f / s.total[m]);
+            write_result<S>(layer, call, token + m / share, head(m), &s.output[m * E], s.total[m]);
     }
 };
 

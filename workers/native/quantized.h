@@ -1,5 +1,5 @@
 // 8-bit numbers of a quantised KV cache, each vector of which has a scale (workers/attention/quantized_kv.py, which
-// stores the same bits). The number that is meant is widen(x) * kUnit<T> * scale.
+// stores the same bits). The number that is meant is widen(x) * kUnit<T> * kUnit<T> * scale.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -31,15 +31,20 @@ constexpr float kLargest<Int8> = 127.0f;
 template <>
 constexpr float kLargest<Fp8> = 448.0f;
 
-// The bits of an E4M3 number, seen as the upper bits of fp16, are 1/256 of it: fp16 has one more bit of exponent.
+// The bits of an E4M3 number, as the last bits of fp32's exponent and the first of its mantissa, are 2^-120 of it: the
+// exponents are counted from 7 and from 127. Subnormal numbers are subnormal in fp32. So widening takes no arithmetic.
+// Half of the factor is in the queries and in the results, and half in the scales: none of them overflows.
 template <typename T>
 constexpr float kUnit = 1.0f;
 template <>
-constexpr float kUnit<Fp8> = 256.0f;
+constexpr float kUnit<Fp8> = 0x1p60f;
 
 inline float widen(Int8 x) { return static_cast<float>(x.bits); }
 inline float widen(Fp8 x) {
-    return widen(Fp16{static_cast<uint16_t>((x.bits & 0x80u) << 8 | (x.bits & 0x7fu) << 7)});
+    const uint32_t bits = (x.bits & 0x80u) << 24 | (x.bits & 0x7fu) << 20;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
 }
 
 // Rounds to the nearest, ties to even. |x| is at most `kLargest`, up to rounding.
