@@ -56,8 +56,10 @@ def as_fp32(cache: KVCache) -> KVCache:
 
 
 def bits(pages: Pages) -> list[bytes]:
-    """Everything that is stored."""
-    parts = [pages.stored] if pages.scales is None else [pages.stored, pages.scales]
+    """Everything that is stored; NaN has several bit patterns, which are all alike."""
+    parts = [pages.stored]
+    if pages.scales is not None:
+        parts.append(pages.scales.masked_fill(pages.scales.isnan(), -1.0))
     return [part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts]
 
 

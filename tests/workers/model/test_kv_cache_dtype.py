@@ -51,7 +51,9 @@ def reference_logits(
     source = sys.modules[type(model).__module__]
     own = source.eager_attention_forward  # type: ignore[attr-defined]
 
-    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> Any:
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+    ) -> Any:
         return own(module, query, rounded(key, stored), rounded(value, stored), *rest, **named)
 
     with monkeypatch.context() as patched, torch.no_grad():
