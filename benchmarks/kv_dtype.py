@@ -6,12 +6,14 @@ Attention: one step of decoding, 32 rows with 1,000 tokens each, computed in bf1
 attends with another layer's K and V, as in a model: they come from memory, not from the processor's caches. The sides
 alternate call by call, a different one first each time. "prefill" is a row of 512 new tokens after 512 known ones.
 
-Perplexity: the held-out text of the demo, fed in chunks of 100 tokens. So K and V are read by torch and by the kernel.
+Perplexity: the beginnings of held-out files (`demo/heldout.txt`), the first half of each in chunks of 100 tokens, the
+rest three tokens at a time. So K and V are read by torch and by the kernel.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from benchmarks.shared import measure
-from demo import pair
+from demo import corpus, pair
 from protos.config.engine import KVCacheDtype, ModelConfig
 from protos.layers import LayerShape
 from workers.attention.backend import Options
@@ -37,7 +39,6 @@ HEADS, KV_HEADS = 8, 4
 BLOCK = 16
 LAYERS = 8
 GIB = 1 << 30
-TEXT = Path(__file__).parents[1] / "demo" / "heldout.txt"
 CONTEXT, CHUNK = 1000, 100
 
 
@@ -110,14 +111,14 @@ def attention(step: Step, size: int, passes: int) -> dict[str, Any]:
     return {"step": step.name, "size": size, "bf16_ms": bf16_ms, **{k: asdict(v) for k, v in ratios.items()}}
 
 
-def perplexity(model: Path, stored: KVCacheDtype, ids: list[int], dtype: str) -> float:
+def perplexity(model: Path, stored: KVCacheDtype, texts: list[list[int]], dtype: str) -> float:
     """Return the perplexity of texts of `CONTEXT` tokens."""
     loaded = load(ModelConfig(model=str(model), dtype=dtype, kv_cache_dtype=stored, device="cpu"))  # type: ignore[arg-type]
     num_blocks = -(-CONTEXT // BLOCK)
     slots = SlotTable(1, CONTEXT, BLOCK)
     slots.blocks[0, :num_blocks] = np.arange(num_blocks)
     runner = ModelRunner(loaded, slots, num_blocks, BLOCK)
-    losses = [_loss(runner, np.array(ids[at : at + CONTEXT])) for at in range(0, len(ids) - CONTEXT, CONTEXT)]
+    losses = [_loss(runner, np.array(ids)) for ids in texts]
     return float(np.exp(np.mean(losses)))
 
 
@@ -135,10 +136,13 @@ def _loss(runner: ModelRunner, ids_N: np.ndarray) -> float:
 
 def perplexities(target: Path, draft: Path, texts: int, dtype: str) -> dict[str, Any]:
     """Return the perplexity of both demo models with every KV dtype."""
-    ids = Tokenizer.from_file(str(target / "tokenizer.json")).encode(TEXT.read_text()).ids[: texts * CONTEXT + 1]
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    files = corpus.read(corpus.split(corpus.stdlib_root())[1])
+    encoded = (tokenizer.encode(text, add_special_tokens=False).ids[:CONTEXT] for text in files)
+    starts = list(islice((ids for ids in encoded if len(ids) == CONTEXT), texts))
     found: dict[str, Any] = {}
     for name, model in (("target", target), ("draft", draft)):
-        own = {stored: perplexity(model, stored, ids, dtype) for stored in ("auto", *DTYPES)}
+        own = {stored: perplexity(model, stored, starts, dtype) for stored in ("auto", *DTYPES)}
         found[name] = own
         shown = ", ".join(f"{stored} {value:.4f} ({value / own['auto'] - 1:+.3%})" for stored, value in own.items())
         print(f"perplexity of the {name} in {dtype}, by KV dtype: {shown}", flush=True)
