@@ -1,6 +1,6 @@
 """The time of attention over a KV cache in bf16, int8 and fp8, and the perplexity of the demo target with each.
 
-    python -m benchmarks.kv_dtype [--threads 2] [--output figures.json]
+    python -m benchmarks.kernels.kv_dtype [--threads 2] [--output figures.json]
 
 Attention: one step of decoding, 32 rows with 1,000 tokens each, computed in bf16 by the kernel for CPUs. Every call
 attends with another layer's K and V, as in a model: they come from memory, not from the processor's caches. The sides
