@@ -43,7 +43,7 @@ CONTEXT, CHUNK = 1000, 100
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodingStep:
     """Rows that are attended in one call: tokens known before, and fed."""
 
     name: str
@@ -53,17 +53,17 @@ class Step:
 
 
 STEPS = (
-    Step("32 rows x 1,000 tokens", 32, 999, 1),
-    Step("32 rows x 1,000 tokens, 4 draft tokens", 32, 995, 5),
-    Step("1 row x 1,000 tokens", 1, 999, 1),
-    Step("prefill", 1, 512, 512),
+    DecodingStep("32 rows x 1,000 tokens", 32, 999, 1),
+    DecodingStep("32 rows x 1,000 tokens, 4 draft tokens", 32, 995, 5),
+    DecodingStep("1 row x 1,000 tokens", 1, 999, 1),
+    DecodingStep("prefill", 1, 512, 512),
 )
 
 
-class Side:
+class CachedAttention:
     """Attention over a cache of one dtype, filled with random K and V."""
 
-    def __init__(self, stored: KVCacheDtype, step: Step, size: int) -> None:
+    def __init__(self, stored: KVCacheDtype, step: DecodingStep, size: int) -> None:
         width = -(-(step.known + step.fed) // BLOCK)
         blocks_SB = np.random.default_rng(0).permutation(step.rows * width).astype(np.int32).reshape(step.rows, width)
         cache = KVCache(
@@ -98,9 +98,9 @@ def _normal(heads: int, tokens: int, size: int) -> torch.Tensor:
     return values.bfloat16().transpose(1, 2)
 
 
-def attention(step: Step, size: int, passes: int) -> dict[str, Any]:
+def attention(step: DecodingStep, size: int, passes: int) -> dict[str, Any]:
     """Return the median milliseconds of a call in bf16, and the time of the other dtypes relative to it."""
-    sides: dict[str, Callable[[int], int]] = {stored: Side(stored, step, size) for stored in DTYPES}
+    sides: dict[str, Callable[[int], int]] = {stored: CachedAttention(stored, step, size) for stored in DTYPES}
     calls = [layer for _ in range(passes) for layer in range(LAYERS)]
     measure.alternate(sides, range(LAYERS))
     times = measure.alternate(sides, calls)
