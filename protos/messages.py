@@ -258,8 +258,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     measured. `draft_needs` is which features the draft is fed; unless "none", it can draft only for rows that the
     target has computed. `draft_places` is how many places of a row's KV blocks drafting takes, where that is more than
     the draft's nodes. `methods` and `num_speculative_tokens` are what requests may choose from, set by the engine;
-    empty and 0 without speculation. `dtype` is that of the target, such as "float32"; may be empty. `device` is "cpu"
-    or "cuda". `keeps_prefixes` is False if the target cannot begin after a cached prefix.
+    empty and 0 without speculation. `dtype` is that of the target, such as "float32", and `kv_cache_dtype` that of its
+    cached K and V, such as "int8"; both may be empty. `device` is "cpu" or "cuda". `keeps_prefixes` is False if the
+    target cannot begin after a cached prefix.
     """
 
     num_blocks: int
@@ -274,6 +275,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     methods: tuple[str, ...] = ()
     num_speculative_tokens: int = 0
     dtype: str = ""
+    kv_cache_dtype: str = ""
     device: str = "cpu"
     draft_places: int = 0
     keeps_prefixes: bool = True

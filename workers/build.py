@@ -77,7 +77,7 @@ class LoadedTarget:
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of one KV block, with those of the draft in this process."""
-        each = bytes_per_block(self.model.layers, block_size, self.model.dtype)
+        each = bytes_per_block(self.model.layers, block_size, self.model.kv_dtype)
         return each if self.draft is None else each + self.draft.bytes_per_block(block_size)
 
     def report(self, config: EngineConfig) -> Loaded:
@@ -107,6 +107,7 @@ class LoadedTarget:
             speculates=config.speculative is not None,
             draft_needs=self.spec.needs,
             dtype=str(model.dtype).removeprefix("torch."),
+            kv_cache_dtype=str(model.kv_dtype).removeprefix("torch."),
             device=model.device.type,
             keeps_prefixes=not model.recurrent,
         )

@@ -35,6 +35,7 @@ KEPT = (
     Option("tokenizer_revision", "model", "tokenizer_revision", "branch, tag or commit of the tokenizer"),
     Option("download_dir", "model", "download_dir", "where downloads are kept"),
     Option("dtype", "model", "dtype", "auto, float32, bfloat16 or float16"),
+    Option("kv_cache_dtype", "model", "kv_cache_dtype", "auto (the model's), bfloat16, fp8 or int8"),
     Option("max_model_len", "model", "max_model_len", "context length in tokens; default: the model's"),
     Option("enforce_eager", "model", "enforce_eager", "never compile", is_flag=True),
     Option("batch_invariant", "model", "batch_invariant", "bitwise the same logits in any batch", is_flag=True),
@@ -109,13 +110,11 @@ IGNORED_FLAGS = frozenset({
     "enable_expert_parallel", "disable_custom_all_reduce", "worker_use_ray", "disable_sliding_window",
     "disable_cascade_attn", "enable_sleep_mode", "disable_async_output_proc", "multi_step_stream_outputs",
     "enable_eplb", "use_tqdm_on_load", "disable_frontend_multiprocessing", "disable_hybrid_kv_cache_manager",
-    "enable_prompt_tokens_details", "disable_mm_preprocessor_cache",
+    "enable_prompt_tokens_details", "disable_mm_preprocessor_cache", "calculate_kv_scales",
 })  # fmt: skip
 # name -> (values that are accepted because they change nothing, what to do instead)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "quantization": ((), "leave it out: the config.json of a quantised checkpoint names its format"),
-    "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
-    "calculate_kv_scales": ((False,), "the KV cache is not quantised"),
     "load_format": (("auto", "safetensors"), "weights are loaded from safetensors only"),
     "hf_overrides": (({},), "edit the checkpoint's config.json instead"),
     "rope_scaling": (({},), "edit the checkpoint's config.json instead"),
@@ -132,7 +131,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "model_impl": (("auto", "transformers"), "models are run through transformers"),
     "kv_transfer_config": (({},), "prefill and decoding share one cache"),
 }
-REFUSED_FLAGS = frozenset({"calculate_kv_scales", "enable_lora", "enable_prompt_embeds"})
+REFUSED_FLAGS = frozenset({"enable_lora", "enable_prompt_embeds"})
 SINGLE = {
     "pipeline_parallel_size": "split the model with tensor_parallel_size",
     "data_parallel_size": "run several servers",

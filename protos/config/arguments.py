@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from protos.config import aliases, speculation
+from protos.config import aliases, kv_cache_dtype, speculation
 from protos.config.argument_names import (
     IGNORED,
     IGNORED_FLAGS,
@@ -143,6 +143,8 @@ def _read(name: str, value: Any) -> Any:
     if name == "dtype":  # may be a torch.dtype
         word = str(value).removeprefix("torch.")
         return DTYPES.get(word, word)
+    if name == "kv_cache_dtype":
+        return kv_cache_dtype.canonical(value)
     if name == "served_model_name":
         names = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
         return (names,) if isinstance(names, str) else tuple(names)

@@ -22,6 +22,7 @@ DEFAULT_WIDTH, DEFAULT_DEPTH = 4, 6
 """Shape of a dynamic tree where the configuration has none."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8", "int8"]
 Placement = Literal["dedicated", "colocated"]
 RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
 PROBABILISTIC_RULES: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
@@ -43,6 +44,8 @@ class ModelConfig:
     `generation_config` is the source of sampling defaults: the model ("auto"), none ("vllm"), or a folder.
     `compile_in_background`: serve eager until the models are compiled, where they run in the engine's process.
     `batch_invariant`: the logits of a position are bitwise the same for every batch and number of ranks.
+    `kv_cache_dtype`: how K and V are stored; "auto": in the model's dtype. "fp8" (E4M3) and "int8" have a scale for
+    each token and head.
     `skip_self_check`: serve the target without comparing it with `transformers` on a few tokens.
     """
 
@@ -52,6 +55,7 @@ class ModelConfig:
     tokenizer_revision: str | None = None
     download_dir: str | None = None
     dtype: Dtype = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     max_model_len: int | None = Field(default=None, gt=0)
     enforce_eager: bool = False
     compile_in_background: bool = False
@@ -92,6 +96,7 @@ class SpeculativeConfig:
 
     Attributes:
         num_speculative_tokens: most nodes of a draft that the target scores, a chain or a tree.
+        kv_cache_dtype: of the draft's KV cache, see `ModelConfig`; None: as for the target.
         speculative_token_tree: nodes of a static tree, as paths of ranks, parents first; None: the method's default.
         eagle_topk: children of a node and nodes fed per level of a dynamic tree; beams of `recurrent`; 1: chains.
         num_steps: levels of a dynamic tree; None: the method's default.
@@ -124,6 +129,7 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     dtype: Dtype = "auto"
+    kv_cache_dtype: KVCacheDtype | None = None
     max_model_len: int | None = Field(default=None, gt=0)
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: int = Field(default=1, ge=1, le=1)

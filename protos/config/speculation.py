@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
+from protos.config import kv_cache_dtype
 from protos.config.engine import PROBABILISTIC_RULES, RejectionSampleMethod, SpeculativeConfig
 from protos.config.kv_window import SELF_WINDOW
 from protos.config.method import (
@@ -66,7 +67,6 @@ HARMLESS = frozenset({
 REFUSED = {
     "tensor_parallel_size": "pass draft_tensor_parallel_size",
     "quantization": "leave it out: the config.json of a quantised draft model names its format",
-    "kv_cache_dtype": "the draft's KV cache has the draft's dtype",
     "draft_load_config": "drafts are loaded as they are stored: safetensors, and heads that torch saved",
     "draft_lm_head_quantization": "quantised heads are not supported",
 }
@@ -113,6 +113,8 @@ def read(
     fields = {key: value for key, value in keys.items() if key in KNOWN}
     fields |= _lookup_lengths(keys)
     fields |= {"method": method, "model": _model(method, keys, target), TOKENS: num_tokens(method, keys, found)}
+    if "kv_cache_dtype" in fields:
+        fields["kv_cache_dtype"] = kv_cache_dtype.canonical(fields["kv_cache_dtype"])
     fields["has_default_shape"] = has_default_shape(method, keys, found)
     fields |= by_batch_size(keys, fields[TOKENS])
     if found.method in names_of(method):

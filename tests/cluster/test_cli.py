@@ -91,6 +91,7 @@ def test_switches_have_two_sides(served: list[tuple[EngineConfig, Any]]) -> None
 def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any]]) -> None:
     values = {
         "dtype": "half",
+        "kv_cache_dtype": "int8",
         "device": "cpu",
         "distributed_executor_backend": "mp",
         "gpu_memory_utilization": "0.5",

@@ -48,6 +48,26 @@ def test_dtype_names(written: str, kept: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("auto", "auto"),
+        ("bfloat16", "bfloat16"),
+        ("fp8", "fp8"),
+        ("fp8_e4m3", "fp8"),
+        ("torch.float8_e4m3fn", "fp8"),
+        ("fp8_per_token_head", "fp8"),
+        ("int8", "int8"),
+        ("int8_per_token_head", "int8"),
+    ],
+)
+def test_names_of_the_kv_cache_dtype(written: str, kept: str) -> None:
+    config = parse(kv_cache_dtype=written, speculative_config={"model": "d", "kv_cache_dtype": written})
+    assert config.model.kv_cache_dtype == kept
+    assert config.speculative is not None
+    assert config.speculative.kv_cache_dtype == kept
+
+
+@pytest.mark.parametrize(
     ("given", "executor"),
     [
         ({}, "uni"),
@@ -102,7 +122,10 @@ def test_what_is_placed_how() -> None:
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "max_num_batched_tokens must be at least max_num_seqs"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"quantization": "ascend"}, "quantization is not supported, got 'ascend'"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is not supported"),
+        (
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "kv_cache_dtype must be one of 'auto', 'bfloat16', 'fp8' or 'int8'",
+        ),
         ({"load_format": "dummy"}, "load_format is not supported"),
         ({"hf_overrides": {"a": 1}}, "hf_overrides is not supported"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1, got 2: split the model"),
@@ -121,7 +144,7 @@ def test_refusals_name_what_the_user_wrote(given: dict[str, Any], says: str) -> 
 
 
 def test_neutral_values_of_refused_arguments_pass() -> None:
-    neutral = {"quantization": None, "kv_cache_dtype": "auto", "load_format": "safetensors", "data_parallel_size": 1}
+    neutral = {"quantization": None, "load_format": "safetensors", "data_parallel_size": 1}
     assert parse(**neutral) == parse()
 
 

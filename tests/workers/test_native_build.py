@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster import assemble
-from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
+from protos.config.engine import EngineConfig, KVCacheDtype, ModelConfig, SpeculativeConfig
 from tests.support.models import tiny_pairs
 from tests.support.processes import wait_gone, wait_until
 from workers.invariant import native
@@ -157,11 +157,12 @@ def test_a_process_that_ends_ends_its_compilers(machine: Machine) -> None:
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("has_draft", [False, True])
+@pytest.mark.parametrize("stored", ["auto", "int8"])
 def test_an_engine_starts_the_compilers_of_all_its_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, invariant: bool, has_draft: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: KVCacheDtype, *, invariant: bool, has_draft: bool
 ) -> None:
     target, draft = tiny_pairs.build(tmp_path, "llama")
-    model = ModelConfig(str(target), device="cpu", batch_invariant=invariant, enforce_eager=True)
+    model = ModelConfig(str(target), device="cpu", kv_cache_dtype=stored, batch_invariant=invariant, enforce_eager=True)
     speculative = SpeculativeConfig("draft_model", model=str(draft), num_speculative_tokens=2) if has_draft else None
     started: list[tuple[str, ...]] = []
     needed: set[tuple[str, ...]] = set()

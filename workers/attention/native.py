@@ -9,15 +9,17 @@ import torch
 
 from workers.attention.backend import AttentionBackend, Options
 from workers.attention.batch import AttentionMetadata, Ints, TreeMasks
-from workers.attention.kv import KVCache
+from workers.attention.kv import KVCache, Pages
+from workers.attention.quantized_kv import LARGEST
 from workers.attention.row_groups import CHUNK
 from workers.attention.torch import TorchAttention
-from workers.native.build import KernelUnavailableError, load_function
+from workers.native.build import QUANTIZED_KV, KernelUnavailableError, load_function
 from workers.native.dtypes import DTYPE_CODES
 
 logger = logging.getLogger(__name__)
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, *LARGEST)
+"""Caches that the kernel reads."""
 
 
 class _Plan(ctypes.Structure):
@@ -30,8 +32,10 @@ class _Plan(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("keys", "values")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_size", "value_size", "kind")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")]
+    _fields_ += [
+        (name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_size", "value_size", "stored", "computed")
+    ]
 
 
 class _Call(ctypes.Structure):
@@ -50,7 +54,7 @@ class NativeAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self._kernel = load_function(*self.KERNEL)
+        self._kernel = load_function(*self.KERNEL, *((QUANTIZED_KV,) if cache.dtype in LARGEST else ()))
         self._torch = TorchAttention(cache)
         self._plan = _Plan(block_size=cache.block_size)
         self._plan_ref = ctypes.byref(self._plan)
@@ -105,7 +109,7 @@ class NativeAttention:
         if tokens > size:
             output_1THE[:, size:].zero_()
         call, described = self._call, self._layers[layer]
-        described.heads = heads
+        described.heads, described.computed = heads, DTYPE_CODES[query_1HTD.dtype]
         call.query, call.key, call.value = query_1HTD.data_ptr(), key_1GTD.data_ptr(), value_1GTE.data_ptr()
         call.output = output_1THE.data_ptr()
         _, call.query_head, call.query_token, _ = query_1HTD.stride()
@@ -122,20 +126,26 @@ class NativeAttention:
         return output_1THE
 
     def _describe(self, index: int) -> _Layer:
-        shape, keys = self.cache.shapes[index], self.cache.keys[index]
+        shape, keys, values = self.cache.shapes[index], self.cache.key_pages[index], self.cache.value_pages[index]
         return _Layer(
-            keys=keys.data_ptr(),
-            values=self.cache.values[index].data_ptr(),
+            keys=keys.stored.data_ptr(),
+            values=values.stored.data_ptr(),
+            key_scales=_scales(keys),
+            value_scales=_scales(values),
             kv_heads=shape.kv_heads,
             key_size=shape.key_size,
             value_size=shape.value_size,
-            kind=DTYPE_CODES[keys.dtype],
+            stored=DTYPE_CODES[self.cache.dtype],
         )
+
+
+def _scales(pages: Pages) -> int | None:
+    return None if pages.scales is None else pages.scales.data_ptr()
 
 
 def pick_attention(cache: KVCache) -> AttentionBackend:
     """Return the fastest attention this machine has for *cache*."""
-    if cache.keys[0].device.type != "cpu" or cache.keys[0].dtype not in DTYPES:
+    if cache.device.type != "cpu" or cache.dtype not in DTYPES:
         return TorchAttention(cache)
     try:
         return NativeAttention(cache)

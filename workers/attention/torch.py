@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from workers.attention.backend import Options
 from workers.attention.batch import AttentionMetadata, Ints
-from workers.attention.kv import KVCache
+from workers.attention.kv import KVCache, Pages
 from workers.attention.row_groups import RowGroup, group_rows, to_device
 
 
@@ -19,7 +19,7 @@ class TorchAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self.device = cache.keys[0].device
+        self.device = cache.device
         self._cache_index_T = torch.empty(0, dtype=torch.int64)
         self._groups: list[RowGroup] = []
         if self.device.type == "cuda":
@@ -44,8 +44,7 @@ class TorchAttention:
 
     def write(self, layer: int, key_GTD: torch.Tensor, value_GTE: torch.Tensor) -> None:
         """Write K and V of the forward's tokens into the cache."""
-        self.cache.keys[layer].flatten(0, 1).index_copy_(0, self._cache_index_T, key_GTD.transpose(0, 1))
-        self.cache.values[layer].flatten(0, 1).index_copy_(0, self._cache_index_T, value_GTE.transpose(0, 1))
+        self.cache.write(layer, self._cache_index_T, key_GTD.transpose(0, 1), value_GTE.transpose(0, 1))
 
     def attend_groups(self, layer: int, query_THD: torch.Tensor, options: Options) -> torch.Tensor:
         """Attend over the cache; return `[T, heads, value_size]`."""
@@ -77,8 +76,8 @@ class TorchAttention:
         """Attend for the N = R x Q queries of one group; returns a contiguous `[N, heads, value_size]`."""
         shape = self.cache.shapes[layer]
         rows, num_queries = group.positions_RQ.shape
-        key_RGLD = self._gather(self.cache.keys[layer], group)
-        value_RGLE = self._gather(self.cache.values[layer], group)
+        key_RGLD = _gather(self.cache.key_pages[layer], group, query_NHD.dtype)
+        value_RGLE = _gather(self.cache.value_pages[layer], group, query_NHD.dtype)
         broken_RGN = None
         if group.num_settled < group.length:
             new = slice(group.num_settled, None)
@@ -97,13 +96,14 @@ class TorchAttention:
         ]
         return torch.cat(outputs, 1).reshape(rows * num_queries, -1, shape.value_size)
 
-    def _gather(self, pages: torch.Tensor, group: RowGroup) -> torch.Tensor:
-        """Return the group's keys or values, `[R, kv_heads, L, size]`."""
-        gathered = pages.index_select(0, group.blocks_N)  # a copy: it may be modified
-        if group.stale_N is not None:
-            gathered.flatten(0, 1).index_fill_(0, group.stale_N, 0)
-        rows = group.positions_RQ.shape[0]
-        return gathered.view(rows, -1, *pages.shape[2:])[:, : group.length].transpose(1, 2)
+
+def _gather(pages: Pages, group: RowGroup, dtype: torch.dtype) -> torch.Tensor:
+    """Return the group's keys or values in *dtype*, `[R, kv_heads, L, size]`: a copy, which may be modified."""
+    gathered = pages.blocks(group.blocks_N, dtype)
+    if group.stale_N is not None:
+        gathered.flatten(0, 1).index_fill_(0, group.stale_N, 0)
+    rows = group.positions_RQ.shape[0]
+    return gathered.view(rows, -1, *gathered.shape[2:])[:, : group.length].transpose(1, 2)
 
 
 def without_broken_(key_RGLD: torch.Tensor, value_RGLE: torch.Tensor) -> torch.Tensor:

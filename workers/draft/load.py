@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from proposers import registry
-from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
+from protos.config.engine import EngineConfig, KVCacheDtype, ModelConfig, SpeculativeConfig
 from protos.config.kv_window import SELF_WINDOW, KVWindow
 from protos.draft_module import LearnedProposer
 from protos.errors import ConfigError
 from protos.layers import FeatureSpec
 from protos.progress import ProgressCallback
-from workers.attention.kv import bytes_per_block
+from workers.attention.kv import bytes_per_block, stored_dtype
 from workers.device import weight_bytes
 from workers.draft.vocab_map import VocabMap, translate
 from workers.draft.weights import CheckpointEnds, DraftCheckpoint, LoadedEnds, TargetEnds
@@ -88,7 +88,7 @@ class LanguageDraft:
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `LoadedDraft`."""
-        return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
+        return bytes_per_block(self.loaded.layers, block_size, self.loaded.kv_dtype)
 
     def forward(self, slots: SlotTable, num_blocks: int, target: ModelRunner | None) -> DraftForward:
         """See `LoadedDraft`."""
@@ -143,7 +143,7 @@ class ModuleDraft:
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `LoadedDraft`."""
-        return bytes_per_block(self.loaded.layers, block_size, self.loaded.dtype)
+        return bytes_per_block(self.loaded.layers, block_size, self.loaded.kv_dtype)
 
     def forward(self, slots: SlotTable, num_blocks: int, target: ModelRunner | None) -> ModuleRunner:
         """See `LoadedDraft`."""
@@ -206,6 +206,8 @@ def _is_shared(config: EngineConfig, speculative: SpeculativeConfig, target: Loa
     """Whether the target drafts for itself with the weights and the cache that are in this process."""
     if SELF_WINDOW not in speculative.methods or target is None or config.model.batch_invariant:
         return False
+    if stored_dtype(_kv_cache_dtype(config, speculative), target.dtype) != target.kv_dtype:
+        return False
     return target.ranks == 1 and speculative.dtype in ("auto", str(target.dtype).removeprefix("torch."))
 
 
@@ -235,9 +237,14 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
         model=model,
         revision=revision,
         dtype=dtype,
+        kv_cache_dtype=_kv_cache_dtype(config, speculative),
         max_model_len=speculative.max_model_len,
         batch_invariant=False,
     )
+
+
+def _kv_cache_dtype(config: EngineConfig, speculative: SpeculativeConfig) -> KVCacheDtype:
+    return speculative.kv_cache_dtype or config.model.kv_cache_dtype
 
 
 def _load_module(
@@ -264,5 +271,6 @@ def _load_module(
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])
     # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
     is_eager = _is_eager(config, speculative) or config.model.batch_invariant
-    loaded = LoadedModule(module, dtype, device, (folder or source, fetch(config.model)), (speculative,))
+    kv_dtype = stored_dtype(_kv_cache_dtype(config, speculative), dtype)
+    loaded = LoadedModule(module, dtype, kv_dtype, device, (folder or source, fetch(config.model)), (speculative,))
     return ModuleDraft(loaded, spec, width, is_eager, speculative.kv_window)

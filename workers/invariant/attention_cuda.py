@@ -12,7 +12,7 @@ import torch
 
 from workers.attention.backend import Options
 from workers.attention.batch import AttentionMetadata, Ints
-from workers.attention.kv import KVCache
+from workers.attention.kv import KVCache, Pages
 
 SPLIT = 128
 QUERIES = 16
@@ -25,7 +25,7 @@ class SplitAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self.device = cache.keys[0].device
+        self.device = cache.device
         empty = torch.empty(0, dtype=torch.int64)
         self._written_T = self._places_TL = self._positions_TL = self._own_T = self._first_T = empty
 
@@ -52,8 +52,7 @@ class SplitAttention:
         self, layer: int, query_1HTD: torch.Tensor, key_1GTD: torch.Tensor, value_1GTE: torch.Tensor, options: Options
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        for pages, fed_GTX in ((self.cache.keys[layer], key_1GTD[0]), (self.cache.values[layer], value_1GTE[0])):
-            pages.flatten(0, 1).index_copy_(0, self._written_T, fed_GTX.transpose(0, 1))
+        self.cache.write(layer, self._written_T, key_1GTD[0].transpose(0, 1), value_1GTE[0].transpose(0, 1))
         _, heads, tokens, size = query_1HTD.shape
         query_THD = query_1HTD.new_zeros(len(self._own_T), heads, size)
         query_THD[:tokens] = query_1HTD[0].transpose(0, 1)
@@ -68,8 +67,8 @@ class SplitAttention:
         for first in range(0, self._places_TL.shape[1], SPLIT):
             places_QL = self._places_TL[at : at + QUERIES, first : first + SPLIT]
             hidden_QL = self._hidden(at, first, options)
-            key_QGLD = _gather(self.cache.keys[layer], places_QL)
-            value_QGLE = _gather(self.cache.values[layer], places_QL).masked_fill(hidden_QL[:, None, :, None], 0.0)
+            key_QGLD = _gather(self.cache.key_pages[layer], places_QL)
+            value_QGLE = _gather(self.cache.value_pages[layer], places_QL).masked_fill(hidden_QL[:, None, :, None], 0.0)
             state.add(query_QGSD @ key_QGLD.transpose(-1, -2), value_QGLE, hidden_QL, options.softcap)
         return (state.output_QGSE / state.total_QGS1).view(QUERIES, heads, shape.value_size)
 
@@ -128,8 +127,7 @@ def _visible(metadata: AttentionMetadata, row: int) -> tuple[list[Ints], Ints]:
     return [np.flatnonzero(seen_L) for seen_L in seen_QL], metadata.positions(member, queries_1Q + start)[0]
 
 
-def _gather(pages: torch.Tensor, places_QL: torch.Tensor) -> torch.Tensor:
+def _gather(pages: Pages, places_QL: torch.Tensor) -> torch.Tensor:
     """Return keys or values at places, fp32 `[Q, kv_heads, L, size]`."""
-    flat = pages.flatten(0, 1)
-    found_NGX = flat.index_select(0, places_QL.clamp(min=0).flatten())
-    return found_NGX.view(*places_QL.shape, *flat.shape[1:]).transpose(1, 2).float()
+    found_NGX = pages.tokens(places_QL.clamp(min=0).flatten(), torch.float32)
+    return found_NGX.view(*places_QL.shape, *found_NGX.shape[1:]).transpose(1, 2)

@@ -71,7 +71,7 @@ class BatchInvariantMode:
 
     def attention(self, cache: KVCache) -> AttentionBackend:
         """Return attention whose results depend only on a query and the keys it attends to."""
-        return InvariantAttention(cache) if cache.keys[0].device.type == "cpu" else SplitAttention(cache)
+        return InvariantAttention(cache) if cache.device.type == "cpu" else SplitAttention(cache)
 
     def wrap(self, forward: Forward) -> Forward:
         """Return *forward*, each operator of which is checked and replaced as it runs."""

@@ -61,6 +61,7 @@ class LoadedModel:
         max_model_len: the model's context length, or the user's smaller limit.
         eos_ids: end-of-sequence ids of generation_config and config, ascending.
         layers: K and V shape of every layer; no heads for layers without attention.
+        kv_dtype: of its cached K and V, see `workers.attention.kv`.
         mode: how its operators run.
         notes: lines for the user.
         group: the ranks that share it. With several, `model` and `layers` are one rank's, and only rank 0 gets logits.
@@ -75,6 +76,7 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     mode: ExecutionMode
     notes: tuple[str, ...] = ()

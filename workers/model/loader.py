@@ -14,6 +14,7 @@ from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, ModelError
 from protos.layers import LayerShape
 from workers.attention.backend import NAME
+from workers.attention.kv import bytes_per_token, stored_dtype
 from workers.compile import cpu_computes
 from workers.distributed.groups import Group, Solo
 from workers.model.loaded import ExecutionMode, LoadedModel
@@ -72,8 +73,9 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         model = _instantiate_shard(folder, config.model, dtype, device, group, mode.connect)
     recurrent = probe_states(model, config.model) if adapt(model) else {}
     layers = mode.prepare(model, config.model, ranks)
+    kv_dtype = stored_dtype(config.kv_cache_dtype, dtype)
     kind = str(described["model_type"])
-    notes += _notes(described, layers, dtype, recurrent)
+    notes += _notes(described, layers, dtype, kv_dtype, recurrent)
     return LoadedModel(
         model=model,
         folder=folder,
@@ -83,6 +85,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         eos_ids=_eos_ids(folder, described),
         layers=layers,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         mode=mode,
         notes=notes,
@@ -244,10 +247,13 @@ def _vocab_size(model: Any, ranks: int) -> int:
 
 
 def _notes(
-    described: Mapping[str, Any], layers: tuple[LayerShape, ...], dtype: torch.dtype, recurrent: RecurrentShapes
+    described: Mapping[str, Any],
+    layers: tuple[LayerShape, ...],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    recurrent: RecurrentShapes,
 ) -> tuple[str, ...]:
-    per_token = sum(shape.elements_per_token for shape in layers) * dtype.itemsize
-    notes = [f"KV cache: {per_token} bytes per token"]
+    notes = [f"KV cache: {bytes_per_token(layers, kv_dtype)} bytes per token"]
     if any(shape.key_size != shape.value_size for shape in layers):
         notes[0] += " (keys and values are cached expanded, since their head sizes differ)"
     if recurrent:

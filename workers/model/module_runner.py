@@ -27,12 +27,14 @@ class LoadedModule:
 
     Attributes:
         module: a `protos.draft_module.Module`.
+        kv_dtype: of its cached K and V, see `workers.attention.kv`.
         folders: checkpoints that its weights were read from: its own, and the target's.
         options: what else its computation depends on.
     """
 
     module: Any
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     folders: tuple[Path, ...] = ()
     options: tuple[object, ...] = ()
@@ -70,7 +72,7 @@ class ModuleRunner:
         self._kv_window = kv_window
         self.loaded, self.slots, self.num_blocks, self.block_size = loaded, slots, num_blocks, block_size
         self.module = Methods(loaded.module)
-        self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.kv_dtype, loaded.device)
         self._attention = pick_attention(self.cache) if loaded.layers else None
 
     def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:

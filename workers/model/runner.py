@@ -48,7 +48,7 @@ class ModelRunner:
         self.slots, self.num_blocks = slots, num_blocks
         self.device = loaded.device
         self.block_size = block_size
-        self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.kv_dtype, loaded.device)
         self.attention = loaded.mode.attention(self.cache)
         self._states: StatePool | None = None
         if loaded.recurrent:
@@ -60,7 +60,7 @@ class ModelRunner:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one KV block in all layers."""
-        return bytes_per_block(self.loaded.layers, self.block_size, self.loaded.dtype)
+        return bytes_per_block(self.loaded.layers, self.block_size, self.loaded.kv_dtype)
 
     def warm_up(self) -> str:
         """Trace the model if its mode does; return a line for the user."""
@@ -102,18 +102,20 @@ class ModelRunner:
         self._run = padded
 
     def _trial(self, forward: Forward, num_tokens: int, num_wanted: int) -> torch.Tensor:
-        """Run *forward* on made-up tokens of one row, with a cache of its own; return logits."""
+        """Run *forward* on made-up tokens of one row, with a cache of its own; return logits.
+
+        The cache is not quantised: the results of two forwards are compared, and rounding of K and V to 8 bits would
+        turn differences in the last bit of fp32 into larger ones.
+        """
         start, length = np.zeros(1, np.int64), np.array([num_tokens])
         batch = Batch(start, start, length, (np.arange(num_tokens) * 5 + 1) % self.loaded.vocab_size)
-        attention = self._spare_attention()
+        attention = self._spare_attention(self.loaded.dtype)
         attention.plan(AttentionMetadata.of(batch, np.zeros((1, num_tokens), np.int32), self.block_size))
         return self._call(forward, batch, np.arange(num_wanted), attention)[0]
 
-    def _spare_attention(self) -> AttentionBackend:
+    def _spare_attention(self, kv_dtype: torch.dtype) -> AttentionBackend:
         """Return attention over one block that no sequence uses."""
-        return self.loaded.mode.attention(
-            KVCache(self.loaded.layers, 1, self.block_size, self.loaded.dtype, self.device)
-        )
+        return self.loaded.mode.attention(KVCache(self.loaded.layers, 1, self.block_size, kv_dtype, self.device))
 
     def measure(self, max_tokens: int) -> Iterator[tuple[int, float]]:
         """See `DraftForward`."""
@@ -122,7 +124,7 @@ class ModelRunner:
 
     def measure_size(self, num_rows: int) -> float:
         """Return seconds of one forward with *num_rows* rows of one token. May be called while requests are served."""
-        attention = self._spare_attention()
+        attention = self._spare_attention(self.loaded.kv_dtype)
         return min(self._time(num_rows, attention) for _ in range(TIMINGS))
 
     def _time(self, num_rows: int, attention: AttentionBackend) -> float:

@@ -8,6 +8,7 @@ With recurrent layers, two chains take the place of the tree, the second after r
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,8 @@ def _paged(loaded: LoadedModel, first: Ints, second: Ints, tree: Ints) -> torch.
     slots = SlotTable(2, FIRST + SECOND, BLOCK, len(TREE.positions))
     slots.known_len[:] = FIRST, SECOND
     slots.blocks[:] = np.arange(slots.blocks.size, dtype=np.int32).reshape(slots.blocks.shape) % BLOCKS
-    runner = ModelRunner(loaded, slots, BLOCKS, BLOCK)
+    # Not quantised: the attention of the family is checked, not how K and V are stored.
+    runner = ModelRunner(replace(loaded, kv_dtype=loaded.dtype), slots, BLOCKS, BLOCK)
     begun = _feed(runner, [0, 1], [0, 0], [first[:CHUNK], second])
     rest = _feed(runner, [0], [CHUNK], [first[CHUNK:]])
     drafted = _rolled_back(runner, tree) if loaded.recurrent else _feed(runner, [0], [FIRST], [tree], TREE)

@@ -26,6 +26,9 @@ BUILD_SECONDS = 120
 NO_CONTRACTION = "-ffp-contract=off"
 """Compiler flag: do not fuse a product and a sum, which would round once instead of twice."""
 
+QUANTIZED_KV = "-DQUANTIZED_KV"
+"""Compiler flag: kernels of attention over int8 and fp8 caches instead of the others."""
+
 _builds: dict[Path, "_Build"] = {}
 """Compilers that run, by the library that each makes."""
 _lock = threading.Lock()

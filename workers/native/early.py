@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from protos.config.engine import EngineConfig
-from workers.native.build import NO_CONTRACTION, start_build
+from protos.config.engine import EngineConfig, KVCacheDtype
+from workers.native.build import NO_CONTRACTION, QUANTIZED_KV, start_build
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 """Where one of these exists, the device "auto" may be a GPU, which needs no kernels. torch would tell, but is slow."""
@@ -25,9 +25,20 @@ def may_be_cpu(device: str) -> bool:
 
 
 def kernels(config: EngineConfig) -> list[tuple[str, ...]]:
-    """Return the kernels of *config* on CPUs: the stems of the source files, each with its compiler flags."""
-    attention: list[tuple[str, ...]] = [("paged_attention",)]
+    """Return the kernels of *config* on CPUs: the stems of the source files, each with its compiler flags.
+
+    A target with a quantised cache is checked over another one first.
+    """
+    target = ("invariant_attention", NO_CONTRACTION) if config.model.batch_invariant else ("paged_attention",)
+    found = [target, (*target, *_variant(config.model.kv_cache_dtype))]
+    draft = config.speculative
+    if draft is not None and (draft.model is not None or not config.model.batch_invariant):
+        found.append(("paged_attention", *_variant(draft.kv_cache_dtype or config.model.kv_cache_dtype)))
     if config.model.batch_invariant:
-        attention = attention if config.speculative is not None and config.speculative.model is not None else []
-        attention += [("invariant_attention", NO_CONTRACTION), ("invariant", NO_CONTRACTION)]
-    return [*attention, ("sample",)]
+        found.append(("invariant", NO_CONTRACTION))
+    return [*dict.fromkeys(found), ("sample",)]
+
+
+def _variant(dtype: KVCacheDtype) -> tuple[str, ...]:
+    """Return the compiler flags of attention over a cache of *dtype*."""
+    return (QUANTIZED_KV,) if dtype in ("fp8", "int8") else ()

@@ -4,7 +4,8 @@
 //
 // A query's keys, in order of position, form tiles of 32 that begin at multiples of 32. Each tile is one step of an
 // online softmax in fp32, with sums in one fixed order (lanes.h). Tiles that are the same for all queries of a task are
-// read once; the last tiles of a tree are gathered for each of its nodes.
+// read once; the last tiles of a tree are gathered for each of its nodes. The scales of a quantised cache multiply scores
+// and weights, one for each key. Compiled with QUANTIZED_KV for int8 and fp8 caches, else for the others.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -27,7 +28,7 @@ struct Scratch {
     std::vector<int64_t> positions, places;  // from which the queries' windows count; that a query attends to
 };
 
-template <typename T>
+template <typename S>
 struct Task {
     const Plan& plan;
     const Layer& layer;
@@ -36,7 +37,8 @@ struct Task {
     const Table table;
     const Mask mask;
     Scratch& s;
-    const T *keys[kTile], *values[kTile];
+    const S *keys[kTile], *values[kTile];
+    float key_scales[kTile], value_scales[kTile];  // of a quantised cache
 
     Task(const Plan& plan, const Layer& layer, const Call& call, int64_t row, int64_t group, int64_t first,
          int64_t count, Scratch& s)
@@ -63,9 +65,7 @@ struct Task {
         s.positions.resize(M);
         for (int64_t m = 0; m < M; ++m) {
             s.positions[m] = mask.window_end(call, mask.position(start + m / share));
-            const T* from = static_cast<const T*>(call.query) + (token + m / share) * call.query_token +
-                            head(m) * call.query_head;
-            for (int64_t d = 0; d < D; ++d) s.query[m * DP + d] = widen(from[d]) * call.scaling;
+            read_query<S>(layer, call, token + m / share, head(m), D, &s.query[m * DP]);
             if (!call.sinks) continue;
             s.largest[m] = call.sinks[head(m)];
             s.total[m] = 1.0f;
@@ -116,8 +116,12 @@ struct Task {
 
     void find(int64_t j, int64_t index) {
         const int64_t at = index * layer.kv_heads + group;
-        keys[j] = static_cast<const T*>(layer.keys) + at * D;
-        values[j] = static_cast<const T*>(layer.values) + at * E;
+        keys[j] = static_cast<const S*>(layer.keys) + at * D;
+        values[j] = static_cast<const S*>(layer.values) + at * E;
+        if constexpr (kIsQuantized<S>) {
+            key_scales[j] = scale_of<S>(layer.key_scales, at);
+            value_scales[j] = scale_of<S>(layer.value_scales, at);
+        }
         prefetch(keys[j], D);
         prefetch(values[j], E);
     }
@@ -125,7 +129,7 @@ struct Task {
     // Scores queries m .. m + count against the keys from .. to of the tile.
     void score(int64_t m, int64_t count, int64_t from, int64_t to) {
         for (int64_t j = from; j < to; j += 4) {
-            const T* some[4];
+            const S* some[4];
             for (int64_t i = 0; i < 4; ++i) some[i] = keys[std::min(j + i, to - 1)];
             int64_t q = m;
             for (; q + 2 <= m + count; q += 2) score_some<2>(q, j, to, some);
@@ -134,7 +138,7 @@ struct Task {
     }
 
     template <int Queries>
-    void score_some(int64_t m, int64_t j, int64_t to, const T* const* some) {
+    void score_some(int64_t m, int64_t j, int64_t to, const S* const* some) {
         Lanes total[Queries][4];
         for (int q = 0; q < Queries; ++q)
             for (int i = 0; i < 4; ++i) total[q][i] = zeros();
@@ -147,11 +151,13 @@ struct Task {
             }
         };
         int64_t d = 0;
-        for (; d + kLanes <= D; d += kLanes) add(d, [](const T* at) { return load(at); });
-        if (d < D) add(d, [&](const T* at) { return load_some(at, D - d); });
+        for (; d + kLanes <= D; d += kLanes) add(d, [](const S* at) { return load(at); });
+        if (d < D) add(d, [&](const S* at) { return load_some(at, D - d); });
         for (int q = 0; q < Queries; ++q) {
             const Four found = sums(total[q][0], total[q][1], total[q][2], total[q][3]);
-            std::copy(found.at, found.at + std::min<int64_t>(4, to - j), &s.scores[(m + q) * kTile + j]);
+            float* scores = &s.scores[(m + q) * kTile + j];
+            for (int64_t i = 0; i < std::min<int64_t>(4, to - j); ++i)
+                scores[i] = kIsQuantized<S> ? found.at[i] * key_scales[j + i] : found.at[i];
         }
     }
 
@@ -182,16 +188,18 @@ struct Task {
         for (int64_t j = 0; j < kTile; j += kLanes) total = total + load(score + j);
         s.total[m] = s.total[m] * shrink + sum(total);
         s.largest[m] = largest;
+        if constexpr (kIsQuantized<S>)
+            for (int64_t j = from; j < to; ++j) score[j] *= value_scales[j];
         add(m, from, to, shrink);
     }
 
     void add(int64_t m, int64_t from, int64_t to, float shrink) {
-        const auto whole = [](const T* at) { return load(at); };
+        const auto whole = [](const S* at) { return load(at); };
         int64_t e = 0;
         for (; e + 8 * kLanes <= E; e += 8 * kLanes) add_some<8>(m, e, from, to, shrink, whole);
         for (; e + 4 * kLanes <= E; e += 4 * kLanes) add_some<4>(m, e, from, to, shrink, whole);
         for (; e + kLanes <= E; e += kLanes) add_some<1>(m, e, from, to, shrink, whole);
-        if (e < E) add_some<1>(m, e, from, to, shrink, [&](const T* at) { return load_some(at, E - e); });
+        if (e < E) add_some<1>(m, e, from, to, shrink, [&](const S* at) { return load_some(at, E - e); });
     }
 
     // Adds the weighted values key by key, `Vectors` vectors of each.
@@ -209,12 +217,8 @@ struct Task {
     }
 
     void write_output() const {
-        T* output = static_cast<T*>(call.output);
-        for (int64_t m = 0; m < M; ++m) {
-            const float scale = 1.0f / s.total[m];
-            T* to = output + ((token + m / share) * layer.heads + head(m)) * E;
-            for (int64_t e = 0; e < E; ++e) narrow(s.output[m * EP + e] * scale, to[e]);
-        }
+        for (int64_t m = 0; m < M; ++m)
+            write_result<S>(layer, call, token + m / share, head(m), &s.output[m * EP], s.total[m]);
     }
 };
 
@@ -222,10 +226,9 @@ struct Chunk {
     int64_t row, first, count;
 };
 
-template <typename T>
+template <typename S>
 void run(const Plan& plan, const Layer& layer, const Call& call) {
-    write<T>(call.key, call.key_head, call.key_token, layer.keys, layer.kv_heads, layer.key_size, plan);
-    write<T>(call.value, call.value_head, call.value_token, layer.values, layer.kv_heads, layer.value_size, plan);
+    write_tokens<S>(plan, layer, call);
     thread_local std::vector<Chunk> kept;
     std::vector<Chunk>& chunks = kept;
     chunks.clear();
@@ -238,17 +241,24 @@ void run(const Plan& plan, const Layer& layer, const Call& call) {
     for (int64_t task = 0; task < tasks; ++task) {
         thread_local Scratch scratch;
         const Chunk& chunk = chunks[task / layer.kv_heads];
-        Task<T>(plan, layer, call, chunk.row, task % layer.kv_heads, chunk.first, chunk.count, scratch);
+        Task<S>(plan, layer, call, chunk.row, task % layer.kv_heads, chunk.first, chunk.count, scratch);
     }
 }
 
 }  // namespace
 
 extern "C" void slipstream_invariant_attention(const Plan* plan, const Layer* layer, const Call* call) {
-    if (layer->kind == 1)
+#ifdef QUANTIZED_KV
+    if (layer->stored == 3)
+        run<Int8>(*plan, *layer, *call);
+    else
+        run<Fp8>(*plan, *layer, *call);
+#else
+    if (layer->stored == 1)
         run<Bf16>(*plan, *layer, *call);
-    else if (layer->kind == 2)
+    else if (layer->stored == 2)
         run<Fp16>(*plan, *layer, *call);
     else
         run<float>(*plan, *layer, *call);
+#endif
 }

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "halves.h"
+#include "quantized.h"
 
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #include <immintrin.h>
@@ -38,6 +39,15 @@ inline Lanes load(const Bf16* from) {
 }
 inline Lanes load(const Fp16* from) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+}
+inline Lanes load(const Int8* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits))};
+}
+inline Lanes load(const Fp8* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    const __m512i shifted = _mm512_slli_epi32(_mm512_cvtepi8_epi32(bits), 20);
+    return {_mm512_castsi512_ps(_mm512_and_si512(shifted, _mm512_set1_epi32(static_cast<int32_t>(0x87f00000))))};
 }
 inline void store(Lanes a, float* to) { _mm512_storeu_ps(to, a.v); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
@@ -70,6 +80,15 @@ inline Lanes load(const Bf16* from) {
 }
 inline Lanes load(const Fp16* from) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+}
+inline Lanes load(const Int8* from) {
+    const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bits))};
+}
+inline Lanes load(const Fp8* from) {
+    const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    const __m256i shifted = _mm256_slli_epi32(_mm256_cvtepi8_epi32(bits), 20);
+    return {_mm256_castsi256_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(static_cast<int32_t>(0x87f00000))))};
 }
 inline void store(Lanes a, float* to) { _mm256_storeu_ps(to, a.v); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }

@@ -4,6 +4,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "halves.h"
+#include "quantized.h"
 
 extern "C" {
 
@@ -23,7 +28,9 @@ struct Plan {
 
 struct Layer {
     void *keys, *values;
-    int64_t heads, kv_heads, key_size, value_size, kind;  // kind: 0 for fp32, 1 for bf16, 2 for fp16
+    void *key_scales, *value_scales;  // bf16, one for each token and head; null if the dtype has none
+    // Dtypes of the cache, and of queries, new keys and values, and the output (workers/native/dtypes.py).
+    int64_t heads, kv_heads, key_size, value_size, stored, computed;
 };
 
 struct Call {
@@ -85,20 +92,85 @@ void prefetch(const T* from, int64_t size) {
         __builtin_prefetch(reinterpret_cast<const char*>(from) + byte);
 }
 
-template <typename T>
-void write(const void* source, int64_t head_stride, int64_t token_stride, void* pages, int64_t heads, int64_t size,
-           const Plan& plan) {
+// Calls `work` with a number of the dtype that the model computes in.
+template <typename Work>
+void as_computed(const Layer& layer, Work&& work) {
+    if (layer.computed == 1)
+        work(Bf16{});
+    else if (layer.computed == 2)
+        work(Fp16{});
+    else
+        work(0.0f);
+}
+
+// Stores the K or V of one token and head; `scale` is written if the dtype has scales.
+template <typename T, typename S>
+void store_head(const T* from, int64_t size, float* scratch, S* to, [[maybe_unused]] Bf16* scale) {
+    if constexpr (std::is_same_v<T, S>)
+        std::memcpy(to, from, static_cast<size_t>(size) * sizeof(T));
+    else if constexpr (kIsQuantized<S>)
+        quantize(from, size, scratch, to, scale);
+    else
+        for (int64_t i = 0; i < size; ++i) narrow(widen(from[i]), to[i]);
+}
+
+template <typename T, typename S>
+void write(const void* source, int64_t head_stride, int64_t token_stride, void* pages, void* scales, int64_t heads,
+           int64_t size, const Plan& plan) {
+    thread_local std::vector<float> scratch;
+    scratch.resize(static_cast<size_t>(size));
     const T* from = static_cast<const T*>(source);
-    T* to = static_cast<T*>(pages);
+    S* to = static_cast<S*>(pages);
+    Bf16* scale = static_cast<Bf16*>(scales);
     for (int64_t row = 0; row < plan.rows; ++row) {
         const int64_t start = plan.starts[row];
         Table(plan, row).for_each(start, start + plan.lengths[row], [&](int64_t i, int64_t index) {
             const T* token = from + (plan.offsets[row] + i) * token_stride;
             for (int64_t h = 0; h < heads; ++h)
-                std::memcpy(to + (index * heads + h) * size, token + h * head_stride,
-                            static_cast<size_t>(size) * sizeof(T));
+                store_head(token + h * head_stride, size, scratch.data(), to + (index * heads + h) * size,
+                           scale + (index * heads + h));
         });
     }
+}
+
+// Writes the K and V of all tokens of the plan.
+template <typename S>
+void write_tokens(const Plan& plan, const Layer& layer, const Call& call) {
+    as_computed(layer, [&](auto number) {
+        using T = decltype(number);
+        write<T, S>(call.key, call.key_head, call.key_token, layer.keys, layer.key_scales, layer.kv_heads,
+                    layer.key_size, plan);
+        write<T, S>(call.value, call.value_head, call.value_token, layer.values, layer.value_scales, layer.kv_heads,
+                    layer.value_size, plan);
+    });
+}
+
+// Reads a query of `size` numbers, multiplied by the scale of scores.
+template <typename S>
+void read_query(const Layer& layer, const Call& call, int64_t token, int64_t head, int64_t size, float* to) {
+    const float factor = call.scaling * kUnit<S>;
+    as_computed(layer, [&](auto number) {
+        using T = decltype(number);
+        const T* from = static_cast<const T*>(call.query) + token * call.query_token + head * call.query_head;
+        for (int64_t d = 0; d < size; ++d) to[d] = widen(from[d]) * factor;
+    });
+}
+
+// Writes the result of one query, `from` by the `total` of its weights.
+template <typename S>
+void write_result(const Layer& layer, const Call& call, int64_t token, int64_t head, const float* from, float total) {
+    const float factor = kUnit<S> / total;
+    as_computed(layer, [&](auto number) {
+        using T = decltype(number);
+        T* to = static_cast<T*>(call.output) + (token * layer.heads + head) * layer.value_size;
+        for (int64_t e = 0; e < layer.value_size; ++e) narrow(from[e] * factor, to[e]);
+    });
+}
+
+// The scale of the K or V of one token and head, times the other unit of the dtype.
+template <typename S>
+float scale_of(const void* scales, int64_t index) {
+    return widen(static_cast<const Bf16*>(scales)[index]) * kUnit<S>;
 }
 
 }  // namespace

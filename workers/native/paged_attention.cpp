@@ -1,8 +1,9 @@
 // Paged attention for CPUs: reads K and V in place instead of gathering them first.
 //
 // One task is one row x one K/V head x a few query tokens. It reads the row's keys in tiles of 32 with an online
-// softmax in fp32. Compiled for the machine it runs on (workers/native/build.py). No exceptions, no allocation beyond
-// thread-local scratch.
+// softmax in fp32. The scales of a quantised cache multiply scores and weights, one for each key, not K and V.
+// Compiled for the machine it runs on (workers/native/build.py), with QUANTIZED_KV for int8 and fp8 caches, else for
+// fp32 and bf16. No exceptions, no allocation beyond thread-local scratch.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -34,9 +35,9 @@ struct Scratch {
     std::vector<int64_t> lowest, recent;  // the first places of the layer's window, and of the KV window as well
 };
 
-// Attends the M queries of one task to the row's keys, a tile of n keys at a time. Size is the head size of keys and
-// values if it is known at compile time, else 0.
-template <typename T, int Size>
+// Attends the M queries of one task to the row's keys, a tile of n keys at a time. S is the dtype of the cache. Size is
+// the head size of keys and values if it is known at compile time, else 0.
+template <typename S, int Size>
 struct Task {
     const Plan& plan;
     const Layer& layer;
@@ -47,7 +48,8 @@ struct Task {
     Scratch& s;
     int64_t base = 0, n = 0;  // the tile: places base .. base + n
     const int64_t* from_place = nullptr;  // the first place that each query attends to in this pass
-    const T *keys[kTile], *values[kTile];
+    const S *keys[kTile], *values[kTile];
+    float key_scales[kTile], value_scales[kTile];  // of a quantised cache
 
     Task(const Plan& plan, const Layer& layer, const Call& call, int64_t row, int64_t group, int64_t first,
          int64_t count, Scratch& s)
@@ -135,9 +137,7 @@ struct Task {
             s.positions[m] = mask.window_end(call, own);
             if (call.window > 0) s.lowest[m] = s.positions[m] - call.window + 1;
             s.recent[m] = std::max(s.lowest[m], plan.kv_window > 0 ? own - plan.kv_window + 1 : 0);
-            const T* from = static_cast<const T*>(call.query) + (token + m / share) * call.query_token +
-                            head(m) * call.query_head;
-            for (int64_t d = 0; d < D; ++d) s.query[m * D + d] = widen(from[d]) * call.scaling;
+            read_query<S>(layer, call, token + m / share, head(m), D, &s.query[m * D]);
             if (!call.sinks) continue;
             s.largest[m] = call.sinks[head(m)];
             s.total[m] = 1.0f;
@@ -148,15 +148,21 @@ struct Task {
     void find_keys(int64_t to) {
         table.for_each(base, base + n, [&](int64_t j, int64_t index) {
             keys[j] = key(index);
-            values[j] = static_cast<const T*>(layer.values) + (index * layer.kv_heads + group) * E;
+            const int64_t at = index * layer.kv_heads + group;
+            values[j] = static_cast<const S*>(layer.values) + at * E;
             prefetch(values[j], E);
+            if constexpr (kIsQuantized<S>) {
+                key_scales[j] = scale_of<S>(layer.key_scales, at);
+                value_scales[j] = scale_of<S>(layer.value_scales, at);
+            }
         });
         std::fill(keys + n, keys + kTile, keys[n - 1]);
+        if constexpr (kIsQuantized<S>) std::fill(key_scales + n, key_scales + kTile, 0.0f);
         table.for_each(base + n, std::min(base + n + kTile, to),
                        [&](int64_t, int64_t index) { prefetch(key(index), D); });
     }
-    const T* key(int64_t index) const {
-        return static_cast<const T*>(layer.keys) + (index * layer.kv_heads + group) * D;
+    const S* key(int64_t index) const {
+        return static_cast<const S*>(layer.keys) + (index * layer.kv_heads + group) * D;
     }
 
     // Scores every query against every key of the tile, masked ones included.
@@ -173,7 +179,7 @@ struct Task {
                 for (int64_t m = 0; m < M; ++m) {
                     float total = 0.0f;
                     for (int64_t d = 0; d < D; ++d) total += s.query[m * D + d] * widen(keys[j][d]);
-                    s.scores[m * kTile + j] = total;
+                    s.scores[m * kTile + j] = kIsQuantized<S> ? total * key_scales[j] : total;
                 }
         }
     }
@@ -192,7 +198,9 @@ struct Task {
             }
         }
         for (int q = 0; q < Queries; ++q) {
-            const Four scores = sums(products[q][0], products[q][1], products[q][2], products[q][3]);
+            Four scores = sums(products[q][0], products[q][1], products[q][2], products[q][3]);
+            if constexpr (kIsQuantized<S>)
+                for (int k = 0; k < kKeys; ++k) scores.at[k] *= key_scales[j + k];
             std::memcpy(&s.scores[(m + q) * kTile + j], &scores, sizeof scores);
         }
     }
@@ -219,8 +227,9 @@ struct Task {
         float total = 0.0f;
 #pragma omp simd reduction(+ : total)
         for (int64_t j = from; j < to; ++j) {
-            score[j] = exp_negative(score[j] - largest);
-            total += score[j];
+            const float weight = exp_negative(score[j] - largest);
+            total += weight;
+            score[j] = kIsQuantized<S> ? weight * value_scales[j] : weight;
         }
         s.total[m] = s.total[m] * shrink + total;
         s.largest[m] = largest;
@@ -273,28 +282,23 @@ struct Task {
     }
 
     void write_output() const {
-        T* output = static_cast<T*>(call.output);
-        for (int64_t m = 0; m < M; ++m) {
-            const float scale = 1.0f / s.total[m];
-            T* to = output + ((token + m / share) * layer.heads + head(m)) * E;
-            for (int64_t e = 0; e < E; ++e) narrow(s.output[m * E + e] * scale, to[e]);
-        }
+        for (int64_t m = 0; m < M; ++m)
+            write_result<S>(layer, call, token + m / share, head(m), &s.output[m * E], s.total[m]);
     }
 };
 
-template <typename T, int Size>
+template <typename S, int Size>
 void attend(const Plan& plan, const Layer& layer, const Call& call, int64_t row, int64_t group, int64_t first,
             int64_t count, Scratch& s) {
-    Task<T, Size>(plan, layer, call, row, group, first, count, s);
+    Task<S, Size>(plan, layer, call, row, group, first, count, s);
 }
 
-template <typename T>
+template <typename S>
 void run(const Plan& plan, const Layer& layer, const Call& call) {
-    write<T>(call.key, call.key_head, call.key_token, layer.keys, layer.kv_heads, layer.key_size, plan);
-    write<T>(call.value, call.value_head, call.value_token, layer.values, layer.kv_heads, layer.value_size, plan);
-    auto work = attend<T, 0>;
-    if (layer.key_size == 64 && layer.value_size == 64) work = attend<T, 64>;
-    if (layer.key_size == 128 && layer.value_size == 128) work = attend<T, 128>;
+    write_tokens<S>(plan, layer, call);
+    auto work = attend<S, 0>;
+    if (layer.key_size == 64 && layer.value_size == 64) work = attend<S, 64>;
+    if (layer.key_size == 128 && layer.value_size == 128) work = attend<S, 128>;
     const int64_t step = std::max<int64_t>(1, kQueryHeads * layer.kv_heads / layer.heads);
     const int64_t tasks = plan.tasks * layer.kv_heads;
     // A row's heads are adjacent in memory: if there are rows enough, one thread reads them all.
@@ -312,8 +316,15 @@ void run(const Plan& plan, const Layer& layer, const Call& call) {
 }  // namespace
 
 extern "C" void slipstream_attention(const Plan* plan, const Layer* layer, const Call* call) {
-    if (layer->kind == 1)
+#ifdef QUANTIZED_KV
+    if (layer->stored == 3)
+        run<Int8>(*plan, *layer, *call);
+    else
+        run<Fp8>(*plan, *layer, *call);
+#else
+    if (layer->stored == 1)
         run<Bf16>(*plan, *layer, *call);
     else
         run<float>(*plan, *layer, *call);
+#endif
 }

@@ -24,7 +24,7 @@ def paged_worker(
     needs: Needs = "none" if features is None else "all"
     width = (max(map(len, texts)) + k) // BLOCK + 2
     slots = SlotTable(len(texts), width * BLOCK, BLOCK, k)
-    loaded = LoadedModule(module, torch.float32, torch.device("cpu"))
+    loaded = LoadedModule(module, torch.float32, torch.float32, torch.device("cpu"))
     runner = ModuleRunner(loaded, slots, len(texts) * width, BLOCK)
     worker = DraftWorker(runner, slots, Sampler(slots, vocab_size), 1000, needs=needs, shift=module.shift)
     new = [NewSequence(slot, text, len(text), Sampling(0, 0.0), slot + 1) for slot, text in enumerate(texts)]

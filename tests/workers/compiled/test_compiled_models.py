@@ -130,7 +130,7 @@ def test_modules_that_name_no_methods_are_not_compiled() -> None:
 
     slots = SlotTable(1, 8, 4)
     keys = [
-        ModuleRunner(LoadedModule(module, torch.float32, torch.device("cpu")), slots, 2, 4).key()
+        ModuleRunner(LoadedModule(module, torch.float32, torch.float32, torch.device("cpu")), slots, 2, 4).key()
         for module in (Heads(), Bare())
     ]
     assert keys[0] is not None

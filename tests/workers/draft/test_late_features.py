@@ -33,7 +33,9 @@ class Pair:
         self.num_taken = 0
         self.mail: list[tuple[int, int]] = []  # features: the first position, and the one after the last
         slots = SlotTable(1, LONGEST, BLOCK, K)
-        forward = ModuleRunner(LoadedModule(MODULES[PAGED], torch.float32, torch.device("cpu")), slots, 40, BLOCK)
+        forward = ModuleRunner(
+            LoadedModule(MODULES[PAGED], torch.float32, torch.float32, torch.device("cpu")), slots, 40, BLOCK
+        )
         self.worker = DraftWorker(forward, slots, Sampler(slots, V), 100, needs="all", shift=1)
         blocks = list(range(-(-(LONGEST + K) // BLOCK)))
         new = NewSequence(SLOT, TEXT[:PROMPT], PROMPT, Sampling(0, 0.0), GENERATION)

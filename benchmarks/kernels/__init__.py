@@ -1,0 +1,1 @@
+"""Kernels alone, without an engine."""
