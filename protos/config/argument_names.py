@@ -35,6 +35,7 @@ KEPT = (
     Option("tokenizer_revision", "model", "tokenizer_revision", "branch, tag or commit of the tokenizer"),
     Option("download_dir", "model", "download_dir", "where downloads are kept"),
     Option("dtype", "model", "dtype", "auto, float32, bfloat16 or float16"),
+    Option("quantization", "model", "quantization", "int8, int4 or fp8: quantise the weights while they are loaded"),
     Option("max_model_len", "model", "max_model_len", "context length in tokens; default: the model's"),
     Option("enforce_eager", "model", "enforce_eager", "never compile", is_flag=True),
     Option("batch_invariant", "model", "batch_invariant", "bitwise the same logits in any batch", is_flag=True),
@@ -102,7 +103,6 @@ IGNORED_FLAGS = frozenset({
 })  # fmt: skip
 # name -> (values that are accepted because they change nothing, what to do instead)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "quantization": ((), "leave it out: the config.json of a quantised checkpoint names its format"),
     "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
     "calculate_kv_scales": ((False,), "the KV cache is not quantised"),
     "load_format": (("auto", "safetensors"), "weights are loaded from safetensors only"),

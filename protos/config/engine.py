@@ -22,6 +22,7 @@ DEFAULT_WIDTH, DEFAULT_DEPTH = 4, 6
 """Shape of a dynamic tree where the configuration has none."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "int4", "fp8", "awq", "gptq", "compressed-tensors", "mxfp4", "fbgemm_fp8", "modelopt"]
 Placement = Literal["dedicated", "colocated"]
 RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
 PROBABILISTIC_RULES: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
@@ -43,6 +44,8 @@ class ModelConfig:
     `generation_config` is the source of sampling defaults: the model ("auto"), none ("vllm"), or a folder.
     `compile_in_background`: serve eager until the models are compiled, where they run in the engine's process.
     `batch_invariant`: the logits of a position are bitwise the same for every batch and number of ranks.
+    `quantization`: quantise the weights while they are loaded (int8, int4, fp8), or the method by which the checkpoint
+    states to be quantised; None: as the checkpoint states.
     `skip_self_check`: serve the target without comparing it with `transformers` on a few tokens.
     """
 
@@ -56,6 +59,7 @@ class ModelConfig:
     enforce_eager: bool = False
     compile_in_background: bool = False
     batch_invariant: bool = False
+    quantization: Quantization | None = None
     skip_self_check: bool = False
     skip_tokenizer_init: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -91,6 +95,7 @@ class SpeculativeConfig:
     """How draft tokens are proposed and verified. `method` names a registered proposer, or several for a cascade.
 
     Attributes:
+        quantization: as in `ModelConfig`, for the draft.
         num_speculative_tokens: most nodes of a draft that the target scores, a chain or a tree.
         speculative_token_tree: nodes of a static tree, as paths of ranks, parents first; None: the method's default.
         eagle_topk: children of a node and nodes fed per level of a dynamic tree; beams of `recurrent`; 1: chains.
@@ -124,6 +129,7 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     dtype: Dtype = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = Field(default=None, gt=0)
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: int = Field(default=1, ge=1, le=1)

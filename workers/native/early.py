@@ -30,4 +30,6 @@ def kernels(config: EngineConfig) -> list[tuple[str, ...]]:
     if config.model.batch_invariant:
         attention = attention if config.speculative is not None and config.speculative.model is not None else []
         attention += [("invariant_attention", NO_CONTRACTION), ("invariant", NO_CONTRACTION)]
-    return [*attention, ("sample",)]
+    speculative = None if config.speculative is None else config.speculative.quantization
+    quantized = [("quantized", NO_CONTRACTION)] if config.model.quantization or speculative else []
+    return [*attention, *quantized, ("sample",)]
