@@ -101,7 +101,7 @@ def test_what_is_placed_how() -> None:
         ({"max_num_seqs": 10**12}, "max_num_seqs must be at most 8192"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "max_num_batched_tokens must be at least max_num_seqs"),
         ({"seed": -1}, "seed must be at least 0"),
-        ({"quantization": "ascend"}, "quantization is not supported, got 'ascend'"),
+        ({"quantization": "ascend"}, "quantization must be one of 'int8', 'int4', 'fp8'"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is not supported"),
         ({"load_format": "dummy"}, "load_format is not supported"),
         ({"hf_overrides": {"a": 1}}, "hf_overrides is not supported"),

@@ -12,7 +12,7 @@ import torch
 from proposers import registry
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.config.kv_window import SELF_WINDOW, KVWindow
-from protos.draft_module import LearnedProposer, Module
+from protos.draft_module import LearnedProposer
 from protos.errors import ConfigError
 from protos.layers import FeatureSpec
 from protos.progress import ProgressCallback
@@ -264,6 +264,7 @@ def _load_module(
     parts = DraftCheckpoint(folder, folder or source, described, target, ends, dtype, device)
     with BUILDING:
         module = learned.build(speculative, parts)
+    assert isinstance(module, torch.nn.Module), "as its protocol says"
     _quantize(module, config, speculative, loaded_target, device)
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])
     # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
@@ -273,7 +274,7 @@ def _load_module(
 
 
 def _quantize(
-    module: Module,
+    module: torch.nn.Module,
     config: EngineConfig,
     speculative: SpeculativeConfig,
     target: LoadedModel | None,
@@ -284,5 +285,7 @@ def _quantize(
         return
     name = speculative.model or config.model.model
     scheme = scheme_of(speculative.quantization, name, device)
-    shared = frozenset() if target is None else frozenset(id(weight) for weight in target.model.parameters())
+    shared: frozenset[int] = (
+        frozenset() if target is None else frozenset(id(weight) for weight in target.model.parameters())
+    )
     quantize_module(module, scheme, shared)
