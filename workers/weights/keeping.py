@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -12,7 +12,9 @@ from workers.quantization.schemes import int8
 from workers.quantization.weight import QuantizedWeight
 from workers.weights.partition import TensorSlice
 from workers.weights.quantized.stored import DequantizedWeight
-from workers.weights.reader import Checkpoint, StoredWeight
+
+if TYPE_CHECKING:
+    from workers.weights.reader import Checkpoint, StoredWeight
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of layers that choose experts: they are small, and an error there sends a token to another expert."""
@@ -21,7 +23,7 @@ ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 class Keeper(Protocol):
     """Decides how the weight of one linear layer is held."""
 
-    def keep(self, stored: StoredWeight, *, is_head: bool) -> QuantizedWeight | None:
+    def keep(self, stored: "StoredWeight", *, is_head: bool) -> QuantizedWeight | None:
         """Return the weight quantised; None: its values are computed with."""
         ...
 
@@ -29,7 +31,7 @@ class Keeper(Protocol):
 class AsValues:
     """Every weight is dequantised when it is loaded."""
 
-    def keep(self, stored: StoredWeight, *, is_head: bool) -> QuantizedWeight | None:
+    def keep(self, stored: "StoredWeight", *, is_head: bool) -> QuantizedWeight | None:
         """See `Keeper`."""
         return None
 
@@ -37,7 +39,7 @@ class AsValues:
 class AsStored:
     """What is stored quantised stays so, where the kernel takes it."""
 
-    def keep(self, stored: StoredWeight, *, is_head: bool) -> QuantizedWeight | None:
+    def keep(self, stored: "StoredWeight", *, is_head: bool) -> QuantizedWeight | None:
         """See `Keeper`. Raises `ModelError` if its parts do not fit together."""
         return stored.quantized() if isinstance(stored, DequantizedWeight) else None
 
@@ -48,14 +50,14 @@ class OnTheFly:
 
     scheme: Callable[[torch.Tensor], QuantizedWeight]
 
-    def keep(self, stored: StoredWeight, *, is_head: bool) -> QuantizedWeight | None:
+    def keep(self, stored: "StoredWeight", *, is_head: bool) -> QuantizedWeight | None:
         """See `Keeper`."""
         scheme = int8 if is_head else self.scheme
         return scheme(stored.read(0, 0, stored.shape[0]))
 
 
 def quantize_linears(
-    model: Any, checkpoint: Checkpoint, slices: Mapping[str, TensorSlice | None], keeper: Keeper
+    model: Any, checkpoint: "Checkpoint", slices: Mapping[str, TensorSlice | None], keeper: Keeper
 ) -> None:
     """Replace the linear layers of *model*, which is on the meta device, whose weights *keeper* quantises.
 
