@@ -70,8 +70,8 @@ class DFlashModule(nn.Module):
 
     def mask_features(self, count: int) -> torch.Tensor:
         """Return zeros: positions of a block have no context."""
-        weight: torch.Tensor = self.net.fc.weight
-        return weight.new_zeros(count, weight.shape[0] + 1)
+        weight_H: torch.Tensor = self.net.hidden_norm.weight
+        return weight_H.new_zeros(count, len(weight_H) + 1)
 
     def forward(self, tokens_1T: torch.Tensor, positions_1T: torch.Tensor, features_1TX: torch.Tensor) -> torch.Tensor:
         """Return states after the last norm, `[1, T, H]`; those of known tokens are not used."""

@@ -36,6 +36,7 @@ KEPT = (
     Option("download_dir", "model", "download_dir", "where downloads are kept"),
     Option("dtype", "model", "dtype", "auto, float32, bfloat16 or float16"),
     Option("kv_cache_dtype", "model", "kv_cache_dtype", "auto (the model's), bfloat16, fp8 or int8"),
+    Option("quantization", "model", "quantization", "int8, int4 or fp8: quantise the weights while they are loaded"),
     Option("max_model_len", "model", "max_model_len", "context length in tokens; default: the model's"),
     Option("enforce_eager", "model", "enforce_eager", "never compile", is_flag=True),
     Option("batch_invariant", "model", "batch_invariant", "bitwise the same logits in any batch", is_flag=True),
@@ -114,7 +115,6 @@ IGNORED_FLAGS = frozenset({
 })  # fmt: skip
 # name -> (values that are accepted because they change nothing, what to do instead)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "quantization": ((), "leave it out: the config.json of a quantised checkpoint names its format"),
     "load_format": (("auto", "safetensors"), "weights are loaded from safetensors only"),
     "hf_overrides": (({},), "edit the checkpoint's config.json instead"),
     "rope_scaling": (({},), "edit the checkpoint's config.json instead"),

@@ -23,6 +23,7 @@ DEFAULT_WIDTH, DEFAULT_DEPTH = 4, 6
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "int8"]
+Quantization = Literal["int8", "int4", "fp8", "awq", "gptq", "compressed-tensors", "mxfp4", "fbgemm_fp8", "modelopt"]
 Placement = Literal["dedicated", "colocated"]
 RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
 PROBABILISTIC_RULES: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})
@@ -46,6 +47,8 @@ class ModelConfig:
     `batch_invariant`: the logits of a position are bitwise the same for every batch and number of ranks.
     `kv_cache_dtype`: how K and V are stored; "auto": in the model's dtype. "fp8" (E4M3) and "int8" have a scale for
     each token and head.
+    `quantization`: quantise the weights while they are loaded (int8, int4, fp8), or the method by which the checkpoint
+    states to be quantised; None: as the checkpoint states.
     `skip_self_check`: serve the target without comparing it with `transformers` on a few tokens.
     """
 
@@ -60,6 +63,7 @@ class ModelConfig:
     enforce_eager: bool = False
     compile_in_background: bool = False
     batch_invariant: bool = False
+    quantization: Quantization | None = None
     skip_self_check: bool = False
     skip_tokenizer_init: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -95,6 +99,7 @@ class SpeculativeConfig:
     """How draft tokens are proposed and verified. `method` names a registered proposer, or several for a cascade.
 
     Attributes:
+        quantization: as in `ModelConfig`, for the draft.
         num_speculative_tokens: most nodes of a draft that the target scores, a chain or a tree.
         kv_cache_dtype: of the draft's KV cache, see `ModelConfig`; None: as for the target.
         speculative_token_tree: nodes of a static tree, as paths of ranks, parents first; None: the method's default.
@@ -130,6 +135,7 @@ class SpeculativeConfig:
     revision: str | None = None
     dtype: Dtype = "auto"
     kv_cache_dtype: KVCacheDtype | None = None
+    quantization: Quantization | None = None
     max_model_len: int | None = Field(default=None, gt=0)
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: int = Field(default=1, ge=1, le=1)

@@ -66,7 +66,6 @@ HARMLESS = frozenset({
 })  # fmt: skip
 REFUSED = {
     "tensor_parallel_size": "pass draft_tensor_parallel_size",
-    "quantization": "leave it out: the config.json of a quantised draft model names its format",
     "draft_load_config": "drafts are loaded as they are stored: safetensors, and heads that torch saved",
     "draft_lm_head_quantization": "quantised heads are not supported",
 }

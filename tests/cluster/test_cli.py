@@ -152,7 +152,7 @@ def test_a_chat_template_is_a_file_or_itself(tmp_path: Path, served: list[tuple[
     ("given", "error", "says"),
     [
         (["serve", "a", "--model", "b"], ConfigError, "given twice"),
-        (["serve", "m", "--quantization", "awq"], ConfigError, "quantization is not supported"),
+        (["serve", "m", "--quantization", "ascend"], ConfigError, "quantization must be one of"),
         (["serve", "m", "--chat-template", "/nowhere"], ConfigError, "chat_template: cannot read /nowhere"),
         (["serve", "m", "--per-request-spec-decode-metrics", "all"], ConfigError, "must be one of none"),
         (["generate"], ConfigError, "give one prompt"),
@@ -174,9 +174,9 @@ def test_refusals(
 
 
 def test_errors_are_one_line_and_status_2() -> None:
-    ran = slipstream("generate", "x", "--quantization", "awq")
+    ran = slipstream("generate", "x", "--quantization", "ascend")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("slipstream: error: quantization is not supported, got 'awq'")
+    assert ran.stderr.startswith("slipstream: error: quantization must be one of 'int8', 'int4'")
     assert ran.stderr.count("\n") == 1
 
 

@@ -121,7 +121,7 @@ def test_what_is_placed_how() -> None:
         ({"max_num_seqs": 10**12}, "max_num_seqs must be at most 8192"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "max_num_batched_tokens must be at least max_num_seqs"),
         ({"seed": -1}, "seed must be at least 0"),
-        ({"quantization": "ascend"}, "quantization is not supported, got 'ascend'"),
+        ({"quantization": "ascend"}, "quantization must be one of 'int8', 'int4', 'fp8'"),
         (
             {"kv_cache_dtype": "fp8_e5m2"},
             "kv_cache_dtype must be one of 'auto', 'bfloat16', 'fp8' or 'int8'",

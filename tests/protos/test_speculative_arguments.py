@@ -117,7 +117,7 @@ SYNTHETIC = {"model": "d", "num_speculative_tokens": 3, "rejection_sample_method
         ),
         ({"model": "d", "rejection_sample_method": "fly"}, "lossy"),
         ({"model": "d", "acceptance_method": "typical_acceptance_sampler"}, "lossy"),
-        ({"model": "d", "quantization": "fp8"}, "quantization is not supported"),
+        ({"model": "d", "quantization": "fp9"}, "quantization must be one of 'int8', 'int4', 'fp8'"),
         ({"method": "ngram", "parallel_drafting": "True"}, "parallel_drafting is not possible with method 'ngram'"),
         ({"method": "ngram", "eagle_topk": 8}, "eagle_topk must be 1 for method 'ngram', got 8: it drafts no tree"),
         ({"method": "ngram", "speculative_token_tree": "[(0,), (1,)]"}, "has branches, but ngram cannot draft them"),

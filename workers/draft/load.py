@@ -7,6 +7,8 @@ Loading has two steps, because the number of KV blocks is settled in between: `l
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from proposers import registry
 from protos.config.engine import EngineConfig, KVCacheDtype, ModelConfig, SpeculativeConfig
 from protos.config.kv_window import SELF_WINDOW, KVWindow
@@ -22,11 +24,13 @@ from workers.model.draft_forward import DraftForward
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device, pick_dtype
 from workers.model.module_runner import LoadedModule, ModuleRunner
+from workers.model.quantization import scheme_of
 from workers.model.runner import ModelRunner
 from workers.model.windowed_runner import WindowedRunner
 from workers.slots import SlotTable
 from workers.weights.building import BUILDING
 from workers.weights.hub import HEADS, fetch, fetch_tokenizer, fetch_without_layers, read_config
+from workers.weights.keeping import quantize_module
 
 
 class LoadedDraft(Protocol):
@@ -230,6 +234,9 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
         model, revision = config.model.model, config.model.revision
     if model is None:
         raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
+    quantization = speculative.quantization
+    if SELF_WINDOW in speculative.methods:
+        quantization = quantization or config.model.quantization
     dtype = config.model.dtype if speculative.dtype == "auto" else speculative.dtype
     # The output does not depend on the draft, so its results need not be batch-invariant.
     return replace(
@@ -238,6 +245,7 @@ def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConf
         revision=revision,
         dtype=dtype,
         kv_cache_dtype=_kv_cache_dtype(config, speculative),
+        quantization=quantization,
         max_model_len=speculative.max_model_len,
         batch_invariant=False,
     )
@@ -268,9 +276,29 @@ def _load_module(
     parts = DraftCheckpoint(folder, folder or source, described, target, ends, dtype, device)
     with BUILDING:
         module = learned.build(speculative, parts)
+    assert isinstance(module, torch.nn.Module), "as its protocol says"
+    _quantize(module, config, speculative, loaded_target, device)
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])
     # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
     is_eager = _is_eager(config, speculative) or config.model.batch_invariant
     kv_dtype = stored_dtype(_kv_cache_dtype(config, speculative), dtype)
     loaded = LoadedModule(module, dtype, kv_dtype, device, (folder or source, fetch(config.model)), (speculative,))
     return ModuleDraft(loaded, spec, width, is_eager, speculative.kv_window)
+
+
+def _quantize(
+    module: torch.nn.Module,
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    target: LoadedModel | None,
+    device: torch.device,
+) -> None:
+    """Quantise the layers of a head as the configuration asks, but not those that it shares with the target."""
+    if speculative.quantization is None:
+        return
+    name = speculative.model or config.model.model
+    scheme = scheme_of(speculative.quantization, name, device)
+    shared: frozenset[int] = (
+        frozenset() if target is None else frozenset(id(weight) for weight in target.model.parameters())
+    )
+    quantize_module(module, scheme, shared)

@@ -19,15 +19,17 @@ from workers.compile import cpu_computes
 from workers.distributed.groups import Group, Solo
 from workers.model.loaded import ExecutionMode, LoadedModel
 from workers.model.probe import probe_states
+from workers.model.quantization import check_quantization, keeper_of, quantization_notes
 from workers.model.tensor_parallel import Connect, build_shard
 from workers.model.torch_mode import TorchMode
+from workers.quantization.linear import QuantizedLinear
 from workers.recurrent.mixers import adapt
 from workers.recurrent.pool import RecurrentShapes
 from workers.weights import families
 from workers.weights.building import BUILDING
 from workers.weights.hub import INDEX, fetch, read_config, read_json, shards_by_tensor
+from workers.weights.keeping import AsValues, Keeper
 from workers.weights.load import load_whole
-from workers.weights.quantized.formats import format_of
 from workers.weights.wrapped import is_wrapped, read_language_config
 
 DTYPES = {
@@ -58,24 +60,26 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     """
     described = read_config(config)
     families.check(described, config.model, config.max_model_len)
-    _check_quantization(described, config.model)
+    device = pick_device(config.device)
+    check_quantization(config, described, device)
     folder = fetch(config)
     _check_weights(folder, config.model)
-    device = pick_device(config.device)
     dtype, notes = pick_dtype(config.dtype, described, folder, device)
     limit = context_length(described, config)
     ranks = 1 if group is None else group.size
     mode = _mode_of(config, described)
     mode.check(config.model, device, ranks)
+    keeper = keeper_of(config, described, device)
     if group is None or ranks == 1:
-        model = _instantiate(folder, config.model, dtype, device)
+        model = _instantiate(folder, config.model, dtype, device, keeper)
     else:
-        model = _instantiate_shard(folder, config.model, dtype, device, group, mode.connect)
+        model = _instantiate_shard(folder, config.model, dtype, device, group, mode.connect, keeper)
     recurrent = probe_states(model, config.model) if adapt(model) else {}
     layers = mode.prepare(model, config.model, ranks)
     kv_dtype = stored_dtype(config.kv_cache_dtype, dtype)
     kind = str(described["model_type"])
     notes += _notes(described, layers, dtype, kv_dtype, recurrent)
+    notes += tuple(quantization_notes(config, described, model, dtype, device))
     return LoadedModel(
         model=model,
         folder=folder,
@@ -92,13 +96,6 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         group=Solo() if group is None else group,
         recurrent=recurrent,
     )
-
-
-def _check_quantization(described: Mapping[str, Any], name: str) -> None:
-    try:
-        format_of(described.get("quantization_config"))
-    except ModelError as error:
-        raise ModelError(f"{name} cannot be served: {error}") from error
 
 
 def _mode_of(config: ModelConfig, described: Mapping[str, Any]) -> ExecutionMode:
@@ -194,20 +191,20 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _needs_own_reader(folder: Path, name: str) -> bool:
-    """Return whether `transformers` would load more than the language model, or need the package of a quantisation."""
+def _needs_own_reader(folder: Path, name: str, keeper: Keeper) -> bool:
+    """Return whether `transformers` would load more than the language model, need a package, or hold all values."""
     described = read_json(folder / "config.json", name)
-    return bool(described.get("quantization_config")) or is_wrapped(described)
+    return not isinstance(keeper, AsValues) or bool(described.get("quantization_config")) or is_wrapped(described)
 
 
-def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> Any:
+def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.device, keeper: Keeper) -> Any:
     """Return the `transformers` model, checked to be complete."""
     safely: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         with BUILDING, _quiet():
             config = read_language_config(folder)
-            if _needs_own_reader(folder, name):
-                return load_whole(folder, name, config, dtype, device)
+            if _needs_own_reader(folder, name, keeper):
+                return load_whole(folder, name, config, dtype, device, keeper)
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -228,13 +225,15 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
 
 
 def _instantiate_shard(  # noqa: PLR0917
-    folder: Path, name: str, dtype: torch.dtype, device: torch.device, group: Group, connect: Connect
+    folder: Path, name: str, dtype: torch.dtype, device: torch.device, group: Group, connect: Connect, keeper: Keeper
 ) -> Any:
     """Return one rank's shard of the model, checked to be complete."""
     try:
         with _quiet():
             config = read_language_config(folder)
-            return build_shard(folder, name, config, dtype=dtype, device=device, group=group, connect=connect)
+            return build_shard(
+                folder, name, config, dtype=dtype, device=device, group=group, connect=connect, keeper=keeper
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         if isinstance(error, ModelError | ConfigError):
             raise
@@ -243,7 +242,10 @@ def _instantiate_shard(  # noqa: PLR0917
 
 def _vocab_size(model: Any, ranks: int) -> int:
     # A rank's head has only some of the rows, and perhaps padding.
-    return int(model.get_output_embeddings().weight.shape[0]) if ranks == 1 else int(model.config.vocab_size)
+    head = model.get_output_embeddings()
+    if isinstance(head, QuantizedLinear):
+        return head.out_features if ranks == 1 else int(model.config.vocab_size)
+    return int(head.weight.shape[0]) if ranks == 1 else int(model.config.vocab_size)
 
 
 def _notes(
@@ -262,9 +264,6 @@ def _notes(
             f"{len(recurrent)} recurrent layers: {each} bytes a state, num_speculative_tokens + 2 states a sequence; "
             "the prefix cache is off, since it does not keep these states"
         )
-    quantized = described.get("quantization_config")
-    if quantized:
-        notes.append(f"weights are stored quantised ({quantized['quant_method']}), and computed with as {dtype}")
     kind = str(described["model_type"])
     if kind not in families.TESTED:
         notes.append(f"model_type {kind!r} is not among the families that are tested")

@@ -18,6 +18,7 @@ from workers.compiled.recipe import recipe
 from workers.device import free_memory, weight_bytes
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
+from workers.quantization.linear import layers_of
 from workers.recurrent.mixers import run_with_states
 from workers.recurrent.pool import RecurrentStates, ScratchStates, StatePool
 from workers.slots import SlotTable
@@ -75,7 +76,8 @@ class ModelRunner:
         """See `workers.compiled.warming.Compilable`."""
         if self._states is not None or self.device.type != "cpu" or not self.loaded.mode.is_compiled(self.loaded.ranks):
             return None
-        return recipe((self.loaded.folder,), self.loaded.dtype, () if self._taps is None else self._taps.order)
+        taps = () if self._taps is None else self._taps.order
+        return recipe((self.loaded.folder,), self.loaded.dtype, taps, layers_of(self.loaded.model))
 
     def compile_into(self, folder: Path, trial: Callable[[], None]) -> None:
         """See `workers.compiled.warming.Compilable`."""

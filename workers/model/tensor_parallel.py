@@ -16,7 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from workers.distributed.collectives import Collectives
 from workers.distributed.groups import Group
+from workers.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from workers.weights.building import on_meta
+from workers.weights.keeping import Keeper
 from workers.weights.load import Slices, fill
 from workers.weights.partition import ATTENTION, Partition, TensorSlice, partition_for
 from workers.weights.plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
@@ -34,6 +36,7 @@ def build_shard(
     device: torch.device,
     group: Group,
     connect: Connect,
+    keeper: Keeper,
 ) -> Any:
     """Return this rank's shard of a causal LM, reading only its slices of the weights.
 
@@ -45,6 +48,7 @@ def build_shard(
         device: of the weights.
         group: the ranks.
         connect: attaches the collectives of the model's forward to its modules.
+        keeper: decides which weights are held quantised.
 
     Returns:
         The `transformers` model, in eval mode, without gradients.
@@ -57,7 +61,7 @@ def build_shard(
     plan = plan_for(config, kind, name)
     partition = partition_for(config, name, group.rank, group.size)
     model = on_meta(config, dtype)
-    fill(model, folder, name, _slices(model, plan, partition), dtype, device)
+    fill(model, folder, name, _slices(model, plan, partition), dtype, device, keeper)
     _count_locally(model, kind, partition)
     connect(model, plan, group)
     return model.eval()
@@ -127,8 +131,15 @@ def connect(model: Any, plan: Plan, group: Group) -> None:
 def split_input(linear: nn.Module, runs: nn.Module, style: Style, group: Group) -> None:
     """Slice the inputs of *runs*, which has the weights of *linear*, if every rank computes them whole."""
     if style is Style.SPLIT_INPUT:
-        width = linear.get_parameter("weight").shape[0 if isinstance(linear, Conv1D) else 1]
+        width = _width(linear)
         runs.register_forward_pre_hook(partial(_take_own, group.rank * width, width))
+
+
+def _width(linear: nn.Module) -> int:
+    """Return this rank's number of inputs."""
+    if isinstance(linear, QuantizedLinear):
+        return linear.in_features
+    return linear.get_parameter("weight").shape[0 if isinstance(linear, Conv1D) else 1]
 
 
 def connect_vocabulary(model: Any, group: Group | Collectives) -> None:
@@ -167,7 +178,8 @@ class SharedEmbedding(nn.Module):
     def __init__(self, rows: nn.Module, group: Group | Collectives) -> None:
         super().__init__()
         self.rows, self._group = rows, group
-        self._count = rows.get_parameter("weight").shape[0]
+        is_quantized = isinstance(rows, QuantizedEmbedding)
+        self._count = rows.num_embeddings if is_quantized else rows.get_parameter("weight").shape[0]
         self._first = group.rank * self._count
 
     @property

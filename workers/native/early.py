@@ -36,6 +36,8 @@ def kernels(config: EngineConfig) -> list[tuple[str, ...]]:
         found.append(("paged_attention", *_variant(draft.kv_cache_dtype or config.model.kv_cache_dtype)))
     if config.model.batch_invariant:
         found.append(("invariant", NO_CONTRACTION))
+    if config.model.quantization or (draft is not None and draft.quantization):
+        found.append(("quantized", NO_CONTRACTION))
     return [*dict.fromkeys(found), ("sample",)]
 
 

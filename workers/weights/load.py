@@ -11,6 +11,7 @@ from torch import nn
 
 from protos.errors import ModelError
 from workers.weights.building import on_meta
+from workers.weights.keeping import AsValues, Keeper, quantize_linears
 from workers.weights.partition import TensorSlice
 from workers.weights.reader import Checkpoint, StoredWeight, open_checkpoint, read_slice
 
@@ -20,13 +21,17 @@ Slices = Mapping[str, TensorSlice | None]
 
 @dataclass(frozen=True)
 class WeightLoader:
-    """Reads *slices* of *checkpoint* as *dtype* to *device*. `name`: the model as the user named it."""
+    """Reads *slices* of *checkpoint* as *dtype* to *device*. `name`: the model as the user named it.
+
+    *keeper* decides which weights are held quantised.
+    """
 
     name: str
     checkpoint: Checkpoint
     slices: Slices
     dtype: torch.dtype
     device: torch.device
+    keeper: Keeper
 
     def load(self, model: Any) -> None:
         """Set every parameter and buffer of *model*; weights that are tied stay tied.
@@ -34,9 +39,10 @@ class WeightLoader:
         Raises:
             ModelError: weights are missing, or have another shape than the config states.
         """
+        quantize_linears(model, self.checkpoint, self.slices, self.keeper)
         self._compute_buffers(model)
         kept = _kept_in_fp32(model, self.dtype)
-        tensors = model.state_dict(keep_vars=True)
+        tensors = {full: tensor for full, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta}
         ready: dict[int, torch.Tensor] = {}  # by the identity of the meta tensor, which tied weights share
         for full, tensor in tensors.items():
             stored = None if id(tensor) in ready else self.checkpoint.find(full)
@@ -101,7 +107,9 @@ def _set(model: Any, full: str, tensor: torch.Tensor) -> None:
         module.register_buffer(key, tensor)
 
 
-def load_whole(folder: Path, name: str, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def load_whole(  # noqa: PLR0917
+    folder: Path, name: str, config: Any, dtype: torch.dtype, device: torch.device, keeper: Keeper
+) -> Any:
     """Return a causal LM with all its weights, in eval mode, without gradients.
 
     Args:
@@ -110,16 +118,28 @@ def load_whole(folder: Path, name: str, config: Any, dtype: torch.dtype, device:
         config: its `transformers` config.
         dtype: of the weights.
         device: of the weights.
+        keeper: decides which weights are held quantised.
 
     Raises:
         ModelError: weights are missing, of the wrong shape or damaged.
     """
     model = on_meta(config, dtype)
-    fill(model, folder, name, {}, dtype, device)
+    fill(model, folder, name, {}, dtype, device, keeper)
     return model.eval().requires_grad_(False)
 
 
-def fill(model: Any, folder: Path, name: str, slices: Slices, dtype: torch.dtype, device: torch.device) -> None:  # noqa: PLR0917
-    """Set every weight of *model*, which is on the meta device, from the checkpoint in *folder*. See `WeightLoader`."""
+def fill(  # noqa: PLR0917
+    model: Any,
+    folder: Path,
+    name: str,
+    slices: Slices,
+    dtype: torch.dtype,
+    device: torch.device,
+    keeper: Keeper | None = None,
+) -> None:
+    """Set every weight of *model*, which is on the meta device, from the checkpoint in *folder*. See `WeightLoader`.
+
+    Without a *keeper*, weights that are stored quantised are dequantised.
+    """
     with open_checkpoint(folder, model.config, model.base_model_prefix) as checkpoint:
-        WeightLoader(name, checkpoint, slices, dtype, device).load(model)
+        WeightLoader(name, checkpoint, slices, dtype, device, keeper or AsValues()).load(model)

@@ -8,17 +8,24 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import match_name
 from loguru import logger
 
 from protos.errors import ModelError
+from workers.quantization.weight import Code, QuantizedWeight
 from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
 
 PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_global_scale",
          "weight_g_idx")  # fmt: skip
 """What the library's formats store for one module."""
+
+FP8 = torch.float8_e4m3fn
+CODES: Mapping[tuple[str, int], Code] = {("int", 4): Code.INT4, ("int", 8): Code.INT8, ("float", 8): Code.FP8}
+"""By type and number of bits."""
+STRATEGIES = frozenset({"tensor", "channel", "group"})
 
 logger.disable("compressed_tensors")
 
@@ -35,7 +42,12 @@ class CompressedTensors:
         if key != "weight" or f"{module}.weight_scale" not in tensors:
             return None
         scheme = self._scheme_of(module)
-        return DequantizedWeight(name, _shape(module, tensors), lambda: _values(module, scheme, tensors))
+        return DequantizedWeight(
+            name,
+            _shape(module, tensors),
+            lambda: _values(module, scheme, tensors),
+            lambda: _codes(_parts(module, tensors), scheme, _shape(module, tensors)),
+        )
 
     def _scheme_of(self, module: str) -> QuantizationScheme:
         for scheme in self.schemes:
@@ -63,8 +75,55 @@ def _shape(module: str, tensors: StoredTensors) -> tuple[int, ...]:
 
 
 def _values(module: str, scheme: QuantizationScheme, tensors: StoredTensors) -> torch.Tensor:
-    parts = {key: tensors.read(f"{module}.{key}") for key in PARTS if f"{module}.{key}" in tensors}
-    return _decompressed(parts, scheme, _shape(module, tensors))
+    return _decompressed(_parts(module, tensors), scheme, _shape(module, tensors))
+
+
+def _parts(module: str, tensors: StoredTensors) -> dict[str, torch.Tensor]:
+    return {key: tensors.read(f"{module}.{key}") for key in PARTS if f"{module}.{key}" in tensors}
+
+
+def _codes(
+    parts: dict[str, torch.Tensor], scheme: QuantizationScheme, shape: tuple[int, ...]
+) -> QuantizedWeight | None:
+    """Integers of 4 and 8 bits, and fp8, with a scale for each output or group of consecutive inputs."""
+    weights = scheme.weights
+    if weights is None or len(shape) != 2 or not parts.keys().isdisjoint(("weight_g_idx", "weight_global_scale")):
+        return None
+    if not weights.symmetric and "weight_zero_point" not in parts:
+        return None  # dequantising reports it
+    code = CODES.get((str(getattr(weights.type, "value", weights.type)), weights.num_bits))
+    strategy = str(getattr(weights.strategy, "value", weights.strategy))
+    if code is None or strategy not in STRATEGIES:
+        return None
+    group = weights.group_size if strategy == "group" and weights.group_size else shape[1]
+    scales_OG = parts["weight_scale"].float()
+    if strategy != "group":
+        scales_OG = scales_OG.reshape(-1, 1)
+    if strategy == "tensor":
+        scales_OG = scales_OG.expand(shape[0], 1).contiguous()
+    codes_OI = _unpacked(parts, weights.num_bits, shape)
+    if code is Code.FP8:
+        return QuantizedWeight(code, codes_OI, scales_OG, None, group) if codes_OI.dtype == FP8 else None
+    zeros_OG = _zero_points(parts, weights.num_bits, tuple(scales_OG.shape))
+    if code is Code.INT8:
+        return None if zeros_OG.any() else QuantizedWeight(code, codes_OI, scales_OG, None, group)
+    return QuantizedWeight(code, (codes_OI + 8).to(torch.uint8), scales_OG, (zeros_OG + 8).to(torch.uint8), group)
+
+
+def _unpacked(parts: dict[str, torch.Tensor], bits: int, shape: tuple[int, ...]) -> torch.Tensor:
+    if "weight_packed" not in parts:
+        return parts["weight"]
+    return unpack_from_int32(parts["weight_packed"], bits, torch.Size(shape))
+
+
+def _zero_points(parts: dict[str, torch.Tensor], bits: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return signed zero points, `[O, G]`; they are packed where weights are."""
+    zeros = parts.get("weight_zero_point")
+    if zeros is None:
+        return torch.zeros(shape, dtype=torch.int8)
+    if zeros.dtype == torch.int32:
+        zeros = unpack_from_int32(zeros, bits, torch.Size(shape), packed_dim=0)
+    return zeros.reshape(shape)
 
 
 def _decompressed(parts: dict[str, torch.Tensor], scheme: QuantizationScheme, shape: tuple[int, ...]) -> torch.Tensor:
@@ -94,11 +153,15 @@ class Awq:
         if key != "weight" or packed not in tensors:
             return None
         inputs, columns = tensors.shape(packed)
-        return DequantizedWeight(name, (columns * 8, inputs), lambda: self._values(module, tensors))
+        shape = columns * 8, inputs
+        return DequantizedWeight(
+            name,
+            shape,
+            lambda: _decompressed(self._parts(module, tensors), self._scheme, shape),
+            lambda: _codes(self._parts(module, tensors), self._scheme, shape),
+        )
 
-    def _values(self, module: str, tensors: StoredTensors) -> torch.Tensor:
+    def _parts(self, module: str, tensors: StoredTensors) -> dict[str, torch.Tensor]:
         names = [f"{module}.{key}" for key in ("qweight", "qzeros", "scales")]
         converted = self._converter.process({name: tensors.read(name) for name in names if name in tensors})
-        parts = {name.removeprefix(f"{module}."): tensor for name, tensor in converted.items()}
-        outputs = tensors.shape(names[0])[1] * 8
-        return _decompressed(parts, self._scheme, (outputs, tensors.shape(names[0])[0]))
+        return {name.removeprefix(f"{module}."): tensor for name, tensor in converted.items()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from protos.errors import ModelError
+from workers.quantization.weight import Code, QuantizedWeight
 from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
 
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -30,24 +31,48 @@ class Fp8:
         if scale is None:
             raise ModelError(f"{name} is stored in fp8, but the checkpoint has no {module}.{SCALES[0]}")
         return DequantizedWeight(
-            name, tensors.shape(name), lambda: self._scaled(tensors.read(name), tensors.read(scale), scale)
+            name,
+            tensors.shape(name),
+            lambda: self._scaled(tensors.read(name), tensors.read(scale), scale),
+            lambda: self._codes(tensors.read(name), tensors.read(scale), scale),
         )
+
+    def _codes(self, values_OI: torch.Tensor, scale: torch.Tensor, name: str) -> QuantizedWeight | None:
+        """A scale is stored once for each row of its block."""
+        if values_OI.dtype != torch.float8_e4m3fn:
+            return None
+        outputs, inputs = values_OI.shape
+        if self.block is not None and scale.ndim == 2:
+            _check_blocks(scale, (outputs, inputs), self.block, name)
+            scales_OG = scale.float().repeat_interleave(self.block[0], 0)[:outputs]
+            return QuantizedWeight(Code.FP8, values_OI, scales_OG, None, min(self.block[1], inputs))
+        _check_rows(scale, outputs, name)
+        scales_O1 = scale.float().reshape(-1, 1).expand(outputs, 1).contiguous()
+        return QuantizedWeight(Code.FP8, values_OI, scales_O1, None, inputs)
 
     def _scaled(self, values_OI: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
         scale = scale.float()
         if self.block is not None and scale.ndim == 2:
             return values_OI.float() * _per_value(scale, tuple(values_OI.shape), self.block, name)
-        if scale.numel() not in {1, len(values_OI)}:
-            raise ModelError(f"{name} has {scale.numel()} scales for {len(values_OI)} rows; expected one, or one a row")
+        _check_rows(scale, len(values_OI), name)
         return values_OI.float() * scale.reshape(-1, 1)
 
 
 def _per_value(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int], name: str) -> torch.Tensor:
     """Return the scale of each value. Raises `ModelError` if there are not as many as blocks."""
+    _check_blocks(scale, shape, block, name)
+    rows, columns = block
+    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _check_rows(scale: torch.Tensor, rows: int, name: str) -> None:
+    if scale.numel() not in {1, rows}:
+        raise ModelError(f"{name} has {scale.numel()} scales for {rows} rows; expected one, or one a row")
+
+
+def _check_blocks(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int], name: str) -> None:
     wanted = tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
     if tuple(scale.shape) != wanted:
         raise ModelError(
             f"{name} is {list(scale.shape)}, but blocks of {list(block)} in {list(shape)} make {list(wanted)}"
         )
-    rows, columns = block
-    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]

@@ -1,4 +1,4 @@
-"""Access to the tensors of a checkpoint, and a weight that is dequantised when it is read."""
+"""Access to the tensors of a checkpoint, and a weight that is stored quantised."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,6 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from protos.errors import ModelError
+from workers.quantization.weight import QuantizedWeight
+
+ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError)
+"""What reading damaged or missing parts raises, in libraries, too."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +51,39 @@ class DequantizedWeight:
         name: for messages.
         shape: of the values.
         dequantize: computes all of them.
+        codes: returns the stored numbers; None where they have no form in which a layer computes with them.
     """
 
     name: str
     shape: tuple[int, ...]
     dequantize: Callable[[], torch.Tensor]
+    codes: Callable[[], QuantizedWeight | None] = lambda: None
 
     def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
         """See `StoredWeight`. Raises `ModelError` if the tensors do not fit together."""
         return self._values.narrow(dim, start, stop - start).contiguous()
 
+    def quantized(self) -> QuantizedWeight | None:
+        """Return the numbers as they are stored; None if only their values can be computed with.
+
+        Raises:
+            ModelError: the tensors do not fit together.
+        """
+        try:
+            weight = self.codes()
+        except ERRORS as error:
+            raise ModelError(f"{self.name} cannot be read: {' '.join(str(error).split())[:300]}") from error
+        if weight is None or not weight.is_suitable:
+            return None
+        if weight.shape != self.shape or not weight.is_complete:
+            raise ModelError(f"{self.name} is {list(self.shape)}, but its parts do not fit: {weight.described}")
+        return weight
+
     @cached_property
     def _values(self) -> torch.Tensor:
         try:
             values = self.dequantize()
-        except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
+        except ERRORS as error:
             raise ModelError(f"{self.name} cannot be dequantised: {' '.join(str(error).split())[:300]}") from error
         if values.shape != self.shape:
             raise ModelError(f"{self.name} is dequantised to {list(values.shape)}, but should be {list(self.shape)}")

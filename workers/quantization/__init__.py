@@ -1,0 +1,1 @@
+"""Linear layers whose weights stay quantised in memory."""

@@ -1,0 +1,132 @@
+"""A quantised weight, how it is sliced, and how the kernel wants it laid out (`native/codes.h`)."""
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 32
+"""Inputs that are decoded together; a group has a multiple of them."""
+PANEL = 4
+"""Outputs whose codes alternate, block by block."""
+
+
+class Code(IntEnum):
+    """What a code is; the numbers are those of `native/quantized.cpp`."""
+
+    INT8 = 0
+    INT4 = 1
+    FP8 = 2
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight `[N, K]` of N outputs and K inputs; `(code - zero) * scale` is its value.
+
+    Attributes:
+        code: what the codes are.
+        codes_NK: one byte each: int8, uint8 from 0 to 15 for INT4, float8_e4m3fn.
+        scales_NG: float32, one for each group of `group` consecutive inputs, the last of which may be smaller.
+        zeros_NG: uint8, for INT4 only.
+        group: K where there is one group.
+    """
+
+    code: Code
+    codes_NK: torch.Tensor
+    scales_NG: torch.Tensor
+    zeros_NG: torch.Tensor | None
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.codes_NK.shape[0], self.codes_NK.shape[1]
+
+    @property
+    def is_suitable(self) -> bool:
+        """Whether the kernel takes it: blocks of inputs have one scale."""
+        return self.scales_NG.shape[1] == 1 or self.group % BLOCK == 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are as many scales and zero points as groups."""
+        wanted = (self.shape[0], -(-self.shape[1] // self.group))
+        zeros = wanted if self.zeros_NG is None else tuple(self.zeros_NG.shape)
+        return tuple(self.scales_NG.shape) == zeros == wanted
+
+    @property
+    def described(self) -> str:
+        """Its sizes, for messages."""
+        zeros = "" if self.zeros_NG is None else f", zero points {list(self.zeros_NG.shape)}"
+        return f"codes {list(self.shape)}, scales {list(self.scales_NG.shape)}{zeros}, groups of {self.group}"
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the values, float32 `[N, K]`."""
+        groups_K = torch.arange(self.shape[1]) // self.group
+        codes_NK = self.codes_NK.float()
+        if self.zeros_NG is not None:
+            codes_NK = codes_NK - self.zeros_NG.float()[:, groups_K]
+        return codes_NK * self.scales_NG[:, groups_K]
+
+    def outputs(self, ranges: Seq[tuple[int, int]], length: int) -> "QuantizedWeight":
+        """Return the outputs in *ranges*, followed by outputs of 0 up to *length*."""
+        kept_N = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+        extra = length - len(kept_N)
+        zeros = None if self.zeros_NG is None else F.pad(self.zeros_NG[kept_N], (0, 0, 0, extra))
+        codes_NK = _padded_rows(self.codes_NK[kept_N], extra)
+        return replace(self, codes_NK=codes_NK, scales_NG=_padded_rows(self.scales_NG[kept_N], extra), zeros_NG=zeros)
+
+    def inputs(self, ranges: Seq[tuple[int, int]]) -> "QuantizedWeight":
+        """Return the inputs in *ranges*; groups become smaller where a range begins or ends within one."""
+        total = self.shape[1]
+        ends = [end for pair in ranges for end in pair if end != total]
+        group = math.gcd(self.group, *ends) if self.scales_NG.shape[1] > 1 else 1
+        kept_K = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+        firsts_G = kept_K[::group] // self.group if self.scales_NG.shape[1] > 1 else torch.zeros(1, dtype=torch.int64)
+        return replace(
+            self,
+            codes_NK=self.codes_NK[:, kept_K],
+            scales_NG=self.scales_NG[:, firsts_G],
+            zeros_NG=None if self.zeros_NG is None else self.zeros_NG[:, firsts_G],
+            group=group if self.scales_NG.shape[1] > 1 else len(kept_K),
+        )
+
+
+def _padded_rows(rows_NX: torch.Tensor, extra: int) -> torch.Tensor:
+    return torch.cat([rows_NX, rows_NX.new_zeros(extra, rows_NX.shape[1])]) if extra else rows_NX
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A weight as the kernel reads it: panels of 4 outputs, padded with outputs and inputs of 0.
+
+    Attributes:
+        codes: uint8 `[N / 4, K / 32, 4, 32]`, or 16 bytes for the 32 inputs with INT4.
+        scales: float32 `[N / 4, G, 4]`.
+        zeros: uint8 of the same shape; None but for INT4.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+
+def lay_out(weight: QuantizedWeight) -> LaidOut:
+    """Return *weight* as the kernel reads it."""
+    outputs, inputs = weight.shape
+    more = -outputs % PANEL
+    codes_NK = F.pad(weight.codes_NK.view(torch.uint8), (0, -inputs % BLOCK, 0, more))
+    codes_NBI = codes_NK.unflatten(1, (-1, BLOCK))
+    if weight.code is Code.INT4:
+        low, high = codes_NBI.unflatten(2, (2, -1)).unbind(2)
+        codes_NBI = low | high << 4
+    codes = codes_NBI.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+    zeros = None if weight.zeros_NG is None else _panels(weight.zeros_NG, more)
+    return LaidOut(codes, _panels(weight.scales_NG.float(), more), zeros)
+
+
+def _panels(numbers_NG: torch.Tensor, more: int) -> torch.Tensor:
+    return F.pad(numbers_NG, (0, 0, 0, more)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
