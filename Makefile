@@ -42,7 +42,8 @@ PROPOSER_TESTS := tests/proposers tests/seeds tests/workers/draft tests/workers/
 SERVING_TESTS := tests/http tests/grpc tests/docs tests/structured tests/ray_serve tests/cluster/test_bench_serve.py \
 	tests/cluster/deploy tests/runtime/test_logs.py tests/runtime/test_timing.py \
 	tests/runtime/test_monitoring_files.py
-CLUSTER_TESTS := tests/ray/test_machines.py tests/ray/test_machine_faults.py tests/ray/test_ray_up.py tests/ray/test_chaos.py
+CLUSTER_TESTS := tests/ray/test_machines.py tests/ray/test_machine_faults.py tests/ray/test_ray_up.py \
+	tests/ray/test_rollout.py tests/ray/test_chaos.py
 EXACTNESS_TESTS := tests/exactness tests/invariant tests/workers/verification tests/cluster/test_check_command.py \
 	tests/cluster/test_check_identity.py tests/cluster/test_check_distribution.py
 

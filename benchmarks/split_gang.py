@@ -2,9 +2,9 @@
 
     python -m benchmarks.split_gang [--blocks 20] [--streams 1] [--output figures.json]
 
-Engines on this machine's Ray, with one target rank and the default policy. The drafts of three get every plan as late as
-if it were 1, 5 and 20 ms under way, and the table as long again; one draft is beside the target, and one engine has none.
-The streams of a block run at once on each engine in turn, another one first each time.
+Engines on this machine's Ray, with one target rank and the default policy. The drafts of three get every plan as late
+as if it were 1, 5 and 20 ms under way, and the table as long again; one draft is beside the target, and one engine has
+none. The streams of a block run at once on each engine in turn, another one first each time.
 """
 
 import asyncio

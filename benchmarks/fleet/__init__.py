@@ -1,1 +1,1 @@
-"""A simulated fleet of replicas behind a router, and the same with two real replicas."""
+"""A simulated fleet of replicas behind a router."""

@@ -106,7 +106,7 @@ class DraftWay:
         self._until_due = WAY_ROUNDS
 
     def observe(self, k: int, num_rows: int, draft_s: float) -> bool:
-        """Record a round with *k* draft tokens for each row; return whether enough were recorded since the last time."""
+        """Record a round with *k* draft tokens for each row; return whether the threshold is to be derived again."""
         self._way_s.append(max(0.0, draft_s - k * interpolate(self._costs.draft_s, num_rows)))
         self._until_due -= 1
         is_due = self._until_due == 0

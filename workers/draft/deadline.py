@@ -15,7 +15,7 @@ MEMORY = 32
 class DraftDeadline:
     """Counts from when target rank 0 could verify a round. Not thread-safe.
 
-    It follows the measured leg of the draft: drafting, and the way of the plan there and of the table back. So a draft on
+    It follows the measured leg of the draft: drafting, and the way of the plan there and of the table back. A draft on
     another machine is waited for as long as that can pay. The legs of late tables count, too.
 
     After a missed deadline, target rank 0 does not wait until the draft is on time again: until the table of some round
