@@ -1,6 +1,6 @@
 """What a draft on another machine gains or costs, by the time between the machines.
 
-    python -m benchmarks.split_gang [--blocks 20] [--streams 1] [--output figures.json]
+    python -m benchmarks.fleet.split_gang [--blocks 20] [--streams 1] [--output figures.json]
 
 Engines on this machine's Ray, with one target rank and the default policy. The drafts of three get every plan as late
 as if it were 1, 5 and 20 ms under way, and the table as long again; one draft is beside the target, and one engine has
