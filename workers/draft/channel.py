@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from protos.draft_messages import DraftJoined, ToTargetRank0
 from protos.worker_messages import DraftChannelFailed, DraftChannelReady, FormDraftChannel, FromWorker
 from workers.distributed.groups import Group, GroupError, form
 from workers.distributed.store import address_towards, connect_store
@@ -30,6 +29,7 @@ from workers.draft.feature_channel import (
 )
 from workers.draft.receiver import DraftReceiver
 from workers.draft.sender import DraftSender
+from workers.draft_messages import DraftJoined, ToTargetRank0
 
 FORM_S = 50.0
 """Forming takes at most this long at each end, less than the controller waits; so does each transfer of features."""

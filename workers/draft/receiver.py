@@ -4,12 +4,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protos.draft_messages import DraftTable, FeaturesReceived, ToTargetRank0
 from protos.worker_messages import DraftChannelFailed, FromWorker
 from workers.draft.announce import Listener
 from workers.draft.deadline import DraftDeadline
 from workers.draft.feature_channel import FeatureSender
 from workers.draft.wire import Ids, unpack
+from workers.draft_messages import DraftTable, FeaturesReceived, ToTargetRank0
 
 POLL_S = 0.1
 """The thread checks this often whether the channel was closed."""

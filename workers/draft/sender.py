@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from protos.draft_messages import FeaturesReceived, ToTargetRank0
 from protos.worker_messages import Drafted, FromWorker
 from workers.draft.announce import Announcer
 from workers.draft.feature_channel import FeatureReceiver
 from workers.draft.wire import Ids, pack
+from workers.draft_messages import FeaturesReceived, ToTargetRank0
 
 
 class DraftSender:

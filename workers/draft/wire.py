@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 
 from protos.draft import NO_DRAFT, Draft
-from protos.draft_messages import DraftTable
 from protos.messages import Row
 from protos.worker_messages import Drafted
 from workers.distributed.groups import Group
+from workers.draft_messages import DraftTable
 from workers.slots import SlotTable
 from workers.verification.draft_probs import (
     DRAFT_PROBS_SIZE,

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.draft_messages import DraftTable
 from protos.worker_messages import (
     DraftChannelFailed,
     DraftChannelReady,
@@ -27,6 +26,7 @@ from workers.draft.channel import DraftChannels, join_as_draft, join_as_target
 from workers.draft.receiver import DraftReceiver
 from workers.draft.sender import DraftSender
 from workers.draft.wire import most_bytes, pack, unpack
+from workers.draft_messages import DraftTable
 
 
 @dataclass
