@@ -27,7 +27,7 @@ from cluster.ray.placement import (
 from cluster.ray.spares import Spares
 from cluster.ray.workers import RayWorkerGroup, RunningActor
 from cluster.settings import engine_config
-from protos.errors import PlacementError
+from protos.errors import ConfigError, PlacementError
 from protos.worker_messages import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerId
 from tests.support.distributed.messages import PATIENCE_S, Messages, until
 from tests.support.processes import is_running, wait_gone, wait_until
@@ -280,6 +280,14 @@ def test_bundles_follow_from_the_configuration() -> None:
     for device in ("cuda", "auto"):
         with pytest.raises(PlacementError, match=r'has no GPU: .* add "GPU": 1'):
             layout(config_of(device=device, **wide), gpus)
+    shared = config_of(tensor_parallel_size=2, worker_resources={"CPU": 1.0, "GPU": 0.5})
+    with pytest.raises(
+        ConfigError, match=r"'GPU': 0\.5} lets 2 target ranks share GPUs, which NCCL does not allow; use"
+    ):
+        layout(shared, gpus)
+    assert layout(shared, cpus).worker == {"CPU": 1.0, "GPU": 0.5}
+    alone = config_of(tensor_parallel_size=1, worker_resources={"GPU": 0.5})
+    assert layout(alone, gpus).worker == {"GPU": 0.5}
     with pytest.raises(PlacementError, match="device is cuda, and the Ray cluster has no GPU"):
         layout(config_of(tensor_parallel_size=2, device="cuda"), cpus)
 
