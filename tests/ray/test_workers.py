@@ -280,14 +280,10 @@ def test_bundles_follow_from_the_configuration() -> None:
     for device in ("cuda", "auto"):
         with pytest.raises(PlacementError, match=r'has no GPU: .* add "GPU": 1'):
             layout(config_of(device=device, **wide), gpus)
-    shared = config_of(tensor_parallel_size=2, worker_resources={"CPU": 1.0, "GPU": 0.5})
-    with pytest.raises(
-        ConfigError, match=r"'GPU': 0\.5} lets 2 target ranks share GPUs, which NCCL does not allow; use"
-    ):
-        layout(shared, gpus)
-    assert layout(shared, cpus).worker == {"CPU": 1.0, "GPU": 0.5}
-    alone = config_of(tensor_parallel_size=1, worker_resources={"GPU": 0.5})
-    assert layout(alone, gpus).worker == {"GPU": 0.5}
+    shared = {"worker_resources": {"GPU": 0.5}}
+    with pytest.raises(ConfigError, match=r"'GPU': 0\.5} lets 2 target ranks share GPUs, which NCCL does not allow"):
+        layout(config_of(tensor_parallel_size=2, **shared), gpus)
+    assert layout(config_of(**shared), gpus).worker == {"GPU": 0.5}
     with pytest.raises(PlacementError, match="device is cuda, and the Ray cluster has no GPU"):
         layout(config_of(tensor_parallel_size=2, device="cuda"), cpus)
 
