@@ -1,16 +1,17 @@
 """The time of an empty round, controller to workers and back, over Slipstream's channel and over Ray actor calls.
 
-    python -m benchmarks.round_latency [--blocks 40] [--output figures.json]
+    python -m benchmarks.round_latency [--blocks 40] [--processes] [--output figures.json]
 
 Workers compute nothing: only the control plane is timed. Rounds in which the draft also sends draft tokens to target
-rank 0 show the cost of sending them. The sides alternate block by block, a different one first each time; all actors
-run on this machine's Ray. The times are compared with a step of the demo pair in one process.
+rank 0 show the cost of sending them. With `--processes` workers are child processes, and Ray is left out. The sides
+alternate block by block, a different one first each time; all actors run on this machine's Ray. The times are compared
+with a step of the demo pair in one process.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from benchmarks.shared import measure, workload
 from benchmarks.shared.empty_worker import DRAFT, TIMEOUT_S, EmptyActor, is_first
 from benchmarks.shared.sides import DemoEngine
+from cluster.transport.process_workers import ProcessWorkerGroup
 from demo import pair
 from protos.messages import RoundPlan
 from protos.worker_messages import (
@@ -37,7 +39,12 @@ from protos.worker_messages import (
     WorkerId,
 )
 
-CHANNEL, WITH_PAIR, RAY, RAY_FIRST = "channel", "channel and pair", "ray actor calls", "ray, awaiting target 0 only"
+CHANNEL, WITH_DRAFTS, RAY, RAY_FIRST = (
+    "channel",
+    "channel, with draft tokens",
+    "ray actor calls",
+    "ray, awaiting target 0 only",
+)
 AT_LEAST = 4.0
 SHAPES = {"1 target + 1 draft": 1, "2 targets + 1 draft": 2}
 ROUNDS = 100
@@ -48,7 +55,7 @@ LOGICAL_CPUS = 8
 
 
 class ChannelRounds:
-    """Rounds over the channel. `waits` are the seconds target 0 waited for draft tokens, in rounds with a pair."""
+    """Rounds over the channel. `waits` are the seconds target 0 waited for draft tokens, in rounds with drafts."""
 
     def __init__(self, group: WorkerGroup, num_targets: int, num_tokens: int) -> None:
         self._group = group
@@ -144,7 +151,7 @@ def measured(ray: Any, num_targets: int, blocks: int, num_tokens: int) -> tuple[
         channel, calls = ChannelRounds(group, num_targets, num_tokens), ActorRounds(ray, num_targets + 1)
         sides: dict[str, Callable[[int], int]] = {
             CHANNEL: channel.rounds,
-            WITH_PAIR: lambda count: channel.rounds(count, EPOCH),
+            WITH_DRAFTS: lambda count: channel.rounds(count, EPOCH),
             RAY: calls.rounds,
             RAY_FIRST: lambda count: calls.rounds(count, 1),
         }
@@ -155,6 +162,23 @@ def measured(ray: Any, num_targets: int, blocks: int, num_tokens: int) -> tuple[
     finally:
         group.close()
         placement.remove()
+
+
+def measured_in_processes(num_targets: int, blocks: int, num_tokens: int) -> tuple[measure.Timings, list[float]]:
+    """As `measured`, over child processes and without Ray."""
+    group = ProcessWorkerGroup("benchmarks.shared.empty_worker:serve")
+    try:
+        channel = ChannelRounds(group, num_targets, num_tokens)
+        sides: dict[str, Callable[[int], int]] = {
+            CHANNEL: channel.rounds,
+            WITH_DRAFTS: lambda count: channel.rounds(count, EPOCH),
+        }
+        for run in sides.values():
+            run(ROUNDS)  # warm
+        channel.waits.clear()
+        return measure.alternate(sides, [ROUNDS] * blocks), channel.waits
+    finally:
+        group.close()
 
 
 def demo_steps(args: Any) -> measure.Floats:
@@ -180,16 +204,16 @@ def demo_steps(args: Any) -> measure.Floats:
 def report(timings: measure.Timings, waits: list[float], steps: measure.Floats) -> dict[str, Any]:
     """Print and return the figures of one shape, in seconds a round."""
     each = {side: seconds / timings.tokens_B for side, seconds in timings.seconds.items()}
-    faster = {side: timings.speedup(CHANNEL, side) for side in (RAY, RAY_FIRST)}
+    faster = {side: timings.speedup(CHANNEL, side) for side in (RAY, RAY_FIRST) if side in each}
     shares = {side: measure.share(seconds, steps) for side, seconds in each.items()}
     for side, seconds in each.items():
         print(f"  {side:28} {np.median(seconds) * 1e6:8.0f} us, of a demo step {shares[side]}")
-    print(f"  ids over the pair: target 0 waits {np.median(waits) * 1e6:.0f} us")
+    print(f"  draft tokens: target 0 waits {np.median(waits) * 1e6:.0f} us")
     for side, ratio in faster.items():
         print(f"  {CHANNEL} is faster than {side} by {ratio}" + (f"   wanted >= {AT_LEAST}" if side == RAY else ""))
     return {
         "round_s": {side: seconds.tolist() for side, seconds in each.items()},
-        "pair_wait_s": {"median": float(np.median(waits)), "p95": float(np.percentile(waits, 95))},
+        "draft_wait_s": {"median": float(np.median(waits)), "p95": float(np.percentile(waits, 95))},
         "times_faster": {side: asdict(ratio) for side, ratio in faster.items()},
         "share_of_demo_step": {side: asdict(ratio) for side, ratio in shares.items()},
     }
@@ -198,14 +222,16 @@ def report(timings: measure.Timings, waits: list[float], steps: measure.Floats) 
 def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--processes", action="store_true", help="child processes instead of Ray actors")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     steps = demo_steps(args)
     print(f"a step of the demo pair, K={args.num_speculative_tokens}: {np.median(steps) * 1e6:.0f} us")
     shapes = {}
-    with cluster() as ray:
+    with nullcontext() if args.processes else cluster() as ray:
         for name, num_targets in SHAPES.items():
-            timings, waits = measured(ray, num_targets, args.blocks, args.num_speculative_tokens)
+            size = num_targets, args.blocks, args.num_speculative_tokens
+            timings, waits = measured_in_processes(*size) if args.processes else measured(ray, *size)
             print(name)
             shapes[name] = report(timings, waits, steps)
     measure.write(

@@ -210,14 +210,22 @@ class Examination:
         """Form *group* of *workers*, in rank order; return its transport and the time of the slowest rank."""
         store, size = self._seen[TARGET].store, len(workers)
         orders = {
-            worker: Join(group, store, rank, size, self._backend, self._device_of(worker), is_near=group == TP)
+            worker: Join(
+                group, store, rank, size, self._backend_of(group), self._device_of(worker, group), is_near=group == TP
+            )
             for rank, worker in enumerate(workers)
         }
-        replies = self._probes.call(orders, Joined, REMEDIES[self._backend])
+        replies = self._probes.call(orders, Joined, REMEDIES[self._backend_of(group)])
         slowest = max(replies.values(), key=lambda joined: joined.seconds)
         return f"{slowest.over}, formed in {slowest.seconds:.2f} s"
 
-    def _device_of(self, worker: WorkerId) -> str:
+    def _backend_of(self, group: str) -> str:
+        """Return what engines use: NCCL between target ranks alone."""
+        return self._backend if group == TP else "gloo"
+
+    def _device_of(self, worker: WorkerId, group: str) -> str:
+        if group != TP:
+            return "cpu"
         return self._devices[self._world if worker.role == "draft" else worker.rank]
 
     def _measurements(self, group: str, workers: list[WorkerId], what: Any = "broadcast") -> str:
@@ -229,5 +237,5 @@ class Examination:
     def _time(self, group: str, workers: list[WorkerId], what: Any, num_bytes: int) -> float:
         """Return the seconds of one operation, on the slowest rank."""
         order = Measure(group, what, num_bytes, SMALL_REPEATS if num_bytes == SMALL else LARGE_REPEATS)
-        replies = self._probes.call(dict.fromkeys(workers, order), Measured, REMEDIES[self._backend])
+        replies = self._probes.call(dict.fromkeys(workers, order), Measured, REMEDIES[self._backend_of(group)])
         return max(reply.seconds for reply in replies.values())

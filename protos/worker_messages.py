@@ -86,7 +86,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 class FormDraftChannel(msgspec.Struct, frozen=True, tag=True):
     """Form draft channel number *epoch* in the background: target rank 0 and the draft meet at *store*.
 
-    Target rank 0 publishes the address and key for the draft's announcements in that store.
+    Target rank 0 publishes the address and key for the draft's messages in that store.
     """
 
     epoch: int
@@ -161,23 +161,11 @@ class DraftChannelFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drafted(msgspec.Struct, frozen=True, tag=True):
-    """The draft tokens of *round* are being sent over draft channel *epoch*, as int32 `[rows, width]`.
-
-    `propose_s` is the time spent drafting. Sent to target rank 0, which then posts a receive, and to the controller,
-    for statistics.
-    """
+    """The draft tokens of *round* were sent over draft channel *epoch*. `propose_s` is the time spent drafting."""
 
     round: int
     epoch: int
     propose_s: float = 0.0
-    rows: int = 0
-    width: int = 0
-
-
-class FeaturesReceived(msgspec.Struct, frozen=True, tag=True):
-    """The draft received the features of *count* rounds. Sent to target rank 0 only."""
-
-    count: int
 
 
 class RoundDone(msgspec.Struct, frozen=True, tag=True):

@@ -33,18 +33,6 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for this thread's stream, before a tensor is freed or read on another stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def record_stream(tensor: torch.Tensor) -> None:
-    """Keep the memory of *tensor*, allocated on another stream, until this thread's stream has used it."""
-    if tensor.device.type == "cuda":
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
 def weight_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of all weights, tied ones once."""
     return sum(weight.nbytes for weight in model.parameters())

@@ -24,7 +24,7 @@ from workers.distributed.store import open_store
 from workers.draft.channel import join_as_draft, join_as_target
 from workers.draft.receiver import DraftReceiver
 from workers.draft.sender import DraftSender
-from workers.draft.wire import STAMP
+from workers.draft.wire import STAMP, most_bytes
 
 TIMEOUT_S = 60.0
 CPU = torch.device("cpu")
@@ -58,10 +58,10 @@ def _ignore(plan: RoundPlan) -> None:
 def _paired(port: Port, me: WorkerId, order: FormDraftChannel, num_tokens: int) -> Callable[[RoundPlan], None]:
     """Form this end of the draft channel; return what to do in each round."""
     if is_first(me):
-        receiver = join_as_target(order, port.send, "gloo", CPU, TIMEOUT_S)
+        receiver = join_as_target(order, port.send, CPU, TIMEOUT_S, max_bytes=most_bytes(1, num_tokens))
         port.send(DraftChannelReady(order.epoch))
         return _answering(port, receiver)
-    sender = join_as_draft(order, port.send, "gloo", CPU)
+    sender = join_as_draft(order, port.send)
     port.send(DraftChannelReady(order.epoch))
     return _sending(sender, num_tokens)
 

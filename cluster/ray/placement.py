@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.ray import cluster as ray_cluster
 from protos.config.engine import EngineConfig
-from protos.errors import PlacementError
+from protos.errors import ConfigError, PlacementError
 from protos.progress import ProgressCallback
 from protos.worker_messages import WorkerId
 from runtime.supervision.draft_supervisor import has_draft_worker
@@ -58,6 +58,7 @@ def layout(config: EngineConfig, cluster: Resources) -> BundleLayout:
 
     Raises:
         PlacementError: the device is cuda and there is no GPU; or workers would use GPUs that they do not request.
+        ConfigError: target ranks would share a GPU, which NCCL does not allow.
     """
     parallel, has_gpus = config.parallel, cluster.get("GPU", 0.0) > 0
     if config.model.device == "cuda" and not has_gpus:
@@ -72,9 +73,20 @@ def layout(config: EngineConfig, cluster: Resources) -> BundleLayout:
                 f"worker_resources {worker} has no GPU: workers would use GPUs that Ray may give to "
                 "others; add \"GPU\": 1, or use device='cpu'"
             )
+        if has_gpus and config.model.device != "cpu":
+            _check_shares(worker, parallel.tensor_parallel_size)
     else:
         worker = {**ONE_CPU, "GPU": 1.0} if has_gpus and config.model.device != "cpu" else dict(ONE_CPU)
     return BundleLayout(parallel.tensor_parallel_size, has_draft_worker(config), worker, parallel.placement_strategy)
+
+
+def _check_shares(worker: dict[str, float], num_targets: int) -> None:
+    """Raise `ConfigError` if several target ranks, which use NCCL, would share a GPU."""
+    if num_targets > 1 and worker.get("GPU", 1.0) < 1.0:
+        raise ConfigError(
+            f"worker_resources {worker} lets {num_targets} target ranks share GPUs, which NCCL does not allow; use "
+            "\"GPU\": 1, lower tensor_parallel_size, or let the draft share target rank 0's with placement 'colocated'"
+        )
 
 
 def cpus_needed(config: EngineConfig) -> float:

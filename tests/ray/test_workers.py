@@ -27,7 +27,7 @@ from cluster.ray.placement import (
 from cluster.ray.spares import Spares
 from cluster.ray.workers import RayWorkerGroup, RunningActor
 from cluster.settings import engine_config
-from protos.errors import PlacementError
+from protos.errors import ConfigError, PlacementError
 from protos.worker_messages import Allocate, Died, Heartbeat, Placed, Progress, Stop, WorkerId
 from tests.support.distributed.messages import PATIENCE_S, Messages, until
 from tests.support.processes import is_running, wait_gone, wait_until
@@ -267,19 +267,21 @@ def test_bundles_follow_from_the_configuration() -> None:
     draft = {"model": "d", "num_speculative_tokens": 3}
     gpus, cpus = {"CPU": 64.0, "GPU": 8.0}, {"CPU": 4.0}
     config = config_of(tensor_parallel_size=2, speculative_config=draft)
-    assert layout(config, gpus).bundles == [{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 3]
-    assert layout(config, cpus).bundles == [{"CPU": 1.0}] * 4
-    assert cpus_needed(config) == 4
-    assert [layout(config, gpus).bundle_of(worker) for worker in (*RANKS, DRAFT)] == [1, 2, 3]
-    together = config_of(tensor_parallel_size=2, speculative_config={**draft, "placement": "colocated"})
-    assert len(layout(together, gpus).bundles) == 3
-    half = config_of(tensor_parallel_size=2, worker_resources={"GPU": 0.5}, device="cpu")
-    assert layout(half, gpus).bundles == [{"CPU": 1.0}, {"GPU": 0.5}, {"GPU": 0.5}]
+    found = layout(config, gpus).bundles, layout(config, cpus).bundles
+    assert found == ([{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 3], [{"CPU": 1.0}] * 4)
+    places = [layout(config, gpus).bundle_of(worker) for worker in (*RANKS, DRAFT)]
+    assert (places, cpus_needed(config)) == ([1, 2, 3], 4)
+    together = {**draft, "placement": "colocated"}
+    assert len(layout(config_of(tensor_parallel_size=2, speculative_config=together), gpus).bundles) == 3
+    shared = {"worker_resources": {"GPU": 0.5}}
+    assert layout(config_of(device="cpu", **shared), gpus).worker == shared["worker_resources"]
     wide = {"worker_resources": {"CPU": 4}}
     assert layout(config_of(**wide), cpus).worker == layout(config_of(device="cpu", **wide), gpus).worker == {"CPU": 4}
-    for device in ("cuda", "auto"):
-        with pytest.raises(PlacementError, match=r'has no GPU: .* add "GPU": 1'):
-            layout(config_of(device=device, **wide), gpus)
+    with pytest.raises(PlacementError, match=r'has no GPU: .* add "GPU": 1'):
+        layout(config_of(device="auto", **wide), gpus)
+    with pytest.raises(ConfigError, match=r"'GPU': 0\.5} lets 2 target ranks share GPUs, which NCCL does not allow"):
+        layout(config_of(tensor_parallel_size=2, **shared), gpus)
+    assert layout(config_of(**shared), gpus).worker == {"GPU": 0.5}
     with pytest.raises(PlacementError, match="device is cuda, and the Ray cluster has no GPU"):
         layout(config_of(tensor_parallel_size=2, device="cuda"), cpus)
 

@@ -28,10 +28,12 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
 }
-"""Turns off torch's watchdog, which ends every process of a store if one group fails: the controller detects hangs."""
-WHEN_NCCL_FAILS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-ENDS_PROCESS, ENDS_GROUP = "3", "2"
+"""Turns off what ends every process of a store if one group fails: the controller detects hangs.
+
+A process whose group fails ends with its communicator as it is (3): aborting it may hang, or free memory in use.
+"""
 _environment = threading.Lock()
 
 
@@ -188,16 +190,6 @@ class TorchGroup:
             raise GroupError(f"group {self.name}: {what} on rank {self.rank} failed: {first_line(error)}") from error
 
 
-def close_without_waiting(group: Group, device: torch.device) -> None:
-    """Close *group*, on which another thread may be waiting, and return at once.
-
-    Over gloo, that thread closes it itself once its operation fails or times out. Over NCCL, a kernel on the device is
-    waiting, which only closing the group ends.
-    """
-    if device.type == "cuda":
-        threading.Thread(target=group.close, name="close group", daemon=True).start()
-
-
 def form(
     name: str,
     store: Store,
@@ -208,7 +200,6 @@ def form(
     device: torch.device | None = None,
     host: str = LOOPBACK,
     timeout_s: float = 60.0,
-    is_vital: bool = True,
 ) -> Group:
     """Form a group; return once all *size* ranks have joined.
 
@@ -221,8 +212,6 @@ def form(
         device: the CUDA device of this rank, for "nccl".
         host: an address of this machine that the other ranks reach; see `address_towards`.
         timeout_s: how long forming may take, and then each operation.
-        is_vital: whether a failure on a CUDA device ends this process, before the incomplete result of an operation is
-            read. Otherwise it ends only the group.
 
     Raises:
         GroupError: a rank did not join in time, or a connection failed.
@@ -233,7 +222,7 @@ def form(
     prefixed.set_timeout(timedelta(seconds=timeout_s))
     try:
         if backend == "nccl":
-            made = _nccl(prefixed, rank, size, device, timeout_s, is_vital=is_vital)
+            made = _nccl(prefixed, rank, size, device, timeout_s)
             return TorchGroup(name, made, rank, size)
         return TorchGroup(name, _gloo(prefixed, rank, size, host, timeout_s), rank, size)
     except RuntimeError as error:
@@ -248,14 +237,14 @@ def _gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> An
     return gloo(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, device: torch.device | None, timeout_s: float, *, is_vital: bool) -> Any:
+def _nccl(store: Store, rank: int, size: int, device: torch.device | None, timeout_s: float) -> Any:
     nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL")  # noqa: B009 - not in builds of torch without CUDA
     own = torch.device("cuda", torch.cuda.current_device()) if device is None else device
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
     with torch.cuda.device(own):
         with _environment:  # a group reads the environment when it is made
-            os.environ |= {**NCCL_ENVIRONMENT, WHEN_NCCL_FAILS: ENDS_PROCESS if is_vital else ENDS_GROUP}
+            os.environ |= NCCL_ENVIRONMENT
             backend = nccl(store, rank, size, options)
         backend.eager_connect_single_device(own)
     return backend

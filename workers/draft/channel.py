@@ -1,39 +1,38 @@
-"""The draft channel: draft tokens from the draft worker to target rank 0, over a group of two ranks that may fail.
+"""The draft channel: draft tokens from the draft worker to target rank 0, and features back for drafts that read them.
 
-A posted receive cannot be withdrawn, and a send may block as long as the other rank is busy. So each end has a thread,
-and a receive is posted only for tables that were announced. The two ends are in `workers.draft.receiver` and
-`workers.draft.sender`; this module forms channels.
+Draft tokens travel in messages between the hosts, in no collective: nothing on the device of target rank 0 ever waits
+for a draft, which may be dead. Features have a group of two ranks over gloo, on host memory for the same reason. The
+two ends are in `workers.draft.receiver` and `workers.draft.sender`; this module forms channels.
 """
 
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from protos.worker_messages import (
-    DraftChannelFailed,
-    DraftChannelReady,
-    Drafted,
-    FeaturesReceived,
-    FormDraftChannel,
-    FromWorker,
-)
-from workers.device import set_device
-from workers.distributed.groups import Group, form
+from protos.worker_messages import DraftChannelFailed, DraftChannelReady, FormDraftChannel, FromWorker
+from workers.distributed.groups import Group, GroupError, form
 from workers.distributed.store import address_towards, connect_store
 from workers.draft.announce import Announcer, Listener
 from workers.draft.deadline import FLOOR_S, DraftDeadline
-from workers.draft.feature_channel import DRAFT, TARGET, FeatureReceiver, FeatureSender, FeaturesSent
+from workers.draft.feature_channel import (
+    DRAFT,
+    MAX_ANNOUNCEMENT_BYTES,
+    TARGET,
+    FeatureReceiver,
+    FeatureSender,
+    FeaturesSent,
+)
 from workers.draft.receiver import DraftReceiver
 from workers.draft.sender import DraftSender
+from workers.draft_messages import DraftJoined, ToTargetRank0
 
 FORM_S = 50.0
-"""Forming takes at most this long at each end, less than the controller waits; so does each transfer."""
+"""Forming takes at most this long at each end, less than the controller waits; so does each transfer of features."""
 
 Send = Callable[[FromWorker], None]
 End = TypeVar("End", DraftReceiver, DraftSender)
@@ -109,69 +108,61 @@ class DraftChannels(Generic[End]):
 def join_as_target(
     order: FormDraftChannel,
     send: Send,
-    backend: str,
     device: torch.device,
     floor_s: float = FLOOR_S,
     *,
+    max_bytes: int,
     has_features: bool = False,
 ) -> DraftReceiver:
-    """Form the end of target rank 0. Raises `GroupError` if the draft does not join."""
-    store, host, form_group = _rendezvous(order, TARGET, backend, device)
+    """Form the end of target rank 0; features are on *device*, and messages of more than *max_bytes* are refused.
+
+    Raises:
+        GroupError: the draft does not join.
+    """
+    store, host = _meet(order)
     with ExitStack() as undo:
-        listener: Listener[Drafted | FeaturesReceived] = Listener(
-            store, str(order.epoch), host, Drafted | FeaturesReceived
-        )
+        listener: Listener[ToTargetRank0] = Listener(store, str(order.epoch), host, ToTargetRank0, max_bytes)
         undo.callback(listener.close)
-        group = form_group(f"draft-channel/{order.epoch}")
-        undo.callback(group.close)
         features = None
         if has_features:
-            back = form_group(_features_name(order))
+            back = _form_features(order, TARGET, store, host)
             undo.callback(back.close)
             announcer: Announcer[FeaturesSent] = Announcer(store, _features_name(order))
             features = FeatureSender(order.epoch, back, announcer, send, device=device)
+            undo.callback(features.close)
+        if not isinstance(listener.receive(FORM_S), DraftJoined):
+            raise GroupError(f"draft channel {order.epoch}: the draft did not connect to {host} within {FORM_S:.0f} s")
         undo.pop_all()
     deadline = DraftDeadline(time.monotonic, floor_s)
-    return DraftReceiver(order.epoch, group, listener, send, device=device, deadline=deadline, features=features)
+    return DraftReceiver(order.epoch, listener, send, deadline=deadline, features=features)
 
 
-def join_as_draft(
-    order: FormDraftChannel, send: Send, backend: str, device: torch.device, *, has_features: bool = False
-) -> DraftSender:
+def join_as_draft(order: FormDraftChannel, send: Send, *, has_features: bool = False) -> DraftSender:
     """Form the draft's end. Raises `GroupError` if target rank 0 does not join."""
-    store, host, form_group = _rendezvous(order, DRAFT, backend, device)
+    store, host = _meet(order)
     with ExitStack() as undo:
-        group = form_group(f"draft-channel/{order.epoch}")
-        undo.callback(group.close)
-        announcer: Announcer[Drafted | FeaturesReceived] = Announcer(store, str(order.epoch))
+        announcer: Announcer[ToTargetRank0] = Announcer(store, str(order.epoch))
         undo.callback(announcer.close)
         features = None
         if has_features:
-            listener: Listener[FeaturesSent] = Listener(store, _features_name(order), host, FeaturesSent)
+            listener: Listener[FeaturesSent] = Listener(
+                store, _features_name(order), host, FeaturesSent, MAX_ANNOUNCEMENT_BYTES
+            )
             undo.callback(listener.close)
-            features = FeatureReceiver(order.epoch, form_group(_features_name(order)), listener, send, device=device)
+            features = FeatureReceiver(order.epoch, _form_features(order, DRAFT, store, host), listener, send)
+        announcer.send(DraftJoined())
         undo.pop_all()
-    return DraftSender(order.epoch, group, announcer, send, device=device, features=features)
+    return DraftSender(order.epoch, announcer, send, features=features)
 
 
-def _rendezvous(
-    order: FormDraftChannel, rank: int, backend: str, device: torch.device
-) -> tuple[Store, str, Callable[[str], Group]]:
-    """Return the store of *order*, an address of this machine, and a function that forms a group of two by its name."""
-    set_device(device)
-    store, host = connect_store(order.store, FORM_S), address_towards(order.store.host)
-    form_group = partial(
-        form,
-        store=store,
-        rank=rank,
-        size=2,
-        backend=backend,
-        device=device,
-        host=host,
-        timeout_s=FORM_S,
-        is_vital=False,
-    )
-    return store, host, form_group
+def _meet(order: FormDraftChannel) -> tuple[Store, str]:
+    """Return the store of *order*, and the address of this machine that the other end reaches."""
+    return connect_store(order.store, FORM_S), address_towards(order.store.host)
+
+
+def _form_features(order: FormDraftChannel, rank: int, store: Store, host: str) -> Group:
+    """Form the group of features: over gloo, on CUDA devices, too."""
+    return form(_features_name(order), store, rank, 2, host=host, timeout_s=FORM_S)
 
 
 def _features_name(order: FormDraftChannel) -> str:

@@ -4,15 +4,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from protos.worker_messages import DraftChannelFailed, Drafted, FeaturesReceived, FromWorker
-from workers.device import side_stream
-from workers.distributed.groups import Group, close_without_waiting
+from protos.worker_messages import DraftChannelFailed, FromWorker
 from workers.draft.announce import Listener
 from workers.draft.deadline import DraftDeadline
-from workers.draft.feature_channel import DRAFT, FeatureSender
-from workers.draft.wire import Ids
+from workers.draft.feature_channel import FeatureSender
+from workers.draft.wire import Ids, unpack
+from workers.draft_messages import DraftTable, FeaturesReceived, ToTargetRank0
 
 POLL_S = 0.1
 """The thread checks this often whether the channel was closed."""
@@ -27,14 +24,14 @@ class ReceivedTable:
 
 
 class DraftReceiver:
-    """The end of target rank 0: a thread receives the announced tables, `collect` returns them.
+    """The end of target rank 0: a thread receives the draft's messages, `collect` returns the tables.
+
+    A message is complete when it arrives, so neither the step loop nor the device ever waits for a draft that is dead.
 
     Args:
         epoch: of the channel.
-        group: of the two ranks; used by the thread only.
-        listener: receives announcements; used by the thread only.
+        listener: receives the draft's messages; used by the thread only.
         send: sends a message to the controller.
-        device: of the group's tensors.
         deadline: how long `collect` waits.
         features: sends features to a draft that is fed them.
     """
@@ -42,18 +39,15 @@ class DraftReceiver:
     def __init__(
         self,
         epoch: int,
-        group: Group,
-        listener: Listener[Drafted | FeaturesReceived],
+        listener: Listener[ToTargetRank0],
         send: Callable[[FromWorker], None],
         *,
-        device: torch.device,
         deadline: DraftDeadline,
         features: FeatureSender | None = None,
     ) -> None:
         self.epoch = epoch
         self.features = features
-        self._group, self._listener, self._send, self._device = group, listener, send, device
-        self._deadline = deadline
+        self._listener, self._send, self._deadline = listener, send, deadline
         self._changed = threading.Condition()
         self._arrived: dict[int, Ids] = {}
         self._is_open = True
@@ -80,7 +74,6 @@ class DraftReceiver:
     def close(self) -> None:
         """Leave the channel; its thread ends by itself."""
         self._shut()
-        close_without_waiting(self._group, self._device)
         if self.features is not None:
             self.features.close()
 
@@ -91,27 +84,23 @@ class DraftReceiver:
 
     def _serve(self) -> None:
         try:
-            with side_stream(self._device):
-                while self._is_open:
-                    message = self._listener.receive(POLL_S)
-                    if isinstance(message, Drafted):
-                        self._receive(message)
-                    elif isinstance(message, FeaturesReceived) and self.features is not None:
-                        self.features.acknowledged(message.count)
+            while self._is_open:
+                message = self._listener.receive(POLL_S)
+                if isinstance(message, DraftTable):
+                    self._take(message)
+                elif isinstance(message, FeaturesReceived) and self.features is not None:
+                    self.features.acknowledged(message.count)
         except Exception as error:  # only the channel has failed
             self._fail(error)
         finally:
             self._listener.close()
-            self._group.close()
 
-    def _receive(self, drafted: Drafted) -> None:
-        ids = torch.empty(drafted.rows, drafted.width, dtype=torch.int32, device=self._device)
-        table = self._group.recv(ids, DRAFT).cpu().numpy()
+    def _take(self, message: DraftTable) -> None:
+        table, drafted = unpack(message), message.drafted
         with self._changed:
-            if self._is_open:  # else the receive was aborted
-                self._deadline.arrived(drafted)
-                self._arrived[drafted.round] = table
-                self._changed.notify_all()
+            self._deadline.arrived(drafted)
+            self._arrived[drafted.round] = table
+            self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
         if self._is_open:

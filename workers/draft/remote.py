@@ -1,15 +1,22 @@
 """Drafts from a worker of its own, as target rank 0 receives them."""
 
+import logging
 from collections.abc import Sequence as Seq
+
+import torch
 
 from protos.draft import NO_DRAFT
 from protos.messages import RoundPlan, Row, Verdict
 from protos.worker_messages import FormDraftChannel
+from workers.distributed.groups import first_line
 from workers.draft.channel import DraftChannels
+from workers.draft.feature_channel import FeatureSender
 from workers.draft.receiver import DraftReceiver
 from workers.draft.wire import decode, decode_probs
 from workers.target import TargetWorker
 from workers.verification.draft_probs import DRAFT_PROBS_SIZE, NO_DRAFT_PROBS, ProposedDrafts
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteDraft:
@@ -45,7 +52,15 @@ class RemoteDraft:
             return
         end.scored(seconds)
         if end.features is not None:
-            end.features.post(plan.round, target.kept(plan.rows, verdicts))
+            self._send_features(end.features, plan, target, verdicts)
+
+    @staticmethod
+    def _send_features(features: FeatureSender, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict]) -> None:
+        try:
+            features.post(plan.round, target.kept(plan.rows, verdicts))
+        except torch.OutOfMemoryError as error:
+            logger.warning("the features of round %d are dropped: %s", plan.round, first_line(error))
+            features.post_none(plan.round)
 
     def form(self, order: FormDraftChannel) -> None:
         """Begin to form another channel."""

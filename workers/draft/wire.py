@@ -1,4 +1,4 @@
-"""Drafts as tables of int32: sent from the draft worker to target rank 0, and from there to the other ranks.
+"""Drafts as tables of int32: sent from the draft worker to target rank 0 in a message, and broadcast from there.
 
 A node's *link* is `2 * (parent + 1)`, and 1 more for a probe. If all drafts of a round are chains, there are no links.
 After them come the draft probabilities, if any: K distributions for each row, first the ids of all, then the
@@ -13,7 +13,9 @@ import torch
 
 from protos.draft import NO_DRAFT, Draft
 from protos.messages import Row
+from protos.worker_messages import Drafted
 from workers.distributed.groups import Group
+from workers.draft_messages import DraftTable
 from workers.slots import SlotTable
 from workers.verification.draft_probs import (
     DRAFT_PROBS_SIZE,
@@ -28,6 +30,9 @@ Ids = npt.NDArray[np.int32]
 STAMP = 3
 """Columns before the ids: base length, generation, count."""
 GENERATION = 0x7FFFFFFF
+ID = np.dtype("<i4")
+OTHER_BYTES = 1024
+"""More than a message takes beside its table, encryption included."""
 
 
 def encode(slots: SlotTable, rows: Seq[Row], drafts: Seq[Draft], probs: DraftProbsBySlot = NO_DRAFT_PROBS) -> Ids:
@@ -46,6 +51,27 @@ def encode(slots: SlotTable, rows: Seq[Row], drafts: Seq[Draft], probs: DraftPro
         if has_links:
             line[STAMP + width : STAMP + width + count] = _links(draft)
     return np.concatenate((table, _probs_columns(rows, probs, width)), 1) if probs else table
+
+
+def pack(table: Ids, drafted: Drafted) -> DraftTable:
+    """Return the message that carries *table*, int32 `[R, W]`."""
+    return DraftTable(drafted, len(table), table.shape[1], table.astype(ID, copy=False).tobytes())
+
+
+def unpack(message: DraftTable) -> Ids:
+    """Return the table of a message, int32 `[R, W]`, read-only. Raises `ValueError` if it has another size."""
+    rows, width = message.rows, message.width
+    if min(rows, width) < 1 or len(message.ids) != rows * width * ID.itemsize:
+        raise ValueError(
+            f"a draft table of round {message.drafted.round} has {len(message.ids)} bytes; {rows} rows of {width} "
+            f"ids take {rows * width * ID.itemsize}"
+        )
+    return np.frombuffer(message.ids, ID).reshape(rows, width).astype(np.int32, copy=False)
+
+
+def most_bytes(num_rows: int, num_nodes: int, probs_size: int = 0) -> int:
+    """Return the most bytes of a message with drafts of *num_nodes* nodes for each of *num_rows* rows."""
+    return num_rows * (STAMP + num_nodes * (2 + 2 * probs_size)) * ID.itemsize + OTHER_BYTES
 
 
 def _probs_columns(rows: Seq[Row], probs: DraftProbsBySlot, width: int) -> Ids:

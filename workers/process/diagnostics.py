@@ -2,7 +2,6 @@
 
 import socket
 import time
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -86,7 +85,7 @@ class DiagnosedGroups:
         started, device = time.perf_counter(), torch.device(order.device)
         set_device(device)
         store = connect_store(order.store, GROUP_S)
-        join = form_with_shared_memory if order.is_near else partial(form, is_vital=False)
+        join = form_with_shared_memory if order.is_near else form
         group = join(order.group, store, order.rank, order.size, order.backend, device=device, timeout_s=GROUP_S)
         self._groups[order.group] = group, device
         return Joined(time.perf_counter() - started, SHARED if isinstance(group, SharedMemoryGroup) else order.backend)

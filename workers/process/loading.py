@@ -37,9 +37,12 @@ from workers.draft.load import load_draft
 from workers.draft.receiver import DraftReceiver
 from workers.draft.remote import RemoteDraft
 from workers.draft.sender import DraftSender
+from workers.draft.wire import most_bytes
 from workers.process.draft_rank import DraftRank
 from workers.process.heartbeat import HeartbeatThread
+from workers.step_costs import max_draft
 from workers.target_rank import TargetRank
+from workers.verification.draft_probs import DRAFT_PROBS_SIZE
 
 TP_TIMEOUT_S = 3600.0
 """The controller decides whether a rank hangs; the group itself waits for longer than that takes."""
@@ -104,9 +107,7 @@ class DraftLoading(Loading):
         self._ready(WorkerReady(measurement.costs().draft_s))
 
         def join(order: FormDraftChannel) -> DraftSender:
-            return join_as_draft(
-                order, self._port.send, self._setup.backend, self._device, has_features=draft.spec.needs != "none"
-            )
+            return join_as_draft(order, self._port.send, has_features=draft.spec.needs != "none")
 
         return DraftRank(engine, DraftChannels(self._port.send, join))
 
@@ -183,19 +184,22 @@ class TargetLoading(Loading):
 
     def _remote(self, ready: ReadyTarget, loaded: LoadedTarget) -> RemoteDraft:
         """Return rank 0's end of the channels to a draft in another process."""
+        speculative = self._config.speculative
+        has_probs = speculative is not None and speculative.samples_drafts
+        max_bytes = most_bytes(
+            self._config.scheduler.max_num_seqs, max_draft(self._config), DRAFT_PROBS_SIZE if has_probs else 0
+        )
 
         def join(order: FormDraftChannel) -> DraftReceiver:
             return join_as_target(
                 order,
                 self._port.send,
-                self._setup.backend,
                 self._device,
                 self._floor_s,
+                max_bytes=max_bytes,
                 has_features=loaded.spec.needs != "none",
             )
 
-        speculative = self._config.speculative
-        has_probs = speculative is not None and speculative.samples_drafts
         return RemoteDraft(DraftChannels(self._port.send, join), ready.worker, has_probs=has_probs)
 
     def _form(self, store: StoreAddress, number: int) -> Group:

@@ -198,11 +198,11 @@ def outputs_without_drafts(models: Models) -> dict[str, list[int]]:
     return outputs
 
 
-def over(workers: WorkerGroup, config: EngineConfig) -> Engine:
+def over(workers: WorkerGroup, config: EngineConfig, backend: str = "") -> Engine:
     """Return an engine whose rounds *workers* run."""
 
     def make(config: EngineConfig, say: Any) -> DistributedExecutor:
-        return DistributedExecutor(workers, config, say)
+        return DistributedExecutor(workers, config, say, backend=backend)
 
     threads = workers if isinstance(workers, ThreadWorkerGroup) else None
     return Engine(assemble.build(config, LocalInbox(), print, make), threads)
@@ -214,9 +214,10 @@ def threaded(
     floor_s: float = PATIENT_S,
     body: Callable[[Port], None] | None = None,
     on_start: Callable[[ThreadPort], None] = lambda port: None,
+    backend: str = "",
 ) -> Engine:
     """Return an engine over a worker group of threads."""
-    return over(ThreadWorkerGroup(body or partial(rank.serve, floor_s=floor_s), on_start), config)
+    return over(ThreadWorkerGroup(body or partial(rank.serve, floor_s=floor_s), on_start), config, backend)
 
 
 def late_comer(may_come: threading.Event, floor_s: float = 1.0) -> Callable[[Port], None]:

@@ -1,7 +1,6 @@
 """Groups formed from a store: results and failures of their operations."""
 
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 from protos.worker_messages import StoreAddress
-from tests.support.distributed.ranks import Board, ThreadGroup, on_ranks, told_of_a_silent_peer
+from tests.support.distributed.ranks import on_ranks, told_of_a_silent_peer
 from workers.distributed import groups
-from workers.distributed.groups import Group, GroupError, Solo, close_without_waiting, form
+from workers.distributed.groups import Group, GroupError, Solo, form
 from workers.distributed.store import address_towards, connect_store, open_store
 
 
@@ -124,39 +123,24 @@ def test_solo() -> None:
 
 
 class Nccl:
-    """Stands for `ProcessGroupNCCL`: records the environment it reads and its timeout."""
+    """Stands for `ProcessGroupNCCL`: records the environment that it reads and its timeout."""
 
     Options = SimpleNamespace
     seen: ClassVar[list[tuple[str | None, ...]]] = []
 
     def __init__(self, _store: Any, _rank: int, _size: int, options: Any) -> None:
-        names = (groups.WHEN_NCCL_FAILS, *groups.NCCL_ENVIRONMENT)
-        self.seen.append((*map(os.environ.get, names), str(options._timeout)))
+        self.seen.append((*map(os.environ.get, groups.NCCL_ENVIRONMENT), str(options._timeout)))
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         assert device == torch.device("cuda", 1)
 
 
-def test_over_nccl_a_failure_ends_the_process_or_the_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (groups.WHEN_NCCL_FAILS, *groups.NCCL_ENVIRONMENT):
+def test_over_nccl_a_failure_ends_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in groups.NCCL_ENVIRONMENT:
         monkeypatch.setenv(name, "1")  # as on some clusters
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(Nccl, "seen", [])
     store, _ = open_store()
     form("tp", store, 0, 2, "nccl", device=torch.device("cuda", 1), timeout_s=9)
-    form("pair/1", store, 0, 2, "nccl", device=torch.device("cuda", 1), timeout_s=5, is_vital=False)
-    assert Nccl.seen == [("3", "0", "0", "0", "0:00:09"), ("2", "0", "0", "0", "0:00:05")]
-
-
-def test_only_what_waits_on_a_device_is_broken_off_by_others() -> None:
-    closed = threading.Event()
-
-    class ClosedGroup(ThreadGroup):
-        def close(self) -> None:
-            closed.set()
-
-    close_without_waiting(ClosedGroup(Board(2), 0, 2), torch.device("cpu"))
-    assert not closed.wait(0.1)
-    close_without_waiting(ClosedGroup(Board(2), 0, 2), torch.device("cuda"))
-    assert closed.wait(10)
+    assert Nccl.seen == [("0", "0", "0", "3", "0:00:09")]

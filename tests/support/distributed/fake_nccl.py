@@ -1,0 +1,118 @@
+"""A stand-in for torch's `ProcessGroupNCCL` on CPU tensors, over gloo, that fails as NCCL does.
+
+`wait` only orders streams: it raises nothing when a peer is gone, and leaves the result uninitialised. The failure is
+known to the work alone. Operations are recorded with the thread that began them.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+
+@dataclass
+class Operation:
+    """One operation of a rank; `thread` began it."""
+
+    what: str
+    thread: str
+    is_over: bool = False
+
+
+class Records:
+    """All groups and operations. `timeout_s` replaces that of the groups; `fails(operation)` breaks some of them."""
+
+    def __init__(self) -> None:
+        self.formed_by: list[str] = []
+        self.operations: list[Operation] = []
+        self.timeout_s: float | None = None
+        self.fails: Callable[[Operation], bool] = lambda operation: False
+
+    def outstanding(self) -> list[Operation]:
+        return [operation for operation in self.operations if not operation.is_over]
+
+    def threads(self) -> set[str]:
+        """The threads that formed groups or began operations."""
+        return {*self.formed_by, *(operation.thread for operation in self.operations)}
+
+
+class FakeWork:
+    """A work of NCCL: complete when it is asked, and quiet about errors until then."""
+
+    def __init__(self, work: Any, operation: Operation, results: list[torch.Tensor], *, fails: bool) -> None:
+        self._error: RuntimeError | None = RuntimeError("NCCL communicator was aborted on rank 0.") if fails else None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._error = error
+        if self._error is not None:
+            for result in results:  # what was never written may be anything
+                result.fill_(-77)
+        operation.is_over = True
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> RuntimeError | None:
+        return self._error
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Records:
+    """Let groups with the backend "nccl" be formed of stand-ins."""
+    records = Records()
+
+    class FakeNccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            records.formed_by.append(threading.current_thread().name)
+            gloo: Any = ProcessGroupGloo
+            inner = gloo._Options()
+            seconds = records.timeout_s
+            inner._timeout = options._timeout if seconds is None else timedelta(seconds=seconds)
+            inner._devices = [gloo.create_device(hostname="127.0.0.1")]
+            self._connect = lambda: gloo(store, rank, size, inner)
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            self._gloo = self._connect()
+
+        def abort(self) -> None:
+            self._gloo.abort()
+
+        def allreduce(self, tensors: list[torch.Tensor]) -> FakeWork:
+            return self._begun("allreduce", tensors, lambda: self._gloo.allreduce(tensors))
+
+        def allgather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> FakeWork:
+            return self._begun("allgather", parts[0], lambda: self._gloo.allgather(parts, tensors))
+
+        def gather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> FakeWork:
+            results = parts[0] if parts else []
+            return self._begun("gather", results, lambda: self._gloo.gather(parts, tensors, options))
+
+        def broadcast(self, tensors: list[torch.Tensor], options: Any) -> FakeWork:
+            return self._begun("broadcast", tensors, lambda: self._gloo.broadcast(tensors, options))
+
+        def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> FakeWork:
+            return self._begun("send", [], lambda: self._gloo.send(tensors, dst, tag))
+
+        def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> FakeWork:
+            return self._begun("recv", tensors, lambda: self._gloo.recv(tensors, src, tag))
+
+        def _begun(self, what: str, results: list[torch.Tensor], begin: Callable[[], Any]) -> FakeWork:
+            operation = Operation(what, threading.current_thread().name)
+            records.operations.append(operation)
+            return FakeWork(begin(), operation, results, fails=records.fails(operation))
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return records
