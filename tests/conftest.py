@@ -51,10 +51,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full") or "full" in config.getoption("markexpr"):
         return
-    full = [item for item in items if "full" in item.keywords]
+    full = [item for item in items if item.get_closest_marker("full")]  # keywords contain names of folders, too
     if full:
         config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if "full" not in item.keywords]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(scope="session")

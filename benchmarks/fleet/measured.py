@@ -33,7 +33,7 @@ def measured_costs(k: int, max_seqs: int) -> ReplicaCosts:
     assert table is not None, "the policy `adaptive` needs them"
     prompt = tuple(built.tokenizer("def read_lines(path):\n")["input_ids"])
     inbox.put([Request("0", prompt, SamplingParams(ignore_eos=True), Sampling(0, 0.0), 4 * ROUNDS)])
-    overheads = []
+    overheads: list[float] = []
     while built.controller.scheduler.num_unfinished or not overheads:
         began, before = time.perf_counter(), built.controller.stats().phases
         built.controller.step()

@@ -41,6 +41,7 @@ class LoadPolicy:
 
     def __call__(self, context: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
         """Return the number of replicas that are needed, and no state."""
-        by_requests = context.total_num_requests / context.config.target_ongoing_requests
+        config = context.config
+        by_requests = 0.0 if config is None else context.total_num_requests / config.target_ongoing_requests
         demands = (context.aggregated_metrics or {}).get(KV_DEMAND, {})
         return max(by_requests, sum(demands.values()) / self._target), {}

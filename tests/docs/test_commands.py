@@ -25,7 +25,7 @@ ASSIGNMENT = re.compile(r"[A-Z][A-Z_]*=.*")
 STARTS = ("slipstream ", "make ", "python -m ", ".venv/bin/", "serve deploy ", "serve run ", "ray up ", "kubectl ")
 FOREIGN = frozenset({"curl", "helm", "pip", "grpcurl"})
 """Programs whose arguments are not checked."""
-RAY_FLAGS = frozenset({"--no-restart"})
+RAY_FLAGS = frozenset({"--no-restart", "--restart-only"})
 """Options of `ray up`."""
 INSTALLED = re.compile("^(/opt|~)/slipstream/")
 """Where the image and the machines of `cluster-venv.yaml` have the repository."""

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.distributed.machines import missing
 from tests.support.distributed.ray_up import PATIENCE_S, Launched, launched
-from tests.support.distributed.steady_load import Answered, read
 from tests.support.processes import wait_until
+from tests.support.serving.steady_load import Answered, read
 
 LACKING = missing(ssh=True)
 pytestmark = [pytest.mark.full, pytest.mark.timeout(0), pytest.mark.skipif(bool(LACKING), reason=LACKING)]
@@ -50,7 +50,7 @@ def test_ray_up_again_stops_nothing_and_a_changed_configuration_fails_no_request
 @contextmanager
 def loaded(made: Launched, stop: Path) -> Iterator[dict[str, Answered]]:
     """Ask the head from the operator's machine meanwhile; the results are there afterwards."""
-    module = "tests.support.distributed.steady_load"
+    module = "tests.support.serving.steady_load"
     words = ("env", "-C", "/", "python", "-m", module, made.nodes[0].address, stop)
     results: dict[str, Answered] = {}
     with made.operator.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asking:

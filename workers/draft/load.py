@@ -277,28 +277,12 @@ def _load_module(
     with BUILDING:
         module = learned.build(speculative, parts)
     assert isinstance(module, torch.nn.Module), "as its protocol says"
-    _quantize(module, config, speculative, loaded_target, device)
+    if speculative.quantization is not None:
+        scheme = scheme_of(speculative.quantization, speculative.model or config.model.model, device)
+        quantize_module(module, scheme, () if loaded_target is None else loaded_target.model.parameters())
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])
     # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
     is_eager = _is_eager(config, speculative) or config.model.batch_invariant
     kv_dtype = stored_dtype(_kv_cache_dtype(config, speculative), dtype)
     loaded = LoadedModule(module, dtype, kv_dtype, device, (folder or source, fetch(config.model)), (speculative,))
     return ModuleDraft(loaded, spec, width, is_eager, speculative.kv_window)
-
-
-def _quantize(
-    module: torch.nn.Module,
-    config: EngineConfig,
-    speculative: SpeculativeConfig,
-    target: LoadedModel | None,
-    device: torch.device,
-) -> None:
-    """Quantise the layers of a head as the configuration asks, but not those that it shares with the target."""
-    if speculative.quantization is None:
-        return
-    name = speculative.model or config.model.model
-    scheme = scheme_of(speculative.quantization, name, device)
-    shared: frozenset[int] = (
-        frozenset() if target is None else frozenset(id(weight) for weight in target.model.parameters())
-    )
-    quantize_module(module, scheme, shared)

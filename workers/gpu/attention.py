@@ -10,6 +10,7 @@ from protos.config.kv_window import KVWindow
 from workers.attention.backend import AttentionBackend, Options
 from workers.attention.batch import AttentionMetadata, TreeMasks
 from workers.attention.kv import KVCache
+from workers.attention.quantized_kv import LARGEST
 from workers.attention.torch import TorchAttention
 from workers.gpu.metadata import DeviceMetadata
 
@@ -23,13 +24,13 @@ class TritonAttention:
     takes_padding: ClassVar[bool] = True
 
     def __init__(self, cache: KVCache) -> None:
-        from workers.gpu.kernels.attention import Pages, paged_attention  # noqa: PLC0415 - triton may be missing
+        from workers.gpu.kernels.attention import LayerPages, paged_attention  # noqa: PLC0415 - triton may be missing
         from workers.gpu.kernels.cache import write_cache  # noqa: PLC0415
 
         self.cache = cache
         self.device = cache.keys[0].device
         self._attend, self._write = paged_attention, write_cache
-        self._pages = [Pages(keys, values) for keys, values in zip(cache.keys, cache.values, strict=True)]
+        self._pages = [LayerPages(keys, values) for keys, values in zip(cache.keys, cache.values, strict=True)]
         self._metadata: DeviceMetadata | None = None
         self._kv_window: KVWindow | None = None
 
@@ -120,5 +121,10 @@ def _packed(
 
 
 def pick_gpu_attention(cache: KVCache) -> AttentionBackend:
-    """Return the attention of a CUDA device: Triton's kernels, or torch where triton is not installed."""
-    return TorchAttention(cache) if find_spec("triton") is None else TritonAttention(cache)
+    """Return the attention of a CUDA device: Triton's kernels, or torch's operators.
+
+    The latter where triton is not installed, and for caches with a scale for each token.
+    """
+    if cache.dtype in LARGEST or find_spec("triton") is None:
+        return TorchAttention(cache)
+    return TritonAttention(cache)

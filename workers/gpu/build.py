@@ -8,7 +8,7 @@ import numpy as np
 
 from protos.progress import ProgressCallback
 from workers.gpu.attention_torch import DeviceAttention, device_attention, most_rows
-from workers.gpu.chains import DeviceChains, loop_runner
+from workers.gpu.chains import DeviceChains, can_capture, loop_runner
 from workers.gpu.choosing import CHOOSERS
 from workers.gpu.draft_loop import DraftLoop
 from workers.gpu.graphed_chains import GraphedChains
@@ -44,7 +44,7 @@ def make_rounds(
     loaded = runner.loaded
     if runner.device.type != "cuda" or loaded.ranks > 1 or not isinstance(loaded.mode, TorchMode):
         return None
-    if not worker.samples_and_matches:
+    if not worker.samples_and_matches or not can_capture(runner):
         return None
     attention = device_attention(runner.attention, runner.cache)
     sizes = _sizes(worker.slots, attention, max_draft)

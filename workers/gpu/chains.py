@@ -31,7 +31,12 @@ def loop_runner(engine: "DraftEngine") -> ModelRunner | None:
         return None
     if worker.draft_sampler is not None or worker.early_stop is not None or isinstance(worker.cache, TargetCache):
         return None
-    return runner if type(runner) is ModelRunner and runner.kv_window is None else None
+    return runner if type(runner) is ModelRunner and runner.kv_window is None and can_capture(runner) else None
+
+
+def can_capture(runner: ModelRunner) -> bool:
+    """Whether graphs can repeat forwards: recurrent layers and caches of another dtype are planned on the host."""
+    return not runner.loaded.recurrent and runner.cache.dtype == runner.loaded.dtype
 
 
 def bring_level(cache: DraftCache, slots_R: Ints, lengths_R: Ints) -> Ints:

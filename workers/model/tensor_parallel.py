@@ -178,8 +178,9 @@ class SharedEmbedding(nn.Module):
     def __init__(self, rows: nn.Module, group: Group | Collectives) -> None:
         super().__init__()
         self.rows, self._group = rows, group
-        is_quantized = isinstance(rows, QuantizedEmbedding)
-        self._count = rows.num_embeddings if is_quantized else rows.get_parameter("weight").shape[0]
+        self._count: int = (
+            rows.num_embeddings if isinstance(rows, QuantizedEmbedding) else rows.get_parameter("weight").shape[0]
+        )
         self._first = group.rank * self._count
 
     @property

@@ -16,6 +16,8 @@ class QuantizedLinear(nn.Module):
     Products and sums are fp32. The results for a row depend on no other row, to the bit.
     """
 
+    zeros: nn.Parameter | None
+
     def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape

@@ -32,7 +32,7 @@ def int4(weight_NK: torch.Tensor, group: int = GROUP) -> QuantizedWeight:
     """Quantise a weight `[N, K]` in groups of *group* inputs, between the smallest and the largest of each."""
     weight_NK = weight_NK.float()
     inputs = weight_NK.shape[1]
-    grouped_NGI = F.pad(weight_NK, (0, -inputs % group)).unflatten(1, (-1, group))
+    grouped_NGI = F.pad(weight_NK, (0, -inputs % group)).view(len(weight_NK), -1, group)
     low_NG1 = grouped_NGI.amin(2, keepdim=True).clamp(max=0)
     high_NG1 = grouped_NGI.amax(2, keepdim=True).clamp(min=0)
     scales_NG1 = ((high_NG1 - low_NG1) / INT4_TOP).clamp(min=TINY)

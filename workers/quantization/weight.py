@@ -119,14 +119,15 @@ def lay_out(weight: QuantizedWeight) -> LaidOut:
     outputs, inputs = weight.shape
     more = -outputs % PANEL
     codes_NK = F.pad(weight.codes_NK.view(torch.uint8), (0, -inputs % BLOCK, 0, more))
-    codes_NBI = codes_NK.unflatten(1, (-1, BLOCK))
+    codes_NBI = codes_NK.view(len(codes_NK), -1, BLOCK)
     if weight.code is Code.INT4:
-        low, high = codes_NBI.unflatten(2, (2, -1)).unbind(2)
+        low, high = codes_NBI.view(*codes_NBI.shape[:2], 2, -1).unbind(2)
         codes_NBI = low | high << 4
-    codes = codes_NBI.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+    codes = codes_NBI.view(-1, PANEL, *codes_NBI.shape[1:]).transpose(1, 2).contiguous()
     zeros = None if weight.zeros_NG is None else _panels(weight.zeros_NG, more)
     return LaidOut(codes, _panels(weight.scales_NG.float(), more), zeros)
 
 
 def _panels(numbers_NG: torch.Tensor, more: int) -> torch.Tensor:
-    return F.pad(numbers_NG, (0, 0, 0, more)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+    padded_NG = F.pad(numbers_NG, (0, 0, 0, more))
+    return padded_NG.view(-1, PANEL, padded_NG.shape[1]).transpose(1, 2).contiguous()

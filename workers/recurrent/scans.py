@@ -7,12 +7,13 @@ of all rows, `[1, T]`, and call them for rows that are equally long.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workers.recurrent.pool import RecurrentStates
-from workers.recurrent.rows import ScanRun
+if TYPE_CHECKING:
+    from workers.recurrent.pool import RecurrentStates
+    from workers.recurrent.rows import ScanRun
 
 CHUNK = 64
 """Most tokens of a block within a chunk; its results differ from those of other sizes by rounding only."""
@@ -21,7 +22,7 @@ Function = Callable[..., Any]
 
 
 def run_conv(  # noqa: PLR0917 - the function's arguments
-    states: RecurrentStates,
+    states: "RecurrentStates",
     layer: int,
     function: Function,
     inputs_1CT: torch.Tensor,
@@ -62,7 +63,7 @@ class Scan:
     initial: str
 
     def run(
-        self, states: RecurrentStates, layer: int, functions: tuple[Function, Function], given: dict[str, Any]
+        self, states: "RecurrentStates", layer: int, functions: tuple[Function, Function], given: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs `[1, T, ...]` of every row, and its last state.
 
@@ -88,7 +89,7 @@ class Scan:
         return outputs_T.unsqueeze(0), states_R
 
 
-def _own(run: ScanRun, states_R: torch.Tensor) -> torch.Tensor:
+def _own(run: "ScanRun", states_R: torch.Tensor) -> torch.Tensor:
     return states_R if run.rows.are_all else states_R[run.rows.rows_G]
 
 

@@ -1,6 +1,6 @@
 """Which linear layers of a model keep quantised weights, and putting those layers into the model while it is loaded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -95,15 +95,16 @@ def sliced(weight: QuantizedWeight, part: TensorSlice | None) -> QuantizedWeight
 
 
 def quantize_module(
-    module: nn.Module, scheme: Callable[[torch.Tensor], QuantizedWeight], shared: frozenset[int]
+    module: nn.Module, scheme: Callable[[torch.Tensor], QuantizedWeight], shared: Iterable[nn.Parameter]
 ) -> int:
     """Quantise the linear layers of a loaded *module*; return their number.
 
-    Weights whose identity is in *shared* belong to another model, and are left as they are.
+    The weights in *shared* belong to another model, and are left as they are.
     """
+    foreign = {id(weight) for weight in shared}
     replaced: dict[int, QuantizedLinear] = {}  # by the identity of the layer, which may have several names
     for name, linear in list(module.named_modules(remove_duplicate=False)):
-        if type(linear) is nn.Linear and id(linear.weight) not in shared:
+        if type(linear) is nn.Linear and id(linear.weight) not in foreign:
             if id(linear) not in replaced:
                 replaced[id(linear)] = QuantizedLinear(scheme(linear.weight.detach()), linear.bias)
             module.set_submodule(name, replaced[id(linear)])

@@ -237,8 +237,8 @@ def test_an_fp8_cache_is_scaled() -> None:
     stored = [torch.randn(shape, generator=generator).to(torch.float8_e4m3fn) for _ in range(2)]
     query = torch.randn(4, 2, 16, generator=generator)
     metadata = device_metadata(laid_out, CPU)
-    found = kernels.paged_attention(query, kernels.Pages(*stored, 0.5, 3.0), metadata, Options(0.2))
-    pages = kernels.Pages(stored[0].float() * 0.5, stored[1].float() * 3.0)
+    found = kernels.paged_attention(query, kernels.LayerPages(*stored, 0.5, 3.0), metadata, Options(0.2))
+    pages = kernels.LayerPages(stored[0].float() * 0.5, stored[1].float() * 3.0)
     wanted = kernels.paged_attention(query, pages, metadata, Options(0.2))
     assert torch.allclose(found, wanted, atol=1e-5)
 

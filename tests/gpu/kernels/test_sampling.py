@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.gpu.kernels import sampling
-from workers.gpu.kernels.sampling import DeviceLimits, sample_tokens
+from workers.gpu.kernels.sampling import KernelLimits, sample_tokens
 from workers.sampling.grammar_masks import masked
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import Limits, greedy, sample
@@ -56,10 +56,10 @@ def wanted(case: Case, logits_NV: torch.Tensor) -> torch.Tensor:
     return torch.where(is_random_N, sample(logits_NV, case.keys_N, limits), greedy(logits_NV))
 
 
-def on_device(case: Case, **bits: torch.Tensor) -> DeviceLimits:
+def on_device(case: Case, **bits: torch.Tensor) -> KernelLimits:
     """As a graph would have them: limits that no row has are left out."""
     temperature, top_k, top_p, min_p = zip(*case.limits, strict=True)
-    return DeviceLimits(
+    return KernelLimits(
         torch.tensor(temperature, dtype=torch.float32),
         torch.tensor(top_k, dtype=torch.int32) if any(top_k) else None,
         torch.tensor(top_p, dtype=torch.float64) if any(p < 1.0 for p in top_p) else None,

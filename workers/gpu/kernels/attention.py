@@ -32,7 +32,7 @@ SMALLEST = 16
 """Tensor cores multiply no smaller matrices."""
 
 
-class Pages(NamedTuple):
+class LayerPages(NamedTuple):
     """K and V of one layer.
 
     Attributes:
@@ -119,7 +119,7 @@ def power_of_two(number: int) -> int:
 
 def paged_attention(
     query_HTD: torch.Tensor,
-    pages: Pages,
+    pages: LayerPages,
     metadata: DeviceMetadata,
     options: Options,
     kv_window: KVWindow | None = None,
@@ -145,7 +145,7 @@ class _Launch:
     def __init__(
         self,
         query_HTD: torch.Tensor,
-        pages: Pages,
+        pages: LayerPages,
         metadata: DeviceMetadata,
         options: Options,
         kv_window: KVWindow | None,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.gpu.kernels.attention import Pages, power_of_two
+from workers.gpu.kernels.attention import LayerPages, power_of_two
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def write_kernel(
     tl.store(value_pages + (index * KV_HEADS + head) * VALUE + e, value_GE, mask=is_value)
 
 
-def write_cache(key_GTD: torch.Tensor, value_GTE: torch.Tensor, pages: Pages, cache_index_T: torch.Tensor) -> None:
+def write_cache(key_GTD: torch.Tensor, value_GTE: torch.Tensor, pages: LayerPages, cache_index_T: torch.Tensor) -> None:
     """Write K and V of T tokens into *pages*.
 
     Args:

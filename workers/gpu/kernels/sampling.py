@@ -22,7 +22,7 @@ WARPS = 8
 
 
 @dataclass(frozen=True)
-class DeviceLimits:
+class KernelLimits:
     """`workers.sampling.sample.Limits` of N rows, and the ids that may be sampled, as device tensors.
 
     Attributes:
@@ -53,7 +53,7 @@ class DeviceLimits:
         }
 
 
-def sample_tokens(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
+def sample_tokens(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: KernelLimits) -> torch.Tensor:
     """Return the sampled ids, int64 `[N]`; -1 for rows whose greatest logit is not finite.
 
     Args:
@@ -67,7 +67,7 @@ def sample_tokens(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceL
 class _Sampling:
     """One call of `sample_tokens`."""
 
-    def __init__(self, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> None:
+    def __init__(self, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: KernelLimits) -> None:
         self._rows, self._vocab = logits_NV.shape
         self._blocks = -(-self._vocab // BLOCK)
         self._logits_NV, self._keys_N, self._limits = logits_NV, keys_N, limits

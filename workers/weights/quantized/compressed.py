@@ -113,7 +113,8 @@ def _codes(
 def _unpacked(parts: dict[str, torch.Tensor], bits: int, shape: tuple[int, ...]) -> torch.Tensor:
     if "weight_packed" not in parts:
         return parts["weight"]
-    return unpack_from_int32(parts["weight_packed"], bits, torch.Size(shape))
+    codes: torch.Tensor = unpack_from_int32(parts["weight_packed"], bits, torch.Size(shape))
+    return codes
 
 
 def _zero_points(parts: dict[str, torch.Tensor], bits: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Requests to a Serve application, one after another over each protocol, until a file exists.
 
-    python -m tests.support.distributed.steady_load 10.77.0.12 /tmp/stop
+    python -m tests.support.serving.steady_load 10.77.0.12 /tmp/stop
 
 prints how many were answered, the different answers, and what failed, as JSON.
 """
