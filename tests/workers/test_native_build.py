@@ -186,6 +186,15 @@ def clear() -> None:
     native._function.cache_clear()
 
 
+@pytest.mark.parametrize("source", sorted(path.stem for path in build.FOLDER.glob("*.cpp")))
+@pytest.mark.parametrize("flags", [(), (build.QUANTIZED_KV,)], ids=["", "quantised KV"])
+def test_every_kernel_compiles(source: str, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one did not, engines would run without it: slower, and with dequantised weights."""
+    command = ["c++", *FLAGS, build.NO_CONTRACTION, *flags, "-fsyntax-only", str(build.FOLDER / f"{source}.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_gpus_need_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[tuple[str, ...]] = []
     monkeypatch.setattr(early, "start_build", lambda *kernel: started.append(kernel))

@@ -5,7 +5,7 @@ but its K and V: not on the other tokens of its block or batch, nor on the order
 keeps the output the same with and without speculation. A scale for each block or layer would have to be known before
 the first token is written, or change stored numbers later.
 
-`workers/native/quantized.h` stores the same bits, but for the many of NaN.
+`workers/native/quantized_kv.h` stores the same bits, but for the many bits of NaN.
 """
 
 from typing import NamedTuple

@@ -120,7 +120,8 @@ class _Build:
         try:
             _, errors = self._compiler.communicate(timeout=BUILD_SECONDS)
             if self._compiler.returncode:
-                reason = (errors.strip().splitlines() or ["no message"])[0]
+                lines = errors.strip().splitlines() or ["no message"]
+                reason = next((line for line in lines if "error" in line), lines[0])
                 raise KernelUnavailableError(f"the C++ compiler failed: {reason}")
             self._made.replace(self._target)
         except (OSError, subprocess.TimeoutExpired) as error:

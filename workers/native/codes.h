@@ -69,7 +69,7 @@ inline Integers high_half(const Integers& x) {
 }
 #endif
 
-struct Int8 {
+struct Int8Code {
     static constexpr int64_t kBytes = 32;
     static Affine affine(float scale, uint8_t) { return {all(scale), zeros()}; }
     static void decode(const uint8_t* codes, const Affine& affine, Lanes* to) {
@@ -77,7 +77,7 @@ struct Int8 {
     }
 };
 
-struct Int4 {
+struct Int4Code {
     static constexpr int64_t kBytes = 16;
     static Affine affine(float scale, uint8_t zero) { return {all(scale), all(-(static_cast<float>(zero) * scale))}; }
     static void decode(const uint8_t* codes, const Affine& affine, Lanes* to) {
@@ -91,7 +91,7 @@ struct Int4 {
 };
 
 // e4m3 becomes fp16 with an exponent that is 8 too small: the sign, a zero, and the 7 other bits.
-struct Fp8 {
+struct Fp8Code {
     static constexpr int64_t kBytes = 32;
     static Affine affine(float scale, uint8_t) { return {all(scale * 256.0f), zeros()}; }
     static void decode(const uint8_t* codes, const Affine& affine, Lanes* to) {

@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "halves.h"
-#include "quantized.h"
+#include "quantized_kv.h"
 
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #include <immintrin.h>

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "halves.h"
-#include "quantized.h"
+#include "quantized_kv.h"
 
 extern "C" {
 

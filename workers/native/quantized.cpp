@@ -159,11 +159,11 @@ struct Product {
 template <typename T>
 void with_code(const Quantized& call) {
     if (call.code == kInt8)
-        Product<T, Int8>(call).run();
+        Product<T, Int8Code>(call).run();
     else if (call.code == kInt4)
-        Product<T, Int4>(call).run();
+        Product<T, Int4Code>(call).run();
     else
-        Product<T, Fp8>(call).run();
+        Product<T, Fp8Code>(call).run();
 }
 
 }  // namespace

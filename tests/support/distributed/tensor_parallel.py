@@ -29,22 +29,25 @@ def share(folder: Path, group: Group, **options: Any) -> LoadedModel:
     return load(ModelConfig(model=str(folder), device="cpu", **options), group)
 
 
-def runner_of(folder: Path, group: Group, rows: list[np.ndarray]) -> ModelRunner:
+def runner_of(folder: Path, group: Group, rows: list[np.ndarray], **options: Any) -> ModelRunner:
     slots = SlotTable(SLOTS, 64, BLOCK)
     fill(slots, rows, BLOCKS)
-    return ModelRunner(share(folder, group), slots, BLOCKS, BLOCK)
+    return ModelRunner(share(folder, group, **options), slots, BLOCKS, BLOCK)
 
 
-def check(folder: Path, ranks: int, vocab: int = VOCAB, *, meant: Path | None = None) -> list[tuple[LayerShape, ...]]:
+def check(
+    folder: Path, ranks: int, vocab: int = VOCAB, *, meant: Path | None = None, **options: Any
+) -> list[tuple[LayerShape, ...]]:
     """Compare logits of *ranks* ranks, fed in chunks, with the unsplit model's; return each rank's cache shapes.
 
-    *meant*: a checkpoint of the same weights that `transformers` loads, if it does not load *folder* itself.
+    *meant*: a checkpoint of the same weights that `transformers` loads, if it does not load *folder* itself. *options*
+    are those of `ModelConfig`.
     """
     rows = sequences(vocab)
     expected = reference_logits(meant or folder, rows, "eager")
 
     def work(group: Group) -> tuple[list[torch.Tensor], tuple[LayerShape, ...]]:
-        runner = runner_of(folder, group, rows)
+        runner = runner_of(folder, group, rows, **options)
         assert (runner.loaded.vocab_size, runner.loaded.ranks) == (vocab, ranks)
         return paged_logits(runner, rows), runner.loaded.layers
 
