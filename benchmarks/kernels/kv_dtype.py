@@ -6,40 +6,33 @@ Attention: one step of decoding, 32 rows with 1,000 tokens each, computed in bf1
 attends with another layer's K and V, as in a model: they come from memory, not from the processor's caches. The sides
 alternate call by call, a different one first each time. "prefill" is a row of 512 new tokens after 512 known ones.
 
-Perplexity: the beginnings of held-out files (`demo/heldout.txt`), the first half of each in chunks of 100 tokens, the
-rest three tokens at a time. So K and V are read by torch and by the kernel.
+Perplexity: see `benchmarks.shared.perplexity`.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from tokenizers import Tokenizer
 
 from benchmarks.shared import measure
-from demo import corpus, pair
-from protos.config.engine import KVCacheDtype, ModelConfig
+from benchmarks.shared.perplexity import heldout, perplexity
+from demo import pair
+from protos.config.engine import KVCacheDtype
 from protos.layers import LayerShape
 from workers.attention.backend import Options
-from workers.attention.batch import AttentionMetadata, Batch
+from workers.attention.batch import AttentionMetadata
 from workers.attention.kv import KVCache, bytes_per_block, stored_dtype
 from workers.attention.native import NativeAttention
-from workers.model.loader import load
-from workers.model.runner import ModelRunner
-from workers.slots import SlotTable
 
 DTYPES: tuple[KVCacheDtype, ...] = ("bfloat16", "int8", "fp8")
 HEADS, KV_HEADS = 8, 4
 BLOCK = 16
 LAYERS = 8
 GIB = 1 << 30
-CONTEXT, CHUNK = 1000, 100
 
 
 @dataclass(frozen=True)
@@ -111,38 +104,12 @@ def attention(step: DecodingStep, size: int, passes: int) -> dict[str, Any]:
     return {"step": step.name, "size": size, "bf16_ms": bf16_ms, **{k: asdict(v) for k, v in ratios.items()}}
 
 
-def perplexity(model: Path, stored: KVCacheDtype, texts: list[list[int]], dtype: str) -> float:
-    """Return the perplexity of texts of `CONTEXT` tokens."""
-    loaded = load(ModelConfig(model=str(model), dtype=dtype, kv_cache_dtype=stored, device="cpu"))  # type: ignore[arg-type]
-    num_blocks = -(-CONTEXT // BLOCK)
-    slots = SlotTable(1, CONTEXT, BLOCK)
-    slots.blocks[0, :num_blocks] = np.arange(num_blocks)
-    runner = ModelRunner(loaded, slots, num_blocks, BLOCK)
-    losses = [_loss(runner, np.array(ids)) for ids in texts]
-    return float(np.exp(np.mean(losses)))
-
-
-def _loss(runner: ModelRunner, ids_N: np.ndarray) -> float:
-    """Return the mean loss per token; half of the text is fed in chunks, the rest three tokens at a time."""
-    total, at = 0.0, 0
-    while at < len(ids_N) - 1:
-        length = min(CHUNK if at < CONTEXT // 2 else 3, len(ids_N) - 1 - at)
-        batch = Batch(np.zeros(1, np.int64), np.array([at]), np.array([length]), ids_N[at : at + length])
-        logits_NV = runner.forward(batch, np.arange(length))
-        total += float(F.cross_entropy(logits_NV, torch.from_numpy(ids_N[at + 1 : at + 1 + length]), reduction="sum"))
-        at += length
-    return total / (len(ids_N) - 1)
-
-
 def perplexities(target: Path, draft: Path, texts: int, dtype: str) -> dict[str, Any]:
     """Return the perplexity of both demo models with every KV dtype."""
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    files = corpus.read(corpus.split(corpus.stdlib_root())[1])
-    encoded = (tokenizer.encode(text, add_special_tokens=False).ids[:CONTEXT] for text in files)
-    starts = list(islice((ids for ids in encoded if len(ids) == CONTEXT), texts))
+    starts = heldout(target, texts)
     found: dict[str, Any] = {}
     for name, model in (("target", target), ("draft", draft)):
-        own = {stored: perplexity(model, stored, starts, dtype) for stored in ("auto", *DTYPES)}
+        own = {stored: perplexity(model, starts, dtype=dtype, kv_cache_dtype=stored) for stored in ("auto", *DTYPES)}
         found[name] = own
         shown = ", ".join(f"{stored} {value:.4f} ({value / own['auto'] - 1:+.3%})" for stored, value in own.items())
         print(f"perplexity of the {name} in {dtype}, by KV dtype: {shown}", flush=True)

@@ -1,0 +1,123 @@
+"""Decoding with weights that are quantised while they are loaded, and the perplexity of the demo pair with them.
+
+    python -m benchmarks.kernels.quantization [--layers 24] [--tokens 32] [--blocks 6] [--texts 8]
+
+A Llama with random weights, which are most of what a step reads, decodes one request at a time; sides take turns, block
+by block. All run eager. "auto" is the dtype that the engine chooses for a bf16 checkpoint: fp32 on processors without
+bf16 instructions.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.shared import measure
+from benchmarks.shared.perplexity import heldout, perplexity
+from demo import pair
+from slipstream import LLM, SamplingParams
+
+VOCAB, HIDDEN = 32_000, 1024
+PLAIN, BF16 = "auto", "bfloat16"
+SCHEMES = ("int8", "int4", "fp8")
+CACHE_BYTES = 1 << 28
+PROMPT = [5] * 16
+
+
+def save(folder: Path, layers: int) -> Path:
+    """Save the random model, in bf16."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=2816,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def engine(model: Path, threads: int, **options: Any) -> LLM:
+    return LLM(
+        model=str(model),
+        speculative_config=None,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=CACHE_BYTES,
+        num_threads=threads,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        **options,
+    )
+
+
+def decode(llm: LLM, tokens: int, _block: int) -> int:
+    """Generate *tokens* tokens; return their number."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, detokenize=False)
+    [output] = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    return len(output.outputs[0].token_ids)
+
+
+def speeds(options: argparse.Namespace) -> dict[str, Any]:
+    """Return tokens per second of each side, and how many times faster it is than the unquantised ones."""
+    with ExitStack() as stack:
+        folder = save(Path(stack.enter_context(tempfile.TemporaryDirectory())), options.layers)
+        sides: dict[str, Callable[[int], int]] = {}
+        choices: dict[str, dict[str, Any]] = {PLAIN: {}, BF16: {"dtype": BF16}}
+        for side, chosen in (choices | {scheme: {"quantization": scheme} for scheme in SCHEMES}).items():
+            llm = stack.enter_context(engine(folder, options.threads, **chosen))
+            sides[side] = partial(decode, llm, options.tokens)
+        measure.alternate(sides, range(1))
+        timings = measure.alternate(sides, range(options.blocks))
+    found: dict[str, Any] = {}
+    for side in sides:
+        ratios = {base: timings.speedup(side, base) for base in (PLAIN, BF16)}
+        shown = ", ".join(f"{ratio} of {base}" for base, ratio in ratios.items())
+        print(f"{side}: {timings.tokens_per_second(side):.1f} tokens/s, {shown}", flush=True)
+        found[side] = {base: asdict(ratio) for base, ratio in ratios.items()}
+    return found
+
+
+def perplexities(count: int) -> dict[str, dict[str, float]]:
+    """Return the perplexity of both demo models, plain and with every scheme."""
+    found: dict[str, dict[str, float]] = {}
+    for name, model in zip(("target", "draft"), pair(), strict=True):
+        texts = heldout(model, count)
+        own = {PLAIN: perplexity(model, texts, dtype="float32")}
+        own |= {scheme: perplexity(model, texts, dtype="float32", quantization=scheme) for scheme in SCHEMES}
+        found[name] = own
+        shown = ", ".join(f"{side} {value:.4f} ({value / own[PLAIN] - 1:+.3%})" for side, value in own.items())
+        print(f"perplexity of the {name}: {shown}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Run what the arguments ask for."""
+    parser = measure.arguments(__doc__)
+    parser.add_argument("--layers", type=int, default=24, help="of the random model: 24 are 0.4 billion weights")
+    parser.add_argument("--tokens", type=int, default=32, help="of a block")
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--texts", type=int, default=8, help="of 1,000 tokens; 0: no perplexity")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found: dict[str, Any] = {"environment": measure.environment(options.threads)}
+    if options.texts:
+        found["perplexity"] = perplexities(options.texts)
+    if options.blocks:
+        found["speed"] = speeds(options)
+    measure.write(options.output, found)
+
+
+if __name__ == "__main__":
+    main()
