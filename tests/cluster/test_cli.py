@@ -92,6 +92,7 @@ def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any
     values = {
         "dtype": "half",
         "kv_cache_dtype": "int8",
+        "quantization": "int8",
         "device": "cpu",
         "distributed_executor_backend": "mp",
         "gpu_memory_utilization": "0.5",

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 import demo
 from cluster.cli import main as cli
 from cluster.ray_serve.arguments import ServeArguments
-from cluster.settings import engine_config
+from cluster.settings import engine_config, with_serving_defaults
 from cluster.simulate.costs import CostTable, draft_key
 from cluster.simulate.predict import SpeedupPrediction
 from cluster.simulate.results import Replay
@@ -108,7 +108,7 @@ def _served(path: Path) -> EngineConfig:
     command: Any = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
     context = command.make_context("serve", ["--config", str(path)])
     given = {name: value for name, value in context.params.items() if name in argument_names.NAMES}
-    return engine_config({name: value for name, value in given.items() if value is not None})
+    return engine_config(with_serving_defaults({name: value for name, value in given.items() if value is not None}))
 
 
 def _deployed(path: Path) -> EngineConfig:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from tests.support.gpu.counts import where
 from tests.support.gpu.graphs import PretendCapture, PretendGraph
 from tests.support.gpu.pretend import Pretend, PretendTensor
+from workers.attention.torch import TorchAttention
 
 MEMORY = 2 << 30
 """Bytes of the device, all of them free."""
@@ -122,6 +123,8 @@ def pretended_gpu() -> Iterator[Machine]:
         "torch.cuda.graph_pool_handle": lambda: (0, 0),
         "torch.cuda._lazy_init": lambda: None,
         "torch.cuda._initialized": True,
+        # Triton's kernels are not operators, so they cannot be counted, nor run on what such tensors hold.
+        "workers.model.torch_mode.pick_gpu_attention": TorchAttention,
         # Tensors of inference mode have no version counters, which subclasses of tensors need.
         "torch.inference_mode": lambda *_: torch.no_grad(),
         "torch.nn.functional.scaled_dot_product_attention": attend,

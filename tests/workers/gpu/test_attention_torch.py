@@ -1,4 +1,4 @@
-"""Attention over plans on the device equals `TorchAttention` over the same rows, padding or not."""
+"""Attention over plans on the device, in torch and in Triton, equals `TorchAttention` over the same rows."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from workers.attention.backend import Options
 from workers.attention.batch import AttentionMetadata, Batch, TreeMask, TreeMasks
 from workers.attention.kv import KVCache
 from workers.attention.torch import TorchAttention
+from workers.gpu.attention import TritonAttention
 from workers.gpu.attention_torch import StaticTorchAttention
 from workers.gpu.metadata import DeviceMetadata
 
@@ -26,20 +27,27 @@ def cache(seed: int) -> KVCache:
     return made
 
 
-def on_device(metadata: AttentionMetadata, stride: int, padding: int) -> tuple[DeviceMetadata, torch.Tensor]:
-    """Lay rows out at a *stride*, with *padding* rows after them; return the flat index of every real token, too."""
+def on_device(
+    metadata: AttentionMetadata, stride: int, padding: int, first_padding: int | None = None
+) -> tuple[DeviceMetadata, torch.Tensor]:
+    """Lay rows out at a *stride*, with *padding* rows from *first_padding* on, after all others if it is None.
+
+    Return the flat index of every real token, too.
+    """
     count = len(metadata.starts_R)
     rows = count + padding
+    first = count if first_padding is None else first_padding
+    real_R = np.array([*range(first), *range(first + padding, rows)])
 
     def ints(values: Any, fill: int, dtype: Any) -> torch.Tensor:
         whole = np.full((rows, *np.shape(values)[1:]), fill, dtype)
-        whole[:count] = values
+        whole[real_R] = values
         return torch.from_numpy(whole)
 
-    within = [np.arange(length) + r * stride for r, length in enumerate(metadata.lengths_R.tolist())]
+    within = [np.arange(length) + r * stride for r, length in zip(real_R, metadata.lengths_R.tolist(), strict=True)]
     real_T = np.concatenate(within)
     rows_T, index_T = np.full(rows * stride, -1, np.int32), np.full(rows * stride, -1, np.int64)
-    rows_T[real_T] = np.repeat(np.arange(count), metadata.lengths_R)
+    rows_T[real_T] = np.repeat(real_R, metadata.lengths_R)
     index_T[real_T] = metadata.cache_index_T
     masks = metadata.tree_masks
     words_TW = np.zeros((rows * stride, 1 if masks is None else masks.visible_TW.shape[1]), np.int64)
@@ -86,10 +94,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("backend", [StaticTorchAttention, TritonAttention])
+@pytest.mark.parametrize("padding", [(0, None), (2, None), (2, 1)], ids=["none", "last", "in the middle"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_attention_equals_the_ordinary_one(case: dict[str, Any], options: Options, padding: int) -> None:
+def test_attention_equals_the_ordinary_one(
+    case: dict[str, Any],
+    options: Options,
+    padding: tuple[int, int | None],
+    backend: type[StaticTorchAttention | TritonAttention],
+) -> None:
     starts_R, lengths_R = np.array(case["starts"]), np.array(case["lengths"])
     masks = None
     if "trees" in case:
@@ -101,10 +115,10 @@ def test_attention_equals_the_ordinary_one(case: dict[str, Any], options: Option
     metadata = AttentionMetadata.of(batch, TABLES_SB, BLOCK)
     generator = torch.Generator().manual_seed(7)
     query, key, value = (torch.randn(1, heads, count, SIZE, generator=generator) for heads in (HEADS, GROUPS, GROUPS))
-    ordinary, static = TorchAttention(cache(1)), StaticTorchAttention(cache(1))
+    ordinary, static = TorchAttention(cache(1)), backend(cache(1))
     ordinary.plan(metadata)
     expected = ordinary.attend(0, query, key, value, options)
-    rows, real_T = on_device(metadata, 6, padding)
+    rows, real_T = on_device(metadata, 6, *padding)
     static.use(rows)
     spread = [each.new_full((1, each.shape[1], len(rows.rows_T), SIZE), 3.0) for each in (query, key, value)]
     for target, source in zip(spread, (query, key, value), strict=True):
