@@ -49,7 +49,7 @@ def test_joined_outputs_keep_everything() -> None:
     both = merge_outputs(first, TokenOutput("a", [2], "y", [entry]))
     assert both == TokenOutput("a", [1, 2], "xy", [entry, entry], [entry], num_cached_tokens=2)
     known = {"request_id", "token_ids", "text", "logprobs", "prompt_logprobs", "finish_reason", "stop_reason",
-             "num_cached_tokens", "speculation", "error", "step", "queued_s"}  # fmt: skip
+             "num_cached_tokens", "speculation", "error", "retry_after_s", "step", "queued_s"}  # fmt: skip
     assert set(TokenOutput.__struct_fields__) == known, (
         "define in runtime.frontend.stream_queue how a new field is merged"
     )
