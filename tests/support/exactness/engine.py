@@ -81,6 +81,7 @@ class TableForward:
 
     layers: tuple[LayerShape, ...] = (LayerShape(1, 1, 1),)
     max_model_len, dtype, device = 4096, torch.float32, torch.device("cpu")
+    recurrent = ()
     module = None
 
     def __init__(self, model: TableModel, slots: SlotTable, num_blocks: int) -> None:
