@@ -24,6 +24,8 @@ from tests.support.policy_simulation import (
 )
 from tests.support.scheduling import decoding
 
+FULL = pytest.mark.full
+
 
 def adaptive(target: Seconds, costs: StepCosts | None, seed: int = 0) -> Simulation:
     model = RoundCostModel(costs, 64 * (LIMIT + 1), 64, LIMIT)
@@ -34,8 +36,8 @@ def adaptive(target: Seconds, costs: StepCosts | None, seed: int = 0) -> Simulat
     ("target", "costs", "share"),
     [(flat, warmed_up(flat), 0.97), (steep, warmed_up(steep), 0.97), (steep, warmed_up(flat), 0.9), (flat, None, 0.8)],
 )
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("num_rows", [1, 8, 32])
+@pytest.mark.parametrize("rate", [0.0, pytest.param(0.3, marks=FULL), 0.6, pytest.param(0.9, marks=FULL)])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(8, marks=FULL), 32])
 def test_it_is_as_fast_as_the_best_k(
     rate: float, num_rows: int, target: Seconds, costs: StepCosts | None, share: float
 ) -> None:
@@ -46,8 +48,8 @@ def test_it_is_as_fast_as_the_best_k(
     assert simulation.run(rates, 4000) >= share * best_fixed(rates, target, cheap)
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.6])
-@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("rate", [0.3, pytest.param(0.6, marks=FULL)])
+@pytest.mark.parametrize("num_rows", [pytest.param(1, marks=FULL), 8])
 def test_it_follows_a_change_of_the_number_of_threads(num_rows: int, rate: float) -> None:
     """Half of the threads compute half as much, and read weights almost as fast: another K pays.
 
