@@ -21,13 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.shared import measure
 from benchmarks.shared.perplexity import heldout, perplexity
+from benchmarks.shared.sides import DemoEngine
 from demo import pair
 from slipstream import LLM, SamplingParams
 
 VOCAB, HIDDEN = 32_000, 1024
 PLAIN, BF16 = "auto", "bfloat16"
 SCHEMES = ("int8", "int4", "fp8")
-CACHE_BYTES = 1 << 28
 PROMPT = [5] * 16
 
 
@@ -48,20 +48,6 @@ def save(folder: Path, layers: int) -> Path:
     return folder
 
 
-def engine(model: Path, threads: int, **options: Any) -> LLM:
-    return LLM(
-        model=str(model),
-        speculative_config=None,
-        enable_prefix_caching=False,
-        kv_cache_memory_bytes=CACHE_BYTES,
-        num_threads=threads,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        **options,
-    )
-
-
 def decode(llm: LLM, tokens: int, _block: int) -> int:
     """Generate *tokens* tokens; return their number."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, detokenize=False)
@@ -76,7 +62,8 @@ def speeds(options: argparse.Namespace) -> dict[str, Any]:
         sides: dict[str, Callable[[int], int]] = {}
         choices: dict[str, dict[str, Any]] = {PLAIN: {}, BF16: {"dtype": BF16}}
         for side, chosen in (choices | {scheme: {"quantization": scheme} for scheme in SCHEMES}).items():
-            llm = stack.enter_context(engine(folder, options.threads, **chosen))
+            side_engine = DemoEngine(folder, None, threads=options.threads, enforce_eager=True, **chosen)
+            llm = stack.enter_context(side_engine.llm)
             sides[side] = partial(decode, llm, options.tokens)
         measure.alternate(sides, range(1))
         timings = measure.alternate(sides, range(options.blocks))
