@@ -155,13 +155,18 @@ def measured(ray: Any, num_targets: int, blocks: int, num_tokens: int) -> tuple[
             RAY: calls.rounds,
             RAY_FIRST: lambda count: calls.rounds(count, 1),
         }
-        for run in sides.values():
-            run(ROUNDS)  # warm
-        channel.waits.clear()
-        return measure.alternate(sides, [ROUNDS] * blocks), channel.waits
+        return _timed(sides, channel, blocks), channel.waits
     finally:
         group.close()
         placement.remove()
+
+
+def _timed(sides: dict[str, Callable[[int], int]], channel: ChannelRounds, blocks: int) -> measure.Timings:
+    """Warm the sides up, then measure them in turns; the waits of *channel* are those of the latter."""
+    for run in sides.values():
+        run(ROUNDS)
+    channel.waits.clear()
+    return measure.alternate(sides, [ROUNDS] * blocks)
 
 
 def measured_in_processes(num_targets: int, blocks: int, num_tokens: int) -> tuple[measure.Timings, list[float]]:
@@ -173,10 +178,7 @@ def measured_in_processes(num_targets: int, blocks: int, num_tokens: int) -> tup
             CHANNEL: channel.rounds,
             WITH_DRAFTS: lambda count: channel.rounds(count, EPOCH),
         }
-        for run in sides.values():
-            run(ROUNDS)  # warm
-        channel.waits.clear()
-        return measure.alternate(sides, [ROUNDS] * blocks), channel.waits
+        return _timed(sides, channel, blocks), channel.waits
     finally:
         group.close()
 
