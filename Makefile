@@ -1,6 +1,6 @@
 # People and CI use the same targets; each installs what it needs, once.
 #   make serve | test | quick | check | docs | bench | accept-engine | accept-gang | accept-proposers | accept-serving |
-#        accept-cluster | accept-exactness | openvino-peer | clean
+#        accept-cluster | accept-exactness | accept-gpu | openvino-peer | clean
 # `make quick` runs ruff and the fast tests, in about a minute; SLOW_TESTS below lists the tests that it leaves out.
 # VENV and PYTHON may be given: `make test VENV=/path/to/venv PYTHON=python3.12`.
 
@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST_VENV ?= .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
+GPU_PYTHON ?= $(PYTHON)
 OPENVINO_VENV ?= .venv-openvino
 OPENVINO_PYTHON ?= $(wildcard $(OPENVINO_VENV)/bin/python)
 ARGS ?=
@@ -48,7 +49,7 @@ EXACTNESS_TESTS := tests/exactness tests/invariant tests/workers/verification te
 	tests/cluster/test_check_identity.py tests/cluster/test_check_distribution.py
 
 .PHONY: install serve test quick protos check docs bench accept-engine accept-gang accept-proposers accept-serving accept-cluster \
-	accept-exactness accept-oldest openvino-peer clean
+	accept-exactness accept-gpu accept-oldest openvino-peer clean
 
 serve: $(READY)
 	$(BIN)/slipstream serve $(ARGS)
@@ -121,6 +122,11 @@ accept-exactness: check
 		--output $(RESULTS)/invariance.json
 
 # The oldest transformers that is promised, in an environment of its own.
+# For a machine with GPUs: GPU_PYTHON has torch for CUDA, triton and this project, with or without Ray.
+accept-gpu:
+	mkdir -p $(RESULTS)
+	$(GPU_PYTHON) -m cluster.cli.main doctor --gpu --full --output $(RESULTS)/gpu.json
+
 accept-oldest: $(OLDEST_READY)
 	$(TWO_THREADS) $(OLDEST_VENV)/bin/python -m pytest -q
 

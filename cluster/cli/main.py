@@ -200,9 +200,20 @@ def doctor(
         bool, typer.Option("--share-devices", help="Several ranks on one device; NCCL must be configured to allow it.")
     ] = False,
     ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Also check Ray.")] = True,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Check and measure engines on this machine's GPU instead: about ten minutes.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --gpu: larger models, and other engines.")] = False,
+    output: Annotated[Path | None, typer.Option(help="With --gpu: a JSON file for the results.")] = None,
 ) -> None:
     """Check devices, process groups and Ray with real processes; print errors and remedies."""
-    from cluster.cli.doctor import run  # noqa: PLC0415 - as above
+    if gpu:
+        from cluster.cli import gpu_check  # noqa: PLC0415 - as above
+
+        if not gpu_check.run(device, output, is_full=full):
+            raise typer.Exit(1)
+        return
+    from cluster.cli.doctor import run  # noqa: PLC0415
     from cluster.doctor import DoctorOptions  # noqa: PLC0415
 
     options = DoctorOptions(tensor_parallel_size, device, share_devices)
