@@ -13,8 +13,6 @@ process, time the refusals.
 import argparse
 import asyncio
 import contextlib
-import re
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -27,6 +25,7 @@ import numpy as np
 
 import demo
 from benchmarks.shared import measure, workload
+from benchmarks.shared.server import ServerProcess, served
 
 GOODPUT_AT_LEAST, REFUSED_WITHIN_MS, MEMORY_AT_MOST = 0.95, 50.0, 1.05
 CONTEXT, BLOCK = 512, 16
@@ -154,9 +153,9 @@ class Clients:
 class ServerUnderLoad:
     """`slipstream serve` and its child processes."""
 
-    def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
-        self.url = url
-        self._pid = process.pid
+    def __init__(self, server: ServerProcess) -> None:
+        self.url = server.url
+        self._pid = server.pid
 
     def record_memory(self, phase: Phase) -> None:
         """Record the memory that the server and its controller use now."""
@@ -178,40 +177,20 @@ def _memory_mib(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def served(args: argparse.Namespace) -> Iterator[ServerUnderLoad]:
+def under_load(args: argparse.Namespace) -> Iterator[ServerUnderLoad]:
     """Run the server until the block ends."""
     options = [
         f"--num-threads={args.threads}",
         f"--max-num-seqs={args.slots}",
-        "--disable-log-stats",
-        "--port=0",
         f"--max-waiting-requests={args.waiting}",
-        "--grpc-port=-1",
-        "--host=127.0.0.1",
         f"--max-model-len={CONTEXT}",
         f"--num-gpu-blocks-override={args.slots * CONTEXT // BLOCK}",
         f"--block-size={BLOCK}",
     ]
     if args.model is not None:
         options.append(f"--model={args.model}")
-    command = [sys.executable, "-m", "cluster.cli.main", "serve", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield ServerUnderLoad(process, _url(process))
-        finally:
-            process.terminate()
-            process.communicate(timeout=120)
-
-
-def _url(process: "subprocess.Popen[str]") -> str:
-    assert process.stderr is not None
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        found = re.search(r"ready on (http://[\d.:]+)", line)
-        if found is not None:
-            return found[1]
-    raise SystemExit("the server did not start:\n" + "".join(seen))
+    with served(options) as server:
+        yield ServerUnderLoad(server)
 
 
 async def phases(server: ServerUnderLoad, args: argparse.Namespace) -> AsyncIterator[Phase]:
@@ -238,7 +217,7 @@ async def phases(server: ServerUnderLoad, args: argparse.Namespace) -> AsyncIter
 async def run(args: argparse.Namespace) -> list[Phase]:
     """Run all phases; print a line for each."""
     found = []
-    with served(args) as server:
+    with under_load(args) as server:
         async for phase in phases(server, args):
             print(phase.line(), flush=True)
             found.append(phase)

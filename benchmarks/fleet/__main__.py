@@ -2,19 +2,23 @@
 
     python -m benchmarks.fleet [--replicas 1 10 100 1000] [--costs FILE] [--seed 0]
     python -m benchmarks.fleet --measure FILE    # writes the costs of this machine
+    python -m benchmarks.fleet --check --costs FILE      # two real replicas and their simulation
 
 Replicas batch continuously, with the costs of steps that an engine measured (`costs.json`: the demo pair on one core).
-The router by prefix is that of Ray Serve's proxies. The simulation has no network and no preemption, and was not
-compared with real replicas.
+The router by prefix is that of Ray Serve's proxies. The simulation has no network and no preemption. `--check` sends
+the same requests to two servers with one thread each, by the same routers.
 """
 
 import argparse
+import asyncio
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.fleet import costs
 from benchmarks.fleet.measured import measured_costs
+from benchmarks.fleet.real import drive, prompts_of, servers
 from benchmarks.fleet.replica import ReplicaLimits
 from benchmarks.fleet.routers import ROUTERS, make_router
 from benchmarks.fleet.simulation import UNDISTURBED, Disturbance, FleetResult, FleetSimulation
@@ -24,12 +28,13 @@ COSTS = Path(__file__).with_name("costs.json")
 MEASURED = ReplicaLimits(max_seqs=8, max_tokens=128, kv_tokens=16_384, k=4)
 SECONDS = 40
 """Requests arrive for about so long."""
+SESSIONS = 4
 HEADER = f"{'':34}  tokens/s   first token p50, p99 ms   prefix hits   sent again"
 
 
 def load_of(num_replicas: int, rate: float, seed: int) -> Load:
-    """Return a load of *rate* requests a second for each replica, of eight sessions for each."""
-    return Load(rate * num_replicas, int(rate * SECONDS * num_replicas), 8 * num_replicas, seed=seed)
+    """Return a load of *rate* requests a second for each replica, of so many sessions for each."""
+    return Load(rate * num_replicas, int(rate * SECONDS * num_replicas), SESSIONS * num_replicas, seed=seed)
 
 
 def line(name: str, result: FleetResult) -> str:
@@ -66,16 +71,37 @@ def table(args: argparse.Namespace) -> list[str]:
     return lines
 
 
+def check(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of a table of two real replicas, each below that of their simulation."""
+    measured = costs.read(args.costs)
+    yield HEADER
+    for k in (0, MEASURED.k):
+        limits = replace(MEASURED, k=k)
+        for router in ROUTERS:
+            load = load_of(2, args.rate, args.seed)
+            simulated = FleetSimulation(2, make_router(router, args.seed, 1), measured, limits, seed=args.seed)
+            yield line(f"simulated K={k} {router}", simulated.run(load.make()))
+            requests = load.make()
+            prompts = prompts_of(requests, load.prefix)
+            with servers(2, limits) as urls:
+                real = asyncio.run(drive(urls, make_router(router, args.seed, 1), requests, prompts))
+            yield line(f"real      K={k} {router}", real)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 10, 100, 1000])
-    parser.add_argument("--rate", type=float, default=0.2, help="requests a second for each replica")
+    parser.add_argument("--rate", type=float, default=0.5, help="requests a second for each replica")
     parser.add_argument("--costs", type=Path, default=COSTS)
     parser.add_argument("--measure", type=Path, help="write the costs of this machine's steps to this file")
+    parser.add_argument("--check", action="store_true", help="compare the simulation with two real replicas")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.measure:
         measured_costs(MEASURED.k, MEASURED.max_seqs).write(args.measure)
+    elif args.check:
+        for text in check(args):
+            print(text, flush=True)
     else:
         sys.stdout.write("\n".join(table(args)) + "\n")
 

@@ -5,6 +5,7 @@ import time
 from statistics import median
 
 from benchmarks.fleet.costs import ReplicaCosts
+from benchmarks.shared import workload
 from cluster import assemble
 from cluster.settings import engine_config
 from demo import pair
@@ -12,16 +13,18 @@ from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from runtime.core.controller import LocalInbox
 
-ROUNDS = 100
+TOKENS = 64
+"""Of each answer."""
 
 
 def measured_costs(k: int, max_seqs: int) -> ReplicaCosts:
-    """Return what steps of the demo pair cost here, eager and with one thread; acceptance is that of one long text."""
+    """Return what steps of the demo pair cost here, eager, in fp32 and with one thread; the prompts are the demo's."""
     target, draft = pair()
     arguments = {
         "model": str(target),
         "speculative_config": {"model": str(draft), "num_speculative_tokens": k, "placement": "colocated"},
         "device": "cpu",
+        "dtype": "float32",
         "enforce_eager": True,
         "num_threads": 1,
         "max_num_seqs": max_seqs,
@@ -31,8 +34,9 @@ def measured_costs(k: int, max_seqs: int) -> ReplicaCosts:
     built = assemble.build(engine_config(arguments), inbox, report=lambda line: None)
     table = built.info.costs
     assert table is not None, "the policy `adaptive` needs them"
-    prompt = tuple(built.tokenizer("def read_lines(path):\n")["input_ids"])
-    inbox.put([Request("0", prompt, SamplingParams(ignore_eos=True), Sampling(0, 0.0), 4 * ROUNDS)])
+    prompts = [item.prompt for item in workload.load(target).single]
+    params, greedy = SamplingParams(ignore_eos=True), Sampling(0, 0.0)
+    inbox.put([Request(str(i), prompt, params, greedy, TOKENS) for i, prompt in enumerate(prompts)])
     overheads: list[float] = []
     while built.controller.scheduler.num_unfinished or not overheads:
         began, before = time.perf_counter(), built.controller.stats().phases

@@ -12,27 +12,34 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.ray.actors import WorkerActor, remote
-from cluster.ray.placement import Placement, actor_options
+from cluster.ray.placement import CONTROLLER, Placement, actor_options
 from cluster.ray.processes import is_running
 from protos.worker_messages import WorkerId
 
 BUNDLE_OF = WorkerId("target")
+ANSWER_S = 1.0
+"""A spare on another machine that does not answer within this time is not used."""
 
 
 @dataclass(frozen=True)
 class Spare:
-    """An actor that waits. `prepared` returns its process id once everything is imported."""
+    """An actor that waits. `prepared` returns its process id once everything is imported.
+
+    `is_near`: whether it runs on the controller's machine.
+    """
 
     handle: Any
     prepared: "Future[int]"
+    is_near: bool
 
     @property
     def is_usable(self) -> bool:
         """Whether it runs; if it is not prepared yet, it is still ahead of a new process."""
-        if not self.prepared.done():
-            return True
         try:
-            return is_running(self.prepared.result())
+            if not self.is_near:  # its machine may be gone, which Ray notices much later
+                ray.get(self.handle.role.remote(), timeout=ANSWER_S)
+                return True
+            return not self.prepared.done() or is_running(self.prepared.result())
         except RayError:
             return False
 
@@ -60,7 +67,8 @@ class Spares:
             options = actor_options(self._placement.group, self._bundle, {})
             name = self._placement.name_of(f"spare {self._num_started}")
             handle = remote(WorkerActor).options(**options, name=name).remote(*arguments)
-            self._waiting.append(Spare(handle, handle.prepare.remote(self._config).future()))
+            is_near = self._placement.nodes[self._bundle] == self._placement.nodes[CONTROLLER]
+            self._waiting.append(Spare(handle, handle.prepare.remote(self._config).future(), is_near))
 
     def take(self, worker: WorkerId) -> Any | None:
         """Return the handle of an actor that can become *worker*; None if there is none."""

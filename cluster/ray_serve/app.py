@@ -6,7 +6,7 @@ any other exception to the client as a traceback.
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from google.protobuf.message import Message
@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from ray import serve
 from ray.serve.grpc_util import RayServegRPCContext
 
+from cluster.ray_serve import router
 from cluster.ray_serve.arguments import ServeArguments, ServerArguments
 from cluster.ray_serve.deployment import deployed, planned
 from cluster.ray_serve.replica import Replica
@@ -57,6 +58,10 @@ class Ingress:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what Serve gives to `cluster.ray_serve.autoscaling.LoadPolicy`."""
         return self._replica.load()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Return what Serve gives to `cluster.ray_serve.router.PrefixRouter`."""
+        return router.reported(self._replica.is_ready)
 
     async def __del__(self) -> None:
         """Close the engine; Serve awaits this after the running requests."""

@@ -1,6 +1,7 @@
 """Routes a request to the replica that has its prefix, unless that one is much busier than another."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from ray.serve._private import constants
@@ -17,12 +18,26 @@ from ray.serve.request_router import (
 from cluster.ray_serve.affinity import keys_in
 from cluster.ray_serve.choice import SLACK, PrefixChoice
 
+READY = "ready"
+"""What replicas report to routers: whether they run requests now."""
+REPORT_PERIOD_S = 1.0
+
+
+def reported(is_ready: bool) -> dict[str, Any]:
+    """Return what a replica reports to routers."""
+    return {READY: is_ready}
+
+
+def ready(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
+    """Return the *replicas* that did not report that they run no requests; all, if each of them did."""
+    return [replica for replica in replicas if replica.routing_stats.get(READY, True)] or list(replicas)
+
 
 class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """One per proxy of Ray Serve; each sees only the requests of its own proxy.
 
     The session id holds digests of prefixes, see `cluster.ray_serve.affinity`. Without a match, the less loaded of two
-    random replicas is chosen.
+    random replicas is chosen. A replica whose target group is lost gets no requests while another has one.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -35,10 +50,11 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return replicas in ranks: a rank is tried if no replica of the rank above accepts the request."""
         near = self.apply_locality_routing(pending_request=pending_request)
-        others = [replica for replica in candidate_replicas if replica.replica_id in near]
+        candidates = ready(candidate_replicas)
+        others = [replica for replica in candidates if replica.replica_id in near] or candidates
         two = random.sample(others, min(2, len(others)))
         keys = [] if pending_request is None else keys_in(pending_request.metadata.session_id)
-        named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        named = {replica.replica_id.unique_id: replica for replica in candidates}
         return [[named[name] for name in self._choice.preferred(keys, named.keys())], two]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
@@ -65,5 +81,8 @@ def routing() -> dict[str, Any]:
     """
     if constants.RAY_SERVE_ENABLE_HA_PROXY:
         return {}
-    name = f"{__name__}.{PrefixRouter.__name__}"
-    return {"request_router_config": RequestRouterConfig.model_validate({"request_router_class": name})}
+    options = {
+        "request_router_class": f"{__name__}.{PrefixRouter.__name__}",
+        "request_routing_stats_period_s": REPORT_PERIOD_S,
+    }
+    return {"request_router_config": RequestRouterConfig.model_validate(options)}

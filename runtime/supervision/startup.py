@@ -71,7 +71,12 @@ class Devices:
 
 
 class StartError(Exception):
-    """A worker failed or died before it was ready. `error` is the error for the caller of the engine."""
+    """A worker failed or died before it was ready.
+
+    Attributes:
+        error: the error for the caller of the engine.
+        is_death: whether its process ended, or was silent, and did not say why.
+    """
 
     def __init__(self, worker: WorkerId, message: WorkerFailed | Died) -> None:
         kind = message.kind if isinstance(message, WorkerFailed) else EngineDeadError.__name__
@@ -79,6 +84,7 @@ class StartError(Exception):
         what = "failed" if isinstance(message, WorkerFailed) else "died"
         text = message.reason if known else f"{worker} {what} while it was started: {message.reason}"
         super().__init__(text)
+        self.is_death = isinstance(message, Died)
         self.error: SlipstreamError = ERRORS.get(kind, EngineDeadError)(text)
 
 

@@ -28,6 +28,9 @@ FOUND_S = 3.0
 AWAY_S = 30.0
 """Ranks on a machine from which nothing comes are waited for so long: their processes and weights outlive a cut of the
 network, and another process takes longer to start. Ray takes longer to declare a machine dead, too."""
+DECLARED_S, AGAIN_S = 60.0, 1.0
+"""Ray declares a machine dead within the first of these times, and until then starts workers there, in vain: so long
+after a loss, starts that end with a death do not count. Each is tried again after the second one."""
 FEWER_AFTER_S = 10.0
 """After so long without room for all ranks, the group is started over fewer, if that is allowed."""
 REJOIN_S = 30.0
@@ -72,6 +75,8 @@ class TargetSupervisor:
         self._incarnations = dict.fromkeys(range(setup.world), 0)
         self.startup: GroupStartup | None = None
         self.failure: SlipstreamError | None = None  # why the startup failed
+        self._is_in_vain = False  # whether it was on a machine that may be gone
+        self._again_at = 0.0
         self._ready_ranks = setup.world  # of the group that serves, or served last
         self._loss: str | None = None  # why the serving targets are lost
         self._lost: set[WorkerId] = set()  # which of them, as far as that is known
@@ -96,7 +101,7 @@ class TargetSupervisor:
         )
 
     def _start(self, startup: GroupStartup) -> GroupStartup:
-        self.failure = None
+        self.failure, self._is_in_vain = None, False
         self.startup = startup
         self._rejoin_by = self._clock() + REJOIN_S
         startup.start()
@@ -114,8 +119,14 @@ class TargetSupervisor:
             self.startup.take(worker, message)
         except StartError as failure:
             self.failure = self.failure or failure.error
+            self._is_in_vain |= failure.is_death and self._may_be_elsewhere(worker)
         except SlipstreamError as error:
             self.failure = self.failure or error
+
+    def _may_be_elsewhere(self, worker: WorkerId) -> bool:
+        """Whether a worker that is started is, or may be, on another machine than this one."""
+        placed = None if self.startup is None else self.startup.placed.get(worker)
+        return bool(self._machine) and (placed is None or placed.node != self._machine)
 
     def begin_serving(self) -> None:
         """Record that the group is ready and serves from now on."""
@@ -172,6 +183,8 @@ class TargetSupervisor:
             NoRoomError: see `check_progress`.
         """
         waited_s = self._clock() - self._lost_at
+        if self._clock() < self._again_at:
+            return False
         if self._away and waited_s > AWAY_S:
             self._lost |= self._away
         if self._loss is None or self._lost:
@@ -242,7 +255,11 @@ class TargetSupervisor:
 
     def drop_startup(self, failure: SlipstreamError) -> None:
         """Drop a startup that failed. Raises `EngineDeadError` if it was the last attempt."""
-        if self._num_rebuilds >= MAX_REBUILDS:
+        now = self._clock()
+        if self._is_in_vain and now - self._lost_at < DECLARED_S:
+            self._num_rebuilds -= 1
+            self._again_at = now + AGAIN_S
+        elif self._num_rebuilds >= MAX_REBUILDS:
             raise EngineDeadError(f"the target group could not be rebuilt in {MAX_REBUILDS} attempts: {failure}")
         logger.warning("the target group could not be started: %s", failure)
         self.startup = None

@@ -1,5 +1,6 @@
 """The Ray Serve application: its arguments, its replicas and API keys."""
 
+import asyncio
 import contextvars
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,37 @@ def test_requests_are_counted_off_whichever_news_comes_first() -> None:
     for number in range(1000):
         router.on_request_completed(where, f"refused {number}")
     assert len(choice._ended) == ENDED
+
+
+def replica(name: str, **reported: bool) -> Any:
+    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=reported)
+
+
+@pytest.mark.parametrize("session", ["", "a"])
+def test_a_replica_without_its_target_group_gets_no_requests(session: str) -> None:
+    from cluster.ray_serve.affinity import keys_in
+    from cluster.ray_serve.choice import PrefixChoice
+    from cluster.ray_serve.router import PrefixRouter, reported
+
+    class Everywhere(PrefixRouter):
+        def apply_locality_routing(self, pending_request: Any = None) -> Any:
+            return [each.replica_id for each in replicas]
+
+    router = Everywhere.__new__(Everywhere)
+    router._choice = PrefixChoice()
+    router._choice.routed("earlier", keys_in(session), "lost")
+    request: Any = SimpleNamespace(metadata=SimpleNamespace(session_id=session))
+
+    def chosen() -> set[str]:
+        ranks = asyncio.run(router.choose_replicas(replicas, request))
+        return {each.replica_id.unique_id for rank in ranks for each in rank}
+
+    replicas = [replica("lost", **reported(False)), replica("well", **reported(True))]
+    assert chosen() == {"well"}
+    replicas = [replica("lost", **reported(False)), replica("silent")]  # has not reported yet
+    assert chosen() == {"silent"}
+    replicas = [replica("lost", **reported(False))]  # where the request waits, or is refused with the reason
+    assert chosen() == {"lost"}
 
 
 def test_a_prefix_is_worth_so_many_requests_more_and_no_more() -> None:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,13 +140,13 @@ def machines(*names: str, folder: Path, ssh: bool = False) -> Iterator[list[Mach
         folder: an empty folder for keys, logs and settings, which the machines see as well.
         ssh: with an ssh server each, which lets the users `root` and `ubuntu` in with the key `folder/key`.
     """
-    _write_settings(folder, ssh)
+    addresses = {name: f"{NETWORK}.{10 + number}" for number, name in enumerate(names, start=1)}
+    _write_settings(folder, addresses, ssh)
     with ExitStack() as ending:
         switch = Namespace(ending, folder / "switch.log", ("--net", "--pid"), SWITCH)
         switch.go_on()
         made = []
-        for number, name in enumerate(names, start=1):
-            address = f"{NETWORK}.{10 + number}"
+        for name, address in addresses.items():
             script = _script(name, address, folder, ssh)
             inside = Namespace(ending, folder / f"{name}.log", (*NAMESPACES, "--mount-proc"), script)
             _connect(name, address, inside.init, switch.init)
@@ -223,7 +223,7 @@ def _script(name: str, address: str, folder: Path, ssh: bool) -> str:
         "umount /mnt",
         "chmod 1777 /tmp /dev/shm",
         f"mkdir -p /run/sshd {HOME}",
-        f"mount --bind {folder}/passwd /etc/passwd",
+        *(f"mount --bind {folder}/{file} /etc/{file}" for file in ("passwd", "hosts")),
         f"hostname {name}",
         "echo ready; read -r _",
         f"{server if ssh else 'sleep infinity'}; true",  # `true`: the shell stays, and collects processes left to it
@@ -231,8 +231,14 @@ def _script(name: str, address: str, folder: Path, ssh: bool) -> str:
     return "\n".join(lines)
 
 
-def _write_settings(folder: Path, ssh: bool) -> None:
-    """Write the list of users, where `root` and `ubuntu` are the same one with a private home, and ssh's files."""
+def _write_settings(folder: Path, addresses: Mapping[str, str], ssh: bool) -> None:
+    """Write the list of users, where `root` and `ubuntu` are the same one with a private home, the list of hosts, and
+    ssh's files.
+
+    Torch asks for the names of the addresses that it connects to. Without an answer, that takes ten seconds each time.
+    """
+    hosts = {"localhost": "127.0.0.1", **addresses}
+    (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
     others = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith(("root:", USER))]
     users = [f"{name}:x:0:0::{HOME}:/bin/bash" for name in ("root", USER)]
     (folder / "passwd").write_text("\n".join([*users, *others]) + "\n")
