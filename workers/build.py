@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
+from protos.capacity import kv_summary, settle_blocks
 from protos.config.default_shape import for_device
 from protos.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
-from protos.kv_blocks import kv_summary, settle_blocks
 from protos.layers import FeatureSpec
 from protos.messages import StepCosts, WorkerInfo
 from protos.progress import ProgressCallback

@@ -1,16 +1,21 @@
 """Which sequences run in a step, with which tokens, blocks and draft tokens."""
 
+import logging
 from collections.abc import Sequence as Seq
 from itertools import count
 
+from protos.capacity import TokenBudget
 from protos.config.engine import CacheConfig, SchedulerConfig
-from protos.messages import NewSequence, Request, Row, WorkerInfo
+from protos.errors import StepOutOfMemoryError
+from protos.messages import NewSequence, Request, RoundPlan, Row, WorkerInfo
 from runtime.core.block_manager import Chain
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import ScheduledSequence, Sequence
 from runtime.core.stats import EngineCounters
 from runtime.policy.base import Policy
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LOGITS = 1 << 25
 """Most logits of prompt positions in one step, over all rows: 128 MiB in fp32 for any vocabulary size."""
@@ -39,7 +44,8 @@ class Planner:
         worker_source: int | None,
         counters: EngineCounters,
     ) -> None:
-        self._config = config
+        self._budget = TokenBudget(config.max_num_batched_tokens)
+        self._has_chunks = config.enable_chunked_prefill
         self._queue = queue
         self._blocks = queue.blocks
         self._proposers = proposers
@@ -70,14 +76,24 @@ class Planner:
         scheduled = self._allocate_known(self._share_budget(policy))
         self._allocate_drafts(scheduled, policy)
         if queue.waiting and queue.num_preemptions == num_preemptions:
-            budget = self._config.max_num_batched_tokens - sum([one.length + one.k for one in scheduled])
+            budget = self._budget.limit - sum([one.length + one.k for one in scheduled])
             scheduled += self._start_waiting(policy, budget)
+        self._budget.count_step(sum([one.length for one in scheduled]))
         return scheduled
+
+    def plan_less(self, plan: RoundPlan, shortage: StepOutOfMemoryError) -> bool:
+        """Feed at most half of what *plan* did from now on, until steps succeed; False if it fed a single token."""
+        num_tokens = sum([row.length + row.k for row in plan.rows])
+        self._budget.shrink(num_tokens)
+        logger.warning(
+            "out of memory in a step of %d tokens: %s; at most %d now", num_tokens, shortage, self._budget.limit
+        )
+        return num_tokens > 1
 
     def _share_budget(self, policy: Policy) -> list[ScheduledSequence]:
         """Share the token budget among running rows; draft tokens leave one token for every later row."""
         scheduled = []
-        budget = self._config.max_num_batched_tokens
+        budget = self._budget.limit
         num_later = len(self._queue.running)
         for sequence in self._queue.running:
             num_later -= 1
@@ -93,10 +109,15 @@ class Planner:
         """Return as much of a sequence as fits the budget: all uncomputed tokens, or a chunk, or nothing."""
         length = sequence.num_uncomputed
         if length > budget:
-            length = budget if self._config.enable_chunked_prefill else 0
+            length = budget if self._may_chunk else 0
         if sequence.needs_prompt_logprobs:
             length = self._limit_scored(length)
         return ScheduledSequence(sequence, length) if length > 0 else None
+
+    @property
+    def _may_chunk(self) -> bool:
+        """Whether a prompt may be fed in several steps: as configured, or because there is too little memory."""
+        return self._has_chunks or self._budget.is_reduced
 
     def _limit_scored(self, length: int) -> int:
         """Return how many of *length* prompt tokens may have their logits computed in this step; count them."""
@@ -183,7 +204,7 @@ class Planner:
         if wanted + len(self._queue.running) > self._blocks.num_free:
             return None
         num_cached = len(hit) * self._blocks.block_size
-        if not self._config.enable_chunked_prefill and len(sequence.token_ids) - num_cached > budget:
+        if not self._may_chunk and len(sequence.token_ids) - num_cached > budget:
             return None
         self._queue.start_first()
         self._blocks.share(hit)

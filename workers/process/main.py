@@ -15,6 +15,7 @@ import torch
 
 from protos.config.default_shape import for_device
 from protos.config.engine import EngineConfig, from_json
+from protos.errors import StepOutOfMemoryError, TargetOutOfMemoryError
 from protos.worker_messages import (
     FormDraftChannel,
     GroupLost,
@@ -22,6 +23,7 @@ from protos.worker_messages import (
     Plan,
     Port,
     Rejoin,
+    RoundOutOfMemory,
     Setup,
     Stop,
     ToWorker,
@@ -142,6 +144,14 @@ def _run_round(port: Port, rank: TargetRank, message: Plan, *, may_rejoin: bool)
             raise
         port.send(GroupLost(str(error)))
         return False
+    except TargetOutOfMemoryError as shortage:
+        port.send(GroupLost(str(shortage), out_of_memory=True))
+        if may_rejoin:  # else it waits to be ended: over NCCL leaving may take for ever
+            rank.close()
+        return False
+    except StepOutOfMemoryError as shortage:
+        port.send(RoundOutOfMemory(message.plan.round, str(shortage), shortage.keeps_state))
+        return True
     if done is not None:
         port.send(done)
         rank.feed_back(message.plan, done)
