@@ -101,6 +101,7 @@ class TargetRank:
 
     def _run(self, plan: RoundPlan) -> RoundDone | None:
         self._holds_state = self.worker.has_forwarded = False
+        self._tp.check()  # of the last round on ranks that have read no result
         self.worker.slots.apply(plan)
         if self._tp.rank == 0:
             self.worker.expect(plan.new)
@@ -125,6 +126,7 @@ class TargetRank:
             self.worker.follow(plan.rows, proposed.drafts)
             return None
         verdicts = self.worker.score(plan.rows, proposed.drafts, proposed.probs)
+        self._tp.check()
         return RoundDone(
             plan.round, verdicts, wait_s, self.worker.forward_s, self.worker.verify_s, draft_missed=proposed.missed
         )

@@ -209,7 +209,8 @@ class TargetSupervisor:
         self._count_rebuild()
         before, gone = self._serving, self._gone()
         names = ", ".join(map(str, gone)) if 0 < len(gone) < len(self.workers) else "the target group"
-        self._report(f"starting {names} again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
+        attempt = f"attempt {self._num_rebuilds} of {MAX_REBUILDS}" if self._is_counted else "which was out of memory"
+        self._report(f"starting {names} again, {attempt}")
         return self._replace(gone, self._all_ranks, before)
 
     def _replace(self, gone: Seq[WorkerId], ranks: int, before: GroupStartup | None) -> GroupStartup:

@@ -10,6 +10,7 @@ import torch
 
 from cluster import assemble
 from runtime.core.controller import LocalInbox
+from runtime.supervision.target_supervisor import TargetSupervisor
 from tests.support.distributed import fake_nccl
 from tests.support.distributed.engine import Engine, K, Models, StartEngine, assert_same, configure, requests, threaded
 from tests.support.models.tiny_heads import METHODS
@@ -65,6 +66,10 @@ def decodes(_runner: ModelRunner, _forward: Any, batch: Any, *_: Any) -> bool:
 
 def verifies(_runner: ModelRunner, _forward: Any, batch: Any, *_: Any) -> bool:
     return bool((batch.starts_R > 0).all()) and int(batch.lengths_R.max()) == K + 1
+
+
+def is_large(_runner: ModelRunner, _forward: Any, batch: Any, *_: Any) -> bool:
+    return bool((batch.starts_R > 0).all()) and len(batch.tokens_T) > 1
 
 
 TARGET_PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
@@ -169,10 +174,11 @@ def test_a_rank_over_nccl_is_replaced_without_end(
     models: Models, plain: dict[str, list[int]], shortage: Shortage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More often than a group may be lost: want of memory does not count."""
-    monkeypatch.setattr("tests.distributed.rounds.test_out_of_memory.FAILING", {0, 2, 4, 6, 8})
+    monkeypatch.setattr("tests.distributed.rounds.test_out_of_memory.FAILING", {0, 2, 4, 6})
     monkeypatch.setattr("runtime.core.planner.TokenBudget.shrink", lambda budget, _: None)
-    fake_nccl.install(monkeypatch).timeout_s = 20.0
-    engine = threaded(configure(models, draft=False, tensor_parallel_size=2), backend="nccl")
-    shortage.in_calls_of(ModelRunner, "_call", lambda *given: in_thread("target rank 1") and decodes(*given))
+    monkeypatch.setattr(TargetSupervisor, "_is_reusable", lambda _: False)  # as on devices
+    fake_nccl.install(monkeypatch).timeout_s = 3.0  # ranks here cannot be killed while they wait
+    engine = threaded(configure(models, draft=False, tensor_parallel_size=2, skip_self_check=True), backend="nccl")
+    shortage.in_calls_of(ModelRunner, "_call", lambda *given: in_thread("target rank 1") and is_large(*given))
     assert_finishes(engine, plain, shortage)
-    assert engine.built.controller.stats().target_losses == shortage.count == 5
+    assert engine.built.controller.stats().target_losses == shortage.count == 4
