@@ -28,23 +28,20 @@ class TokenBudget:
 
     Attributes:
         limit: the tokens that the next step may feed.
+        is_reduced: whether that is less than usual.
     """
 
     def __init__(self, most: int, least: int = 1) -> None:
         self.limit, self._most, self._least = most, most, least
+        self.is_reduced = False
         self._patience, self._num_good = FIRST_PATIENCE, 0
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether steps may feed less than usual."""
-        return self.limit < self._most
 
     def shrink(self, num_tokens: int) -> None:
         """Allow half of *num_tokens*, with which a step ran out of memory."""
         if self.is_reduced:
             self._patience = min(MOST_PATIENCE, 2 * self._patience)
         self.limit = max(self._least, min(self.limit, num_tokens // 2))
-        self._num_good = 0
+        self._num_good, self.is_reduced = 0, True
 
     def count_step(self, num_tokens: int) -> None:
         """Record that a step is planned, so that the one before it has succeeded; nothing if it feeds no tokens."""
@@ -53,6 +50,7 @@ class TokenBudget:
         self._num_good += 1
         if self._num_good >= self._patience:
             self.limit, self._num_good = min(self._most, self.limit + max(1, self.limit // 8)), 0
+            self.is_reduced = self.limit < self._most
             if not self.is_reduced:
                 self._patience = FIRST_PATIENCE
 

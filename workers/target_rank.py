@@ -101,7 +101,8 @@ class TargetRank:
 
     def _run(self, plan: RoundPlan) -> RoundDone | None:
         self._holds_state = self.worker.has_forwarded = False
-        self._tp.check()  # of the last round on ranks that have read no result
+        if self._tp.rank:
+            self._tp.check()  # of the last round, whose results were not read here
         self.worker.slots.apply(plan)
         if self._tp.rank == 0:
             self.worker.expect(plan.new)
@@ -126,7 +127,8 @@ class TargetRank:
             self.worker.follow(plan.rows, proposed.drafts)
             return None
         verdicts = self.worker.score(plan.rows, proposed.drafts, proposed.probs)
-        self._tp.check()
+        if self._tp.size > 1:
+            self._tp.check()
         return RoundDone(
             plan.round, verdicts, wait_s, self.worker.forward_s, self.worker.verify_s, draft_missed=proposed.missed
         )

@@ -143,6 +143,9 @@ class Controller:
         try:
             return self.executor.run(plan)
         except StepOutOfMemoryError as shortage:
+            logger.warning(
+                "out of memory in round %d of %d rows, steps are smaller now: %s", plan.round, len(plan.rows), shortage
+            )
             ended += self.scheduler.give_up(plan, shortage)
             if isinstance(shortage, TargetLostError):
                 raise

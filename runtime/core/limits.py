@@ -1,8 +1,8 @@
-"""Limits that contradict each other, and requests beyond them."""
+"""Limits that contradict each other."""
 
 from protos.config.engine import SchedulerConfig
 from protos.errors import ConfigError
-from protos.messages import Request, WorkerInfo
+from protos.messages import WorkerInfo
 
 
 def check_limits(config: SchedulerConfig, info: WorkerInfo) -> None:
@@ -18,13 +18,3 @@ def check_limits(config: SchedulerConfig, info: WorkerInfo) -> None:
             f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len {info.max_model_len}, "
             "and without chunked prefill a prompt must fit in one step; raise it or enable chunked prefill"
         )
-
-
-def refusal(request: Request, max_model_len: int) -> str | None:
-    """Return why a request can never be served. Frontends check it earlier, and name the user's parameters."""
-    num_prompt, limit = len(request.prompt_token_ids), max_model_len - 1
-    if not 1 <= num_prompt <= limit:
-        return f"the prompt has {num_prompt} tokens; with max_model_len {limit + 1} it must have 1 to {limit}"
-    if request.max_tokens < 1:
-        return f"max_tokens is {request.max_tokens}; it must be at least 1"
-    return None

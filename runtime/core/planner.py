@@ -1,21 +1,17 @@
 """Which sequences run in a step, with which tokens, blocks and draft tokens."""
 
-import logging
 from collections.abc import Sequence as Seq
 from itertools import count
 
 from protos.capacity import TokenBudget
 from protos.config.engine import CacheConfig, SchedulerConfig
-from protos.errors import StepOutOfMemoryError
-from protos.messages import NewSequence, Request, RoundPlan, Row, WorkerInfo
+from protos.messages import NewSequence, Request, Row, WorkerInfo
 from runtime.core.block_manager import Chain
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import ScheduledSequence, Sequence
 from runtime.core.stats import EngineCounters
 from runtime.policy.base import Policy
-
-logger = logging.getLogger(__name__)
 
 PROMPT_LOGITS = 1 << 25
 """Most logits of prompt positions in one step, over all rows: 128 MiB in fp32 for any vocabulary size."""
@@ -30,6 +26,9 @@ class Planner:
         worker_methods: requests whose `method` is one of these may get draft tokens from the draft worker.
         worker_source: the draft worker, as the policy numbers sources; None without one.
         counters: where prompt tokens and prefix-cache hits are counted.
+
+    Attributes:
+        budget: the tokens of a step.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Planner:
         worker_source: int | None,
         counters: EngineCounters,
     ) -> None:
-        self._budget = TokenBudget(config.max_num_batched_tokens)
+        self.budget = TokenBudget(config.max_num_batched_tokens)
         self._has_chunks = config.enable_chunked_prefill
         self._queue = queue
         self._blocks = queue.blocks
@@ -76,24 +75,16 @@ class Planner:
         scheduled = self._allocate_known(self._share_budget(policy))
         self._allocate_drafts(scheduled, policy)
         if queue.waiting and queue.num_preemptions == num_preemptions:
-            budget = self._budget.limit - sum([one.length + one.k for one in scheduled])
+            budget = self.budget.limit - sum([one.length + one.k for one in scheduled])
             scheduled += self._start_waiting(policy, budget)
-        self._budget.count_step(sum([one.length for one in scheduled]))
+        if self.budget.is_reduced:
+            self.budget.count_step(sum([one.length for one in scheduled]))
         return scheduled
-
-    def plan_less(self, plan: RoundPlan, shortage: StepOutOfMemoryError) -> bool:
-        """Feed at most half of what *plan* did from now on, until steps succeed; False if it fed a single token."""
-        num_tokens = sum([row.length + row.k for row in plan.rows])
-        self._budget.shrink(num_tokens)
-        logger.warning(
-            "out of memory in a step of %d tokens: %s; at most %d now", num_tokens, shortage, self._budget.limit
-        )
-        return num_tokens > 1
 
     def _share_budget(self, policy: Policy) -> list[ScheduledSequence]:
         """Share the token budget among running rows; draft tokens leave one token for every later row."""
         scheduled = []
-        budget = self._budget.limit
+        budget = self.budget.limit
         num_later = len(self._queue.running)
         for sequence in self._queue.running:
             num_later -= 1
@@ -117,7 +108,7 @@ class Planner:
     @property
     def _may_chunk(self) -> bool:
         """Whether a prompt may be fed in several steps: as configured, or because there is too little memory."""
-        return self._has_chunks or self._budget.is_reduced
+        return self._has_chunks or self.budget.is_reduced
 
     def _limit_scored(self, length: int) -> int:
         """Return how many of *length* prompt tokens may have their logits computed in this step; count them."""

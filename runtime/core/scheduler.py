@@ -11,11 +11,11 @@ from protos.interfaces import ALWAYS_UP, DraftService, Proposer
 from protos.messages import Abort, Request, RoundPlan, Row, Step, TokenOutput, Verdict, WorkerInfo
 from protos.stats import EngineStats
 from runtime.core.block_manager import BlockManager
-from runtime.core.limits import check_limits, refusal
+from runtime.core.limits import check_limits
 from runtime.core.planner import Planner
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import Sequence, refusal
 from runtime.core.stats import EngineCounters
 from runtime.policy.base import Policy
 from runtime.text.detokenizer import Detokenizer
@@ -256,10 +256,11 @@ class Scheduler:
     def give_up(self, plan: RoundPlan, shortage: StepOutOfMemoryError) -> list[TokenOutput]:
         """Drop a plan that takes too much memory, and plan smaller steps; if none is smaller, its sequence ends."""
         in_flight = self._in_flight.pop(plan.round)
-        is_least = not self._planner.plan_less(plan, shortage)
+        num_tokens = sum([row.length + row.k for row in plan.rows])
+        self._planner.budget.shrink(num_tokens)
         if not shortage.keeps_state:
             self.requeue_all()
-        failed = [sequence for sequence, _ in in_flight if is_least and sequence.finish_reason is None]
+        failed = [sequence for sequence, _ in in_flight if num_tokens == 1 and sequence.finish_reason is None]
         return [self._end(sequence, "error", f"out of memory for a single token: {shortage}") for sequence in failed]
 
     def requeue_all(self) -> None:

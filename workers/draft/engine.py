@@ -93,7 +93,8 @@ class DraftEngine:
 
     def begin(self) -> None:
         """Set how many tokens a round may feed: fewer for a while after one that ran out of memory."""
-        self._budget.count_step(1)
+        if self._budget.is_reduced:
+            self._budget.count_step(1)
         self.worker.max_catch_up = self._budget.limit
 
     def run_out(self, shortage: torch.OutOfMemoryError) -> None:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from proposers.shared.static_tree import FIRST_RATE
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -142,9 +141,3 @@ def make_draft_sampler(speculative: SpeculativeConfig, sampler: Sampler) -> Draf
     if speculative.rejection_sample_method in ("standard", "block"):
         return DraftSampler(sampler, samples=speculative.samples_drafts)
     return None
-
-
-def fit_vocab(logits_RV: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Cut or pad the draft's logits to the target's vocabulary: ids that either lacks are never proposed."""
-    missing = vocab_size - logits_RV.shape[1]
-    return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing > 0 else logits_RV[:, :vocab_size]

@@ -18,12 +18,12 @@ from protos.interfaces import Proposer
 from protos.layers import Needs
 from workers.attention.batch import Batch, Ints
 from workers.draft.early_stop import EarlyStop
-from workers.draft.sampling import DraftPositions, DraftSampler, fit_vocab
+from workers.draft.sampling import DraftPositions, DraftSampler
 from workers.draft.target_cache import cache_of
 from workers.draft.trees import FedTree, add_level, block_masks, level_masks
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.draft_forward import DraftForward
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import Sampler, fit_vocab
 from workers.slots import SlotTable
 from workers.verification.draft_probs import DraftProbs
 
