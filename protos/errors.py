@@ -37,6 +37,26 @@ class TargetLostError(SlipstreamError, RuntimeError):
     """A target rank died or hangs: the group must be rebuilt; requests continue from their committed tokens."""
 
 
+class StepOutOfMemoryError(SlipstreamError, RuntimeError):
+    """A step needs more memory than a device has left. None of it was committed; a smaller step may fit.
+
+    Args:
+        message: which rank, and what its device said.
+        keeps_state: whether the workers hold what they held before the step; False: everything is to be computed again.
+    """
+
+    def __init__(self, message: str, *, keeps_state: bool = True) -> None:
+        super().__init__(message)
+        self.keeps_state = keeps_state
+
+
+class TargetOutOfMemoryError(StepOutOfMemoryError, TargetLostError):
+    """As above, while the ranks of the target exchanged tensors: the others wait for this one, so all begin anew."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, keeps_state=False)
+
+
 class PlacementError(EngineDeadError):
     """The cluster cannot place the workers, or lost the node they need."""
 

@@ -105,6 +105,7 @@ class Executor(Protocol):
 
         Raises:
             TargetLostError: `rebuild` must be called; the workers' state is lost.
+            StepOutOfMemoryError: the round counts as never run; a smaller one may fit.
         """
         ...
 

@@ -182,6 +182,14 @@ class RoundDone(msgspec.Struct, frozen=True, tag=True):
     draft_missed: bool = False
 
 
+class RoundOutOfMemory(msgspec.Struct, frozen=True, tag=True):
+    """Target rank 0 has too little memory for a round, which counts as never run: see `StepOutOfMemoryError`."""
+
+    round: int
+    reason: str
+    keeps_state: bool
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sent twice a second from a separate thread.
 
@@ -207,9 +215,13 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class GroupLost(msgspec.Struct, frozen=True, tag=True):
-    """An operation of this target rank's group failed, since another rank is gone. It waits for `Rejoin`."""
+    """An operation of this target rank's group failed, since another rank is gone. It waits for `Rejoin`.
+
+    `out_of_memory`: this rank has left its group itself, for want of memory. No rank is gone.
+    """
 
     reason: str
+    out_of_memory: bool = False
 
 
 class Died(msgspec.Struct, frozen=True, tag=True):
@@ -226,6 +238,7 @@ FromWorker = (
     | DraftChannelFailed
     | Drafted
     | RoundDone
+    | RoundOutOfMemory
     | Heartbeat
     | Progress
     | WorkerFailed

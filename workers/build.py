@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
+from protos.capacity import kv_summary, settle_blocks
 from protos.config.default_shape import for_device
 from protos.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
-from protos.kv_blocks import kv_summary, settle_blocks
 from protos.layers import FeatureSpec
 from protos.messages import StepCosts, WorkerInfo
 from protos.progress import ProgressCallback
@@ -35,6 +35,7 @@ from workers.model.loader import load, pick_device
 from workers.model.runner import ModelRunner
 from workers.model.self_check import self_check
 from workers.recurrent.limits import blocks_beside, check_speculation, draft_places
+from workers.rehearsal import memory_of_steps, warm_rounds
 from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -63,12 +64,14 @@ class LoadedTarget:
         spec: which features of the target a draft is fed, in this process or another.
         draft: None if no draft runs in this process.
         taps: capture the features that `spec` names; None if there are none.
+        beside: bytes of the device's memory that steps take beside weights and caches, as measured.
     """
 
     model: LoadedModel
     spec: FeatureSpec
     draft: LoadedDraft | None = None
     taps: Taps | None = None
+    beside: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -85,14 +88,14 @@ class LoadedTarget:
         ranks = splits(self.model.model.config) if self.model.ranks > 1 else ()
         if config.model.batch_invariant:
             ranks = tuple(n for n in ranks if ops.SHARDS % n == 0)
-        free = cache_bytes(config.cache, self.model.device)
+        free = cache_bytes(config.cache, self.model.device, self.beside)
         return Loaded(self.info(config), self.num_bytes, free, self.block_bytes(config.cache.block_size), ranks)
 
     def info(self, config: EngineConfig) -> WorkerInfo:
         """Return the description of this rank for the controller, with the number of KV blocks that fit."""
         model, size = self.model, config.cache.block_size
         each = self.block_bytes(size)
-        fitting = blocks_that_fit(config.cache, model.device, each)
+        fitting = blocks_that_fit(config.cache, model.device, each, self.beside)
         if model.recurrent:
             fitting = blocks_beside(config, model, fitting, each)
         if config.cache.num_blocks is None:
@@ -145,7 +148,8 @@ def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, wi
     draft = load_draft(config, model, report) if with_draft else None
     own = FeatureSpec() if tp.rank else feature_spec(config)
     spec = own if draft is None else draft.spec
-    return LoadedTarget(model, spec, draft, None if spec.needs == "none" else Taps(model.model, spec))
+    taps = None if spec.needs == "none" else Taps(model.model, spec)
+    return LoadedTarget(model, spec, draft, taps, memory_of_steps(config, model, taps, report))
 
 
 def make_target(
@@ -188,6 +192,7 @@ def make_target(
     masked = sampler.with_grammars(load_grammar_masks(config.model, slots, model.vocab_size, model.eos_ids))
     rule = (make_rule or make_acceptance_rule)(config.speculative, masked)
     worker = TargetWorker(runner, slots, masked, loaded.spec.needs, rule)
+    warm_rounds(worker, config)
     rounds = None if config.model.enforce_eager else make_rounds(worker, draft, max_draft(config), report)
     return ReadyTarget(worker, draft, costs, warm.swap, rounds)
 
@@ -269,16 +274,16 @@ def make_slots(config: EngineConfig, allocate: Allocate) -> SlotTable:
     return SlotTable(slots, allocate.max_model_len, config.cache.block_size, draft_places(config))
 
 
-def blocks_that_fit(cache: CacheConfig, device: torch.device, bytes_each: int) -> int:
+def blocks_that_fit(cache: CacheConfig, device: torch.device, bytes_each: int, beside: int = 0) -> int:
     """Return how many KV blocks of *bytes_each* fit; a draft without attention layers has room for any number."""
-    return cache.num_blocks or cache_bytes(cache, device) // max(1, bytes_each)
+    return cache.num_blocks or cache_bytes(cache, device, beside) // max(1, bytes_each)
 
 
-def cache_bytes(cache: CacheConfig, device: torch.device) -> int:
-    """Return the bytes that the KV caches may take."""
+def cache_bytes(cache: CacheConfig, device: torch.device, beside: int = 0) -> int:
+    """Return the bytes that the KV caches may take, where steps take *beside* of a CUDA device's memory."""
     if cache.memory_bytes is not None:
         return cache.memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - cache.memory_utilization) * total)
+        return int(free - (1 - cache.memory_utilization) * total) - beside
     return min(CPU_CACHE_BYTES, int(free_memory() * cache.memory_utilization))

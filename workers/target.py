@@ -83,7 +83,8 @@ class TargetWorker:
 
     `needs` are the tokens whose features a draft is fed; `rule` is the acceptance rule, sample and match by default;
     `forward_s` and `verify_s` are how long the last forward, and sampling and acceptance after it, took (on a GPU,
-    `forward_s` is how long it took to launch).
+    `forward_s` is how long it took to launch). `has_forwarded`: the round's forward has been run, or launched; what
+    follows it concerns no other rank.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class TargetWorker:
         self.runner, self.slots, self.sampler, self.needs = runner, slots, sampler, needs
         self._rule: AcceptanceRule = rule or SampleAndMatch(sampler)
         self.forward_s = self.verify_s = 0.0
+        self.has_forwarded = False
         self._offsets_R: Ints = np.empty(0, np.int64)
         self._states_TF = torch.empty(0, 0)
 
@@ -141,7 +143,7 @@ class TargetWorker:
         scoring, prompt_P = self._lay_out(rows, drafts)
         self.sampler.begin(rows, drafts)
         logits_XV, states_TF = self.runner.run(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
-        self.forward_s = time.monotonic() - began
+        self.forward_s, self.has_forwarded = time.monotonic() - began, True
         if states_TF is not None:
             self._offsets_R, self._states_TF = scoring.batch.offsets_R, states_TF
         logits_NV = logits_XV[: len(scoring.wanted_N)]

@@ -9,14 +9,16 @@ from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+import torch
 from msgspec import structs
 
 from protos.draft import NO_DRAFT, Draft
+from protos.errors import StepOutOfMemoryError, TargetOutOfMemoryError
 from protos.interfaces import ALWAYS_UP, DraftService
 from protos.messages import RoundPlan, Row, StepCosts, Verdict, WorkerInfo
 from protos.stats import PhaseTimes
 from protos.worker_messages import RoundDone
-from workers.distributed.groups import Group
+from workers.distributed.groups import Group, first_line
 from workers.draft.wire import broadcast_drafts
 from workers.target import TargetWorker
 from workers.threads import ThreadCount
@@ -32,6 +34,10 @@ class DraftSource(Protocol):
 
     def feed_back(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict], seconds: float) -> None:
         """Update the draft after a round that *target* scored and verified in *seconds*."""
+        ...
+
+    def skip(self, plan: RoundPlan) -> None:
+        """Take note that a round has no result, and is planned anew."""
         ...
 
 
@@ -68,14 +74,40 @@ class TargetRank:
         self.source = source
         self._whole = whole
         self._tp = tp
+        self._holds_state = False  # in a round: whether the caches hold what they held before it, its moves done
         self.round = -1
 
     def run(self, plan: RoundPlan) -> RoundDone | None:
-        """Run one round; return its result on rank 0, None on the others, which only run their part of the forward."""
+        """Run one round; return its result on rank 0, None on the others, which only run their part of the forward.
+
+        Raises:
+            StepOutOfMemoryError: the round counts as never run. A `TargetOutOfMemoryError` if other ranks wait for this
+                one's tensors: the group is of no more use.
+        """
+        shortage = ""
+        try:
+            return self._run(plan)
+        except torch.OutOfMemoryError as error:
+            shortage = f"target rank {self._tp.rank}: {first_line(error)}"
+        self.round = plan.round
+        raise self._out_of_memory(plan, shortage)  # outside of the handler, whose error keeps tensors alive
+
+    def _out_of_memory(self, plan: RoundPlan, shortage: str) -> StepOutOfMemoryError:
+        if self._tp.size > 1 and not self.worker.has_forwarded:
+            return TargetOutOfMemoryError(shortage)
+        if self.source is not None:
+            self.source.skip(plan)
+        return StepOutOfMemoryError(shortage, keeps_state=self._holds_state and not self.worker.runner.loaded.recurrent)
+
+    def _run(self, plan: RoundPlan) -> RoundDone | None:
+        self._holds_state = self.worker.has_forwarded = False
+        if self._tp.rank:
+            self._tp.check()  # of the last round, whose results were not read here
         self.worker.slots.apply(plan)
         if self._tp.rank == 0:
             self.worker.expect(plan.new)
         self.worker.move(plan.moves)
+        self._holds_state = True
         unsettled = [r for r, row in enumerate(plan.rows) if self._is_unsettled(row)]
         done = None if self._whole is None else self._whole.run(plan, unsettled)
         if done is None:
@@ -95,6 +127,8 @@ class TargetRank:
             self.worker.follow(plan.rows, proposed.drafts)
             return None
         verdicts = self.worker.score(plan.rows, proposed.drafts, proposed.probs)
+        if self._tp.size > 1:
+            self._tp.check()
         return RoundDone(
             plan.round, verdicts, wait_s, self.worker.forward_s, self.worker.verify_s, draft_missed=proposed.missed
         )
@@ -178,7 +212,7 @@ class UniExecutor:
         return self.info
 
     def run(self, plan: RoundPlan) -> list[Verdict]:
-        """See `Executor`."""
+        """See `Executor`. Nothing but memory can be lacking."""
         if self._threads is not None and time.monotonic() >= self._threads.due:
             self._threads.revise()
         done = self.rank.run(plan)

@@ -6,10 +6,10 @@ import torch
 
 from cluster.simulate.odds import COUPLED
 from cluster.simulate.recorded import LoggedDraftSampler, RecordedRule, RecordedTarget
+from protos.capacity import settle_blocks
 from protos.config.default_shape import for_device
 from protos.config.engine import EngineConfig
 from protos.interfaces import Executor
-from protos.kv_blocks import settle_blocks
 from protos.layers import Needs
 from protos.messages import WorkerInfo
 from protos.progress import ProgressCallback

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from protos.errors import EngineDeadError, NoRoomError, TargetLostError
+from protos.errors import EngineDeadError, NoRoomError, StepOutOfMemoryError, TargetLostError
 from protos.interfaces import Executor, Inbox
 from protos.messages import Abort, Request, RoundPlan, StepCosts, TokenOutput, Verdict, WorkerInfo
 from protos.stats import EngineStats, Outage, PhaseTimes, SpeculationState
@@ -87,7 +87,7 @@ class Controller:
             return ended or self.inbox.wait()
         verdicts = self._run(plan, ended)  # propose, score and verify, on the workers
         if verdicts is None:
-            return ended  # the targets were lost
+            return ended  # the targets were lost, or ran out of memory
         outputs = self.scheduler.commit(plan, verdicts)  # the only place where tokens are added
         self._report(plan, verdicts, outputs, time.monotonic() - began)
         return ended + outputs
@@ -136,7 +136,20 @@ class Controller:
         self.policy.revise(costs)
 
     def _run(self, plan: RoundPlan, ended: list[TokenOutput]) -> list[Verdict] | None:
-        return self._guard(f"in round {plan.round}", lambda: self.executor.run(plan), ended)
+        return self._guard(f"in round {plan.round}", lambda: self._try(plan, ended), ended)
+
+    def _try(self, plan: RoundPlan, ended: list[TokenOutput]) -> list[Verdict] | None:
+        """Run the plan; None if there is too little memory for it."""
+        try:
+            return self.executor.run(plan)
+        except StepOutOfMemoryError as shortage:
+            logger.warning(
+                "out of memory in round %d of %d rows, steps are smaller now: %s", plan.round, len(plan.rows), shortage
+            )
+            ended += self.scheduler.give_up(plan, shortage)
+            if isinstance(shortage, TargetLostError):
+                raise
+        return None
 
     def _guard(self, when: str, call: Callable[[], Result], ended: list[TokenOutput]) -> Result | None:
         """Call the executor; return None if it lost its targets and all requests were queued again."""

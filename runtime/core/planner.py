@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from itertools import count
 
+from protos.capacity import TokenBudget
 from protos.config.engine import CacheConfig, SchedulerConfig
 from protos.messages import NewSequence, Request, Row, WorkerInfo
 from runtime.core.block_manager import Chain
@@ -25,6 +26,9 @@ class Planner:
         worker_methods: requests whose `method` is one of these may get draft tokens from the draft worker.
         worker_source: the draft worker, as the policy numbers sources; None without one.
         counters: where prompt tokens and prefix-cache hits are counted.
+
+    Attributes:
+        budget: the tokens of a step.
     """
 
     def __init__(
@@ -39,7 +43,8 @@ class Planner:
         worker_source: int | None,
         counters: EngineCounters,
     ) -> None:
-        self._config = config
+        self.budget = TokenBudget(config.max_num_batched_tokens)
+        self._has_chunks = config.enable_chunked_prefill
         self._queue = queue
         self._blocks = queue.blocks
         self._proposers = proposers
@@ -70,14 +75,16 @@ class Planner:
         scheduled = self._allocate_known(self._share_budget(policy))
         self._allocate_drafts(scheduled, policy)
         if queue.waiting and queue.num_preemptions == num_preemptions:
-            budget = self._config.max_num_batched_tokens - sum([one.length + one.k for one in scheduled])
+            budget = self.budget.limit - sum([one.length + one.k for one in scheduled])
             scheduled += self._start_waiting(policy, budget)
+        if self.budget.is_reduced:
+            self.budget.count_step(sum([one.length for one in scheduled]))
         return scheduled
 
     def _share_budget(self, policy: Policy) -> list[ScheduledSequence]:
         """Share the token budget among running rows; draft tokens leave one token for every later row."""
         scheduled = []
-        budget = self._config.max_num_batched_tokens
+        budget = self.budget.limit
         num_later = len(self._queue.running)
         for sequence in self._queue.running:
             num_later -= 1
@@ -93,10 +100,15 @@ class Planner:
         """Return as much of a sequence as fits the budget: all uncomputed tokens, or a chunk, or nothing."""
         length = sequence.num_uncomputed
         if length > budget:
-            length = budget if self._config.enable_chunked_prefill else 0
+            length = budget if self._may_chunk else 0
         if sequence.needs_prompt_logprobs:
             length = self._limit_scored(length)
         return ScheduledSequence(sequence, length) if length > 0 else None
+
+    @property
+    def _may_chunk(self) -> bool:
+        """Whether a prompt may be fed in several steps: as configured, or because there is too little memory."""
+        return self._has_chunks or self.budget.is_reduced
 
     def _limit_scored(self, length: int) -> int:
         """Return how many of *length* prompt tokens may have their logits computed in this step; count them."""
@@ -183,7 +195,7 @@ class Planner:
         if wanted + len(self._queue.running) > self._blocks.num_free:
             return None
         num_cached = len(hit) * self._blocks.block_size
-        if not self._config.enable_chunked_prefill and len(sequence.token_ids) - num_cached > budget:
+        if not self._may_chunk and len(sequence.token_ids) - num_cached > budget:
             return None
         self._queue.start_first()
         self._blocks.share(hit)

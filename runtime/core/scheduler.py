@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import count
 
 from protos.config.engine import CacheConfig, SchedulerConfig
+from protos.errors import StepOutOfMemoryError
 from protos.interfaces import ALWAYS_UP, DraftService, Proposer
 from protos.messages import Abort, Request, RoundPlan, Row, Step, TokenOutput, Verdict, WorkerInfo
 from protos.stats import EngineStats
@@ -14,7 +15,7 @@ from runtime.core.limits import check_limits
 from runtime.core.planner import Planner
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import Sequence, refusal
 from runtime.core.stats import EngineCounters
 from runtime.policy.base import Policy
 from runtime.text.detokenizer import Detokenizer
@@ -104,7 +105,7 @@ class Scheduler:
         if self._queue.find(request.request_id) is not None:
             logger.warning("request %r is already being served; the second one is ignored", request.request_id)
             return []
-        error = self._check_request(request)
+        error = refusal(request, self.info.max_model_len)
         if error is not None:
             return [TokenOutput(request.request_id, finish_reason="error", error=error)]
         max_len = min(len(request.prompt_token_ids) + request.max_tokens, self.info.max_model_len)
@@ -114,15 +115,6 @@ class Scheduler:
         if self._proposers is not None:
             self._proposers.begin(sequence)
         return []
-
-    def _check_request(self, request: Request) -> str | None:
-        """Return why a request can never be served. Frontends check it earlier, and name the user's parameters."""
-        num_prompt, limit = len(request.prompt_token_ids), self.info.max_model_len - 1
-        if not 1 <= num_prompt <= limit:
-            return f"the prompt has {num_prompt} tokens; with max_model_len {limit + 1} it must have 1 to {limit}"
-        if request.max_tokens < 1:
-            return f"max_tokens is {request.max_tokens}; it must be at least 1"
-        return None
 
     def _abort(self, abort: Abort) -> list[TokenOutput]:
         found = [self._queue.find(request_id) for request_id in dict.fromkeys(abort.request_ids)]
@@ -147,7 +139,7 @@ class Scheduler:
     def schedule(self, policy: Policy, drafting: DraftService = ALWAYS_UP) -> RoundPlan:
         """Plan the next step; the plan is empty if nothing can run.
 
-        Every plan that is not empty must be committed, unless `requeue_all` drops them all.
+        Every plan that is not empty must be committed, unless `give_up` drops it, or `requeue_all` all of them.
         """
         if drafting.is_up and drafting.epoch != self._epoch:
             self._epoch = drafting.epoch
@@ -260,6 +252,16 @@ class Scheduler:
             content = tuple(sequence.token_ids[index * size : (index + 1) * size])
             sequence.chain = blocks.publish(sequence.block_ids[index], sequence.chain, content)
         sequence.num_published = num_full
+
+    def give_up(self, plan: RoundPlan, shortage: StepOutOfMemoryError) -> list[TokenOutput]:
+        """Drop a plan that takes too much memory, and plan smaller steps; if none is smaller, its sequence ends."""
+        in_flight = self._in_flight.pop(plan.round)
+        num_tokens = sum([row.length + row.k for row in plan.rows])
+        self._planner.budget.shrink(num_tokens)
+        if not shortage.keeps_state:
+            self.requeue_all()
+        failed = [sequence for sequence, _ in in_flight if num_tokens == 1 and sequence.finish_reason is None]
+        return [self._end(sequence, "error", f"out of memory for a single token: {shortage}") for sequence in failed]
 
     def requeue_all(self) -> None:
         """Drop all plans and KV of lost workers; every sequence is computed again from its tokens, oldest first."""

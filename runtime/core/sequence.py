@@ -234,3 +234,13 @@ class ScheduledSequence:
         self.k = k
         if self.draft is not None:
             self.draft = self.draft.first(k) if k else None
+
+
+def refusal(request: Request, max_model_len: int) -> str | None:
+    """Return why a request can never be served. Frontends check it earlier, and name the user's parameters."""
+    num_prompt, limit = len(request.prompt_token_ids), max_model_len - 1
+    if not 1 <= num_prompt <= limit:
+        return f"the prompt has {num_prompt} tokens; with max_model_len {limit + 1} it must have 1 to {limit}"
+    if request.max_tokens < 1:
+        return f"max_tokens is {request.max_tokens}; it must be at least 1"
+    return None

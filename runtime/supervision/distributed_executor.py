@@ -11,8 +11,9 @@ import time
 import msgspec
 
 from protos.config.engine import EngineConfig, to_json
+from protos.errors import StepOutOfMemoryError
 from protos.interfaces import ALWAYS_UP, DraftService
-from protos.messages import RoundPlan, StepCosts, Verdict, WorkerInfo
+from protos.messages import RoundPlan, Verdict, WorkerInfo
 from protos.progress import ProgressCallback
 from protos.stats import PhaseTimes
 from protos.worker_messages import (
@@ -22,6 +23,7 @@ from protos.worker_messages import (
     Plan,
     Progress,
     RoundDone,
+    RoundOutOfMemory,
     Setup,
     Stop,
     WorkerFailed,
@@ -31,7 +33,7 @@ from protos.worker_messages import (
 from runtime.supervision.draft_supervisor import DraftSupervisor, has_draft_worker
 from runtime.supervision.kv_sizing import KVSizing
 from runtime.supervision.round_times import PhaseTotals, RoundTimePredictor
-from runtime.supervision.startup import Devices, GroupStartup
+from runtime.supervision.startup import Devices, GroupStartup, step_costs
 from runtime.supervision.target_supervisor import TargetSupervisor
 from runtime.supervision.watchdog import Clock, Watchdog
 
@@ -88,7 +90,7 @@ class DistributedExecutor:
         self._draft = DraftSupervisor(group, self._watchdog, self._make_draft_startup) if has_draft else None
         self._predictor = RoundTimePredictor({})
         self._phases = PhaseTotals()
-        self._done: RoundDone | None = None
+        self._done: RoundDone | RoundOutOfMemory | None = None
         self._reported_at = clock()
         self._is_closed = False
 
@@ -123,6 +125,8 @@ class DistributedExecutor:
         self._watchdog.begin_round(self._predictor.predict(num_tokens))
         done = self._await_result(plan.round)
         self._watchdog.end_round()
+        if isinstance(done, RoundOutOfMemory):
+            raise StepOutOfMemoryError(done.reason, keeps_state=done.keeps_state)
         self._predictor.update(num_tokens, self._watchdog.now - began)
         self._count_round(done)
         return list(done.verdicts)
@@ -197,15 +201,9 @@ class DistributedExecutor:
             self._report(f"{worker} on {startup.devices[worker]}: {loaded.weight_bytes / 2**20:.0f} MiB of weights")
         self._report(self._sizing.summary)
         speculates = self._config.speculative is not None
-        return msgspec.structs.replace(self._sizing.info, speculates=speculates, costs=self._costs(startup))
-
-    def _costs(self, startup: GroupStartup) -> StepCosts | None:
-        """Return the step costs of compiled models; those of eager models only serve to detect hangs."""
-        if self._config.model.enforce_eager:
-            return None
-        rank_0 = startup.measured(self._targets.rank_0)
-        draft_s = rank_0.draft_s if self._draft is None else startup.measured(self._draft.worker).step_s
-        return StepCosts(rank_0.step_s, draft_s)
+        # Costs of eager models only serve to detect hangs.
+        costs = None if self._config.model.enforce_eager else step_costs(startup, self._targets.rank_0, self._drafts())
+        return msgspec.structs.replace(self._sizing.info, speculates=speculates, costs=costs)
 
     def _begin_serving(self, startup: GroupStartup) -> None:
         """Begin to serve with the workers of *startup*, all of which wait for plans."""
@@ -227,10 +225,10 @@ class DistributedExecutor:
             self._read_messages(POLL_S, self._draft.waits_for)
             self._targets.check()
 
-    def _await_result(self, round_number: int) -> RoundDone:
+    def _await_result(self, round_number: int) -> RoundDone | RoundOutOfMemory:
         while self._done is None or self._done.round != round_number:
             self._read_messages(POLL_S)
-            self._targets.check()
+            self._targets.check_in_round()
         done, self._done = self._done, None
         return done
 
@@ -263,13 +261,13 @@ class DistributedExecutor:
             self._report(f"{worker}: {message.text}")
         elif self._targets.is_starting(worker):
             self._targets.take(worker, message)
-        elif isinstance(message, RoundDone):
+        elif isinstance(message, RoundDone | RoundOutOfMemory):
             self._done = message
         elif worker.role == "target" and isinstance(message, Died | WorkerFailed):
             how = "died" if isinstance(message, Died) else "failed"
             self._targets.lose(f"{worker} {how}: {message.reason}", worker)
         elif isinstance(message, GroupLost):
-            self._targets.lose(f"{worker} lost its group: {message.reason}")
+            self._targets.lose_group(worker, message)
         elif self._draft is not None:
             self._draft.take(worker, message)
 

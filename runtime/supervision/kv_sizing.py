@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from protos.capacity import kv_summary, settle_blocks
 from protos.errors import EngineDeadError
-from protos.kv_blocks import kv_summary, settle_blocks
 from protos.messages import WorkerInfo
 from protos.worker_messages import Allocate, Loaded, WorkerId
 

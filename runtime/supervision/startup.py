@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from protos.errors import ConfigError, EngineDeadError, ModelError, PlacementError, SlipstreamError
+from protos.messages import StepCosts
 from protos.worker_messages import (
     Allocate,
     Died,
@@ -220,6 +221,12 @@ class GroupStartup:
         allocate = self._decide_blocks(self._loaded)
         for worker in self.workers:
             self._group.send(worker, allocate)
+
+
+def step_costs(startup: GroupStartup, rank_0: WorkerId, drafts: Seq[WorkerId]) -> StepCosts:
+    """Return the costs that *rank_0*, and a draft on a worker of its own if there is one, have measured."""
+    measured = startup.measured(rank_0)
+    return StepCosts(measured.step_s, startup.measured(drafts[0]).step_s if drafts else measured.draft_s)
 
 
 def _is_rank_0(worker: WorkerId) -> bool:

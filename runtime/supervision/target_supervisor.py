@@ -10,9 +10,9 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from protos.config.engine import ParallelConfig
-from protos.errors import EngineDeadError, SlipstreamError, TargetLostError
+from protos.errors import EngineDeadError, SlipstreamError, TargetLostError, TargetOutOfMemoryError
 from protos.progress import ProgressCallback
-from protos.worker_messages import Died, FromWorker, Setup, WorkerGroup, WorkerId
+from protos.worker_messages import Died, FromWorker, GroupLost, Setup, WorkerGroup, WorkerId
 from runtime.supervision.kv_sizing import KVSizing
 from runtime.supervision.room import Room
 from runtime.supervision.startup import RANK_0, Devices, GroupStartup, StartError
@@ -25,6 +25,8 @@ STEADY_ROUNDS, STEADY_S = 50, 60.0
 """After so many rounds or seconds a rebuilt group counts as healthy, and earlier rebuilds no longer count."""
 FOUND_S = 3.0
 """After a rank reported that its group failed, the rank that is gone is found within this time, or all are replaced."""
+EXPLAINED_S = 0.5
+"""A rank that has left its group for want of memory says so at most this much later than others notice."""
 AWAY_S = 30.0
 """Ranks on a machine from which nothing comes are waited for so long: their processes and weights outlive a cut of the
 network, and another process takes longer to start. Ray takes longer to declare a machine dead, too."""
@@ -83,6 +85,7 @@ class TargetSupervisor:
         self._lost_at = 0.0
         self._away: set[WorkerId] = set()  # silent since the network was cut, it seems; their processes may run
         self._has_returned = False
+        self._shortage, self._is_counted = "", True  # why a rank left the group; whether that counts as a rebuild
         self._serving: GroupStartup | None = None  # the startup of the group that serves, or served last
         self._rejoin_by = 0.0
         self._num_rebuilds = 0
@@ -148,6 +151,12 @@ class TargetSupervisor:
             self._loss, self._lost_at = reason, self._clock()
         self._lost.update(workers)
 
+    def lose_group(self, worker: WorkerId, lost: GroupLost) -> None:
+        """Record that an operation of a rank's group failed, or that the rank has left the group for want of memory."""
+        if lost.out_of_memory:
+            self._shortage, self._has_returned = lost.reason, True  # it runs
+        self.lose(f"{worker} lost its group: {lost.reason}")
+
     def miss(self, worker: WorkerId, why: str) -> None:
         """Record that a serving rank is silent. With all workers of another machine, it is waited for: see `AWAY_S`."""
         if worker in self._away:
@@ -192,11 +201,17 @@ class TargetSupervisor:
         self._room.check()
         return not self._away and (self._has_returned or waited_s > FOUND_S)
 
+    def check_in_round(self) -> None:
+        """As `check`, once it is known whether the round took too much memory, which does not count as a loss."""
+        self._is_counted = not self._shortage
+        if self._lost or self._shortage or self._clock() - self._lost_at >= EXPLAINED_S:
+            self.check()
+
     def check(self) -> None:
-        """Raise `TargetLostError` if the serving targets are lost."""
+        """Raise `TargetLostError` if the serving targets are lost, `TargetOutOfMemoryError` for want of memory."""
         if self._loss is not None:
             self._watchdog.end_round()
-            raise TargetLostError(self._loss)
+            raise TargetOutOfMemoryError(self._shortage) if self._shortage else TargetLostError(self._loss)
 
     def restart(self) -> GroupStartup:
         """Replace the ranks that are gone; end and replace the others too, if they cannot form the next group.
@@ -207,7 +222,8 @@ class TargetSupervisor:
         self._count_rebuild()
         before, gone = self._serving, self._gone()
         names = ", ".join(map(str, gone)) if 0 < len(gone) < len(self.workers) else "the target group"
-        self._report(f"starting {names} again, attempt {self._num_rebuilds} of {MAX_REBUILDS}")
+        attempt = f"attempt {self._num_rebuilds} of {MAX_REBUILDS}" if self._is_counted else "which was out of memory"
+        self._report(f"starting {names} again, {attempt}")
         return self._replace(gone, self._all_ranks, before)
 
     def _replace(self, gone: Seq[WorkerId], ranks: int, before: GroupStartup | None) -> GroupStartup:
@@ -221,7 +237,7 @@ class TargetSupervisor:
         for worker in gone:
             self._incarnations[worker.rank] = worker.incarnation + 1
         self._loss, self._lost, self._serving = None, set(), None
-        self._away, self._has_returned = set(), False
+        self._away, self._has_returned, self._shortage, self._is_counted = set(), False, "", True
         self.workers = tuple(WorkerId("target", rank, self._incarnations[rank]) for rank in range(ranks))
         is_resized = ranks != self._ready_ranks
         self._setup = msgspec.structs.replace(self._setup, group=self._setup.group + 1, world=ranks)
@@ -242,6 +258,8 @@ class TargetSupervisor:
 
     def _count_rebuild(self) -> None:
         """Count a rebuild, and fail if the group was lost too often: its requests may be what kills it."""
+        if not self._is_counted:
+            return
         if self._loss is not None:
             served_s = self._watchdog.now - self._served_since
             if self._num_rounds >= STEADY_ROUNDS or served_s >= STEADY_S:

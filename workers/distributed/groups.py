@@ -7,6 +7,7 @@ close it and form another.
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from torch.distributed.distributed_c10d import (
 from protos.errors import SlipstreamError
 
 LOOPBACK = "127.0.0.1"
+POLL_S = 0.0002
+"""How often an operation that is not complete when it should be is looked at."""
 
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -46,7 +49,7 @@ class Group(Protocol):
 
     Tensors have one dtype and, unless stated otherwise, one shape on all ranks, and are on the group's device. On CUDA
     an operation is queued on the current stream; on a CPU it is complete when the call returns. Every operation raises
-    `GroupError`.
+    `GroupError`; one that is queued fails later, with a meaningless result, which `check` tells.
     """
 
     @property
@@ -81,6 +84,13 @@ class Group(Protocol):
 
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         """Receive from *src* into *tensor*, which must be contiguous, and return it."""
+        ...
+
+    def check(self) -> None:
+        """Raise `GroupError` if an operation since the last check has failed, or takes longer than it may.
+
+        Called when a result was read, so that it waits for no operation that works.
+        """
         ...
 
     def close(self) -> None:
@@ -124,17 +134,29 @@ class Solo:
         """Raise an error: there is no other rank."""
         raise GroupError(f"a group of one rank has no rank {src} to receive from")
 
+    def check(self) -> None:
+        """Nothing to check."""
+
     def close(self) -> None:
         """Nothing to close."""
 
 
 class TorchGroup:
-    """A group over gloo or NCCL. Built by `form`."""
+    """A group over gloo or NCCL. Built by `form`.
 
-    def __init__(self, name: str, backend: Any, rank: int, size: int) -> None:
+    Args:
+        name: for messages.
+        backend: of torch.
+        rank: this rank.
+        size: number of ranks.
+        queue_s: how long a queued operation may take, on NCCL; None: operations are complete when a call returns.
+    """
+
+    def __init__(self, name: str, backend: Any, rank: int, size: int, queue_s: float | None = None) -> None:
         # `backend` is a ProcessGroupGloo or ProcessGroupNCCL, which have no common static type.
         self.name, self.rank, self.size = name, rank, size
-        self._backend = backend
+        self._backend, self._queue_s = backend, queue_s
+        self._queued: list[tuple[str, float, Any]] = []  # operations since the last check: name, begin, and work
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Group`."""
@@ -184,10 +206,26 @@ class TorchGroup:
     def _do(self, what: str, start: Callable[[Any], Any]) -> None:
         if self._backend is None:
             raise GroupError(f"group {self.name}: {what} on rank {self.rank} after it was closed")
+        began = time.monotonic()
         try:
-            start(self._backend).wait()
+            work = start(self._backend)
+            work.wait()
         except RuntimeError as error:
             raise GroupError(f"group {self.name}: {what} on rank {self.rank} failed: {first_line(error)}") from error
+        if self._queue_s is not None:
+            self._queued.append((what, began, work))
+
+    def check(self) -> None:
+        """See `Group`."""
+        queued, self._queued = self._queued, []
+        for what, began, work in queued:
+            while not work.is_completed():
+                if time.monotonic() - began > (self._queue_s or 0.0):
+                    raise GroupError(f"group {self.name}: {what} on rank {self.rank} takes over {self._queue_s} s")
+                time.sleep(POLL_S)
+            error = work.exception()
+            if error is not None:
+                raise GroupError(f"group {self.name}: {what} on rank {self.rank} failed: {first_line(error)}")
 
 
 def form(
@@ -223,7 +261,7 @@ def form(
     try:
         if backend == "nccl":
             made = _nccl(prefixed, rank, size, device, timeout_s)
-            return TorchGroup(name, made, rank, size)
+            return TorchGroup(name, made, rank, size, timeout_s)
         return TorchGroup(name, _gloo(prefixed, rank, size, host, timeout_s), rank, size)
     except RuntimeError as error:
         raise GroupError(f"group {name}: rank {rank} of {size} could not join: {first_line(error)}") from error

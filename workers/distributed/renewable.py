@@ -39,6 +39,9 @@ class Unconnected:
         del src
         return tensor
 
+    def check(self) -> None:
+        """Nothing to check."""
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -78,6 +81,10 @@ class RenewableGroup:
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         """See `Group`."""
         return self._group.recv(tensor, src)
+
+    def check(self) -> None:
+        """See `Group`."""
+        self._group.check()
 
     def close(self) -> None:
         """See `Group`."""

@@ -116,6 +116,10 @@ class SharedMemoryGroup:
         """See `Group`."""
         return self._gloo.recv(tensor, src)
 
+    def check(self) -> None:
+        """See `Group`."""
+        self._gloo.check()
+
     def close(self) -> None:
         """See `Group`. Ranks that wait for this one get an error."""
         memory, self._memory = self._memory, None

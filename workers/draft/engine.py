@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from proposers import registry
+from protos.capacity import TokenBudget
 from protos.config.engine import EngineConfig
 from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.interfaces import Proposer
 from protos.messages import RoundPlan, Row, Verdict
+from workers.distributed.groups import first_line
 from workers.draft.early_stop import make_early_stop
 from workers.draft.load import LoadedDraft, speculation_of
 from workers.draft.sampling import make_draft_sampler
@@ -44,7 +46,7 @@ class DraftEngine:
         width: number of features the target sends for each token; 0 where it sends none.
 
     Attributes:
-        num_failures: rounds in a row in which the proposer raised an exception.
+        num_failures: rounds in a row in which the proposer raised an exception. Want of memory does not count.
         last_failure: the last of these exceptions.
     """
 
@@ -52,6 +54,7 @@ class DraftEngine:
         self.worker, self.proposer, self.width = worker, proposer, width
         self.num_failures = 0
         self.last_failure: Exception | None = None
+        self._budget = TokenBudget(worker.max_catch_up, least=0)
 
     def propose(self, plan: RoundPlan, rows: Seq[Row]) -> ProposedDrafts:
         """Return a draft for each row of *rows*. A failure costs draft tokens, never a request."""
@@ -71,18 +74,47 @@ class DraftEngine:
 
     def _checked(self, rows: list[DraftRow], propose: Callable[[list[DraftRow]], list[Draft]]) -> list[Draft]:
         """Return what *propose* returns, without tokens that are out of range; no drafts where it fails."""
+        self.begin()
         try:
             vocab_size = self.worker.sampler.vocab_size
             drafts = [
                 draft.valid_prefix(row.k, vocab_size).within(row.depth)
                 for draft, row in zip(propose(rows), rows, strict=True)
             ]
+        except torch.OutOfMemoryError as shortage:
+            self.run_out(shortage)
+            return [NO_DRAFT] * len(rows)
         except Exception as failure:
             self.num_failures, self.last_failure = self.num_failures + 1, failure
             logger.exception("the draft failed; these rows go on without draft tokens")
             return [NO_DRAFT] * len(rows)
         self.num_failures = 0
         return drafts
+
+    def begin(self) -> None:
+        """Set how many tokens a round may feed: fewer for a while after one that ran out of memory."""
+        if self._budget.is_reduced:
+            self._budget.count_step(1)
+        self.worker.max_catch_up = self._budget.limit
+
+    def run_out(self, shortage: torch.OutOfMemoryError) -> None:
+        """Halve the tokens that rounds may feed. With none left, the draft pauses for some rounds."""
+        self._budget.shrink(self.worker.max_catch_up - self.worker.left)
+        most = self._budget.limit
+        logger.warning("the draft is out of memory: %s; it feeds at most %d tokens now", first_line(shortage), most)
+
+    def catch_up_some(self, most: int) -> bool:
+        """Feed at most *most* tokens that the draft lacks; return False when it lacks none, or has no memory."""
+        worker = self.worker
+        try:
+            worker.left = worker.max_catch_up - min(most, self._budget.limit)
+            return worker.catch_up_some(worker.max_catch_up - worker.left)
+        except torch.OutOfMemoryError as shortage:
+            self.run_out(shortage)
+            return self._budget.limit > 0
+
+    def skip(self, plan: RoundPlan) -> None:
+        """See `DraftSource`. The cache counts what was fed, and features come with the round that is run."""
 
     def feed_back(self, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict], seconds: float) -> None:
         """Take the features of the round that *target* scored, if it speculates. Failures cost draft tokens."""

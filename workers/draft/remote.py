@@ -62,6 +62,12 @@ class RemoteDraft:
             logger.warning("the features of round %d are dropped: %s", plan.round, first_line(error))
             features.post_none(plan.round)
 
+    def skip(self, plan: RoundPlan) -> None:
+        """Tell a draft that is fed features that those of this round will not come."""
+        end = self._channels.end(plan.epoch)
+        if end is not None and end.features is not None:
+            end.features.post_none(plan.round)
+
     def form(self, order: FormDraftChannel) -> None:
         """Begin to form another channel."""
         self._channels.form(order)

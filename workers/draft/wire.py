@@ -146,11 +146,13 @@ def broadcast_drafts(group: Group, rows: Seq[Row], drafts: Seq[Draft], device: t
     width = max(row.k for row in rows)
     lines = [[len(draft) if draft.is_chain else -len(draft), *_padded(draft.tokens, width)] for draft in drafts]
     received = group.broadcast(torch.tensor(lines, dtype=torch.int32, device=device)).tolist()
+    group.check()  # what a failed broadcast leaves means nothing, and ranks would disagree
     counts = [line[0] for line in received]
     if all(count >= 0 for count in counts):
         return [Draft(tuple(ids[:count])) for count, *ids in received]
     links = torch.tensor([_padded(_links(draft), width) for draft in drafts], dtype=torch.int32, device=device)
     linked = group.broadcast(links).tolist()
+    group.check()
     return [
         _draft(ids, line if count < 0 else (), abs(count)) for (count, *ids), line in zip(received, linked, strict=True)
     ]

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.draft_module import Level
@@ -24,7 +23,7 @@ from workers.draft.target_cache import cache_of
 from workers.draft.trees import FedTree, add_level, block_masks, level_masks
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.draft_forward import DraftForward
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import Sampler, fit_vocab
 from workers.slots import SlotTable
 from workers.verification.draft_probs import DraftProbs
 
@@ -39,7 +38,7 @@ class DraftWorker:
         forward: runs the draft.
         slots: the sequences.
         sampler: the target's sampling.
-        max_catch_up: most known tokens fed in one round; rows beyond it get no draft in that round.
+        max_catch_up: most known tokens fed in one round; rows beyond it get no draft in that round. It may be changed.
         needs: which of the target's features it is fed.
         shift: 1 if a cache entry holds the token after its position, 0 if it holds its own.
         draft_sampler: samples draft tokens, and may be replaced; None: the target's sampler does, with its noise.
@@ -47,9 +46,11 @@ class DraftWorker:
 
     Attributes:
         least_survival: of the round's plan, for *early_stop*.
+        left: what the round leaves of `max_catch_up`.
     """
 
     least_survival = 0.0
+    left = 0
 
     def __init__(
         self,
@@ -89,7 +90,12 @@ class DraftWorker:
             rows: the rows among them that want a draft.
         """
         lag = {slot: -self.cache.refresh(slot) + self.cache.reach(slot) for slot in slots}
-        near = [i for i, row in enumerate(rows) if lag[row.slot] < MAX_LAG and self.cache.fits(row.slot, row.length)]
+        near, self.left = [], self.max_catch_up
+        for i, row in enumerate(rows):
+            fed = max(0, lag[row.slot]) + 1
+            if fed <= min(self.left, MAX_LAG) and self.cache.fits(row.slot, row.length):
+                near.append(i)
+                self.left -= fed
         self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
         return self._propose(proposer, rows, near)
 
@@ -216,7 +222,7 @@ class DraftWorker:
         slots_R = _slots(rows)
         known_R = self.slots.known_len[slots_R]
         index_R = known_R + step
-        logits_RV = _fit(logits, self.sampler.vocab_size)
+        logits_RV = fit_vocab(logits, self.sampler.vocab_size)
         if self.draft_sampler is None:
             ids_R = self.sampler.sample(logits_RV, slots_R, index_R)
         else:
@@ -246,7 +252,7 @@ class DraftWorker:
         """See `DraftRunner`."""
         slots_N = _slots(rows)[row_N.cpu().numpy()]
         index_N = self.slots.known_len[slots_N] + depth
-        logits_NV = _fit(logits_NV, self.sampler.vocab_size)
+        logits_NV = fit_vocab(logits_NV, self.sampler.vocab_size)
         if self.draft_sampler is None:
             return self.sampler.candidates(logits_NV, slots_N, index_N, width)
         positions = DraftPositions(slots_N, index_N, self._paths(slots_N, depth, paths))
@@ -275,26 +281,20 @@ class DraftWorker:
 
     def within_budget(self, rows: Seq[DraftRow]) -> list[int]:
         """Return the rows that can catch up in this round; feed a part of the first that cannot."""
-        ready, left = [], self.max_catch_up
+        ready, self.left = [], self.max_catch_up
         for i, row in enumerate(rows):
             lag = -self.cache.refresh(row.slot) + self.cache.reach(row.slot) + 1
             if not self.cache.fits(row.slot, row.length):
                 continue
-            if lag <= left:
+            if lag <= self.left:
                 ready.append(i)
-                left -= lag
-            elif left > 0:
+                self.left -= lag
+            elif self.left > 0:
+                count, self.left = self.left, 0
                 first = self.cache.held[row.slot : row.slot + 1]
-                self.cache.feed(np.array([row.slot]), first, first + left)
-                left = 0
+                self.cache.feed(np.array([row.slot]), first, first + count)
         return ready
 
 
 def _slots(rows: Seq[DraftRow]) -> Ints:
     return np.array([row.slot for row in rows], np.int64)
-
-
-def _fit(logits_RV: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Cut or pad the draft's logits to the target's vocabulary: ids that either lacks are never proposed."""
-    missing = vocab_size - logits_RV.shape[1]
-    return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing > 0 else logits_RV[:, :vocab_size]

@@ -15,7 +15,7 @@ from workers.gpu.graphed_chains import GraphedChains
 from workers.gpu.graphs import GraphCapturer, GraphSet, Program
 from workers.gpu.inputs import Buffers, RoundRows
 from workers.gpu.rounds import CapturedSteps, DeviceRounds
-from workers.gpu.sizes import Chooser, Size, StepKey, row_sizes
+from workers.gpu.sizes import MOST_ROWS, Chooser, Size, StepKey, row_sizes
 from workers.gpu.target_step import TargetStep
 from workers.model.torch_mode import TorchMode
 from workers.sampling.sampler import Sampler
@@ -24,9 +24,6 @@ from workers.slots import SlotTable
 if TYPE_CHECKING:
     from workers.draft.engine import DraftEngine
     from workers.target import TargetWorker
-
-MOST_ROWS = 256
-"""Rows of the largest size that is captured."""
 
 
 def make_rounds(

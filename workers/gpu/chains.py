@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from proposers.draft_model import DraftModelProposer
 from protos.draft import DraftRow
@@ -64,13 +65,14 @@ class DeviceChains:
     """
 
     def __init__(self, engine: "DraftEngine") -> None:
-        self._worker = engine.worker
+        self._engine, self._worker = engine, engine.worker
 
     def prepare(self, rows: Seq[Row]) -> tuple[Ints, Ints]:
         """Return how many tokens each row's chain has, 0 where it cannot draft, and `RoundRows.has_previous_R`.
 
         Rows whose cache lacks more than the loop feeds catch up first, as far as one round may.
         """
+        self._engine.begin()
         asked = [DraftRow(row.slot, row.k, depth=row.depth, room=self._worker.slots.room(row.slot)) for row in rows]
         wanting = [r for r, row in enumerate(asked) if row.length]
         ready = [wanting[i] for i in self._worker.within_budget([asked[r] for r in wanting])]
@@ -78,6 +80,10 @@ class DeviceChains:
         lengths_R[ready] = [asked[r].length for r in ready]
         slots_R = np.array([row.slot for row in rows], np.int64)
         return lengths_R, bring_level(self._worker.cache, slots_R, lengths_R)
+
+    def run_out(self, shortage: torch.OutOfMemoryError) -> None:
+        """Have smaller rounds after `prepare` found too little memory."""
+        self._engine.run_out(shortage)
 
     def finish(self, slots_R: Ints, lengths_R: Ints, drafts: Seq[list[int]]) -> None:
         """Record what was fed, once the drafts are on the host."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from protos.draft import NO_DRAFT, Draft
 from protos.messages import RoundPlan, Row, Verdict, with_tree
@@ -127,6 +128,9 @@ class DeviceRounds:
         """Return the lengths of chains, and where the token before the newest is fed. Failures cost draft tokens."""
         try:
             return chains.prepare(rows)
+        except torch.OutOfMemoryError as shortage:
+            chains.run_out(shortage)
+            return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         except Exception:
             logger.exception("the draft failed; these rows go on without draft tokens")
             return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)

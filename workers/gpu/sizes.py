@@ -6,6 +6,10 @@ Chooser = Literal["greedy", "drawn", "limited"]
 """What the rows of a round need at most: the most likely tokens, noise, or top-k, top-p and min-p as well."""
 
 
+MOST_ROWS = 256
+"""Rows of the largest size that is captured."""
+
+
 class Size(NamedTuple):
     """A captured size: *rows*, padding included, of *queries* tokens each (the newest one, and draft tokens)."""
 

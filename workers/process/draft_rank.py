@@ -59,7 +59,7 @@ class DraftRank:
         """Compute a chunk of what the cache lacks."""
         if self._end is not None:
             self._receive_features(self._end, -1)
-        self._is_catching_up = self._worker.catch_up_some(CHUNK)
+        self._is_catching_up = self._engine.catch_up_some(CHUNK)
 
     def close(self) -> None:
         """Leave the draft channel."""

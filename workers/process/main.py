@@ -15,6 +15,7 @@ import torch
 
 from protos.config.default_shape import for_device
 from protos.config.engine import EngineConfig, from_json
+from protos.errors import StepOutOfMemoryError, TargetOutOfMemoryError
 from protos.worker_messages import (
     FormDraftChannel,
     GroupLost,
@@ -22,6 +23,7 @@ from protos.worker_messages import (
     Plan,
     Port,
     Rejoin,
+    RoundOutOfMemory,
     Setup,
     Stop,
     ToWorker,
@@ -134,14 +136,23 @@ def _run_rounds(
 
 
 def _run_round(port: Port, rank: TargetRank, message: Plan, *, may_rejoin: bool) -> bool:
-    """Run a round; return whether the group is intact. Raises `GroupError` if it is not and cannot be formed again."""
+    """Run a round; return whether the group is intact.
+
+    If it is not and cannot be formed again, this rank waits to be ended: leaving over NCCL may take for ever.
+    """
     try:
         done = rank.run(message.plan)
     except GroupError as error:
-        if not may_rejoin:
-            raise
-        port.send(GroupLost(str(error)))
+        port.send(GroupLost(str(error)) if may_rejoin else WorkerFailed(str(error), type(error).__name__))
         return False
+    except TargetOutOfMemoryError as shortage:
+        port.send(GroupLost(str(shortage), out_of_memory=True))
+        if may_rejoin:
+            rank.close()  # the other ranks wait for this one
+        return False
+    except StepOutOfMemoryError as shortage:
+        port.send(RoundOutOfMemory(message.plan.round, str(shortage), shortage.keeps_state))
+        return True
     if done is not None:
         port.send(done)
         rank.feed_back(message.plan, done)

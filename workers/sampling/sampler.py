@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from protos.draft import Draft
 from protos.messages import NewSequence, Row, Sampling
@@ -270,3 +271,9 @@ def by_part(first_N: Flags, sample_first: SampleFunction, sample_rest: SampleFun
         at = torch.from_numpy(part).to(logits_NV.device)
         ids_N[at] = function(logits_NV[at], slots_N[part], index_N[part])
     return ids_N
+
+
+def fit_vocab(logits_RV: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Cut or pad the draft's logits to the target's vocabulary: ids that either lacks are never proposed."""
+    missing = vocab_size - logits_RV.shape[1]
+    return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing > 0 else logits_RV[:, :vocab_size]

@@ -14,7 +14,7 @@ from protos.worker_messages import FormDraftChannel
 from runtime.supervision import draft_supervisor
 from tests.support.distributed import fake_nccl
 from tests.support.distributed.engine import Engine, K, Models, configure, requests, threaded
-from tests.support.distributed.fake_nccl import Records
+from tests.support.distributed.fake_nccl import Operation, Records
 from tests.support.distributed.thread_workers import Crash
 from tests.support.models.tiny_heads import METHODS
 from workers import staging
@@ -38,9 +38,10 @@ def speculation(models: Models) -> dict[str, Any]:
 class Killer:
     """Kills the draft's thread at one point, once: before or after a call that it makes there."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, records: Records) -> None:
+        self._monkeypatch, self._records = monkeypatch, records
         self._is_armed = False
+        self.outstanding: list[Operation] = []  # when the draft died
         self.points: dict[str, int] = {}
         self._point = ""
 
@@ -69,6 +70,7 @@ class Killer:
         if self._is_armed and self._point == point:
             self._is_armed = False
             self.points[point] += 1
+            self.outstanding = self._records.outstanding()
             raise Crash
 
 
@@ -112,7 +114,7 @@ def settled(records: Records) -> bool:
 def test_no_operation_of_nccl_is_left(
     models: Models, plain: dict[str, list[int]], records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killer = Killer(monkeypatch)
+    killer = Killer(monkeypatch, records)
     killer.watch(DraftRank, "_run", dies_after=False)
     killer.watch(DraftEngine, "propose_ready", dies_after=False)
     killer.watch(DraftEngine, "propose_ready", dies_after=True)
@@ -130,6 +132,8 @@ def test_no_operation_of_nccl_is_left(
             engine.put(*batch(point))
             kill(engine, killer, point)
             assert settled(records), f"{point}: {records.outstanding()}"
+            assert all(operation.is_over for operation in killer.outstanding), "they ended without the draft"
+            assert all(operation.size == 2 for operation in killer.outstanding), "only of the target's own group"
             engine.finish()
             assert_as_plain(engine.outputs, plain, point)
     finally:

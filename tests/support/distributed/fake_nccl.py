@@ -19,21 +19,27 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 @dataclass
 class Operation:
-    """One operation of a rank; `thread` began it."""
+    """One operation of a rank, in a group of *size*; `thread` began it."""
 
     what: str
     thread: str
+    size: int
     is_over: bool = False
 
 
 class Records:
-    """All groups and operations. `timeout_s` replaces that of the groups; `fails(operation)` breaks some of them."""
+    """All groups and operations.
+
+    `timeout_s` replaces that of the groups. Operations that `fails` names break, and those that `hangs` names are never
+    complete.
+    """
 
     def __init__(self) -> None:
         self.formed_by: list[str] = []
         self.operations: list[Operation] = []
         self.timeout_s: float | None = None
         self.fails: Callable[[Operation], bool] = lambda operation: False
+        self.hangs: Callable[[Operation], bool] = lambda operation: False
 
     def outstanding(self) -> list[Operation]:
         return [operation for operation in self.operations if not operation.is_over]
@@ -44,24 +50,26 @@ class Records:
 
 
 class FakeWork:
-    """A work of NCCL: complete when it is asked, and quiet about errors until then."""
+    """A work of NCCL: complete when it is asked, and quiet about errors until then. Without *work* never complete."""
 
     def __init__(self, work: Any, operation: Operation, results: list[torch.Tensor], *, fails: bool) -> None:
         self._error: RuntimeError | None = RuntimeError("NCCL communicator was aborted on rank 0.") if fails else None
+        self._operation = operation
         try:
-            work.wait()
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             self._error = error
-        if self._error is not None:
+        if self._error is not None or work is None:
             for result in results:  # what was never written may be anything
                 result.fill_(-77)
-        operation.is_over = True
+        operation.is_over = work is not None
 
     def wait(self) -> bool:
         return True
 
     def is_completed(self) -> bool:
-        return True
+        return self._operation.is_over
 
     def exception(self) -> RuntimeError | None:
         return self._error
@@ -75,6 +83,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Records:
         Options = SimpleNamespace
 
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            self._size = size
             records.formed_by.append(threading.current_thread().name)
             gloo: Any = ProcessGroupGloo
             inner = gloo._Options()
@@ -109,8 +118,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Records:
             return self._begun("recv", tensors, lambda: self._gloo.recv(tensors, src, tag))
 
         def _begun(self, what: str, results: list[torch.Tensor], begin: Callable[[], Any]) -> FakeWork:
-            operation = Operation(what, threading.current_thread().name)
+            operation = Operation(what, threading.current_thread().name, self._size)
             records.operations.append(operation)
+            if records.hangs(operation):
+                return FakeWork(None, operation, results, fails=False)
             return FakeWork(begin(), operation, results, fails=records.fails(operation))
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)

@@ -91,6 +91,8 @@ class ThreadGroup:
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         raise NotImplementedError
 
+    def check(self) -> None: ...
+
     def close(self) -> None:
         self._board.barrier.abort()
 

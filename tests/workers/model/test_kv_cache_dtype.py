@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from protos.capacity import kv_summary
 from protos.config.engine import KVCacheDtype, ModelConfig
-from protos.kv_blocks import kv_summary
 from protos.messages import WorkerInfo
 from tests.support.distributed.ranks import in_memory
 from tests.support.models.tiny_models import build
