@@ -33,7 +33,7 @@ def settle_blocks(target: WorkerInfo, fitting: Mapping[str, int]) -> tuple[Worke
     if max_model_len < target.max_model_len:
         notes += (f"max_model_len is cut from {target.max_model_len} to {max_model_len}, what the KV cache holds",)
     info = msgspec.structs.replace(target, num_blocks=num_blocks, max_model_len=max_model_len, notes=notes)
-    return info, Allocate(num_blocks, max_model_len, target.vocab_size)
+    return info, Allocate(num_blocks, max_model_len, target.vocab_size, target.prefix_states or 0)
 
 
 def kv_summary(info: WorkerInfo) -> str:

@@ -34,7 +34,8 @@ from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device
 from workers.model.runner import ModelRunner
 from workers.model.self_check import self_check
-from workers.recurrent.limits import blocks_beside, check_speculation, draft_places
+from workers.recurrent.limits import blocks_beside, check_speculation, draft_places, states_beside
+from workers.recurrent.pool import NO_STATES, bytes_per_slot
 from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -91,10 +92,13 @@ class LoadedTarget:
     def info(self, config: EngineConfig) -> WorkerInfo:
         """Return the description of this rank for the controller, with the number of KV blocks that fit."""
         model, size = self.model, config.cache.block_size
-        each = self.block_bytes(size)
-        fitting = blocks_that_fit(config.cache, model.device, each)
+        each, places = self.block_bytes(size), draft_places(config)
+        both = (model.recurrent, self.draft.recurrent if self.draft else NO_STATES)
+        slot_bytes = sum(bytes_per_slot(shapes, places) for shapes in both)
+        fitting = blocks_beside(config, slot_bytes, blocks_that_fit(config.cache, model.device, each), each)
+        states = None
         if model.recurrent:
-            fitting = blocks_beside(config, model, fitting, each)
+            fitting, states = states_beside(config, model, fitting, each)
         if config.cache.num_blocks is None:
             fitting = min(fitting, config.scheduler.max_num_seqs * -(-model.max_model_len // size))
         return WorkerInfo(
@@ -109,7 +113,7 @@ class LoadedTarget:
             dtype=str(model.dtype).removeprefix("torch."),
             kv_cache_dtype=str(model.kv_dtype).removeprefix("torch."),
             device=model.device.type,
-            keeps_prefixes=not model.recurrent,
+            prefix_states=states,
         )
 
 
@@ -169,7 +173,9 @@ def make_target(
     """
     slots = make_slots(config, allocate)
     sampler = Sampler(slots, allocate.vocab_size, loaded.model.device)
-    runner = ModelRunner(loaded.model, slots, allocate.num_blocks, slots.block_size, loaded.taps)
+    runner = ModelRunner(
+        loaded.model, slots, allocate.num_blocks, slots.block_size, loaded.taps, prefix_states=allocate.prefix_states
+    )
     parts: dict[str, Compilable] = {} if config.model.enforce_eager else {"target": runner}
     draft = None
     if loaded.draft is not None:
@@ -272,6 +278,13 @@ def make_slots(config: EngineConfig, allocate: Allocate) -> SlotTable:
 def blocks_that_fit(cache: CacheConfig, device: torch.device, bytes_each: int) -> int:
     """Return how many KV blocks of *bytes_each* fit; a draft without attention layers has room for any number."""
     return cache.num_blocks or cache_bytes(cache, device) // max(1, bytes_each)
+
+
+def blocks_of_draft(config: EngineConfig, draft: LoadedDraft, device: torch.device) -> int:
+    """Return how many KV blocks fit in the process of a draft that is alone in it. Raises `ConfigError`: none."""
+    each = draft.bytes_per_block(config.cache.block_size)
+    fitting = blocks_that_fit(config.cache, device, each)
+    return blocks_beside(config, bytes_per_slot(draft.recurrent, draft_places(config)), fitting, each)
 
 
 def cache_bytes(cache: CacheConfig, device: torch.device) -> int:

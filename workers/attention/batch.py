@@ -79,6 +79,20 @@ def _words(masks: Seq[int], width: int) -> Words:
     return np.frombuffer(data, "<u8").reshape(len(masks), width)
 
 
+class KeptStates(NamedTuple):
+    """The recurrent states of the prefix cache that a forward's R rows begin with, and the N that it keeps.
+
+    Attributes:
+        from_R: int64, the number of the state that each row begins with; -1: its slot's own.
+        rows_N, positions_N, numbers_N: int64; each row and position after which a state is kept, and its number.
+    """
+
+    from_R: Ints
+    rows_N: Ints
+    positions_N: Ints
+    numbers_N: Ints
+
+
 @dataclass(frozen=True)
 class Batch:
     """The rows of one forward. Row r feeds `lengths_R[r]` tokens at places `starts_R[r] ...` of its slot.
@@ -89,6 +103,7 @@ class Batch:
         tree_masks: None if no row has one.
         first_valid_R: int64 `[R]`, contiguous; the first place of each row whose K and V are in the cache. No token
             attends to places before it. None if it is 0 for all rows.
+        kept_states: None if no row begins with or keeps any.
     """
 
     slots_R: Ints
@@ -97,6 +112,7 @@ class Batch:
     tokens_T: Ints
     tree_masks: TreeMasks | None = None
     first_valid_R: Ints | None = None
+    kept_states: KeptStates | None = None
 
     @cached_property
     def offsets_R(self) -> Ints:
@@ -139,9 +155,11 @@ class Batch:
         *,
         tree_masks: TreeMasks | None = None,
         first_valid_R: Ints | None = None,
+        kept_states: KeptStates | None = None,
     ) -> "Batch":
         """Build a batch whose tokens are read from the table `tokens_SL`, by slot and place."""
-        rows = cls(slots_R, starts_R, lengths_R, np.empty(int(lengths_R.sum()), np.int64), tree_masks, first_valid_R)
+        tokens_T = np.empty(int(lengths_R.sum()), np.int64)
+        rows = cls(slots_R, starts_R, lengths_R, tokens_T, tree_masks, first_valid_R, kept_states)
         np.copyto(rows.tokens_T, tokens_SL[rows.slots_T, rows.places_T])
         return rows
 
