@@ -39,8 +39,9 @@ def settle_blocks(target: WorkerInfo, fitting: Mapping[str, int]) -> tuple[Worke
 def kv_summary(info: WorkerInfo) -> str:
     """Return a line on the KV cache for the user."""
     held = info.num_blocks * info.block_size
+    states = f"; {info.prefix_states} recurrent states for the prefix cache" if info.prefix_states else ""
     stored = f" in {info.kv_cache_dtype}" if info.kv_cache_dtype else ""
     return (
         f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens{stored} on every worker, {held} tokens; "
-        f"{held / info.max_model_len:.1f} sequences of {info.max_model_len} tokens at once"
+        f"{held / info.max_model_len:.1f} sequences of {info.max_model_len} tokens at once{states}"
     )

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -11,9 +11,10 @@ import torch
 from protos.draft import Draft
 from protos.layers import Needs
 from protos.messages import NewSequence, Row, TokenLogprobs, Verdict, with_tree
-from workers.attention.batch import Batch, Ints, KeptStates, TreeMask, TreeMasks
+from workers.attention.batch import Batch, Ints, TreeMask, TreeMasks
 from workers.features import Features, kept
 from workers.model.runner import ModelRunner
+from workers.recurrent.kept_states import KeptStates
 from workers.sampling.logprobs import token_logprobs
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -58,9 +59,10 @@ class Scoring:
         slots_R, starts_R, known_R, drafted_R, samples_R = np.ascontiguousarray(table.T)
         lengths_R = known_R + drafted_R
         tree_masks = _tree_masks(rows, drafts, starts_R + lengths_R, lengths_R)
-        batch = Batch.from_history(
-            tokens_SL, slots_R, starts_R, lengths_R, tree_masks=tree_masks, kept_states=_kept_states(rows)
-        )
+        batch = Batch.from_history(tokens_SL, slots_R, starts_R, lengths_R, tree_masks=tree_masks)
+        kept_states = _kept_states(rows)
+        if kept_states is not None:
+            batch = replace(batch, kept_states=kept_states)
         counts_R = (drafted_R + 1) * samples_R
         first_R = batch.offsets_R + known_R - 1 - (np.cumsum(counts_R) - counts_R)
         wanted_N = np.arange(int(counts_R.sum())) + np.repeat(first_R, counts_R)

@@ -21,7 +21,7 @@ class Planner:
 
     Args:
         queue: all sequences; the planner starts and preempts them.
-        states: decides which recurrent states are kept.
+        states: decides which recurrent states are kept; None: the model has none, or prefixes are not cached.
         proposers: those in the controller process, None without any.
         worker_methods: requests whose `method` is one of these may get draft tokens from the draft worker.
         worker_source: the draft worker, as the policy numbers sources; None without one.
@@ -35,7 +35,7 @@ class Planner:
         info: WorkerInfo,
         *,
         queue: RequestQueue,
-        states: StateKeeping,
+        states: StateKeeping | None,
         proposers: ControllerProposers | None,
         worker_methods: Seq[str | None],
         worker_source: int | None,
@@ -191,7 +191,8 @@ class Planner:
         self._queue.start_first()
         self._blocks.share(hit)
         sequence.start_after(num_cached, hit, chain)
-        self._states.begin(sequence, len(found))
+        if self._states is not None:
+            self._states.begin(sequence, len(found))
         self._count_start(sequence, num_cached)
         length = min(sequence.num_uncomputed, budget)
         one = ScheduledSequence(sequence, self._limit_scored(length) if sequence.needs_prompt_logprobs else length)
@@ -265,7 +266,7 @@ class Planner:
             one.depth,
             one.source,
             sequence.state_from,
-            self._states.reserve(one),
+            [] if self._states is None else self._states.reserve(one),
         )
         sequence.state_from = -1
         sequence.num_sent_tokens = known_len

@@ -63,7 +63,8 @@ class Scheduler:
         self._prefix_caching = cache.enable_prefix_caching and info.prefix_states != 0
         blocks = BlockManager(info.num_blocks, info.block_size, info.prefix_states if self._prefix_caching else None)
         self._queue = RequestQueue(config.max_num_seqs, blocks)
-        self._states = StateKeeping(blocks, lag=int(info.draft_needs == "all"))
+        lag = int(info.draft_needs == "all")
+        self._states = None if blocks.states is None else StateKeeping(blocks, blocks.states, lag)
         worker_methods = (None, *info.methods[-1:]) if has_worker else ()
         self._worker_source = (self._proposers.num_sources if self._proposers else 0) if has_worker else None
         self._planner = Planner(
@@ -179,7 +180,8 @@ class Scheduler:
         for sequence, row in self._in_flight.pop(plan.round):
             if sequence.finish_reason is None:
                 outputs.append(self._commit_row(sequence, row, by_slot.get(row.slot)))
-            self._states.settle(row)
+            if self._states is not None:
+                self._states.settle(row)
         if plan.speculates and self._proposers is not None:
             self._proposers.prepare()
         return [output for output in outputs if output is not None]
@@ -263,7 +265,8 @@ class Scheduler:
         for index in range(sequence.num_published, num_full):
             content = tuple(sequence.token_ids[index * size : (index + 1) * size])
             sequence.chain = blocks.publish(sequence.block_ids[index], sequence.chain, content)
-            self._states.keep(sequence, (index + 1) * size, row)
+            if self._states is not None:
+                self._states.keep(sequence, (index + 1) * size, row)
         sequence.num_published = num_full
 
     def requeue_all(self) -> None:
@@ -273,10 +276,7 @@ class Scheduler:
         self._queue.requeue_all()
 
     def resize(self, num_blocks: int, num_states: int | None) -> None:
-        """Use so many KV blocks and kept states from now on, at most as many as at first.
-
-        Nothing may run: see `requeue_all`.
-        """
+        """Use so many KV blocks and kept states, at most as at first. Nothing may run: see `requeue_all`."""
         self._queue.blocks.resize(num_blocks, num_states)
 
     def stats(self) -> EngineStats:

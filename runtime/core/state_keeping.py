@@ -2,6 +2,7 @@
 
 from protos.messages import Row
 from runtime.core.block_manager import BlockManager
+from runtime.core.prefix_states import PrefixStates
 from runtime.core.sequence import ScheduledSequence, Sequence
 
 
@@ -10,20 +11,19 @@ class StateKeeping:
 
     These are the last one of its prompt, for requests that continue it; the one where it leaves what is cached, for
     requests that share as much; and one that moves with the sequence, for itself after preemption, and for requests
-    that continue its output. Does nothing for models without recurrent layers.
+    that continue its output.
 
     Args:
-        blocks: the blocks and the numbers of the states.
+        blocks: the blocks.
+        states: the numbers of the states.
         lag: how many blocks before the end of a cached prefix a sequence begins, for the draft's sake.
     """
 
-    def __init__(self, blocks: BlockManager, lag: int) -> None:
-        self._blocks, self._states, self._lag = blocks, blocks.states, lag
+    def __init__(self, blocks: BlockManager, states: PrefixStates, lag: int) -> None:
+        self._blocks, self._states, self._lag = blocks, states, lag
 
     def begin(self, sequence: Sequence, num_found: int) -> None:
         """Have a sequence begin with the state of its chain; *num_found* blocks of its tokens are cached."""
-        if self._states is None:
-            return
         if sequence.block_ids:
             assert isinstance(sequence.chain, int), "the chain of blocks is a node"
             sequence.state_from = self._states.resume(sequence.chain)
@@ -33,8 +33,6 @@ class StateKeeping:
 
     def reserve(self, one: ScheduledSequence) -> list[int]:
         """Return `Row.states_to`: the boundaries after which a row keeps its state, each with the state's number."""
-        if self._states is None:
-            return []
         states_to: list[int] = []
         for end in self._ends(one):
             state = self._states.reserve()
@@ -57,7 +55,7 @@ class StateKeeping:
     def keep(self, sequence: Sequence, end: int, row: Row) -> None:
         """Keep the state after the boundary *end* for the sequence's chain, if its row has written one."""
         states_to = dict(zip(row.states_to[::2], row.states_to[1::2], strict=True))
-        if self._states is None or end not in states_to:
+        if end not in states_to:
             return
         node = sequence.chain
         assert isinstance(node, int), "the chain of blocks is a node"
@@ -68,5 +66,4 @@ class StateKeeping:
 
     def settle(self, row: Row) -> None:
         """Free the states of a committed row that were not kept: the tokens before them were rejected."""
-        if self._states is not None:
-            self._states.settle(row.states_to[1::2])
+        self._states.settle(row.states_to[1::2])

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.config.kv_window import KVWindow
+from workers.recurrent.kept_states import KeptStates
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -79,20 +80,6 @@ def _words(masks: Seq[int], width: int) -> Words:
     return np.frombuffer(data, "<u8").reshape(len(masks), width)
 
 
-class KeptStates(NamedTuple):
-    """The recurrent states of the prefix cache that a forward's R rows begin with, and the N that it keeps.
-
-    Attributes:
-        from_R: int64, the number of the state that each row begins with; -1: its slot's own.
-        rows_N, positions_N, numbers_N: int64; each row and position after which a state is kept, and its number.
-    """
-
-    from_R: Ints
-    rows_N: Ints
-    positions_N: Ints
-    numbers_N: Ints
-
-
 @dataclass(frozen=True)
 class Batch:
     """The rows of one forward. Row r feeds `lengths_R[r]` tokens at places `starts_R[r] ...` of its slot.
@@ -155,11 +142,9 @@ class Batch:
         *,
         tree_masks: TreeMasks | None = None,
         first_valid_R: Ints | None = None,
-        kept_states: KeptStates | None = None,
     ) -> "Batch":
         """Build a batch whose tokens are read from the table `tokens_SL`, by slot and place."""
-        tokens_T = np.empty(int(lengths_R.sum()), np.int64)
-        rows = cls(slots_R, starts_R, lengths_R, tokens_T, tree_masks, first_valid_R, kept_states)
+        rows = cls(slots_R, starts_R, lengths_R, np.empty(int(lengths_R.sum()), np.int64), tree_masks, first_valid_R)
         np.copyto(rows.tokens_T, tokens_SL[rows.slots_T, rows.places_T])
         return rows
 

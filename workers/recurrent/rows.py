@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workers.attention.batch import Batch, Ints, KeptStates
+from workers.attention.batch import Batch, Ints
+from workers.recurrent.kept_states import KeptStates
 
 
 @dataclass(frozen=True)
