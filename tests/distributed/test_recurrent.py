@@ -13,7 +13,7 @@ from tests.support.distributed.bodies import PATIENT
 from tests.support.distributed.engine import Engine, configure, over, threaded
 from tests.support.identity import Reference, assert_identical, perturbed
 from tests.support.models.tiny_models import build
-from tests.support.recurrent.tiny_hybrids import HYBRIDS
+from tests.support.recurrent.tiny_hybrids import SPLIT
 
 COUNT = 14
 SHARED = [11, 12, 13, 14, 15, 16, 17, 18, 19]
@@ -71,7 +71,7 @@ def test_two_ranks(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", SPLIT)
 def test_two_ranks_in_processes(family: str, tmp_path: Path) -> None:
     models = pair(family, tmp_path)
     for name, given in speculations(models).items():

@@ -48,8 +48,8 @@ def blocks_beside(config: EngineConfig, slot_bytes: int, fitting: int, bytes_eac
     """
     if config.cache.num_blocks is not None or not slot_bytes:
         return fitting
-    slots = config.scheduler.max_num_seqs
-    left = fitting - -(-slots * slot_bytes // max(1, bytes_each))
+    slots, bytes_each = config.scheduler.max_num_seqs, max(1, bytes_each)
+    left = fitting - -(-slots * slot_bytes // bytes_each)
     if left < 1:
         raise ConfigError(
             f"the recurrent states of {slots} sequences take {slots * slot_bytes >> 20} MiB ({slot_bytes >> 10} KiB "
@@ -70,6 +70,6 @@ def states_beside(config: EngineConfig, model: LoadedModel, fitting: int, bytes_
     wanted = STATES_PER_SEQUENCE * config.scheduler.max_num_seqs
     if config.cache.num_blocks is not None:
         return fitting, wanted
-    state_bytes = bytes_per_state(model.recurrent)
-    wanted = min(wanted, int(STATES_SHARE * fitting * bytes_each) // max(1, state_bytes))
-    return fitting - -(-wanted * state_bytes // max(1, bytes_each)), wanted
+    state_bytes, bytes_each = bytes_per_state(model.recurrent), max(1, bytes_each)
+    wanted = min(wanted, int(STATES_SHARE * fitting * bytes_each) // state_bytes)
+    return fitting - -(-wanted * state_bytes // bytes_each), wanted
