@@ -77,14 +77,15 @@ def settle_blocks(target: WorkerInfo, fitting: Mapping[str, int]) -> tuple[Worke
     if max_model_len < target.max_model_len:
         notes += (f"max_model_len is cut from {target.max_model_len} to {max_model_len}, what the KV cache holds",)
     info = msgspec.structs.replace(target, num_blocks=num_blocks, max_model_len=max_model_len, notes=notes)
-    return info, Allocate(num_blocks, max_model_len, target.vocab_size)
+    return info, Allocate(num_blocks, max_model_len, target.vocab_size, target.prefix_states or 0)
 
 
 def kv_summary(info: WorkerInfo) -> str:
     """Return a line on the KV cache for the user."""
     held = info.num_blocks * info.block_size
+    states = f"; {info.prefix_states} recurrent states for the prefix cache" if info.prefix_states else ""
     stored = f" in {info.kv_cache_dtype}" if info.kv_cache_dtype else ""
     return (
         f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens{stored} on every worker, {held} tokens; "
-        f"{held / info.max_model_len:.1f} sequences of {info.max_model_len} tokens at once"
+        f"{held / info.max_model_len:.1f} sequences of {info.max_model_len} tokens at once{states}"
     )

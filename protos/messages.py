@@ -121,6 +121,9 @@ class Row(msgspec.Struct, frozen=True, gc=False):
         draft: proposed in the controller process, or None: the draft worker proposes.
         depth: most levels of a draft: one fewer than the tokens still to come.
         source: which of the sources of drafts it is from, in the order in which they are asked; for the policy.
+        state_from: number of the kept recurrent state that the row begins with; -1: with the slot's own.
+        states_to: positions, each with the number of the state that keeps what the recurrent layers have after it:
+            position, number, position, number ...
     """
 
     slot: int
@@ -135,6 +138,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     draft: Draft | None = None
     depth: int = ANY_DEPTH
     source: int = 0
+    state_from: int = -1
+    states_to: Seq[int] = ()
 
 
 class RoundPlan(msgspec.Struct, frozen=True, gc=False):
@@ -259,8 +264,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     target has computed. `draft_places` is how many places of a row's KV blocks drafting takes, where that is more than
     the draft's nodes. `methods` and `num_speculative_tokens` are what requests may choose from, set by the engine;
     empty and 0 without speculation. `dtype` is that of the target, such as "float32", and `kv_cache_dtype` that of its
-    cached K and V, such as "int8"; both may be empty. `device` is "cpu" or "cuda". `keeps_prefixes` is False if the
-    target cannot begin after a cached prefix.
+    cached K and V, such as "int8"; both may be empty. `device` is "cpu" or "cuda". `prefix_states` is how many
+    states of recurrent layers are kept for the prefix cache, which is off without any; None: the target has no such
+    layers.
     """
 
     num_blocks: int
@@ -278,4 +284,4 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     kv_cache_dtype: str = ""
     device: str = "cpu"
     draft_places: int = 0
-    keeps_prefixes: bool = True
+    prefix_states: int | None = None

@@ -75,12 +75,14 @@ class Rejoin(msgspec.Struct, frozen=True, tag=True):
 class Allocate(msgspec.Struct, frozen=True, tag=True):
     """The number of KV blocks of every worker and the context length: the minimum over workers.
 
-    `vocab_size` is the target's, which the draft uses for sampling.
+    `vocab_size` is the target's, which the draft uses for sampling. `prefix_states` is how many recurrent states every
+    target rank keeps for the prefix cache.
     """
 
     num_blocks: int
     max_model_len: int
     vocab_size: int = 0
+    prefix_states: int = 0
 
 
 class FormDraftChannel(msgspec.Struct, frozen=True, tag=True):

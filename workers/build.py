@@ -22,7 +22,7 @@ from protos.worker_messages import Allocate, Loaded
 from workers.attention.kv import bytes_per_block
 from workers.compiled.warming import Compilable, Swap, Warm, warm_up
 from workers.compiled.warming import load as load_entry
-from workers.device import free_memory, weight_bytes
+from workers.device import cache_bytes, weight_bytes
 from workers.distributed.groups import Group, Solo
 from workers.draft.engine import DraftEngine, make_engine
 from workers.draft.load import LoadedDraft, feature_spec, load_draft
@@ -34,7 +34,8 @@ from workers.model.loaded import LoadedModel
 from workers.model.loader import load, pick_device
 from workers.model.runner import ModelRunner
 from workers.model.self_check import self_check
-from workers.recurrent.limits import blocks_beside, check_speculation, draft_places
+from workers.recurrent.limits import blocks_beside, check_speculation, draft_places, states_beside
+from workers.recurrent.pool import NO_STATES, bytes_per_slot
 from workers.rehearsal import memory_of_steps, warm_rounds
 from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
@@ -48,9 +49,6 @@ from workers.verification.factory import make_acceptance_rule
 from workers.weights.partition import splits
 
 logger = logging.getLogger(__name__)
-
-CPU_CACHE_BYTES = 4 << 30
-"""The default KV cache on a CPU takes at most this much memory, as in vLLM."""
 
 MakeRule = Callable[[SpeculativeConfig | None, Sampler], AcceptanceRule]
 
@@ -94,10 +92,14 @@ class LoadedTarget:
     def info(self, config: EngineConfig) -> WorkerInfo:
         """Return the description of this rank for the controller, with the number of KV blocks that fit."""
         model, size = self.model, config.cache.block_size
-        each = self.block_bytes(size)
+        each, places = self.block_bytes(size), draft_places(config)
+        both = (model.recurrent, self.draft.recurrent if self.draft else NO_STATES)
+        slot_bytes = sum(bytes_per_slot(shapes, places) for shapes in both)
         fitting = blocks_that_fit(config.cache, model.device, each, self.beside)
+        fitting = blocks_beside(config, slot_bytes, fitting, each)
+        states = None
         if model.recurrent:
-            fitting = blocks_beside(config, model, fitting, each)
+            fitting, states = states_beside(config, model, fitting, each)
         if config.cache.num_blocks is None:
             fitting = min(fitting, config.scheduler.max_num_seqs * -(-model.max_model_len // size))
         return WorkerInfo(
@@ -112,7 +114,7 @@ class LoadedTarget:
             dtype=str(model.dtype).removeprefix("torch."),
             kv_cache_dtype=str(model.kv_dtype).removeprefix("torch."),
             device=model.device.type,
-            keeps_prefixes=not model.recurrent,
+            prefix_states=states,
         )
 
 
@@ -173,7 +175,9 @@ def make_target(
     """
     slots = make_slots(config, allocate)
     sampler = Sampler(slots, allocate.vocab_size, loaded.model.device)
-    runner = ModelRunner(loaded.model, slots, allocate.num_blocks, slots.block_size, loaded.taps)
+    runner = ModelRunner(
+        loaded.model, slots, allocate.num_blocks, slots.block_size, loaded.taps, prefix_states=allocate.prefix_states
+    )
     parts: dict[str, Compilable] = {} if config.model.enforce_eager else {"target": runner}
     draft = None
     if loaded.draft is not None:
@@ -279,11 +283,8 @@ def blocks_that_fit(cache: CacheConfig, device: torch.device, bytes_each: int, b
     return cache.num_blocks or cache_bytes(cache, device, beside) // max(1, bytes_each)
 
 
-def cache_bytes(cache: CacheConfig, device: torch.device, beside: int = 0) -> int:
-    """Return the bytes that the KV caches may take, where steps take *beside* of a CUDA device's memory."""
-    if cache.memory_bytes is not None:
-        return cache.memory_bytes
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - cache.memory_utilization) * total) - beside
-    return min(CPU_CACHE_BYTES, int(free_memory() * cache.memory_utilization))
+def blocks_of_draft(config: EngineConfig, draft: LoadedDraft, device: torch.device) -> int:
+    """Return how many KV blocks fit in the process of a draft that is alone in it. Raises `ConfigError`: none."""
+    each = draft.bytes_per_block(config.cache.block_size)
+    fitting = blocks_that_fit(config.cache, device, each)
+    return blocks_beside(config, bytes_per_slot(draft.recurrent, draft_places(config)), fitting, each)

@@ -6,6 +6,11 @@ from contextlib import contextmanager
 
 import torch
 
+from protos.config.engine import CacheConfig
+
+CPU_CACHE_BYTES = 4 << 30
+"""The default KV cache on a CPU takes at most this much memory, as in vLLM."""
+
 
 def set_device(device: torch.device) -> None:
     """Make *device* this thread's current device; do nothing on a CPU."""
@@ -41,3 +46,13 @@ def weight_bytes(model: torch.nn.Module) -> int:
 def free_memory() -> int:
     """Return the bytes of free main memory."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cache_bytes(cache: CacheConfig, device: torch.device, beside: int = 0) -> int:
+    """Return the bytes that the KV caches may take, where steps take *beside* of a CUDA device's memory."""
+    if cache.memory_bytes is not None:
+        return cache.memory_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - cache.memory_utilization) * total) - beside
+    return min(CPU_CACHE_BYTES, int(free_memory() * cache.memory_utilization))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ from protos.messages import NewSequence, Row, TokenLogprobs, Verdict, with_tree
 from workers.attention.batch import Batch, Ints, TreeMask, TreeMasks
 from workers.features import Features, kept
 from workers.model.runner import ModelRunner
+from workers.recurrent.kept_states import KeptStates
 from workers.sampling.logprobs import token_logprobs
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -59,10 +60,22 @@ class Scoring:
         lengths_R = known_R + drafted_R
         tree_masks = _tree_masks(rows, drafts, starts_R + lengths_R, lengths_R)
         batch = Batch.from_history(tokens_SL, slots_R, starts_R, lengths_R, tree_masks=tree_masks)
+        kept_states = _kept_states(rows)
+        if kept_states is not None:
+            batch = replace(batch, kept_states=kept_states)
         counts_R = (drafted_R + 1) * samples_R
         first_R = batch.offsets_R + known_R - 1 - (np.cumsum(counts_R) - counts_R)
         wanted_N = np.arange(int(counts_R.sum())) + np.repeat(first_R, counts_R)
         return cls(batch, counts_R, wanted_N)
+
+
+def _kept_states(rows: Seq[Row]) -> KeptStates | None:
+    """Return the recurrent states of the prefix cache that *rows* name."""
+    if all(row.state_from < 0 and not row.states_to for row in rows):
+        return None
+    rows_N = np.repeat(np.arange(len(rows)), [len(row.states_to) // 2 for row in rows])
+    pairs_N2 = np.array([number for row in rows for number in row.states_to], np.int64).reshape(-1, 2)
+    return KeptStates(np.array([row.state_from for row in rows]), rows_N, pairs_N2[:, 0], pairs_N2[:, 1])
 
 
 def _tree_masks(rows: Seq[Row], drafts: Seq[Draft], ends_R: Ints, lengths_R: Ints) -> TreeMasks | None:

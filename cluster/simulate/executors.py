@@ -13,7 +13,7 @@ from protos.interfaces import Executor
 from protos.layers import Needs
 from protos.messages import WorkerInfo
 from protos.progress import ProgressCallback
-from workers.build import blocks_that_fit, build_uni, make_draft
+from workers.build import blocks_of_draft, build_uni, make_draft
 from workers.draft.engine import DraftEngine
 from workers.draft.load import feature_spec, load_draft
 from workers.model.loader import context_length, pick_device
@@ -70,7 +70,7 @@ def without_target(config: EngineConfig, report: ProgressCallback) -> Executor:
     size, longest = config.cache.block_size, context_length(described, config.model)
     num_blocks = config.cache.num_blocks or config.scheduler.max_num_seqs * -(-longest // size)
     if draft is not None:
-        num_blocks = min(num_blocks, blocks_that_fit(config.cache, device, draft.bytes_per_block(size)))
+        num_blocks = min(num_blocks, blocks_of_draft(config, draft, device))
     info = WorkerInfo(
         num_blocks=num_blocks,
         block_size=size,

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
 
+from runtime.core.prefix_states import PrefixStates
+
 Chain = int | str
 """Identifies the content from position 0 on: the node of the last published block, or the cache salt before any."""
 
@@ -15,11 +17,15 @@ class BlockManager:
     compared exactly and nodes are never reused, so equal chains mean equal contents. A free block keeps its content
     until no empty block is left; then the least recently used one is evicted. A block's version changes whenever it is
     allocated for new content.
+
+    `states` are those of recurrent layers after some of the published blocks; without any, no prefix is reused. None:
+    the model has no recurrent layers.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_states: int | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.states = None if num_states is None else PrefixStates(num_states)
         self._owners = [0] * num_blocks
         self._versions = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
@@ -96,6 +102,16 @@ class BlockManager:
             chain = self._published[block][1]
         return hit, chain
 
+    def resumable(self, hit: list[int], salt: str) -> tuple[list[int], Chain]:
+        """Return as much of what `match` found as a sequence can begin after, and its chain.
+
+        With recurrent layers it ends with the last block after which a state is kept.
+        """
+        nodes = [self._published[block][1] for block in hit]
+        while nodes and self.states is not None and nodes[-1] not in self.states:
+            nodes.pop()
+        return hit[: len(nodes)], nodes[-1] if nodes else salt
+
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks no sequence owns."""
         return sum(not self._owners[block] for block in block_ids)
@@ -134,9 +150,11 @@ class BlockManager:
     def forget_all(self) -> None:
         """Empty the prefix cache, because the workers' KV is lost. Versions keep growing."""
         self.forget(list(self._published))
+        if self.states is not None:
+            self.states.forget_all()
 
-    def resize(self, num_blocks: int) -> None:
-        """Use blocks 0 .. num_blocks - 1 from now on: those of new workers, all empty.
+    def resize(self, num_blocks: int, num_states: int | None = None) -> None:
+        """Use blocks 0 .. num_blocks - 1 from now on: those of new workers, all empty; and so many recurrent states.
 
         Raises:
             RuntimeError: there were never so many, or some are owned; requeue all sequences first.
@@ -144,12 +162,16 @@ class BlockManager:
         if num_blocks > len(self._owners) or any(self._owners):
             raise RuntimeError(f"{num_blocks} of {len(self._owners)} blocks wanted, {sum(self._owners)} are owned")
         self.forget_all()
+        if self.states is not None:
+            self.states.resize(num_states or 0)
         self.num_blocks = num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
 
     def _unpublish(self, block: int) -> None:
-        key, _ = self._published.pop(block)
+        key, node = self._published.pop(block)
         del self._index[key]
+        if self.states is not None:
+            self.states.drop(node)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Check owners, free blocks and the prefix cache against the block tables of all sequences.
@@ -170,3 +192,5 @@ class BlockManager:
             raise RuntimeError("the prefix index and the published blocks differ")
         if any(len(content) != self.block_size for _, content in self._index):
             raise RuntimeError(f"a published block does not have {self.block_size} tokens")
+        if self.states is not None:
+            self.states.check_integrity(node for _, node in self._published.values())

@@ -119,7 +119,7 @@ class Controller:
             self._refuse(structs.replace(outage, lacks=self.executor.lacks, retry_after_s=error.retry_after_s), ended)
             return
         if info is not None:
-            self.scheduler.resize(info.num_blocks)
+            self.scheduler.resize(info.num_blocks, info.prefix_states)
         self._outage = None if info else structs.replace(outage, lacks=self.executor.lacks, retry_after_s=None)
 
     def _refuse(self, outage: Outage, ended: list[TokenOutput]) -> None:

@@ -6,10 +6,10 @@ from itertools import count
 from protos.capacity import TokenBudget
 from protos.config.engine import CacheConfig, SchedulerConfig
 from protos.messages import NewSequence, Request, Row, WorkerInfo
-from runtime.core.block_manager import Chain
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import ScheduledSequence, Sequence
+from runtime.core.state_keeping import StateKeeping
 from runtime.core.stats import EngineCounters
 from runtime.policy.base import Policy
 
@@ -22,6 +22,7 @@ class Planner:
 
     Args:
         queue: all sequences; the planner starts and preempts them.
+        states: decides which recurrent states are kept; None: the model has none, or prefixes are not cached.
         proposers: those in the controller process, None without any.
         worker_methods: requests whose `method` is one of these may get draft tokens from the draft worker.
         worker_source: the draft worker, as the policy numbers sources; None without one.
@@ -38,6 +39,7 @@ class Planner:
         info: WorkerInfo,
         *,
         queue: RequestQueue,
+        states: StateKeeping | None,
         proposers: ControllerProposers | None,
         worker_methods: Seq[str | None],
         worker_source: int | None,
@@ -45,13 +47,13 @@ class Planner:
     ) -> None:
         self.budget = TokenBudget(config.max_num_batched_tokens)
         self._has_chunks = config.enable_chunked_prefill
-        self._queue = queue
+        self._queue, self._states = queue, states
         self._blocks = queue.blocks
         self._proposers = proposers
         self._worker_methods = tuple(worker_methods)
         self._worker_source = worker_source
         self._counters = counters
-        self._prefix_caching = cache.enable_prefix_caching and info.keeps_prefixes
+        self._prefix_caching = cache.enable_prefix_caching and info.prefix_states != 0
         self._max_scored = max(1, PROMPT_LOGITS // info.vocab_size)
         self._num_scored = 0  # prompt tokens whose logits are computed in this step
         self._worker_is_up = True  # whether the draft worker serves in this step
@@ -189,7 +191,8 @@ class Planner:
             return None
         if self._is_being_computed(sequence.request):
             return None
-        hit, chain = self._find_cached(sequence, policy)
+        found = self._find_cached(sequence, policy)
+        hit, chain = self._blocks.resumable(found, sequence.request.cache_salt)
         num_known = self._blocks.blocks_for(len(sequence.token_ids))
         wanted = num_known - len(hit) + self._blocks.num_free_among(hit)
         if wanted + len(self._queue.running) > self._blocks.num_free:
@@ -200,6 +203,8 @@ class Planner:
         self._queue.start_first()
         self._blocks.share(hit)
         sequence.start_after(num_cached, hit, chain)
+        if self._states is not None:
+            self._states.begin(sequence, len(found))
         self._count_start(sequence, num_cached)
         length = min(sequence.num_uncomputed, budget)
         one = ScheduledSequence(sequence, self._limit_scored(length) if sequence.needs_prompt_logprobs else length)
@@ -223,18 +228,18 @@ class Planner:
             return False
         return len(self._blocks.match(prompt, request.cache_salt)[0]) < num_full
 
-    def _find_cached(self, sequence: Sequence, policy: Policy) -> tuple[list[int], Chain]:
-        """Return the blocks and the chain of the longest cached prefix that the sequence may reuse."""
+    def _find_cached(self, sequence: Sequence, policy: Policy) -> list[int]:
+        """Return the blocks of the longest cached prefix that the sequence may reuse."""
         request = sequence.request
         if not self._reads_cache(request):
-            return [], request.cache_salt
-        hit, chain = self._blocks.match(sequence.token_ids, request.cache_salt)
+            return []
+        hit = self._blocks.match(sequence.token_ids, request.cache_salt)[0]
         drafts = self._draft_needs == "all" and self._worker_is_up
         if hit and drafts and policy.num_draft_tokens(sequence, self._worker_source):
             # The draft's KV at the last token of the hit depends on the token after it, which may differ here.
             num_tokens = (len(hit) - 1) * self._blocks.block_size + 1
-            return self._blocks.match(sequence.token_ids[:num_tokens], request.cache_salt)
-        return hit, chain
+            return self._blocks.match(sequence.token_ids[:num_tokens], request.cache_salt)[0]
+        return hit
 
     def _reads_cache(self, request: Request) -> bool:
         """Whether the request may reuse cached blocks; prompt log-probabilities need every position computed."""
@@ -272,7 +277,10 @@ class Planner:
             one.draft,
             one.depth,
             one.source,
+            sequence.state_from,
+            [] if self._states is None else self._states.reserve(one),
         )
+        sequence.state_from = -1
         sequence.num_sent_tokens = known_len
         sequence.num_sent_blocks = len(sequence.block_ids)
         return row

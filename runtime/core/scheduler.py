@@ -16,6 +16,7 @@ from runtime.core.planner import Planner
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
 from runtime.core.sequence import Sequence, refusal
+from runtime.core.state_keeping import StateKeeping
 from runtime.core.stats import EngineCounters
 from runtime.policy.base import Policy
 from runtime.text.detokenizer import Detokenizer
@@ -60,8 +61,11 @@ class Scheduler:
         self._proposers = (
             ControllerProposers(proposers, info.vocab_size, info.methods, self._counters) if proposers else None
         )
-        blocks = BlockManager(info.num_blocks, info.block_size)
+        self._prefix_caching = cache.enable_prefix_caching and info.prefix_states != 0
+        blocks = BlockManager(info.num_blocks, info.block_size, info.prefix_states if self._prefix_caching else None)
         self._queue = RequestQueue(config.max_num_seqs, blocks)
+        lag = int(info.draft_needs == "all")
+        self._states = None if blocks.states is None else StateKeeping(blocks, blocks.states, lag)
         worker_methods = (None, *info.methods[-1:]) if has_worker else ()
         self._worker_source = (self._proposers.num_sources if self._proposers else 0) if has_worker else None
         self._planner = Planner(
@@ -69,12 +73,12 @@ class Scheduler:
             cache,
             info,
             queue=self._queue,
+            states=self._states,
             proposers=self._proposers,
             worker_methods=worker_methods,
             worker_source=self._worker_source,
             counters=self._counters,
         )
-        self._prefix_caching = cache.enable_prefix_caching and info.keeps_prefixes
         self._moves: list[int] = []
         self._in_flight: dict[int, list[tuple[Sequence, Row]]] = {}
         self._keys = count(1)
@@ -168,6 +172,8 @@ class Scheduler:
         for sequence, row in self._in_flight.pop(plan.round):
             if sequence.finish_reason is None:
                 outputs.append(self._commit_row(sequence, row, by_slot.get(row.slot)))
+            if self._states is not None:
+                self._states.settle(row)
         if plan.speculates and self._proposers is not None:
             self._proposers.prepare()
         return [output for output in outputs if output is not None]
@@ -186,13 +192,14 @@ class Scheduler:
     def _commit_chunk(self, sequence: Sequence, row: Row, verdict: Verdict | None) -> TokenOutput | None:
         """Commit a chunk of a prompt: no new tokens."""
         sequence.num_computed = row.start + row.length
-        self._publish(sequence)
+        self._publish(sequence, row)
         entries = verdict.prompt_logprobs if verdict else None
         fresh = sequence.new_prompt_logprobs(row.start, entries) if entries else None
         return sequence.output(prompt_logprobs=fresh) if fresh else None
 
     def _commit_tokens(self, sequence: Sequence, row: Row, verdict: Verdict) -> TokenOutput | None:
         num_new = sequence.append_verdict(verdict)
+        self._publish(sequence, row)
         if not verdict.token_ids and not verdict.prompt_logprobs:
             return None  # it skipped its turn
         self._move_accepted(sequence, row, verdict.path)
@@ -200,7 +207,6 @@ class Scheduler:
             self._proposers.grow(sequence, verdict.token_ids[:num_new], verdict.probed)
         self._counters.generated_tokens += num_new
         step = self._count_draft(sequence, verdict, num_new) if verdict.proposed else Step()
-        self._publish(sequence)
         if sequence.finish_reason is not None:
             self._remove(sequence)
         entries = verdict.prompt_logprobs
@@ -241,8 +247,8 @@ class Scheduler:
         moves, self._moves = self._moves, []
         return moves
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Add newly full blocks of computed, committed tokens to the prefix cache."""
+    def _publish(self, sequence: Sequence, row: Row) -> None:
+        """Add newly full blocks of computed, committed tokens to the prefix cache, and the states after them."""
         blocks = self._queue.blocks
         size = blocks.block_size
         num_full = sequence.num_computed // size
@@ -251,6 +257,8 @@ class Scheduler:
         for index in range(sequence.num_published, num_full):
             content = tuple(sequence.token_ids[index * size : (index + 1) * size])
             sequence.chain = blocks.publish(sequence.block_ids[index], sequence.chain, content)
+            if self._states is not None:
+                self._states.keep(sequence, (index + 1) * size, row)
         sequence.num_published = num_full
 
     def give_up(self, plan: RoundPlan, shortage: StepOutOfMemoryError) -> list[TokenOutput]:
@@ -269,9 +277,9 @@ class Scheduler:
         self._moves.clear()
         self._queue.requeue_all()
 
-    def resize(self, num_blocks: int) -> None:
-        """Use *num_blocks* KV blocks from now on, at most as many as at first. Nothing may run: see `requeue_all`."""
-        self._queue.blocks.resize(num_blocks)
+    def resize(self, num_blocks: int, num_states: int | None) -> None:
+        """Use so many KV blocks and kept states, at most as at first. Nothing may run: see `requeue_all`."""
+        self._queue.blocks.resize(num_blocks, num_states)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of all counters and gauges."""

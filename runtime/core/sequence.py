@@ -49,6 +49,9 @@ class Sequence:
         key: unique for the life of the engine, from 1; proposers in the controller process identify it by this.
         num_sent_tokens / num_sent_blocks: how much of `token_ids` and `block_ids` was sent to the workers.
         chain / num_published: the prefix cache's identity of its first `num_published` blocks.
+        state_ends: the block boundaries of its prompt after which recurrent states are kept for the prefix cache.
+        state_from: the kept state with which its next row begins, -1 for its slot's own.
+        moving_state: the node of the kept state that its next one replaces, None without one.
         num_cached_tokens: prompt tokens found in the prefix cache when it first ran, None before.
         arrived_at / queued_s: arrival on the monotonic clock; seconds until it first ran, None before.
         num_prompt_logprobs: prompt positions, from 1, whose log-probabilities were emitted.
@@ -67,6 +70,9 @@ class Sequence:
     num_sent_blocks: int = 0
     chain: Chain = ""
     num_published: int = 0
+    state_ends: tuple[int, ...] = ()
+    state_from: int = -1
+    moving_state: int | None = None
     num_cached_tokens: int | None = None
     arrived_at: float = field(default_factory=time.monotonic)
     queued_s: float | None = None
@@ -168,6 +174,7 @@ class Sequence:
     def release_slot(self) -> None:
         """Drop blocks and slot; all tokens must be computed and sent again."""
         self.start_after(0, [], self.request.cache_salt)
+        self.state_ends, self.state_from, self.moving_state = (), -1, None
         self.slot = NO_SLOT
         self.num_sent_tokens = self.num_sent_blocks = 0
 

@@ -27,7 +27,8 @@ class KVSizing:
 
     def decide(self, loaded: Mapping[WorkerId, Loaded]) -> Allocate:
         """Decide the number of blocks from what the first workers loaded. Raises `ConfigError` if they are too few."""
-        info = loaded[min(worker for worker in loaded if worker.role == "target")].info
+        first = loaded[min(worker for worker in loaded if worker.role == "target")].info
+        info = msgspec.structs.replace(first, prefix_states=_fewest_states(_of_targets(loaded)))
         fitting = {str(worker): each.info.num_blocks for worker, each in loaded.items()}
         self._info, self._allocate = settle_blocks(info, fitting)
         self._first = self._allocate
@@ -48,8 +49,9 @@ class KVSizing:
                 f"{len(loaded)} target ranks have memory for {num_blocks} KV blocks, and a sequence of "
                 f"{self._first.max_model_len} tokens takes {self._least_blocks()}"
             )
-        self._allocate = msgspec.structs.replace(self._first, num_blocks=num_blocks)
-        self._info = msgspec.structs.replace(self.info, num_blocks=num_blocks)
+        states = _fewest_states(list(loaded.values()), self._first.prefix_states)
+        self._allocate = msgspec.structs.replace(self._first, num_blocks=num_blocks, prefix_states=states or 0)
+        self._info = msgspec.structs.replace(self.info, num_blocks=num_blocks, prefix_states=states)
         self._targets = _of_targets(loaded)
         return self._allocate
 
@@ -91,6 +93,12 @@ class KVSizing:
     def summary(self) -> str:
         """A line for the user."""
         return kv_summary(self.info)
+
+
+def _fewest_states(targets: list[Loaded], *limits: int) -> int | None:
+    """Return how many recurrent states all *targets* can keep for the prefix cache; None if they have none."""
+    reported = [each.info.prefix_states for each in targets if each.info.prefix_states is not None]
+    return min([*reported, *limits]) if reported else None
 
 
 def _of_targets(loaded: Mapping[WorkerId, Loaded]) -> list[Loaded]:

@@ -40,9 +40,11 @@ class Lives(RuleBasedStateMachine):
         chunked = draw(st.booleans())
         self.budget = draw(st.integers(2, 12) if chunked else st.integers(max_model_len, 2 * max_model_len))
         num_seqs = draw(st.integers(1, 5))
-        self.info = WorkerInfo(num_blocks, block_size, max_model_len, len(VOCAB), speculates=True)
+        states = draw(st.none() | st.integers(0, 6))
+        self.info = WorkerInfo(num_blocks, block_size, max_model_len, len(VOCAB), speculates=True, prefix_states=states)
         seed = draw(st.integers(0, 1000))
         self.k = draw(st.integers(0, 5))
+        only_chains = states is not None
         self.policy = NoSpeculation()
         if self.k:
             limit = draw(st.none() | st.integers(1, 4))
@@ -52,11 +54,11 @@ class Lives(RuleBasedStateMachine):
             SchedulerConfig(num_seqs, self.budget, chunked),
             CacheConfig(block_size, enable_prefix_caching=draw(st.booleans())),
             self.info,
-            proposers=draw(st.sampled_from([[], [FakeProposer(seed)], [FakeTreeProposer(seed)]])),
+            proposers=draw(st.sampled_from([[], [FakeProposer(seed)], [FakeTreeProposer(seed)]][: 3 - only_chains])),
             detokenizers=DetokenizerFactory(TOKENIZER),
         )
         self.scheduler._planner._max_scored = draw(st.sampled_from([1, 3, 7, 1000]))
-        skill, plants = draw(st.sampled_from([0.0, 0.7, 1.0])), draw(st.booleans())
+        skill, plants = draw(st.sampled_from([0.0, 0.7, 1.0])), draw(st.booleans()) and not only_chains
         self.worker = FakeWorker(self.info, num_seqs, seed, skill, plants=plants)
         self.live: dict[str, Request] = {}
         self.outputs: dict[str, list[TokenOutput]] = defaultdict(list)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.config.kv_window import KVWindow
+from workers.recurrent.kept_states import KeptStates
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -89,6 +90,7 @@ class Batch:
         tree_masks: None if no row has one.
         first_valid_R: int64 `[R]`, contiguous; the first place of each row whose K and V are in the cache. No token
             attends to places before it. None if it is 0 for all rows.
+        kept_states: None if no row begins with or keeps any.
     """
 
     slots_R: Ints
@@ -97,6 +99,7 @@ class Batch:
     tokens_T: Ints
     tree_masks: TreeMasks | None = None
     first_valid_R: Ints | None = None
+    kept_states: KeptStates | None = None
 
     @cached_property
     def offsets_R(self) -> Ints:

@@ -27,6 +27,7 @@ from workers.model.module_runner import LoadedModule, ModuleRunner
 from workers.model.quantization import scheme_of
 from workers.model.runner import ModelRunner
 from workers.model.windowed_runner import WindowedRunner
+from workers.recurrent.pool import NO_STATES, RecurrentShapes
 from workers.slots import SlotTable
 from workers.weights.building import BUILDING
 from workers.weights.hub import HEADS, fetch, fetch_tokenizer, fetch_without_layers, read_config
@@ -65,6 +66,11 @@ class LoadedDraft(Protocol):
         """Return the size of a KV block."""
         ...
 
+    @property
+    def recurrent(self) -> RecurrentShapes:
+        """The states of its recurrent layers; mostly none."""
+        ...
+
     def forward(self, slots: SlotTable, num_blocks: int, target: ModelRunner | None) -> DraftForward:
         """Allocate its cache, and return what runs it. *target* runs the target, if it is in this process."""
         ...
@@ -94,6 +100,11 @@ class LanguageDraft:
         """See `LoadedDraft`."""
         return bytes_per_block(self.loaded.layers, block_size, self.loaded.kv_dtype)
 
+    @property
+    def recurrent(self) -> RecurrentShapes:
+        """See `LoadedDraft`."""
+        return self.loaded.recurrent
+
     def forward(self, slots: SlotTable, num_blocks: int, target: ModelRunner | None) -> DraftForward:
         """See `LoadedDraft`."""
         runner = ModelRunner(self.loaded, slots, num_blocks, slots.block_size, kv_window=self.kv_window)
@@ -110,10 +121,9 @@ class TargetDraft:
     kv_window: KVWindow
     max_model_len: int | None = None
     spec = FeatureSpec()
-    shift = 0
-    width = 0
-    num_bytes = 0
+    shift = width = num_bytes = 0
     is_eager = True
+    recurrent = NO_STATES
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `LoadedDraft`."""
@@ -134,6 +144,7 @@ class ModuleDraft:
     width: int
     is_eager: bool
     kv_window: KVWindow | None = None
+    recurrent = NO_STATES
 
     @property
     def shift(self) -> int:

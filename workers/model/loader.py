@@ -24,7 +24,7 @@ from workers.model.tensor_parallel import Connect, build_shard
 from workers.model.torch_mode import TorchMode
 from workers.quantization.linear import QuantizedLinear
 from workers.recurrent.mixers import adapt
-from workers.recurrent.pool import RecurrentShapes
+from workers.recurrent.pool import RecurrentShapes, bytes_per_state
 from workers.weights import families
 from workers.weights.building import BUILDING
 from workers.weights.hub import INDEX, fetch, read_config, read_json, shards_by_tensor
@@ -259,10 +259,9 @@ def _notes(
     if any(shape.key_size != shape.value_size for shape in layers):
         notes[0] += " (keys and values are cached expanded, since their head sizes differ)"
     if recurrent:
-        each = sum(shape.num_bytes for shape in recurrent.values())
         notes.append(
-            f"{len(recurrent)} recurrent layers: {each} bytes a state, num_speculative_tokens + 2 states a sequence; "
-            "the prefix cache is off, since it does not keep these states"
+            f"{len(recurrent)} recurrent layers: {bytes_per_state(recurrent)} bytes a state, "
+            "num_speculative_tokens + 2 states a sequence, and those of the prefix cache"
         )
     kind = str(described["model_type"])
     if kind not in families.TESTED:

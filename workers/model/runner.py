@@ -32,6 +32,7 @@ class ModelRunner:
     """One model, its KV cache and its attention. Reads block tables from *slots*.
 
     With *taps*, every forward returns features, too. With *kv_window*, it reads no more of the cache than that.
+    *prefix_states* is how many states of recurrent layers it keeps for the prefix cache.
     For a draft, see `DraftForward`.
     """
 
@@ -44,6 +45,7 @@ class ModelRunner:
         taps: Taps | None = None,
         *,
         kv_window: KVWindow | None = None,
+        prefix_states: int = 0,
     ) -> None:
         self.loaded, self.module = loaded, loaded.model
         self.slots, self.num_blocks = slots, num_blocks
@@ -53,7 +55,8 @@ class ModelRunner:
         self.attention = loaded.mode.attention(self.cache)
         self._states: StatePool | None = None
         if loaded.recurrent:
-            self._states = StatePool(loaded.recurrent, len(slots.known_len), slots.max_draft, loaded.device)
+            num_slots = len(slots.known_len)
+            self._states = StatePool(loaded.recurrent, num_slots, slots.max_draft, prefix_states, loaded.device)
         run = causal_lm(loaded.model) if taps is None else tapped_lm(loaded.model, taps)
         self._taps, self.kv_window = taps, kv_window
         self._eager = self._run = loaded.mode.wrap(run)

@@ -23,7 +23,7 @@ from protos.worker_messages import (
 from workers.build import (
     LoadedTarget,
     ReadyTarget,
-    blocks_that_fit,
+    blocks_of_draft,
     load_target,
     make_draft,
     make_target,
@@ -101,7 +101,7 @@ class DraftLoading(Loading):
         if draft is None:
             raise ConfigError("a draft worker was started, but the configuration names no draft to load")
         size = config.cache.block_size
-        fitting = blocks_that_fit(config.cache, self._device, draft.bytes_per_block(size))
+        fitting = blocks_of_draft(config, draft, self._device)
         allocate = self._settle(Loaded(WorkerInfo(fitting, size, 0, 0), draft.num_bytes))
         engine, measurement = make_draft(config, draft, allocate, self._device, self._report)
         self._ready(WorkerReady(measurement.costs().draft_s))

@@ -1,1 +1,1 @@
-"""Layers with recurrent state (gated delta net, Mamba-2, short convolution) beside attention layers."""
+"""Layers with recurrent state (gated delta net, Mamba, short convolution) beside attention layers."""

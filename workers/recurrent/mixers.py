@@ -45,11 +45,11 @@ class _NoCache:
     """Stands for a cache, so that a layer asks for last states; it has none, and keeps none."""
 
     @staticmethod
-    def has_previous_state(*_: Any) -> bool:
+    def has_previous_state(*_: Any, **__: Any) -> bool:
         return False
 
     @staticmethod
-    def is_recording_past(*_: Any) -> bool:
+    def is_recording_past(*_: Any, **__: Any) -> bool:
         return False
 
     @staticmethod

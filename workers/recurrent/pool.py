@@ -1,16 +1,18 @@
-"""Keeps the recurrent states of sequences: of each slot those after its last few positions.
+"""Keeps the recurrent states of sequences: of each slot those after its last few positions, and the prefix cache's.
 
-Rolling back is choosing the state of an earlier position, so nothing is computed again.
+Rolling back is choosing the state of an earlier position, and beginning after a cached prefix choosing one of the
+prefix cache's, so nothing is computed again.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from workers.attention.batch import Batch, Ints
-from workers.recurrent.rows import ConvRun, RowPlanner, ScanRun, StatePlaces, StatePlan
+from workers.attention.batch import Batch, Flags, Ints
+from workers.recurrent.rows import ConvRun, RowPlanner, ScanRun, StatePlan
 
 
 class RecurrentShape(NamedTuple):
@@ -37,11 +39,18 @@ class RecurrentShape(NamedTuple):
 
 RecurrentShapes = Mapping[int, RecurrentShape]
 """By the index of the layer."""
+NO_STATES: RecurrentShapes = MappingProxyType({})
+"""Of a model without recurrent layers."""
 
 
 def bytes_per_slot(shapes: RecurrentShapes, max_draft: int) -> int:
-    """Return the bytes of one sequence's states."""
-    return num_checkpoints(max_draft) * sum(shape.num_bytes for shape in shapes.values())
+    """Return the bytes of one sequence's states; 0 without recurrent layers."""
+    return num_checkpoints(max_draft) * bytes_per_state(shapes)
+
+
+def bytes_per_state(shapes: RecurrentShapes) -> int:
+    """Return the bytes of the state after one token, in all layers."""
+    return sum(shape.num_bytes for shape in shapes.values())
 
 
 def num_checkpoints(max_draft: int) -> int:
@@ -75,30 +84,33 @@ class RecurrentStates(Protocol):
 
 
 class StatePool:
-    """The states of all slots. See `RecurrentStates`.
+    """The states of all slots and of the prefix cache. See `RecurrentStates`.
 
     Args:
         shapes: of the layers.
         num_slots: S.
         max_draft: most draft tokens of a row.
+        num_cached: states of the prefix cache.
         device: of the states.
     """
 
-    def __init__(self, shapes: RecurrentShapes, num_slots: int, max_draft: int, device: torch.device) -> None:
+    def __init__(
+        self, shapes: RecurrentShapes, num_slots: int, max_draft: int, num_cached: int, device: torch.device
+    ) -> None:
         count = num_checkpoints(max_draft)
-        lead = (num_slots, count)
+        places = num_slots * count + num_cached
         # The operating system allocates pages only when written.
         self._convs = {
-            layer: torch.zeros(*lead, *shape.conv, dtype=shape.conv_dtype, device=device)
+            layer: torch.zeros(places, *shape.conv, dtype=shape.conv_dtype, device=device)
             for layer, shape in shapes.items()
         }
         self._scans = {
-            layer: torch.zeros(*lead, *shape.scan, dtype=shape.scan_dtype, device=device)
+            layer: torch.zeros(places, *shape.scan, dtype=shape.scan_dtype, device=device)
             for layer, shape in shapes.items()
         }
-        self._positions: Ints = np.full(lead, -1, np.int64)  # of the kept states
+        self._positions: Ints = np.full((num_slots, count), -1, np.int64)  # of the slots' states
         self._generations: Ints = np.zeros(num_slots, np.int64)  # of the sequences, as far as `latest` was told
-        self._planner = RowPlanner(count, device)
+        self._planner = RowPlanner(num_slots, count, device)
         self._plan: StatePlan | None = None
 
     @property
@@ -114,11 +126,12 @@ class StatePool:
             RuntimeError: a row begins after a position whose state is not kept.
         """
         plan = self._planner.plan(batch, known_SL[batch.slots_R])
-        self._check(batch)
+        begins_R = batch.starts_R == 0
+        if batch.kept_states is not None:
+            begins_R |= batch.kept_states.from_R >= 0
+        self._check(batch, begins_R)
         after_RC = self._positions[batch.slots_R] > batch.starts_R[:, None]
-        self._positions[batch.slots_R] = np.where(
-            after_RC | (batch.starts_R == 0)[:, None], -1, self._positions[batch.slots_R]
-        )
+        self._positions[batch.slots_R] = np.where(after_RC | begins_R[:, None], -1, self._positions[batch.slots_R])
         self._positions[plan.slots_N, plan.positions_N % self._positions.shape[1]] = plan.positions_N
         self._plan = plan
 
@@ -129,10 +142,11 @@ class StatePool:
         positions_C = self._positions[slot]
         return max(0, int(positions_C[positions_C <= before].max(initial=0)))
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: Batch, begins_R: Flags) -> None:
+        """Check that the states of rows that continue are kept."""
         starts_R = batch.starts_R
         found_R = self._positions[batch.slots_R, starts_R % self._positions.shape[1]]
-        lost = np.flatnonzero((found_R != starts_R) & (starts_R > 0))
+        lost = np.flatnonzero((found_R != starts_R) & ~begins_R)
         if len(lost):
             row = int(lost[0])
             raise RuntimeError(
@@ -149,25 +163,21 @@ class StatePool:
         return self._read(self._scans[layer])
 
     def _read(self, pool: torch.Tensor) -> torch.Tensor:
-        start, fresh_R = self.plan.start, self.plan.fresh_R
-        states_R = pool[start.slots_M, start.checkpoints_M]
-        if fresh_R is not None:
-            states_R[fresh_R] = 0
+        states_R = pool[self.plan.start_R]
+        if self.plan.fresh_R is not None:
+            states_R[self.plan.fresh_R] = 0
         return states_R
 
     def keep_conv(self, layer: int, run: ConvRun, inputs_GCL: torch.Tensor) -> None:
         """See `RecurrentStates`."""
         pool = self._convs[layer]
         windows_GCNW = inputs_GCL.unfold(-1, pool.shape[-1], 1)
-        _write(pool, run.places, windows_GCNW[run.of_M, :, run.after_M])
+        pool[run.places_M] = windows_GCNW[run.of_M, :, run.after_M].to(pool.dtype)
 
     def keep_scan(self, layer: int, run: ScanRun, states_G: torch.Tensor) -> None:
         """See `RecurrentStates`."""
-        _write(self._scans[layer], run.places, states_G)
-
-
-def _write(pool: torch.Tensor, places: StatePlaces, states_M: torch.Tensor) -> None:
-    pool[places.slots_M, places.checkpoints_M] = states_M.to(pool.dtype)
+        pool = self._scans[layer]
+        pool[run.places_M] = (states_G if run.of_M is None else states_G[run.of_M]).to(pool.dtype)
 
 
 class ScratchStates:
@@ -178,7 +188,7 @@ class ScratchStates:
     """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
-        self.plan = RowPlanner(1, device).plan(batch, batch.lengths_R + 1)
+        self.plan = RowPlanner(int(batch.slots_R.max()) + 1, 1, device).plan(batch, batch.lengths_R + 1)
         self.shapes: dict[int, RecurrentShape] = {}
 
     def conv(self, layer: int) -> None:

@@ -1,15 +1,18 @@
 """Which tokens of a forward are run through the recurrence together, and which states are kept.
 
 The state after the last known token but one, and after every token that follows it, is kept: after verification the
-next forward begins after one of these. Tokens before are run as one chunk, those after one at a time.
+next forward begins after one of these. Tokens before are run as one chunk, which ends and begins anew where a state is
+kept for the prefix cache; those after one at a time.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from workers.attention.batch import Batch, Ints
+from workers.recurrent.kept_states import KeptStates
 
 
 @dataclass(frozen=True)
@@ -43,32 +46,28 @@ class EqualRows:
 
 
 @dataclass(frozen=True)
-class StatePlaces:
-    """Where M states are kept: `[slots_M, checkpoints_M]` of a pool, int64."""
-
-    slots_M: torch.Tensor
-    checkpoints_M: torch.Tensor
-
-
-@dataclass(frozen=True)
 class ScanRun:
-    """One call of the recurrence, and where the states after it are kept. A chunk has several tokens, a step one."""
+    """One call of the recurrence. A chunk has several tokens, a step one.
+
+    The states after it of row `of_M` (among the G) are kept at `places_M` of a pool; None: of each row, in order.
+    """
 
     rows: EqualRows
-    places: StatePlaces
+    of_M: torch.Tensor | None
+    places_M: torch.Tensor
 
 
 @dataclass(frozen=True)
 class ConvRun:
     """One call of the convolution over all tokens of some rows.
 
-    The states of row `of_M` (among the G) after its first `after_M` tokens are kept.
+    The states of row `of_M` (among the G) after its first `after_M` tokens are kept at `places_M` of a pool.
     """
 
     rows: EqualRows
     of_M: torch.Tensor
     after_M: torch.Tensor
-    places: StatePlaces
+    places_M: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -76,16 +75,16 @@ class StatePlan:
     """A forward of R rows and T tokens.
 
     Attributes:
-        start: where the rows' states before the forward are.
+        start_R: the places of the rows' states before the forward.
         fresh_R: bool, the rows that begin at position 0, from a state of zeros; None if there are none.
         scans: in order.
         convs: in any order.
-        slots_N, positions_N: the slots and positions of all states that are kept, on the host.
+        slots_N, positions_N: the slots and positions of the states that are kept for the slots, on the host.
     """
 
     num_rows: int
     num_tokens: int
-    start: StatePlaces
+    start_R: torch.Tensor
     fresh_R: torch.Tensor | None
     scans: tuple[ScanRun, ...]
     convs: tuple[ConvRun, ...]
@@ -93,71 +92,130 @@ class StatePlan:
     positions_N: Ints
 
 
-class RowPlanner:
-    """Plans forwards over pools of *num_checkpoints* states per slot: position p is kept at `p % num_checkpoints`."""
+@dataclass(frozen=True)
+class _Kept:
+    """States that are kept: after so many tokens of some rows, at these places of a pool. On the host."""
 
-    def __init__(self, num_checkpoints: int, device: torch.device) -> None:
-        self._num_checkpoints, self._device = num_checkpoints, device
+    rows_M: Ints
+    after_M: Ints
+    places_M: Ints
+
+    def __add__(self, other: "_Kept") -> "_Kept":
+        return _Kept(
+            np.concatenate([self.rows_M, other.rows_M]),
+            np.concatenate([self.after_M, other.after_M]),
+            np.concatenate([self.places_M, other.places_M]),
+        )
+
+    def where(self, chosen_M: np.ndarray) -> "_Kept":
+        return _Kept(self.rows_M[chosen_M], self.after_M[chosen_M], self.places_M[chosen_M])
+
+
+class RowPlanner:
+    """Plans forwards over pools of states.
+
+    The first *num_slots* times *num_checkpoints* places are the slots': position p of a slot is kept at `p %
+    num_checkpoints` among its own. Those that follow are the prefix cache's, by number.
+    """
+
+    def __init__(self, num_slots: int, num_checkpoints: int, device: torch.device) -> None:
+        self._num_slots, self._num_checkpoints, self._device = num_slots, num_checkpoints, device
 
     def plan(self, batch: Batch, known_R: Ints) -> StatePlan:
         """Plan *batch*; `known_R` is the number of known tokens of each row's sequence."""
-        starts_R, lengths_R, offsets_R = batch.starts_R, batch.lengths_R, batch.offsets_R
-        ends_R = starts_R + lengths_R
-        chunks_R = np.clip(known_R - 1, starts_R, ends_R) - starts_R
+        starts_R = batch.starts_R
+        chunks_R = np.clip(known_R - 1, starts_R, starts_R + batch.lengths_R) - starts_R
         chunks_R[chunks_R == 1] = 0  # a chunk of one token is a step
+        cached = self._cached(batch)
         scans: list[ScanRun] = []
-        kept: list[tuple[Ints, Ints]] = []  # rows, and how many of their tokens come before the state
-        for size in np.unique(chunks_R[chunks_R > 0]).tolist():
-            rows_G = np.flatnonzero(chunks_R == size)
-            scans.append(self._scan(batch, rows_G, offsets_R[rows_G], size, starts_R[rows_G] + size))
-            kept.append((rows_G, np.full(len(rows_G), size)))
-        for step in range(int((lengths_R - chunks_R).max())):
-            rows_G = np.flatnonzero(lengths_R - chunks_R > step)
-            before_G = chunks_R[rows_G] + step
-            scans.append(self._scan(batch, rows_G, (offsets_R[rows_G] + before_G), 1, starts_R[rows_G] + before_G + 1))
-            kept.append((rows_G, before_G + 1))
-        rows_N, after_N = (np.concatenate(part) for part in zip(*kept, strict=True))
+        kept: list[_Kept] = []
+        for rows_G, before_G, size in _runs(chunks_R, batch.lengths_R, cached):
+            after_G = before_G + size
+            own = self._own(batch, rows_G, after_G).where(after_G >= chunks_R[rows_G])
+            kept.append(own)
+            scans.append(self._scan(batch, rows_G, before_G, size, own if cached is None else own + cached))
+        own = sum(kept[1:], kept[0])
         fresh_R = starts_R == 0
         return StatePlan(
             len(starts_R),
             len(batch.tokens_T),
-            self._places(batch.slots_R, starts_R),
+            self._tensor(self._start(batch)),
             self._tensor(fresh_R) if fresh_R.any() else None,
             tuple(scans),
-            tuple(self._convs(batch, rows_N, after_N)),
-            batch.slots_R[rows_N],
-            starts_R[rows_N] + after_N,
+            tuple(self._convs(batch, own if cached is None else own + cached)),
+            batch.slots_R[own.rows_M],
+            starts_R[own.rows_M] + own.after_M,
         )
 
-    def _convs(self, batch: Batch, rows_N: Ints, after_N: Ints) -> list[ConvRun]:
-        runs = []
+    def _start(self, batch: Batch) -> Ints:
+        own_R = self._place(batch.slots_R, batch.starts_R)
+        if batch.kept_states is None:
+            return own_R
+        from_R = batch.kept_states.from_R
+        return np.where(from_R < 0, own_R, self._cached_place(from_R))
+
+    def _own(self, batch: Batch, rows_M: Ints, after_M: Ints) -> _Kept:
+        places_M = self._place(batch.slots_R[rows_M], batch.starts_R[rows_M] + after_M)
+        return _Kept(rows_M, after_M, places_M)
+
+    def _cached(self, batch: Batch) -> _Kept | None:
+        """Return the states for the prefix cache; those after a draft shorter than was planned are not there."""
+        states: KeptStates | None = batch.kept_states
+        if states is None or not len(states.rows_N):
+            return None
+        after_N = states.positions_N - batch.starts_R[states.rows_N]
+        found = _Kept(states.rows_N, after_N, self._cached_place(states.numbers_N))
+        return found.where(after_N <= batch.lengths_R[states.rows_N])
+
+    def _place(self, slots_M: Ints, positions_M: Ints) -> Ints:
+        return slots_M * self._num_checkpoints + positions_M % self._num_checkpoints
+
+    def _cached_place(self, numbers_M: Ints) -> Ints:
+        return self._num_slots * self._num_checkpoints + numbers_M
+
+    def _convs(self, batch: Batch, kept: _Kept) -> Iterator[ConvRun]:
         for length in np.unique(batch.lengths_R).tolist():
             rows_G = np.flatnonzero(batch.lengths_R == length)
-            here_M = np.flatnonzero(batch.lengths_R[rows_N] == length)
-            rows_M, after_M = rows_N[here_M], after_N[here_M]
-            runs.append(
-                ConvRun(
-                    self._equal(batch, rows_G, batch.offsets_R[rows_G], length),
-                    self._tensor(np.searchsorted(rows_G, rows_M)),
-                    self._tensor(after_M),
-                    self._places(batch.slots_R[rows_M], batch.starts_R[rows_M] + after_M),
-                )
+            own = kept.where(batch.lengths_R[kept.rows_M] == length)
+            yield ConvRun(
+                self._equal(batch, rows_G, np.zeros_like(rows_G), length),
+                self._tensor(np.searchsorted(rows_G, own.rows_M)),
+                self._tensor(own.after_M),
+                self._tensor(own.places_M),
             )
-        return runs
 
-    def _scan(self, batch: Batch, rows_G: Ints, first_G: Ints, size: int, positions_G: Ints) -> ScanRun:
+    def _scan(self, batch: Batch, rows_G: Ints, before_G: Ints, size: int, kept: _Kept) -> ScanRun:
+        of_M = np.clip(np.searchsorted(rows_G, kept.rows_M), 0, len(rows_G) - 1)
+        is_here_M = (rows_G[of_M] == kept.rows_M) & (before_G[of_M] + size == kept.after_M)
+        of_M = of_M[is_here_M]
         return ScanRun(
-            self._equal(batch, rows_G, first_G, size),
-            self._places(batch.slots_R[rows_G], positions_G),
+            self._equal(batch, rows_G, before_G, size),
+            None if np.array_equal(of_M, np.arange(len(rows_G))) else self._tensor(of_M),
+            self._tensor(kept.places_M[is_here_M]),
         )
 
-    def _equal(self, batch: Batch, rows_G: Ints, first_G: Ints, size: int) -> EqualRows:
-        tokens_GL = first_G[:, None] + np.arange(size)
+    def _equal(self, batch: Batch, rows_G: Ints, before_G: Ints, size: int) -> EqualRows:
+        tokens_GL = (batch.offsets_R[rows_G] + before_G)[:, None] + np.arange(size)
         are_all = tokens_GL.size == len(batch.tokens_T)
         return EqualRows(self._tensor(rows_G), self._tensor(tokens_GL), are_all)
 
-    def _places(self, slots_M: Ints, positions_M: Ints) -> StatePlaces:
-        return StatePlaces(self._tensor(slots_M), self._tensor(positions_M % self._num_checkpoints))
-
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _runs(chunks_R: Ints, lengths_R: Ints, cached: _Kept | None) -> Iterator[tuple[Ints, Ints, int]]:
+    """Yield the calls of the recurrence in order: rows, how many of their tokens come before, and how many are run."""
+    before_R = np.zeros_like(chunks_R)
+    while len(rows_M := np.flatnonzero(before_R < chunks_R)):
+        ends_R = chunks_R.copy()
+        if cached is not None:
+            inside = cached.where(cached.after_M > before_R[cached.rows_M])
+            np.minimum.at(ends_R, inside.rows_M, inside.after_M)
+        sizes_R = ends_R - before_R
+        for size in np.unique(sizes_R[rows_M]).tolist():
+            rows_G = rows_M[sizes_R[rows_M] == size]
+            yield rows_G, before_R[rows_G], size
+        before_R = np.maximum(ends_R, before_R)
+    for step in range(int((lengths_R - chunks_R).max())):
+        rows_G = np.flatnonzero(lengths_R - chunks_R > step)
+        yield rows_G, chunks_R[rows_G] + step, 1

@@ -69,16 +69,14 @@ class Scan:
 
         *functions* are those that `chunk` and `step` name, *given* the arguments of the former.
         """
-        values = {name: given[name][0] for name in self.sequences}
+        values = {name: self._by_token(given[name][0]) for name in self.sequences}
         shared = {name: value for name, value in given.items() if name not in self.sequences}
         states_R = states.scan(layer)
         outputs_T: torch.Tensor | None = None
         for run in states.plan.scans:
-            size = run.rows.tokens_GL.shape[1]
-            shared[self.initial] = None if states_R is None else _own(run, states_R)
-            shared["chunk_size"] = min(CHUNK, size)
+            before_G = None if states_R is None else _own(run, states_R)
             own = {name: run.rows.take(value_T) for name, value_T in values.items()}
-            found_GL, after_G = functions[size == 1](**own, **shared)
+            found_GL, after_G = self._call(functions, own, shared, before_G)
             outputs_T = run.rows.put(outputs_T, found_GL, states.plan.num_tokens)
             if states_R is None:
                 states_R = after_G.new_zeros(states.plan.num_rows, *after_G.shape[1:])
@@ -86,7 +84,53 @@ class Scan:
             states.keep_scan(layer, run, after_G)
         assert outputs_T is not None, "a forward has rows"
         assert states_R is not None, "a forward has rows"
-        return outputs_T.unsqueeze(0), states_R
+        return self._by_token(outputs_T).unsqueeze(0), states_R
+
+    def _by_token(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of an argument as `[T, ...]`, and what is so as the function would."""
+        return values
+
+    def _call(
+        self,
+        functions: tuple[Function, Function],
+        own: dict[str, torch.Tensor],
+        shared: dict[str, Any],
+        before_G: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the outputs `[G, L, ...]` of equally long rows, and the states after them."""
+        size = own[self.sequences[0]].shape[1]
+        shared = {**shared, self.initial: before_G, "chunk_size": min(CHUNK, size)}
+        found_GL, after_G = functions[size == 1](**own, **shared)
+        return found_GL, after_G
+
+
+class SelectiveScan(Scan):
+    """Mamba-1's. Its function for several tokens begins with zeros only, so that for one token is called for each.
+
+    Its arguments have channels before tokens.
+    """
+
+    def _by_token(self, values: torch.Tensor) -> torch.Tensor:
+        return values.transpose(0, 1)
+
+    def _call(
+        self,
+        functions: tuple[Function, Function],
+        own: dict[str, torch.Tensor],
+        shared: dict[str, Any],
+        before_G: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs_GLC, decay_CN = own["hidden_states"], shared["A"]
+        # In fp32, as that of the function for several tokens.
+        state_GCN = inputs_GLC.new_zeros(len(inputs_GLC), *decay_CN.shape, dtype=torch.float32)
+        if before_G is not None:
+            state_GCN.copy_(before_G)
+        always = {"A": decay_CN, "D": shared["D"], "dt_bias": shared["delta_bias"], "dt_softplus": True}
+        found = [
+            functions[1](state_GCN, **{name: value_GL[:, token] for name, value_GL in own.items()}, **always)
+            for token in range(inputs_GLC.shape[1])
+        ]
+        return torch.stack(found, 1), state_GCN
 
 
 def _own(run: "ScanRun", states_R: torch.Tensor) -> torch.Tensor:
@@ -101,6 +145,7 @@ SCANS = (
     Scan("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _DELTA, "initial_state"),
     # Mamba-2. transformers' function for one token leaves out the limits of time steps.
     Scan("mamba2_chunk_scan", "mamba2_chunk_scan", ("hidden_states", "dt", "B", "C"), "initial_states"),
+    SelectiveScan("mamba_selective_scan", "mamba_selective_state_update", ("hidden_states", "dt", "B", "C", "z"), ""),
 )
 CONV = "causal_conv1d_fn"
 

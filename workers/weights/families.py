@@ -11,7 +11,7 @@ from workers.weights.wrapped import WRAPPERS
 
 RECURRENT = frozenset({
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe",
-    "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h",
+    "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "lfm3", "jamba", "mamba", "mamba2", "falcon_mamba",
 })  # fmt: skip
 """Those whose layers keep recurrent state (`workers.recurrent`). All are tested."""
 
@@ -31,8 +31,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("bloom", "falcon", "mpt"), _ALIBI),
     **dict.fromkeys(
         (
-            "mamba", "mamba2", "falcon_mamba", "jamba", "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm",
-            "minimax", "bailing_hybrid",
+            "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm", "minimax", "bailing_hybrid",
         ),
         _RECURRENT,
     ),

@@ -101,10 +101,12 @@ EXTRA_PLANS: Mapping[str, Plan] = {
         "layers.*.mlp.experts": Style.EXPERTS_PAIRED,
     },
     "lfm2": _LFM2,
+    "lfm3": {**_LFM2, "layers.*.self_attn.g_proj": Style.COLUMNS},
     "bamba": _MAMBA_ATTENTION,
     "falcon_h1": _MAMBA_ATTENTION,
     # transformers' plan is incomplete.
     "lfm2_moe": _LFM2,
+    "jamba": _MAMBA_ATTENTION,
     "granitemoehybrid": _SEPARATE_HEADS,
     "nemotron_h": {
         "layers.*.mixer.q_proj": Style.COLUMNS,

@@ -36,6 +36,7 @@ RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
         (r"\.input_layernorm\.", ".attention_layer_norm."),
         (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),
     ),
+    "lfm3": ((r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),),
     "kimi_linear": ((r"\.mlp\.", ".block_sparse_moe."), (r"\.forget_gate\.", ".")),
 }
 """By model_type, patterns of a model's names and their replacements in checkpoints."""

@@ -90,9 +90,10 @@ def tree(prefix: int, size: int, dice: random.Random) -> Draft:
 
 
 class FakeWorker(InOneProcess):
-    """An `Executor` without a model. Raises AssertionError if a row reads a wrong KV entry.
+    """An `Executor` without a model. Raises AssertionError if a row reads a wrong KV entry or recurrent state.
 
-    Rows without a draft are drafted here: as chains, or as trees if *plants*.
+    Rows without a draft are drafted here: as chains, or as trees if *plants*. Recurrent states are checked where *info*
+    has any.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class FakeWorker(InOneProcess):
         self.slots = SlotTable(num_slots, info.max_model_len, info.block_size)
         self.store: dict[tuple[int, int], tuple[int, int]] = {}
         self.named: dict[tuple[int, int, int], int] = {}
+        self.states: dict[int, dict[int, int]] = {}  # of each slot, by position
+        self.kept_states: dict[int, int] = {}
         self.dice, self.skill = random.Random(seed), skill
         self.fail_next = False
         self.plans: list[RoundPlan] = []
@@ -133,6 +136,10 @@ class FakeWorker(InOneProcess):
             assert self.store.get(place) == (version, known[position]), f"wrong KV at position {position} of {row}"
             named = self.named.setdefault((*place, version), known[position])
             assert named == known[position], f"block {place[0]} had other content under version {version}"
+        if self.info.prefix_states is not None and row.start:
+            states = self.states.get(row.slot, {})
+            state = states.get(row.start) if row.state_from < 0 else self.kept_states.get(row.state_from)
+            assert state == known[row.start - 1], f"wrong state before {row}"
 
     def _write(self, slot: int, position: int, content: int) -> None:
         place, version = self._place(slot, position)
@@ -160,6 +167,7 @@ class FakeWorker(InOneProcess):
         slot, end = row.slot, row.start + row.length
         fed = self._feed(slot, row.start, self.slots.tokens[slot, row.start : end].tolist())
         prompt = self._prompt_logprobs(row)
+        self._keep_states(row, ())
         if not row.samples:
             return None if prompt is None else Verdict(slot, prompt_logprobs=prompt)
         if self.fail_next:
@@ -171,6 +179,7 @@ class FakeWorker(InOneProcess):
         draft = row.draft or self._draft(prefix, row.k)
         assert len(draft) <= row.k
         after = [prefix, *self._feed_draft(row, prefix, draft)]
+        self._keep_states(row, draft.tokens)
         said = [target_token(content) for content in after]
         path = accept_without_probes(draft, said)
         kept = [said[0], *(said[1 + node] for node in path)]
@@ -179,6 +188,17 @@ class FakeWorker(InOneProcess):
         verdict = Verdict(row.slot, kept, sum(guesses), path, logprobs, prompt)
         probed = [said[1 + node] for node, is_probe in enumerate(draft.probes) if is_probe]
         return verdict if draft.is_chain else msgspec.structs.replace(verdict, widths=guesses, probed=probed)
+
+    def _keep_states(self, row: Row, drafted: Sequence[int]) -> None:
+        """Keep the states after the row's last known token but one and all that follow, and those that it names."""
+        end = row.start + row.length
+        after = [ROOT, *contents([*self.slots.tokens[row.slot, :end].tolist(), *drafted])]
+        self.states[row.slot] = {position: after[position] for position in range(end - row.samples, len(after))}
+        for position, number in zip(row.states_to[::2], row.states_to[1::2], strict=True):
+            assert row.start < position <= end + row.k
+            assert 0 <= number < (self.info.prefix_states or 0)
+            if position < len(after):
+                self.kept_states[number] = after[position]
 
     def _draft(self, prefix: int, k: int) -> Draft:
         if self.plants and k:

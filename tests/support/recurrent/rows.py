@@ -23,7 +23,9 @@ def sequences(vocab: int = 96) -> list[np.ndarray]:
     return [rng.integers(3, vocab, n) for n in LENGTHS]
 
 
-def runner_of(folder: Path, rows: list[np.ndarray], group: Group | None = None) -> ModelRunner:
+def runner_of(
+    folder: Path, rows: list[np.ndarray], group: Group | None = None, *, prefix_states: int = 0
+) -> ModelRunner:
     """Return a runner whose slots hold *rows*, all of their tokens known."""
     loaded = load(ModelConfig(model=str(folder), device="cpu", dtype="float32"), group)
     slots = SlotTable(len(rows), 64, BLOCK, K)
@@ -32,7 +34,7 @@ def runner_of(folder: Path, rows: list[np.ndarray], group: Group | None = None) 
     slots.num_blocks[:] = size
     for slot, row in enumerate(rows):
         slots.tokens[slot, : len(row)], slots.known_len[slot] = row, len(row)
-    return ModelRunner(loaded, slots, slots.blocks.size, BLOCK)
+    return ModelRunner(loaded, slots, slots.blocks.size, BLOCK, prefix_states=prefix_states)
 
 
 def feed(runner: ModelRunner, slots: list[int], starts: list[int], lengths: list[int]) -> list[torch.Tensor]:

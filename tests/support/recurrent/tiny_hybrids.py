@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 MAMBA_2: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -26,9 +28,10 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+MAMBA_1: dict[str, Any] = {"state_size": 6, "conv_kernel": 4, "expand": 2, "time_step_rank": 3}
 CONV_FIRST = ["conv", "full_attention", "conv"]
 
-HYBRIDS: dict[str, dict[str, Any]] = {
+_ALL: dict[str, dict[str, Any]] = {
     "qwen3_next": {**GATED_DELTA, **EXPERTS, "layer_types": LINEAR_FIRST, "mlp_only_layers": [0]},
     "qwen3_5_text": {**GATED_DELTA, "layer_types": LINEAR_FIRST},
     "qwen3_5_moe_text": {**GATED_DELTA, **EXPERTS, "layer_types": LINEAR_FIRST},
@@ -48,6 +51,36 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": LINEAR_FIRST,
     },
     "lfm2": {"conv_L_cache": 3, "layer_types": CONV_FIRST, "block_auto_adjust_ff_dim": False},
+    "lfm3": {
+        "conv_L_cache": 4,
+        "head_dim": 8,
+        "sliding_window": 12,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        "num_hidden_layers": 4,
+    },
+    "jamba": {
+        "mamba_d_state": 6,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 3,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 0,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "mamba": MAMBA_1,
+    "falcon_mamba": MAMBA_1,
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 6,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "expand": 2,
+        "chunk_size": 8,
+    },
     "lfm2_moe": {**EXPERTS, "conv_L_cache": 3, "layer_types": CONV_FIRST, "num_dense_layers": 1},
     "bamba": {**MAMBA_2, "attn_layer_indices": [1]},
     "falcon_h1": {
@@ -84,3 +117,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 16,
     },
 }
+HYBRIDS = {family: settings for family, settings in _ALL.items() if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+"""Those that the installed `transformers` has."""
+UNSPLIT = ("mamba", "mamba2", "falcon_mamba")
+"""Without attention and MLPs there is nothing that ranks could share."""
+SPLIT = tuple(family for family in HYBRIDS if family not in UNSPLIT)

@@ -124,8 +124,8 @@ def test_missing_shard(llama: Path) -> None:
     [
         ({"model_type": "bloom"}, "alibi"),
         ({"model_type": "falcon", "alibi": False}, "alibi"),
-        ({"model_type": "jamba"}, "recurrent state"),
-        ({"model_type": "mamba"}, "recurrent state"),
+        ({"model_type": "zamba2"}, "recurrent state"),
+        ({"model_type": "rwkv"}, "recurrent state"),
         ({"model_type": "llama4_text"}, "in chunks"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "mystery", "auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from protos.config.engine import ModelConfig
-from protos.errors import ConfigError
+from protos.errors import ConfigError, ModelError
 from tests.support.distributed.ranks import in_memory
 from tests.support.models.tiny_models import build
 from tests.support.recurrent.rows import chunked, drafted, feed, runner_of, sequences
-from tests.support.recurrent.tiny_hybrids import HYBRIDS
+from tests.support.recurrent.tiny_hybrids import HYBRIDS, SPLIT, UNSPLIT
 from tests.workers.model.test_models import reference_logits
 from workers.distributed.groups import Group
 from workers.model.loader import load
@@ -42,7 +42,7 @@ def test_chunks_and_rolled_back_drafts_equal_the_plain_forward(family: str, tmp_
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.full) for family in HYBRIDS]
+    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.full) for family in SPLIT]
 )
 def test_two_ranks_equal_one(family: str, tmp_path: Path) -> None:
     rows = sequences()
@@ -54,6 +54,13 @@ def test_two_ranks_equal_one(family: str, tmp_path: Path) -> None:
         return chunked(runner, rows)
 
     close(in_memory(2, work)[0], reference_logits(folder, rows, "eager"))
+
+
+@pytest.mark.parametrize("family", UNSPLIT)
+def test_models_without_attention_are_not_split(family: str, tmp_path: Path) -> None:
+    folder = build(family, tmp_path)
+    with pytest.raises(ModelError, match=f"'{family}' has no plan for tensor parallelism; use tensor_parallel_size=1"):
+        in_memory(2, lambda group: runner_of(folder, sequences(), group))
 
 
 def test_a_slot_begins_anew_at_position_0(tmp_path: Path) -> None:
