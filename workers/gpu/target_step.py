@@ -4,7 +4,7 @@ import torch
 
 from workers.gpu.attention_torch import DeviceAttention
 from workers.gpu.choosing import accepted, choose
-from workers.gpu.inputs import RoundInputs
+from workers.gpu.inputs import LINE, RoundInputs
 from workers.gpu.sizes import Chooser
 from workers.gpu.staging import ResultArea
 from workers.model.runner import ModelRunner
@@ -18,7 +18,7 @@ class TargetStep:
         attention: over its KV cache.
         inputs: of the size.
         results: where the result is written: for each row the sampled ids, a bit for each node of the draft that is
-            accepted, and the draft tokens, int64 `[R, 2 * Q]`.
+            accepted, the draft tokens, their number, and the columns of their parents, int64 `[R, 3 * Q]`.
         vocab_size: ids that may be sampled.
 
     Attributes:
@@ -35,7 +35,7 @@ class TargetStep:
     ) -> None:
         self._runner, self._attention, self._inputs, self._vocab_size = runner, attention, inputs, vocab_size
         rows, queries = inputs.size
-        self._result_RX = results.on_device[: 2 * rows * queries].view(rows, 2 * queries)
+        self._result_RX = results.on_device[: LINE * rows * queries].view(rows, LINE * queries)
         self._all_T = torch.arange(rows * queries, device=results.on_device.device)
         self.states_TF: torch.Tensor | None = None
 
@@ -51,4 +51,12 @@ class TargetStep:
         nodes_R = accepted(ids_RQ, tokens_RQ, found["parents_RQ"], found["drafted_R"])
         self._result_RX[:, :queries].copy_(ids_RQ)
         self._result_RX[:, queries].copy_(nodes_R)
-        self._result_RX[:, queries + 1 :].copy_(tokens_RQ[:, 1:])
+        write_drafts(self._inputs, self._result_RX[:, queries + 1 :])
+
+
+def write_drafts(inputs: RoundInputs, into_RX: torch.Tensor) -> None:
+    """Write the drafts that are on the device: tokens, their number, and their parents' columns, `[R, 2 * Q - 1]`."""
+    found, drafted = inputs.on_device, inputs.size.queries - 1
+    into_RX[:, :drafted].copy_(found["tokens_RQ"][:, 1:])
+    into_RX[:, drafted].copy_(found["drafted_R"])
+    into_RX[:, drafted + 1 :].copy_(found["parents_RQ"][:, 1:])

@@ -1,0 +1,82 @@
+"""Keeps a draft's cache in step with drafts that are made on the device.
+
+What the host has to know before a round is which rows can draft, how many tokens their caches lack, and how large their
+trees may be; after it, which tokens were fed. The draft itself comes to the host with the round's result.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from proposers.shared.dynamic_tree import TreeShape
+from protos.draft import NO_DRAFT, Draft, DraftRow
+from protos.messages import Row
+from workers.attention.batch import Ints
+from workers.gpu.inputs import DraftPlan
+
+if TYPE_CHECKING:
+    from workers.draft.engine import DraftEngine
+
+CHAIN_KNOWN = 2
+"""Known tokens that are fed for chains: the newest, and the last of a draft that was accepted in full."""
+
+
+class DeviceDrafts:
+    """The drafts of a draft model, made on the device: chains, or dynamic trees.
+
+    Args:
+        engine: of the draft.
+        shape: of its trees; of chains, if its width is 1.
+        most_drafted: the most draft tokens of a row.
+
+    Attributes:
+        num_known: known tokens that a graph feeds at most; rows whose cache lacks more catch up before.
+    """
+
+    def __init__(self, engine: "DraftEngine", shape: TreeShape, most_drafted: int) -> None:
+        self._worker, self._shape, self._is_tree = engine.worker, shape, shape.width > 1
+        # No node of a tree is kept in the cache: what is accepted is fed again, and the token sampled after it.
+        self.num_known = 1 + min(self._shape.depth, most_drafted) if self._is_tree else CHAIN_KNOWN
+
+    def prepare(self, rows: Seq[Row]) -> DraftPlan:
+        """Return what rows draft: nothing if they cannot. Rows that lack many tokens catch up first."""
+        asked = [DraftRow(row.slot, row.k, depth=row.depth, room=self._worker.slots.room(row.slot)) for row in rows]
+        wanting = [r for r, row in enumerate(asked) if row.length]
+        ready = {wanting[i] for i in self._worker.within_budget([asked[r] for r in wanting])}
+        return self.plan([row if r in ready else DraftRow(row.slot, 0) for r, row in enumerate(asked)])
+
+    def plan(self, rows: Seq[DraftRow]) -> DraftPlan:
+        """Return what rows draft that are ready to; feed what they lack, but for what the graph feeds."""
+        slots_R = np.array([row.slot for row in rows], np.int64)
+        drafted_R = np.array([row.length and (row.k if self._is_tree else row.length) for row in rows], np.int64)
+        cache = self._worker.cache
+        far = slots_R[(drafted_R > 0) & (cache.ends(slots_R) - cache.held[slots_R] > self.num_known)]
+        if len(far):
+            cache.feed(far, cache.held[far], cache.ends(far) - self.num_known)
+        lacking_R = np.clip(cache.ends(slots_R) - cache.held[slots_R] - 1, 0, self.num_known - 1)
+        levels_R = np.array([self._shape.depth_of(row) if row.length else 0 for row in rows], np.int64)
+        widths_R = np.array([self._shape.num_fed(row) for row in rows], np.int64)
+        return DraftPlan(drafted_R, lacking_R, levels_R, widths_R)
+
+    def finish(self, slots_R: Ints, plan: DraftPlan, lines: Seq[list[int]]) -> list[Draft]:
+        """Return the drafts, and record what was fed for them.
+
+        Args:
+            slots_R: of the rows.
+            plan: of this round.
+            lines: what `workers.gpu.target_step.write_drafts` wrote for each row.
+        """
+        drafts = [self._draft(line) if wanted else NO_DRAFT for line, wanted in zip(lines, plan.drafted_R, strict=True)]
+        rows = np.flatnonzero(plan.drafted_R)
+        if len(rows):
+            fed = [[] if self._is_tree else list(drafts[r].tokens[:-1]) for r in rows.tolist()]
+            self._worker.cache.record_chains(slots_R[rows], fed)
+        return drafts
+
+    def _draft(self, line: list[int]) -> Draft:
+        most = len(line) // 2
+        count, tokens = line[most], tuple(line[: line[most]])
+        if not self._is_tree:
+            return Draft(tokens)
+        return Draft(tokens, tuple(column - 1 for column in line[most + 1 : most + 1 + count])).first(count)

@@ -1,0 +1,82 @@
+"""Drafts as graphs call them: on tensors of the device, with an attention that is planned there."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from workers.gpu.attention_torch import DeviceAttention
+from workers.gpu.metadata import DeviceMetadata
+from workers.model.runner import ModelRunner
+
+Prediction = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class GraphedModel(Protocol):
+    """A draft that a graph can run.
+
+    Attributes:
+        shift: 1 if a cache entry holds the token after its position, 0 if it holds its own.
+    """
+
+    shift: int
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        wanted_N: torch.Tensor,
+        rows: DeviceMetadata,
+        features_TX: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the draft over T tokens of *rows*, writing K and V; return the output at those *wanted*, `[N, X]`.
+
+        `features_TX` are fed with the tokens; a draft that takes none is given None.
+        """
+        ...
+
+    def predict(self, output_NX: torch.Tensor, step: int) -> Prediction:
+        """Read the output after *step* draft tokens.
+
+        Returns:
+            fp32 logits over the target's vocabulary, `[N, V]`, and the features to feed with the next token, `[N, Y]`;
+            None if it takes none.
+        """
+        ...
+
+
+class LanguageModel:
+    """A draft model. See `GraphedModel`; its output are logits.
+
+    Args:
+        runner: of the model.
+        attention: over its KV cache.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, runner: ModelRunner, attention: DeviceAttention, vocab_size: int) -> None:
+        self._runner, self._attention, self._vocab_size = runner, attention, vocab_size
+        self.shift = 0
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        wanted_N: torch.Tensor,
+        rows: DeviceMetadata,
+        features_TX: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `GraphedModel`."""
+        self._attention.use(rows)
+        tokens_1T = tokens_T.clamp_max(self._runner.loaded.vocab_size - 1)[None]
+        return self._runner.call(tokens_1T, positions_T[None], wanted_N, self._attention)[0]
+
+    def predict(self, output_NX: torch.Tensor, step: int) -> Prediction:
+        """See `GraphedModel`."""
+        return fitted(output_NX, self._vocab_size), None
+
+
+def fitted(logits_NV: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Cut or pad logits to the target's vocabulary: ids that either lacks are never proposed."""
+    missing = vocab_size - logits_NV.shape[1]
+    return F.pad(logits_NV, (0, missing), value=-torch.inf) if missing > 0 else logits_NV[:, :vocab_size]
