@@ -63,13 +63,13 @@ def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback
         report: called with a line for the graphs.
     """
     slots, sampler, device = engine.worker.slots, engine.worker.sampler, engine.worker.forward.loaded.device
-    drafter = drafter_of(engine) if device.type == "cuda" else None
+    drafter = drafter_of(engine, max_draft) if device.type == "cuda" else None
     if drafter is None:
         return
     sizes = [size for size in _sizes(slots, drafter.attention, max_draft) if size.queries > 1]
     if not sizes:
         return
-    drafts = DeviceDrafts(engine, drafter.shape, max_draft)
+    drafts = DeviceDrafts(engine, drafter.shape, max_draft, drafter.area)
     buffers = Buffers.of(sizes, slots, device, InputRoom(slots.blocks.shape[1], drafts.num_known, 0))
     loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(device))
     made = {size: drafter.program(buffers.inputs[size]) for size in sizes}
@@ -106,15 +106,18 @@ def _captured(
     report: ProgressCallback,
 ) -> DeviceRounds:
     slots, runner, sampler = worker.slots, worker.runner, worker.sampler
-    drafter = None if draft is None else drafter_of(draft)
-    drafts = None if drafter is None else DeviceDrafts(drafter.engine, drafter.shape, sizes[0].queries - 1)
+    most_drafted = max(size.queries for size in sizes) - 1
+    drafter = None if draft is None or most_drafted == 0 else drafter_of(draft, most_drafted)
+    drafts = None if drafter is None else DeviceDrafts(drafter.engine, drafter.shape, most_drafted, drafter.area)
     # Chains of one token leave nothing to move; a draft that reads the target's cache needs the moves before it drafts.
-    most_moves = 0 if draft is not None and isinstance(draft.worker.cache, TargetCache) else sizes[0].queries - 1
+    most_moves = 0 if draft is not None and isinstance(draft.worker.cache, TargetCache) else most_drafted
     most_moves = most_moves if most_moves > 1 else 0
     room = InputRoom(slots.blocks.shape[1], 1 if drafts is None else drafts.num_known, most_moves)
     buffers = Buffers.of(sizes, slots, runner.device, room)
+    area = None if drafter is None else drafter.area
     steps = {
-        size: TargetStep(runner, attention, buffers.inputs[size], buffers.results, sampler.vocab_size) for size in sizes
+        size: TargetStep(runner, attention, buffers.inputs[size], buffers.results, sampler.vocab_size, area=area)
+        for size in sizes
     }
     capturer = GraphCapturer(runner.device)
     targets: GraphSet[StepKey] = GraphSet("target", capturer)
@@ -126,10 +129,12 @@ def _captured(
         moved = {size: partial(_move, runner, buffers.inputs[size]) for size in sizes}
         moves.capture(moved, lambda size: prepare((size, "greedy")), report)
     if drafter is not None and len(targets):
-        made = {size: drafter.program(buffers.inputs[size]) for size in sizes if size.queries > 1}
+        limit = most_rows(drafter.attention, slots.blocks.shape[1] * slots.block_size)
+        drafting = [size for size in sizes if size.queries > 1 and (limit is None or size.rows <= limit)]
+        made = {size: drafter.program(buffers.inputs[size]) for size in drafting}
         loops.capture(_programs(made), prepare, report)
     slots.clear()
-    return DeviceRounds(worker, drafts if len(loops) else None, CapturedSteps(buffers, steps, targets, loops, moves))
+    return DeviceRounds(worker, drafts, CapturedSteps(buffers, steps, targets, loops, moves))
 
 
 def _move(runner: ModelRunner, inputs: RoundInputs) -> None:
@@ -141,7 +146,7 @@ def _prepare(buffers: Buffers, slots: SlotTable, sampler: Sampler, key: StepKey)
     slots.known_len[0] = 2
     slot_1 = np.zeros(1, np.int64)
     drafted_1 = slot_1 + key[0].queries - 1
-    plan = DraftPlan(drafted_1, slot_1, drafted_1, slot_1 + 1)
+    plan = DraftPlan(drafted_1, slot_1, drafted_1, slot_1 + 1, slot_1, slot_1)
     rows = RoundRows(slot_1, slot_1, sampler.limits(slot_1), plan)
     buffers.inputs[key[0]].send(rows)
     buffers.results.receive(1)  # waits: the next row may be written over this one

@@ -30,18 +30,22 @@ class DraftPlan:
         lacking_R: how many known tokens before the newest one the draft must be fed, too.
         levels_R: levels of a tree that is drafted on the device.
         widths_R: nodes of such a tree that are fed at each level.
+        columns_R: where the features of the first token that is fed are, see `workers.gpu.drafts.features.FeatureArea`.
+        lowest_R: the first entry of the draft's cache that is attended to.
     """
 
     drafted_R: Ints
     lacking_R: Ints
     levels_R: Ints
     widths_R: Ints
+    columns_R: Ints
+    lowest_R: Ints
 
     @classmethod
     def of_drafts(cls, drafted_R: Ints) -> "DraftPlan":
         """Return the plan of drafts that are there already."""
         nothing_R = np.zeros_like(drafted_R)
-        return cls(drafted_R, nothing_R, nothing_R, nothing_R)
+        return cls(drafted_R, nothing_R, nothing_R, nothing_R, nothing_R, nothing_R)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def layout(size: Size, room: InputRoom) -> Layout:
             "keys_RQ": ("i8", tokens),
             "parents_RQ": ("i8", tokens),
             "visible_TW": ("i8", (rows * size.queries, 1)),
+            "slots_R": ("i8", (rows,)),
             "known_RC": ("i8", (rows, room.known)),
             "moves_2M": ("i8", (2, rows * room.moves)),
             "top_k_R": ("i8", (rows,)),
@@ -107,6 +112,8 @@ def layout(size: Size, room: InputRoom) -> Layout:
             "lacking_R": ("i4", (rows,)),
             "levels_R": ("i4", (rows,)),
             "widths_R": ("i4", (rows,)),
+            "columns_R": ("i4", (rows,)),
+            "lowest_R": ("i4", (rows,)),
             "tables_RB": ("i4", (rows, room.blocks)),
         }
     )
@@ -173,6 +180,9 @@ class RoundInputs:
         _fill(into["lacking_R"], draft.lacking_R, 0)
         _fill(into["levels_R"], draft.levels_R, 0)
         _fill(into["widths_R"], draft.widths_R, 0)
+        _fill(into["columns_R"], draft.columns_R, 0)
+        _fill(into["lowest_R"], draft.lowest_R, 0)
+        _fill(into["slots_R"], slots_R, len(slots.known_len))
         _fill(into["tables_RB"], slots.blocks[slots_R], 0)
         _fill(into["temperature_R"], rows.limits.temperature, 0.0)
         _fill(into["top_k_R"], rows.limits.top_k, 0)

@@ -56,12 +56,13 @@ class DeviceRounds:
 
     Args:
         worker: of the target.
-        drafts: of a draft model in this process; None if there is none.
+        drafts: of a draft in this process that graphs run; None if there is none.
         captured: what is launched.
     """
 
     def __init__(self, worker: "TargetWorker", drafts: DeviceDrafts | None, captured: CapturedSteps) -> None:
         self._worker, self._drafts, self._captured = worker, drafts, captured
+        self._area = None if drafts is None else drafts.area
         self._rows = sorted({size.rows for size in captured.buffers.inputs})
         self._most_drafted = max((size.queries for size in captured.buffers.inputs), default=1) - 1
 
@@ -106,9 +107,11 @@ class DeviceRounds:
             if draft.tokens:
                 self._worker.slots.write_draft(row.slot, draft.tokens)
         trees = {r: draft for r, draft in enumerate(drafts) if not draft.is_chain}
+        if self._area is not None:
+            self._area.save(slots_R)
         self._send(size, plan, slots_R, DraftPlan.of_drafts(drafted_R), trees)
         lines = self._launch(size, chooser, len(slots_R)).tolist()
-        return self._done(plan.round, _verdicts(plan.rows, drafts, lines, size.queries), 0.0, began)
+        return self._done(plan, _verdicts(plan.rows, drafts, lines, size.queries), 0.0, began)
 
     def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, device: DeviceDrafts) -> RoundDone | None:
         """Draft on the device, and score what was drafted."""
@@ -119,13 +122,15 @@ class DeviceRounds:
         size, chooser = self._key(slots_R, is_drafting=bool(planned.drafted_R.any()))
         if (size, chooser) not in self._captured.targets:
             return None
+        if self._area is not None:
+            self._area.save(slots_R[planned.drafted_R == 0])
         self._send(size, plan, slots_R, planned, {})
         if size.queries > 1:
             self._captured.loops.launch((size, chooser))
         drafted_s = time.monotonic() - began
         lines = self._launch(size, chooser, len(slots_R)).tolist()
         drafts = device.finish(slots_R, planned, [line[size.queries + 1 :] for line in lines])
-        return self._done(plan.round, _verdicts(plan.rows, drafts, lines, size.queries), drafted_s, began)
+        return self._done(plan, _verdicts(plan.rows, drafts, lines, size.queries), drafted_s, began)
 
     def _prepared(self, device: DeviceDrafts, rows: Seq[Row]) -> DraftPlan:
         """Return what the draft does. Failures cost draft tokens."""
@@ -156,13 +161,14 @@ class DeviceRounds:
     def _launch(self, size: Size, chooser: Chooser, count: int) -> Ints:
         """Run the target's step; return the lines of its result for *count* rows."""
         self._captured.targets.launch((size, chooser))
-        states_TF = self._captured.steps[size].states_TF
-        if states_TF is not None:
-            self._worker.keep(np.arange(count) * size.queries, states_TF)
+        if self._worker.needs != "none":
+            self._worker.keep(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(chooser))
         return self._captured.buffers.results.receive(size.rows * LINE * size.queries).reshape(size.rows, -1)[:count]
 
-    def _done(self, number: int, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
-        return RoundDone(number, verdicts, drafted_s, time.monotonic() - began - drafted_s, 0.0)
+    def _done(self, plan: RoundPlan, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
+        if self._area is not None and plan.speculates:
+            self._area.note(plan.rows, verdicts)
+        return RoundDone(plan.round, verdicts, drafted_s, time.monotonic() - began - drafted_s, 0.0)
 
 
 def _verdicts(rows: Seq[Row], drafts: Seq[Draft], lines: Seq[list[int]], queries: int) -> list[Verdict]:

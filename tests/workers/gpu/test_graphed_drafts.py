@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from cluster.settings import engine_config
 from protos.draft import Draft
@@ -14,10 +16,12 @@ from protos.worker_messages import Allocate
 from tests.support.gpu.counts import Counts
 from tests.support.gpu.engine import lasting_tensors, only
 from tests.support.gpu.machine import pretended_gpu
+from tests.support.models import synthetic_layers
 from tests.support.models.tiny_models import build
 from workers.build import make_draft
 from workers.draft.engine import DraftEngine
 from workers.draft.load import load_draft
+from workers.features import Features
 from workers.gpu.drafts.graphed_drafts import GraphedDrafts
 from workers.gpu.sizes import Chooser
 from workers.model.loader import pick_device
@@ -36,6 +40,11 @@ CONFIDENT = {**TREE, "assistant_confidence_threshold": 0.02}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("llama", tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic_layers.eagle(model).write(tmp_path_factory.mktemp("head"))
 
 
 def make_engine(model: Path, device: str, shape: dict[str, Any]) -> DraftEngine:
@@ -58,13 +67,21 @@ def path(draft: Draft, rng: random.Random) -> list[int]:
     return tokens
 
 
+def send_features(engine: DraftEngine, slot: int, first: int, end: int) -> None:
+    """Give the draft features of a slot's positions, which depend on nothing but slot and position."""
+    generator = torch.Generator().manual_seed(slot)
+    states_NF = torch.randn(80, engine.width, generator=generator)[first:end].to(engine.worker.forward.loaded.device)
+    joined = int(engine.worker.slots.joined[slot])
+    engine.worker.receive(Features(np.array([[slot, joined, first, end - first]]), states_NF))
+
+
 def rounds(
     engine: DraftEngine, sampling: list[Sampling], after: Callable[[], None], most: int = 4
 ) -> list[list[Draft]]:
     """Draft for some rounds, in which random parts of drafts are accepted, and rows join and skip."""
     rng, found = random.Random(3), []
     known = [rng.choices(range(3, 90), k=3 + 5 * slot) for slot in range(ROWS)]
-    sent = [0] * ROWS
+    sent, fed = [0] * ROWS, [0] * ROWS
     for number in range(9):
         slots = [slot for slot in range(ROWS) if number >= slot and (slot != 1 or number not in {4, 5})]
         new = [
@@ -90,6 +107,10 @@ def rounds(
             sent[slot] = len(known[slot])
         plan = RoundPlan(number, rows, new, speculates=True)
         engine.worker.slots.apply(plan)
+        for row in rows if engine.width else ():
+            send_features(engine, row.slot, fed[row.slot], row.known_len - 1)
+            fed[row.slot] = row.known_len - 1
+        after()
         drafts = engine.propose(plan, rows).drafts
         found.append(list(drafts))
         after()
@@ -111,8 +132,8 @@ def compare(model: Path, sampling: list[Sampling], shape: dict[str, Any], *choos
     with pretended_gpu() as machine, only(ROWS, *choosers):
         engine = make_engine(model, "cuda", shape)
         assert isinstance(engine.proposer, GraphedDrafts)
-        machine.reset()
         found = rounds(engine, sampling, lambda: counts.append(machine.reset()), most)
+    counts = counts[1::2]  # those of drafting, without those of features that arrive
     assert found == expected
     assert all(len(draft) for drafts in found for draft in drafts)
     static = lasting_tensors(engine)
@@ -148,3 +169,15 @@ def test_trees_are_those_of_the_ordinary_path(
     counts = compare(model, sampling, shape, "greedy", "drawn", chooser)
     assert sum(each.budget() == BUDGET for each in counts) >= 5
     assert max(each.syncs.total() for each in counts) == 1
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_drafts_that_read_features_are_those_of_the_ordinary_path(
+    model: Path, head: Path, shape: dict[str, Any]
+) -> None:
+    """Features that arrive from another process are copied to where the graph reads them: once for each row."""
+    counts = compare(model, SAMPLING, {"method": "eagle", "model": str(head), **shape}, "greedy", "drawn")
+    graphed = [each for each in counts if each.graphs == 1]
+    assert len(graphed) >= 5
+    assert min(each.kernels.total() for each in graphed) <= ROWS
+    assert max(each.syncs.total() for each in graphed) == 1

@@ -27,18 +27,20 @@ class ChainLoop:
     Args:
         model: the draft.
         inputs: of the size; the draft tokens are written into its `tokens_RQ`.
+        most: the longest chain that the draft can make.
     """
 
-    def __init__(self, model: GraphedModel, inputs: RoundInputs) -> None:
+    def __init__(self, model: GraphedModel, inputs: RoundInputs, most: int) -> None:
+        self._num_steps = min(most, inputs.size.queries - 1)
         self._model, self._inputs, self._steps = model, inputs, DraftSteps(model, inputs)
 
     def run(self, chooser: Chooser) -> None:
         """Run the loop."""
         found, limits = self._inputs.on_device, self._inputs.limits(1)
         output_RX = self._steps.catch_up()
-        for step in range(self._inputs.size.queries - 1):
+        for step in range(self._num_steps):
             logits_RV, features_RX = self._model.predict(output_RX, step)
             ids_R = choose(chooser, logits_RV, found["keys_RQ"][:, step], limits)
             found["tokens_RQ"][:, step + 1].copy_(ids_R.clamp_min(0))
-            if step + 2 < self._inputs.size.queries:
+            if step + 1 < self._num_steps:
                 output_RX = self._steps.extend(step + 1, features_RX)

@@ -72,11 +72,8 @@ class DraftSteps:
         """The place that each row's newest known token is fed at."""
         return self._inputs.on_device["starts_R"] - self._model.shift
 
-    def catch_up(self, features_TX: torch.Tensor | None = None) -> torch.Tensor:
-        """Feed the known tokens that the rows lack, and the newest one; return its output, `[R, X]`.
-
-        `features_TX` are those of the last C known tokens of each row, `[R * C, X]`.
-        """
+    def catch_up(self) -> torch.Tensor:
+        """Feed the known tokens that the rows lack, and the newest one; return its output, `[R, X]`."""
         found = self._inputs.on_device
         known_RC, is_drafting_R = found["known_RC"], found["drafted_R"] > 0
         most = known_RC.shape[1]
@@ -89,6 +86,7 @@ class DraftSteps:
             is_fed_RL=(back_C >= -lacking_R[:, None]) & is_drafting_R[:, None],
             places_RL=(self._last_R[:, None] + back_C).clamp_min(0),
         )
+        features_TX = self._model.known_features(self._inputs)
         newest_R = torch.arange(most - 1, known_RC.numel(), most, device=known_RC.device)
         return self._model.forward(
             known_RC.view(-1), rows.places_RL.long().view(-1), newest_R, self._metadata(rows), features_TX
@@ -146,7 +144,7 @@ class DraftSteps:
             sizes_R=sizes_R,
             positions_RA=(first_R[:, None] + depths_RA).int(),
             visible_TW=words_TW,
-            first_valid_R=self._nothing_R,
+            first_valid_R=self._inputs.on_device["lowest_R"],
             block_size=self._inputs.block_size,
             max_length=length,
             max_blocks=tables_RB.shape[1],

@@ -5,8 +5,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from workers.attention.backend import run_with
 from workers.gpu.attention_torch import DeviceAttention
+from workers.gpu.drafts.features import FeatureArea
+from workers.gpu.inputs import RoundInputs
 from workers.gpu.metadata import DeviceMetadata
+from workers.model.module_runner import ModuleRunner
 from workers.model.runner import ModelRunner
 
 Prediction = tuple[torch.Tensor, torch.Tensor | None]
@@ -20,6 +24,10 @@ class GraphedModel(Protocol):
     """
 
     shift: int
+
+    def known_features(self, inputs: RoundInputs) -> torch.Tensor | None:
+        """Return what is fed with the last C known tokens of each row, `[R * C, X]`; None if tokens alone are fed."""
+        ...
 
     def forward(
         self,
@@ -58,6 +66,10 @@ class LanguageModel:
         self._runner, self._attention, self._vocab_size = runner, attention, vocab_size
         self.shift = 0
 
+    def known_features(self, inputs: RoundInputs) -> torch.Tensor | None:
+        """See `GraphedModel`."""
+        return None
+
     def forward(
         self,
         tokens_T: torch.Tensor,
@@ -74,6 +86,48 @@ class LanguageModel:
     def predict(self, output_NX: torch.Tensor, step: int) -> Prediction:
         """See `GraphedModel`."""
         return fitted(output_NX, self._vocab_size), None
+
+
+class HeadModel:
+    """The module of EAGLE, EAGLE-3 or MTP. See `GraphedModel`; its output are states.
+
+    Args:
+        runner: of the module.
+        attention: over its KV cache.
+        area: has the target's features.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, runner: ModuleRunner, attention: DeviceAttention, area: FeatureArea, vocab_size: int) -> None:
+        self._module, self._attention, self._area = runner.loaded.module, attention, area
+        self._vocab_size, self._own_size = vocab_size, runner.loaded.vocab_size
+        self.shift = int(self._module.shift)
+
+    def known_features(self, inputs: RoundInputs) -> torch.Tensor | None:
+        """See `GraphedModel`."""
+        return self._area.known(inputs)
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        wanted_N: torch.Tensor,
+        rows: DeviceMetadata,
+        features_TX: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `GraphedModel`."""
+        self._attention.use(rows)
+        tokens_1T, positions_1T = tokens_T.clamp_max(self._own_size - 1)[None], positions_T[None]
+        features_1TX = None if features_TX is None else features_TX[None]
+        output_1TX: torch.Tensor = run_with(
+            self._attention, lambda: self._module(tokens_1T, positions_1T, features_1TX)
+        )
+        return output_1TX[0].index_select(0, wanted_N)
+
+    def predict(self, output_NX: torch.Tensor, step: int) -> Prediction:
+        """See `GraphedModel`."""
+        logits_NV, features_NX = self._module.predict(output_NX, step)
+        return fitted(logits_NV, self._vocab_size), features_NX
 
 
 def fitted(logits_NV: torch.Tensor, vocab_size: int) -> torch.Tensor:
