@@ -116,8 +116,6 @@ class DraftWorker:
 
     def receive(self, features: Features) -> None:
         """Take the target's features of accepted tokens; those of sequences that have left their slots are dropped."""
-        if not len(features.table_M4):
-            return
         loaded = self.forward.loaded
         with torch.inference_mode():
             states_NX = self.forward.module.take_in(features.states_NF.to(loaded.device, loaded.dtype))
