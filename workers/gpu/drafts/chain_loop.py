@@ -8,7 +8,7 @@ from typing import Protocol
 
 from workers.gpu.choosing import choose
 from workers.gpu.drafts.draft_steps import DraftSteps
-from workers.gpu.drafts.graphed_models import GraphedModel
+from workers.gpu.drafts.protocol import GraphedModel
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.sizes import Chooser
 

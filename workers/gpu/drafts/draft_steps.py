@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from workers.gpu.drafts.graphed_models import GraphedModel
+from workers.gpu.drafts.protocol import GraphedModel
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.metadata import DeviceMetadata
 

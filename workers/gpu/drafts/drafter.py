@@ -10,7 +10,8 @@ from workers.draft.target_cache import TargetCache
 from workers.gpu.attention_torch import DeviceAttention, device_attention
 from workers.gpu.drafts.chain_loop import ChainLoop, DraftProgram
 from workers.gpu.drafts.features import FeatureArea
-from workers.gpu.drafts.graphed_models import GraphedModel, HeadModel, LanguageModel
+from workers.gpu.drafts.graphed_models import HeadModel, LanguageModel
+from workers.gpu.drafts.protocol import GraphedModel
 from workers.gpu.drafts.tree_loop import TreeLoop
 from workers.gpu.inputs import RoundInputs
 from workers.model.module_runner import ModuleRunner

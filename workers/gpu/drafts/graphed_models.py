@@ -1,56 +1,16 @@
 """Drafts as graphs call them: on tensors of the device, with an attention that is planned there."""
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
 from workers.attention.backend import run_with
 from workers.gpu.attention_torch import DeviceAttention
 from workers.gpu.drafts.features import FeatureArea
+from workers.gpu.drafts.protocol import Prediction
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.metadata import DeviceMetadata
 from workers.model.module_runner import ModuleRunner
 from workers.model.runner import ModelRunner
-
-Prediction = tuple[torch.Tensor, torch.Tensor | None]
-
-
-class GraphedModel(Protocol):
-    """A draft that a graph can run.
-
-    Attributes:
-        shift: 1 if a cache entry holds the token after its position, 0 if it holds its own.
-    """
-
-    shift: int
-
-    def known_features(self, inputs: RoundInputs) -> torch.Tensor | None:
-        """Return what is fed with the last C known tokens of each row, `[R * C, X]`; None if tokens alone are fed."""
-        ...
-
-    def forward(
-        self,
-        tokens_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        wanted_N: torch.Tensor,
-        rows: DeviceMetadata,
-        features_TX: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Run the draft over T tokens of *rows*, writing K and V; return the output at those *wanted*, `[N, X]`.
-
-        `features_TX` are fed with the tokens; a draft that takes none is given None.
-        """
-        ...
-
-    def predict(self, output_NX: torch.Tensor, step: int) -> Prediction:
-        """Read the output after *step* draft tokens.
-
-        Returns:
-            fp32 logits over the target's vocabulary, `[N, V]`, and the features to feed with the next token, `[N, Y]`;
-            None if it takes none.
-        """
-        ...
 
 
 class LanguageModel:

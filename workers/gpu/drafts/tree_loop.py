@@ -13,8 +13,8 @@ from proposers.shared.dynamic_tree import TreeShape
 from workers.attention.batch import WORD
 from workers.gpu.drafts.candidates import candidates
 from workers.gpu.drafts.draft_steps import DraftSteps, GrownLevel
-from workers.gpu.drafts.graphed_models import GraphedModel, Prediction
 from workers.gpu.drafts.grown_tree import GrownNodes, write_best
+from workers.gpu.drafts.protocol import GraphedModel, Prediction
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.sizes import Chooser
 
