@@ -87,7 +87,7 @@ def test_trees_are_drafted_and_scored_by_graphs(pair: tuple[Path, Path]) -> None
 
 def test_trees_that_are_drafted_elsewhere_are_scored_by_one_graph(pair: tuple[Path, Path]) -> None:
     """The draft's graphs are refused here, so its levels are read on the host; the target's round is not."""
-    with mock.patch("workers.gpu.build.drafter_of", lambda _engine: None):
+    with mock.patch("workers.gpu.build.drafter_of", lambda *_: None):
         served, expected = run(pair, sampling(), TREE)
     assert served.outputs == expected
     assert served.proposed > served.accepted > 0
