@@ -26,7 +26,7 @@ from workers.device import cache_bytes, weight_bytes
 from workers.distributed.groups import Group, Solo
 from workers.draft.engine import DraftEngine, make_engine
 from workers.draft.load import LoadedDraft, feature_spec, load_draft
-from workers.gpu.build import graph_chains, make_rounds
+from workers.gpu.build import graph_drafts, make_rounds
 from workers.gpu.rounds import DeviceRounds
 from workers.invariant import ops
 from workers.model.capture import Taps
@@ -211,7 +211,7 @@ def make_draft(
     parts: dict[str, Compilable] = {} if draft.is_eager else {"draft": engine.worker.forward}
     warm = warm_up(config, allocate, parts, report)
     if not draft.is_eager:
-        graph_chains(engine, max_draft(config), report)
+        graph_drafts(engine, max_draft(config), report)
     return engine, Measurement(config, None, engine, keys=warm.keys)
 
 

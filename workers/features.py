@@ -68,16 +68,25 @@ class Waiting:
         self._chunks[slot] = []
         self._newest[slot] = None
 
-    def put(self, slot: int, first: int, states_NX: torch.Tensor) -> bool:
-        """Add the features of positions from *first* on. Return False after a gap, which discards earlier features."""
+    def put(self, slot: int, first: int, states_NX: torch.Tensor, newest_X: torch.Tensor | None = None) -> bool:
+        """Add the features of positions from *first* on. Return False after a gap, which discards earlier features.
+
+        The last ones are copied, for `newest`, unless they are given as *newest_X*, too.
+        """
         end = int(self.end_S[slot])
         follows = self._newest[slot] is not None and first <= end
         fresh_NX = states_NX[end - first :] if follows else states_NX
         if len(fresh_NX):
             self._chunks[slot] = [*self._chunks[slot], fresh_NX] if follows else [fresh_NX]
-            self._newest[slot] = fresh_NX[-1].clone()  # a view would keep the whole round's features alive
+            # A view would keep the whole round's features alive.
+            self._newest[slot] = fresh_NX[-1].clone() if newest_X is None else newest_X
             self.end_S[slot] = first + len(states_NX)
         return follows
+
+    def copy(self, slot: int) -> None:
+        """Copy the features of *slot*, whose memory is about to be used for others."""
+        if self._chunks[slot]:
+            self._chunks[slot] = [torch.cat(self._chunks[slot]).clone()]
 
     def keep_newest(self, slot: int) -> None:
         """Drop all features of *slot* but the newest."""

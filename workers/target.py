@@ -113,7 +113,7 @@ class TargetWorker:
         self.forward_s = self.verify_s = 0.0
         self.has_forwarded = False
         self._offsets_R: Ints = np.empty(0, np.int64)
-        self._states_TF = torch.empty(0, 0)
+        self._states_TF: torch.Tensor | None = None
 
     def move(self, moves: Seq[int]) -> None:
         """Move KV entries as a plan demands, before its forward: see `RoundPlan.moves`."""
@@ -187,13 +187,15 @@ class TargetWorker:
         """Whether tokens are accepted by the rule "coupled"."""
         return type(self._rule) is SampleAndMatch
 
-    def keep(self, offsets_R: Ints, states_TF: torch.Tensor) -> None:
-        """Keep the features of a round that was scored elsewhere, for `kept`."""
+    def keep(self, offsets_R: Ints, states_TF: torch.Tensor | None) -> None:
+        """Keep the features of a round that was scored elsewhere, for `kept`; None if the draft has them already."""
         self._offsets_R, self._states_TF = offsets_R, states_TF
 
     def kept(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
         """Return the features of the tokens that were kept in the round just scored, as far as the draft needs them."""
         table_M4, fed_N = kept(self.needs, rows, verdicts, self._offsets_R, self.slots.joined)
+        if self._states_TF is None:
+            return Features(table_M4[:0], torch.empty(0, 0))
         with torch.inference_mode():
             at_N = torch.from_numpy(fed_N).to(self._states_TF.device)
             return Features(table_M4, self._states_TF.index_select(0, at_N))

@@ -42,7 +42,13 @@ class DraftSource(Protocol):
 
 
 class WholeRounds(Protocol):
-    """Runs rounds by other means than a forward and what follows it on the host: see `workers.gpu.rounds`."""
+    """Runs rounds by other means than a forward and what follows it on the host: see `workers.gpu.rounds`.
+
+    With `moves_entries`, a round that it runs begins with `RoundPlan.moves`.
+    """
+
+    @property
+    def moves_entries(self) -> bool: ...  # noqa: D102
 
     def run(self, plan: RoundPlan, unsettled: Seq[int]) -> RoundDone | None:
         """Draft for the rows *unsettled*, which `TargetRank` would ask its source for, and score; None if it cannot."""
@@ -106,8 +112,11 @@ class TargetRank:
         self.worker.slots.apply(plan)
         if self._tp.rank == 0:
             self.worker.expect(plan.new)
-        self.worker.move(plan.moves)
-        self._holds_state = True
+        if self._whole is None or not self._whole.moves_entries:
+            self.worker.move(plan.moves)
+            self._holds_state = True
+        else:
+            self._holds_state = not plan.moves
         unsettled = [r for r, row in enumerate(plan.rows) if self._is_unsettled(row)]
         done = None if self._whole is None else self._whole.run(plan, unsettled)
         if done is None:
@@ -123,6 +132,9 @@ class TargetRank:
         done = None if self._whole is None else self._whole.score(plan, proposed.drafts)
         if done is not None:
             return structs.replace(done, wait_s=wait_s, draft_missed=proposed.missed)
+        if self._whole is not None and self._whole.moves_entries:
+            self.worker.move(plan.moves)
+            self._holds_state = True
         if self._tp.rank:
             self.worker.follow(plan.rows, proposed.drafts)
             return None

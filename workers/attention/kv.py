@@ -128,6 +128,10 @@ class KVCache:
 
         All are read before the first is written, so an index may be both. No index may be written twice.
         """
-        from_M, to_M = torch.from_numpy(moves_M2).to(self.keys[0].device).unbind(1)
+        self.move_on_device(torch.from_numpy(moves_M2).to(self.keys[0].device).unbind(1))
+
+    def move_on_device(self, moves: Seq[torch.Tensor]) -> None:
+        """As `move`, for indices on the device, int64 `[M]`: from and to. Equal moves may be repeated."""
+        from_M, to_M = moves
         for pages in (*self.key_pages, *self.value_pages):
             pages.move(from_M, to_M)

@@ -111,9 +111,12 @@ class DraftCache:
             self.held[slot] = 0 if self.needs == "all" else self.validity.prefix(*self._table(slot))
         return is_new
 
-    def put(self, slot: int, first: int, states_NX: torch.Tensor) -> None:
-        """Store features until they are fed; after a gap, continue with the valid entries right before *first*."""
-        follows = self.waiting.put(slot, first, states_NX)
+    def put(self, slot: int, first: int, states_NX: torch.Tensor, newest_X: torch.Tensor | None = None) -> None:
+        """Store features until they are fed; after a gap, continue with the valid entries right before *first*.
+
+        For *newest_X* see `Waiting.put`.
+        """
+        follows = self.waiting.put(slot, first, states_NX, newest_X)
         if self.needs == "last":
             self.waiting.keep_newest(slot)
         elif not follows:

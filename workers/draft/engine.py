@@ -121,7 +121,9 @@ class DraftEngine:
         if self.worker.needs == "none" or not plan.speculates:
             return
         try:
-            self.worker.receive(target.kept(plan.rows, verdicts))
+            features = target.kept(plan.rows, verdicts)
+            if len(features.table_M4):
+                self.worker.receive(features)
             self.worker.absorb([row.slot for row in plan.rows if not row.samples])
         except Exception:
             logger.exception("the draft failed to take the target's features; it goes on without them")

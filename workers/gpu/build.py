@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from protos.progress import ProgressCallback
+from workers.draft.target_cache import TargetCache
 from workers.gpu.attention_torch import DeviceAttention, device_attention, most_rows
-from workers.gpu.chains import DeviceChains, can_capture, loop_runner
 from workers.gpu.choosing import CHOOSERS
-from workers.gpu.draft_loop import DraftLoop
-from workers.gpu.graphed_chains import GraphedChains
+from workers.gpu.drafts.chain_loop import DraftProgram
+from workers.gpu.drafts.drafter import can_capture, drafter_of
+from workers.gpu.drafts.drafting import DeviceDrafts
+from workers.gpu.drafts.graphed_drafts import GraphedDrafts
 from workers.gpu.graphs import GraphCapturer, GraphSet, Program
-from workers.gpu.inputs import Buffers, RoundRows
+from workers.gpu.inputs import Buffers, DraftPlan, InputRoom, RoundInputs, RoundRows
 from workers.gpu.rounds import CapturedSteps, DeviceRounds
 from workers.gpu.sizes import MOST_ROWS, Chooser, Size, StepKey, row_sizes
-from workers.gpu.target_step import TargetStep
+from workers.gpu.target_step import TargetStep, write_drafts
+from workers.model.runner import ModelRunner
 from workers.model.torch_mode import TorchMode
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
@@ -48,25 +51,25 @@ def make_rounds(
     return _captured(worker, attention, draft, sizes, report) if sizes else None
 
 
-def graph_chains(engine: "DraftEngine", max_draft: int, report: ProgressCallback) -> None:
-    """Have a draft model that is alone in its process draft chains with a graph; change nothing where it cannot.
+def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback) -> None:
+    """Have a draft model that is alone in its process draft with a graph; change nothing where it cannot.
 
     Args:
         engine: before it serves.
         max_draft: the most draft tokens of a row.
         report: called with a line for the graphs.
     """
-    runner = loop_runner(engine)
-    if runner is None or runner.device.type != "cuda":
+    slots, sampler, device = engine.worker.slots, engine.worker.sampler, engine.worker.forward.loaded.device
+    drafter = drafter_of(engine, max_draft) if device.type == "cuda" else None
+    if drafter is None:
         return
-    slots, sampler = engine.worker.slots, engine.worker.sampler
-    attention = device_attention(runner.attention, runner.cache)
-    sizes = [size for size in _sizes(slots, attention, max_draft) if size.queries > 1]
+    sizes = [size for size in _sizes(slots, drafter.attention, max_draft) if size.queries > 1]
     if not sizes:
         return
-    buffers = Buffers.of(sizes, slots, runner.device)
-    loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(runner.device))
-    made = {size: DraftLoop(runner, attention, buffers.inputs[size], sampler.vocab_size) for size in sizes}
+    drafts = DeviceDrafts(engine, drafter.shape, max_draft, drafter.area)
+    buffers = Buffers.of(sizes, slots, device, InputRoom(slots.blocks.shape[1], drafts.num_known, 0))
+    loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(device))
+    made = {size: drafter.program(buffers.inputs[size]) for size in sizes}
     programs = {
         (size, chooser): partial(_draft_and_report, loop, buffers, size, chooser)
         for chooser in CHOOSERS
@@ -75,13 +78,13 @@ def graph_chains(engine: "DraftEngine", max_draft: int, report: ProgressCallback
     loops.capture(programs, partial(_prepare, buffers, slots, sampler), report)
     slots.clear()
     if len(loops):
-        engine.proposer = GraphedChains(engine, loops, buffers)
+        engine.proposer = GraphedDrafts(engine, drafts, loops, buffers)
 
 
-def _draft_and_report(loop: DraftLoop, buffers: Buffers, size: Size, chooser: Chooser) -> None:
+def _draft_and_report(loop: DraftProgram, buffers: Buffers, size: Size, chooser: Chooser) -> None:
     loop.run(chooser)
-    tokens_RQ = buffers.inputs[size].on_device["tokens_RQ"]
-    buffers.results.on_device[: tokens_RQ.numel()].copy_(tokens_RQ.view(-1))
+    line = 2 * size.queries - 1
+    write_drafts(buffers.inputs[size], buffers.results.on_device[: size.rows * line].view(size.rows, line))
 
 
 def _sizes(slots: SlotTable, attention: DeviceAttention, max_draft: int) -> list[Size]:
@@ -100,35 +103,52 @@ def _captured(
     report: ProgressCallback,
 ) -> DeviceRounds:
     slots, runner, sampler = worker.slots, worker.runner, worker.sampler
-    buffers = Buffers.of(sizes, slots, runner.device)
+    most_drafted = max(size.queries for size in sizes) - 1
+    drafter = None if draft is None or most_drafted == 0 else drafter_of(draft, most_drafted)
+    drafts = None if drafter is None else DeviceDrafts(drafter.engine, drafter.shape, most_drafted, drafter.area)
+    # Chains of one token leave nothing to move; a draft that reads the target's cache needs the moves before it drafts.
+    most_moves = 0 if draft is not None and isinstance(draft.worker.cache, TargetCache) else most_drafted
+    most_moves = most_moves if most_moves > 1 else 0
+    room = InputRoom(slots.blocks.shape[1], 1 if drafts is None else drafts.num_known, most_moves)
+    buffers = Buffers.of(sizes, slots, runner.device, room)
+    area = None if drafter is None else drafter.area
     steps = {
-        size: TargetStep(runner, attention, buffers.inputs[size], buffers.results, sampler.vocab_size) for size in sizes
+        size: TargetStep(runner, attention, buffers.inputs[size], buffers.results, sampler.vocab_size, area=area)
+        for size in sizes
     }
     capturer = GraphCapturer(runner.device)
     targets: GraphSet[StepKey] = GraphSet("target", capturer)
     loops: GraphSet[StepKey] = GraphSet("draft", capturer)
     prepare = partial(_prepare, buffers, slots, sampler)
     targets.capture(_programs(steps), prepare, report)
-    drafter = None if draft is None else loop_runner(draft)
+    moves: GraphSet[Size] = GraphSet("moves of K and V", capturer)
+    if most_moves and len(targets):
+        moved = {size: partial(_move, runner, buffers.inputs[size]) for size in sizes}
+        moves.capture(moved, lambda size: prepare((size, "greedy")), report)
     if drafter is not None and len(targets):
-        over = device_attention(drafter.attention, drafter.cache)
-        drafting = [size for size in sizes if size.queries > 1]
-        made = {size: DraftLoop(drafter, over, buffers.inputs[size], sampler.vocab_size) for size in drafting}
+        limit = most_rows(drafter.attention, slots.blocks.shape[1] * slots.block_size)
+        drafting = [size for size in sizes if size.queries > 1 and (limit is None or size.rows <= limit)]
+        made = {size: drafter.program(buffers.inputs[size]) for size in drafting}
         loops.capture(_programs(made), prepare, report)
     slots.clear()
-    chains = DeviceChains(draft) if draft is not None and len(loops) else None
-    return DeviceRounds(worker, chains, CapturedSteps(buffers, steps, targets, loops))
+    return DeviceRounds(worker, drafts, CapturedSteps(buffers, steps, targets, loops, moves))
+
+
+def _move(runner: ModelRunner, inputs: RoundInputs) -> None:
+    runner.cache.move_on_device(inputs.on_device["moves_2M"].unbind(0))
 
 
 def _prepare(buffers: Buffers, slots: SlotTable, sampler: Sampler, key: StepKey) -> None:
     """Give the device one row to run: in block 0, which no sequence has yet."""
     slots.known_len[0] = 2
     slot_1 = np.zeros(1, np.int64)
-    rows = RoundRows(slot_1, slot_1 + key[0].queries - 1, slot_1, sampler.limits(slot_1), slot_1)
+    drafted_1 = slot_1 + key[0].queries - 1
+    plan = DraftPlan(drafted_1, slot_1, drafted_1, slot_1 + 1, slot_1, slot_1)
+    rows = RoundRows(slot_1, slot_1, sampler.limits(slot_1), plan)
     buffers.inputs[key[0]].send(rows)
     buffers.results.receive(1)  # waits: the next row may be written over this one
 
 
-def _programs(steps: Mapping[Size, TargetStep] | Mapping[Size, DraftLoop]) -> dict[StepKey, Program]:
+def _programs(steps: Mapping[Size, TargetStep] | Mapping[Size, DraftProgram]) -> dict[StepKey, Program]:
     """Return a program for each size and chooser; sizes of the simplest chooser first, should a later one fail."""
     return {(size, chooser): partial(step.run, chooser) for chooser in CHOOSERS for size, step in steps.items()}

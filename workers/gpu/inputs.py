@@ -17,6 +17,36 @@ from workers.sampling.noise import row_keys
 from workers.sampling.sample import DeviceLimits, Ints, Limits
 from workers.slots import SlotTable
 
+LINE = 3
+"""The most numbers of a row's result for each of its tokens; see `workers.gpu.target_step.TargetStep`."""
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What the draft does for each of R rows, int64 `[R]`.
+
+    Attributes:
+        drafted_R: number of draft tokens; of a tree that is drafted on the device the most nodes it may have.
+        lacking_R: how many known tokens before the newest one the draft must be fed, too.
+        levels_R: levels of a tree that is drafted on the device.
+        widths_R: nodes of such a tree that are fed at each level.
+        columns_R: where the features of the first token that is fed are, see `workers.gpu.drafts.features.FeatureArea`.
+        lowest_R: the first entry of the draft's cache that is attended to.
+    """
+
+    drafted_R: Ints
+    lacking_R: Ints
+    levels_R: Ints
+    widths_R: Ints
+    columns_R: Ints
+    lowest_R: Ints
+
+    @classmethod
+    def of_drafts(cls, drafted_R: Ints) -> "DraftPlan":
+        """Return the plan of drafts that are there already."""
+        nothing_R = np.zeros_like(drafted_R)
+        return cls(drafted_R, nothing_R, nothing_R, nothing_R, nothing_R, nothing_R)
+
 
 @dataclass(frozen=True)
 class RoundRows:
@@ -24,23 +54,38 @@ class RoundRows:
 
     Attributes:
         slots_R: int64.
-        drafted_R: int64, number of draft tokens.
         seeds_R: int64, bits of the requests' seeds.
         limits: sampling parameters.
-        has_previous_R: int64, 1 where the draft model must be fed the token before the newest one, too.
-        trees: the drafts that are no chains, by row.
+        draft: of each row.
+        trees: the drafts that are there already and are no chains, by row.
+        moves_M2: see `workers.attention.kv.KVCache.move`.
     """
 
     slots_R: Ints
-    drafted_R: Ints
     seeds_R: Ints
     limits: Limits
-    has_previous_R: Ints
+    draft: DraftPlan
     trees: Mapping[int, Draft] = field(default_factory=dict)
+    moves_M2: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 
-def layout(size: Size, num_blocks: int) -> Layout:
-    """Return where the input of rounds of *size* lies, with block tables of *num_blocks*."""
+@dataclass(frozen=True)
+class InputRoom:
+    """What the input of every size has room for.
+
+    Attributes:
+        blocks: of a row's block table.
+        known: the last known tokens of each row, the newest one last, for the draft.
+        moves: moves of K and V for each row.
+    """
+
+    blocks: int
+    known: int
+    moves: int
+
+
+def layout(size: Size, room: InputRoom) -> Layout:
+    """Return where the input of rounds of *size* lies."""
     rows, tokens = size.rows, (size.rows, size.queries)
     return Layout(
         {
@@ -50,8 +95,9 @@ def layout(size: Size, num_blocks: int) -> Layout:
             "keys_RQ": ("i8", tokens),
             "parents_RQ": ("i8", tokens),
             "visible_TW": ("i8", (rows * size.queries, 1)),
-            "previous_R": ("i8", (rows,)),
-            "previous_index_R": ("i8", (rows,)),
+            "slots_R": ("i8", (rows,)),
+            "known_RC": ("i8", (rows, room.known)),
+            "moves_2M": ("i8", (2, rows * room.moves)),
             "top_k_R": ("i8", (rows,)),
             "top_p_R": ("f8", (rows,)),
             "min_p_R": ("f8", (rows,)),
@@ -63,8 +109,12 @@ def layout(size: Size, num_blocks: int) -> Layout:
             "sizes_R": ("i4", (rows,)),
             "tree_positions_RQ": ("i4", tokens),
             "drafted_R": ("i4", (rows,)),
-            "has_previous_R": ("i4", (rows,)),
-            "tables_RB": ("i4", (rows, num_blocks)),
+            "lacking_R": ("i4", (rows,)),
+            "levels_R": ("i4", (rows,)),
+            "widths_R": ("i4", (rows,)),
+            "columns_R": ("i4", (rows,)),
+            "lowest_R": ("i4", (rows,)),
+            "tables_RB": ("i4", (rows, room.blocks)),
         }
     )
 
@@ -76,22 +126,31 @@ class RoundInputs:
         size: rows and tokens of each.
         slots: the sequences.
         staging: large enough for the layout.
+        room: as for `layout`.
 
     Attributes:
+        block_size: tokens of a KV block.
         on_device: the arrays on the device, by name; `layout` has their dtypes and shapes.
     """
 
-    def __init__(self, size: Size, slots: SlotTable, staging: StagingArea) -> None:
+    def __init__(self, size: Size, slots: SlotTable, staging: StagingArea, room: InputRoom) -> None:
         self.size, self._slots, self._staging = size, slots, staging
-        places = layout(size, slots.blocks.shape[1])
+        self.block_size = slots.block_size
+        places = layout(size, room)
         self._num_bytes = places.size
         self._mirrors = [places.arrays(mirror.numpy()) for mirror in staging.mirrors]
         self.on_device = places.tensors(staging.on_device)
         self._queries_Q = np.arange(size.queries)
         self._rows_R1 = np.arange(size.rows, dtype=np.int32)[:, None]
+        self._back_C = np.arange(1 - room.known, 1)
         device = staging.on_device.device
         self._nothing_R = torch.zeros(size.rows, dtype=torch.int32, device=device)
         self._offsets_R = torch.arange(0, size.rows * size.queries, size.queries, dtype=torch.int32, device=device)
+
+    @property
+    def most_moves(self) -> int:
+        """How many moves of K and V there is room for."""
+        return self.on_device["moves_2M"].shape[1]
 
     def send(self, rows: RoundRows) -> None:
         """Write *rows* and copy them to the device; the host does not wait."""
@@ -100,33 +159,40 @@ class RoundInputs:
         self._staging.send(mirror, self._num_bytes)
 
     def _write(self, into: dict[str, Array], rows: RoundRows) -> None:
-        slots, slots_R, count = self._slots, rows.slots_R, len(rows.slots_R)
-        lengths_R = rows.drafted_R + 1
+        slots, slots_R, num_rows = self._slots, rows.slots_R, len(rows.slots_R)
+        draft = rows.draft
+        lengths_R = draft.drafted_R + 1
         starts_R = slots.known_len[slots_R] - 1
         places_RQ = np.minimum(starts_R[:, None] + self._queries_Q, slots.tokens.shape[1] - 1)
         is_fed_RQ = self._queries_Q < lengths_R[:, None]
-        previous_R = np.maximum(starts_R - 1, 0)
+        known_RC = np.maximum(starts_R[:, None] + self._back_C, 0)
         _fill(into["tokens_RQ"], slots.tokens[slots_R[:, None], places_RQ], 0)
         _fill(into["positions_RQ"], places_RQ * is_fed_RQ, 0)
         _fill(into["parents_RQ"], np.broadcast_to(np.maximum(self._queries_Q - 1, 0), places_RQ.shape), 0)
         _fill(into["cache_index_RQ"], np.where(is_fed_RQ, self._cache_index(slots_R[:, None], places_RQ), -1), -1)
-        _fill(into["rows_RQ"], np.where(is_fed_RQ, self._rows_R1[:count], -1), -1)
-        _fill(into["previous_R"], slots.tokens[slots_R, previous_R], 0)
-        _fill(into["previous_index_R"], self._cache_index(slots_R, previous_R), 0)
-        _fill(into["has_previous_R"], rows.has_previous_R, 0)
+        _fill(into["rows_RQ"], np.where(is_fed_RQ, self._rows_R1[:num_rows], -1), -1)
+        _fill(into["known_RC"], slots.tokens[slots_R[:, None], known_RC], 0)
         _fill(into["starts_R"], starts_R, 0)
         _fill(into["lengths_R"], lengths_R, 0)
         _fill(into["first_R"], starts_R + lengths_R, 0)
         _fill(into["sizes_R"], np.zeros_like(lengths_R), 0)
-        _fill(into["drafted_R"], rows.drafted_R, 0)
+        _fill(into["drafted_R"], draft.drafted_R, 0)
+        _fill(into["lacking_R"], draft.lacking_R, 0)
+        _fill(into["levels_R"], draft.levels_R, 0)
+        _fill(into["widths_R"], draft.widths_R, 0)
+        _fill(into["columns_R"], draft.columns_R, 0)
+        _fill(into["lowest_R"], draft.lowest_R, 0)
+        _fill(into["slots_R"], slots_R, len(slots.known_len))
         _fill(into["tables_RB"], slots.blocks[slots_R], 0)
         _fill(into["temperature_R"], rows.limits.temperature, 0.0)
         _fill(into["top_k_R"], rows.limits.top_k, 0)
         _fill(into["top_p_R"], rows.limits.top_p, 1.0)
         _fill(into["min_p_R"], rows.limits.min_p, 0.0)
+        into["moves_2M"][:] = rows.moves_M2[0][:, None] if len(rows.moves_M2) else 0  # the graph repeats one move
+        into["moves_2M"][:, : len(rows.moves_M2)] = rows.moves_M2.T
         for row, tree in rows.trees.items():
             _write_tree(into, row, int(starts_R[row]), tree)
-        _fill(into["keys_RQ"], row_keys(rows.seeds_R[:, None], into["positions_RQ"][:count] + 1), 0)
+        _fill(into["keys_RQ"], row_keys(rows.seeds_R[:, None], into["positions_RQ"][:num_rows] + 1), 0)
 
     def _cache_index(self, slots_X: Ints, places_X: Ints) -> Ints:
         size = self._slots.block_size
@@ -182,12 +248,12 @@ class Buffers:
     results: ResultArea
 
     @classmethod
-    def of(cls, sizes: Seq[Size], slots: SlotTable, device: torch.device) -> "Buffers":
+    def of(cls, sizes: Seq[Size], slots: SlotTable, device: torch.device, room: InputRoom) -> "Buffers":
         """Allocate them for rounds of *sizes* over sequences in *slots*."""
-        num_bytes = max(layout(size, slots.blocks.shape[1]).size for size in sizes)
+        num_bytes = max(layout(size, room).size for size in sizes)
         staging = StagingArea(num_bytes, device)
-        results = ResultArea(max(2 * size.rows * size.queries for size in sizes), device)
-        return cls({size: RoundInputs(size, slots, staging) for size in sizes}, results)
+        results = ResultArea(max(LINE * size.rows * size.queries for size in sizes), device)
+        return cls({size: RoundInputs(size, slots, staging, room) for size in sizes}, results)
 
 
 def _fill(into: Array, values: npt.NDArray[np.generic], padding: float) -> None:

@@ -1,7 +1,7 @@
 """Whole rounds on the device: the draft's loop, the target's forward, sampling and acceptance.
 
 One copy brings everything to the device, one brings the result back, and the host waits once. Rounds that this cannot
-run take the ordinary path: prompts, trees, logits processors, grammars, log-probabilities, and more rows than are
+run take the ordinary path: prompts, logits processors, grammars, log-probabilities, and more rows than are
 captured.
 """
 
@@ -19,10 +19,10 @@ from protos.draft import NO_DRAFT, Draft
 from protos.messages import RoundPlan, Row, Verdict, with_tree
 from protos.worker_messages import RoundDone
 from workers.attention.batch import Ints
-from workers.gpu.chains import DeviceChains
 from workers.gpu.choosing import chooser_for
+from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.graphs import GraphSet
-from workers.gpu.inputs import Buffers, RoundRows
+from workers.gpu.inputs import LINE, Buffers, DraftPlan, RoundRows
 from workers.gpu.sizes import Chooser, Size, StepKey, padded
 from workers.gpu.target_step import TargetStep
 from workers.sampling.sampler import NOT_A_NUMBER
@@ -42,12 +42,14 @@ class CapturedSteps:
         steps: the target's steps.
         targets: their graphs.
         loops: graphs of the loops of a draft model in the same process; none without one.
+        moves: graphs that move K and V of the target, by size; none where something else does.
     """
 
     buffers: Buffers
     steps: Mapping[Size, TargetStep]
     targets: GraphSet[StepKey]
     loops: GraphSet[StepKey]
+    moves: GraphSet[Size]
 
 
 class DeviceRounds:
@@ -55,14 +57,20 @@ class DeviceRounds:
 
     Args:
         worker: of the target.
-        chains: of a draft model in this process; None if there is none.
+        drafts: of a draft in this process that graphs run; None if there is none.
         captured: what is launched.
     """
 
-    def __init__(self, worker: "TargetWorker", chains: DeviceChains | None, captured: CapturedSteps) -> None:
-        self._worker, self._chains, self._captured = worker, chains, captured
+    def __init__(self, worker: "TargetWorker", drafts: DeviceDrafts | None, captured: CapturedSteps) -> None:
+        self._worker, self._drafts, self._captured = worker, drafts, captured
+        self._area = None if drafts is None else drafts.area
         self._rows = sorted({size.rows for size in captured.buffers.inputs})
         self._most_drafted = max((size.queries for size in captured.buffers.inputs), default=1) - 1
+
+    @property
+    def moves_entries(self) -> bool:
+        """See `WholeRounds`."""
+        return len(self._captured.moves) > 0
 
     def run(self, plan: RoundPlan, unsettled: Seq[int]) -> RoundDone | None:
         """See `WholeRounds`."""
@@ -71,9 +79,9 @@ class DeviceRounds:
             return None
         if not unsettled:
             return self._score(plan, slots_R, [NO_DRAFT] * len(plan.rows))
-        if self._chains is None or max(row.k for row in plan.rows) > self._most_drafted:
+        if self._drafts is None or max(row.k for row in plan.rows) > self._most_drafted:
             return None
-        return self._draft_and_score(plan, slots_R, self._chains)
+        return self._draft_and_score(plan, slots_R, self._drafts)
 
     def score(self, plan: RoundPlan, drafts: Seq[Draft]) -> RoundDone | None:
         """See `WholeRounds`."""
@@ -100,40 +108,40 @@ class DeviceRounds:
             if draft.tokens:
                 self._worker.slots.write_draft(row.slot, draft.tokens)
         trees = {r: draft for r, draft in enumerate(drafts) if not draft.is_chain}
-        self._send(size, slots_R, drafted_R, np.zeros_like(drafted_R), trees)
+        if self._area is not None:
+            self._area.save(slots_R)
+        self._send(size, plan, slots_R, DraftPlan.of_drafts(drafted_R), trees)
         lines = self._launch(size, chooser, len(slots_R)).tolist()
-        verdicts = _verdicts(plan.rows, drafted_R, lines, size.queries)
-        for r, tree in trees.items():
-            verdicts[r] = _tree_verdict(plan.rows[r].slot, tree, lines[r], size.queries)
-        return self._done(plan.round, verdicts, 0.0, began)
+        return self._done(plan, _verdicts(plan.rows, drafts, lines, size.queries), 0.0, began)
 
-    def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, chains: DeviceChains) -> RoundDone | None:
+    def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, device: DeviceDrafts) -> RoundDone | None:
         """Draft on the device, and score what was drafted."""
         if self._key(slots_R, is_drafting=True) not in self._captured.loops:
             return None
         began = time.monotonic()
-        drafted_R, has_previous_R = self._prepared(chains, plan.rows)
-        size, chooser = self._key(slots_R, is_drafting=bool(drafted_R.any()))
+        planned = self._prepared(device, plan.rows)
+        size, chooser = self._key(slots_R, is_drafting=bool(planned.drafted_R.any()))
         if (size, chooser) not in self._captured.targets:
             return None
-        self._send(size, slots_R, drafted_R, has_previous_R, {})
+        if self._area is not None:
+            self._area.save(slots_R[planned.drafted_R == 0])
+        self._send(size, plan, slots_R, planned, {})
         if size.queries > 1:
             self._captured.loops.launch((size, chooser))
         drafted_s = time.monotonic() - began
         lines = self._launch(size, chooser, len(slots_R)).tolist()
-        chains.finish(slots_R, drafted_R, [line[size.queries + 1 :] for line in lines])
-        return self._done(plan.round, _verdicts(plan.rows, drafted_R, lines, size.queries), drafted_s, began)
+        drafts = device.finish(slots_R, planned, [line[size.queries + 1 :] for line in lines])
+        return self._done(plan, _verdicts(plan.rows, drafts, lines, size.queries), drafted_s, began)
 
-    def _prepared(self, chains: DeviceChains, rows: Seq[Row]) -> tuple[Ints, Ints]:
-        """Return the lengths of chains, and where the token before the newest is fed. Failures cost draft tokens."""
+    def _prepared(self, device: DeviceDrafts, rows: Seq[Row]) -> DraftPlan:
+        """Return what the draft does. Failures cost draft tokens."""
         try:
-            return chains.prepare(rows)
+            return device.prepare(rows)
         except torch.OutOfMemoryError as shortage:
-            chains.run_out(shortage)
-            return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+            device.run_out(shortage)
         except Exception:
             logger.exception("the draft failed; these rows go on without draft tokens")
-            return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        return DraftPlan.of_drafts(np.zeros(len(rows), np.int64))
 
     def _key(self, slots_R: Ints, *, is_drafting: bool) -> StepKey:
         rows = padded(len(slots_R), self._rows)
@@ -141,31 +149,44 @@ class DeviceRounds:
         queries = 1 + (self._most_drafted if is_drafting else 0)
         return Size(rows, queries), chooser_for(self._worker.sampler.limits(slots_R))
 
-    def _send(
-        self, size: Size, slots_R: Ints, drafted_R: Ints, has_previous_R: Ints, trees: Mapping[int, Draft]
-    ) -> None:
-        sampler = self._worker.sampler
-        rows = RoundRows(slots_R, drafted_R, sampler.seeds(slots_R), sampler.limits(slots_R), has_previous_R, trees)
-        self._captured.buffers.inputs[size].send(rows)
+    def _send(self, size: Size, plan: RoundPlan, slots_R: Ints, planned: DraftPlan, trees: Mapping[int, Draft]) -> None:
+        """Send the round's input, and move K and V."""
+        sampler, inputs = self._worker.sampler, self._captured.buffers.inputs[size]
+        moves_M2 = np.array(plan.moves if self.moves_entries else (), np.int64).reshape(-1, 2)
+        fits = len(moves_M2) <= inputs.most_moves and size in self._captured.moves
+        if not fits:
+            self._worker.move(plan.moves if self.moves_entries else ())
+            moves_M2 = moves_M2[:0]
+        inputs.send(RoundRows(slots_R, sampler.seeds(slots_R), sampler.limits(slots_R), planned, trees, moves_M2))
+        if len(moves_M2):
+            self._captured.moves.launch(size)
 
     def _launch(self, size: Size, chooser: Chooser, count: int) -> Ints:
         """Run the target's step; return the lines of its result for *count* rows."""
         self._captured.targets.launch((size, chooser))
-        states_TF = self._captured.steps[size].states_TF
-        if states_TF is not None:
-            self._worker.keep(np.arange(count) * size.queries, states_TF)
-        return self._captured.buffers.results.receive(size.rows * 2 * size.queries).reshape(size.rows, -1)[:count]
+        if self._worker.needs != "none":
+            self._worker.keep(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(chooser))
+        return self._captured.buffers.results.receive(size.rows * LINE * size.queries).reshape(size.rows, -1)[:count]
 
-    def _done(self, number: int, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
-        return RoundDone(number, verdicts, drafted_s, time.monotonic() - began - drafted_s, 0.0)
+    def _done(self, plan: RoundPlan, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
+        if self._area is not None and plan.speculates:
+            self._area.note(plan.rows, verdicts)
+        return RoundDone(plan.round, verdicts, drafted_s, time.monotonic() - began - drafted_s, 0.0)
 
 
-def _verdicts(rows: Seq[Row], drafted_R: Ints, lines: Seq[list[int]], queries: int) -> list[Verdict]:
-    """Return the verdict of each row's chain from its line of the result, see `TargetStep`."""
+def _verdicts(rows: Seq[Row], drafts: Seq[Draft], lines: Seq[list[int]], queries: int) -> list[Verdict]:
+    """Return the verdict of each row from its line of the result, see `TargetStep`."""
     return [
-        _verdict(row.slot, drafted, range(line[queries].bit_length()) if line[queries] >= 0 else range(64), line)
-        for row, drafted, line in zip(rows, drafted_R.tolist(), lines, strict=True)
+        _chain_verdict(row.slot, draft, line, queries)
+        if draft.is_chain
+        else _tree_verdict(row.slot, draft, line, queries)
+        for row, draft, line in zip(rows, drafts, lines, strict=True)
     ]
+
+
+def _chain_verdict(slot: int, draft: Draft, line: list[int], queries: int) -> Verdict:
+    path = range(line[queries].bit_length()) if line[queries] >= 0 else range(64)
+    return _verdict(slot, len(draft), path, line)
 
 
 def _tree_verdict(slot: int, tree: Draft, line: list[int], queries: int) -> Verdict:

@@ -4,7 +4,8 @@ import torch
 
 from workers.gpu.attention_torch import DeviceAttention
 from workers.gpu.choosing import accepted, choose
-from workers.gpu.inputs import RoundInputs
+from workers.gpu.drafts.features import FeatureArea
+from workers.gpu.inputs import LINE, RoundInputs
 from workers.gpu.sizes import Chooser
 from workers.gpu.staging import ResultArea
 from workers.model.runner import ModelRunner
@@ -18,11 +19,12 @@ class TargetStep:
         attention: over its KV cache.
         inputs: of the size.
         results: where the result is written: for each row the sampled ids, a bit for each node of the draft that is
-            accepted, and the draft tokens, int64 `[R, 2 * Q]`.
+            accepted, the draft tokens, their number, and the columns of their parents, int64 `[R, 3 * Q]`.
         vocab_size: ids that may be sampled.
+        area: where the features of accepted tokens are written for a draft that graphs run; None if there is none.
 
     Attributes:
-        states_TF: the features of the last run, for drafts that read them; None if none does.
+        states_of: the features that each program writes, for drafts that read them; none where *area* has them.
     """
 
     def __init__(
@@ -32,12 +34,15 @@ class TargetStep:
         inputs: RoundInputs,
         results: ResultArea,
         vocab_size: int,
+        *,
+        area: FeatureArea | None = None,
     ) -> None:
+        self._area = area
         self._runner, self._attention, self._inputs, self._vocab_size = runner, attention, inputs, vocab_size
         rows, queries = inputs.size
-        self._result_RX = results.on_device[: 2 * rows * queries].view(rows, 2 * queries)
+        self._result_RX = results.on_device[: LINE * rows * queries].view(rows, LINE * queries)
         self._all_T = torch.arange(rows * queries, device=results.on_device.device)
-        self.states_TF: torch.Tensor | None = None
+        self.states_of: dict[Chooser, torch.Tensor | None] = {}
 
     def run(self, chooser: Chooser) -> None:
         """Run the step."""
@@ -45,10 +50,22 @@ class TargetStep:
         tokens_RQ, limits = found["tokens_RQ"], self._inputs.limits(queries)
         self._attention.use(self._inputs.metadata)
         tokens_1T, positions_1T = tokens_RQ.view(1, -1), found["positions_RQ"].view(1, -1)
-        logits_TV, self.states_TF = self._runner.call(tokens_1T, positions_1T, self._all_T, self._attention)
+        logits_TV, states_TF = self._runner.call(tokens_1T, positions_1T, self._all_T, self._attention)
         ids_T = choose(chooser, logits_TV[:, : self._vocab_size], found["keys_RQ"].view(-1), limits)
         ids_RQ = ids_T.view_as(tokens_RQ)
         nodes_R = accepted(ids_RQ, tokens_RQ, found["parents_RQ"], found["drafted_R"])
+        if self._area is None or states_TF is None:
+            self.states_of[chooser] = states_TF
+        else:
+            self._area.write_accepted(self._inputs, states_TF, nodes_R)
         self._result_RX[:, :queries].copy_(ids_RQ)
         self._result_RX[:, queries].copy_(nodes_R)
-        self._result_RX[:, queries + 1 :].copy_(tokens_RQ[:, 1:])
+        write_drafts(self._inputs, self._result_RX[:, queries + 1 :])
+
+
+def write_drafts(inputs: RoundInputs, into_RX: torch.Tensor) -> None:
+    """Write the drafts that are on the device: tokens, their number, and their parents' columns, `[R, 2 * Q - 1]`."""
+    found, drafted = inputs.on_device, inputs.size.queries - 1
+    into_RX[:, :drafted].copy_(found["tokens_RQ"][:, 1:])
+    into_RX[:, drafted].copy_(found["drafted_R"])
+    into_RX[:, drafted + 1 :].copy_(found["parents_RQ"][:, 1:])

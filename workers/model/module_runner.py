@@ -69,15 +69,15 @@ class ModuleRunner:
         block_size: int,
         kv_window: KVWindow | None = None,
     ) -> None:
-        self._kv_window = kv_window
+        self.kv_window = kv_window
         self.loaded, self.slots, self.num_blocks, self.block_size = loaded, slots, num_blocks, block_size
         self.module = Methods(loaded.module)
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.kv_dtype, loaded.device)
-        self._attention = pick_attention(self.cache) if loaded.layers else None
+        self.attention = pick_attention(self.cache) if loaded.layers else None
 
     def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:
         """See `DraftForward`; hidden states `[N, X]`."""
-        attention = self._attention
+        attention = self.attention
         with torch.inference_mode():
             tokens_1T, positions_1T = self._tensor(batch.tokens_T), self._tensor(batch.positions_T)
             features_1TX = None if features_TX is None else features_TX.unsqueeze(0)
@@ -88,7 +88,7 @@ class ModuleRunner:
 
             if attention is None:
                 return run_module()[self._index(wanted_N)]
-            attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size, self._kv_window))
+            attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size, self.kv_window))
             return run_with(attention, run_module, len(batch.tokens_T))[self._index(wanted_N)]
 
     def resumes_at(self, slot: int, generation: int, held: int) -> int:

@@ -64,6 +64,11 @@ class DeviceLimits:
         """Which rows are not greedy."""
         return self.temperature >= MIN_TEMPERATURE
 
+    @property
+    def are_off_N(self) -> torch.Tensor:
+        """See `Limits.are_off`."""
+        return (self.top_k == 0) & (self.top_p >= 1.0) & (self.min_p == 0.0)
+
 
 def sample(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
     """Return the sampled ids, int64 `[N]`; -1 for rows whose greatest logit is not finite.
@@ -123,12 +128,54 @@ def candidates(
     """
     scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
     if limits.are_off.all():
-        score_NV, ids_NV = _scores_without_limits(scaled_NV, keys_N)
-    else:
-        likely = scaled_NV.topk(min(max(MAX_CANDIDATES, width), logits_NV.shape[1]), 1)
-        score_NV, ids_NV = _scores(likely.values, likely.indices, keys_N, limits), likely.indices
+        return _highest(*_scores_without_limits(scaled_NV, keys_N), width)
+    return _highest(*_likely_scores(scaled_NV, keys_N, limits, width), width)
+
+
+def likely_candidates(logits_NV: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `candidates`, of greedy rows: the most likely ids, and log-probabilities without noise."""
+    ids_NW = logits_NV.topk(width, 1).indices
+    return ids_NW, torch.log_softmax(logits_NV, 1).gather(1, ids_NW)
+
+
+def candidates_drawn(
+    logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `candidates`, of rows that are greedy or have only a temperature, without reading *limits* on the host."""
+    scaled_NV = logits_NV / torch.where(limits.is_random_N, limits.temperature, 1.0)[:, None]
+    drawn = _highest(*_scores_without_limits(scaled_NV, keys_N), width)
+    return _either(limits.is_random_N, drawn, likely_candidates(logits_NV, width))
+
+
+def candidates_limited(
+    logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `candidates_drawn`, of rows with any limits."""
+    scaled_NV = logits_NV / torch.where(limits.is_random_N, limits.temperature, 1.0)[:, None]
+    limited = _highest(*_likely_scores(scaled_NV, keys_N, limits, width), width)
+    is_limited_N = limits.is_random_N & ~limits.are_off_N
+    return _either(is_limited_N, limited, candidates_drawn(logits_NV, keys_N, limits, width))
+
+
+def _highest(score_NV: torch.Tensor, ids_NV: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the *width* ids of highest score, and the logarithms of their part of the softmax of the scores."""
     found = score_NV.topk(width, 1)
     return ids_NV.gather(1, found.indices), (found.values - score_NV.logsumexp(1, keepdim=True)).float()
+
+
+def _likely_scores(
+    scaled_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits | DeviceLimits, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of the most likely ids, to which limits apply, and these ids."""
+    likely = scaled_NV.topk(min(max(MAX_CANDIDATES, width), scaled_NV.shape[1]), 1)
+    return _scores(likely.values, likely.indices, keys_N, limits), likely.indices
+
+
+def _either(
+    is_first_N: torch.Tensor, first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids_NW, log_q_NW = (torch.where(is_first_N[:, None], a, b) for a, b in zip(first, second, strict=True))
+    return ids_NW, log_q_NW
 
 
 def _column(limit: Logits | Ints | Floats | torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,16 @@ from protos.messages import NewSequence, Row, Sampling
 from workers.native.build import KernelUnavailableError
 from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.noise import row_keys
-from workers.sampling.sample import MIN_TEMPERATURE, Ints, Limits, candidates, distribution, greedy, sample
+from workers.sampling.sample import (
+    MIN_TEMPERATURE,
+    Ints,
+    Limits,
+    candidates,
+    distribution,
+    greedy,
+    likely_candidates,
+    sample,
+)
 from workers.sampling.sample_native import NativeSampler
 from workers.slots import SlotTable, changes_logits
 
@@ -168,8 +177,7 @@ class Sampler:
         """
         self._refresh(slots_N)
         logits_NV = logits_NV[:, : self.vocab_size]
-        ids_NW = logits_NV.topk(width, 1).indices
-        log_q_NW = torch.log_softmax(logits_NV, 1).gather(1, ids_NW)
+        ids_NW, log_q_NW = likely_candidates(logits_NV, width)
         limits = self._limits_S.at(slots_N)
         is_random_N, free_N = limits.temperature >= MIN_TEMPERATURE, limits.are_off
         for part in (np.flatnonzero(is_random_N & free_N), np.flatnonzero(is_random_N & ~free_N)):

@@ -230,7 +230,7 @@ def _call_with(mode: Pretend, function: Callable[..., Any], args: Any, kwargs: A
 def _held(value: Any) -> Any:
     if isinstance(value, PretendTensor):
         return value.held
-    return CPU if isinstance(value, torch.device) else value
+    return CPU if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
 def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:

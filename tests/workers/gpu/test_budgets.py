@@ -19,6 +19,10 @@ LIMITS: dict[Chooser, dict[str, Any]] = {
 STEP = {"kernels": 0, "graphs": 1, "to_device": 1, "blocking": 0, "to_host": 1, "syncs": 1}
 ROUND = {**STEP, "graphs": 2}
 """The draft's whole loop is one graph, the target's forward, sampling and acceptance the other."""
+MOVING = {**ROUND, "graphs": 3}
+"""After a tree of which nodes were accepted, one more graph moves their K and V."""
+CHAIN = {"num_speculative_tokens": 4}
+TREE = {"num_speculative_tokens": 8, "eagle_topk": 4, "num_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +35,19 @@ def deep_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return llamas(tmp_path_factory.mktemp("deep"), 32, 16)
 
 
-def check(pair: tuple[Path, Path], chooser: Chooser, batch: int, k: int) -> None:
-    """Compare an engine with graphs, with *k* draft tokens, with an ordinary one on a CPU, without."""
+def check(pair: tuple[Path, Path], chooser: Chooser, batch: int, shape: dict[str, int] | None) -> None:
+    """Compare an engine with graphs, with drafts of *shape*, with an ordinary one on a CPU, without."""
     target, draft = pair
     params = SamplingParams(max_tokens=8, ignore_eos=True, seed=3, **LIMITS[chooser])
     prompts = [[3 + i, 5, 9, 11 + i, 8][: 3 + i % 3] for i in range(batch)]
-    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": k} if k else None
+    speculative = None if shape is None else {"method": "draft_model", "model": str(draft), **shape}
+    k = 0 if shape is None else shape["num_speculative_tokens"]
     with pretended_gpu() as machine, only(batch, chooser):
         served = serve(machine, target, prompts, params, max_num_seqs=batch, speculative_config=speculative)
     rounds = served.decoding(batch, k)
     assert rounds
-    assert [each.budget() for each in rounds] == [ROUND if k else STEP] * len(rounds)
+    allowed = [STEP] if shape is None else [ROUND, MOVING] if shape is TREE else [ROUND]
+    assert all(each.budget() in allowed for each in rounds)
     assert not any(each.pageable for each in rounds)
     static = lasting_tensors(served.rank)
     for graph in machine.capture.graphs:
@@ -51,20 +57,27 @@ def check(pair: tuple[Path, Path], chooser: Chooser, batch: int, k: int) -> None
 
 @pytest.mark.parametrize("chooser", LIMITS)
 def test_a_decode_step_is_one_graph_and_one_copy_each_way(pair: tuple[Path, Path], chooser: Chooser) -> None:
-    check(pair, chooser, 3, 0)
+    check(pair, chooser, 3, None)
 
 
 @pytest.mark.parametrize("chooser", LIMITS)
 def test_a_round_of_four_draft_tokens_is_two_graphs_and_waits_once(pair: tuple[Path, Path], chooser: Chooser) -> None:
-    check(pair, chooser, 3, 4)
+    check(pair, chooser, 3, CHAIN)
+
+
+@pytest.mark.parametrize("chooser", LIMITS)
+def test_a_round_of_trees_is_at_most_three_graphs_and_waits_once(pair: tuple[Path, Path], chooser: Chooser) -> None:
+    check(pair, chooser, 3, TREE)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("chooser", LIMITS)
-def test_budgets_of_32_layers(deep_pair: tuple[Path, Path], chooser: Chooser, batch: int, k: int) -> None:
-    check(deep_pair, chooser, batch, k)
+def test_budgets_of_32_layers(
+    deep_pair: tuple[Path, Path], chooser: Chooser, batch: int, shape: dict[str, int] | None
+) -> None:
+    check(deep_pair, chooser, batch, shape)
 
 
 def test_without_graphs_a_layer_launches_many_kernels(pair: tuple[Path, Path]) -> None:

@@ -64,17 +64,39 @@ def test_rounds_with_what_the_host_does_take_the_ordinary_path(pair: tuple[Path,
     assert {count for rows, count in graphs if rows < 3} <= {1, 2}
 
 
-def test_trees_are_scored_and_walked_by_one_graph(pair: tuple[Path, Path]) -> None:
+def test_trees_are_drafted_and_scored_by_graphs(pair: tuple[Path, Path]) -> None:
+    """A third graph moves the K and V of nodes that were accepted in the round before."""
     served, expected = run(pair, sampling(), TREE)
+    target, draft = pair
+    ordinary = generate(
+        target,
+        PROMPTS,
+        sampling(),
+        max_model_len=64,
+        speculative_config={"method": "draft_model", "model": str(draft), **TREE},
+    )
+    assert served.outputs == expected
+    assert (served.proposed, served.accepted) == (ordinary.proposed, ordinary.accepted)
+    assert served.proposed > served.accepted > 0
+    decoding = [(plan, counts.budget()) for plan, counts in served.rounds if plan.decodes]
+    assert {bool(plan.moves) for plan, _ in decoding} == {True, False}
+    for plan, budget in decoding:
+        graphs = 1 + any(row.k for row in plan.rows) + bool(plan.moves)
+        assert budget == {"kernels": 0, "graphs": graphs, "to_device": 1, "blocking": 0, "to_host": 1, "syncs": 1}
+
+
+def test_trees_that_are_drafted_elsewhere_are_scored_by_one_graph(pair: tuple[Path, Path]) -> None:
+    """The draft's graphs are refused here, so its levels are read on the host; the target's round is not."""
+    with mock.patch("workers.gpu.build.drafter_of", lambda *_: None):
+        served, expected = run(pair, sampling(), TREE)
     assert served.outputs == expected
     assert served.proposed > served.accepted > 0
-    drafting = [counts for plan, counts in served.rounds if plan.decodes and any(row.k for row in plan.rows)]
-    assert all(counts.graphs == 1 for counts in drafting)
-    waits = {
-        place for counts in drafting for place in counts.syncs if "draft" not in place and "proposers" not in place
-    }
-    assert len(waits) == 1
-    assert waits.pop().startswith("workers/gpu/staging.py")
+    for plan, counts in served.rounds:
+        if plan.decodes:
+            assert counts.graphs == 1 + bool(plan.moves)
+            waits = [place for place in counts.syncs if "draft" not in place and "proposers" not in place]
+            assert len(waits) == 1
+            assert waits[0].startswith("workers/gpu/staging.py")
 
 
 def test_prompts_in_chunks_run_eager_beside_graphs(pair: tuple[Path, Path]) -> None:

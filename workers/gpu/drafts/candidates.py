@@ -1,0 +1,52 @@
+"""The candidates for the children of draft trees' nodes inside a graph.
+
+`workers.sampling.sample` is the definition, as it is for `workers.gpu.choosing`.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from workers.gpu.choosing import MAX_LOGITS
+from workers.gpu.sizes import Chooser
+from workers.sampling.sample import DeviceLimits, candidates_drawn, candidates_limited, likely_candidates
+
+Candidates = tuple[torch.Tensor, torch.Tensor]
+
+
+def _likely(logits_NV: torch.Tensor, _keys_N: torch.Tensor, _limits: DeviceLimits, width: int) -> Candidates:
+    return likely_candidates(logits_NV, width)
+
+
+FUNCTIONS: dict[Chooser, Callable[[torch.Tensor, torch.Tensor, DeviceLimits, int], Candidates]] = {
+    "greedy": _likely,
+    "drawn": candidates_drawn,
+    "limited": candidates_limited,
+}
+
+
+def candidates(
+    chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits, width: int
+) -> Candidates:
+    """Return what `workers.sampling.sampler.Sampler.candidates` does, without reading anything on the host.
+
+    Args:
+        chooser: what the rows need at most.
+        logits_NV: float32, of the ids that may be sampled.
+        keys_N: int64, of the noise.
+        limits: of each row.
+        width: candidates of each.
+
+    Returns:
+        Ids, int64 `[N, W]`, and their log-probabilities, float32.
+    """
+    count, vocab = logits_NV.shape
+    size = max(1, MAX_LOGITS // vocab)
+    parts = [slice(first, first + size) for first in range(0, count, size)]
+    found = [FUNCTIONS[chooser](logits_NV[at], keys_N[at], _part(limits, at), width) for at in parts]
+    ids_NW, log_q_NW = (torch.cat(column) if len(column) > 1 else column[0] for column in zip(*found, strict=True))
+    return ids_NW, log_q_NW
+
+
+def _part(limits: DeviceLimits, at: slice) -> DeviceLimits:
+    return DeviceLimits(limits.temperature[at], limits.top_k[at], limits.top_p[at], limits.min_p[at])

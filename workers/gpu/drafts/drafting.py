@@ -1,0 +1,111 @@
+"""Keeps a draft's cache in step with drafts that are made on the device.
+
+What the host has to know before a round is which rows can draft, how many tokens their caches lack, and how large their
+trees may be; after it, which tokens were fed. The draft itself comes to the host with the round's result.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from proposers.shared.dynamic_tree import TreeShape
+from protos.draft import NO_DRAFT, Draft, DraftRow
+from protos.messages import Row
+from workers.attention.batch import Ints
+from workers.gpu.drafts.features import FeatureArea
+from workers.gpu.inputs import DraftPlan
+
+if TYPE_CHECKING:
+    from workers.draft.engine import DraftEngine
+
+CHAIN_KNOWN = 2
+"""Known tokens that are fed for chains: the newest, and the last of a draft that was accepted in full."""
+
+
+class DeviceDrafts:
+    """The drafts of a draft, made on the device: chains, or dynamic trees.
+
+    Args:
+        engine: of the draft.
+        shape: of its trees; of chains, if its width is 1.
+        most_drafted: the most draft tokens of a row.
+        area: has the target's features; None for a draft that reads tokens alone.
+
+    Attributes:
+        area: as given.
+        num_known: known tokens that a graph feeds at most; rows whose cache lacks more catch up before.
+    """
+
+    def __init__(self, engine: "DraftEngine", shape: TreeShape, most_drafted: int, area: FeatureArea | None) -> None:
+        self._engine, self._worker, self._shape, self.area = engine, engine.worker, shape, area
+        self._is_tree = shape.width > 1
+        # Nodes of trees, and what was fed with a draft's own features, are not kept in the cache: what is accepted is
+        # fed again, and the token sampled after it.
+        self._is_fed_again = self._is_tree or area is not None
+        self.num_known = 1 + min(shape.depth, most_drafted) if self._is_fed_again else CHAIN_KNOWN
+
+    def prepare(self, rows: Seq[Row]) -> DraftPlan:
+        """Return what rows draft: nothing if they cannot. Rows that lack many tokens catch up first."""
+        self._engine.begin()
+        asked = [DraftRow(row.slot, row.k, depth=row.depth, room=self._worker.slots.room(row.slot)) for row in rows]
+        wanting = [r for r, row in enumerate(asked) if row.length]
+        ready = {wanting[i] for i in self._worker.within_budget([asked[r] for r in wanting])}
+        return self.plan([row if r in ready else DraftRow(row.slot, 0) for r, row in enumerate(asked)])
+
+    def run_out(self, shortage: torch.OutOfMemoryError) -> None:
+        """Have smaller rounds after `prepare` found too little memory."""
+        self._engine.run_out(shortage)
+
+    def plan(self, rows: Seq[DraftRow]) -> DraftPlan:
+        """Return what rows draft that are ready to; feed what they lack, but for what the graph feeds."""
+        slots_R = np.array([row.slot for row in rows], np.int64)
+        drafted_R = np.array(
+            [row.length and (row.k if self._is_tree else min(row.length, self._shape.depth)) for row in rows], np.int64
+        )
+        cache = self._worker.cache
+        far = slots_R[(drafted_R > 0) & (cache.ends(slots_R) - cache.held[slots_R] > self.num_known)]
+        if len(far):
+            cache.feed(far, cache.held[far], cache.ends(far) - self.num_known)
+        lacking_R = np.clip(cache.ends(slots_R) - cache.held[slots_R] - 1, 0, self.num_known - 1)
+        levels_R = np.array([self._shape.depth_of(row) if row.length else 0 for row in rows], np.int64)
+        widths_R = np.array([self._shape.num_fed(row) for row in rows], np.int64)
+        lowest_R = cache.lowest(slots_R)
+        return DraftPlan(
+            drafted_R,
+            lacking_R,
+            levels_R,
+            widths_R,
+            self._columns(slots_R, drafted_R),
+            np.zeros_like(drafted_R) if lowest_R is None else lowest_R,
+        )
+
+    def _columns(self, slots_R: Ints, drafted_R: Ints) -> Ints:
+        """Bring the features that are fed into their area; return `DraftPlan.columns_R`."""
+        columns_R, rows = np.zeros_like(drafted_R), np.flatnonzero(drafted_R)
+        if self.area is not None and len(rows):
+            columns_R[rows] = self.area.stage(slots_R[rows])
+        return columns_R
+
+    def finish(self, slots_R: Ints, plan: DraftPlan, lines: Seq[list[int]]) -> list[Draft]:
+        """Return the drafts, and record what was fed for them.
+
+        Args:
+            slots_R: of the rows.
+            plan: of this round.
+            lines: what `workers.gpu.target_step.write_drafts` wrote for each row.
+        """
+        drafts = [self._draft(line) if wanted else NO_DRAFT for line, wanted in zip(lines, plan.drafted_R, strict=True)]
+        rows = np.flatnonzero(plan.drafted_R)
+        if len(rows):
+            fed = [[] if self._is_fed_again else list(drafts[r].tokens[:-1]) for r in rows.tolist()]
+            self._worker.cache.record_chains(slots_R[rows], fed)
+        return drafts
+
+    def _draft(self, line: list[int]) -> Draft:
+        most = len(line) // 2
+        count, tokens = line[most], tuple(line[: line[most]])
+        if not self._is_tree:
+            return Draft(tokens)
+        return Draft(tokens, tuple(column - 1 for column in line[most + 1 : most + 1 + count])).first(count)

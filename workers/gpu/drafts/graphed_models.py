@@ -1,0 +1,96 @@
+"""Drafts as graphs call them: on tensors of the device, with an attention that is planned there."""
+
+import torch
+import torch.nn.functional as F
+
+from workers.attention.backend import run_with
+from workers.gpu.attention_torch import DeviceAttention
+from workers.gpu.drafts.features import FeatureArea
+from workers.gpu.drafts.protocol import Prediction
+from workers.gpu.inputs import RoundInputs
+from workers.gpu.metadata import DeviceMetadata
+from workers.model.module_runner import ModuleRunner
+from workers.model.runner import ModelRunner
+
+
+class LanguageModel:
+    """A draft model. See `GraphedModel`; its output are logits.
+
+    Args:
+        runner: of the model.
+        attention: over its KV cache.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, runner: ModelRunner, attention: DeviceAttention, vocab_size: int) -> None:
+        self._runner, self._attention, self._vocab_size = runner, attention, vocab_size
+        self.shift = 0
+
+    def known_features(self, inputs: RoundInputs) -> torch.Tensor | None:
+        """See `GraphedModel`."""
+        return None
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        wanted_N: torch.Tensor,
+        rows: DeviceMetadata,
+        features_TX: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `GraphedModel`."""
+        self._attention.use(rows)
+        tokens_1T = tokens_T.clamp_max(self._runner.loaded.vocab_size - 1)[None]
+        return self._runner.call(tokens_1T, positions_T[None], wanted_N, self._attention)[0]
+
+    def predict(self, output_NX: torch.Tensor, step: int) -> Prediction:
+        """See `GraphedModel`."""
+        return fitted(output_NX, self._vocab_size), None
+
+
+class HeadModel:
+    """The module of EAGLE, EAGLE-3 or MTP. See `GraphedModel`; its output are states.
+
+    Args:
+        runner: of the module.
+        attention: over its KV cache.
+        area: has the target's features.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, runner: ModuleRunner, attention: DeviceAttention, area: FeatureArea, vocab_size: int) -> None:
+        self._module, self._attention, self._area = runner.loaded.module, attention, area
+        self._vocab_size, self._own_size = vocab_size, runner.loaded.vocab_size
+        self.shift = int(self._module.shift)
+
+    def known_features(self, inputs: RoundInputs) -> torch.Tensor | None:
+        """See `GraphedModel`."""
+        return self._area.known(inputs)
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        wanted_N: torch.Tensor,
+        rows: DeviceMetadata,
+        features_TX: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `GraphedModel`."""
+        self._attention.use(rows)
+        tokens_1T, positions_1T = tokens_T.clamp_max(self._own_size - 1)[None], positions_T[None]
+        features_1TX = None if features_TX is None else features_TX[None]
+        output_1TX: torch.Tensor = run_with(
+            self._attention, lambda: self._module(tokens_1T, positions_1T, features_1TX)
+        )
+        return output_1TX[0].index_select(0, wanted_N)
+
+    def predict(self, output_NX: torch.Tensor, step: int) -> Prediction:
+        """See `GraphedModel`."""
+        logits_NV, features_NX = self._module.predict(output_NX, step)
+        return fitted(logits_NV, self._vocab_size), features_NX
+
+
+def fitted(logits_NV: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Cut or pad logits to the target's vocabulary: ids that either lacks are never proposed."""
+    missing = vocab_size - logits_NV.shape[1]
+    return F.pad(logits_NV, (0, missing), value=-torch.inf) if missing > 0 else logits_NV[:, :vocab_size]
