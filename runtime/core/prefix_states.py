@@ -43,11 +43,13 @@ class PrefixStates:
         self._reserved.add(state)
         return state
 
-    def keep(self, node: Node, state: int) -> None:
-        """Keep a reserved state, now written, for *node*, which is published. What it has already is as good."""
-        if node not in self._kept:
-            self._reserved.remove(state)
-            self._kept[node] = state
+    def keep(self, node: Node, state: int) -> bool:
+        """Keep a reserved state, now written, for *node*, which is published; False: it has one, which is as good."""
+        if node in self._kept:
+            return False
+        self._reserved.remove(state)
+        self._kept[node] = state
+        return True
 
     def settle(self, states: Iterable[int]) -> None:
         """Free those of *states* that are still reserved: their row has run, and they were not kept."""

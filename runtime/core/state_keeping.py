@@ -59,10 +59,10 @@ class StateKeeping:
             return
         node = sequence.chain
         assert isinstance(node, int), "the chain of blocks is a node"
-        self._states.keep(node, states_to[end])
+        is_own = self._states.keep(node, states_to[end])
         if sequence.moving_state is not None:
             self._states.supersede(sequence.moving_state)
-        sequence.moving_state = None if end in sequence.state_ends else node
+        sequence.moving_state = node if is_own and end not in sequence.state_ends else None
 
     def settle(self, row: Row) -> None:
         """Free the states of a committed row that were not kept: the tokens before them were rejected."""

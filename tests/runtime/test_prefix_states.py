@@ -160,6 +160,17 @@ def test_the_least_recently_used_state_gives_way() -> None:
     assert states.reserve() == first
 
 
+def test_the_state_of_another_sequence_does_not_move() -> None:
+    scheduler = scheduler_with(8)
+    scheduler.admit([make_request("a", [1, 2, 3, 0, 0, 0, 5], 1)])
+    step(scheduler, [0])
+    states = scheduler._queue.blocks.states
+    assert states is not None
+    before = dict(states._kept)
+    run(scheduler, "b", [1, 2, 3], 12)
+    assert before.items() <= states._kept.items()
+
+
 def test_a_lost_state_is_noticed() -> None:
     states = PrefixStates(2)
     states._free.pop()
