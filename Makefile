@@ -34,7 +34,7 @@ SLOW_TESTS := tests/ray tests/ray_serve tests/distributed tests/exactness tests/
 	tests/runtime/test_async_engine.py tests/runtime/test_scheduler_machine.py tests/structured/test_engine.py \
 	tests/workers/attention tests/workers/distributed tests/workers/draft tests/workers/gpu tests/workers/model \
 	tests/workers/recurrent tests/workers/sampling \
-	tests/workers/verification/test_rejection_engine.py
+	tests/workers/verification/test_rejection_engine.py tests/workers/weights/test_published.py
 
 # What each acceptance runs. The engine's runs what no other one does.
 WORKER_GROUP_TESTS := tests/distributed tests/ray tests/workers/distributed tests/cluster/test_process_workers.py \

@@ -63,14 +63,6 @@ class QuantizedWeight:
         zeros = "" if self.zeros_NG is None else f", zero points {list(self.zeros_NG.shape)}"
         return f"codes {list(self.shape)}, scales {list(self.scales_NG.shape)}{zeros}, groups of {self.group}"
 
-    def dequantized(self) -> torch.Tensor:
-        """Return the values, float32 `[N, K]`."""
-        groups_K = torch.arange(self.shape[1]) // self.group
-        codes_NK = self.codes_NK.float()
-        if self.zeros_NG is not None:
-            codes_NK = codes_NK - self.zeros_NG.float()[:, groups_K]
-        return codes_NK * self.scales_NG[:, groups_K]
-
     def outputs(self, ranges: Seq[tuple[int, int]], length: int) -> "QuantizedWeight":
         """Return the outputs in *ranges*, followed by outputs of 0 up to *length*."""
         kept_N = torch.cat([torch.arange(start, stop) for start, stop in ranges])

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from workers.quantization.linear import QuantizedLinear
-from workers.quantization.weight import Code
+from workers.quantization.weight import Code, QuantizedWeight
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -30,3 +30,12 @@ def values(layer: QuantizedLinear) -> torch.Tensor:
     if zeros_NG.shape[1] == scales_NG.shape[1]:
         weight_NK = weight_NK - zeros_NG[:, groups_K]
     return (weight_NK * scales_NG[:, groups_K])[: layer.out_features]
+
+
+def dequantized(weight: QuantizedWeight) -> torch.Tensor:
+    """Return the values that *weight* means, float32 `[N, K]`."""
+    groups_K = torch.arange(weight.shape[1]) // weight.group
+    codes_NK = weight.codes_NK.float()
+    if weight.zeros_NG is not None:
+        codes_NK = codes_NK - weight.zeros_NG.float()[:, groups_K]
+    return codes_NK * weight.scales_NG[:, groups_K]

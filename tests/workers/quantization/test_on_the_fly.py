@@ -13,7 +13,7 @@ from slipstream import LLM, SamplingParams
 from tests.support.distributed.tensor_parallel import check
 from tests.support.identity import Reference, assert_identical, generate
 from tests.support.models import quantized, synthetic_layers
-from tests.support.models.quantized_layers import values_of
+from tests.support.models.quantized_layers import dequantized, values_of
 from tests.support.models.tiny_models import build
 from workers.device import weight_bytes
 from workers.model.loader import load
@@ -42,7 +42,7 @@ def meant(plain: Path, name: str, folder: Path) -> Path:
     weights = load_file(plain / "model.safetensors")
     for key, weight_NK in weights.items():
         if weight_NK.ndim == 2 and "embed" not in key:
-            weights[key] = SCHEMES["int8" if key.startswith("lm_head") else name](weight_NK).dequantized()
+            weights[key] = dequantized(SCHEMES["int8" if key.startswith("lm_head") else name](weight_NK))
     folder.mkdir()
     (folder / "config.json").write_bytes((plain / "config.json").read_bytes())
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

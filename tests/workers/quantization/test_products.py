@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.models.quantized_layers import values
+from tests.support.models.quantized_layers import dequantized, values
 from workers.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from workers.quantization.schemes import SCHEMES, int8
 from workers.quantization.weight import QuantizedWeight
@@ -52,13 +52,13 @@ def test_a_row_does_not_depend_on_the_others(name: str, dtype: torch.dtype) -> N
 def test_slices_hold_the_values_of_the_whole(name: str) -> None:
     whole = SCHEMES[name](weight(20, 384))
     rows = whole.outputs([(4, 9), (12, 14)], 8)
-    assert torch.equal(rows.dequantized()[:5], whole.dequantized()[4:9])
-    assert torch.equal(rows.dequantized()[5:7], whole.dequantized()[12:14])
-    assert not rows.dequantized()[7:].any()
+    assert torch.equal(dequantized(rows)[:5], dequantized(whole)[4:9])
+    assert torch.equal(dequantized(rows)[5:7], dequantized(whole)[12:14])
+    assert not dequantized(rows)[7:].any()
     columns = whole.inputs([(192, 384)])
     assert columns.is_suitable
-    assert torch.equal(columns.dequantized(), whole.dequantized()[:, 192:])
-    assert torch.equal(values(QuantizedLinear(columns)), columns.dequantized())
+    assert torch.equal(dequantized(columns), dequantized(whole)[:, 192:])
+    assert torch.equal(values(QuantizedLinear(columns)), dequantized(columns))
 
 
 def test_an_embedding_has_the_rows_of_its_head() -> None:
