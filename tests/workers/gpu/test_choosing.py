@@ -105,5 +105,5 @@ def test_64_draft_tokens_fit_a_word() -> None:
     parents = (torch.arange(65) - 1).clamp_min(0)[None]
     sampled = torch.cat((tokens[:, 1:], torch.tensor([[9]])), 1)
     nodes = accepted(sampled, tokens, parents, torch.tensor([64])).item()
-    verdict = _verdicts([Row(0, 4, 1, 5)], np.array([64]), [[*sampled[0].tolist(), int(nodes)]], 65)[0]
+    verdict = _verdicts([Row(0, 4, 1, 5)], [Draft(tuple(range(1, 65)))], [[*sampled[0].tolist(), int(nodes)]], 65)[0]
     assert list(verdict.path) == list(range(64))
