@@ -19,6 +19,7 @@ from tests.support.gpu.graphs import PretendCapture, PretendGraph
 from tests.support.gpu.pretend import Pretend, PretendTensor
 from workers.attention.torch import TorchAttention
 from workers.gpu.attention import pick_gpu_attention
+from workers.gpu.choosing import has_kernels
 from workers.gpu.fused import fuse_layers
 
 MEMORY = 2 << 30
@@ -129,6 +130,7 @@ def pretended_gpu() -> Iterator[Machine]:
         # Interpreted kernels take long; `interpreted_kernels` has them.
         "workers.model.torch_mode.pick_gpu_attention": TorchAttention,
         "workers.gpu.fused.fuse_layers": lambda _model: 0,
+        "workers.gpu.choosing.has_kernels": lambda _device: False,
         # Tensors of inference mode have no version counters, which subclasses of tensors need.
         "torch.inference_mode": lambda *_: torch.no_grad(),
         "torch.nn.functional.scaled_dot_product_attention": attend,
@@ -172,5 +174,6 @@ def interpreted_kernels(gpu: Machine) -> Iterator[None]:
         mock.patch.object(InterpretedFunction, "run", counted),
         mock.patch("workers.model.torch_mode.pick_gpu_attention", pick_gpu_attention),
         mock.patch("workers.gpu.fused.fuse_layers", fuse_layers),
+        mock.patch("workers.gpu.choosing.has_kernels", has_kernels),
     ):
         yield
