@@ -128,7 +128,7 @@ def add_rms_norm(
     return sum_TC, output_TC
 
 
-def _start_norm(  # noqa: PLR0917
+def _start_norm(
     hidden_TC: torch.Tensor,
     added_TC: torch.Tensor | None,
     weight_C: torch.Tensor,
