@@ -63,7 +63,8 @@ signature = {}
 for given in kernel.arg_names:
     other = "fp32" if given == "eps" else "i32" if given in ("heads", "width") else "*bf16"
     signature[given] = "constexpr" if given in constants else other
-attributes = {(i,): [["tt.divisibility", 16]] for i, given in enumerate(kernel.arg_names) if signature[given] == "*bf16"}
+tensors = [i for i, given in enumerate(kernel.arg_names) if signature[given] == "*bf16"]
+attributes = {(i,): [["tt.divisibility", 16]] for i in tensors}
 source = ASTSource(kernel, signature, constants, attributes)
 made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
 cubin = Path(sys.argv[2]) / "kernel.cubin"

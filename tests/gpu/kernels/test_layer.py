@@ -47,7 +47,9 @@ def test_norms(seed: int, dtype: torch.dtype, count: int, size: int) -> None:
 
 @given(st.integers(0, 99), dtypes, tokens, st.sampled_from([2, 6, 64, 128]), st.integers(1, 4), st.booleans())
 @settings(max_examples=10, deadline=None, derandomize=True)
-def test_rotation(seed: int, dtype: torch.dtype, count: int, size: int, kv_heads: int, has_norms: bool) -> None:
+def test_rotation(  # noqa: PLR0917
+    seed: int, dtype: torch.dtype, count: int, size: int, kv_heads: int, has_norms: bool
+) -> None:
     heads = 2 * kv_heads
     qkv = some(seed, dtype, count, (heads + 2 * kv_heads) * size)
     angles = some(seed + 1, torch.float32, count, size // 2).repeat(1, 2) * 50

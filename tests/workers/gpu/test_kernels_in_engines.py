@@ -1,4 +1,4 @@
-"""Engines on the pretended GPU whose kernels are interpreted: launches of a layer, and the tokens of an ordinary one."""
+"""Engines on the pretended GPU that interpret kernels: launches of a layer, and the tokens of an ordinary engine."""
 
 from collections import Counter
 from pathlib import Path
