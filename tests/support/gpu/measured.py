@@ -1,7 +1,7 @@
 """Prints what a step asks of a GPU, by pretending: `python -m tests.support.gpu.measured WHAT [CASE ...]`.
 
 A Llama of 32 layers as target, one of 16 as draft, tiny widths. WHAT: "before" runs eager, "kernels" too, but with
-Triton's kernels (set TRITON_INTERPRET=1), "after" with graphs. Cases are all whose name contains one of the words given.
+Triton's kernels (set TRITON_INTERPRET=1), "after" with graphs. Cases are those whose name has one of the words given.
 """
 
 import contextlib
