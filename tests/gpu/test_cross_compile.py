@@ -40,6 +40,39 @@ cubin.write_bytes(made.asm["cubin"])
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 print(subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout)
 """
+LAYER_CHILD = """
+import json, subprocess, sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from workers.gpu.kernels import layer
+from workers.gpu.kernels.attention import power_of_two
+
+name, hidden, inner, head_size, has_norms, arch = json.loads(sys.argv[1])
+kernel = getattr(layer, name)
+half = head_size // 2
+constants, warps = {
+    "norm_kernel": ({"SIZE": hidden, "PADDED": power_of_two(hidden), "HAS_ADDED": True}, layer.warps(hidden)),
+    "rotate_kernel": ({"HALF": half, "PADDED": power_of_two(half), "HAS_NORM": has_norms}, 1),
+    "swiglu_kernel": ({"SIZE": inner, "BLOCK": layer.MOST}, 4),
+}[name]
+if name == "rotate_kernel" and not has_norms:
+    constants |= {"query_weight_D": None, "key_weight_D": None}
+signature = {}
+for given in kernel.arg_names:
+    other = "fp32" if given == "eps" else "i32" if given in ("heads", "width") else "*bf16"
+    signature[given] = "constexpr" if given in constants else other
+tensors = [i for i, given in enumerate(kernel.arg_names) if signature[given] == "*bf16"]
+attributes = {(i,): [["tt.divisibility", 16]] for i in tensors}
+source = ASTSource(kernel, signature, constants, attributes)
+made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+cubin = Path(sys.argv[2]) / "kernel.cubin"
+cubin.write_bytes(made.asm["cubin"])
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+print(subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout)
+"""
+LAYERS = {"llama 8b": (4096, 14336, 128, False), "qwen3 8b": (4096, 12288, 128, True)}
 SHAPES = {
     "llama and qwen3 8b": (32, 8, 128, 128, 0, False),
     "gpt-oss 20b": (64, 8, 64, 64, 128, True),
@@ -49,20 +82,33 @@ ROOT = Path(__file__).parents[2]
 
 
 def check(shape: str, arch: int, is_divided: bool, length: int, folder: Path) -> None:
+    run_child(CHILD, [*SHAPES[shape], arch, is_divided, length], folder)
+
+
+def run_child(code: str, arguments: list[object], folder: Path) -> None:
     """Compile in a process in which kernels are not interpreted."""
-    given = json.dumps([*SHAPES[shape], arch, is_divided, length])
+    given = json.dumps(arguments)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", CHILD, given, str(folder)]
+    command = [sys.executable, "-c", code, given, str(folder)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "REG:" in ran.stdout
     assert " STACK:0 " in ran.stdout
     assert " LOCAL:0 " in ran.stdout
+    print(arguments, ran.stdout)  # pytest -rP shows the registers
 
 
 def test_decode_compiles_without_spills(tmp_path: Path) -> None:
     check("llama and qwen3 8b", 90, True, 1, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("kernel", ["norm_kernel", "rotate_kernel", "swiglu_kernel"])
+@pytest.mark.parametrize("shape", LAYERS)
+def test_kernels_of_layers_compile_without_spills(shape: str, kernel: str, arch: int, tmp_path: Path) -> None:
+    run_child(LAYER_CHILD, [kernel, *LAYERS[shape], arch], tmp_path)
 
 
 @pytest.mark.full

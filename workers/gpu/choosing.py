@@ -1,9 +1,11 @@
 """Sampling and acceptance inside a graph: shapes are static, and nothing is read on the host.
 
-`workers.sampling.sample` is the definition; these functions call it.
+`workers.sampling.sample` is the definition. Triton's kernels, where they run, give the same ids without sorting; else
+these functions call it.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
@@ -33,6 +35,8 @@ FUNCTIONS: dict[Chooser, Choose] = {"greedy": _greedy, "drawn": sample_drawn, "l
 
 def choose(chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
     """Return the sampled ids, int64 `[N]`; -1 where the greatest logit is not finite."""
+    if has_kernels(logits_NV.device):
+        return _by_kernels(chooser, logits_NV, keys_N, limits)
     count, vocab = logits_NV.shape
     size = max(1, MAX_LOGITS // vocab)
     function = FUNCTIONS[chooser]
@@ -40,6 +44,19 @@ def choose(chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limi
         return function(logits_NV, keys_N, limits)
     parts = [slice(first, first + size) for first in range(0, count, size)]
     return torch.cat([function(logits_NV[at], keys_N[at], _part(limits, at)) for at in parts])
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on *device*."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def _by_kernels(chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
+    from workers.gpu.kernels.sampling import KernelLimits, sample_tokens  # noqa: PLC0415 - triton may be missing
+
+    if chooser != "limited":
+        return sample_tokens(logits_NV, keys_N, KernelLimits(limits.temperature))
+    return sample_tokens(logits_NV, keys_N, KernelLimits(limits.temperature, limits.top_k, limits.top_p, limits.min_p))
 
 
 def _part(limits: DeviceLimits, at: slice) -> DeviceLimits:

@@ -1,5 +1,6 @@
 """The default execution mode: torch's operators, compiled on CPUs where one rank has the whole model."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,7 +29,11 @@ class TorchMode:
         connect(model, plan, group)
 
     def prepare(self, model: Any, name: str, ranks: int) -> tuple[LayerShape, ...]:
-        """Leave weights as they are."""
+        """Fuse layers on a CUDA device, where one rank has the whole model; leave the others as they are."""
+        if model.device.type == "cuda" and ranks == 1 and find_spec("triton") is not None:
+            from workers.gpu.fused import fuse_layers  # noqa: PLC0415 - triton may be missing
+
+            fuse_layers(model)
         return probe(model, name, ranks)
 
     def attention(self, cache: KVCache) -> AttentionBackend:

@@ -1,4 +1,7 @@
-"""Triton's interpreter, completed: it multiplies matrices of bfloat16 as if their bits were integers."""
+"""Triton's interpreter, completed.
+
+It multiplies matrices of bfloat16 as if their bits were integers, and cuts float32 to bfloat16, which GPUs round.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,15 +21,34 @@ def as_float32(handle: Any) -> Any:
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
+def as_bfloat16(handle: Any) -> Any:
+    """Return the numbers of an interpreted tensor of float32, rounded to the nearest bfloat16, to even between two."""
+    from triton import language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    bits = handle.data.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    is_nan = np.isnan(handle.data)
+    return TensorHandle(np.where(is_nan, (bits >> 16) | 0x40, rounded).astype(np.uint16), tl.bfloat16)
+
+
 @pytest.fixture(autouse=True, scope="package")
-def dots_of_bfloat16() -> Iterator[None]:
+def bfloat16_as_on_a_gpu() -> Iterator[None]:
+    from triton import language as tl
     from triton.runtime.interpreter import InterpreterBuilder
 
-    dot = InterpreterBuilder.create_dot
+    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def rounding_cast(self: Any, source: Any, dtype: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
+            return as_bfloat16(source)
+        return cast(self, source, dtype)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             InterpreterBuilder,
             "create_dot",
             lambda self, a, b, *others: dot(self, as_float32(a), as_float32(b), *others),
         )
+        patch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
         yield

@@ -12,11 +12,15 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from triton.runtime.interpreter import InterpretedFunction
 
 from tests.support.gpu.counts import where
 from tests.support.gpu.graphs import PretendCapture, PretendGraph
 from tests.support.gpu.pretend import Pretend, PretendTensor
 from workers.attention.torch import TorchAttention
+from workers.gpu.attention import pick_gpu_attention
+from workers.gpu.choosing import has_kernels
+from workers.gpu.fused import fuse_layers
 
 MEMORY = 2 << 30
 """Bytes of the device, all of them free."""
@@ -123,8 +127,10 @@ def pretended_gpu() -> Iterator[Machine]:
         "torch.cuda.graph_pool_handle": lambda: (0, 0),
         "torch.cuda._lazy_init": lambda: None,
         "torch.cuda._initialized": True,
-        # Triton's kernels are not operators, so they cannot be counted, nor run on what such tensors hold.
+        # Interpreted kernels take long; `interpreted_kernels` has them.
         "workers.model.torch_mode.pick_gpu_attention": TorchAttention,
+        "workers.gpu.fused.fuse_layers": lambda _model: 0,
+        "workers.gpu.choosing.has_kernels": lambda _device: False,
         # Tensors of inference mode have no version counters, which subclasses of tensors need.
         "torch.inference_mode": lambda *_: torch.no_grad(),
         "torch.nn.functional.scaled_dot_product_attention": attend,
@@ -143,3 +149,31 @@ def pretended_gpu() -> Iterator[Machine]:
         finally:
             torch.__future__.set_overwrite_module_params_on_conversion(before)
             torch._C._set_only_lift_cpu_tensors(only_cpu)
+
+
+@contextlib.contextmanager
+def interpreted_kernels(gpu: Machine) -> Iterator[None]:
+    """Let engines on *gpu* use Triton's kernels, and interpret them; each launch is counted as a kernel."""
+    run = InterpretedFunction.run
+
+    def counted(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        launch = functools.partial(run, kernel, grid=grid, warmup=warmup)
+        given = [*args, *constants.values()]
+        if not any(isinstance(each, PretendTensor) for each in given):
+            launch(*args, **constants)
+            return
+        assert not any(isinstance(each, torch.Tensor) and not isinstance(each, PretendTensor) for each in given)
+        with torch.utils._python_dispatch._disable_current_modes():
+            held = [each.held if isinstance(each, PretendTensor) else each for each in args]
+            launch(*held, **constants)
+        gpu.kernel(kernel.fn.__name__)
+        if gpu.recorder is not None:
+            gpu.recorder.kernel(launch, args, constants, None)
+
+    with (
+        mock.patch.object(InterpretedFunction, "run", counted),
+        mock.patch("workers.model.torch_mode.pick_gpu_attention", pick_gpu_attention),
+        mock.patch("workers.gpu.fused.fuse_layers", fuse_layers),
+        mock.patch("workers.gpu.choosing.has_kernels", has_kernels),
+    ):
+        yield

@@ -1,9 +1,10 @@
-"""Prints what a step asks of a GPU, by pretending: `python -m tests.support.gpu.measured before|after [CASE ...]`.
+"""Prints what a step asks of a GPU, by pretending: `python -m tests.support.gpu.measured WHAT [CASE ...]`.
 
-A Llama of 32 layers as target, one of 16 as draft, tiny widths. "before" runs eager, "after" with graphs. Cases are all
-whose name contains one of the words given.
+A Llama of 32 layers as target, one of 16 as draft, tiny widths. WHAT: "before" runs eager, "kernels" too, but with
+Triton's kernels (set TRITON_INTERPRET=1), "after" with graphs. Cases are those whose name has one of the words given.
 """
 
+import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 from slipstream import SamplingParams
 from tests.support.gpu.engine import llamas, only, serve
-from tests.support.gpu.machine import pretended_gpu
+from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
 from workers.gpu.sizes import Chooser
 
 LIMITS: dict[str, tuple[Chooser, dict[str, Any]]] = {
@@ -51,14 +52,18 @@ def measure(target: Path, batch: int, kind: str, speculative: dict[str, Any] | N
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1, **limits)
     prompts = [[3 + i, 5, 9, 11 + i] for i in range(batch)]
     k = 0 if speculative is None else int(speculative["num_speculative_tokens"])
-    with pretended_gpu() as machine, only(batch, chooser):
+    with contextlib.ExitStack() as stack:
+        machine = stack.enter_context(pretended_gpu())
+        stack.enter_context(only(batch, chooser))
+        if wanted == "kernels":
+            stack.enter_context(interpreted_kernels(machine))
         served = serve(
             machine,
             target,
             prompts,
             params,
             max_num_seqs=batch,
-            enforce_eager=wanted == "before",
+            enforce_eager=wanted != "after",
             speculative_config=speculative,
         )
     return max(served.decoding(batch, k), key=lambda counts: (counts.kernels.total(), counts.graphs)).budget()

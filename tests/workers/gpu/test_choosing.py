@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from protos.draft import Draft
 from protos.messages import Row
 from workers.gpu.choosing import CHOOSERS, accepted, choose, chooser_for
+from workers.gpu.kernels.sampling import KernelLimits, sample_tokens
 from workers.gpu.rounds import _tree_verdict, _verdicts
 from workers.gpu.sizes import Chooser
 from workers.sampling.noise import row_keys
@@ -60,6 +61,24 @@ def test_ids_are_those_of_the_definition(chooser: Chooser, step: float, monkeypa
     monkeypatch.setattr("workers.gpu.choosing.MAX_LOGITS", 5 * VOCAB)
     assert torch.equal(choose(chooser, logits, keys, on_device(limits)), expected)
     assert expected[4] == expected[6] == expected[7] == -1
+
+
+@pytest.mark.parametrize("step", [1e-3, 1.0])
+@pytest.mark.parametrize("chooser", CHOOSERS)
+def test_kernels_give_the_same_ids(chooser: Chooser, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, logits = on_device(some_limits(chooser)), some_logits(step)
+    keys = torch.from_numpy(row_keys(np.arange(ROWS) * 977, np.arange(ROWS)))
+    expected = choose(chooser, logits, keys, limits)
+    started: list[torch.Tensor] = []
+
+    def counted(logits_NV: torch.Tensor, keys_N: torch.Tensor, given: KernelLimits) -> torch.Tensor:
+        started.append(sample_tokens(logits_NV, keys_N, given))
+        return started[-1]
+
+    monkeypatch.setattr("workers.gpu.choosing.has_kernels", lambda _device: True)
+    monkeypatch.setattr("workers.gpu.kernels.sampling.sample_tokens", counted)
+    assert torch.equal(choose(chooser, logits, keys, limits), expected)
+    assert len(started) == 1
 
 
 @st.composite

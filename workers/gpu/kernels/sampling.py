@@ -27,8 +27,8 @@ class KernelLimits:
 
     Attributes:
         temperature_N: float32; rows below `MIN_TEMPERATURE` are greedy, and have no limits.
-        top_k_N: int32, 0: off. None if it is off for all rows, now and whenever a captured graph is replayed; so are
-            the others.
+        top_k_N: int32 or int64, 0: off. None if it is off for all rows, now and whenever a captured graph is replayed;
+            so are the others.
         top_p_N: float64, 1: off.
         min_p_N: float64, 0: off.
         bits_MW: int32, bit `v % 32` of word `v // 32` is set if id v is allowed: grammars and allowed ids.

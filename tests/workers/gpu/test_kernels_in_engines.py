@@ -1,0 +1,53 @@
+"""Engines on the pretended GPU that interpret kernels: launches of a layer, and the tokens of an ordinary engine."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from slipstream import SamplingParams
+from tests.support.gpu.engine import Served, llamas, only, serve
+from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
+from tests.support.identity import generate
+from workers.gpu.sizes import Chooser
+
+MOST = 12
+"""Kernels of one layer in a decode step that is not captured."""
+GREEDY = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
+PROMPTS = [[3 + i, 5, 9, 11][: 2 + i % 3] for i in range(8)]
+
+
+LIMITED = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.9, top_p=0.8, seed=5)
+
+
+def served(
+    model: Path, batch: int, params: SamplingParams = GREEDY, chooser: Chooser = "greedy", **arguments: object
+) -> Served:
+    with pretended_gpu() as machine, interpreted_kernels(machine), only(batch, chooser):
+        return serve(machine, model, PROMPTS[:batch], params, max_num_seqs=batch, **arguments)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [llamas(tmp_path_factory.mktemp(f"layers{layers}"), layers, 1)[0] for layers in (1, 2)]
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.full)])
+def test_a_layer_launches_twelve_kernels(models: list[Path], batch: int) -> None:
+    kernels = list[Counter[str]]()
+    for model in models:
+        found = served(model, batch, enforce_eager=True)
+        kernels.append(found.decoding(batch)[-1].kernels)
+        assert found.outputs == generate(model, PROMPTS[:batch], GREEDY, max_model_len=64).outputs
+    layer = kernels[1] - kernels[0]
+    assert layer.total() <= MOST
+    assert layer["norm_kernel"] == 2
+    assert layer["rotate_kernel"] == layer["swiglu_kernel"] == layer["write_kernel"] == 1
+
+
+@pytest.mark.parametrize(("params", "chooser"), [(GREEDY, "greedy"), (LIMITED, "limited")])
+def test_kernels_are_captured(models: list[Path], params: SamplingParams, chooser: Chooser) -> None:
+    found = served(models[0], 1, params, chooser)
+    assert [each.graphs for each in found.decoding(1)] == [1] * len(found.decoding(1))
+    assert found.decoding(1)[-1].kernels.total() == 0
+    assert found.outputs == generate(models[0], PROMPTS[:1], params, max_model_len=64).outputs
