@@ -14,15 +14,13 @@ from protos.errors import EngineDeadError, SlipstreamError, TargetLostError, Tar
 from protos.progress import ProgressCallback
 from protos.worker_messages import Died, FromWorker, GroupLost, Setup, WorkerGroup, WorkerId
 from runtime.supervision.kv_sizing import KVSizing
+from runtime.supervision.rebuilds import RebuildCount
 from runtime.supervision.room import Room
 from runtime.supervision.startup import RANK_0, Devices, GroupStartup, StartError
 from runtime.supervision.watchdog import Clock, Watchdog
 
 logger = logging.getLogger(__name__)
 
-MAX_REBUILDS = 3
-STEADY_ROUNDS, STEADY_S = 50, 60.0
-"""After so many rounds or seconds a rebuilt group counts as healthy, and earlier rebuilds no longer count."""
 FOUND_S = 3.0
 """After a rank reported that its group failed, the rank that is gone is found within this time, or all are replaced."""
 EXPLAINED_S = 0.5
@@ -30,9 +28,6 @@ EXPLAINED_S = 0.5
 AWAY_S = 30.0
 """Ranks on a machine from which nothing comes are waited for so long: their processes and weights outlive a cut of the
 network, and another process takes longer to start. Ray takes longer to declare a machine dead, too."""
-DECLARED_S, AGAIN_S = 60.0, 1.0
-"""Ray declares a machine dead within the first of these times, and until then starts workers there, in vain: so long
-after a loss, starts that end with a death do not count. Each is tried again after the second one."""
 FEWER_AFTER_S = 10.0
 """After so long without room for all ranks, the group is started over fewer, if that is allowed."""
 REJOIN_S = 30.0
@@ -77,8 +72,7 @@ class TargetSupervisor:
         self._incarnations = dict.fromkeys(range(setup.world), 0)
         self.startup: GroupStartup | None = None
         self.failure: SlipstreamError | None = None  # why the startup failed
-        self._is_in_vain = False  # whether it was on a machine that may be gone
-        self._again_at = 0.0
+        self._is_elsewhere = False  # whether a worker died that may be on another machine
         self._ready_ranks = setup.world  # of the group that serves, or served last
         self._loss: str | None = None  # why the serving targets are lost
         self._lost: set[WorkerId] = set()  # which of them, as far as that is known
@@ -88,7 +82,7 @@ class TargetSupervisor:
         self._shortage, self._is_counted = "", True  # why a rank left the group; whether that counts as a rebuild
         self._serving: GroupStartup | None = None  # the startup of the group that serves, or served last
         self._rejoin_by = 0.0
-        self._num_rebuilds = 0
+        self._rebuilds = RebuildCount(clock)
         self._num_rounds = 0
         self._served_since = 0.0
 
@@ -104,7 +98,7 @@ class TargetSupervisor:
         )
 
     def _start(self, startup: GroupStartup) -> GroupStartup:
-        self.failure, self._is_in_vain = None, False
+        self.failure, self._is_elsewhere = None, False
         self.startup = startup
         self._rejoin_by = self._clock() + REJOIN_S
         startup.start()
@@ -122,7 +116,7 @@ class TargetSupervisor:
             self.startup.take(worker, message)
         except StartError as failure:
             self.failure = self.failure or failure.error
-            self._is_in_vain |= failure.is_death and self._may_be_elsewhere(worker)
+            self._is_elsewhere |= failure.is_death and self._may_be_elsewhere(worker)
         except SlipstreamError as error:
             self.failure = self.failure or error
 
@@ -192,7 +186,7 @@ class TargetSupervisor:
             NoRoomError: see `check_progress`.
         """
         waited_s = self._clock() - self._lost_at
-        if self._clock() < self._again_at:
+        if not self._rebuilds.is_due:
             return False
         if self._away and waited_s > AWAY_S:
             self._lost |= self._away
@@ -219,10 +213,12 @@ class TargetSupervisor:
         Raises:
             EngineDeadError: the group was lost too often.
         """
-        self._count_rebuild()
+        served_s = self._watchdog.now - self._served_since
+        attempt = self._rebuilds.begin(
+            self._loss, rounds=self._num_rounds, served_s=served_s, is_counted=self._is_counted
+        )
         before, gone = self._serving, self._gone()
         names = ", ".join(map(str, gone)) if 0 < len(gone) < len(self.workers) else "the target group"
-        attempt = f"attempt {self._num_rebuilds} of {MAX_REBUILDS}" if self._is_counted else "which was out of memory"
         self._report(f"starting {names} again, {attempt}")
         return self._replace(gone, self._all_ranks, before)
 
@@ -256,29 +252,9 @@ class TargetSupervisor:
         serving = self._serving
         return serving is not None and all(serving.devices[worker] == "cpu" for worker in self.workers)
 
-    def _count_rebuild(self) -> None:
-        """Count a rebuild, and fail if the group was lost too often: its requests may be what kills it."""
-        if not self._is_counted:
-            return
-        if self._loss is not None:
-            served_s = self._watchdog.now - self._served_since
-            if self._num_rounds >= STEADY_ROUNDS or served_s >= STEADY_S:
-                self._num_rebuilds = 0
-            if self._num_rebuilds >= MAX_REBUILDS:
-                raise EngineDeadError(
-                    f"the target group was lost {MAX_REBUILDS + 1} times in a row, each time within "
-                    f"{STEADY_ROUNDS} rounds; the last time: {self._loss}"
-                )
-        self._num_rebuilds += 1
-
     def drop_startup(self, failure: SlipstreamError) -> None:
         """Drop a startup that failed. Raises `EngineDeadError` if it was the last attempt."""
-        now = self._clock()
-        if self._is_in_vain and now - self._lost_at < DECLARED_S:
-            self._num_rebuilds -= 1
-            self._again_at = now + AGAIN_S
-        elif self._num_rebuilds >= MAX_REBUILDS:
-            raise EngineDeadError(f"the target group could not be rebuilt in {MAX_REBUILDS} attempts: {failure}")
+        self._rebuilds.fail(failure, lost_s=self._clock() - self._lost_at, is_elsewhere=self._is_elsewhere)
         logger.warning("the target group could not be started: %s", failure)
         self.startup = None
 
