@@ -19,9 +19,9 @@ Window = Callable[[Any], int | None]
 """Returns the sliding window of an attention module, when it runs: the check of a loaded model narrows windows."""
 WINDOWS: dict[str, Window] = {
     "Llama": lambda _attention: None,
-    "Mistral": lambda attention: attention.config.sliding_window,  # type: ignore[no-any-return]
-    "Qwen2": lambda attention: attention.sliding_window,  # type: ignore[no-any-return]
-    "Qwen3": lambda attention: attention.sliding_window,  # type: ignore[no-any-return]
+    "Mistral": lambda attention: attention.config.sliding_window,
+    "Qwen2": lambda attention: attention.sliding_window,
+    "Qwen3": lambda attention: attention.sliding_window,
 }
 """Families that are known, by the first part of the names of their classes."""
 ACTIVATIONS = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
@@ -102,7 +102,8 @@ class FusedLayer:
         hidden_TC, normed_TC = add_rms_norm(
             hidden_TC, attention.o_proj(attended_TX), after.weight, after.variance_epsilon
         )
-        return (hidden_TC + mlp.down_proj(swiglu(self._gate_up(normed_TC)))).unsqueeze(0)
+        inner_TC: torch.Tensor = mlp.down_proj(swiglu(self._gate_up(normed_TC)))
+        return (hidden_TC + inner_TC).unsqueeze(0)
 
     def _attend(
         self, normed_TC: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, named: dict[str, Any]
@@ -111,7 +112,7 @@ class FusedLayer:
         qkv_TX = self._qkv(normed_TC)
         rotate_(qkv_TX, cos_TD.contiguous(), sin_TD.contiguous(), self._heads, self._norms)
         qkv_1XTD = qkv_TX.view(1, len(qkv_TX), -1, attention.head_dim).transpose(1, 2)
-        query, key, value = qkv_1XTD.split([heads, kv_heads, kv_heads], 1)
+        query, key, value = torch.split(qkv_1XTD, [heads, kv_heads, kv_heads], 1)
         window = self._window(attention)
         others = {name: given for name, given in named.items() if name not in {"attention_mask", "past_key_values"}}
         output_1THD, _ = paged_attention(
@@ -126,7 +127,7 @@ class Merged:
     def __init__(self, parts: list[nn.Linear]) -> None:
         sizes = [part.out_features for part in parts]
         self._weight = torch.cat([part.weight for part in parts])
-        for part, view in zip(parts, self._weight.split(sizes), strict=True):
+        for part, view in zip(parts, torch.split(self._weight, sizes), strict=True):
             part.weight = nn.Parameter(view, requires_grad=False)
         self._bias = _merged_bias(parts)
 
