@@ -24,7 +24,7 @@ from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, DecodingRow
 from runtime.policy.cost_model import Ints
 from runtime.policy.round_costs import Round, RoundCostModel
-from runtime.policy.switching import SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, Switch, Trials
+from runtime.policy.switching import MOST_LOST, SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, Switch, Trials
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class AdaptivePolicy:
             self._costs.observe(done)
         plain_s = self._costs.of(done.num_known).plain()
         lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
-        return min(lost_s, self._trials.most_lost(plain_s))
+        return min(lost_s, MOST_LOST * plain_s)
 
     def _record(self, step: FinishedStep) -> None:
         """Learn acceptance. Of rows that began in this step, nothing is: they may have been asked for other drafts."""

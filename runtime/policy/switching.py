@@ -16,8 +16,7 @@ WARMING_ROUNDS = 2
 TRIAL_ROUNDS = WARMING_ROUNDS + 4
 """A trial drafts in so many rounds in a row."""
 MOST_LOST = 2.0
-"""A round of a trial counts as having lost so many plain rounds at most, or so many times what was expected of it where
-that is more: drafts may be long under way. One that lost more was disturbed."""
+"""A round of a trial counts as having lost so many plain rounds at most. One that lost more was disturbed."""
 TRIAL_PAUSE = 16
 """Rounds after a trial before the next one: what it showed is used first."""
 MOST_SAVED = 10
@@ -67,7 +66,6 @@ class Trials:
     def __init__(self) -> None:
         self._saved_s = 0.0
         self._usual_s = 0.0  # what the last trial lost
-        self._expected_s = 0.0  # what this trial was to lose
         self._lost_s = 0.0  # by this trial
         self._rounds_left = 0
         self._pause = 0
@@ -82,14 +80,9 @@ class Trials:
         needed_s = max(expected_s, self._usual_s)
         if self._pause > 0 or self._saved_s < needed_s:
             return False
-        self._expected_s = needed_s
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
         self._rounds_left, self._lost_s = TRIAL_ROUNDS, 0.0
         return True
-
-    def most_lost(self, plain_s: float) -> float:
-        """Return the most seconds that a round of this trial counts as having lost; a plain one takes *plain_s*."""
-        return MOST_LOST * max(plain_s, self._expected_s / TRIAL_ROUNDS)
 
     def pay(self, expected_s: float) -> bool:
         """Return whether enough time was saved for a single round that loses *expected_s*; if so, spend it."""

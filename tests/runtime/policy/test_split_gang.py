@@ -11,7 +11,6 @@ from runtime.policy.base import FinishedStep
 from runtime.policy.batch_size import WAY_ROUNDS, BatchSizePolicy, with_threshold
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.round_costs import RoundCostModel
-from runtime.policy.switching import TRIAL_ROUNDS, TRIAL_SHARE, Trials
 from tests.support.policy_simulation import LIMIT, Seconds, Simulation, cheap, fixed_rate, flat, warmed_up
 from tests.support.scheduling import decoding
 
@@ -48,26 +47,6 @@ def test_the_adaptive_policy_is_never_slower_than_no_draft(way_s: float, target:
     found = simulation.run(rates, 800)
     assert found >= 0.97 * fixed_rate(0, rates, target, cheap)
     assert found >= 0.85 * best_with_way(rates, target, way_s)
-
-
-@pytest.mark.parametrize("way_s", WAYS_S)
-def test_a_trial_is_charged_all_that_it_loses(way_s: float) -> None:
-    trials, plain_s = Trials(), flat(1)
-    lost_s = total_s = 0.0
-    for _ in range(40_000):
-        lost = way_s if trials.is_running or trials.start_if_due(TRIAL_ROUNDS * way_s) else 0.0
-        trials.end_round(plain_s + lost, min(lost, trials.most_lost(plain_s)))
-        lost_s, total_s = lost_s + lost, total_s + plain_s + lost
-    assert 0 < lost_s <= 1.01 * TRIAL_SHARE * total_s
-
-
-@pytest.mark.full
-def test_trials_over_a_long_way_stay_rare() -> None:
-    """A trial round with 40 ms of way loses a dozen plain rounds. Time is saved for each trial in full."""
-    rates = [0.6]
-    simulation = Simulation(adaptive(warmed_up(flat)), flat, cheap, way=max(WAYS_S))
-    simulation.run(rates, 8000)
-    assert simulation.run(rates, 6000) >= 0.97 * fixed_rate(0, rates, flat, cheap)
 
 
 def test_a_long_way_pays_for_a_large_target_only() -> None:
