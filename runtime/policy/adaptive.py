@@ -281,8 +281,9 @@ class AdaptivePolicy:
 
     def _describe(self, step: FinishedStep) -> Round:
         rows, worker = step.plan.rows, self._sources.worker
-        asked = [(self._by_slot.get(row.slot, NOT_ASKED)[0], row.source == worker) for row in rows]
-        wanted = [one[worker] for one, by_worker in asked if by_worker and len(one) > worker and one[worker]]
+        by_worker = {row.slot for row in rows if row.source == worker}
+        asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED)[0] for row in rows}
+        wanted = [asked[slot][worker] for slot in by_worker if len(asked[slot]) > worker and asked[slot][worker]]
         return Round(
             num_known=sum([row.length for row in rows]),
             num_scored=sum([verdict.proposed for verdict in step.verdicts]),
@@ -292,6 +293,7 @@ class AdaptivePolicy:
             draft_s=step.draft_s,
             seconds=step.seconds,
             decodes=step.plan.decodes,
-            num_looked=sum([any(one[PREDICTION + 1 : worker]) for one, _ in asked]),
+            num_looked=sum([any(one[PREDICTION + 1 : worker]) for one in asked.values()]),
             lookup_s=step.lookup_s,
+            got_none=bool(wanted) and not any(one.proposed for one in step.verdicts if one.slot in by_worker),
         )

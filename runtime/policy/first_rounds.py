@@ -13,8 +13,8 @@ class FirstRounds:
     """Counts the first rounds.
 
     Args:
-        limit: most draft tokens of a row. A round counts as having lost so many plain rounds at most, as a disturbed one
-            shows nothing of later ones.
+        limit: most draft tokens of a row. A round counts as having lost so many plain rounds at most: one that was
+            disturbed shows nothing of later ones.
     """
 
     def __init__(self, limit: int) -> None:
