@@ -23,8 +23,9 @@ from runtime.policy.allocation import RoundCosts
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, DecodingRow
 from runtime.policy.cost_model import Ints
+from runtime.policy.first_rounds import FirstRounds
 from runtime.policy.round_costs import Round, RoundCostModel
-from runtime.policy.switching import MOST_LOST, SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, Switch, Trials
+from runtime.policy.switching import SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, Switch, Trials
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ NOT_ASKED: tuple[DraftTokens, DecodingRow] = (), DecodingRow((), ())
 
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
-FIRST_ROUNDS, FIRST_PLAIN = 48, 6
-"""So many first rounds decide nothing: the very first take longer than later ones. The last of them are plain."""
 EXPLORE_EVERY = 100
 """While speculation is on, one round of so many has a random K for all rows, or is plain, if that costs little."""
 DECIDING_SHARE, KEEP_AT_MOST = 0.005, 32
@@ -75,12 +74,12 @@ class AdaptivePolicy:
         self._chooser = chooser
         self._costs = costs
         self._switch = Switch()
-        self._trials = Trials()
+        self._trials = Trials(limit)
         self._requests: dict[int, tuple[RequestAcceptance, ...]] = {}  # of each source, by the sequence's key
         self._by_slot: dict[int, tuple[DraftTokens, DecodingRow]] = {}  # of this round, and what was asked for
         self._chosen: dict[int, DraftTokens] = {}  # in this round, by the sequence's key
         self._typical = self._uniform(limit)  # for sequences that came after the last decision
-        self._num_first = FIRST_ROUNDS  # rounds before the first decision
+        self._first = FirstRounds(limit)
         self._keep_for = 0  # rounds for which the last decision is kept
         self._num_kept = 0  # rounds since the last decision
         self._num_drafting = 0  # rounds in a row with draft tokens
@@ -156,7 +155,7 @@ class AdaptivePolicy:
             self._requests = {one.key: self._requests[one.key] for one in running if one.key in self._requests}
 
     def _choose(self, rows: dict[int, DecodingRow], num_known: int) -> None:
-        if self._num_first > 0:
+        if not self._first.are_over:
             self._use_first(rows, num_known)
         elif self._trials.is_running:
             self._use_everywhere(TRIAL_TOKENS, rows)
@@ -171,9 +170,8 @@ class AdaptivePolicy:
 
     def _use_first(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         """Draft in the first rounds, whether it seems to pay or not."""
-        self._num_first -= 1
         self._num_kept += 1
-        if self._num_first < FIRST_PLAIN:
+        if not self._first.start():
             self._use_everywhere(0, rows)
             return
         k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known)).k_RS
@@ -251,8 +249,13 @@ class AdaptivePolicy:
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
         self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
-        lost_s = 0.0 if self._is_resting and self._num_kept % LEARN_EVERY else self._learn(step)
-        if self._trials.end_round(step.seconds, lost_s):
+        if self._is_resting and self._num_kept % LEARN_EVERY:
+            self._trials.end_round(step.seconds)
+            return
+        plain_s = self._learn(step)
+        lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
+        self._first.end_round(lost_s, plain_s)
+        if self._trials.end_round(step.seconds, lost_s, plain_s):
             self._keep_for = 0
 
     def revise(self, costs: StepCosts) -> None:
@@ -261,14 +264,12 @@ class AdaptivePolicy:
         self._keep_for = 0
 
     def _learn(self, step: FinishedStep) -> float:
-        """Learn acceptance and costs; return the seconds that the step lost against plain decoding."""
+        """Learn acceptance and costs; return the seconds of a plain step of the same rows."""
         done = self._describe(step)
         if not 1 <= self._num_drafting <= WARMING_ROUNDS:
             self._record(step)
             self._costs.observe(done)
-        plain_s = self._costs.of(done.num_known).plain()
-        lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
-        return min(lost_s, MOST_LOST * plain_s)
+        return self._costs.of(done.num_known).plain()
 
     def _record(self, step: FinishedStep) -> None:
         """Learn acceptance. Of rows that began in this step, nothing is: they may have been asked for other drafts."""
@@ -280,8 +281,9 @@ class AdaptivePolicy:
 
     def _describe(self, step: FinishedStep) -> Round:
         rows, worker = step.plan.rows, self._sources.worker
-        asked = [(self._by_slot.get(row.slot, NOT_ASKED)[0], row.source == worker) for row in rows]
-        wanted = [one[worker] for one, by_worker in asked if by_worker and len(one) > worker and one[worker]]
+        by_worker = {row.slot for row in rows if row.source == worker}
+        asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED)[0] for row in rows}
+        wanted = [asked[slot][worker] for slot in by_worker if len(asked[slot]) > worker and asked[slot][worker]]
         return Round(
             num_known=sum([row.length for row in rows]),
             num_scored=sum([verdict.proposed for verdict in step.verdicts]),
@@ -291,6 +293,7 @@ class AdaptivePolicy:
             draft_s=step.draft_s,
             seconds=step.seconds,
             decodes=step.plan.decodes,
-            num_looked=sum([any(one[PREDICTION + 1 : worker]) for one, _ in asked]),
+            num_looked=sum([any(one[PREDICTION + 1 : worker]) for one in asked.values()]),
             lookup_s=step.lookup_s,
+            got_none=bool(wanted) and not any(one.proposed for one in step.verdicts if one.slot in by_worker),
         )

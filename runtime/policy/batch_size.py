@@ -22,6 +22,7 @@ from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.base import FinishedStep
 from runtime.policy.interpolation import interpolate
+from runtime.policy.round_costs import NOT_WAITED
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,11 @@ class DraftWay:
         self._way_s: deque[float] = deque(maxlen=WAY_ROUNDS)
         self._until_due = WAY_ROUNDS
 
+    def was_not_waited_for(self, k: int, step: FinishedStep) -> bool:
+        """Whether target rank 0 went on without late drafts: such a round does not show how long they are under way."""
+        drafting_s = k * interpolate(self._costs.draft_s, len(step.plan.rows))
+        return step.draft_s < NOT_WAITED * drafting_s and not any(one.proposed for one in step.verdicts)
+
     def observe(self, k: int, num_rows: int, draft_s: float) -> bool:
         """Record a round with *k* draft tokens for each row; return whether the threshold is to be derived again."""
         self._way_s.append(max(0.0, draft_s - k * interpolate(self._costs.draft_s, num_rows)))
@@ -185,6 +191,8 @@ class BatchSizePolicy:
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`. A derived threshold follows what drafts take on their way."""
         if self._way is None or not self._current or not step.plan.decodes:
+            return
+        if self._way.was_not_waited_for(self._current, step):
             return
         if self._way.observe(self._current, len(step.plan.rows), step.draft_s):
             self._move(self._way.costs(self._limit))

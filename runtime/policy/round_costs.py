@@ -10,6 +10,8 @@ from runtime.policy.cost_model import CostCurve
 FREE = {1: 0.0}
 PROMPTS_RATE = 0.02
 """Weight of the newest round in what the draft spends on prompts."""
+NOT_WAITED = 0.5
+"""A round without the drafts asked for that took less than this share of what drafting costs did not wait for them."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Round:
         decodes: whether all rows decode: no prompt chunks.
         num_looked: rows for which drafts were looked up.
         lookup_s: of *draft_s*, those spent on that.
+        got_none: whether the draft worker was asked, and no draft of it came.
     """
 
     num_known: int
@@ -39,6 +42,7 @@ class Round:
     decodes: bool = True
     num_looked: int = 0
     lookup_s: float = 0.0
+    got_none: bool = False
 
 
 class RoundCostModel:
@@ -74,13 +78,17 @@ class RoundCostModel:
             self._observe_prompts(done)
         if not done.decodes:
             return
-        if done.depth:
-            levels_s = done.draft_s - done.lookup_s
+        levels_s = done.draft_s - done.lookup_s
+        if done.depth and not (done.got_none and self._was_not_waited_for(done, levels_s)):
             self._draft.observe(done.num_drafting, levels_s / self._levels.at(done.depth))
             self._levels.observe(done.depth, levels_s / self._draft.at(done.num_drafting))
         if done.num_looked:
             self._lookups.observe(done.num_looked, done.lookup_s)
         self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s)
+
+    def _was_not_waited_for(self, done: Round, levels_s: float) -> bool:
+        """Whether target rank 0 went on without a late draft: such a round does not show what drafts cost."""
+        return levels_s < NOT_WAITED * self._levels.at(done.depth) * self._draft.at(done.num_drafting)
 
     def _observe_prompts(self, done: Round) -> None:
         """Learn what drafting spends on prompts, as seconds of a round on average."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from statistics import median
 
 SMOOTHING = 0.2
 """Weight of the newest round in the smoothed gain."""
@@ -16,7 +17,9 @@ WARMING_ROUNDS = 2
 TRIAL_ROUNDS = WARMING_ROUNDS + 4
 """A trial drafts in so many rounds in a row."""
 MOST_LOST = 2.0
-"""A round of a trial counts as having lost so many plain rounds at most. One that lost more was disturbed."""
+"""A round of a trial counts as having lost so many plain rounds at most, or so many times what its median round lost.
+
+One that lost more was disturbed. With a draft on another machine all rounds lose many plain ones."""
 TRIAL_PAUSE = 16
 """Rounds after a trial before the next one: what it showed is used first."""
 MOST_SAVED = 10
@@ -61,12 +64,16 @@ class Trials:
     """Lets trials take `TRIAL_SHARE` of the time: a share of every round is saved, and a trial spends what it lost.
 
     So do single rounds with another number of draft tokens while speculation is on.
+
+    Args:
+        limit: most draft tokens of a row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._saved_s = 0.0
         self._usual_s = 0.0  # what the last trial lost
-        self._lost_s = 0.0  # by this trial
+        self._lost_s: list[float] = []  # by each round of this trial
         self._rounds_left = 0
         self._pause = 0
 
@@ -81,7 +88,7 @@ class Trials:
         if self._pause > 0 or self._saved_s < needed_s:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
-        self._rounds_left, self._lost_s = TRIAL_ROUNDS, 0.0
+        self._rounds_left, self._lost_s = TRIAL_ROUNDS, []
         return True
 
     def pay(self, expected_s: float) -> bool:
@@ -91,8 +98,8 @@ class Trials:
         self._saved_s -= expected_s
         return True
 
-    def end_round(self, seconds: float, lost_s: float) -> bool:
-        """Count a round that took *seconds*, *lost_s* of them against plain decoding if it was part of a trial.
+    def end_round(self, seconds: float, lost_s: float = 0.0, plain_s: float = 0.0) -> bool:
+        """Count a round that took *seconds*, *lost_s* of them against plain decoding, whose rounds take *plain_s*.
 
         Returns:
             Whether a trial has ended.
@@ -101,11 +108,19 @@ class Trials:
         self._pause -= 1
         if not self._rounds_left:
             return False
-        self._lost_s += lost_s
+        self._lost_s.append(lost_s)
         self._rounds_left -= 1
-        if self._rounds_left:
+        if self._rounds_left and not self._is_hopeless(plain_s):
             return False
-        self._pause = TRIAL_PAUSE
-        self._usual_s = max(0.0, self._lost_s)
-        self._saved_s -= self._usual_s
+        self._end(plain_s)
         return True
+
+    def _is_hopeless(self, plain_s: float) -> bool:
+        """Whether rounds lose more than all draft tokens that a row can have would gain if they were accepted."""
+        return len(self._lost_s) > WARMING_ROUNDS and median(self._lost_s) > self._limit * plain_s
+
+    def _end(self, plain_s: float) -> None:
+        most_s = MOST_LOST * max(plain_s, median(self._lost_s))
+        self._usual_s = max(0.0, sum([min(one_s, most_s) for one_s in self._lost_s]))
+        self._saved_s -= self._usual_s
+        self._rounds_left, self._pause = 0, TRIAL_PAUSE

@@ -24,7 +24,8 @@ class Simulation:
     A draft is *found* with this probability; a look-up finds nothing in many rounds. Rows with a number in *predicted*
     have a prediction. With more than the draft worker as a source, the drafts of each other source are right at its own
     rate, whatever the row's, and *looked_up* gives this rate and how often such a draft is found. Looking up takes
-    *lookup* seconds a row. In rounds in which the draft worker is asked, plan and table are *way* seconds under way.
+    *lookup* seconds a row. In rounds in which the draft worker is asked, plan and table are *way* seconds under way. In
+    the share *skipped* of those it is behind, and target rank 0 goes on without drafts.
     """
 
     policy: Policy
@@ -37,6 +38,7 @@ class Simulation:
     looked_up: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     lookup: float = 0.00002
     way: float = 0.0
+    skipped: float = 0.0
     seed: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
@@ -60,12 +62,16 @@ class Simulation:
         ]
         self.policy.begin_step(sequences)
         self.ks = [self.policy.num_draft_tokens(sequence) for sequence in sequences]
+        is_behind = self.random.random() < self.skipped if self.skipped else False
         drafts = [self._draft(sequence, rate) for sequence, rate in zip(sequences, rates, strict=True)]
+        if is_behind:
+            drafts = [(source, 0 if source == self.sources.worker else k, rate) for source, k, rate in drafts]
         rows = [Row(key, 1, 1, 2, k, source=source) for key, (source, k, _) in enumerate(drafts)]
         verdicts = [self._verdict(key, k, rate) for key, (_, k, rate) in enumerate(drafts)]
         gained = sum(len(verdict.path) + 1 for verdict in verdicts)
         noise = 1 + self.noise * self.random.random()
-        worker = [self._most(sequences[row.slot], row.source) for row in rows if row.source == self.sources.worker]
+        of_worker = [row.slot for row in rows if row.source == self.sources.worker and not is_behind]
+        worker = [self._most(sequences[slot], self.sources.worker) for slot in of_worker]
         lookup_s = self.lookup * noise * sum(self._looks_up(one) for one in sequences)
         draft_s = lookup_s + max(worker, default=0) * self.draft(sum(k > 0 for k in worker)) * noise
         draft_s += self.way if any(worker) else 0.0

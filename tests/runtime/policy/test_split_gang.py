@@ -1,6 +1,7 @@
 """A draft on another machine: what the policies make of the time that plans and tables are under way."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -11,6 +12,7 @@ from runtime.policy.base import FinishedStep
 from runtime.policy.batch_size import WAY_ROUNDS, BatchSizePolicy, with_threshold
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.round_costs import RoundCostModel
+from runtime.policy.switching import TRIAL_SHARE, Trials
 from tests.support.policy_simulation import LIMIT, Seconds, Simulation, cheap, fixed_rate, flat, warmed_up
 from tests.support.scheduling import decoding
 
@@ -49,6 +51,74 @@ def test_the_adaptive_policy_is_never_slower_than_no_draft(way_s: float, target:
     assert found >= 0.85 * best_with_way(rates, target, way_s)
 
 
+def small(tokens: int) -> float:
+    """A step of a small target: 40 ms are worth thirty of them."""
+    return 0.0012 + 0.00003 * tokens
+
+
+@pytest.mark.parametrize("way_s", WAYS_S)
+@pytest.mark.parametrize("target", [small, flat])
+@pytest.mark.parametrize("rate", [0.2, pytest.param(0.6, marks=pytest.mark.full)])
+def test_trials_of_a_far_draft_take_their_share_of_the_time_only(way_s: float, target: Seconds, rate: float) -> None:
+    simulation = Simulation(adaptive(warmed_up(target)), target, cheap, way=way_s)
+    simulation.run([rate], 400)
+    assert simulation.run([rate], 4000) >= 0.985 * fixed_rate(0, [rate], target, cheap)
+
+
+def test_the_second_trial_waits_as_long_as_the_first_one() -> None:
+    """Losses of trials are counted in full: six rounds of 42 ms are saved for in full, too."""
+    trials = Trials(limit=64)
+    began = []
+    for number in range(60_000):
+        if not trials.is_running and trials.start_if_due(6 * 0.04):
+            began.append(number)
+        trials.end_round(0.042 if trials.is_running else 0.002, 0.04, 0.002)
+    gaps = [second - first for first, second in pairwise(began)]
+    assert len(gaps) >= 3
+    assert min(gaps) * 0.002 * TRIAL_SHARE >= 0.9 * 6 * 0.04
+
+
+def test_a_trial_ends_when_no_draft_could_make_up_for_what_it_loses() -> None:
+    trials = Trials(limit=5)
+    assert trials.start_if_due(0.0)
+    assert [trials.end_round(0.042, 0.04, 0.002) for _ in range(3)] == [False, False, True]
+    assert not trials.is_running
+
+
+@pytest.mark.parametrize("lost_s", [[0.004] * 5 + [0.9], [0.9] + [0.004] * 5])
+def test_one_disturbed_round_does_not_put_off_the_next_trial(lost_s: list[float]) -> None:
+    trials = Trials(limit=5)
+    assert trials.start_if_due(0.0)
+    for one_s in lost_s:
+        trials.end_round(0.002 + one_s, one_s, 0.002)
+    assert not trials.is_running
+    rounds = next(number for number in range(100_000) if trials.end_round(0.002) or trials.start_if_due(0.01))
+    usual_s = 5 * 0.004 + 2 * 0.004  # the disturbed round counts as twice the others
+    assert rounds * 0.002 * TRIAL_SHARE < 1.1 * 2 * usual_s, "what the trial lost, and as much for the next one"
+
+
+def test_the_first_rounds_end_early_where_drafts_lose_much() -> None:
+    """All of them would lose 42 times 40 ms."""
+    lost_s = {}
+    for way_s in (0.0, *WAYS_S):
+        simulation = Simulation(adaptive(warmed_up(flat)), flat, cheap, way=way_s)
+        simulation.run([0.6], 48)
+        lost_s[way_s] = simulation.seconds - simulation.num_tokens / fixed_rate(0, [0.6], flat, cheap)
+    assert lost_s[0.0] < 0.0
+    assert max(lost_s.values()) < 100 * flat(1)
+
+
+@pytest.mark.parametrize("skipped", [0.5, 0.8])
+@pytest.mark.parametrize("way_s", WAYS_S[1:])
+@pytest.mark.parametrize("target", [small, flat])
+def test_rounds_that_do_not_wait_for_late_drafts_do_not_make_them_cheap(
+    target: Seconds, way_s: float, skipped: float
+) -> None:
+    simulation = Simulation(adaptive(warmed_up(target)), target, cheap, way=way_s, skipped=skipped)
+    simulation.run([0.6], 400)
+    assert simulation.run([0.6], 1500) >= 0.97 * fixed_rate(0, [0.6], target, cheap)
+
+
 def test_a_long_way_pays_for_a_large_target_only() -> None:
     for target, pays in ((flat, False), (large, True)):
         simulation = Simulation(adaptive(warmed_up(target)), target, cheap, way=0.04)
@@ -68,8 +138,8 @@ def threshold() -> BatchSizePolicy:
     return BatchSizePolicy(derive(COSTS)[0], derive, COSTS)
 
 
-def serve(policy: BatchSizePolicy, num_rows: int, way_s: float) -> int:
-    """Run twice as many rounds as the way is the median of; return K afterwards."""
+def serve(policy: BatchSizePolicy, num_rows: int, way_s: float, *, num_skipped: int = 0) -> int:
+    """Run twice as many rounds as the way is the median of, each before *num_skipped* that do not wait; return K."""
     rows = [decoding(key) for key in range(num_rows)]
     for _ in range(2 * WAY_ROUNDS):
         policy.begin_step(rows)
@@ -77,6 +147,8 @@ def serve(policy: BatchSizePolicy, num_rows: int, way_s: float) -> int:
         draft_s = k * 0.0002 + (way_s if k else 0.0)
         plan = RoundPlan(0, [Row(key, 1, 1, 2, k) for key in range(num_rows)])
         policy.end_step(FinishedStep(plan, [], num_rows, draft_s, 0.01 + draft_s))
+        for _ in range(num_skipped):
+            policy.end_step(FinishedStep(plan, [], num_rows, 0.0, 0.01))
     policy.begin_step(rows)
     return policy.current
 
@@ -87,6 +159,10 @@ def test_the_threshold_follows_the_measured_way() -> None:
     assert ks[0] == [5, 5, 5]
     assert ks[-1] == [5, 0, 0], "a single request always has drafts"
     assert sorted(ks, reverse=True) == ks
+
+
+def test_the_threshold_does_not_follow_rounds_that_did_not_wait() -> None:
+    assert serve(threshold(), 8, 0.04, num_skipped=3) == 0
 
 
 def test_the_threshold_comes_back_when_the_way_is_short_again() -> None:
