@@ -23,9 +23,8 @@ from runtime.policy.allocation import RoundCosts
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, DecodingRow
 from runtime.policy.cost_model import Ints
-from runtime.policy.first_rounds import FirstRounds
 from runtime.policy.round_costs import Round, RoundCostModel
-from runtime.policy.switching import SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, Switch, Trials
+from runtime.policy.switching import SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, FirstRounds, Switch, Trials
 
 logger = logging.getLogger(__name__)
 
