@@ -1,0 +1,107 @@
+"""Checkpoints that people use are accepted as published: configs, tensor names and shapes, without their weights."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from protos.config.engine import ModelConfig
+from protos.errors import ModelError
+from protos.layers import LayerShape
+from tests.support.checkpoints.entry import Published
+from tests.support.checkpoints.listed import PUBLISHED
+from workers.attention import backend
+from workers.attention.kv import bytes_per_token
+from workers.model.loader import context_length
+from workers.model.probe import probe, probe_states
+from workers.model.quantization import check_quantization
+from workers.recurrent.mixers import adapt
+from workers.weights import families
+from workers.weights.building import on_meta
+from workers.weights.finding import check_left_over, find_all
+from workers.weights.quantized.formats import format_of
+from workers.weights.quantized.stored import StoredTensors
+from workers.weights.reader import Checkpoint
+from workers.weights.wrapped import language_config, text_described
+
+ROOT = Path(__file__).parents[3]
+NAMED = pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry.name.rpartition("/")[2])
+BESIDE = re.compile(
+    r"(?:model\.)?(?:vision_tower|visual|multi_modal_projector|embed_vision|embed_audio|audio_tower)\.|mtp\."
+)
+"""What belongs to no text model."""
+
+
+def opened(entry: Published) -> tuple[Any, Checkpoint]:
+    """Return the model of *entry* on the meta device, and its checkpoint."""
+    headers = entry.headers()
+    given = {key: value for key, value in entry.config.items() if key != "model_type"}
+    config = language_config(AutoConfig.for_model(entry.config["model_type"], **given), headers.keys())
+    model = on_meta(config, torch.bfloat16)
+    tensors = StoredTensors(dict.fromkeys(headers.keys(), headers))
+    quantized = format_of(getattr(config, "quantization_config", None))
+    return model, Checkpoint(tensors, str(config.model_type), model.base_model_prefix, quantized)
+
+
+@NAMED
+def test_the_config_is_accepted(entry: Published) -> None:
+    described = text_described(json.loads(json.dumps(entry.config)))
+    config = ModelConfig(entry.name, max_model_len=entry.max_model_len)
+    families.check(described, entry.name, entry.max_model_len)
+    check_quantization(config, described, torch.device("cpu"))
+    assert context_length(described, config) >= 4096
+    assert described["dtype" if "dtype" in described else "torch_dtype"] in {"bfloat16", "float16"}
+
+
+@NAMED
+def test_tensors_and_cache(entry: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor is found, none is left over, and the KV cache has the size that was worked out by hand."""
+    model, checkpoint = opened(entry)
+    tensors = model.state_dict(keep_vars=True)
+    find_all(entry.name, tensors, checkpoint)
+    unread = checkpoint.unread()
+    check_left_over(entry.name, model, unread)
+    layers = int(model.config.num_hidden_layers)
+    left = [name for name in unread if not BESIDE.match(name) and not _is_later(name, layers)]
+    assert [name for name in left if not name.endswith("input_scale")] == []
+    assert bytes_per_token(_layers(model, entry, monkeypatch), torch.bfloat16) == entry.kv_bytes
+
+
+def _is_later(name: str, layers: int) -> bool:
+    """Return whether a tensor is in a layer after the last: those predict several tokens."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= layers
+
+
+def _layers(model: Any, entry: Published, monkeypatch: pytest.MonkeyPatch) -> tuple[LayerShape, ...]:
+    """Return what the loader finds by running one token; on the meta device, none is sent to experts."""
+    monkeypatch.setattr(torch.ops.slipstream, "paged_attention", backend._op)
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.forward = lambda hidden, *_: hidden
+    if adapt(model):
+        probe_states(model, entry.name)
+    return probe(model, entry.name)
+
+
+def test_a_tensor_too_many_or_too_few_is_refused() -> None:
+    entry = PUBLISHED[0]
+    model, checkpoint = opened(entry)
+    tensors = model.state_dict(keep_vars=True)
+    find_all(entry.name, tensors, checkpoint)
+    extra = "model.layers.0.self_attn.another.weight"
+    with pytest.raises(ModelError, match=f"1 tensors in its decoder layers .* the first is {extra}"):
+        check_left_over(entry.name, model, [*checkpoint.unread(), extra])
+    with pytest.raises(ModelError, match="weights are missing"):
+        find_all(entry.name, {**tensors, "model.another.weight": torch.empty(1, device="meta")}, checkpoint)
+
+
+def test_the_page_lists_them() -> None:
+    page = (ROOT / "docs/models.md").read_text()
+    rows = re.findall(r"^\| \[?`([^`]+)`\]?[^|]* \| ([^|]+) \| `([^`]+)` \|$", page, re.M)
+    assert rows == [(entry.name, entry.what, entry.command) for entry in PUBLISHED]
+    assert len(PUBLISHED) >= 20
