@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from protos.errors import ModelError
 from workers.weights.building import on_meta
+from workers.weights.finding import check_left_over, find_all
 from workers.weights.keeping import AsValues, Keeper, quantize_linears
 from workers.weights.partition import TensorSlice
 from workers.weights.reader import Checkpoint, StoredWeight, open_checkpoint, read_slice
@@ -37,31 +37,23 @@ class WeightLoader:
         """Set every parameter and buffer of *model*; weights that are tied stay tied.
 
         Raises:
-            ModelError: weights are missing, or have another shape than the config states.
+            ModelError: weights are missing, have another shape than the config states, or belong to another model.
         """
         quantize_linears(model, self.checkpoint, self.slices, self.keeper)
         self._compute_buffers(model)
         kept = _kept_in_fp32(model, self.dtype)
         tensors = {full: tensor for full, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta}
+        found = find_all(self.name, tensors, self.checkpoint)
+        check_left_over(self.name, model, self.checkpoint.unread())
         ready: dict[int, torch.Tensor] = {}  # by the identity of the meta tensor, which tied weights share
-        for full, tensor in tensors.items():
-            stored = None if id(tensor) in ready else self.checkpoint.find(full)
-            if stored is not None:
-                dtype = torch.float32 if any(part.search(full) for part in kept) else tensor.dtype
-                ready[id(tensor)] = self._like(tensor, self._read(full, tensor, stored, dtype))
-        missing = sorted(full for full, tensor in tensors.items() if id(tensor) not in ready)
-        if missing:
-            raise ModelError(
-                f"{self.name}: {len(missing)} weights are missing from the checkpoint, the first is {missing[0]}"
-            )
+        for full, stored in found.items():
+            tensor = tensors[full]
+            dtype = torch.float32 if any(part.search(full) for part in kept) else tensor.dtype
+            ready[id(tensor)] = self._like(tensor, self._read(full, stored, dtype))
         for full, tensor in tensors.items():
             _set(model, full, ready[id(tensor)])
 
-    def _read(self, full: str, tensor: torch.Tensor, stored: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
-        if tuple(tensor.shape) != stored.shape:
-            raise ModelError(
-                f"{self.name}: {full} should be {list(tensor.shape)}, but the checkpoint has {list(stored.shape)}"
-            )
+    def _read(self, full: str, stored: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
         if full in self.slices and self.slices[full] is None:
             return torch.zeros(stored.shape, dtype=dtype, device=self.device)
         return read_slice(stored, self.slices.get(full), dtype).to(self.device)

@@ -20,7 +20,7 @@ from protos.errors import ModelError
 from workers.weights.hub import shards_by_tensor
 from workers.weights.partition import TensorSlice
 from workers.weights.quantized.formats import format_of
-from workers.weights.quantized.stored import QuantizedFormat, StoredTensors
+from workers.weights.quantized.stored import QuantizedFormat, StoredTensors, parts_of
 from workers.weights.wrapped import PREFIXES
 
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -133,12 +133,22 @@ class Checkpoint:
 
     def __init__(self, tensors: StoredTensors, kind: str, prefix: str, quantized: QuantizedFormat | None) -> None:
         self._tensors, self._kind, self._prefix, self._quantized = tensors, kind, prefix + ".", quantized
+        self._found: set[str] = set()
 
     def find(self, name: str) -> StoredWeight | None:
         """Return the weight *name* of the model; None if the checkpoint has none."""
         candidates = list(self._names(name))
         found = (find(candidate) for find in (self._one, self._experts, self._convolutions) for candidate in candidates)
         return next((weight for weight in found if weight is not None), None)
+
+    def unread(self) -> list[str]:
+        """Return the names of the tensors that are part of no weight that was found.
+
+        GPTQ stores a bias for every layer; those that are zeros need not be found.
+        """
+        biases = {f"{module}.bias" for module in (name.removesuffix(".qweight") for name in self._found)}
+        left = sorted(self._tensors.files.keys() - self._found)
+        return [name for name in left if name not in biases or self._tensors.read(name).any()]
 
     def _names(self, name: str) -> Iterator[str]:
         stripped = name.removeprefix(self._prefix)
@@ -152,8 +162,12 @@ class Checkpoint:
     def _one(self, stored: str) -> StoredWeight | None:
         quantized = None if self._quantized is None else self._quantized.find(stored, self._tensors)
         if quantized is not None:
+            self._found.update(parts_of(stored, self._tensors))
             return quantized
-        return PlainWeight(self._tensors.slice_of(stored)) if stored in self._tensors else None
+        if stored not in self._tensors:
+            return None
+        self._found.add(stored)
+        return PlainWeight(self._tensors.slice_of(stored))
 
     def _experts(self, name: str) -> StackedExperts | None:
         match = EXPERTS.fullmatch(name)

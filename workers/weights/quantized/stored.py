@@ -13,6 +13,10 @@ from workers.quantization.weight import QuantizedWeight
 ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError)
 """What reading damaged or missing parts raises, in libraries, too."""
 
+PARTS = ("weight", "weight_scale_inv", "weight_scale", "weight_zero_point", "weight_packed", "weight_shape",
+         "weight_global_scale", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx")  # fmt: skip
+"""What formats store for one module."""
+
 
 @dataclass(frozen=True)
 class StoredTensors:
@@ -96,3 +100,10 @@ class QuantizedFormat(Protocol):
     def find(self, name: str, tensors: StoredTensors) -> DequantizedWeight | None:
         """Return the weight *name* (a parameter's full name); None if it is not stored quantised."""
         ...
+
+
+def parts_of(name: str, tensors: StoredTensors) -> list[str]:
+    """Return the tensors that a quantised weight *name* is stored as."""
+    module = name.rpartition(".")[0]
+    possible = (*(f"{module}.{part}" for part in PARTS), f"{name}_blocks", f"{name}_scales")
+    return [part for part in possible if part in tensors]

@@ -1,0 +1,1 @@
+"""Published checkpoints: their configs, and the names, dtypes and shapes of their tensors."""

@@ -1,0 +1,43 @@
+"""A published checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.checkpoints.stored import Headers
+
+CARD = "public knowledge of its config.json and of the names in its index; neither file was at hand"
+SHARED = "public descriptions of the format of MTP heads"
+DEFAULTS = (
+    "the defaults of its config class in transformers 5.23, which are made from a published config; names of the class"
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint that people use.
+
+    Attributes:
+        name: on the Hub.
+        what: size, layers and quantisation, in a few words.
+        config: its `config.json`, without what the loader does not read.
+        headers: makes the headers of its safetensors files.
+        source: where the facts are from.
+        kv_bytes: of one token in all layers, in bf16, worked out by hand.
+        serve: options of `slipstream serve` that it needs.
+        max_model_len: the limit that has to be set, if any.
+    """
+
+    name: str
+    what: str
+    config: dict[str, Any]
+    headers: Callable[[], Headers]
+    source: str
+    kv_bytes: int
+    serve: str = ""
+    max_model_len: int | None = None
+
+    @property
+    def command(self) -> str:
+        """The command that serves it."""
+        return f"slipstream serve {self.name}" + (f" {self.serve}" if self.serve else "")

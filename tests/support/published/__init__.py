@@ -1,1 +1,0 @@
-"""Published checkpoints: their configs, and the names and shapes of their tensors."""
