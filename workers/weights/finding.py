@@ -49,7 +49,8 @@ def find_all(name: str, tensors: Mapping[str, torch.Tensor], checkpoint: "Checkp
 def check_left_over(name: str, model: Any, names: Iterable[str]) -> None:
     """Raise an error if tensors that were not read belong to a decoder layer of *model*: it would compute otherwise.
 
-    Vision towers, heads for multi-token prediction, and what else is beside the decoder layers may stay unread.
+    Vision towers, heads for multi-token prediction, what else is beside the decoder layers, and all layers that are not
+    built, may stay unread.
 
     Args:
         name: the model as the user named it.
@@ -60,12 +61,13 @@ def check_left_over(name: str, model: Any, names: Iterable[str]) -> None:
         ModelError: names the first.
     """
     layers = _layers_of(model)
+    present = {match["layer"] for full, _ in model.named_parameters() if (match := layers.match(full)) is not None}
     ignored = [NOT_READ, *(re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ())]
     left = sorted(
         stored
         for stored in names
         if (match := layers.match(stored)) is not None
-        and int(match["layer"]) < int(model.config.num_hidden_layers)
+        and match["layer"] in present
         and not any(pattern.search(stored) for pattern in ignored)
     )
     if left:
