@@ -100,16 +100,16 @@ DENSE = (
     Published(
         "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8", "fp8, a scale per tensor (compressed-tensors)",
         LLAMA_8B | {"quantization_config": compressed("float-quantized", FP8, FP8)},
-        lambda: headers(dense(LLAMA_8B), fp8_static), CARD, 32 * 2 * 8 * 128 * 2,
+        lambda: headers(dense(LLAMA_8B), fp8_static), CARD, 32 * 2 * 8 * 128 * 2, quantized=7 * 32,
     ),
     Published(
         "RedHatAI/Llama-3.3-70B-Instruct-quantized.w4a16", "int4, groups of 128 (compressed-tensors)",
         LLAMA_70B | {"quantization_config": compressed("pack-quantized", INT4, None)},
-        lambda: headers(dense(LLAMA_70B), w4a16), CARD, 80 * 2 * 8 * 128 * 2,
+        lambda: headers(dense(LLAMA_70B), w4a16), CARD, 80 * 2 * 8 * 128 * 2, quantized=7 * 80,
     ),
     Published(
         "Qwen/Qwen3-8B-FP8", "fp8, blocks of 128 x 128", QWEN3_8B | {"quantization_config": BLOCKS},
-        lambda: headers(dense(QWEN3_8B, normed=128), fp8_blocks), CARD, 36 * 2 * 8 * 128 * 2,
+        lambda: headers(dense(QWEN3_8B, normed=128), fp8_blocks), CARD, 36 * 2 * 8 * 128 * 2, quantized=7 * 36,
     ),
     Published(
         "Qwen/Qwen3-8B-AWQ", "int4 (AWQ)",
@@ -118,7 +118,7 @@ DENSE = (
             "quantization_config": described("awq", bits=4, group_size=128, version="gemm", zero_point=True,
                                              modules_to_not_convert=None),
         },
-        lambda: headers(dense(QWEN3_8B, normed=128), awq), CARD, 36 * 2 * 8 * 128 * 2,
+        lambda: headers(dense(QWEN3_8B, normed=128), awq), CARD, 36 * 2 * 8 * 128 * 2, quantized=7 * 36,
     ),
     Published(
         "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "int4 (GPTQ)",
@@ -126,11 +126,11 @@ DENSE = (
             "quantization_config": described("gptq", bits=4, group_size=128, desc_act=False, sym=True,
                                              true_sequential=True, damp_percent=0.01, static_groups=False),
         },
-        lambda: headers(dense(QWEN25_7B), gptq), CARD, 28 * 2 * 4 * 128 * 2,
+        lambda: headers(dense(QWEN25_7B), gptq), CARD, 28 * 2 * 4 * 128 * 2, quantized=7 * 28,
     ),
     Published(
         "microsoft/Phi-4-mini-instruct", "dense, rotary scaling longrope", PHI4_MINI, lambda: headers(_phi4()), CARD,
-        32 * 2 * 8 * 128 * 2, "--max-model-len 4096", 4096,
+        32 * 2 * 8 * 128 * 2, serve="--max-model-len 4096", max_model_len=4096,
     ),
     Published(
         "allenai/Olmo-3-7B-Instruct", "dense, sliding windows", OLMO3, lambda: headers(_olmo3()), CARD,

@@ -130,7 +130,7 @@ def _glm() -> Tensors:
 EXPERTS = (
     Published(
         "openai/gpt-oss-20b", "32 experts in mxfp4, sliding windows and sinks", GPT_OSS, lambda: headers(_gpt_oss()),
-        CARD, 24 * 2 * 8 * 64 * 2,
+        CARD, 24 * 2 * 8 * 64 * 2, quantized=2 * 24,
     ),
     Published(
         "mistralai/Mixtral-8x7B-Instruct-v0.1", "8 experts", MIXTRAL, lambda: headers(_mixtral()), CARD,
@@ -147,5 +147,6 @@ EXPERTS = (
     Published(
         "deepseek-ai/DeepSeek-V3", "256 experts, latent attention, fp8 in blocks of 128 x 128, one MTP layer",
         DEEPSEEK_V3, _deepseek, f"{CARD}; MTP: {SHARED}", 61 * 128 * (192 + 128) * 2,
+        quantized=5 * 61 + 3 * 3 + 3 * 58,
     ),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from transformers import AutoConfig
 
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
-from protos.layers import LayerShape
 from tests.support.checkpoints.entry import Published
 from tests.support.checkpoints.listed import PUBLISHED
 from workers.attention import backend
@@ -19,12 +19,13 @@ from workers.attention.kv import bytes_per_token
 from workers.model.loader import context_length
 from workers.model.probe import probe, probe_states
 from workers.model.quantization import check_quantization
-from workers.recurrent.mixers import adapt
+from workers.recurrent.mixers import adapt, mixers
+from workers.recurrent.pool import RecurrentShapes
 from workers.weights import families
 from workers.weights.building import on_meta
 from workers.weights.finding import check_left_over, find_all
 from workers.weights.quantized.formats import format_of
-from workers.weights.quantized.stored import StoredTensors
+from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
 from workers.weights.reader import Checkpoint
 from workers.weights.wrapped import language_config, text_described
 
@@ -59,16 +60,17 @@ def test_the_config_is_accepted(entry: Published) -> None:
 
 @NAMED
 def test_tensors_and_cache(entry: Published, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor is found, none is left over, and the KV cache has the size that was worked out by hand."""
+    """Every tensor is found, none is left over, and the caches have the sizes worked out by hand."""
     model, checkpoint = opened(entry)
     tensors = model.state_dict(keep_vars=True)
-    find_all(entry.name, tensors, checkpoint)
+    found = find_all(entry.name, tensors, checkpoint)
+    assert sum(isinstance(stored, DequantizedWeight) for stored in found.values()) == entry.quantized
     unread = checkpoint.unread()
     check_left_over(entry.name, model, unread)
     layers = int(model.config.num_hidden_layers)
     left = [name for name in unread if not BESIDE.match(name) and not _is_later(name, layers)]
     assert [name for name in left if not name.endswith("input_scale")] == []
-    assert bytes_per_token(_layers(model, entry, monkeypatch), torch.bfloat16) == entry.kv_bytes
+    assert _bytes_of(model, entry.name, monkeypatch) == (entry.kv_bytes, entry.state_bytes)
 
 
 def _is_later(name: str, layers: int) -> bool:
@@ -77,15 +79,43 @@ def _is_later(name: str, layers: int) -> bool:
     return match is not None and int(match[1]) >= layers
 
 
-def _layers(model: Any, entry: Published, monkeypatch: pytest.MonkeyPatch) -> tuple[LayerShape, ...]:
-    """Return what the loader finds by running one token; on the meta device, none is sent to experts."""
+def _bytes_of(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Return the bytes of K and V of a token, and of a recurrent state, as the loader finds them by running a token.
+
+    On the meta device operators find no attention, and no token is sent to experts. Modules that change no shape are
+    left out: they take long there.
+    """
     monkeypatch.setattr(torch.ops.slipstream, "paged_attention", backend._op)
-    for name, module in model.named_modules():
-        if name.endswith(".experts"):
-            module.forward = lambda hidden, *_: hidden
+    for path, module in model.named_modules():
+        is_plain = type(module).__name__.endswith(("MLP", "RMSNorm")) and "experts" not in dict(module.named_children())
+        if is_plain or path.endswith(".experts"):
+            module.forward = _unchanged
+    states: RecurrentShapes = {}
     if adapt(model):
-        probe_states(model, entry.name)
-    return probe(model, entry.name)
+        _run_once_a_kind(mixers(model).values())
+        states = probe_states(model, name)
+    each = sum(shape.num_bytes for shape in states.values())
+    return bytes_per_token(probe(model, name), torch.bfloat16), each * len(mixers(model))
+
+
+def _unchanged(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    return hidden
+
+
+def _run_once_a_kind(modules: Iterable[torch.nn.Module]) -> None:
+    """Let each of *modules* return what the first of its class returned: recurrences take long on the meta device."""
+    outputs: dict[type, Any] = {}
+
+    def once(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if type(module) not in outputs:
+                outputs[type(module)] = forward(*args, **kwargs)
+            return outputs[type(module)]
+
+        return run
+
+    for module in modules:
+        module.forward = once(module, module.forward)
 
 
 def test_a_tensor_too_many_or_too_few_is_refused() -> None:
