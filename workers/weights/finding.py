@@ -18,6 +18,9 @@ NOT_READ = re.compile(
 )
 """In decoder layers: rotary frequencies and causal masks, which are computed; scales of activations and KV cache."""
 
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<layer>\d+)$")
+"""The path of a decoder layer."""
+
 
 def find_all(name: str, tensors: Mapping[str, torch.Tensor], checkpoint: "Checkpoint") -> dict[str, "StoredWeight"]:
     """Return the stored weight of each tensor of a model; of tensors that are tied, of the first that is stored.
@@ -53,19 +56,20 @@ def check_left_over(name: str, model: Any, names: Iterable[str]) -> None:
 
     Args:
         name: the model as the user named it.
-        model: has the config.
+        model: the model itself; its ends alone, without layers, leave all of them over.
         names: of the tensors in the checkpoint that were not read.
 
     Raises:
         ModelError: names the first.
     """
+    own = {int(match["layer"]) for path, _ in model.named_modules() if (match := LAYER.search(path)) is not None}
     layers = _layers_of(model)
     ignored = [NOT_READ, *(re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ())]
     left = sorted(
         stored
         for stored in names
         if (match := layers.match(stored)) is not None
-        and int(match["layer"]) < int(model.config.num_hidden_layers)
+        and int(match["layer"]) in own
         and not any(pattern.search(stored) for pattern in ignored)
     )
     if left:
