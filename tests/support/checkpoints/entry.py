@@ -26,6 +26,7 @@ class Published:
         source: where the facts are from.
         kv_bytes: of one token in all layers, in bf16, worked out by hand.
         state_bytes: of one recurrent state in all layers, in bf16 and fp32, worked out by hand.
+        parameters: of the language model, where the Hub states them.
         quantized: how many weights are stored quantised, stacked experts not counted.
         serve: options of `slipstream serve` that it needs.
         max_model_len: the limit that has to be set, if any.
@@ -39,6 +40,7 @@ class Published:
     kv_bytes: int
     state_bytes: int = 0
     quantized: int = 0
+    parameters: int | None = None
     serve: str = ""
     max_model_len: int | None = None
 

@@ -134,11 +134,11 @@ EXPERTS = (
     ),
     Published(
         "mistralai/Mixtral-8x7B-Instruct-v0.1", "8 experts", MIXTRAL, lambda: headers(_mixtral()), CARD,
-        32 * 2 * 8 * 128 * 2,
+        32 * 2 * 8 * 128 * 2, parameters=46_702_792_704,
     ),
     Published(
         "Qwen/Qwen3-30B-A3B-Instruct-2507", "128 experts", QWEN3_30B, lambda: headers(_qwen3()), CARD,
-        48 * 2 * 4 * 128 * 2,
+        48 * 2 * 4 * 128 * 2, parameters=30_532_122_624,
     ),
     Published(
         "zai-org/GLM-4.5-Air", "128 experts, one MTP layer", GLM_AIR, lambda: headers(_glm()), f"{CARD}; MTP: {SHARED}",

@@ -184,7 +184,7 @@ HYBRID = (
     ),
     Published(
         "LiquidAI/LFM2-1.2B", "short convolutions", LFM2, lambda: headers(_lfm2()), CARD, 6 * 2 * 8 * 64 * 2,
-        state_bytes=_states(10, 2048, 2, 0),
+        state_bytes=_states(10, 2048, 2, 0), parameters=1_170_340_608,
     ),
     Published(
         "moonshotai/Kimi-Linear-48B-A3B-Instruct", "Kimi delta attention, latent attention, 256 experts", KIMI,

@@ -14,6 +14,7 @@ from protos.config.engine import ModelConfig
 from protos.errors import ModelError
 from tests.support.checkpoints.entry import Published
 from tests.support.checkpoints.listed import PUBLISHED
+from tests.support.documents import ROOT
 from workers.attention import backend
 from workers.attention.kv import bytes_per_token
 from workers.model.loader import context_length
@@ -24,12 +25,12 @@ from workers.recurrent.pool import RecurrentShapes
 from workers.weights import families
 from workers.weights.building import on_meta
 from workers.weights.finding import check_left_over, find_all
+from workers.weights.hub import read_config
 from workers.weights.quantized.formats import format_of
 from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
 from workers.weights.reader import Checkpoint
-from workers.weights.wrapped import language_config, text_described
+from workers.weights.wrapped import language_config
 
-ROOT = Path(__file__).parents[3]
 NAMED = pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry.name.rpartition("/")[2])
 BESIDE = re.compile(
     r"(?:model\.)?(?:vision_tower|visual|multi_modal_projector|embed_vision|embed_audio|audio_tower)\.|mtp\."
@@ -37,11 +38,11 @@ BESIDE = re.compile(
 """What belongs to no text model."""
 
 
-def opened(entry: Published) -> tuple[Any, Checkpoint]:
-    """Return the model of *entry* on the meta device, and its checkpoint."""
+def opened(entry: Published, folder: Path) -> tuple[Any, Checkpoint]:
+    """Return the model of *entry* on the meta device, and its checkpoint; *folder* is given its `config.json`."""
     headers = entry.headers()
-    given = {key: value for key, value in entry.config.items() if key != "model_type"}
-    config = language_config(AutoConfig.for_model(entry.config["model_type"], **given), headers.keys())
+    (folder / "config.json").write_text(json.dumps(entry.config))
+    config = language_config(AutoConfig.from_pretrained(folder), headers.keys())
     model = on_meta(config, torch.bfloat16)
     tensors = StoredTensors(dict.fromkeys(headers.keys(), headers))
     quantized = format_of(getattr(config, "quantization_config", None))
@@ -49,9 +50,10 @@ def opened(entry: Published) -> tuple[Any, Checkpoint]:
 
 
 @NAMED
-def test_the_config_is_accepted(entry: Published) -> None:
-    described = text_described(json.loads(json.dumps(entry.config)))
-    config = ModelConfig(entry.name, max_model_len=entry.max_model_len)
+def test_the_config_is_accepted(entry: Published, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(entry.config))
+    config = ModelConfig(str(tmp_path), max_model_len=entry.max_model_len)
+    described = read_config(config)
     families.check(described, entry.name, entry.max_model_len)
     check_quantization(config, described, torch.device("cpu"))
     assert context_length(described, config) >= 4096
@@ -59,12 +61,14 @@ def test_the_config_is_accepted(entry: Published) -> None:
 
 
 @NAMED
-def test_tensors_and_cache(entry: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_and_cache(entry: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor is found, none is left over, and the caches have the sizes worked out by hand."""
-    model, checkpoint = opened(entry)
+    model, checkpoint = opened(entry, tmp_path)
     tensors = model.state_dict(keep_vars=True)
     found = find_all(entry.name, tensors, checkpoint)
     assert sum(isinstance(stored, DequantizedWeight) for stored in found.values()) == entry.quantized
+    if entry.parameters is not None:
+        assert sum(tensors[name].numel() for name in found) == entry.parameters
     unread = checkpoint.unread()
     check_left_over(entry.name, model, unread)
     layers = int(model.config.num_hidden_layers)
@@ -118,9 +122,9 @@ def _run_once_a_kind(modules: Iterable[torch.nn.Module]) -> None:
         module.forward = once(module, module.forward)
 
 
-def test_a_tensor_too_many_or_too_few_is_refused() -> None:
+def test_a_tensor_too_many_or_too_few_is_refused(tmp_path: Path) -> None:
     entry = PUBLISHED[0]
-    model, checkpoint = opened(entry)
+    model, checkpoint = opened(entry, tmp_path)
     tensors = model.state_dict(keep_vars=True)
     find_all(entry.name, tensors, checkpoint)
     extra = "model.layers.0.self_attn.another.weight"
