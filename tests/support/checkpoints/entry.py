@@ -28,6 +28,7 @@ class Published:
         state_bytes: of one recurrent state in all layers, in bf16 and fp32, worked out by hand.
         parameters: of the language model, where the Hub states them.
         quantized: how many weights are stored quantised, stacked experts not counted.
+        unread: pattern of tensors in decoder layers that are not read; "$^": none.
         serve: options of `slipstream serve` that it needs.
         max_model_len: the limit that has to be set, if any.
     """
@@ -41,6 +42,7 @@ class Published:
     state_bytes: int = 0
     quantized: int = 0
     parameters: int | None = None
+    unread: str = "$^"
     serve: str = ""
     max_model_len: int | None = None
 
