@@ -77,7 +77,8 @@ def _family_reason(config: Mapping[str, Any], kind: str) -> str | None:
 
 
 def _checkpoint_reason(config: Mapping[str, Any]) -> str | None:
-    if config.get("use_bidirectional_attention"):
+    # Gemma 4's "vision" is about the tokens of images, which are not served.
+    if config.get("use_bidirectional_attention") not in {None, False, "vision"}:
         return "its attention is bidirectional"
     served = SERVED_LAYER_TYPES
     if config.get("model_type") in RECURRENT:

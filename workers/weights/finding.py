@@ -18,6 +18,9 @@ NOT_READ = re.compile(
 )
 """In decoder layers: rotary frequencies and causal masks, which are computed; scales of activations and KV cache."""
 
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<layer>\d+)$")
+"""The path of a decoder layer."""
+
 
 def find_all(name: str, tensors: Mapping[str, torch.Tensor], checkpoint: "Checkpoint") -> dict[str, "StoredWeight"]:
     """Return the stored weight of each tensor of a model; of tensors that are tied, of the first that is stored.
@@ -49,25 +52,24 @@ def find_all(name: str, tensors: Mapping[str, torch.Tensor], checkpoint: "Checkp
 def check_left_over(name: str, model: Any, names: Iterable[str]) -> None:
     """Raise an error if tensors that were not read belong to a decoder layer of *model*: it would compute otherwise.
 
-    Vision towers, heads for multi-token prediction, what else is beside the decoder layers, and all layers that are not
-    built, may stay unread.
+    Vision towers, heads for multi-token prediction, and what else is beside the decoder layers may stay unread.
 
     Args:
         name: the model as the user named it.
-        model: has the config.
+        model: the model itself; its ends alone, without layers, leave all of them over.
         names: of the tensors in the checkpoint that were not read.
 
     Raises:
         ModelError: names the first.
     """
+    own = {int(match["layer"]) for path, _ in model.named_modules() if (match := LAYER.search(path)) is not None}
     layers = _layers_of(model)
-    present = {match["layer"] for full, _ in model.named_parameters() if (match := layers.match(full)) is not None}
     ignored = [NOT_READ, *(re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ())]
     left = sorted(
         stored
         for stored in names
         if (match := layers.match(stored)) is not None
-        and match["layer"] in present
+        and int(match["layer"]) in own
         and not any(pattern.search(stored) for pattern in ignored)
     )
     if left:

@@ -8,6 +8,7 @@ from tests.support.checkpoints.stored import (
     compressed,
     described,
     fp8_blocks,
+    fp8_rows,
     fp8_static,
     gptq,
     headers,
@@ -53,6 +54,7 @@ SMOLLM3 = config("smollm3", 2048, 11008, 36, 16, 4, 128256, 65536, rope_theta=50
     "tie_word_embeddings": True,
     "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(36)],
 }
+OLMO2 = config("olmo2", 4096, 11008, 32, 32, 32, 100352, 4096, rope_theta=500000)
 OLMO3 = config("olmo3", 4096, 11008, 32, 32, 32, 100278, 65536, rope_theta=500000, sliding_window=4096) | {
     "layer_types": ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(32)],
     "rope_scaling": {
@@ -70,14 +72,16 @@ PHI4_MINI = config("phi3", 3072, 8192, 32, 24, 8, 200064, 131072, partial_rotary
 }
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "actorder": None}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+FP8_ROWS = FP8 | {"strategy": "channel"}
+FP8_TOKENS = FP8 | {"strategy": "token", "dynamic": True}
 BLOCKS = described("fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 
 
-def _olmo3() -> Tensors:
-    tensors, hidden = ends(OLMO3), 4096
+def _olmo(c: dict[str, Any]) -> Tensors:
+    tensors, hidden = ends(c), 4096
     for layer in range(32):
         at = f"model.layers.{layer}."
-        tensors |= attention(f"{at}self_attn.", OLMO3, normed=hidden) | gated(f"{at}mlp.", hidden, 11008)
+        tensors |= attention(f"{at}self_attn.", c, normed=hidden) | gated(f"{at}mlp.", hidden, 11008)
         tensors |= norms(at, hidden, "post_attention_layernorm", "post_feedforward_layernorm")
     return tensors
 
@@ -95,21 +99,29 @@ def _phi4() -> Tensors:
 DENSE = (
     Published(
         "meta-llama/Llama-3.2-1B-Instruct", "dense, tied head", LLAMA_1B, lambda: headers(dense(LLAMA_1B)), CARD,
-        16 * 2 * 8 * 64 * 2,
+        16 * 2 * 8 * 64 * 2, parameters=1_235_814_400,
     ),
     Published(
         "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8", "fp8, a scale per tensor (compressed-tensors)",
         LLAMA_8B | {"quantization_config": compressed("float-quantized", FP8, FP8)},
-        lambda: headers(dense(LLAMA_8B), fp8_static), CARD, 32 * 2 * 8 * 128 * 2,
+        lambda: headers(dense(LLAMA_8B), fp8_static), CARD, 32 * 2 * 8 * 128 * 2, quantized=7 * 32,
+        parameters=8_030_261_248,
+    ),
+    Published(
+        "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "fp8, a scale per row (compressed-tensors)",
+        LLAMA_8B | {"quantization_config": compressed("float-quantized", FP8_ROWS, FP8_TOKENS)},
+        lambda: headers(dense(LLAMA_8B), fp8_rows), CARD, 32 * 2 * 8 * 128 * 2, quantized=7 * 32,
+        parameters=8_030_261_248,
     ),
     Published(
         "RedHatAI/Llama-3.3-70B-Instruct-quantized.w4a16", "int4, groups of 128 (compressed-tensors)",
         LLAMA_70B | {"quantization_config": compressed("pack-quantized", INT4, None)},
-        lambda: headers(dense(LLAMA_70B), w4a16), CARD, 80 * 2 * 8 * 128 * 2,
+        lambda: headers(dense(LLAMA_70B), w4a16), CARD, 80 * 2 * 8 * 128 * 2, quantized=7 * 80,
+        parameters=70_553_706_496,
     ),
     Published(
         "Qwen/Qwen3-8B-FP8", "fp8, blocks of 128 x 128", QWEN3_8B | {"quantization_config": BLOCKS},
-        lambda: headers(dense(QWEN3_8B, normed=128), fp8_blocks), CARD, 36 * 2 * 8 * 128 * 2,
+        lambda: headers(dense(QWEN3_8B, normed=128), fp8_blocks), CARD, 36 * 2 * 8 * 128 * 2, quantized=7 * 36,
     ),
     Published(
         "Qwen/Qwen3-8B-AWQ", "int4 (AWQ)",
@@ -118,7 +130,7 @@ DENSE = (
             "quantization_config": described("awq", bits=4, group_size=128, version="gemm", zero_point=True,
                                              modules_to_not_convert=None),
         },
-        lambda: headers(dense(QWEN3_8B, normed=128), awq), CARD, 36 * 2 * 8 * 128 * 2,
+        lambda: headers(dense(QWEN3_8B, normed=128), awq), CARD, 36 * 2 * 8 * 128 * 2, quantized=7 * 36,
     ),
     Published(
         "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "int4 (GPTQ)",
@@ -126,14 +138,19 @@ DENSE = (
             "quantization_config": described("gptq", bits=4, group_size=128, desc_act=False, sym=True,
                                              true_sequential=True, damp_percent=0.01, static_groups=False),
         },
-        lambda: headers(dense(QWEN25_7B), gptq), CARD, 28 * 2 * 4 * 128 * 2,
+        lambda: headers(dense(QWEN25_7B), gptq), CARD, 28 * 2 * 4 * 128 * 2, quantized=7 * 28,
+        parameters=7_615_616_512,
     ),
     Published(
         "microsoft/Phi-4-mini-instruct", "dense, rotary scaling longrope", PHI4_MINI, lambda: headers(_phi4()), CARD,
-        32 * 2 * 8 * 128 * 2, "--max-model-len 4096", 4096,
+        32 * 2 * 8 * 128 * 2, serve="--max-model-len 4096", max_model_len=4096, parameters=3_836_021_760,
     ),
     Published(
-        "allenai/Olmo-3-7B-Instruct", "dense, sliding windows", OLMO3, lambda: headers(_olmo3()), CARD,
+        "allenai/OLMo-2-1124-7B-Instruct", "dense, norms after the blocks", OLMO2, lambda: headers(_olmo(OLMO2)), CARD,
+        32 * 2 * 32 * 128 * 2, parameters=7_298_617_344,
+    ),
+    Published(
+        "allenai/Olmo-3-7B-Instruct", "dense, sliding windows", OLMO3, lambda: headers(_olmo(OLMO3)), CARD,
         32 * 2 * 32 * 128 * 2,
     ),
     Published(

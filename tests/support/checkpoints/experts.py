@@ -130,15 +130,15 @@ def _glm() -> Tensors:
 EXPERTS = (
     Published(
         "openai/gpt-oss-20b", "32 experts in mxfp4, sliding windows and sinks", GPT_OSS, lambda: headers(_gpt_oss()),
-        CARD, 24 * 2 * 8 * 64 * 2,
+        CARD, 24 * 2 * 8 * 64 * 2, quantized=2 * 24,
     ),
     Published(
         "mistralai/Mixtral-8x7B-Instruct-v0.1", "8 experts", MIXTRAL, lambda: headers(_mixtral()), CARD,
-        32 * 2 * 8 * 128 * 2,
+        32 * 2 * 8 * 128 * 2, parameters=46_702_792_704,
     ),
     Published(
         "Qwen/Qwen3-30B-A3B-Instruct-2507", "128 experts", QWEN3_30B, lambda: headers(_qwen3()), CARD,
-        48 * 2 * 4 * 128 * 2,
+        48 * 2 * 4 * 128 * 2, parameters=30_532_122_624,
     ),
     Published(
         "zai-org/GLM-4.5-Air", "128 experts, one MTP layer", GLM_AIR, lambda: headers(_glm()), f"{CARD}; MTP: {SHARED}",
@@ -147,5 +147,6 @@ EXPERTS = (
     Published(
         "deepseek-ai/DeepSeek-V3", "256 experts, latent attention, fp8 in blocks of 128 x 128, one MTP layer",
         DEEPSEEK_V3, _deepseek, f"{CARD}; MTP: {SHARED}", 61 * 128 * (192 + 128) * 2,
+        quantized=5 * 61 + 3 * 3 + 3 * 58,
     ),
 )  # fmt: skip

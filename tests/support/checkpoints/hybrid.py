@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.support.checkpoints.dense import config
-from tests.support.checkpoints.entry import CARD, DEFAULTS, SHARED, Published
+from tests.support.checkpoints.entry import CARD, DEFAULTS, QUOTED, SHARED, Published
 from tests.support.checkpoints.experts import sparse
 from tests.support.checkpoints.gated_delta import QWEN3_NEXT, QWEN35, QWEN35_MOE, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.support.checkpoints.stored import headers
@@ -148,36 +148,46 @@ def _kimi_delta(at: str) -> Tensors:
     return tensors | {f"{at}A_log": (1, 1, 32, 1), f"{at}dt_bias": (4096,)}
 
 
+def _states(layers: int, channels: int, inputs: int, numbers: int) -> int:
+    """Return the bytes of one state: so many inputs of a convolution in bf16, and numbers of a recurrence in fp32."""
+    return layers * (channels * inputs * 2 + numbers * 4)
+
+
 HYBRID = (
     Published(
         "Qwen/Qwen3-Next-80B-A3B-Instruct", "gated delta net, 512 experts, one MTP layer", QWEN3_NEXT,
         lambda: headers(qwen3_next()), f"{CARD}; MTP: {SHARED}", 12 * 2 * 2 * 256 * 2,
+        state_bytes=_states(36, 2 * 2048 + 4096, 3, 32 * 128 * 128),
     ),
     Published(
         "Qwen/Qwen3.5-9B", "text of a multimodal checkpoint: gated delta net, one MTP layer", QWEN35,
         lambda: headers(qwen3_5()), f"{DEFAULTS}; MTP: {SHARED}", 8 * 2 * 4 * 256 * 2,
+        state_bytes=_states(24, 2 * 2048 + 4096, 3, 32 * 128 * 128),
     ),
     Published(
         "Qwen/Qwen3.5-35B-A3B", "text of a multimodal checkpoint: gated delta net, 256 experts, one MTP layer",
         QWEN35_MOE, lambda: headers(qwen3_5_moe()), f"{DEFAULTS}; MTP: {SHARED}", 10 * 2 * 2 * 256 * 2,
+        state_bytes=_states(30, 2 * 2048 + 4096, 3, 32 * 128 * 128),
     ),
     Published(
         "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "Mamba-2, MLPs and attention as layers of their own", NEMOTRON,
-        lambda: headers(_nemotron()), CARD, 4 * 2 * 8 * 128 * 2,
+        lambda: headers(_nemotron()), QUOTED, 4 * 2 * 8 * 128 * 2,
+        state_bytes=_states(27, 128 * 80 + 2 * 8 * 128, 3, 128 * 80 * 128),
     ),
     Published(
-        "ibm-granite/granite-4.0-h-small", "Mamba-2, 72 experts", GRANITE, lambda: headers(_granite()), CARD,
-        4 * 2 * 8 * 128 * 2,
+        "ibm-granite/granite-4.0-h-small", "Mamba-2, 72 experts", GRANITE, lambda: headers(_granite()), QUOTED,
+        4 * 2 * 8 * 128 * 2, state_bytes=_states(36, 128 * 64 + 2 * 128, 3, 128 * 64 * 128),
     ),
     Published(
         "tiiuae/Falcon-H1-7B-Instruct", "Mamba-2 and attention in every layer", FALCON, lambda: headers(_falcon()),
-        CARD, 44 * 2 * 2 * 128 * 2,
+        QUOTED, 44 * 2 * 2 * 128 * 2, state_bytes=_states(44, 3072 + 2 * 256, 3, 24 * 128 * 256),
     ),
     Published(
         "LiquidAI/LFM2-1.2B", "short convolutions", LFM2, lambda: headers(_lfm2()), CARD, 6 * 2 * 8 * 64 * 2,
+        state_bytes=_states(10, 2048, 2, 0), parameters=1_170_340_608,
     ),
     Published(
         "moonshotai/Kimi-Linear-48B-A3B-Instruct", "Kimi delta attention, latent attention, 256 experts", KIMI,
-        lambda: headers(_kimi()), CARD, 7 * 32 * (192 + 128) * 2,
+        lambda: headers(_kimi()), CARD, 7 * 32 * (192 + 128) * 2, state_bytes=_states(20, 3 * 4096, 3, 32 * 128 * 128),
     ),
 )  # fmt: skip

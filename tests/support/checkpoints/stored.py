@@ -80,6 +80,12 @@ def fp8_static(module: str, outputs: int, inputs: int) -> Packed:
     return shapes, {f"{module}.weight": "F8_E4M3"}, {}
 
 
+def fp8_rows(module: str, outputs: int, inputs: int) -> Packed:
+    """compressed-tensors' float-quantized: a scale for each output; inputs are scaled as they come."""
+    shapes: Tensors = {f"{module}.weight": (outputs, inputs), f"{module}.weight_scale": (outputs, 1)}
+    return shapes, {f"{module}.weight": "F8_E4M3"}, {}
+
+
 def awq(module: str, outputs: int, inputs: int) -> Packed:
     """AutoAWQ's "gemm": 8 outputs an integer, groups of 128 inputs."""
     shapes: Tensors = {

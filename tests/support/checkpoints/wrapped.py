@@ -68,6 +68,6 @@ WRAPPED = (
     ),
     Published(
         "mistralai/Mistral-Small-3.2-24B-Instruct-2506", "text of a multimodal checkpoint", MISTRAL_SMALL,
-        lambda: headers(_mistral()), CARD, 40 * 2 * 8 * 128 * 2,
+        lambda: headers(_mistral()), CARD, 40 * 2 * 8 * 128 * 2, parameters=23_572_403_200,
     ),
 )  # fmt: skip

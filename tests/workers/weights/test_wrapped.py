@@ -40,6 +40,17 @@ def test_text_alone_is_that_of_the_whole(kind: str, tmp_path: Path) -> None:
     assert run.outputs == [tokens_of_the_whole(folder, prompt) for prompt in PROMPTS]
 
 
+def test_attention_that_is_bidirectional_in_images_only(tmp_path: Path) -> None:
+    """As in the larger models of Gemma 4. "all" is refused."""
+    folder = build("gemma4", tmp_path / "model", use_bidirectional_attention="vision")
+    run = generate(folder, PROMPTS, PARAMS)
+    assert run.outputs == [tokens_of_the_whole(folder, prompt) for prompt in PROMPTS]
+    described = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(described.replace('"vision"', '"all"'))
+    with pytest.raises(ModelError, match="its attention is bidirectional"):
+        load(ModelConfig(model=str(folder)))
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
