@@ -135,6 +135,9 @@ class Meeting:
         assert tensor.shape == sent.shape and tensor.dtype == sent.dtype
         return sent
 
+    def check(self) -> None:
+        """Nothing fails here."""
+
 
 @given(st.lists(st.one_of(trees, chains), min_size=1, max_size=4))
 @settings(max_examples=50, deadline=None)
