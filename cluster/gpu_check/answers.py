@@ -1,4 +1,4 @@
-"""Greedy answers of an engine in this process, and what it reports of itself."""
+"""Answers of an engine in this process, and how checks compare and report them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress

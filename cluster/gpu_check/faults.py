@@ -1,4 +1,4 @@
-"""A draft in a process of its own that is killed, stopped or continued while its target works."""
+"""A draft in a process of its own that is killed or stopped while its target works."""
 
 import os
 import signal

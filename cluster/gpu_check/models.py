@@ -76,8 +76,10 @@ def save_tiny(family: str, folder: Path) -> Path:
     return folder
 
 
-def save_pair(target: str, draft: str, acceptance: float, device: str, folder: Path) -> tuple[Path, Path]:
+def save_pair(target: str, draft: str | None, acceptance: float, device: str, folder: Path) -> tuple[Path, Path]:
     """Write a target and a draft of these shapes, of whose greedy draft tokens a share of *acceptance* is right.
+
+    Without *draft*, only the target is written.
 
     Each token has one successor: a fixed permutation of the vocabulary. The draft has another one for 1 - *acceptance*
     of the tokens. Layers are computed in full, but what they add is damped.
@@ -88,10 +90,9 @@ def save_pair(target: str, draft: str, acceptance: float, device: str, folder: P
     wrong = torch.randperm(num_tokens, generator=generator)[: round((1.0 - acceptance) * num_tokens)]
     drafted_V = successor_V.clone()
     drafted_V[wrong] = successor_V[wrong.roll(1)]
-    return (
-        _save(SHAPES[target], successor_V, device, folder / "target"),
-        _save(SHAPES[draft], drafted_V, device, folder / "draft"),
-    )
+    if draft is not None:
+        _save(SHAPES[draft], drafted_V, device, folder / "draft")
+    return _save(SHAPES[target], successor_V, device, folder / "target"), folder / "draft"
 
 
 @torch.no_grad()

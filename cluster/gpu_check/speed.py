@@ -38,7 +38,7 @@ def rows(
 ) -> Iterator[DecodingSpeed]:
     """Measure *models*; yield a row for each engine and batch size."""
     report(f"writing {models.target} and {models.draft or 'no draft'} with random weights")
-    target, draft = save_pair(models.target, models.draft or models.target, models.acceptance, device, folder)
+    target, draft = save_pair(models.target, models.draft, models.acceptance, device, folder)
     vocab = SHAPES[models.target].values["vocab_size"]
     given: dict[str, Any] = {
         "model": str(target),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -29,8 +30,8 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= UNITS[expected.dtype] * expected.double().abs().amax()
 
 
-def norm(weight: torch.Tensor) -> LlamaRMSNorm:
-    module = LlamaRMSNorm(len(weight), EPS)
+def norm(weight: torch.Tensor, kind: type[nn.Module] = LlamaRMSNorm) -> nn.Module:
+    module = kind(len(weight), EPS)
     module.weight.data = weight
     return module.requires_grad_(False)
 
@@ -57,17 +58,11 @@ def test_rotation(  # noqa: PLR0917
     weights = some(seed + 2, dtype, size), some(seed + 3, dtype, size)
     query, key, value = qkv.view(count, -1, size).split([heads, kv_heads, kv_heads], 1)
     if has_norms:
-        query, key = (_qwen3_norm(weight)(part) for weight, part in zip(weights, (query, key), strict=True))
+        query, key = (norm(weight, Qwen3RMSNorm)(part) for weight, part in zip(weights, (query, key), strict=True))
     expected = [*apply_rotary_pos_emb(query, key, cos, sin), value.clone()]
     rotate_(qkv, cos, sin, (heads, kv_heads), (*weights, EPS) if has_norms else None)
     close(qkv.view(count, -1, size), torch.cat(expected, 1))
     assert torch.equal(qkv.view(count, -1, size)[:, -kv_heads:], expected[2])
-
-
-def _qwen3_norm(weight: torch.Tensor) -> Qwen3RMSNorm:
-    module = Qwen3RMSNorm(len(weight), EPS)
-    module.weight.data = weight
-    return module.requires_grad_(False)
 
 
 @given(st.integers(0, 99), dtypes, tokens, st.sampled_from([1, 48, 130, 1500]))
