@@ -118,9 +118,8 @@ class DistributedExecutor:
         message = Plan(plan)
         for worker in self._targets.workers:
             self._group.send(worker, message)
-        if self._draft is not None and self._draft.is_serving:
-            self._group.send(self._draft.worker, message)
-            self._draft.plan_sent(plan.round)
+        if self._draft is not None:
+            self._draft.send(message)
         began = self._watchdog.now
         self._watchdog.begin_round(self._predictor.predict(num_tokens))
         done = self._await_result(plan.round)

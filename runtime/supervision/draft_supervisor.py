@@ -12,6 +12,7 @@ from proposers import registry
 from protos.config.engine import EngineConfig
 from protos.errors import SlipstreamError
 from protos.interfaces import DraftService
+from protos.messages import RoundPlan
 from protos.worker_messages import (
     Died,
     DraftChannelFailed,
@@ -20,6 +21,7 @@ from protos.worker_messages import (
     FormDraftChannel,
     FromWorker,
     Heartbeat,
+    Plan,
     RoundDone,
     StoreAddress,
     WorkerFailed,
@@ -41,6 +43,9 @@ FORM_S = 60.0
 """Both ends of a draft channel must be ready after this long."""
 STUCK_S = 10.0
 """A draft that has plans but finishes no round for this long hangs, even if it sends heartbeats."""
+MAX_HELD_PLANS = 6
+"""Most plans without draft tokens that wait for the next message to the draft. Fewer than the rounds whose features may
+be unacknowledged, and so few that the draft feeds what it lacks while it drafts."""
 MAX_FAILED_CHANNELS = 3
 """After more draft channels in a row that failed, the draft is replaced."""
 
@@ -82,6 +87,7 @@ class DraftSupervisor:
         self._num_failed_channels = 0
         self._changes: Counter[str] = Counter()
         self._is_late = False
+        self._held: list[Plan] = []  # plans that it needs later, in order
         self._sent_round: int | None = None  # the newest round that was sent to it and is not finished
         self._finished_round = -1
         self._progress_at = 0.0
@@ -158,11 +164,22 @@ class DraftSupervisor:
             self._is_late = False
             self._change("in_time", "the draft keeps up again")
 
-    def plan_sent(self, round_number: int) -> None:
-        """Record that the plan of this round was sent to the draft."""
+    def send(self, message: Plan) -> None:
+        """Send a plan if the draft serves. While no row wants draft tokens, several are sent at once.
+
+        A draft that computes after every round takes the time of cores that it shares with the target.
+        """
+        if not self.is_serving:
+            return
+        self._held.append(message)
+        if _may_wait(message.plan) and len(self._held) < MAX_HELD_PLANS:
+            return
+        for held in self._held:
+            self._group.send(self.worker, held)
+        self._held.clear()
         if self._sent_round is None:
             self._progress_at = self._watchdog.now
-        self._sent_round = round_number
+        self._sent_round = message.plan.round
 
     def tick(self) -> None:
         """Do what is due: replace a stuck draft, abandon a draft channel that does not form, start the next draft."""
@@ -250,6 +267,7 @@ class DraftSupervisor:
     def _leave_service(self, why: str, text: str = "the draft waits for its targets") -> None:
         """Take the draft out of service; count and report it if it served."""
         self._form_by = None
+        self._held.clear()
         self._sent_round = None
         if self.is_serving:
             if self._watchdog.now - self._served_since >= STEADY_S:
@@ -268,3 +286,9 @@ class DraftSupervisor:
     def _change(self, why: str, text: str) -> None:
         self._changes[why] += 1
         logger.info("%s", text)
+
+
+def _may_wait(plan: RoundPlan) -> bool:
+    """Whether the draft need not see *plan* yet: it drafts nothing, and has little to feed."""
+    wanted = plan.speculates and any(row.k and row.draft is None for row in plan.rows)
+    return plan.decodes and not wanted and not plan.new

@@ -1,17 +1,21 @@
 """Losing, pairing and replacing the draft, with scripted workers."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from protos.messages import Verdict
+from protos.draft import Draft
+from protos.messages import NewSequence, RoundPlan, Row, Sampling, Verdict
 from protos.worker_messages import (
     Died,
     DraftChannelFailed,
     Heartbeat,
+    Plan,
     RoundDone,
     WorkerId,
 )
 from runtime.supervision.distributed_executor import DistributedExecutor
-from runtime.supervision.draft_supervisor import MAX_RETRY_S
+from runtime.supervision.draft_supervisor import MAX_HELD_PLANS, MAX_RETRY_S
 from tests.support.distributed.scripted_group import DRAFT, ONE, Clock, ScriptedGroup, make_executor, make_plan
 
 
@@ -146,3 +150,44 @@ def test_being_late_is_said_and_counted_once_an_outage() -> None:
         group.post(ONE, done)
         executor.run(make_plan(done.round, 1))
     assert dict(executor.drafting.changes) == {"started": 1, "late": 2, "in_time": 1}
+
+
+def plans_of_draft(group: ScriptedGroup) -> list[int]:
+    return [message.plan.round for worker, message in group.sent if worker.role == "draft" and isinstance(message, Plan)]
+
+
+def decoding(number: int, *, k: int = 0, draft: Draft | None = None, new: Sequence[NewSequence] = ()) -> RoundPlan:
+    row = Row(0, 0, 1, 4, k=k, draft=draft)
+    return RoundPlan(number, [row], new, epoch=1, speculates=k > 0)
+
+
+def test_plans_without_draft_tokens_reach_the_draft_together_and_before_it_has_to_draft() -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock)
+    executor = make_executor(group, clock)
+    executor.start()
+    for number in range(MAX_HELD_PLANS - 1):
+        executor.run(decoding(number))
+    assert plans_of_draft(group) == []
+    executor.run(decoding(MAX_HELD_PLANS - 1))
+    assert plans_of_draft(group) == list(range(MAX_HELD_PLANS))
+    executor.run(decoding(10))
+    executor.run(decoding(11, k=2, draft=Draft([1, 2])))  # found without the worker
+    executor.run(decoding(12, k=2))
+    executor.run(decoding(13, new=[NewSequence(1, [5, 6], 2, Sampling())]))
+    executor.run(make_plan(14))  # a prompt
+    assert plans_of_draft(group)[MAX_HELD_PLANS:] == [10, 11, 12, 13, 14]
+
+
+def test_held_plans_are_not_sent_to_a_draft_that_is_connected_again() -> None:
+    clock = Clock()
+    group = ScriptedGroup(clock)
+    executor = make_executor(group, clock)
+    executor.start()
+    executor.run(decoding(0))
+    group.post(ONE, DraftChannelFailed(1, "connection reset"))
+    executor.poll()
+    pass_seconds(executor, group, clock, 2)
+    assert executor.drafting.epoch == 2
+    executor.run(decoding(1, k=2))
+    assert plans_of_draft(group) == [1]
