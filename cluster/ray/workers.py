@@ -94,6 +94,7 @@ class RayWorkerGroup:
         self._actors: dict[WorkerId, RunningActor] = {}
         self._spares = Spares(placement) if spares is None else spares
         self._bundles: dict[WorkerId, int] = {}
+        self._unreached: set[int] = set()  # bundles whose last worker was ended before it had said anything
         self._devices: dict[int, str] = {}  # CUDA_VISIBLE_DEVICES of the workers by bundle
         self._is_closed = False
 
@@ -117,14 +118,16 @@ class RayWorkerGroup:
     def _choose_bundles(self, workers: Seq[WorkerId]) -> None:
         """Choose the workers' bundles: their own; but if all target ranks are started again, those with a node first.
 
-        There may be fewer ranks than bundles then, because some bundles have lost their nodes.
+        There may be fewer ranks than bundles then, because some bundles have lost their nodes. Ray notices that much
+        later than a worker that does not start, so bundles where the last one did not come last.
         """
         plan = self._placement.plan
         self._bundles |= {worker: plan.bundle_of(worker) for worker in workers}
         ranks = sorted(worker for worker in workers if worker.role == "target")
         is_again = any(worker.incarnation for worker in ranks)
         if is_again and not any(worker.role == "target" for worker in self._actors):
-            self._bundles |= dict(zip(ranks, self._placement.target_bundles(), strict=False))
+            bundles = sorted(self._placement.target_bundles(), key=self._unreached.__contains__)
+            self._bundles |= dict(zip(ranks, bundles, strict=False))
 
     def _new_actor(self, worker: WorkerId) -> Any:
         options = self._placement.options(self._bundles[worker], str(worker))
@@ -158,15 +161,21 @@ class RayWorkerGroup:
         for worker, message in messages:
             if isinstance(message, Placed) and worker in self._actors:
                 self._actors[worker].location = ProcessLocation(message.node, message.pid)
+                self._unreached.discard(self._bundles[worker])
                 if message.visible_devices is not None:
                     self._devices[self._bundles[worker]] = message.visible_devices
         return messages
 
     def kill(self, workers: Seq[WorkerId], *, waits: bool = True) -> None:
         """See `WorkerGroup`."""
-        ending = [actor for worker in workers if (actor := self._actors.pop(worker, None)) is not None]
+        ending = []
         for worker in workers:
             self._hub.unregister(worker)
+            actor = self._actors.pop(worker, None)
+            if actor is not None:
+                ending.append(actor)
+                if actor.location is None:
+                    self._unreached.add(self._bundles[worker])
         for actor in ending:
             actor.end()
         for actor in ending:

@@ -118,6 +118,27 @@ def test_a_frozen_worker_is_killed_and_replaced_in_its_bundle(make: Make) -> Non
     assert is_running(pids[RANKS[0]])
 
 
+def test_target_ranks_that_are_started_again_prefer_bundles_whose_workers_have_come(make: Make) -> None:
+    """Ray takes longer to notice that a machine is gone: a worker that is started there says nothing."""
+    group = make("echo")
+    group.start([RANKS[1]])
+    until(group, Placed)
+    group.start([RANKS[0]])
+    group.kill(RANKS)  # at once: rank 0 has not come
+    again = WorkerId("target", 0, 1)
+    group.start([again])
+    until(group, Placed)
+    assert group._bundles[again] == EVERYBODY.bundle_of(RANKS[1])
+    group.kill([again])
+    both = [WorkerId("target", rank, 2) for rank in range(2)]
+    group.start(both)
+    until(group, Placed, Placed)
+    group.kill(both)
+    group.start([WorkerId("target", 0, 3)])
+    until(group, Placed)
+    assert group._bundles[WorkerId("target", 0, 3)] == EVERYBODY.bundle_of(RANKS[0])
+
+
 def test_a_spare_becomes_a_target_rank_with_the_devices_of_the_lost_one(make: Make) -> None:
     group = make("tell_devices", spares=1)
     group.start([*RANKS, DRAFT])
