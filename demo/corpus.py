@@ -1,4 +1,4 @@
-"""The demo's text: the Python standard library's own source, cut into training and held-out files.
+"""The demo's text: the Python standard library's own source, cut into training and held-out files, and small programs.
 
 The held-out files are listed in ``demo/heldout.txt`` so that benchmarks and tests can draw prompts
 the models have never seen, whatever Python version trained them.
@@ -8,6 +8,8 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+
+from demo import programs
 
 HELDOUT_LIST = Path(__file__).with_name("heldout.txt")
 
@@ -55,3 +57,9 @@ def read(paths: list[Path]) -> Iterator[str]:
     """Yield the text of each file; bytes that are not UTF-8 are replaced."""
     for path in paths:
         yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def training_texts(root: Path) -> list[str]:
+    """Return the texts of the training files below *root*; those of the standard library with `demo.programs`."""
+    texts = list(read(split(root)[0]))
+    return [*texts, *programs.texts()] if root == stdlib_root() else texts

@@ -117,10 +117,10 @@ def train_target(work: Path, run: TrainingRun, out: Path, start: Path | None = N
 
     With *start*, train the target in that folder further, with its tokenizer.
     """
-    train_files, heldout = corpus.split(corpus.stdlib_root())
+    _, heldout = corpus.split(corpus.stdlib_root())
     names = [path.relative_to(corpus.stdlib_root()).as_posix() for path in heldout]
     corpus.HELDOUT_LIST.write_text("\n".join(names) + "\n")
-    texts = list(corpus.read(train_files))
+    texts = corpus.training_texts(corpus.stdlib_root())
     if start is None and not (work / "tokenizer" / "tokenizer.json").exists():
         train_tokenizer(texts, work / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(start or work / "tokenizer")
@@ -141,8 +141,7 @@ def train_draft(
     It starts from the weights in *start*, or from random ones.
     """
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
-    train_files, _ = corpus.split(material.text)
-    stream = encode(list(corpus.read(train_files)), tokenizer)
+    stream = encode(corpus.training_texts(material.text), tokenizer)
     streams = list(train_heads.streams(stream, target_folder, material, work))
     target = _loaded(target_folder).to(device())
     torch.manual_seed(run.seed)
@@ -209,7 +208,7 @@ def _train_heads(args: argparse.Namespace, target: Path, material: Material, out
 
 def _train_target(args: argparse.Namespace, target: Path) -> None:
     if args.continue_target:
-        run = TrainingRun(minutes=args.target_minutes, learning_rate=CONTINUED_RATE)
+        run = TrainingRun(minutes=args.target_minutes, learning_rate=CONTINUED_RATE, batch=4)
         train_target(args.work, run, target, start=target)
         args.draft = args.draft or HERE / "draft"
     elif not (target / "model.safetensors").exists():

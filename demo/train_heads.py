@@ -55,8 +55,8 @@ def train_heads(
     """
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).to(device())
-    train_files, heldout = corpus.split(material.text)
-    stream = encode(list(corpus.read(train_files)), tokenizer)
+    _, heldout = corpus.split(material.text)
+    stream = encode(corpus.training_texts(material.text), tokenizer)
     texts = list(streams(stream, target_folder, material, work))
     torch.manual_seed(run.seed)
     teacher = Teacher(model)

@@ -1,12 +1,15 @@
 """The shipped demo pair, and training of drafts for other models."""
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo import corpus, losses, own_text, pair, train, train_heads, trainer
+from demo import corpus, losses, own_text, pair, programs, train, train_heads, trainer
 
 SMALL = 80 * 1000 * 1000
 
@@ -38,6 +41,44 @@ def test_batches_take_from_every_stream_and_are_the_same_again(tmp_path: Path) -
     batches = [each._batch() for each in trainers]
     assert batches[0].tolist() == [[i % 2] * 8 for i in range(4)]
     assert torch.equal(*batches)
+
+
+def filled() -> Iterator[programs.Program]:
+    """Every program of the demo's text, three times with other words."""
+    for template in programs.templates():
+        for seed in range(3):
+            yield programs.program(template, random.Random(seed))
+
+
+def test_every_program_that_the_target_learns_from_is_right() -> None:
+    for program in filled():
+        names: dict[str, Any] = {"__name__": "program"}
+        exec(compile(program.source, program.request, "exec"), names)
+        for check in program.checks:
+            assert eval(check, names), f"{check} in\n{program.source}"
+        assert "$" not in program.source + program.request
+        assert "{{" not in program.source + program.request
+
+
+def test_programs_come_alone_together_and_as_conversations() -> None:
+    texts = list(programs.texts(200))
+    assert texts == list(programs.texts(200))
+    conversations = [text for text in texts if text.startswith("# user: ")]
+    assert 40 < len(conversations) < 80
+    tokenizer = AutoTokenizer.from_pretrained(pair()[0])
+    for text in conversations:
+        request = text.splitlines()[0].removeprefix("# user: ")
+        turn = [{"role": "user", "content": request}]
+        assert text.startswith(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    together = [text for text in texts if "\n\n\ndef " in text or "\n\n\nclass " in text]
+    assert 70 < len(together) < 130
+
+
+def test_the_training_texts_of_the_standard_library_have_programs_with_them(tmp_path: Path) -> None:
+    (tmp_path / "module_0.py").write_text("x = 1\n")
+    assert set(corpus.training_texts(tmp_path)) <= {"x = 1\n"}
+    texts = corpus.training_texts(corpus.stdlib_root())
+    assert len(texts) == len(corpus.split(corpus.stdlib_root())[0]) + programs.NUM_TEXTS
 
 
 @pytest.mark.full
