@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.draft import ANY_DEPTH, Draft
+from protos.draft import ANY_DEPTH, Draft, DraftRow
 from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from tests.support.gpu.counts import Counts
 from tests.support.gpu.engine import lasting_tensors, only
@@ -25,7 +25,7 @@ CHAIN = {"num_speculative_tokens": 4, "draft_shape": "chain"}
 TREE = {"num_speculative_tokens": 9, "draft_shape": "tree"}
 GIVEN = {
     "num_speculative_tokens": 9,
-    "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2], [0, 1, 1], [2, 0]],
+    "speculative_token_tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2], [0, 1, 1], [1, 0, 0]],
 }
 BEAMS = {"num_speculative_tokens": 9, "eagle_topk": 3, "num_steps": 3}
 SHAPES = {"chain": CHAIN, "tree": TREE, "given": GIVEN, "beams": BEAMS}
@@ -80,7 +80,7 @@ def rows_wanted(most: int) -> st.SearchStrategy[list[Wanted]]:
 
 
 def draft(engine: DraftEngine, wanted: list[Wanted], generation: int) -> list[Draft]:
-    """Return the drafts for new sequences."""
+    """Return what the proposer drafts for new sequences, before the engine cuts it to size."""
     new, rows = [], []
     for slot, each in enumerate(wanted):
         sampling, known = Sampling(seed=each.seed, **SAMPLINGS[each.sampling]), len(each.tokens)
@@ -92,7 +92,9 @@ def draft(engine: DraftEngine, wanted: list[Wanted], generation: int) -> list[Dr
     engine.worker.slots.apply(plan)
     for slot, each in enumerate(wanted):
         send_features(engine, slot, 0, len(each.tokens) - 1)
-    return list(engine.propose(plan, rows).drafts)
+    asked = [DraftRow(slot, each.k, depth=each.depth) for slot, each in enumerate(wanted)]
+    engine.begin()
+    return engine.worker.propose(engine.proposer, asked)
 
 
 @pytest.fixture(scope="module")
