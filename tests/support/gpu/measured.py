@@ -25,6 +25,7 @@ LIMITS: dict[str, tuple[Chooser, dict[str, Any]]] = {
 }
 CHAIN = {"num_speculative_tokens": 4}
 TREE = {"num_speculative_tokens": 8, "eagle_topk": 4, "num_steps": 4}
+STATIC = {"num_speculative_tokens": 8}
 TOKENS = 10
 
 
@@ -36,11 +37,11 @@ def cases(target: Path, draft: Path) -> Iterator[tuple[str, str, dict[str, Any] 
         yield f"chain of 4, {kind}", kind, {"method": "draft_model", "model": str(draft), **CHAIN}
     for kind in LIMITS:
         yield f"tree of 8, {kind}", kind, {"method": "draft_model", "model": str(draft), **TREE}
-    heads = {"Medusa's tree": synthetic.medusa(target), "ReDrafter's beams": synthetic.recurrent(target)}
-    for name, made in heads.items():
+    medusa, recurrent = synthetic.medusa(target), synthetic.recurrent(target)
+    for name, made, shape in (("Medusa's tree", medusa, STATIC), ("ReDrafter's beams", recurrent, TREE)):
         folder = made.write(draft.parent / made.method)
         for kind in LIMITS:
-            yield f"{name} of 8, {kind}", kind, {"method": made.method, "model": str(folder), **TREE}
+            yield f"{name} of 8, {kind}", kind, {"method": made.method, "model": str(folder), **shape}
 
 
 def main(wanted: str, words: list[str]) -> None:

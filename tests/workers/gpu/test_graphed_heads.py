@@ -94,7 +94,7 @@ def draft(engine: DraftEngine, wanted: list[Wanted], generation: int) -> list[Dr
         send_features(engine, slot, 0, len(each.tokens) - 1)
     asked = [DraftRow(slot, each.k, depth=each.depth) for slot, each in enumerate(wanted)]
     engine.begin()
-    return engine.worker.propose(engine.proposer, asked)
+    return [found.first(len(found)) for found in engine.worker.propose(engine.proposer, asked)]  # in normal form
 
 
 @pytest.fixture(scope="module")
