@@ -15,7 +15,7 @@ from torch import nn
 
 from proposers.formats import recurrent as checkpoint
 from proposers.shared.decoder import fill, stored
-from proposers.shared.dynamic_tree import TreeNodes
+from proposers.shared.dynamic_tree import TreeNodes, TreeShape
 from proposers.shared.heads import Block, HeadsModule, HeadsProposer
 from proposers.shared.static_tree import StaticTree
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -99,6 +99,11 @@ class RecurrentProposer(HeadsProposer):
         beams = config.draft_shape != "chain" and not config.speculative_token_tree
         width = config.eagle_topk if config.eagle_topk > 1 else WIDTH
         return cls(proposer.runner, proposer.tree, width, config.num_steps or LENGTH) if beams else proposer
+
+    @property
+    def beams(self) -> TreeShape | None:
+        """See `HeadsProposer`."""
+        return TreeShape(self.width, self.length) if self.width else None
 
     @classmethod
     def features_of(cls, config: SpeculativeConfig, draft: Mapping[str, Any], target: Mapping[str, Any]) -> FeatureSpec:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from proposers.shared.chains import Chains
+from proposers.shared.dynamic_tree import TreeShape
 from proposers.shared.static_tree import StaticTree, TreeLevel
 from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
@@ -143,6 +144,11 @@ class HeadsProposer:
                 depth,
             )
         return tree
+
+    @property
+    def beams(self) -> TreeShape | None:
+        """Number and length of the beams, where a beam search drafts instead of *tree*."""
+        return None
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a chain or a tree of at most `row.k` nodes for each row."""

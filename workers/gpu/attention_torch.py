@@ -33,8 +33,8 @@ def device_attention(backend: AttentionBackend, cache: KVCache) -> DeviceAttenti
     return backend if isinstance(backend, DeviceAttention) else StaticTorchAttention(cache)
 
 
-def most_rows(attention: DeviceAttention, places: int) -> int | None:
-    """Return how many rows with block tables of *places* a size may have; None if any number."""
+def most_rows(attention: DeviceAttention | None, places: int) -> int | None:
+    """Return how many rows with block tables of *places* a size may have; None if any number, as without attention."""
     return MAX_PLACES // places if isinstance(attention, StaticTorchAttention) else None
 
 

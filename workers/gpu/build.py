@@ -87,7 +87,7 @@ def _draft_and_report(loop: DraftProgram, buffers: Buffers, size: Size, chooser:
     write_drafts(buffers.inputs[size], buffers.results.on_device[: size.rows * line].view(size.rows, line))
 
 
-def _sizes(slots: SlotTable, attention: DeviceAttention, max_draft: int) -> list[Size]:
+def _sizes(slots: SlotTable, attention: DeviceAttention | None, max_draft: int) -> list[Size]:
     """Return the sizes to capture, the largest first."""
     limit = most_rows(attention, slots.blocks.shape[1] * slots.block_size)
     most = min(len(slots.known_len), MOST_ROWS, MOST_ROWS if limit is None else limit)

@@ -1,7 +1,8 @@
 """Prints what a step asks of a GPU, by pretending: `python -m tests.support.gpu.measured WHAT [CASE ...]`.
 
-A Llama of 32 layers as target, one of 16 as draft, tiny widths. WHAT: "before" runs eager, "kernels" too, but with
-Triton's kernels (set TRITON_INTERPRET=1), "after" with graphs. Cases are those whose name has one of the words given.
+A Llama of 32 layers as target, one of 16 as draft, tiny widths; and heads for that target. WHAT: "before" runs eager,
+"kernels" too, but with Triton's kernels (set TRITON_INTERPRET=1), "after" with graphs. Cases are those whose name has
+one of the words given.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import Any
 from slipstream import SamplingParams
 from tests.support.gpu.engine import llamas, only, serve
 from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
+from tests.support.models import synthetic
 from workers.gpu.sizes import Chooser
 
 LIMITS: dict[str, tuple[Chooser, dict[str, Any]]] = {
@@ -23,10 +25,11 @@ LIMITS: dict[str, tuple[Chooser, dict[str, Any]]] = {
 }
 CHAIN = {"num_speculative_tokens": 4}
 TREE = {"num_speculative_tokens": 8, "eagle_topk": 4, "num_steps": 4}
+STATIC = {"num_speculative_tokens": 8}
 TOKENS = 10
 
 
-def cases(draft: Path) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
+def cases(target: Path, draft: Path) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
     """Yield what is measured: a name, sampling, and speculation."""
     for kind in LIMITS:
         yield f"plain, {kind}", kind, None
@@ -34,13 +37,18 @@ def cases(draft: Path) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
         yield f"chain of 4, {kind}", kind, {"method": "draft_model", "model": str(draft), **CHAIN}
     for kind in LIMITS:
         yield f"tree of 8, {kind}", kind, {"method": "draft_model", "model": str(draft), **TREE}
+    medusa, recurrent = synthetic.medusa(target), synthetic.recurrent(target)
+    for name, made, shape in (("Medusa's tree", medusa, STATIC), ("ReDrafter's beams", recurrent, TREE)):
+        folder = made.write(draft.parent / made.method)
+        for kind in LIMITS:
+            yield f"{name} of 8, {kind}", kind, {"method": made.method, "model": str(folder), **shape}
 
 
 def main(wanted: str, words: list[str]) -> None:
     """Print a line for each case and batch."""
     with tempfile.TemporaryDirectory() as folder:
         target, draft = llamas(Path(folder), 32, 16)
-        for name, kind, speculative in cases(draft):
+        for name, kind, speculative in cases(target, draft):
             chosen = [batch for batch in (1, 8) if any(word in f"{name}, batch {batch}" for word in words or [""])]
             for batch in chosen:
                 print(f"{name}, batch {batch}: {measure(target, batch, kind, speculative, wanted)}", flush=True)

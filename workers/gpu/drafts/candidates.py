@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from workers.gpu.choosing import MAX_LOGITS
+from workers.gpu.inputs import RoundInputs
 from workers.gpu.sizes import Chooser
 from workers.sampling.sample import DeviceLimits, candidates_drawn, candidates_limited, likely_candidates
 
@@ -46,6 +47,13 @@ def candidates(
     found = [FUNCTIONS[chooser](logits_NV[at], keys_N[at], _part(limits, at), width) for at in parts]
     ids_NW, log_q_NW = (torch.cat(column) if len(column) > 1 else column[0] for column in zip(*found, strict=True))
     return ids_NW, log_q_NW
+
+
+def candidates_at(chooser: Chooser, logits_NV: torch.Tensor, inputs: RoundInputs, depth: int, width: int) -> Candidates:
+    """Return `candidates` for the children of nodes of a depth, the same number of nodes for each row of *inputs*."""
+    repeats = len(logits_NV) // inputs.size.rows
+    keys_N = inputs.on_device["keys_RQ"][:, depth, None].expand(-1, repeats).reshape(-1)
+    return candidates(chooser, logits_NV, keys_N, inputs.limits(repeats), width)
 
 
 def _part(limits: DeviceLimits, at: slice) -> DeviceLimits:

@@ -25,7 +25,7 @@ CHAIN_KNOWN = 2
 
 
 class DeviceDrafts:
-    """The drafts of a draft, made on the device: chains, or dynamic trees.
+    """The drafts of a draft, made on the device: chains, or trees.
 
     Args:
         engine: of the draft.
@@ -44,7 +44,10 @@ class DeviceDrafts:
         # Nodes of trees, and what was fed with a draft's own features, are not kept in the cache: what is accepted is
         # fed again, and the token sampled after it.
         self._is_fed_again = self._is_tree or area is not None
+        self._has_cache = bool(engine.worker.forward.loaded.layers)
         self.num_known = 1 + min(shape.depth, most_drafted) if self._is_fed_again else CHAIN_KNOWN
+        if not self._has_cache:
+            self.num_known = 1
 
     def prepare(self, rows: Seq[Row]) -> DraftPlan:
         """Return what rows draft: nothing if they cannot. Rows that lack many tokens catch up first."""
@@ -64,14 +67,10 @@ class DeviceDrafts:
         drafted_R = np.array(
             [row.length and (row.k if self._is_tree else min(row.length, self._shape.depth)) for row in rows], np.int64
         )
-        cache = self._worker.cache
-        far = slots_R[(drafted_R > 0) & (cache.ends(slots_R) - cache.held[slots_R] > self.num_known)]
-        if len(far):
-            cache.feed(far, cache.held[far], cache.ends(far) - self.num_known)
-        lacking_R = np.clip(cache.ends(slots_R) - cache.held[slots_R] - 1, 0, self.num_known - 1)
+        lacking_R = self._catch_up(slots_R, drafted_R) if self._has_cache else np.zeros_like(drafted_R)
         levels_R = np.array([self._shape.depth_of(row) if row.length else 0 for row in rows], np.int64)
         widths_R = np.array([self._shape.num_fed(row) for row in rows], np.int64)
-        lowest_R = cache.lowest(slots_R)
+        lowest_R = self._worker.cache.lowest(slots_R)
         return DraftPlan(
             drafted_R,
             lacking_R,
@@ -80,6 +79,15 @@ class DeviceDrafts:
             self._columns(slots_R, drafted_R),
             np.zeros_like(drafted_R) if lowest_R is None else lowest_R,
         )
+
+    def _catch_up(self, slots_R: Ints, drafted_R: Ints) -> Ints:
+        """Feed rows that draft what the graph cannot; return `DraftPlan.lacking_R`."""
+        cache = self._worker.cache
+        far = slots_R[(drafted_R > 0) & (cache.ends(slots_R) - cache.held[slots_R] > self.num_known)]
+        if len(far):
+            cache.feed(far, cache.held[far], cache.ends(far) - self.num_known)
+        lacking_R: Ints = np.clip(cache.ends(slots_R) - cache.held[slots_R] - 1, 0, self.num_known - 1)
+        return lacking_R
 
     def _columns(self, slots_R: Ints, drafted_R: Ints) -> Ints:
         """Bring the features that are fed into their area; return `DraftPlan.columns_R`."""
@@ -98,7 +106,7 @@ class DeviceDrafts:
         """
         drafts = [self._draft(line) if wanted else NO_DRAFT for line, wanted in zip(lines, plan.drafted_R, strict=True)]
         rows = np.flatnonzero(plan.drafted_R)
-        if len(rows):
+        if len(rows) and self._has_cache:
             fed = [[] if self._is_fed_again else list(drafts[r].tokens[:-1]) for r in rows.tolist()]
             self._worker.cache.record_chains(slots_R[rows], fed)
         return drafts

@@ -55,10 +55,7 @@ class FeatureArea:
             nodes_R: bit n is set if node n is accepted.
         """
         rows, queries = inputs.size
-        columns_Q = torch.arange(queries, device=nodes_R.device)
-        bits_RQ = (nodes_R[:, None] >> (columns_Q - 1).clamp_min(0)) & 1
-        is_kept_RQ = (columns_Q == 0) | (bits_RQ == 1)
-        order_RQ = is_kept_RQ.int().argsort(dim=1, descending=True, stable=True)
+        order_RQ = _is_kept(nodes_R, queries).int().argsort(dim=1, descending=True, stable=True)
         states_RQX = self._take_in(states_TF).view(rows, queries, -1)
         kept_RQX = states_RQX.gather(1, order_RQ[:, :, None].expand(-1, -1, states_RQX.shape[2]))
         self._area_SCX[:, :queries].index_copy_(0, inputs.on_device["slots_R"], kept_RQX)
@@ -77,7 +74,7 @@ class FeatureArea:
     def note(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> None:
         """Record what the target's graph has written in a round, and have it wait to be fed."""
         slots, cache = self._worker.slots, self._worker.cache
-        table_M4, _ = kept("all", rows, verdicts, np.zeros(len(rows), np.int64), slots.joined)
+        table_M4, _ = kept(self._worker.needs, rows, verdicts, np.zeros(len(rows), np.int64), slots.joined)
         for line in table_M4.tolist():
             slot, first, count = line[SLOT], line[FIRST], line[COUNT]
             states_NX = self._area_SCX[slot, :count]
@@ -94,18 +91,26 @@ class FeatureArea:
 
     def stage(self, slots_N: Ints) -> Ints:
         """Bring the features that slots wait to be fed into the area, at most C each; return their first columns."""
-        cache = self._worker.cache
-        held_N, ends_N = cache.held[slots_N], cache.ends(slots_N)
+        first_N, ends_N = self._wanted(slots_N)
         is_here_N = self._joined_S[slots_N] == self._worker.slots.joined[slots_N]
-        is_here_N &= (self._first_S[slots_N] <= held_N) & (self._end_S[slots_N] >= ends_N)
+        is_here_N &= (self._first_S[slots_N] <= first_N) & (self._end_S[slots_N] >= ends_N)
         with torch.inference_mode():
             for n in np.flatnonzero(~is_here_N).tolist():
                 at = slice(n, n + 1)
-                states_NX = cache.waiting.between(slots_N[at], held_N[at], ends_N[at])
+                states_NX = self._waiting(slots_N[at], first_N[at], ends_N[at])
                 self._area_SCX[slots_N[n], : len(states_NX)].copy_(states_NX)
-                self._hold(int(slots_N[n]), int(held_N[n]), int(ends_N[n]))
-        columns_N: Ints = held_N - self._first_S[slots_N]
+                self._hold(int(slots_N[n]), int(first_N[n]), int(ends_N[n]))
+        columns_N: Ints = first_N - self._first_S[slots_N]
         return columns_N
+
+    def _wanted(self, slots_N: Ints) -> tuple[Ints, Ints]:
+        """Return the first position of the features that slots are fed, and the one after the last."""
+        cache = self._worker.cache
+        return cache.held[slots_N], cache.ends(slots_N)
+
+    def _waiting(self, slots_N: Ints, first_N: Ints, ends_N: Ints) -> torch.Tensor:
+        """Return the features of positions `first .. end`, which are in the cache."""
+        return self._worker.cache.waiting.between(slots_N, first_N, ends_N)
 
     def _hold(self, slot: int, first: int, end: int) -> None:
         self._joined_S[slot] = self._worker.slots.joined[slot]
@@ -115,3 +120,41 @@ class FeatureArea:
         loaded = self._worker.forward.loaded
         taken_TX: torch.Tensor = self._worker.forward.module.take_in(states_TF.to(loaded.device, loaded.dtype))
         return taken_TX
+
+
+class NewestFeatures(FeatureArea):
+    """The features from which each sequence's newest token was sampled, for drafts that read no others.
+
+    Args:
+        engine: of the draft.
+    """
+
+    def __init__(self, engine: "DraftEngine") -> None:
+        super().__init__(engine, 1)
+
+    def write_accepted(self, inputs: RoundInputs, states_TF: torch.Tensor, nodes_R: torch.Tensor) -> None:
+        """Write the features of each row's last accepted token; of its newest token if none is. See `FeatureArea`."""
+        rows, queries = inputs.size
+        columns_Q = torch.arange(queries, device=nodes_R.device)
+        last_R = torch.where(_is_kept(nodes_R, queries), columns_Q, 0).amax(1)
+        first_R = torch.arange(0, rows * queries, queries, device=nodes_R.device)
+        states_RX = self._take_in(states_TF.index_select(0, first_R + last_R))
+        self._area_SCX[:, 0].index_copy_(0, inputs.on_device["slots_R"], states_RX)
+
+    def newest(self, inputs: RoundInputs) -> torch.Tensor:
+        """Return the features of each row, `[R, X]`; they are in the area."""
+        return self._area_SCX[:, 0].index_select(0, inputs.on_device["slots_R"])
+
+    def _wanted(self, slots_N: Ints) -> tuple[Ints, Ints]:
+        ends_N = self._worker.cache.waiting.end_S[slots_N]
+        return ends_N - 1, ends_N
+
+    def _waiting(self, slots_N: Ints, first_N: Ints, ends_N: Ints) -> torch.Tensor:
+        return self._worker.cache.waiting.newest(slots_N.tolist())
+
+
+def _is_kept(nodes_R: torch.Tensor, queries: int) -> torch.Tensor:
+    """Return which of Q tokens are the newest or accepted after it, `[R, Q]`; `nodes_R` as for `FeatureArea`."""
+    columns_Q = torch.arange(queries, device=nodes_R.device)
+    bits_RQ = (nodes_R[:, None] >> (columns_Q - 1).clamp_min(0)) & 1
+    return (columns_Q == 0) | (bits_RQ == 1)

@@ -11,7 +11,7 @@ import torch
 
 from proposers.shared.dynamic_tree import TreeShape
 from workers.attention.batch import WORD
-from workers.gpu.drafts.candidates import candidates
+from workers.gpu.drafts.candidates import candidates_at
 from workers.gpu.drafts.draft_steps import DraftSteps, GrownLevel
 from workers.gpu.drafts.grown_tree import GrownNodes, write_best
 from workers.gpu.drafts.protocol import GraphedModel, Prediction
@@ -128,10 +128,7 @@ class TreeLoop:
         return nodes, children
 
     def _candidates(self, chooser: Chooser, logits_NV: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return candidates for the children of nodes of a depth, the same number of nodes for each row."""
-        repeats = len(logits_NV) // self._inputs.size.rows
-        keys_N = self._inputs.on_device["keys_RQ"][:, depth, None].expand(-1, repeats).reshape(-1)
-        return candidates(chooser, logits_NV, keys_N, self._inputs.limits(repeats), self._width)
+        return candidates_at(chooser, logits_NV, self._inputs, depth, self._width)
 
     def _with_own_bits(self, words_RWX: torch.Tensor, before_R: torch.Tensor) -> torch.Tensor:
         """Add to the ancestors of nodes that are fed in their order the bit of each node itself."""
