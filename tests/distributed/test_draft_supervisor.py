@@ -153,7 +153,9 @@ def test_being_late_is_said_and_counted_once_an_outage() -> None:
 
 
 def plans_of_draft(group: ScriptedGroup) -> list[int]:
-    return [message.plan.round for worker, message in group.sent if worker.role == "draft" and isinstance(message, Plan)]
+    return [
+        message.plan.round for worker, message in group.sent if worker.role == "draft" and isinstance(message, Plan)
+    ]
 
 
 def decoding(number: int, *, k: int = 0, draft: Draft | None = None, new: Sequence[NewSequence] = ()) -> RoundPlan:

@@ -1,6 +1,6 @@
-"""Which linear layers of a model keep quantised weights, and putting those layers into the model while it is loaded."""
+"""Which layers of a model keep quantised weights, and putting those layers into the model while it is loaded."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +11,6 @@ from workers.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from workers.quantization.schemes import int8
 from workers.quantization.weight import QuantizedWeight
 from workers.weights.partition import TensorSlice
-from workers.weights.quantized.stored import DequantizedWeight
 
 if TYPE_CHECKING:
     from workers.weights.reader import Checkpoint, StoredWeight
@@ -21,7 +20,7 @@ ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
 class Keeper(Protocol):
-    """Decides how the weight of one linear layer is held."""
+    """Decides how the weight of one linear layer, or of one expert, is held."""
 
     def keep(self, stored: "StoredWeight", *, is_head: bool) -> QuantizedWeight | None:
         """Return the weight quantised; None: its values are computed with."""
@@ -41,7 +40,7 @@ class AsStored:
 
     def keep(self, stored: "StoredWeight", *, is_head: bool) -> QuantizedWeight | None:
         """See `Keeper`. Raises `ModelError` if its parts do not fit together."""
-        return stored.quantized() if isinstance(stored, DequantizedWeight) else None
+        return stored.quantized()
 
 
 @dataclass(frozen=True)
@@ -92,20 +91,3 @@ def sliced(weight: QuantizedWeight, part: TensorSlice | None) -> QuantizedWeight
     if part is None:
         return weight
     return weight.outputs(part.ranges, part.length) if part.dim == 0 else weight.inputs(part.ranges)
-
-
-def quantize_module(
-    module: nn.Module, scheme: Callable[[torch.Tensor], QuantizedWeight], shared: Iterable[nn.Parameter]
-) -> int:
-    """Quantise the linear layers of a loaded *module*; return their number.
-
-    The weights in *shared* belong to another model, and are left as they are.
-    """
-    foreign = {id(weight) for weight in shared}
-    replaced: dict[int, QuantizedLinear] = {}  # by the identity of the layer, which may have several names
-    for name, linear in list(module.named_modules(remove_duplicate=False)):
-        if type(linear) is nn.Linear and id(linear.weight) not in foreign:
-            if id(linear) not in replaced:
-                replaced[id(linear)] = QuantizedLinear(scheme(linear.weight.detach()), linear.bias)
-            module.set_submodule(name, replaced[id(linear)])
-    return len(replaced)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from workers.weights.building import on_meta
+from workers.weights.experts import quantize_experts
 from workers.weights.finding import check_left_over, find_all
 from workers.weights.keeping import AsValues, Keeper, quantize_linears
 from workers.weights.partition import TensorSlice
@@ -40,6 +41,7 @@ class WeightLoader:
             ModelError: weights are missing, have another shape than the config states, or belong to another model.
         """
         quantize_linears(model, self.checkpoint, self.slices, self.keeper)
+        quantize_experts(model, self.checkpoint, self.slices, self.keeper)
         self._compute_buffers(model)
         kept = _kept_in_fp32(model, self.dtype)
         tensors = {full: tensor for full, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta}

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protos.errors import ModelError
+from workers.quantization.weight import QuantizedWeight
 from workers.weights.hub import shards_by_tensor
 from workers.weights.partition import TensorSlice
 from workers.weights.quantized.formats import format_of
@@ -65,6 +66,10 @@ class StoredWeight(Protocol):
         """Return the rows *start* to *stop* of dimension *dim*."""
         ...
 
+    def quantized(self) -> QuantizedWeight | None:
+        """Return the numbers as they are stored; None if its values alone can be computed with."""
+        ...
+
 
 @dataclass(frozen=True)
 class PlainWeight:
@@ -81,6 +86,10 @@ class PlainWeight:
         """See `StoredWeight`."""
         part: torch.Tensor = self.tensor[(*(slice(None),) * dim, slice(start, stop))]
         return part.contiguous()  # columns may be a view of the mapped file, which would keep all of it in memory
+
+    def quantized(self) -> QuantizedWeight | None:
+        """See `StoredWeight`."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,13 @@ class JoinedRows:
             offset += rows
         return torch.cat(found)
 
+    def quantized(self) -> QuantizedWeight | None:
+        """See `StoredWeight`."""
+        first, *others = (part.quantized() for part in self.parts)
+        for other in others:
+            first = None if first is None or other is None else first.joined(other)
+        return first
+
 
 @dataclass(frozen=True)
 class StackedExperts:
@@ -126,6 +142,10 @@ class StackedExperts:
         if dim == 0:
             return torch.stack([JoinedRows(parts).read(0, 0, self.shape[1]) for parts in self.parts_EP[start:stop]])
         return torch.stack([JoinedRows(parts).read(dim - 1, start, stop) for parts in self.parts_EP])
+
+    def quantized(self) -> QuantizedWeight | None:
+        """See `StoredWeight`."""
+        return None
 
 
 class Checkpoint:
