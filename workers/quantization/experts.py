@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.quantization import operators
-from workers.quantization.linear import QuantizedLinear, frozen
+from workers.quantization import native
+from workers.quantization.layer import QuantizedLayer
 from workers.quantization.weight import LaidOut, QuantizedWeight, lay_out
 
 TRAITS = frozenset({"has_gate", "has_bias", "is_transposed"})
@@ -29,39 +29,20 @@ def weights_of(experts: Any) -> Mapping[str, int]:
     return {"gate_up_proj" if experts.has_gate else "up_proj": dim, "down_proj": dim}
 
 
-class StackedLinear(nn.Module):
+class StackedLinear(QuantizedLayer):
     """One linear layer for each expert, over quantised weights of one form.
 
     Products and sums are fp32. Only weights of experts that have rows are read. The results for a row depend on no
     other row, to the bit.
-
-    Args:
-        form: one of the weights.
-        weights: E weights, stacked.
     """
-
-    zeros: nn.Parameter | None
-
-    def __init__(self, form: QuantizedWeight, weights: LaidOut) -> None:
-        super().__init__()
-        self.out_features, self.in_features = form.shape
-        self.code, self.group = form.code, form.group
-        self.codes, self.scales = frozen(weights.codes), frozen(weights.scales)
-        self.register_parameter("zeros", None if weights.zeros is None else frozen(weights.zeros))
 
     def forward(self, x_RK: torch.Tensor, ids_S: torch.Tensor, bias_EN: torch.Tensor | None) -> torch.Tensor:
         """Return `[S, N]`; each row of *x_RK* is used for S / R consecutive experts of *ids_S*."""
-        return operators.experts(x_RK, ids_S, self.laid_out, bias_EN, self.out_features, self.group, self.code)
-
-    @property
-    def laid_out(self) -> LaidOut:
-        """The weights, stacked."""
-        return LaidOut(self.codes, self.scales, self.zeros)
+        return native.experts(x_RK, ids_S, self.laid_out, bias_EN, self.out_features, self.group, self.code)
 
     def extra_repr(self) -> str:
-        """Describe it."""
-        sizes = f"{len(self.codes)} x {self.in_features}, {self.out_features}"
-        return f"{sizes}, {self.code.name.lower()}, group={self.group}"
+        """See `QuantizedLayer`."""
+        return f"{len(self.codes)} x {super().extra_repr()}"
 
 
 def stack(weights: Iterable[QuantizedWeight | None], count: int) -> StackedLinear | None:
@@ -130,10 +111,3 @@ class QuantizedExperts(nn.Module):
     def _multiply(self, name: str, x_RK: torch.Tensor, ids_S: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = getattr(self, name)(x_RK, ids_S, getattr(self, f"{name}_bias"))
         return found
-
-
-def layers_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the name and the form of every quantised layer of *model*."""
-    kinds = QuantizedLinear | StackedLinear
-    found = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
-    return tuple(f"{name} {layer.extra_repr()}" for name, layer in found)

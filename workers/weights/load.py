@@ -12,8 +12,9 @@ from torch import nn
 from workers.weights.building import on_meta
 from workers.weights.experts import quantize_experts
 from workers.weights.finding import check_left_over, find_all
-from workers.weights.keeping import AsValues, Keeper, quantize_linears
+from workers.weights.keeping import AsValues, Keeper
 from workers.weights.partition import TensorSlice
+from workers.weights.quantizing import quantize_linears
 from workers.weights.reader import Checkpoint, StoredWeight, open_checkpoint, read_slice
 
 Slices = Mapping[str, TensorSlice | None]

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,10 +19,12 @@ from safetensors import SafetensorError, safe_open
 from protos.errors import ModelError
 from workers.quantization.weight import QuantizedWeight
 from workers.weights.hub import shards_by_tensor
-from workers.weights.partition import TensorSlice
 from workers.weights.quantized.formats import format_of
 from workers.weights.quantized.stored import QuantizedFormat, StoredTensors, parts_of
 from workers.weights.wrapped import PREFIXES
+
+if TYPE_CHECKING:
+    from workers.weights.partition import TensorSlice
 
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "mixtral": ((r"\.mlp\.", ".block_sparse_moe."),),
@@ -241,7 +243,7 @@ def _files(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards if (folder / shard).is_file()] or [folder / "model.safetensors"]
 
 
-def read_slice(stored: StoredWeight, part: TensorSlice | None, dtype: torch.dtype) -> torch.Tensor:
+def read_slice(stored: StoredWeight, part: "TensorSlice | None", dtype: torch.dtype) -> torch.Tensor:
     """Return a slice of *stored* (None: all of it) as *dtype*."""
     if part is None:
         return stored.read(0, 0, stored.shape[0]).to(dtype) if stored.shape else torch.tensor(0)
