@@ -113,4 +113,4 @@ def _counted(model: nn.Module) -> str:
 
 
 def _is_of_experts(name: str, weight: torch.Tensor) -> bool:
-    return weight.ndim == 3 and "experts" in name
+    return weight.ndim == 3 and name.split(".")[-2] == "experts"

@@ -1,7 +1,7 @@
 """Putting quantised linear layers into a model while it is loaded, and quantising modules that are loaded already."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,13 +11,15 @@ from workers.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from workers.quantization.weight import QuantizedWeight
 from workers.weights.keeping import ROUTERS, Keeper, sliced
 from workers.weights.partition import TensorSlice
-from workers.weights.reader import Checkpoint
+
+if TYPE_CHECKING:
+    from workers.weights.reader import Checkpoint
 
 Scheme = Callable[[torch.Tensor], QuantizedWeight]
 
 
 def quantize_linears(
-    model: Any, checkpoint: Checkpoint, slices: Mapping[str, TensorSlice | None], keeper: Keeper
+    model: Any, checkpoint: "Checkpoint", slices: Mapping[str, TensorSlice | None], keeper: Keeper
 ) -> None:
     """Replace the linear layers of *model*, which is on the meta device, whose weights *keeper* quantises.
 

@@ -20,7 +20,7 @@ from protos.errors import ModelError
 from workers.quantization.weight import QuantizedWeight
 from workers.weights.hub import shards_by_tensor
 from workers.weights.quantized.formats import format_of
-from workers.weights.quantized.stored import QuantizedFormat, StoredTensors, parts_of
+from workers.weights.quantized.stored import DequantizedWeight, QuantizedFormat, StoredTensors, parts_of
 from workers.weights.wrapped import PREFIXES
 
 if TYPE_CHECKING:
@@ -150,6 +150,29 @@ class StackedExperts:
         return None
 
 
+@dataclass(frozen=True)
+class OneExpert:
+    """One of the experts that are stored as one tensor, as a weight `[N, K]`; *outputs*: the dimension of N in it."""
+
+    stored: StoredWeight
+    number: int
+    outputs: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredWeight`."""
+        return self.stored.shape[self.outputs], self.stored.shape[3 - self.outputs]
+
+    def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
+        """See `StoredWeight`."""
+        weight = self.stored.read(0, self.number, self.number + 1)[0]
+        return (weight if self.outputs == 1 else weight.T).narrow(dim, start, stop - start)
+
+    def quantized(self) -> QuantizedWeight | None:
+        """See `StoredWeight`."""
+        return None
+
+
 class Checkpoint:
     """An open checkpoint. See `open_checkpoint`."""
 
@@ -162,6 +185,18 @@ class Checkpoint:
         candidates = list(self._names(name))
         found = (find(candidate) for find in (self._one, self._experts, self._convolutions) for candidate in candidates)
         return next((weight for weight in found if weight is not None), None)
+
+    def find_experts(self, name: str, outputs: int) -> Seq[StoredWeight]:
+        """Return each expert of the weight *name*, whose dimension *outputs*, 1 or 2, is N, as `[N, K]`."""
+        stored = self.find(name)
+        if stored is None:
+            return ()
+        numbers = range(stored.shape[0])
+        if isinstance(stored, StackedExperts) and outputs == 1:
+            return [JoinedRows(parts) for parts in stored.parts_EP]
+        if isinstance(stored, DequantizedWeight) and stored.expert is not None:
+            return [stored.expert(number) for number in numbers]
+        return [OneExpert(stored, number, outputs) for number in numbers]
 
     def unread(self) -> list[str]:
         """Return the names of the tensors that are part of no weight that was found.

@@ -14,6 +14,7 @@ from tests.support.distributed.tensor_parallel import VOCAB, check
 from tests.support.identity import Reference, assert_identical, generate
 from tests.support.models import quantized as formats
 from tests.support.models.quantized_layers import meant, stacked_values
+from tests.support.models.synthetic_layers import with_mtp
 from tests.support.models.tiny_models import build, perturb, settings
 from workers.device import weight_bytes
 from workers.model.loader import load
@@ -159,3 +160,13 @@ def test_mxfp4_is_held_as_it_is_stored(tmp_path: Path) -> None:
         assert weight_bytes(layer) == 4 * 64 * layer.out_features // 32 * 17
     assert any(_note(3, "weights are stored quantised (mxfp4): 0 of 13") in note for note in loaded.notes)
     check(tmp_path / "stored", 2, meant=plain)
+
+
+def test_a_head_with_experts_drafts_what_the_target_would_have_said(tmp_path: Path) -> None:
+    target = with_mtp("glm4_moe", tmp_path / "target", vocab_size=VOCAB, moe_intermediate_size=64)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    expected = generate(target, PROMPTS, params, quantization="int8").outputs
+    speculative = {"method": "mtp", "num_speculative_tokens": 2, "quantization": "int8"}
+    run = generate(target, PROMPTS, params, quantization="int8", speculative_config=speculative)
+    assert_identical(PROMPTS, run.outputs, expected, Reference(meant(target, "int8", tmp_path / "meant")))
+    assert run.proposed > 0
