@@ -31,7 +31,7 @@ from workers.recurrent.pool import NO_STATES, RecurrentShapes
 from workers.slots import SlotTable
 from workers.weights.building import BUILDING
 from workers.weights.hub import HEADS, fetch, fetch_tokenizer, fetch_without_layers, read_config
-from workers.weights.keeping import quantize_module
+from workers.weights.quantizing import quantize_module
 
 
 class LoadedDraft(Protocol):

@@ -10,6 +10,7 @@ from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, ModelError
 from workers.native.build import KernelUnavailableError
 from workers.quantization import native
+from workers.quantization.experts import QuantizedExperts
 from workers.quantization.linear import QuantizedLinear
 from workers.quantization.schemes import SCHEMES
 from workers.quantization.weight import QuantizedWeight
@@ -89,18 +90,27 @@ def quantization_notes(
     stored = described.get("quantization_config")
     if not stored and config.quantization is None:
         return []
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | QuantizedLinear)]
-    kept = sum(isinstance(layer, QuantizedLinear) for layer in layers)
+    counted = _counted(model)
     if not stored:
-        others = "; experts are not" if _has_experts(model) else ""
-        return [f"weights are quantised to {config.quantization}: {kept} of {len(layers)} linear layers{others}"]
+        return [f"weights are quantised to {config.quantization}: {counted}"]
     reason = "batch_invariant" if config.batch_invariant else unavailable(device)
-    experts = "; experts are dequantised" if _has_experts(model) else ""
     return [
-        f"weights are stored quantised ({stored['quant_method']}): {kept} of {len(layers)} linear layers stay so, the "
-        f"others are computed with as {dtype}{experts}" + (f" ({reason})" if reason else "")
+        f"weights are stored quantised ({stored['quant_method']}): {counted} stay so, the others are computed with as "
+        f"{dtype}" + (f" ({reason})" if reason else "")
     ]
 
 
-def _has_experts(model: nn.Module) -> bool:
-    return any(weight.ndim == 3 and "experts" in name for name, weight in model.named_parameters())
+def _counted(model: nn.Module) -> str:
+    """Return how many layers of each kind are quantised."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | QuantizedLinear)]
+    kept = sum(isinstance(layer, QuantizedLinear) for layer in layers)
+    counted = f"{kept} of {len(layers)} linear layers"
+    whole = len({name.rpartition(".")[0] for name, weight in model.named_parameters() if _is_of_experts(name, weight)})
+    quantised = sum(isinstance(layer, QuantizedExperts) for layer in model.modules())
+    if whole + quantised == 0:
+        return counted
+    return f"{counted} and the experts of {quantised} of {whole + quantised} layers"
+
+
+def _is_of_experts(name: str, weight: torch.Tensor) -> bool:
+    return weight.ndim == 3 and name.split(".")[-2] == "experts"

@@ -18,7 +18,7 @@ from workers.compiled.recipe import recipe
 from workers.device import free_memory, weight_bytes
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
-from workers.quantization.linear import layers_of
+from workers.quantization.layer import layers_of
 from workers.recurrent.mixers import run_with_states
 from workers.recurrent.pool import RecurrentStates, ScratchStates, StatePool
 from workers.slots import SlotTable

@@ -2,7 +2,8 @@
 //
 // For one row, weights are decoded to fp32 in registers; for several, once into a scratch that stays in the cache.
 // Either way a number is the sum of the same products in the same order: it does not depend on the number of rows, nor
-// on threads, which split columns and never a sum. The struct is mirrored in workers/quantization/native.py. See lanes.h
+// on threads, which split columns and never a sum. With experts, rows are taken in order of their experts, and only
+// experts that have rows are read. The struct is mirrored in workers/quantization/native.py. See lanes.h
 // for the arithmetic.
 #include <algorithm>
 #include <cstdint>
@@ -15,18 +16,21 @@ namespace {
 constexpr int64_t kRows = (kRegisters - 1) / (kColumns + 1);  // rows computed together, with a weight, in registers
 constexpr int64_t kSmall = 1 << 17;                           // products for which waking other threads takes longer
 
-enum Code : int64_t { kInt8 = 0, kInt4 = 1, kFp8 = 2 };
+enum Code : int64_t { kInt8 = 0, kInt4 = 1, kFp8 = 2, kFp4 = 3 };
 
 }  // namespace
 
 extern "C" {
 
-// y[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]; w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] with
-// g = k / group. Scales and zeros are laid out by panels: [panel][group][row].
+// y[m, n] = sum over k of x[m / repeats, k] * w[e, n, k], plus bias[e, n]; w[e, n, k] = (code[e, n, k] - zero[e, n, g])
+// times scale[e, n, g], with g = k / group, and e = ids[m], or 0 without ids. Rows whose id is of no expert are 0.
+// Scales and zeros are laid out by panels: [expert][panel][group][row].
 struct Quantized {
     const void *x, *codes, *scales, *zeros, *bias;
+    const int64_t* ids;
     void* y;
     int64_t rows, columns, size;  // M, N, K
+    int64_t repeats, experts;
     int64_t x_stride;             // elements from row to row
     int64_t group, groups;        // inputs that share a scale: a multiple of kBlock, unless there is one group
     int64_t kind, code, threads;  // kind: dtype of x, y and bias
@@ -36,15 +40,49 @@ struct Quantized {
 
 namespace {
 
+template <typename C>
 struct Panel {
     const uint8_t* codes;
-    const float* scales;
+    const typename C::Scale* scales;
     const uint8_t* zeros;
+};
+
+// Rows of y that are multiplied with the same weight, as places in `Order::rows`.
+struct Segment {
+    int64_t expert, first, last;
+};
+
+// The rows of y by their experts. Within one, they keep their order.
+struct Order {
+    std::vector<int64_t> rows;
+    std::vector<Segment> segments;
+    int64_t longest = 0;
+
+    explicit Order(const Quantized& call) {
+        std::vector<std::vector<int64_t>> of_expert(static_cast<size_t>(call.experts));
+        for (int64_t m = 0; m < call.rows; ++m) {
+            const int64_t e = call.ids ? call.ids[m] : 0;
+            if (e >= 0 && e < call.experts) of_expert[static_cast<size_t>(e)].push_back(m);
+        }
+        for (int64_t e = 0; e < call.experts; ++e) {
+            const auto& own = of_expert[static_cast<size_t>(e)];
+            const int64_t first = count();
+            rows.insert(rows.end(), own.begin(), own.end());
+            if (!own.empty()) close(e, first);
+        }
+    }
+
+    int64_t count() const { return static_cast<int64_t>(rows.size()); }
+
+    void close(int64_t expert, int64_t first) {
+        segments.push_back({expert, first, count()});
+        longest = std::max(longest, count() - first);
+    }
 };
 
 template <typename C>
 struct Decoder {
-    const Panel& panel;
+    const Panel<C>& panel;
     const Quantized& call;
     const int64_t width;
 
@@ -106,64 +144,79 @@ __attribute__((noinline)) void some_rows(const float* x, int64_t width, const fl
 template <typename T, typename C>
 struct Product {
     const Quantized& call;
-    const int64_t width;      // of a row, padded with zeros to whole blocks
-    std::vector<float> wide;  // rows of x
+    const Order& order;
+    const int64_t width;  // of a row, padded with zeros to whole blocks
+    const int64_t panels;
+    std::vector<float> wide;  // rows of x, in order
 
-    explicit Product(const Quantized& call)
-        : call(call), width((call.size + kBlock - 1) / kBlock * kBlock), wide(static_cast<size_t>(call.rows * width)) {
-        for (int64_t m = 0; m < call.rows; ++m) {
-            const T* from = static_cast<const T*>(call.x) + m * call.x_stride;
-            for (int64_t k = 0; k < call.size; ++k) wide[m * width + k] = widen(from[k]);
+    Product(const Quantized& call, const Order& order)
+        : call(call),
+          order(order),
+          width((call.size + kBlock - 1) / kBlock * kBlock),
+          panels((call.columns + kColumns - 1) / kColumns),
+          wide(static_cast<size_t>(order.count() * width)) {
+        for (int64_t i = 0; i < order.count(); ++i) {
+            const T* from = static_cast<const T*>(call.x) + row(i) / call.repeats * call.x_stride;
+            for (int64_t k = 0; k < call.size; ++k) wide[i * width + k] = widen(from[k]);
         }
     }
 
+    int64_t row(int64_t i) const { return order.rows[static_cast<size_t>(i)]; }
+
     void run() const {
-        const int64_t panels = (call.columns + kColumns - 1) / kColumns;
+        if (order.count() < call.rows) std::fill_n(static_cast<T*>(call.y), call.rows * call.columns, T{});
         const int64_t threads = call.rows * call.columns * call.size < kSmall ? 1 : std::min(call.threads, panels);
 #pragma omp parallel num_threads(static_cast<int>(threads))
         {
-            std::vector<float> weight(call.rows > 1 ? static_cast<size_t>(kColumns * width) : 0);
-#pragma omp for schedule(static)
-            for (int64_t p = 0; p < panels; ++p) panel(p, weight.data());
+            std::vector<float> weight(order.longest > 1 ? static_cast<size_t>(kColumns * width) : 0);
+            for (const Segment& segment : order.segments) {
+#pragma omp for schedule(static) nowait
+                for (int64_t p = 0; p < panels; ++p) panel(segment, p, weight.data());
+            }
         }
     }
 
-    void panel(int64_t p, float* weight) const {
-        const int64_t at = p * kColumns * call.groups;
-        const Panel panel = {static_cast<const uint8_t*>(call.codes) + p * width / kBlock * kColumns * C::kBytes,
-                             static_cast<const float*>(call.scales) + at,
-                             call.zeros ? static_cast<const uint8_t*>(call.zeros) + at : nullptr};
+    void panel(const Segment& segment, int64_t p, float* weight) const {
+        const int64_t number = segment.expert * panels + p, at = number * kColumns * call.groups;
+        const int64_t bytes = width / kBlock * kColumns * C::kBytes;
+        const Panel<C> panel = {static_cast<const uint8_t*>(call.codes) + number * bytes,
+                                static_cast<const typename C::Scale*>(call.scales) + at,
+                                call.zeros ? static_cast<const uint8_t*>(call.zeros) + at : nullptr};
         const Decoder<C> decoder = {panel, call, width};
-        if (call.rows == 1) return put(one_row(wide.data(), decoder), 0, p * kColumns);
+        const T* bias = call.bias ? static_cast<const T*>(call.bias) + segment.expert * call.columns : nullptr;
+        if (segment.last - segment.first == 1)
+            return put(one_row(&wide[segment.first * width], decoder), bias, segment.first, p * kColumns);
         decode(decoder, weight);
-        for (int64_t m = 0; m < call.rows; m += kRows) rows(m, weight, p * kColumns);
+        for (int64_t i = segment.first; i < segment.last; i += kRows) rows(i, segment.last, weight, bias, p * kColumns);
     }
 
     template <int Rows = kRows>
-    void rows(int64_t m, const float* weight, int64_t n) const {
+    void rows(int64_t i, int64_t last, const float* weight, const T* bias, int64_t n) const {
         if constexpr (Rows > 1)
-            if (call.rows - m < Rows) return rows<Rows - 1>(m, weight, n);
+            if (last - i < Rows) return rows<Rows - 1>(i, last, weight, bias, n);
         Four result[Rows];
-        some_rows<Rows>(&wide[m * width], width, weight, result);
-        for (int i = 0; i < Rows; ++i) put(result[i], m + i, n);
+        some_rows<Rows>(&wide[i * width], width, weight, result);
+        for (int r = 0; r < Rows; ++r) put(result[r], bias, i + r, n);
     }
 
-    void put(const Four& result, int64_t m, int64_t n) const {
+    void put(const Four& result, const T* bias, int64_t i, int64_t n) const {
         const int64_t count = std::min(kColumns, call.columns - n);
-        const T* bias = static_cast<const T*>(call.bias);
-        T* y = static_cast<T*>(call.y) + m * call.columns + n;
-        for (int64_t i = 0; i < count; ++i) narrow(bias ? result.at[i] + widen(bias[n + i]) : result.at[i], y[i]);
+        T* y = static_cast<T*>(call.y) + row(i) * call.columns + n;
+        for (int64_t c = 0; c < count; ++c) narrow(bias ? result.at[c] + widen(bias[n + c]) : result.at[c], y[c]);
     }
 };
 
 template <typename T>
 void with_code(const Quantized& call) {
+    const Order order(call);
     if (call.code == kInt8)
-        Product<T, Int8Code>(call).run();
+        Product<T, Int8Code>(call, order).run();
     else if (call.code == kInt4)
-        Product<T, Int4Code>(call).run();
+        Product<T, Int4Code>(call, order).run();
+    else if (call.code == kFp8)
+        Product<T, Fp8Code>(call, order).run();
     else
-        Product<T, Fp8Code>(call).run();
+        Product<T, Fp4Code>(call, order).run();
 }
 
 }  // namespace

@@ -1,47 +1,28 @@
-"""A linear layer over a quantised weight, an embedding over the same weight, and their operators in torch.
-
-Compiled graphs call the operators, as they call attention's: torch does not trace into them.
-"""
+"""A linear layer over a quantised weight, and an embedding over the same weight."""
 
 import torch
 from torch import nn
 
-from workers.quantization import native
-from workers.quantization.weight import Code, LaidOut, QuantizedWeight, lay_out
+from workers.quantization.layer import QuantizedLayer
+from workers.quantization.native import linear
+from workers.quantization.weight import Code, QuantizedWeight, lay_out
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(QuantizedLayer):
     """Takes the place of `nn.Linear`. `bias`: `[N]`, in the dtype of inputs, or None; it may be set later.
 
     Products and sums are fp32. The results for a row depend on no other row, to the bit.
     """
 
-    zeros: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.code, self.group = weight.code, weight.group
-        laid_out = lay_out(weight)
-        self.codes, self.scales = _frozen(laid_out.codes), _frozen(laid_out.scales)
-        self.register_parameter("zeros", None if laid_out.zeros is None else _frozen(laid_out.zeros))
+        super().__init__(weight, lay_out(weight))
         self.register_parameter("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., N]` for `[..., K]`."""
-        found: torch.Tensor = torch.ops.slipstream_quantized.linear(
-            x, self.codes, self.scales, self.zeros, self.bias, self.out_features, self.group, int(self.code)
-        )
-        return found
-
-    @property
-    def laid_out(self) -> LaidOut:
-        """The weight."""
-        return LaidOut(self.codes, self.scales, self.zeros)
-
-    def extra_repr(self) -> str:
-        """Describe it."""
-        return f"{self.in_features}, {self.out_features}, {self.code.name.lower()}, group={self.group}"
+        return linear(x, self.laid_out, self.bias, self.out_features, self.group, self.code)
 
 
 class QuantizedEmbedding(nn.Module):
@@ -58,44 +39,7 @@ class QuantizedEmbedding(nn.Module):
         return _rows(self.codes, self.scales, ids)[..., : self.embedding_dim].to(self._dtype)
 
 
-def layers_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the name and the form of every quantised layer of *model*."""
-    found = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear))
-    return tuple(f"{name} {layer.extra_repr()}" for name, layer in found)
-
-
 def _rows(codes: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     panel, row = ids // codes.shape[2], ids % codes.shape[2]
     found = codes.view(torch.int8).transpose(1, 2)[panel, row].flatten(-2).float()
     return found * scales[panel, 0, row].unsqueeze(-1)
-
-
-def _frozen(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
-
-
-def _shape(
-    x: torch.Tensor,
-    _codes: torch.Tensor,
-    _scales: torch.Tensor,
-    _zeros: torch.Tensor | None,
-    _bias: torch.Tensor | None,
-    columns: int,
-    _group: int,
-    _code: int,
-) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], columns)
-
-
-def _define() -> torch.library.Library:
-    library = torch.library.Library("slipstream_quantized", "DEF")  # type: ignore[no-untyped-call]
-    library.define(  # type: ignore[no-untyped-call]
-        "linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int columns, int group, int code) "
-        "-> Tensor"
-    )
-    library.impl("linear", native.linear, "CPU")  # type: ignore[no-untyped-call]
-    torch.library.register_fake("slipstream_quantized::linear", _shape, lib=library)
-    return library
-
-
-_LIBRARY = _define()

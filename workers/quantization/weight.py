@@ -20,6 +20,11 @@ class Code(IntEnum):
     INT8 = 0
     INT4 = 1
     FP8 = 2
+    FP4 = 3
+
+
+PACKED = frozenset({Code.INT4, Code.FP4})
+"""Codes of which the kernel reads two a byte."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,9 @@ class QuantizedWeight:
 
     Attributes:
         code: what the codes are.
-        codes_NK: one byte each: int8, uint8 from 0 to 15 for INT4, float8_e4m3fn.
-        scales_NG: float32, one for each group of `group` consecutive inputs, the last of which may be smaller.
+        codes_NK: one byte each: int8, uint8 from 0 to 15 for INT4, float8_e4m3fn, uint8 of e2m1 for FP4.
+        scales_NG: float32, one for each group of `group` consecutive inputs, the last of which may be smaller. For FP4
+            uint8: powers of two as e8m0, the exponent plus 127 (OCP Microscaling).
         zeros_NG: uint8, for INT4 only.
         group: K where there is one group.
     """
@@ -44,6 +50,11 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         """N and K."""
         return self.codes_NK.shape[0], self.codes_NK.shape[1]
+
+    @property
+    def form(self) -> tuple[Code, int, tuple[int, ...], tuple[int, ...]]:
+        """What weights have in common that are laid out alike."""
+        return self.code, self.group, self.shape, tuple(self.scales_NG.shape)
 
     @property
     def is_suitable(self) -> bool:
@@ -71,6 +82,18 @@ class QuantizedWeight:
         codes_NK = _padded_rows(self.codes_NK[kept_N], extra)
         return replace(self, codes_NK=codes_NK, scales_NG=_padded_rows(self.scales_NG[kept_N], extra), zeros_NG=zeros)
 
+    def joined(self, other: "QuantizedWeight") -> "QuantizedWeight | None":
+        """Return the outputs of both, those of *other* last; None if their codes, inputs or groups differ."""
+        mine, its = self.form, other.form
+        if (mine[:2], mine[2][1], mine[3][1]) != (its[:2], its[2][1], its[3][1]):
+            return None
+        zeros = None
+        if self.zeros_NG is not None and other.zeros_NG is not None:
+            zeros = torch.cat([self.zeros_NG, other.zeros_NG])
+        codes_NK = torch.cat([self.codes_NK.view(torch.uint8), other.codes_NK.view(torch.uint8)])
+        scales_NG = torch.cat([self.scales_NG, other.scales_NG])
+        return replace(self, codes_NK=codes_NK.view(self.codes_NK.dtype), scales_NG=scales_NG, zeros_NG=zeros)
+
     def inputs(self, ranges: Seq[tuple[int, int]]) -> "QuantizedWeight":
         """Return the inputs in *ranges*; groups become smaller where a range begins or ends within one."""
         total = self.shape[1]
@@ -96,8 +119,8 @@ class LaidOut:
     """A weight as the kernel reads it: panels of 4 outputs, padded with outputs and inputs of 0.
 
     Attributes:
-        codes: uint8 `[N / 4, K / 32, 4, 32]`, or 16 bytes for the 32 inputs with INT4.
-        scales: float32 `[N / 4, G, 4]`.
+        codes: uint8 `[N / 4, K / 32, 4, 32]`, or 16 bytes for the 32 inputs with INT4 and FP4.
+        scales: float32 `[N / 4, G, 4]`, uint8 for FP4.
         zeros: uint8 of the same shape; None but for INT4.
     """
 
@@ -112,12 +135,13 @@ def lay_out(weight: QuantizedWeight) -> LaidOut:
     more = -outputs % PANEL
     codes_NK = F.pad(weight.codes_NK.view(torch.uint8), (0, -inputs % BLOCK, 0, more))
     codes_NBI = codes_NK.view(len(codes_NK), -1, BLOCK)
-    if weight.code is Code.INT4:
+    if weight.code in PACKED:
         low, high = codes_NBI.view(*codes_NBI.shape[:2], 2, -1).unbind(2)
         codes_NBI = low | high << 4
     codes = codes_NBI.view(-1, PANEL, *codes_NBI.shape[1:]).transpose(1, 2).contiguous()
     zeros = None if weight.zeros_NG is None else _panels(weight.zeros_NG, more)
-    return LaidOut(codes, _panels(weight.scales_NG.float(), more), zeros)
+    scales_NG = weight.scales_NG if weight.code is Code.FP4 else weight.scales_NG.float()
+    return LaidOut(codes, _panels(scales_NG, more), zeros)
 
 
 def _panels(numbers_NG: torch.Tensor, more: int) -> torch.Tensor:

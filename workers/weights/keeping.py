@@ -1,27 +1,24 @@
-"""Which linear layers of a model keep quantised weights, and putting those layers into the model while it is loaded."""
+"""Which weights of a model are kept quantised."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
 
-from workers.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from workers.quantization.schemes import int8
 from workers.quantization.weight import QuantizedWeight
-from workers.weights.partition import TensorSlice
-from workers.weights.quantized.stored import DequantizedWeight
 
 if TYPE_CHECKING:
-    from workers.weights.reader import Checkpoint, StoredWeight
+    from workers.weights.partition import TensorSlice
+    from workers.weights.reader import StoredWeight
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of layers that choose experts: they are small, and an error there sends a token to another expert."""
 
 
 class Keeper(Protocol):
-    """Decides how the weight of one linear layer is held."""
+    """Decides how the weight of one linear layer, or of one expert, is held."""
 
     def keep(self, stored: "StoredWeight", *, is_head: bool) -> QuantizedWeight | None:
         """Return the weight quantised; None: its values are computed with."""
@@ -41,7 +38,7 @@ class AsStored:
 
     def keep(self, stored: "StoredWeight", *, is_head: bool) -> QuantizedWeight | None:
         """See `Keeper`. Raises `ModelError` if its parts do not fit together."""
-        return stored.quantized() if isinstance(stored, DequantizedWeight) else None
+        return stored.quantized()
 
 
 @dataclass(frozen=True)
@@ -56,56 +53,8 @@ class OnTheFly:
         return scheme(stored.read(0, 0, stored.shape[0]))
 
 
-def quantize_linears(
-    model: Any, checkpoint: "Checkpoint", slices: Mapping[str, TensorSlice | None], keeper: Keeper
-) -> None:
-    """Replace the linear layers of *model*, which is on the meta device, whose weights *keeper* quantises.
-
-    Weights are read one by one, and whole: a rank quantises all of a weight and then takes its slice, so that scales
-    do not depend on the number of ranks. Layers whose weights are missing or of another shape are left to the loader.
-
-    Raises:
-        ModelError: the parts of a stored weight do not fit together.
-    """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = head is not None and head.weight is embedding.weight
-    names = {module: name for name, module in model.named_modules()}
-    for name, linear in list(model.named_modules()):
-        if type(linear) is not nn.Linear or name.rpartition(".")[2] in ROUTERS:
-            continue
-        source = names[embedding] if linear is head and is_tied else name
-        stored = checkpoint.find(f"{source}.weight") or checkpoint.find(f"{name}.weight")
-        if stored is None or stored.shape != tuple(linear.weight.shape):
-            continue
-        kept = keeper.keep(stored, is_head=linear is head)
-        mine = None if kept is None else sliced(kept, slices.get(f"{name}.weight"))
-        if mine is None or not mine.is_suitable:
-            continue
-        layer = QuantizedLinear(mine, linear.bias)
-        model.set_submodule(name, layer)
-        if linear is head and is_tied and type(embedding) is nn.Embedding:
-            model.set_input_embeddings(QuantizedEmbedding(layer, embedding.weight.dtype))
-
-
-def sliced(weight: QuantizedWeight, part: TensorSlice | None) -> QuantizedWeight:
+def sliced(weight: QuantizedWeight, part: "TensorSlice | None") -> QuantizedWeight:
     """Return a rank's slice of a weight."""
     if part is None:
         return weight
     return weight.outputs(part.ranges, part.length) if part.dim == 0 else weight.inputs(part.ranges)
-
-
-def quantize_module(
-    module: nn.Module, scheme: Callable[[torch.Tensor], QuantizedWeight], shared: Iterable[nn.Parameter]
-) -> int:
-    """Quantise the linear layers of a loaded *module*; return their number.
-
-    The weights in *shared* belong to another model, and are left as they are.
-    """
-    foreign = {id(weight) for weight in shared}
-    replaced: dict[int, QuantizedLinear] = {}  # by the identity of the layer, which may have several names
-    for name, linear in list(module.named_modules(remove_duplicate=False)):
-        if type(linear) is nn.Linear and id(linear.weight) not in foreign:
-            if id(linear) not in replaced:
-                replaced[id(linear)] = QuantizedLinear(scheme(linear.weight.detach()), linear.bias)
-            module.set_submodule(name, replaced[id(linear)])
-    return len(replaced)

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from workers.weights.building import on_meta
+from workers.weights.experts import quantize_experts
 from workers.weights.finding import check_left_over, find_all
-from workers.weights.keeping import AsValues, Keeper, quantize_linears
+from workers.weights.keeping import AsValues, Keeper
 from workers.weights.partition import TensorSlice
+from workers.weights.quantizing import quantize_linears
 from workers.weights.reader import Checkpoint, StoredWeight, open_checkpoint, read_slice
 
 Slices = Mapping[str, TensorSlice | None]
@@ -40,6 +42,7 @@ class WeightLoader:
             ModelError: weights are missing, have another shape than the config states, or belong to another model.
         """
         quantize_linears(model, self.checkpoint, self.slices, self.keeper)
+        quantize_experts(model, self.checkpoint, self.slices, self.keeper)
         self._compute_buffers(model)
         kept = _kept_in_fp32(model, self.dtype)
         tensors = {full: tensor for full, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta}

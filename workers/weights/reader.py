@@ -11,17 +11,20 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from protos.errors import ModelError
+from workers.quantization.weight import QuantizedWeight
 from workers.weights.hub import shards_by_tensor
-from workers.weights.partition import TensorSlice
 from workers.weights.quantized.formats import format_of
-from workers.weights.quantized.stored import QuantizedFormat, StoredTensors, parts_of
+from workers.weights.quantized.stored import DequantizedWeight, QuantizedFormat, StoredTensors, parts_of
 from workers.weights.wrapped import PREFIXES
+
+if TYPE_CHECKING:
+    from workers.weights.partition import TensorSlice
 
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "mixtral": ((r"\.mlp\.", ".block_sparse_moe."),),
@@ -65,6 +68,10 @@ class StoredWeight(Protocol):
         """Return the rows *start* to *stop* of dimension *dim*."""
         ...
 
+    def quantized(self) -> QuantizedWeight | None:
+        """Return the numbers as they are stored; None if its values alone can be computed with."""
+        ...
+
 
 @dataclass(frozen=True)
 class PlainWeight:
@@ -81,6 +88,10 @@ class PlainWeight:
         """See `StoredWeight`."""
         part: torch.Tensor = self.tensor[(*(slice(None),) * dim, slice(start, stop))]
         return part.contiguous()  # columns may be a view of the mapped file, which would keep all of it in memory
+
+    def quantized(self) -> QuantizedWeight | None:
+        """See `StoredWeight`."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,13 @@ class JoinedRows:
             offset += rows
         return torch.cat(found)
 
+    def quantized(self) -> QuantizedWeight | None:
+        """See `StoredWeight`."""
+        first, *others = (part.quantized() for part in self.parts)
+        for other in others:
+            first = None if first is None or other is None else first.joined(other)
+        return first
+
 
 @dataclass(frozen=True)
 class StackedExperts:
@@ -127,6 +145,33 @@ class StackedExperts:
             return torch.stack([JoinedRows(parts).read(0, 0, self.shape[1]) for parts in self.parts_EP[start:stop]])
         return torch.stack([JoinedRows(parts).read(dim - 1, start, stop) for parts in self.parts_EP])
 
+    def quantized(self) -> QuantizedWeight | None:
+        """See `StoredWeight`."""
+        return None
+
+
+@dataclass(frozen=True)
+class OneExpert:
+    """One of the experts that are stored as one tensor, as a weight `[N, K]`; *outputs*: the dimension of N in it."""
+
+    stored: StoredWeight
+    number: int
+    outputs: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredWeight`."""
+        return self.stored.shape[self.outputs], self.stored.shape[3 - self.outputs]
+
+    def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
+        """See `StoredWeight`."""
+        weight = self.stored.read(0, self.number, self.number + 1)[0]
+        return (weight if self.outputs == 1 else weight.T).narrow(dim, start, stop - start)
+
+    def quantized(self) -> QuantizedWeight | None:
+        """See `StoredWeight`."""
+        return None
+
 
 class Checkpoint:
     """An open checkpoint. See `open_checkpoint`."""
@@ -140,6 +185,18 @@ class Checkpoint:
         candidates = list(self._names(name))
         found = (find(candidate) for find in (self._one, self._experts, self._convolutions) for candidate in candidates)
         return next((weight for weight in found if weight is not None), None)
+
+    def find_experts(self, name: str, outputs: int) -> Seq[StoredWeight]:
+        """Return each expert of the weight *name*, whose dimension *outputs*, 1 or 2, is N, as `[N, K]`."""
+        stored = self.find(name)
+        if stored is None:
+            return ()
+        numbers = range(stored.shape[0])
+        if isinstance(stored, StackedExperts) and outputs == 1:
+            return [JoinedRows(parts) for parts in stored.parts_EP]
+        if isinstance(stored, DequantizedWeight) and stored.expert is not None:
+            return [stored.expert(number) for number in numbers]
+        return [OneExpert(stored, number, outputs) for number in numbers]
 
     def unread(self) -> list[str]:
         """Return the names of the tensors that are part of no weight that was found.
@@ -221,7 +278,7 @@ def _files(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards if (folder / shard).is_file()] or [folder / "model.safetensors"]
 
 
-def read_slice(stored: StoredWeight, part: TensorSlice | None, dtype: torch.dtype) -> torch.Tensor:
+def read_slice(stored: StoredWeight, part: "TensorSlice | None", dtype: torch.dtype) -> torch.Tensor:
     """Return a slice of *stored* (None: all of it) as *dtype*."""
     if part is None:
         return stored.read(0, 0, stored.shape[0]).to(dtype) if stored.shape else torch.tensor(0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, ModelError
@@ -13,7 +13,7 @@ from slipstream import LLM, SamplingParams
 from tests.support.distributed.tensor_parallel import check
 from tests.support.identity import Reference, assert_identical, generate
 from tests.support.models import quantized, synthetic_layers
-from tests.support.models.quantized_layers import dequantized, values_of
+from tests.support.models.quantized_layers import meant, values_of
 from tests.support.models.tiny_models import build
 from workers.device import weight_bytes
 from workers.model.loader import load
@@ -35,18 +35,6 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("llama", tmp_path_factory.mktemp("models") / "plain", **WIDE)
-
-
-def meant(plain: Path, name: str, folder: Path) -> Path:
-    """Write the values that *plain* has once it is quantised into a checkpoint of their own."""
-    weights = load_file(plain / "model.safetensors")
-    for key, weight_NK in weights.items():
-        if weight_NK.ndim == 2 and "embed" not in key:
-            weights[key] = dequantized(SCHEMES["int8" if key.startswith("lm_head") else name](weight_NK))
-    folder.mkdir()
-    (folder / "config.json").write_bytes((plain / "config.json").read_bytes())
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 def test_the_values_are_those_of_the_scheme(plain: Path, name: str, tmp_path: Path) -> None:

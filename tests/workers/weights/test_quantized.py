@@ -53,7 +53,10 @@ def _gptq(bits: int, **more: Any) -> dict[str, Any]:
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40], "activation_scheme": "dynamic"}
+KEPT_BLOCKS = BLOCKS | {"weight_block_size": [32, 32]}
 MOE = {"moe_intermediate_size": 32}
+WIDE_MOE = {"moe_intermediate_size": 64, "intermediate_size": 64}
+"""Two ranks have slices of 32 columns, so experts stay quantised there, too."""
 
 CASES = {
     "fp8 blocks": Case(lambda: formats.fp8_blocks(24, 40), BLOCKS),
@@ -61,6 +64,7 @@ CASES = {
     "fp8 tensor": Case(lambda: formats.fp8_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8 modelopt": Case(lambda: formats.fp8_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "fp8 experts": Case(lambda: formats.fp8_blocks(24, 40), BLOCKS, "deepseek_v3", MOE),
+    "fp8 experts kept": Case(lambda: formats.fp8_blocks(32, 32), KEPT_BLOCKS, "qwen3_moe", WIDE_MOE),
     "gptq 4": Case(lambda: formats.gptq(4, 32), _gptq(4)),
     "gptq 8": Case(lambda: formats.gptq(8, 32), _gptq(8)),
     "gptq 2": Case(lambda: formats.gptq(2, 32), _gptq(2)),
@@ -68,6 +72,10 @@ CASES = {
     "gptq v2": Case(lambda: formats.gptq(4, 32, zero_shift=0), _gptq(4, checkpoint_format="gptq_v2")),
     "awq": Case(lambda: formats.awq(32), AWQ),
     "awq experts": Case(lambda: formats.awq(32), AWQ, "qwen3_moe", MOE),
+    "awq experts kept": Case(lambda: formats.awq(32), AWQ, "qwen3_moe", WIDE_MOE),
+    "gptq experts kept": Case(
+        lambda: formats.gptq(4, 32), _gptq(4), "mixtral", WIDE_MOE, ("w1.weight", "w2.weight", "w3.weight")
+    ),
     "mxfp4": Case(
         lambda: formats.mxfp4, {"quant_method": "mxfp4"}, "gpt_oss", WIDE | {"intermediate_size": 64},
         ("experts.gate_up_proj", "experts.down_proj"),
@@ -94,7 +102,8 @@ def test_the_values_are_those_that_the_format_means(case: Case, tmp_path: Path) 
     folder, plain = _made(case, tmp_path)
     found, wanted = (values_of(load(ModelConfig(model=str(path))).model) for path in (folder, plain))
     assert found.keys() == wanted.keys()
-    for name, weight in wanted.items():
+    for name, values in wanted.items():
+        weight = values.mT if name.endswith(case.ends) and case.family == "gpt_oss" else values
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=lambda said, n=name: f"{n}: {said}")
 
 
@@ -110,6 +119,16 @@ def test_the_note_names_the_method_and_the_dtype(tmp_path: Path) -> None:
         "torch.float32"
     )
     assert note in load(ModelConfig(model=str(folder))).notes
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("fp8 experts kept", 3), ("awq experts kept", 3), ("mxfp4", 3), ("fp8 experts", 0)]
+)
+def test_the_note_counts_experts(name: str, kept: int, tmp_path: Path) -> None:
+    folder, _ = _made(CASES[name], tmp_path)
+    layers = 2 if name == "fp8 experts" else 3  # the first of deepseek_v3 is dense
+    notes = load(ModelConfig(model=str(folder))).notes
+    assert any(f"linear layers and the experts of {kept} of {layers} layers stay so" in note for note in notes)
 
 
 @pytest.mark.parametrize(

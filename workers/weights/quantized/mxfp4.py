@@ -7,7 +7,10 @@ for each 32. The model's parameter X is `[E, I, O]`.
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from workers.quantization.weight import Code, QuantizedWeight
 from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
+
+GROUP = 32
 
 
 class Mxfp4:
@@ -20,10 +23,35 @@ class Mxfp4:
             return None
         experts, outputs, groups, width = tensors.shape(blocks)
         return DequantizedWeight(
-            name, (experts, groups * width * 2, outputs), lambda: _values(tensors.read(blocks), tensors.read(scales))
+            name,
+            (experts, groups * width * 2, outputs),
+            lambda: _values(tensors.read(blocks), tensors.read(scales)),
+            expert=lambda number: _expert(name, number, tensors),
         )
 
 
 def _values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     values_EIO: torch.Tensor = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)  # which is exact
     return values_EIO
+
+
+def _expert(name: str, number: int, tensors: StoredTensors) -> DequantizedWeight:
+    """Return one expert, `[O, I]`. No other is read."""
+    _, outputs, groups, width = tensors.shape(f"{name}_blocks")
+
+    def part(key: str) -> torch.Tensor:
+        read: torch.Tensor = tensors.slice_of(f"{name}_{key}")[number : number + 1]
+        return read
+
+    return DequantizedWeight(
+        f"expert {number} of {name}",
+        (outputs, groups * width * 2),
+        lambda: _values(part("blocks"), part("scales"))[0].T,
+        lambda: _codes(part("blocks")[0], part("scales")[0]),
+    )
+
+
+def _codes(blocks_OGW: torch.Tensor, scales_OG: torch.Tensor) -> QuantizedWeight:
+    """Inputs alternate between the low and the high half of bytes."""
+    codes_OI = torch.stack([blocks_OGW & 15, blocks_OGW >> 4], -1).flatten(1)
+    return QuantizedWeight(Code.FP4, codes_OI, scales_OG, None, GROUP)

@@ -56,12 +56,14 @@ class DequantizedWeight:
         shape: of the values.
         dequantize: computes all of them.
         codes: returns the stored numbers; None where they have no form in which a layer computes with them.
+        expert: returns one of several experts `[N, K]` that are stored as one weight; None: it is not of experts.
     """
 
     name: str
     shape: tuple[int, ...]
     dequantize: Callable[[], torch.Tensor]
     codes: Callable[[], QuantizedWeight | None] = lambda: None
+    expert: "Callable[[int], DequantizedWeight] | None" = None
 
     def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
         """See `StoredWeight`. Raises `ModelError` if the tensors do not fit together."""
