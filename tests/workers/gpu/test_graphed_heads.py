@@ -71,7 +71,7 @@ def rows_wanted(most: int) -> st.SearchStrategy[list[Wanted]]:
     row = st.builds(
         Wanted,
         st.lists(st.integers(3, 90), min_size=2, max_size=20),
-        st.integers(1, most),
+        st.just(most) | st.integers(1, most),
         st.sampled_from([0, 1, 2, 3, ANY_DEPTH, ANY_DEPTH]),
         st.sampled_from([*SAMPLINGS]),
         st.integers(0, 1 << 40),
