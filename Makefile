@@ -33,7 +33,7 @@ SLOW_TESTS := tests/ray tests/ray_serve tests/distributed tests/exactness tests/
 	tests/proposers/test_model_free_engine.py tests/proposers/test_own_proposer.py tests/proposers/test_trees.py \
 	tests/runtime/test_async_engine.py tests/runtime/test_scheduler_machine.py tests/structured/test_engine.py \
 	tests/workers/attention tests/workers/distributed tests/workers/draft tests/workers/gpu tests/workers/model \
-	tests/workers/recurrent tests/workers/sampling \
+	tests/workers/quantization/test_experts.py tests/workers/recurrent tests/workers/sampling \
 	tests/workers/verification/test_rejection_engine.py tests/workers/weights/test_published.py
 
 # What each acceptance runs. The engine's runs what no other one does.

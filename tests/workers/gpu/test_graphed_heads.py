@@ -16,7 +16,8 @@ from tests.support.gpu.engine import lasting_tensors, only
 from tests.support.gpu.machine import pretended_gpu
 from tests.support.models import synthetic, tiny_models
 from tests.support.models.synthetic import Synthetic
-from tests.workers.gpu.test_graphed_drafts import ROWS, make_engine, send_features
+from tests.workers.gpu.test_graphed_drafts import ROWS, SAMPLING, make_engine, send_features
+from tests.workers.gpu.test_graphed_drafts import compare as compare_rounds
 from workers.draft.engine import DraftEngine
 from workers.gpu.drafts.graphed_drafts import GraphedDrafts
 from workers.gpu.sizes import Chooser
@@ -71,7 +72,7 @@ def rows_wanted(most: int) -> st.SearchStrategy[list[Wanted]]:
     row = st.builds(
         Wanted,
         st.lists(st.integers(3, 90), min_size=2, max_size=20),
-        st.integers(1, most),
+        st.just(most) | st.integers(1, most),
         st.sampled_from([0, 1, 2, 3, ANY_DEPTH, ANY_DEPTH]),
         st.sampled_from([*SAMPLINGS]),
         st.integers(0, 1 << 40),
@@ -148,3 +149,9 @@ def test_drafts_are_those_of_single_kernels(target: Path, tmp_path: Path, maker:
 @pytest.mark.parametrize(("maker", "shape"), ALL)
 def test_many_drafts_are_those_of_single_kernels(target: Path, tmp_path: Path, maker: str, shape: str) -> None:
     compare(target, tmp_path / "draft", maker, SHAPES[shape], 60)
+
+
+def test_each_round_reads_the_features_that_arrived_last(target: Path, tmp_path: Path) -> None:
+    folder = synthetic.medusa(target).write(tmp_path / "draft")
+    counts = compare_rounds(target, SAMPLING, {"method": "medusa", "model": str(folder), **TREE}, "greedy", "drawn")
+    assert {(each.graphs, each.syncs.total()) for each in counts} == {(1, 1)}

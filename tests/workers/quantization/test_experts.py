@@ -10,13 +10,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from protos.config.engine import ModelConfig
 from slipstream import SamplingParams
-from tests.support.distributed.tensor_parallel import VOCAB, check
+from tests.support.distributed.ranks import in_memory
+from tests.support.distributed.tensor_parallel import VOCAB, check, share
 from tests.support.identity import Reference, assert_identical, generate
 from tests.support.models import quantized as formats
 from tests.support.models.quantized_layers import meant, stacked_values
 from tests.support.models.synthetic_layers import with_mtp
 from tests.support.models.tiny_models import build, perturb, settings
 from workers.device import weight_bytes
+from workers.distributed.groups import Group
 from workers.model.loader import load
 from workers.quantization.experts import QuantizedExperts, is_described, stack, weights_of
 from workers.quantization.schemes import SCHEMES
@@ -160,6 +162,19 @@ def test_mxfp4_is_held_as_it_is_stored(tmp_path: Path) -> None:
         assert weight_bytes(layer) == 4 * 64 * layer.out_features // 32 * 17
     assert any(_note(3, "weights are stored quantised (mxfp4): 0 of 13") in note for note in loaded.notes)
     check(tmp_path / "stored", 2, meant=plain)
+
+
+def test_ranks_whose_slices_cut_blocks_dequantise(tmp_path: Path) -> None:
+    """Slices of 96 columns keep the scales of their blocks of 32; slices of 48 do not."""
+    source = build("gpt_oss", tmp_path / "source", **SIZES | {"intermediate_size": 192})
+    formats.quantized(source, tmp_path / "stored", formats.mxfp4, {"quant_method": "mxfp4"}, ENDS)
+
+    def kept(group: Group) -> int:
+        modules = share(tmp_path / "stored", group).model.modules()
+        return sum(isinstance(module, QuantizedExperts) for module in modules)
+
+    assert in_memory(2, kept) == [3, 3]
+    assert in_memory(4, kept) == [0, 0, 0, 0]
 
 
 def test_a_head_with_experts_drafts_what_the_target_would_have_said(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from proposers.shared.dynamic_tree import TreeShape
 from workers.gpu.drafts.candidates import candidates_at
+from workers.gpu.drafts.graphed_models import GraphedHeads
 from workers.gpu.drafts.grown_tree import GrownNodes, write_best
-from workers.gpu.drafts.heads_loop import GraphedHeads
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.sizes import Chooser
 

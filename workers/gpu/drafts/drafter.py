@@ -17,8 +17,8 @@ from workers.gpu.drafts.beams_loop import BeamsLoop
 from workers.gpu.drafts.chain_loop import ChainLoop, DraftProgram
 from workers.gpu.drafts.draft_steps import DraftSteps
 from workers.gpu.drafts.features import FeatureArea, NewestFeatures
-from workers.gpu.drafts.graphed_models import HeadModel, LanguageModel
-from workers.gpu.drafts.heads_loop import GraphedHeads, HeadsChain, HeadsTree
+from workers.gpu.drafts.graphed_models import GraphedHeads, HeadModel, LanguageModel
+from workers.gpu.drafts.heads_loop import HeadsChain, HeadsTree
 from workers.gpu.drafts.protocol import GraphedModel
 from workers.gpu.drafts.tree_loop import TreeLoop
 from workers.gpu.inputs import RoundInputs

@@ -1,8 +1,12 @@
 """Drafts as graphs call them: on tensors of the device, with an attention that is planned there."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
+from proposers.shared.heads import Heads
 from workers.attention.backend import run_with
 from workers.gpu.attention_torch import DeviceAttention
 from workers.gpu.drafts.features import FeatureArea
@@ -88,6 +92,32 @@ class HeadModel:
         """See `GraphedModel`."""
         logits_NV, features_NX = self._module.predict(output_NX, step)
         return fitted(logits_NV, self._vocab_size), features_NX
+
+
+@dataclass(frozen=True)
+class GraphedHeads:
+    """Heads as graphs call them.
+
+    Attributes:
+        module: the heads.
+        begin: returns the initial states of each row of a round, `[R, S]`.
+        vocab_size: of the target.
+    """
+
+    module: Heads
+    begin: Callable[[], torch.Tensor]
+    vocab_size: int
+
+    def predict(self, states_NS: torch.Tensor, tokens_N: torch.Tensor, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states that *head* reads, and its fp32 logits over the target's vocabulary, `[N, V]`.
+
+        Args:
+            states_NS: those that the head before it read, or the initial ones.
+            tokens_N: what follows them.
+            head: index.
+        """
+        states_NS = self.module.step(states_NS, tokens_N.clamp_max(self.module.vocab_size - 1), head)
+        return states_NS, fitted(self.module.logits(states_NS, head), self.vocab_size)
 
 
 def fitted(logits_NV: torch.Tensor, vocab_size: int) -> torch.Tensor:

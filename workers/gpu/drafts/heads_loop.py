@@ -4,47 +4,18 @@ What `proposers.shared.heads.HeadsProposer` drafts for each row, with shapes tha
 every row drafts the largest tree, and the nodes that it wants are kept at the end.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from proposers.shared.heads import Heads
 from proposers.shared.static_tree import StaticTree, TreeLevel
 from workers.gpu.choosing import choose
 from workers.gpu.drafts.candidates import candidates_at
-from workers.gpu.drafts.graphed_models import fitted
+from workers.gpu.drafts.graphed_models import GraphedHeads
 from workers.gpu.drafts.grown_tree import GrownNodes, write_best
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.sizes import Chooser
-
-
-@dataclass(frozen=True)
-class GraphedHeads:
-    """Heads as graphs call them.
-
-    Attributes:
-        module: the heads.
-        begin: returns the initial states of each row of a round, `[R, S]`.
-        vocab_size: of the target.
-    """
-
-    module: Heads
-    begin: Callable[[], torch.Tensor]
-    vocab_size: int
-
-    def predict(self, states_NS: torch.Tensor, tokens_N: torch.Tensor, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states that *head* reads, and its fp32 logits over the target's vocabulary, `[N, V]`.
-
-        Args:
-            states_NS: those that the head before it read, or the initial ones.
-            tokens_N: what follows them.
-            head: index.
-        """
-        states_NS = self.module.step(states_NS, tokens_N.clamp_max(self.module.vocab_size - 1), head)
-        return states_NS, fitted(self.module.logits(states_NS, head), self.vocab_size)
 
 
 class HeadsChain:
