@@ -26,7 +26,8 @@ def large(tokens: int) -> float:
 
 
 def adaptive(costs: StepCosts) -> AdaptivePolicy:
-    return AdaptivePolicy(LIMIT, ChainChooser(LIMIT), RoundCostModel(costs, 64 * (LIMIT + 1), 64, LIMIT))
+    model = RoundCostModel(costs, 64 * (LIMIT + 1), 64, LIMIT)
+    return AdaptivePolicy(LIMIT, ChainChooser(LIMIT), model, clock=lambda: 0.0)
 
 
 def best_with_way(rates: list[float], target: Seconds, way_s: float) -> float:
