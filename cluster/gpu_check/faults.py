@@ -6,8 +6,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from cluster import assemble
 from cluster.gpu_check.answers import OFF, Check, answered, arguments, assert_same, params, prompts
@@ -28,20 +30,43 @@ AFTER_STEPS = (3, 10, 25)
 
 def checks(device: str, folder: Path, report: ProgressCallback) -> Iterator[Check]:
     """Yield each check's name and what runs it."""
+    given = _Undisturbed(device, folder / "faults", report)
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        yield f"the draft gets {number.name}", lambda number=number: _lose_draft(device, folder, number, report)  # type: ignore[misc]
+        yield f"the draft gets {number.name}", partial(_lose_draft, given, number)
 
 
-def _lose_draft(device: str, folder: Path, number: signal.Signals, report: ProgressCallback) -> str:
-    target, draft = save_pair("tiny", "tiny-draft", 0.8, "cpu", folder / "faults")
-    asked = prompts(COUNT, LENGTH, SHAPES["tiny"].values["vocab_size"])
-    given = arguments(device, model=str(target))
-    expected, _ = answered({**given, **OFF}, asked, MAX_TOKENS, 0.0, report)
-    speculative = {"model": str(draft), "num_speculative_tokens": 4, "placement": "dedicated", "policy": "fixed"}
-    config = engine_config({**given, "enforce_eager": True, "speculative_config": speculative})
+@dataclass
+class _Undisturbed:
+    """A pair, what it is asked, and its answers without speculation."""
+
+    device: str
+    folder: Path
+    report: ProgressCallback
+
+    def __post_init__(self) -> None:
+        self.asked = prompts(COUNT, LENGTH, SHAPES["tiny"].values["vocab_size"])
+
+    @cached_property
+    def pair(self) -> tuple[Path, Path]:
+        return save_pair("tiny", "tiny-draft", 0.8, "cpu", self.folder)
+
+    @cached_property
+    def answers(self) -> list[tuple[int, ...]]:
+        return answered({**self.arguments(), **OFF}, self.asked, MAX_TOKENS, 0.0, self.report)[0]
+
+    def arguments(self) -> dict[str, Any]:
+        return arguments(self.device, model=str(self.pair[0]))
+
+    def speculative(self) -> EngineConfig:
+        draft = {"model": str(self.pair[1]), "num_speculative_tokens": 4, "placement": "dedicated", "policy": "fixed"}
+        return engine_config({**self.arguments(), "enforce_eager": True, "speculative_config": draft})
+
+
+def _lose_draft(given: _Undisturbed, number: signal.Signals) -> str:
+    expected = given.answers
     group, inbox = ProcessWorkerGroup(), LocalInbox()
-    built = assemble.build(config, inbox, report, make_executor=_executor_of(group))
-    inbox.put([_request(i, ids) for i, ids in enumerate(asked)])
+    built = assemble.build(given.speculative(), inbox, given.report, make_executor=_executor_of(group))
+    inbox.put([_request(i, ids) for i, ids in enumerate(given.asked)])
     run = _LossRun(built.controller, group, number)
     began = time.monotonic()
     try:

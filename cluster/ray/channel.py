@@ -1,7 +1,9 @@
 """The channel to a controller on Ray: acquires a placement, starts the actor, exchanges messages over ZMQ."""
 
 import asyncio
+import atexit
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +13,7 @@ import msgspec
 import ray
 import zmq
 import zmq.asyncio
+from ray.exceptions import RayError
 
 from cluster.ray import cluster as ray_cluster
 from cluster.ray.actors import remote
@@ -18,6 +21,7 @@ from cluster.ray.cluster import forwarded_variables
 from cluster.ray.controller import ControllerActor
 from cluster.ray.placement import CONTROLLER, Placement
 from cluster.ray.placement_provider import OwnPlacementGroup, PlacementProvider
+from cluster.ray.processes import returns_within
 from cluster.ray.workers import RunningActor, end_reason
 from cluster.transport.process_workers import BODY
 from cluster.transport.zmq_sockets import BoundSockets, Socket
@@ -27,7 +31,11 @@ from runtime.frontend.channel import Commands, Failed, LoadProgress, Report
 from runtime.frontend.process_channel import STOP_GRACE_S
 from runtime.frontend.silence import SILENCE_LIMITS, SilenceWatch
 
+logger = logging.getLogger(__name__)
+
 LAST_REPORTS_MS = 50
+RELEASE_S = 10.0
+"""Ray waits up to minutes for a head that does not answer. An engine that ends does not."""
 
 
 class RayChannel:
@@ -169,7 +177,14 @@ class RayChannel:
         if self._controller is not None:
             self._controller.end()
             self._controller.wait_gone()
-        self._provider.release()
+        try:
+            if returns_within(RELEASE_S, self._provider.release):
+                return
+            reason = f"no answer within {RELEASE_S:g} s"
+        except RayError as error:
+            reason = str(error)
+        logger.warning("Ray's head did not release the engine's placement group: %s", reason)
+        atexit.unregister(ray.shutdown)  # which would wait for the head, too
 
     def kill(self) -> None:
         """Kill the controller."""

@@ -1,6 +1,10 @@
-"""Whether processes of this machine run."""
+"""Whether processes of this machine run, and calls that may not return."""
 
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
 
@@ -21,3 +25,32 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def returns_within(seconds: float, call: Callable[[], None]) -> bool:
+    """Run *call* in a thread and return whether it returned in *seconds*. If it did not, it goes on by itself.
+
+    Where no thread can be started, as when the interpreter exits, *call* runs here.
+
+    Raises:
+        Exception: what *call* raised within the time.
+    """
+    done: Future[None] = Future()
+    try:
+        threading.Thread(target=_settle, args=(done, call), name="slipstream-call", daemon=True).start()
+    except RuntimeError:
+        _settle(done, call)
+    try:
+        done.result(seconds)
+    except FutureTimeout:
+        return False
+    return True
+
+
+def _settle(done: "Future[None]", call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)

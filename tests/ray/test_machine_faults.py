@@ -27,6 +27,10 @@ REDIS = shutil.which("redis-server")
 REDIS_PORT = 6390
 SURVIVES_S = 90.0
 """Ray's processes give a lost head 60 s."""
+GRPC_NOTICES_S = 300.0
+"""Ray's `grpc_client_keepalive_time_ms`: by then at the latest its processes notice a head that is silent."""
+LEAVES_S = 60.0
+"""What an engine needs to end, once it is lost."""
 Answers = list[list[int]]
 
 
@@ -148,8 +152,11 @@ def test_a_head_that_is_lost_takes_all_with_it_within_a_while(short_dir: Path, m
         engine = headless(cluster, models)
         began = time.monotonic()
         cluster.head.lose_power()
-        engine.wait_end(SURVIVES_S + 120)
-        say("head lost, no Redis: streams went on for", engine.arrivals()[-1] - began)
+        engine.wait_end(GRPC_NOTICES_S + SURVIVES_S + LEAVES_S)
+        ended_s, streamed_s = time.monotonic() - began, engine.arrivals()[-1] - began
+        say("head lost, no Redis: streams went on for", streamed_s)
+        say("the engine's process ended after further", ended_s - streamed_s)
+        assert ended_s - streamed_s < LEAVES_S
         print(f"then: {engine.log.read_text().strip().splitlines()[-1][:200]}")
 
 
