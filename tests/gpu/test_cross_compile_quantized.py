@@ -15,8 +15,8 @@ from triton.compiler import ASTSource
 from workers.gpu.kernels.quantized import WARPS, Form
 from workers.gpu.kernels.quantized_kernels import product_kernel as kernel
 
-columns, inputs, group, code, has_zeros, kind, rows, weights, arch = json.loads(sys.argv[1])
-form = Form(rows, weights, columns, inputs, group, -(-inputs // group))
+columns, inputs, group, code, has_zeros, kind, rows, experts, arch = json.loads(sys.argv[1])
+form = Form(rows, experts, columns, inputs, group, -(-inputs // group))
 constants = form.constants(code, kind, has_zeros=has_zeros, has_bias=True)
 unused = {0: ("ids_S", "order_S", "bounds_E1", "tiles_E"), 1: ("order_S", "bounds_E1", "tiles_E"), 2: ()}[kind]
 constants |= dict.fromkeys(unused) | ({} if has_zeros else {"zeros": None})
@@ -58,7 +58,7 @@ def test_mxfp4_of_experts_compiles_without_spills(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [1, 512])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layers_compile_without_spills(shape: str, rows: int, arch: int, tmp_path: Path) -> None:
-    run_child(CHILD, [*SHAPES[shape], 0, rows, 1, arch], tmp_path)
+    run_child(CHILD, [*SHAPES[shape], 0, rows, 0, arch], tmp_path)
 
 
 @pytest.mark.full

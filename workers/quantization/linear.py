@@ -12,8 +12,8 @@ from workers.quantization.weight import Code, QuantizedWeight
 class QuantizedLinear(QuantizedLayer):
     """Takes the place of `nn.Linear`. `bias`: `[N]`, in the dtype of inputs, or None; it may be set later.
 
-    Products and sums are fp32. The results for a row depend on no other row, to the bit; on a GPU that holds up to
-    `workers.gpu.kernels.quantized.FEW` rows, and beyond it.
+    Products and sums are fp32. The results for a row depend on no other row, to the bit. On GPUs products of many rows
+    may differ from those of few in the last bits (`workers.gpu.kernels.quantized`).
     """
 
     bias: nn.Parameter | None

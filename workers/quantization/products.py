@@ -1,6 +1,7 @@
 """Products with quantised weights as an operator of torch.
 
-They are computed in C++ on CPUs (`native/quantized.cpp`), and by Triton's kernels on GPUs (`workers.gpu.kernels`). Compiled graphs call it, as they call attention's: torch does not trace into it.
+They are computed in C++ on CPUs (`native/quantized.cpp`), and by Triton's kernels on GPUs (`workers.gpu.kernels`).
+Compiled graphs call it, as they call attention's: torch does not trace into it.
 """
 
 import ctypes

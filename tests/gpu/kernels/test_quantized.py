@@ -111,20 +111,20 @@ def test_products_are_those_of_the_values_in_full(case: Case) -> None:
 @pytest.mark.parametrize("code", Code)
 def test_inputs_are_divided_into_spans(code: Code) -> None:
     """1,200 inputs have two spans, the second of which ends within a step and within a block of 32."""
-    assert Form(1, 1, 70, 1200, 128, 10).spans == 2
+    assert Form(1, 0, 70, 1200, 128, 10).spans == 2
     Case(3, code, torch.float32, 3, (70, 1200), 128, has_zeros=True, has_bias=True).check()
 
 
 def test_spans_do_not_depend_on_rows_and_cover_all_inputs() -> None:
     for inputs in (1, 100, 1024, 2880, 14336):
         spans = {
-            (form.span, form.spans) for rows in range(1, FEW + 1) for form in [Form(rows, 1, 1024, inputs, inputs, 1)]
+            (form.span, form.spans) for rows in range(1, FEW + 1) for form in [Form(rows, 0, 1024, inputs, inputs, 1)]
         }
         ((span, count),) = spans
         assert span % quantized.STEP == 0
         assert span * (count - 1) < inputs <= span * count
-    assert Form(1, 1, 4096, 4096, 4096, 1).spans == 4
-    assert Form(FEW + 1, 1, 4096, 4096, 4096, 1).spans == Form(1, 1, 128_256, 4096, 4096, 1).spans == 1
+    assert Form(1, 0, 4096, 4096, 4096, 1).spans == 4
+    assert Form(FEW + 1, 0, 4096, 4096, 4096, 1).spans == Form(1, 0, 128_256, 4096, 4096, 1).spans == 1
 
 
 @pytest.mark.parametrize("code", Code)
@@ -210,6 +210,16 @@ def test_rows_have_the_weights_of_their_experts(code: Code, tokens: int, repeats
             expected[row] = values_NK @ x_RK[row // repeats].double() + bias_EN[expert].double()
     close(found, expected)
     assert not found[ids_S == 5].any()
+
+
+def test_a_single_expert_has_no_spans() -> None:
+    """1,200 inputs have two spans in a linear layer; rows of no expert are 0."""
+    weight, x_RK, bias_EN = weight_of(4, Code.INT4, (66, 1200), 128), some(1, 3, 1200), some(2, 1, 66)
+    laid_out = stacked([weight])
+    parts = laid_out.codes, laid_out.scales, laid_out.zeros
+    found = product(x_RK, torch.tensor([0, 1, 0]), *parts, bias_EN, 66, 128, int(Code.INT4))
+    assert not found[1].any()
+    close(found[[0, 2]], x_RK[[0, 2]].double() @ dequantized(weight).double().T + bias_EN.double())
 
 
 def test_experts_of_one_row_and_in_groups_give_the_same() -> None:

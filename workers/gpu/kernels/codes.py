@@ -20,7 +20,7 @@ def decoded(code_NB: tl.tensor, zero_N: tl.tensor, CODE: tl.constexpr, DTYPE: tl
     stay right, since float16 has such numbers, too.
     """
     if CODE == INT8:
-        number_NB = code_NB.to(tl.int8, bitcast=True).to(tl.float32)
+        number_NB = (code_NB ^ 0x80).to(tl.float32) - 128.0  # for sm_100, signed bytes take a stack
     elif CODE == INT4:
         number_NB = code_NB.to(tl.float32) - zero_N[:, None]
     else:

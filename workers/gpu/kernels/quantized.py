@@ -17,7 +17,7 @@ from workers.quantization.layout import TILE
 from workers.quantization.weight import BLOCK, PACKED
 
 FEW = 16
-"""Most rows, for each weight, of the form for few rows."""
+"""Most rows, for each expert where there are some, of the form for few rows."""
 MANY = 64
 """Rows of a tile of the other form."""
 STEP = 128
@@ -38,14 +38,14 @@ class Form:
 
     Attributes:
         rows: of the result.
-        weights: of which each row has one.
+        experts: weights, of which each row has one; 0: all rows have the same.
         columns, inputs: N and K of a weight.
         group: inputs that share a scale.
         groups: number of them.
     """
 
     rows: int
-    weights: int
+    experts: int
     columns: int
     inputs: int
     group: int
@@ -54,7 +54,7 @@ class Form:
     @property
     def is_few(self) -> bool:
         """Whether it is the form for few rows."""
-        return self.rows <= FEW * self.weights
+        return self.rows <= FEW * max(1, self.experts)
 
     @property
     def tile(self) -> int:
@@ -69,7 +69,7 @@ class Form:
     @property
     def span(self) -> int:
         """Inputs of a span, which depend on the form and the sizes of the weight alone."""
-        if not self.is_few or self.weights > 1:
+        if not self.is_few or self.experts:
             return self.inputs
         spans = max(1, min(PROGRAMS // -(-self.columns // TILE), self.inputs // SPAN))
         return -(-self.inputs // (spans * STEP)) * STEP
@@ -112,12 +112,12 @@ def routes_of(ids_S: torch.Tensor | None, form: Form) -> Routes:
     """Return the tiles of rows. Their number follows from sizes; those that are left over do nothing."""
     if ids_S is None:
         return Routes(ONE.value, -(-form.rows // form.tile))
-    if form.rows <= form.weights:  # most experts have one row at most
+    if form.rows <= form.experts:  # most experts have one row at most
         return Routes(ALONE.value, form.rows, ids_S)
     sorted_S, order_S = ids_S.sort(stable=True)
-    bounds_E1 = torch.searchsorted(sorted_S, torch.arange(form.weights + 1, device=ids_S.device), out_int32=True)
+    bounds_E1 = torch.searchsorted(sorted_S, torch.arange(form.experts + 1, device=ids_S.device), out_int32=True)
     tiles_E = ((bounds_E1.diff() + (form.tile - 1)) // form.tile).cumsum(0, dtype=torch.int32)
-    most = min(form.weights, form.rows) + form.rows // form.tile
+    most = min(form.experts, form.rows) + form.rows // form.tile
     return Routes(GROUPED.value, most, ids_S, order_S, bounds_E1, tiles_E)
 
 
@@ -135,8 +135,7 @@ def product(
     """See `workers.quantization.products`: one weight, or one for each row by *ids_S*."""
     x_RK = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
     rows = len(x_RK if ids_S is None else ids_S)
-    weights = 1 if ids_S is None else len(codes)
-    form = Form(rows, weights, columns, x_RK.shape[1], group, scales.shape[-2])
+    form = Form(rows, 0 if ids_S is None else len(codes), columns, x_RK.shape[1], group, scales.shape[-2])
     # Rows of no expert are 0.
     output_RN = x_RK.new_empty(rows, columns) if ids_S is None else x_RK.new_zeros(rows, columns)
     if rows == 0:
@@ -161,7 +160,7 @@ def product(
         form.groups,
         form.span,
         rows // len(x_RK),
-        weights,
+        max(1, form.experts),
         **form.constants(code, kind, has_zeros=zeros is not None, has_bias=bias is not None),
         num_warps=WARPS,
     )
