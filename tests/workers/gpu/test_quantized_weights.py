@@ -1,5 +1,6 @@
 """Weights that stay quantised on the pretended GPU: tokens of an engine on a CPU, memory, and products."""
 
+import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from workers.model.loader import load
 from workers.quantization.experts import StackedLinear
 from workers.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from workers.quantization.schemes import SCHEMES, int8
+from workers.weights.quantizing import quantize_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,6 +116,20 @@ def test_a_layer_gives_what_it_gives_on_a_cpu(name: str) -> None:
     with pretended_gpu() as machine, interpreted_kernels(machine):
         found = QuantizedLinear(weight.to(CUDA))(x.to(CUDA)).cpu()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_loaded_modules_are_quantised_where_they_are(name: str) -> None:
+    """As those of learned proposers."""
+    plain = torch.nn.Sequential(torch.nn.Linear(96, 40)).requires_grad_(False)
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
+    on_cpu = copy.deepcopy(plain)
+    quantize_module(on_cpu, SCHEMES[name], ())
+    with pretended_gpu() as machine, interpreted_kernels(machine):
+        on_gpu = plain.to(CUDA)
+        assert quantize_module(on_gpu, SCHEMES[name], ()) == 1
+        found = on_gpu(x.to(CUDA)).cpu()
+    torch.testing.assert_close(found, on_cpu(x), rtol=1e-5, atol=1e-4)
 
 
 def test_an_embedding_gives_the_rows_of_its_head() -> None:
