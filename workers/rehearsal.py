@@ -25,6 +25,8 @@ GREEDY, DRAWN = Sampling(seed=0, temperature=0.0), Sampling(seed=0)
 LIMITED = Sampling(seed=0, top_k=50, top_p=0.9, min_p=0.01)
 """Sampling of the most steps and memory that no request's own options, such as penalties, add to."""
 KINDS = (GREEDY, DRAWN, LIMITED)
+PROMPTS = (4, 16, 64, 256)
+"""Tokens between those of the smallest and the largest rounds: kernels are built for ranges of sizes."""
 GIB = 1 << 30
 
 
@@ -75,7 +77,8 @@ def warm_rounds(worker: TargetWorker, config: EngineConfig) -> None:
     largest = largest_rounds(config, worker.runner.loaded.max_model_len)
     several = min(2, config.scheduler.max_num_seqs)
     small = [Rehearsal(rows, 1, k, how) for rows in {1, several} for k in {0, max_draft(config)} for how in KINDS]
-    rehearse(worker, *largest, *small)
+    prompts = [Rehearsal(1, length, 0, GREEDY) for length in PROMPTS if length < largest[1].length]
+    rehearse(worker, *largest, *small, *prompts)
     torch.cuda.synchronize(worker.runner.device)
 
 

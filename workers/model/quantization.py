@@ -1,6 +1,7 @@
 """How the weights of a model are held: as its checkpoint stores them, quantised while they are loaded, or as values."""
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, ModelError
 from workers.native.build import KernelUnavailableError
-from workers.quantization import native
+from workers.quantization import products
 from workers.quantization.experts import QuantizedExperts
 from workers.quantization.linear import QuantizedLinear
 from workers.quantization.schemes import SCHEMES
@@ -67,10 +68,10 @@ def scheme_of(wanted: str, name: str, device: torch.device) -> Callable[[torch.T
 
 def unavailable(device: torch.device) -> str | None:
     """Return why layers cannot compute with quantised weights on *device*; None if they can."""
-    if device.type != "cpu":
-        return f"products with quantised weights run on CPUs only, and the device is {device.type!r}"
+    if device.type == "cuda":
+        return None if find_spec("triton") else "products with quantised weights need triton on a GPU"
     try:
-        native.kernel()
+        products.kernel()
     except KernelUnavailableError as error:
         return f"products with quantised weights need a C++ compiler: {error}"
     return None

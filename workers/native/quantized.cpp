@@ -3,7 +3,7 @@
 // For one row, weights are decoded to fp32 in registers; for several, once into a scratch that stays in the cache.
 // Either way a number is the sum of the same products in the same order: it does not depend on the number of rows, nor
 // on threads, which split columns and never a sum. With experts, rows are taken in order of their experts, and only
-// experts that have rows are read. The struct is mirrored in workers/quantization/native.py. See lanes.h
+// experts that have rows are read. The struct is mirrored in workers/quantization/products.py. See lanes.h
 // for the arithmetic.
 #include <algorithm>
 #include <cstdint>

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.quantization import native
+from workers.quantization import products
 from workers.quantization.layer import QuantizedLayer
-from workers.quantization.weight import LaidOut, QuantizedWeight, lay_out
+from workers.quantization.layout import LaidOut, lay_out
+from workers.quantization.weight import QuantizedWeight
 
 TRAITS = frozenset({"has_gate", "has_bias", "is_transposed"})
 """What `transformers` sets in experts whose computation it describes."""
@@ -33,12 +34,12 @@ class StackedLinear(QuantizedLayer):
     """One linear layer for each expert, over quantised weights of one form.
 
     Products and sums are fp32. Only weights of experts that have rows are read. The results for a row depend on no
-    other row, to the bit.
+    other row, to the bit; see `QuantizedLinear` for GPUs.
     """
 
     def forward(self, x_RK: torch.Tensor, ids_S: torch.Tensor, bias_EN: torch.Tensor | None) -> torch.Tensor:
         """Return `[S, N]`; each row of *x_RK* is used for S / R consecutive experts of *ids_S*."""
-        return native.experts(x_RK, ids_S, self.laid_out, bias_EN, self.out_features, self.group, self.code)
+        return products.experts(x_RK, ids_S, self.laid_out, bias_EN, self.out_features, self.group, self.code)
 
     def extra_repr(self) -> str:
         """See `QuantizedLayer`."""

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from workers.quantization.weight import LaidOut, QuantizedWeight
+from workers.quantization.layout import LaidOut
+from workers.quantization.weight import QuantizedWeight
 
 
 class QuantizedLayer(nn.Module):

@@ -4,14 +4,16 @@ import torch
 from torch import nn
 
 from workers.quantization.layer import QuantizedLayer
-from workers.quantization.native import linear
-from workers.quantization.weight import Code, QuantizedWeight, lay_out
+from workers.quantization.layout import lay_out, rows_of
+from workers.quantization.products import linear
+from workers.quantization.weight import Code, QuantizedWeight
 
 
 class QuantizedLinear(QuantizedLayer):
     """Takes the place of `nn.Linear`. `bias`: `[N]`, in the dtype of inputs, or None; it may be set later.
 
-    Products and sums are fp32. The results for a row depend on no other row, to the bit.
+    Products and sums are fp32. The results for a row depend on no other row, to the bit. On GPUs products of many rows
+    may differ from those of few in the last bits (`workers.gpu.kernels.quantized`).
     """
 
     bias: nn.Parameter | None
@@ -30,16 +32,10 @@ class QuantizedEmbedding(nn.Module):
 
     def __init__(self, head: QuantizedLinear, dtype: torch.dtype) -> None:
         super().__init__()
-        assert head.code is Code.INT8 and head.scales.shape[1] == 1, "one scale a row"
+        assert head.code is Code.INT8 and head.scales.shape[-2] == 1, "one scale a row"
         self.num_embeddings, self.embedding_dim, self._dtype = head.out_features, head.in_features, dtype
         self.codes, self.scales = head.codes, head.scales
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return `[..., H]`."""
-        return _rows(self.codes, self.scales, ids)[..., : self.embedding_dim].to(self._dtype)
-
-
-def _rows(codes: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    panel, row = ids // codes.shape[2], ids % codes.shape[2]
-    found = codes.view(torch.int8).transpose(1, 2)[panel, row].flatten(-2).float()
-    return found * scales[panel, 0, row].unsqueeze(-1)
+        return rows_of(self.codes, self.scales, ids)[..., : self.embedding_dim].to(self._dtype)

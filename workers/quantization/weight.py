@@ -1,4 +1,4 @@
-"""A quantised weight, how it is sliced, and how the kernel wants it laid out (`native/codes.h`)."""
+"""A quantised weight, and how it is sliced."""
 
 import math
 from collections.abc import Sequence as Seq
@@ -10,12 +10,10 @@ import torch.nn.functional as F
 
 BLOCK = 32
 """Inputs that are decoded together; a group has a multiple of them."""
-PANEL = 4
-"""Outputs whose codes alternate, block by block."""
 
 
 class Code(IntEnum):
-    """What a code is; the numbers are those of `native/quantized.cpp`."""
+    """What a code is; the numbers are those of `native/quantized.cpp` and of `workers.gpu.kernels.codes`."""
 
     INT8 = 0
     INT4 = 1
@@ -24,7 +22,7 @@ class Code(IntEnum):
 
 
 PACKED = frozenset({Code.INT4, Code.FP4})
-"""Codes of which the kernel reads two a byte."""
+"""Codes of which kernels read two a byte."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class QuantizedWeight:
 
     @property
     def is_suitable(self) -> bool:
-        """Whether the kernel takes it: blocks of inputs have one scale."""
+        """Whether kernels take it: blocks of inputs have one scale."""
         return self.scales_NG.shape[1] == 1 or self.group % BLOCK == 0
 
     @property
@@ -73,6 +71,11 @@ class QuantizedWeight:
         """Its sizes, for messages."""
         zeros = "" if self.zeros_NG is None else f", zero points {list(self.zeros_NG.shape)}"
         return f"codes {list(self.shape)}, scales {list(self.scales_NG.shape)}{zeros}, groups of {self.group}"
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """Return it on *device*."""
+        zeros = None if self.zeros_NG is None else self.zeros_NG.to(device)
+        return replace(self, codes_NK=self.codes_NK.to(device), scales_NG=self.scales_NG.to(device), zeros_NG=zeros)
 
     def outputs(self, ranges: Seq[tuple[int, int]], length: int) -> "QuantizedWeight":
         """Return the outputs in *ranges*, followed by outputs of 0 up to *length*."""
@@ -112,38 +115,3 @@ class QuantizedWeight:
 
 def _padded_rows(rows_NX: torch.Tensor, extra: int) -> torch.Tensor:
     return torch.cat([rows_NX, rows_NX.new_zeros(extra, rows_NX.shape[1])]) if extra else rows_NX
-
-
-@dataclass(frozen=True)
-class LaidOut:
-    """A weight as the kernel reads it: panels of 4 outputs, padded with outputs and inputs of 0.
-
-    Attributes:
-        codes: uint8 `[N / 4, K / 32, 4, 32]`, or 16 bytes for the 32 inputs with INT4 and FP4.
-        scales: float32 `[N / 4, G, 4]`, uint8 for FP4.
-        zeros: uint8 of the same shape; None but for INT4.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-
-
-def lay_out(weight: QuantizedWeight) -> LaidOut:
-    """Return *weight* as the kernel reads it."""
-    outputs, inputs = weight.shape
-    more = -outputs % PANEL
-    codes_NK = F.pad(weight.codes_NK.view(torch.uint8), (0, -inputs % BLOCK, 0, more))
-    codes_NBI = codes_NK.view(len(codes_NK), -1, BLOCK)
-    if weight.code in PACKED:
-        low, high = codes_NBI.view(*codes_NBI.shape[:2], 2, -1).unbind(2)
-        codes_NBI = low | high << 4
-    codes = codes_NBI.view(-1, PANEL, *codes_NBI.shape[1:]).transpose(1, 2).contiguous()
-    zeros = None if weight.zeros_NG is None else _panels(weight.zeros_NG, more)
-    scales_NG = weight.scales_NG if weight.code is Code.FP4 else weight.scales_NG.float()
-    return LaidOut(codes, _panels(scales_NG, more), zeros)
-
-
-def _panels(numbers_NG: torch.Tensor, more: int) -> torch.Tensor:
-    padded_NG = F.pad(numbers_NG, (0, 0, 0, more))
-    return padded_NG.view(-1, PANEL, padded_NG.shape[1]).transpose(1, 2).contiguous()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workers.quantization.experts import QuantizedExperts, StackedLinear, is_described, stack, weights_of
-from workers.weights.keeping import Keeper, sliced
+from workers.weights.keeping import Keeper, placed
 from workers.weights.partition import TensorSlice
 
 if TYPE_CHECKING:
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 def quantize_experts(
-    model: Any, checkpoint: "Checkpoint", slices: Mapping[str, TensorSlice | None], keeper: Keeper
+    model: Any,
+    checkpoint: "Checkpoint",
+    slices: Mapping[str, TensorSlice | None],
+    keeper: Keeper,
+    device: torch.device,
 ) -> None:
     """Replace the experts of *model*, which is on the meta device, all of whose weights *keeper* quantises.
 
@@ -27,7 +31,7 @@ def quantize_experts(
     for name, experts in [*model.named_modules()]:
         if is_described(experts):
             found = [
-                _kept(experts.get_parameter(key), f"{name}.{key}", outputs, checkpoint, slices, keeper)
+                _kept(experts.get_parameter(key), f"{name}.{key}", outputs, checkpoint, slices, keeper, device)
                 for key, outputs in weights_of(experts).items()
             ]
             ups, downs = found
@@ -42,6 +46,7 @@ def _kept(  # noqa: PLR0917
     checkpoint: "Checkpoint",
     slices: Mapping[str, TensorSlice | None],
     keeper: Keeper,
+    device: torch.device,
 ) -> StackedLinear | None:
     stored = checkpoint.find_experts(name, outputs)
     shape = weight.shape[outputs], weight.shape[3 - outputs]
@@ -50,4 +55,4 @@ def _kept(  # noqa: PLR0917
     part = slices.get(name)
     own = None if part is None else TensorSlice(0 if part.dim == outputs else 1, part.ranges, part.length)
     kept = (keeper.keep(expert, is_head=False) for expert in stored)
-    return stack((None if expert is None else sliced(expert, own) for expert in kept), len(weight))
+    return stack((None if expert is None else placed(expert, own, device) for expert in kept), len(weight))

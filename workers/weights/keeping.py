@@ -53,8 +53,8 @@ class OnTheFly:
         return scheme(stored.read(0, 0, stored.shape[0]))
 
 
-def sliced(weight: QuantizedWeight, part: "TensorSlice | None") -> QuantizedWeight:
-    """Return a rank's slice of a weight."""
-    if part is None:
-        return weight
-    return weight.outputs(part.ranges, part.length) if part.dim == 0 else weight.inputs(part.ranges)
+def placed(weight: QuantizedWeight, part: "TensorSlice | None", device: torch.device) -> QuantizedWeight:
+    """Return a rank's slice of a weight, on *device*."""
+    if part is not None:
+        weight = weight.outputs(part.ranges, part.length) if part.dim == 0 else weight.inputs(part.ranges)
+    return weight.to(device)

@@ -41,8 +41,8 @@ class WeightLoader:
         Raises:
             ModelError: weights are missing, have another shape than the config states, or belong to another model.
         """
-        quantize_linears(model, self.checkpoint, self.slices, self.keeper)
-        quantize_experts(model, self.checkpoint, self.slices, self.keeper)
+        quantize_linears(model, self.checkpoint, self.slices, self.keeper, self.device)
+        quantize_experts(model, self.checkpoint, self.slices, self.keeper, self.device)
         self._compute_buffers(model)
         kept = _kept_in_fp32(model, self.dtype)
         tensors = {full: tensor for full, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta}

@@ -9,7 +9,7 @@ from torch import nn
 from workers.quantization.experts import QuantizedExperts, StackedLinear, is_described, stack, weights_of
 from workers.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from workers.quantization.weight import QuantizedWeight
-from workers.weights.keeping import ROUTERS, Keeper, sliced
+from workers.weights.keeping import ROUTERS, Keeper, placed
 from workers.weights.partition import TensorSlice
 
 if TYPE_CHECKING:
@@ -19,7 +19,11 @@ Scheme = Callable[[torch.Tensor], QuantizedWeight]
 
 
 def quantize_linears(
-    model: Any, checkpoint: "Checkpoint", slices: Mapping[str, TensorSlice | None], keeper: Keeper
+    model: Any,
+    checkpoint: "Checkpoint",
+    slices: Mapping[str, TensorSlice | None],
+    keeper: Keeper,
+    device: torch.device,
 ) -> None:
     """Replace the linear layers of *model*, which is on the meta device, whose weights *keeper* quantises.
 
@@ -40,7 +44,7 @@ def quantize_linears(
         if stored is None or stored.shape != tuple(linear.weight.shape):
             continue
         kept = keeper.keep(stored, is_head=linear is head)
-        mine = None if kept is None else sliced(kept, slices.get(f"{name}.weight"))
+        mine = None if kept is None else placed(kept, slices.get(f"{name}.weight"), device)
         if mine is None or not mine.is_suitable:
             continue
         layer = QuantizedLinear(mine, linear.bias)

@@ -128,6 +128,8 @@ class Pretend(TorchDispatchMode):
         space, _, name = func._schema.name.partition("::")
         if space == "slipstream" and name == "paged_attention":
             return _call_with(self, _paged_attention(), args, kwargs)
+        if space == "slipstream_quantized" and isinstance(args[0], PretendTensor):
+            return _call_with(self, _product(), args, kwargs)
         flat, _ = tree_flatten((args, kwargs))
         on_device = [each for each in flat if isinstance(each, PretendTensor)]
         wanted = kwargs.get("device")
@@ -219,6 +221,12 @@ def _paged_attention() -> Callable[..., torch.Tensor]:
     from workers.attention.backend import _op
 
     return _op
+
+
+def _product() -> Callable[..., torch.Tensor]:
+    from workers.quantization.products import on_gpu
+
+    return on_gpu
 
 
 def _call_with(mode: Pretend, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

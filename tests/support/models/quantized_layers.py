@@ -9,9 +9,10 @@ from torch import nn
 
 from tests.support.models.quantized import FP4
 from workers.quantization.experts import StackedLinear
+from workers.quantization.layout import LaidOut
 from workers.quantization.linear import QuantizedLinear
 from workers.quantization.schemes import SCHEMES
-from workers.quantization.weight import Code, LaidOut, QuantizedWeight
+from workers.quantization.weight import Code, QuantizedWeight
 
 UNTOUCHED = ("embed_tokens.weight", "gate.weight", "router.weight", "_bias")
 """Ends of the names of weights that are not quantised: embeddings, routers, and biases of experts."""

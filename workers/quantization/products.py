@@ -1,16 +1,19 @@
-"""Products with quantised weights on CPUs, in C++ (`native/quantized.cpp`), as operators of torch.
+"""Products with quantised weights as an operator of torch.
 
-Compiled graphs call them, as they call attention's: torch does not trace into them.
+They are computed in C++ on CPUs (`native/quantized.cpp`), and by Triton's kernels on GPUs (`workers.gpu.kernels`).
+Compiled graphs call it, as they call attention's: torch does not trace into it.
 """
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 
 from workers.native.build import NO_CONTRACTION, load_function
 from workers.native.dtypes import DTYPE_CODES
-from workers.quantization.weight import Code, LaidOut
+from workers.quantization.layout import LaidOut
+from workers.quantization.weight import Code
 
 
 class _Quantized(ctypes.Structure):
@@ -24,7 +27,7 @@ class _Quantized(ctypes.Structure):
 
 @cache
 def kernel() -> "ctypes._NamedFuncPointer":
-    """Return the kernel, built if need be. Raises `KernelUnavailableError`."""
+    """Return the kernel of CPUs, built if need be. Raises `KernelUnavailableError`."""
     return load_function("quantized", "slipstream_quantized", NO_CONTRACTION)
 
 
@@ -64,7 +67,7 @@ def experts(  # noqa: PLR0917
     return found
 
 
-def _product(  # noqa: PLR0917 - the operator's schema
+def _on_cpu(  # noqa: PLR0917 - the operator's schema
     x_RK: torch.Tensor,
     ids_S: torch.Tensor | None,
     codes: torch.Tensor,
@@ -103,6 +106,13 @@ def _product(  # noqa: PLR0917 - the operator's schema
     return y_SN
 
 
+def on_gpu(*arguments: Any) -> torch.Tensor:
+    """See `experts`. What *arguments* are is stated by the operator's schema."""
+    from workers.gpu.kernels.quantized import product  # noqa: PLC0415 - triton may be missing
+
+    return product(*arguments)
+
+
 def _shape(
     x: torch.Tensor,
     ids: torch.Tensor | None,
@@ -123,7 +133,8 @@ def _define() -> torch.library.Library:
         "product(Tensor x, Tensor? ids, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int columns, "
         "int group, int code) -> Tensor"
     )
-    library.impl("product", _product, "CPU")  # type: ignore[no-untyped-call]
+    library.impl("product", _on_cpu, "CPU")  # type: ignore[no-untyped-call]
+    library.impl("product", on_gpu, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake("slipstream_quantized::product", _shape, lib=library)
     return library
 
