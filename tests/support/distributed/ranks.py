@@ -9,8 +9,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from workers.distributed.groups import Group, GroupError, form
+from workers.distributed.groups import Group, GroupError
 from workers.distributed.store import connect_store, open_store
+from workers.distributed.torch_group import form
 
 Result = TypeVar("Result")
 
