@@ -126,6 +126,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Records:
         def _begun(self, what: str, results: list[torch.Tensor], *arguments: Any) -> FakeWork:
             """Begin an operation, which writes *results*; or let the graph that is captured contain it."""
             gpu, held = pretended(), tree_map(_held, (results, arguments))
+            if gpu is not None:
+                gpu.kernel(what)
             if gpu is None or gpu.recorder is None:
                 return self._run(what, *held)
 

@@ -42,12 +42,9 @@ class PretendedWorkers:
             self.machines[threading.current_thread().name] = machine
             worker_process.serve(port, floor_s=PATIENT_S)
 
-    def decoding(self, rank: int, *, drafted: bool) -> list[tuple[RoundPlan, Counts]]:
-        """Return the rounds of a target rank in which all rows decode, with draft tokens or without."""
-        rounds = self.rounds[f"target rank {rank}"]
-        return [
-            (plan, counts) for plan, counts in rounds if plan.decodes and any(row.k for row in plan.rows) == drafted
-        ]
+    def decoding(self, rank: int) -> list[tuple[RoundPlan, Counts]]:
+        """Return the rounds of a target rank in which all rows decode."""
+        return [(plan, counts) for plan, counts in self.rounds[f"target rank {rank}"] if plan.decodes]
 
 
 @contextlib.contextmanager

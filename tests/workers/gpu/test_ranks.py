@@ -84,8 +84,7 @@ def budgets(workers: PretendedWorkers, rank: int) -> list[tuple[int, dict[str, i
     """Return the number of draft tokens, the budget without moves of K and V, and the counts of decoding rounds."""
     return [
         (max(row.k for row in plan.rows), {**counts.budget(), "graphs": counts.graphs - bool(plan.moves)}, counts)
-        for plan, counts in workers.rounds[f"target rank {rank}"]
-        if plan.decodes
+        for plan, counts in workers.decoding(rank)
     ]
 
 
