@@ -92,7 +92,11 @@ class ThreadGroup:
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def check(self) -> None: ...
+    @property
+    def cpu_group(self) -> Group:
+        return self
+
+    def check(self, done: torch.cuda.Event | None = None) -> None: ...
 
     def close(self) -> None:
         self._board.barrier.abort()
