@@ -44,7 +44,8 @@ class DraftSource(Protocol):
 class WholeRounds(Protocol):
     """Runs rounds by other means than a forward and what follows it on the host: see `workers.gpu.rounds`.
 
-    With `moves_entries`, a round that it runs begins with `RoundPlan.moves`.
+    With `moves_entries`, a round that it runs begins with `RoundPlan.moves`. All ranks decide alike which rounds it
+    runs; results of other ranks than 0 are empty.
     """
 
     @property
@@ -122,7 +123,7 @@ class TargetRank:
         if done is None:
             done = self._run_in_parts(plan, unsettled)
         self.round = plan.round
-        return done
+        return None if self._tp.rank else done
 
     def _run_in_parts(self, plan: RoundPlan, unsettled: list[int]) -> RoundDone | None:
         """Propose first, then score and verify."""
@@ -165,9 +166,7 @@ class TargetRank:
         rows = [plan.rows[r] for r in unsettled]
         proposed = ProposedDrafts([NO_DRAFT] * len(rows)) if self._tp.rank else self._from_source(plan, rows)
         if self._tp.size > 1:
-            proposed = proposed._replace(
-                drafts=broadcast_drafts(self._tp, rows, proposed.drafts, self.worker.runner.device)
-            )
+            proposed = proposed._replace(drafts=broadcast_drafts(self._tp.cpu_group, rows, proposed.drafts))
         for r, draft in zip(unsettled, proposed.drafts, strict=True):
             drafts[r] = draft
         return proposed._replace(drafts=drafts)

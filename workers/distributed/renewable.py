@@ -39,7 +39,12 @@ class Unconnected:
         del src
         return tensor
 
-    def check(self) -> None:
+    @property
+    def cpu_group(self) -> Group:
+        """This group."""
+        return self
+
+    def check(self, done: torch.cuda.Event | None = None) -> None:
         """Nothing to check."""
 
     def close(self) -> None:
@@ -82,9 +87,14 @@ class RenewableGroup:
         """See `Group`."""
         return self._group.recv(tensor, src)
 
-    def check(self) -> None:
+    @property
+    def cpu_group(self) -> Group:
         """See `Group`."""
-        self._group.check()
+        return self._group.cpu_group
+
+    def check(self, done: torch.cuda.Event | None = None) -> None:
+        """See `Group`."""
+        self._group.check(done)
 
     def close(self) -> None:
         """See `Group`."""

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from workers.distributed.groups import LOOPBACK, Group, GroupError, form
+from workers.distributed.groups import LOOPBACK, Group, GroupError, count_true
+from workers.distributed.torch_group import form
 from workers.native.build import KernelUnavailableError, load_function
 
 NAME_BITS = 62
@@ -116,9 +117,14 @@ class SharedMemoryGroup:
         """See `Group`."""
         return self._gloo.recv(tensor, src)
 
-    def check(self) -> None:
+    @property
+    def cpu_group(self) -> Group:
         """See `Group`."""
-        self._gloo.check()
+        return self
+
+    def check(self, done: torch.cuda.Event | None = None) -> None:
+        """See `Group`."""
+        self._gloo.check(done)
 
     def close(self) -> None:
         """See `Group`. Ranks that wait for this one get an error."""
@@ -160,9 +166,12 @@ def form_with_shared_memory(
     host: str = LOOPBACK,
     timeout_s: float = 60.0,
 ) -> Group:
-    """Form a group as `form` does, with shared memory if tensors are on CPUs and all ranks support it."""
-    group = form(name, store, rank, size, backend, device=device, host=host, timeout_s=timeout_s)
-    return with_shared_memory(group, name, timeout_s) if backend == "gloo" and size > 1 else group
+    """Form a group as `form` does, with shared memory for tensors on CPUs if all ranks support it."""
+    if backend == "nccl":
+        cpu_group = form_with_shared_memory(f"{name}/cpu", store, rank, size, host=host, timeout_s=timeout_s)
+        return form(name, store, rank, size, backend, device=device, timeout_s=timeout_s, cpu_group=cpu_group)
+    group = form(name, store, rank, size, backend, host=host, timeout_s=timeout_s)
+    return with_shared_memory(group, name, timeout_s) if size > 1 else group
 
 
 def with_shared_memory(group: Group, name: str, timeout_s: float) -> Group:
@@ -181,7 +190,7 @@ def with_shared_memory(group: Group, name: str, timeout_s: float) -> Group:
     with _created(group) as created:
         memory_file = _MemoryFile(*group.broadcast(torch.tensor(created, dtype=torch.int64)).tolist())
         memory = _opened(memory_file, group)
-        all_joined = _count(memory is not None, group) == group.size
+        all_joined = count_true(group, memory is not None) == group.size
     return SharedMemoryGroup(group, name, memory, timeout_s) if memory is not None and all_joined else group
 
 
@@ -239,12 +248,6 @@ def _reserved(name: str, num_bytes: int) -> int | None:
         os.close(file)
         return None
     return file
-
-
-def _count(answer: bool, group: Group) -> int:
-    """Return on how many ranks *answer* is true."""
-    # The dtype is explicit: another thread that loads a model may have changed torch's default.
-    return int(group.all_reduce(torch.tensor([answer], dtype=torch.int64)).item())
 
 
 def _opened(memory_file: _MemoryFile, group: Group) -> _Memory | None:

@@ -15,8 +15,9 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from protos.worker_messages import DraftChannelFailed, DraftChannelReady, FormDraftChannel, FromWorker
-from workers.distributed.groups import Group, GroupError, form
+from workers.distributed.groups import Group, GroupError
 from workers.distributed.store import address_towards, connect_store
+from workers.distributed.torch_group import form
 from workers.draft.announce import Announcer, Listener
 from workers.draft.deadline import FLOOR_S, DraftDeadline
 from workers.draft.feature_channel import (

@@ -137,22 +137,20 @@ def _extends(slots: SlotTable, row: Row, base_len: int, generation: int) -> bool
     return base_len == int(slots.known_len[row.slot]) and generation == int(slots.joined[row.slot]) & GENERATION
 
 
-def broadcast_drafts(group: Group, rows: Seq[Row], drafts: Seq[Draft], device: torch.device) -> list[Draft]:
-    """Return, on all ranks of *group*, the drafts that rank 0 has.
+def broadcast_drafts(group: Group, rows: Seq[Row], drafts: Seq[Draft]) -> list[Draft]:
+    """Return, on all ranks of *group*, the drafts that rank 0 has. They stay on the host, where a round is planned.
 
     Counts and ids of all rows are broadcast, int32 `[R, 1 + K]`; a tree's count is negative. If there is a tree, the
     links follow, `[R, K]`.
     """
     width = max(row.k for row in rows)
     lines = [[len(draft) if draft.is_chain else -len(draft), *_padded(draft.tokens, width)] for draft in drafts]
-    received = group.broadcast(torch.tensor(lines, dtype=torch.int32, device=device)).tolist()
-    group.check()  # what a failed broadcast leaves means nothing, and ranks would disagree
+    received = group.broadcast(torch.tensor(lines, dtype=torch.int32)).tolist()
     counts = [line[0] for line in received]
     if all(count >= 0 for count in counts):
         return [Draft(tuple(ids[:count])) for count, *ids in received]
-    links = torch.tensor([_padded(_links(draft), width) for draft in drafts], dtype=torch.int32, device=device)
+    links = torch.tensor([_padded(_links(draft), width) for draft in drafts], dtype=torch.int32)
     linked = group.broadcast(links).tolist()
-    group.check()
     return [
         _draft(ids, line if count < 0 else (), abs(count)) for (count, *ids), line in zip(received, linked, strict=True)
     ]

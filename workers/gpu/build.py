@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from protos.progress import ProgressCallback
+from workers.distributed.groups import Solo
 from workers.draft.target_cache import TargetCache
 from workers.gpu.attention_torch import DeviceAttention, device_attention, most_rows
 from workers.gpu.choosing import CHOOSERS
@@ -34,25 +35,31 @@ def make_rounds(
 ) -> DeviceRounds | None:
     """Return what runs rounds of *worker* as graphs; None on a CPU, and where the model or rule has no graph.
 
+    All ranks of a target call this at once.
+
     Args:
         worker: of the target, before it serves.
-        draft: in the same process, with the same slots; None if there is none.
+        draft: in the same process, with the same slots; None if there is none. Beside one rank of several it drafts
+            with graphs of its own, as in another process: the other ranks are sent its tokens.
         max_draft: the most draft tokens of a row.
         report: called with a line for each set of graphs.
     """
     runner = worker.runner
     loaded = runner.loaded
-    if runner.device.type != "cuda" or loaded.ranks > 1 or not isinstance(loaded.mode, TorchMode):
+    if runner.device.type != "cuda" or not isinstance(loaded.mode, TorchMode):
         return None
     if not worker.samples_and_matches or not can_capture(runner):
         return None
     attention = device_attention(runner.attention, runner.cache)
     sizes = _sizes(worker.slots, attention, max_draft)
+    if draft is not None and loaded.ranks > 1:
+        graph_drafts(draft, max_draft, report)
+        draft = None
     return _captured(worker, attention, draft, sizes, report) if sizes else None
 
 
 def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback) -> None:
-    """Have a draft model that is alone in its process draft with a graph; change nothing where it cannot.
+    """Have a draft that no graph of the target includes draft with graphs of its own; change nothing where it cannot.
 
     Args:
         engine: before it serves.
@@ -68,7 +75,7 @@ def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback
         return
     drafts = DeviceDrafts(engine, drafter.shape, max_draft, drafter.area)
     buffers = Buffers.of(sizes, slots, device, InputRoom(slots.blocks.shape[1], drafts.num_known, 0))
-    loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(device))
+    loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(device, Solo()))
     made = {size: drafter.program(buffers.inputs[size]) for size in sizes}
     programs = {
         (size, chooser): partial(_draft_and_report, loop, buffers, size, chooser)
@@ -116,7 +123,7 @@ def _captured(
         size: TargetStep(runner, attention, buffers.inputs[size], buffers.results, sampler.vocab_size, area=area)
         for size in sizes
     }
-    capturer = GraphCapturer(runner.device)
+    capturer = GraphCapturer(runner.device, runner.loaded.group)
     targets: GraphSet[StepKey] = GraphSet("target", capturer)
     loops: GraphSet[StepKey] = GraphSet("draft", capturer)
     prepare = partial(_prepare, buffers, slots, sampler)

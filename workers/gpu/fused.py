@@ -2,7 +2,8 @@
 
 A layer is fused if it and its parts are exactly the classes of `transformers` that are named here; others stay as they
 are. Queries, keys and values are one product, and so are gate and up. The layer computes by its own code wherever its
-attention is not ours, so that the check of a loaded model compares the two.
+attention is not ours, so that the check of a loaded model compares the two. One of several ranks merges its share of
+the weights; the sums over ranks stay hooks of the two products that the layer calls as modules.
 """
 
 from collections.abc import Callable
@@ -56,7 +57,9 @@ def _is_known(layer: Any, family: str) -> bool:
         and all(type(each) is nn.Linear for each in products)
     )
     dtypes = {weight.dtype for weight in layer.parameters()}
-    has_hooks = any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
+    called = {attention.o_proj, mlp.down_proj}
+    others = [part for part in layer.modules() if part not in called]
+    has_hooks = any(part._forward_hooks or part._forward_pre_hooks for part in others)
     return are_known and len(dtypes) == 1 and attention.head_dim % 2 == 0 and not has_hooks
 
 
@@ -83,7 +86,7 @@ class FusedLayer:
         self._qkv = Merged([attention.q_proj, attention.k_proj, attention.v_proj])
         self._gate_up = Merged([mlp.gate_proj, mlp.up_proj])
         size = attention.head_dim
-        self._heads = attention.q_proj.out_features // size, attention.k_proj.out_features // size
+        self._heads = len(attention.q_proj.weight) // size, len(attention.k_proj.weight) // size
         self._norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
         if _class(attention) == _named("Qwen3", "Attention"):
             query_norm, key_norm = attention.q_norm, attention.k_norm
@@ -125,7 +128,7 @@ class Merged:
     """Several linear layers of one input as one product; their weights become views of its weight."""
 
     def __init__(self, parts: list[nn.Linear]) -> None:
-        sizes = [part.out_features for part in parts]
+        sizes = [len(part.weight) for part in parts]
         self._weight = torch.cat([part.weight for part in parts])
         for part, view in zip(parts, torch.split(self._weight, sizes), strict=True):
             part.weight = nn.Parameter(view, requires_grad=False)
@@ -139,4 +142,4 @@ class Merged:
 def _merged_bias(parts: list[nn.Linear]) -> torch.Tensor | None:
     if all(part.bias is None for part in parts):
         return None
-    return torch.cat([part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts])
+    return torch.cat([part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts])

@@ -2,6 +2,9 @@
 
 A *program* is a function without arguments that reads and writes static buffers. It is run once, so that everything it
 loads is there, and then captured. The graphs of one engine share a pool of memory: they run one after another.
+
+All ranks of a target capture the same programs in the same order, operations between ranks included, and NCCL demands
+that they launch the graphs of the same capture together. So a program has a graph on all ranks or on none.
 """
 
 import logging
@@ -12,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from protos.progress import ProgressCallback
+from workers.distributed.groups import Group, GroupError, count_true, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +41,47 @@ class GraphCapturer:
 
     Args:
         device: a CUDA device.
+        group: the ranks that capture the same programs at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, group: Group) -> None:
+        self._device, self._group = device, group
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, program: Program) -> CapturedGraph:
-        """Run *program*, then capture it. Raises `GraphCaptureError`."""
+        """Run *program*, then capture it.
+
+        Raises:
+            GraphCaptureError: it cannot be captured on all ranks.
+            GroupError: it cannot be run on some ranks, for whose tensors the others wait.
+        """
         graph = torch.cuda.CUDAGraph()
+        failed, why = self._attempt(lambda: self._run(program))
+        if 0 < failed < self._group.size:
+            raise GroupError(f"a step fails on {failed} of {self._group.size} ranks, for which the others wait: {why}")
+        if not failed:
+            self._group.check()
+            failed, why = self._attempt(lambda: self._record(graph, program))
+        if failed:
+            raise GraphCaptureError(why)
+        return graph
+
+    def _attempt(self, step: Callable[[], None]) -> tuple[int, str]:
+        """Take a step on all ranks; return on how many it fails, and why."""
+        why = ""
         try:
             with torch.inference_mode():
-                self._run(program)
-                # Thread-local: what other threads do (a draft channel, checkpoints that load) does not end the capture.
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                    program()
+                step()
         except RuntimeError as error:
-            line = (str(error).strip().splitlines() or ["no message"])[0][:200]
-            raise GraphCaptureError(f"{type(error).__name__}: {line}") from error
-        return graph
+            why = f"{type(error).__name__}: {first_line(error)[:200]}"
+        # The hosts tell each other: devices may wait for what a rank whose step failed did not begin.
+        return count_true(self._group.cpu_group, bool(why)), why or "it fails on another rank"
+
+    def _record(self, graph: torch.cuda.CUDAGraph, program: Program) -> None:
+        # Thread-local: what other threads do (a draft channel, checkpoints that load) does not end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            program()
 
     def free_bytes(self) -> int:
         """Return the free memory of the device."""

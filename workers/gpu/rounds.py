@@ -53,16 +53,20 @@ class CapturedSteps:
 
 
 class DeviceRounds:
-    """Runs rounds of an engine whose target is in one process. See `workers.target_rank.WholeRounds`.
+    """Runs rounds of a target rank. See `workers.target_rank.WholeRounds`.
+
+    What decides whether a round runs here, and at which size, is the same on all ranks: the plan, the slots, the drafts
+    that rank 0 has broadcast, and which graphs there are.
 
     Args:
         worker: of the target.
-        drafts: of a draft in this process that graphs run; None if there is none.
+        drafts: of a draft in this process that graphs run; None if there is none, and for several ranks.
         captured: what is launched.
     """
 
     def __init__(self, worker: "TargetWorker", drafts: DeviceDrafts | None, captured: CapturedSteps) -> None:
         self._worker, self._drafts, self._captured = worker, drafts, captured
+        self._group = worker.runner.loaded.group
         self._area = None if drafts is None else drafts.area
         self._rows = sorted({size.rows for size in captured.buffers.inputs})
         self._most_drafted = max((size.queries for size in captured.buffers.inputs), default=1) - 1
@@ -110,8 +114,14 @@ class DeviceRounds:
         trees = {r: draft for r, draft in enumerate(drafts) if not draft.is_chain}
         if self._area is not None:
             self._area.save(slots_R)
+        if self._group.rank:
+            self._group.check(self._captured.buffers.results.done)  # of the round before: its input is written over
         self._send(size, plan, slots_R, DraftPlan.of_drafts(drafted_R), trees)
-        lines = self._launch(size, chooser, len(slots_R)).tolist()
+        self._launch(size, chooser, len(slots_R))
+        if self._group.rank:
+            self._captured.buffers.results.done.record()
+            return RoundDone(plan.round, [])
+        lines = self._receive(size, len(slots_R))
         return self._done(plan, _verdicts(plan.rows, drafts, lines, size.queries), 0.0, began)
 
     def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, device: DeviceDrafts) -> RoundDone | None:
@@ -129,7 +139,8 @@ class DeviceRounds:
         if size.queries > 1:
             self._captured.loops.launch((size, chooser))
         drafted_s = time.monotonic() - began
-        lines = self._launch(size, chooser, len(slots_R)).tolist()
+        self._launch(size, chooser, len(slots_R))
+        lines = self._receive(size, len(slots_R))
         drafts = device.finish(slots_R, planned, [line[size.queries + 1 :] for line in lines])
         return self._done(plan, _verdicts(plan.rows, drafts, lines, size.queries), drafted_s, began)
 
@@ -161,12 +172,17 @@ class DeviceRounds:
         if len(moves_M2):
             self._captured.moves.launch(size)
 
-    def _launch(self, size: Size, chooser: Chooser, count: int) -> Ints:
-        """Run the target's step; return the lines of its result for *count* rows."""
+    def _launch(self, size: Size, chooser: Chooser, count: int) -> None:
+        """Run the target's step for *count* rows."""
         self._captured.targets.launch((size, chooser))
         if self._worker.needs != "none":
             self._worker.keep(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(chooser))
-        return self._captured.buffers.results.receive(size.rows * LINE * size.queries).reshape(size.rows, -1)[:count]
+
+    def _receive(self, size: Size, count: int) -> list[list[int]]:
+        """Return the lines of the step's result for *count* rows."""
+        numbers = self._captured.buffers.results.receive(size.rows * LINE * size.queries, self._group)
+        lines: list[list[int]] = numbers.reshape(size.rows, -1)[:count].tolist()
+        return lines
 
     def _done(self, plan: RoundPlan, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
         if self._area is not None and plan.speculates:

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workers.distributed.groups import Group
+
 Array = npt.NDArray[Any]
 ALIGNMENT = 16
 """Arrays begin at multiples of this many bytes."""
@@ -82,16 +84,24 @@ class ResultArea:
     Args:
         size: numbers of the largest result.
         device: of the model.
+
+    Attributes:
+        done: recorded after everything that was launched in a round.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.on_device = torch.zeros(size, dtype=torch.int64, device=device)
         self._mirror = torch.zeros(size, dtype=torch.int64, pin_memory=True)
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def receive(self, size: int) -> npt.NDArray[np.int64]:
-        """Copy the first *size* numbers to the host and wait for them: the only wait of a round."""
+    def receive(self, size: int, group: Group | None = None) -> npt.NDArray[np.int64]:
+        """Copy the first *size* numbers to the host and wait for them: the only wait of a round.
+
+        Raises `GroupError` if an operation of *group*, which the numbers depend on, fails or takes too long.
+        """
         self._mirror[:size].copy_(self.on_device[:size], non_blocking=True)
-        self._done.record()
-        self._done.synchronize()
+        self.done.record()
+        if group is not None:
+            group.check(self.done)
+        self.done.synchronize()
         return self._mirror[:size].numpy()

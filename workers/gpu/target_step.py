@@ -23,6 +23,8 @@ class TargetStep:
         vocab_size: ids that may be sampled.
         area: where the features of accepted tokens are written for a draft that graphs run; None if there is none.
 
+    A rank that gets no logits runs the forward alone.
+
     Attributes:
         states_of: the features that each program writes, for drafts that read them; none where *area* has them.
     """
@@ -51,6 +53,8 @@ class TargetStep:
         self._attention.use(self._inputs.metadata)
         tokens_1T, positions_1T = tokens_RQ.view(1, -1), found["positions_RQ"].view(1, -1)
         logits_TV, states_TF = self._runner.call(tokens_1T, positions_1T, self._all_T, self._attention)
+        if self._runner.loaded.group.rank:
+            return
         ids_T = choose(chooser, logits_TV[:, : self._vocab_size], found["keys_RQ"].view(-1), limits)
         ids_RQ = ids_T.view_as(tokens_RQ)
         nodes_R = accepted(ids_RQ, tokens_RQ, found["parents_RQ"], found["drafted_R"])

@@ -90,7 +90,7 @@ class BatchInvariantMode:
             torch.arange(11, 18).unsqueeze(0),
             torch.tensor([4, 1, 6]),
         )
-        return traced(forward, inputs, trial, partial(all_agree, loaded.group, device=loaded.device))
+        return traced(forward, inputs, trial, partial(all_agree, loaded.group.cpu_group))
 
 
 def _sum_as_ranks_would(model: Any, name: str) -> None:

@@ -29,8 +29,8 @@ class TorchMode:
         connect(model, plan, group)
 
     def prepare(self, model: Any, name: str, ranks: int) -> tuple[LayerShape, ...]:
-        """Fuse layers on a CUDA device, where one rank has the whole model; leave the others as they are."""
-        if model.device.type == "cuda" and ranks == 1 and find_spec("triton") is not None:
+        """Fuse layers on a CUDA device; leave the others as they are."""
+        if model.device.type == "cuda" and find_spec("triton") is not None:
             from workers.gpu.fused import fuse_layers  # noqa: PLC0415 - triton may be missing
 
             fuse_layers(model)

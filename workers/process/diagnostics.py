@@ -9,9 +9,10 @@ import torch
 from protos.doctor_messages import FromDiagnostics, Join, Joined, Leave, Measure, Measured, Seen, ToDiagnostics, Trouble
 from protos.worker_messages import Stop, StoreAddress
 from workers.device import set_device
-from workers.distributed.groups import Group, GroupError, form
+from workers.distributed.groups import Group, GroupError
 from workers.distributed.shm_group import BUFFER_BYTES, SharedMemoryGroup, form_with_shared_memory
 from workers.distributed.store import connect_store, open_store
+from workers.distributed.torch_group import form
 
 GROUP_S = 20.0
 """Timeout of forming a group, and of each operation."""

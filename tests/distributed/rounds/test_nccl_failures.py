@@ -10,16 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from protos.draft import Draft
-from protos.messages import Row
 from protos.worker_messages import WorkerFailed
 from runtime.supervision.target_supervisor import TargetSupervisor
 from tests.support.distributed import fake_nccl
 from tests.support.distributed.engine import Models, assert_same, configure, requests, threaded
 from tests.support.distributed.fake_nccl import Operation, Records
-from workers.distributed.groups import Group, GroupError, form
+from workers.distributed.groups import Group, GroupError
 from workers.distributed.store import connect_store, open_store
-from workers.draft.wire import broadcast_drafts
+from workers.distributed.torch_group import form
 
 LIMIT_S = 1.0
 
@@ -77,16 +75,6 @@ def test_a_check_tells_what_failed_and_what_never_ends(records: Records) -> None
         )
 
 
-def test_drafts_that_were_not_broadcast_are_not_read(records: Records) -> None:
-    rows, drafts = [Row(0, 0, 1, 1, 2)], [Draft((3, 4))]
-
-    def work(group: Group) -> str:
-        records.fails = lambda operation: operation.what == "broadcast"
-        return error_of(lambda: broadcast_drafts(group, rows, drafts, torch.device("cpu")))
-
-    assert all("broadcast on rank" in told for told in on_two(work))
-
-
 class Once:
     """Names operations of one kind for a while: from the first on, until the group is left."""
 
@@ -105,7 +93,7 @@ class Once:
 
 
 @pytest.mark.parametrize("kind", ["fails", "hangs"])
-@pytest.mark.parametrize("what", ["allreduce", "gather", "broadcast"])
+@pytest.mark.parametrize("what", ["allreduce", "gather"])
 def test_a_group_with_a_lost_operation_is_built_anew(
     models: Models, plain: dict[str, list[int]], records: Records, kind: str, what: str
 ) -> None:

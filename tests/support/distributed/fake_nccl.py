@@ -2,6 +2,9 @@
 
 `wait` only orders streams: it raises nothing when a peer is gone, and leaves the result uninitialised. The failure is
 known to the work alone. Operations are recorded with the thread that began them.
+
+Tensors of a pretended GPU are exchanged, too. What a graph captures runs when the graph is launched, and has no work:
+one that fails then never ends.
 """
 
 import threading
@@ -15,6 +18,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.support.gpu.pretend import PretendTensor, pretended
 
 
 @dataclass
@@ -99,31 +106,58 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Records:
             self._gloo.abort()
 
         def allreduce(self, tensors: list[torch.Tensor]) -> FakeWork:
-            return self._begun("allreduce", tensors, lambda: self._gloo.allreduce(tensors))
+            return self._begun("allreduce", tensors, tensors)
 
         def allgather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> FakeWork:
-            return self._begun("allgather", parts[0], lambda: self._gloo.allgather(parts, tensors))
+            return self._begun("allgather", parts[0], parts, tensors)
 
         def gather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> FakeWork:
-            results = parts[0] if parts else []
-            return self._begun("gather", results, lambda: self._gloo.gather(parts, tensors, options))
+            return self._begun("gather", parts[0] if parts else [], parts, tensors, options)
 
         def broadcast(self, tensors: list[torch.Tensor], options: Any) -> FakeWork:
-            return self._begun("broadcast", tensors, lambda: self._gloo.broadcast(tensors, options))
+            return self._begun("broadcast", tensors, tensors, options)
 
         def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> FakeWork:
-            return self._begun("send", [], lambda: self._gloo.send(tensors, dst, tag))
+            return self._begun("send", [], tensors, dst, tag)
 
         def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> FakeWork:
-            return self._begun("recv", tensors, lambda: self._gloo.recv(tensors, src, tag))
+            return self._begun("recv", tensors, tensors, src, tag)
 
-        def _begun(self, what: str, results: list[torch.Tensor], begin: Callable[[], Any]) -> FakeWork:
+        def _begun(self, what: str, results: list[torch.Tensor], *arguments: Any) -> FakeWork:
+            """Begin an operation, which writes *results*; or let the graph that is captured contain it."""
+            gpu, held = pretended(), tree_map(_held, (results, arguments))
+            if gpu is not None:
+                gpu.kernel(what)
+            if gpu is None or gpu.recorder is None:
+                return self._run(what, *held)
+
+            def launch(*_: torch.Tensor) -> None:
+                work = self._run(what, *held)
+                gpu.is_stuck = gpu.is_stuck or not work.is_completed() or work.exception() is not None
+
+            tensors = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
+            gpu.recorder.kernel(launch, tensors, {}, None)
+            return FakeWork(None, Operation(what, threading.current_thread().name, self._size), held[0], fails=False)
+
+        def _run(self, what: str, results: list[torch.Tensor], arguments: tuple[Any, ...]) -> FakeWork:
             operation = Operation(what, threading.current_thread().name, self._size)
             records.operations.append(operation)
             if records.hangs(operation):
                 return FakeWork(None, operation, results, fails=False)
-            return FakeWork(begin(), operation, results, fails=records.fails(operation))
+            with _disable_current_modes():
+                work = getattr(self._gloo, what)(*arguments)
+                return FakeWork(work, operation, results, fails=records.fails(operation))
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", _is_capturing)
     return records
+
+
+def _is_capturing() -> bool:
+    gpu = pretended()
+    return gpu is not None and gpu.recorder is not None
+
+
+def _held(value: Any) -> Any:
+    return value.held if isinstance(value, PretendTensor) else value

@@ -9,8 +9,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from workers.distributed.groups import Group, GroupError, form
+from workers.distributed.groups import Group, GroupError
 from workers.distributed.store import connect_store, open_store
+from workers.distributed.torch_group import form
 
 Result = TypeVar("Result")
 
@@ -91,7 +92,11 @@ class ThreadGroup:
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def check(self) -> None: ...
+    @property
+    def cpu_group(self) -> Group:
+        return self
+
+    def check(self, done: torch.cuda.Event | None = None) -> None: ...
 
     def close(self) -> None:
         self._board.barrier.abort()

@@ -5,8 +5,10 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from tests.support.gpu.counts import where
 from tests.support.gpu.graphs import PretendCapture, PretendGraph
-from tests.support.gpu.pretend import Pretend, PretendTensor
+from tests.support.gpu.pretend import Pretend, PretendTensor, pretended
 from workers.attention.torch import TorchAttention
 from workers.gpu.attention import pick_gpu_attention
 from workers.gpu.choosing import has_kernels
@@ -24,6 +26,7 @@ from workers.gpu.fused import fuse_layers
 
 MEMORY = 2 << 30
 """Bytes of the device, all of them free."""
+ATTENTION = F.scaled_dot_product_attention
 
 
 @functools.cache
@@ -52,8 +55,6 @@ class Machine(Pretend):
 class PretendEvent:
     """Stands for `torch.cuda.Event`."""
 
-    gpu: Pretend | None = None
-
     def __init__(self, **_: object) -> None:
         pass
 
@@ -62,12 +63,12 @@ class PretendEvent:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.gpu is not None:
-            self.gpu.sync(where())
+        _wait()
 
     def query(self) -> bool:
-        """Return True: everything is done at once."""
-        return True
+        """Return whether what was launched is done: at once, or never."""
+        gpu = pretended()
+        return gpu is None or gpu.is_over()
 
 
 class PretendStream:
@@ -78,8 +79,7 @@ class PretendStream:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if PretendEvent.gpu is not None:
-            PretendEvent.gpu.sync(where())
+        _wait()
 
     def wait_event(self, _event: object) -> None:
         """Do nothing."""
@@ -88,42 +88,61 @@ class PretendStream:
         """Do nothing."""
 
 
+def _wait(*_: object) -> None:
+    gpu = pretended()
+    if gpu is not None:
+        gpu.sync(where())
+
+
+def _machine() -> Machine:
+    gpu = pretended()
+    assert isinstance(gpu, Machine)
+    return gpu
+
+
+def _attend(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+    if not isinstance(query, PretendTensor):
+        return ATTENTION(query, key, value, attn_mask=attn_mask, **options)
+    assert isinstance(key, PretendTensor)
+    assert isinstance(value, PretendTensor)
+    assert attn_mask is None or isinstance(attn_mask, PretendTensor)
+    held = [None if each is None else each.held for each in (query, key, value, attn_mask)]
+    call = functools.partial(ATTENTION, **options)
+    with torch.utils._python_dispatch._disable_current_modes():
+        made = PretendTensor(call(*held))
+    gpu = _machine()
+    gpu.kernel("sdpa")
+    if gpu.recorder is not None:
+        gpu.recorder.kernel(call, (query, key, value, attn_mask), {}, made)
+    return made
+
+
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[Machine]:
     """Let torch see one CUDA device in this thread, and compute on it; yield what counts."""
+    with pretended_cuda(), Machine() as gpu:
+        yield gpu
+
+
+@contextlib.contextmanager
+def pretended_cuda() -> Iterator[None]:
+    """Let torch see one CUDA device in every thread, which a `Machine` that the thread enters is."""
     _install_guard()
-    gpu = Machine()
-    attention = F.scaled_dot_product_attention
-
-    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
-        if not isinstance(query, PretendTensor):
-            return attention(query, key, value, attn_mask=attn_mask, **options)
-        assert isinstance(key, PretendTensor)
-        assert isinstance(value, PretendTensor)
-        assert attn_mask is None or isinstance(attn_mask, PretendTensor)
-        held = [None if each is None else each.held for each in (query, key, value, attn_mask)]
-        call = functools.partial(attention, **options)
-        with torch.utils._python_dispatch._disable_current_modes():
-            made = PretendTensor(call(*held))
-        gpu.kernel("sdpa")
-        if gpu.recorder is not None:
-            gpu.recorder.kernel(call, (query, key, value, attn_mask), {}, made)
-        return made
-
     fakes: dict[str, Any] = {
         "torch.cuda.is_available": lambda: True,
         "torch.cuda.device_count": lambda: 1,
+        "torch.cuda.get_device_properties": lambda _device: SimpleNamespace(name=threading.current_thread().name),
         "torch.cuda.mem_get_info": lambda _device=None: (MEMORY, MEMORY),
         "torch.cuda.memory_allocated": lambda _device=None: 0,
         "torch.cuda.set_device": lambda _device: None,
         "torch.cuda.empty_cache": lambda: None,
-        "torch.cuda.synchronize": lambda _device=None: gpu.sync(where()),
+        "torch.cuda.synchronize": _wait,
         "torch.cuda.current_stream": lambda _device=None: PretendStream(),
         "torch.cuda.Event": PretendEvent,
         "torch.cuda.Stream": PretendStream,
         "torch.cuda.stream": lambda _stream: contextlib.nullcontext(),
-        "torch.cuda.CUDAGraph": lambda: PretendGraph(gpu),
-        "torch.cuda.graph": gpu.capture,
+        "torch.cuda.CUDAGraph": lambda: PretendGraph(_machine()),
+        "torch.cuda.graph": lambda graph, **options: _machine().capture(graph, **options),
         "torch.cuda.graph_pool_handle": lambda: (0, 0),
         "torch.cuda._lazy_init": lambda: None,
         "torch.cuda._initialized": True,
@@ -133,19 +152,17 @@ def pretended_gpu() -> Iterator[Machine]:
         "workers.gpu.choosing.has_kernels": lambda _device: False,
         # Tensors of inference mode have no version counters, which subclasses of tensors need.
         "torch.inference_mode": lambda *_: torch.no_grad(),
-        "torch.nn.functional.scaled_dot_product_attention": attend,
+        "torch.nn.functional.scaled_dot_product_attention": _attend,
     }
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     only_cpu = torch._C._only_lift_cpu_tensors()
     with contextlib.ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch(name, fake))
-        stack.enter_context(mock.patch.object(PretendEvent, "gpu", gpu))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         torch._C._set_only_lift_cpu_tensors(True)
         try:
-            with gpu:
-                yield gpu
+            yield
         finally:
             torch.__future__.set_overwrite_module_params_on_conversion(before)
             torch._C._set_only_lift_cpu_tensors(only_cpu)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.support.gpu.counts import Counts, where
@@ -87,6 +87,7 @@ class Pretend(TorchDispatchMode):
         super().__init__()
         self.counts = Counts()
         self.recorder: Recorder | None = None
+        self.is_stuck = False  # something that was launched never ends
         self._pinned: set[int] = set()
         self._owners: list[torch.Tensor] = []  # keeps pinned memory, so that its addresses are not given away again
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -102,6 +103,13 @@ class Pretend(TorchDispatchMode):
         self.counts.syncs[place] += 1
         if self.recorder is not None:
             self.recorder.sync(place)
+        if not self.is_over():
+            raise RuntimeError(f"the host waits for ever in {place}")
+
+    def is_over(self) -> bool:
+        """Return whether everything that was asked of the device is done; the host knows it then."""
+        if self.is_stuck:
+            return False
         arriving, self._arriving = self._arriving, []
         with torch.utils._python_dispatch._disable_current_modes():
             for target, data in arriving:
@@ -112,6 +120,7 @@ class Pretend(TorchDispatchMode):
                     raise RuntimeError(
                         f"memory that the copy in {line} reads was changed before it was known to be done"
                     )
+        return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return whether *tensor* is in pinned memory of the host."""
@@ -215,6 +224,12 @@ def _moved(func: Any, name: str, target: Any, source: torch.Tensor, kwargs: dict
         # A copy is made even where the dtype and device of the data stay the same.
         made = func(source, **_on_host(kwargs))
         return PretendTensor(made.clone() if storage_of(made) == storage_of(source) else made)
+
+
+def pretended() -> "Pretend | None":
+    """Return the device that this thread computes on; None if it has none."""
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, Pretend) else None
 
 
 def _paged_attention() -> Callable[..., torch.Tensor]:

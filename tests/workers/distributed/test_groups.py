@@ -12,9 +12,10 @@ import torch
 
 from protos.worker_messages import StoreAddress
 from tests.support.distributed.ranks import on_ranks, told_of_a_silent_peer
-from workers.distributed import groups
-from workers.distributed.groups import Group, GroupError, Solo, form
+from workers.distributed import torch_group
+from workers.distributed.groups import Group, GroupError, Solo
 from workers.distributed.store import address_towards, connect_store, open_store
+from workers.distributed.torch_group import form
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -129,18 +130,18 @@ class Nccl:
     seen: ClassVar[list[tuple[str | None, ...]]] = []
 
     def __init__(self, _store: Any, _rank: int, _size: int, options: Any) -> None:
-        self.seen.append((*map(os.environ.get, groups.NCCL_ENVIRONMENT), str(options._timeout)))
+        self.seen.append((*map(os.environ.get, torch_group.NCCL_ENVIRONMENT), str(options._timeout)))
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         assert device == torch.device("cuda", 1)
 
 
 def test_over_nccl_a_failure_ends_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in groups.NCCL_ENVIRONMENT:
+    for name in torch_group.NCCL_ENVIRONMENT:
         monkeypatch.setenv(name, "1")  # as on some clusters
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(Nccl, "seen", [])
     store, _ = open_store()
-    form("tp", store, 0, 2, "nccl", device=torch.device("cuda", 1), timeout_s=9)
+    form("tp", store, 0, 2, "nccl", device=torch.device("cuda", 1), timeout_s=9, cpu_group=Solo())
     assert Nccl.seen == [("0", "0", "0", "3", "0:00:09")]

@@ -16,9 +16,10 @@ import torch
 from protos.worker_messages import StoreAddress
 from tests.support.distributed.ranks import Result, on_ranks, told_of_a_silent_peer
 from workers.distributed import shm_group
-from workers.distributed.groups import Group, GroupError, TorchGroup, form
+from workers.distributed.groups import Group, GroupError
 from workers.distributed.shm_group import BUFFER_BYTES, SharedMemoryGroup, with_shared_memory
 from workers.distributed.store import connect_store, open_store
+from workers.distributed.torch_group import TorchGroup, form
 
 
 def nearby(size: int, work: Callable[[SharedMemoryGroup], Result], *, timeout_s: float = 60.0) -> list[Result]:

@@ -18,7 +18,7 @@ import sys, threading
 import torch
 from protos.config.engine import ModelConfig
 from protos.worker_messages import StoreAddress
-from workers.distributed.groups import form
+from workers.distributed.torch_group import form
 from workers.distributed.store import connect_store
 from workers.model.loader import load
 

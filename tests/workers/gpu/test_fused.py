@@ -1,14 +1,20 @@
 """Layers that kernels compute, interpreted, give the logits of `transformers`' own; only known layers are fused."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from triton.runtime.interpreter import InterpretedFunction
 
 from protos.config.engine import ModelConfig
+from tests.support.distributed.ranks import in_memory
+from tests.support.distributed.tensor_parallel import VOCAB, runner_of
 from tests.support.models.tiny_models import build, settings
+from tests.workers.model.test_models import PREFIX, paged_logits, reference_logits, sequences
+from workers.distributed.groups import Group
 from workers.gpu.fused import fuse_layers
 from workers.model.loaded import LoadedModel
 from workers.model.loader import load
@@ -38,6 +44,31 @@ def test_known_layers_compute_the_same(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(_plain(model, *parts), own, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("family", "ranks"), [("qwen2", 2), ("qwen3", 4)])
+def test_known_layers_of_several_ranks_compute_the_same(
+    family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2 has biases; of four ranks each has a copy of one of two K/V heads."""
+    folder, rows = build(family, tmp_path, vocab_size=VOCAB), sequences(VOCAB)
+    expected = reference_logits(folder, rows, "eager")
+    interpreter, run = threading.Lock(), InterpretedFunction.run
+
+    def one_at_a_time(kernel: Any, *args: Any, **options: Any) -> None:
+        with interpreter:  # it is not made for threads
+            run(kernel, *args, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", one_at_a_time)
+
+    def work(group: Group) -> list[torch.Tensor]:
+        runner = runner_of(folder, group, rows)
+        assert fuse_layers(runner.module) == runner.loaded.model.config.num_hidden_layers
+        return paged_logits(runner, rows)
+
+    for slot, (found, reference) in enumerate(zip(in_memory(ranks, work)[0], expected, strict=True)):
+        wanted = reference[PREFIX:] if slot == 2 else reference
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_half_precision_the_check_of_a_loaded_model_passes(dtype: str, tmp_path: Path) -> None:
     model = loaded("qwen3", tmp_path, dtype)
@@ -64,7 +95,8 @@ def test_changed_layers_stay(tmp_path: Path) -> None:
     assert fuse_layers(loaded("llama", tmp_path, hidden_act="gelu").model) == 0
     model = loaded("llama", tmp_path, layers=3).model
     layers: Any = model.get_submodule("model.layers")
-    layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
+    layers[0].mlp.down_proj.register_forward_hook(lambda *_: None)  # is called as a module
+    layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
     assert fuse_layers(model) == 2
 
 

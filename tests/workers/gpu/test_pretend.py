@@ -7,6 +7,7 @@ import torch
 from tests.support.gpu.graphs import IllegalCaptureError
 from tests.support.gpu.machine import Machine, pretended_gpu
 from tests.support.gpu.pretend import DeviceMixError
+from workers.distributed.groups import Solo
 from workers.gpu.graphs import GraphCapturer, GraphSet
 from workers.gpu.staging import ResultArea, StagingArea
 
@@ -65,7 +66,7 @@ def counting(machine: Machine) -> tuple[torch.Tensor, GraphSet[int]]:
     def program() -> None:
         counter.add_(torch.ones(4, device=CUDA) * 2)
 
-    graphs: GraphSet[int] = GraphSet("test", GraphCapturer(CUDA))
+    graphs: GraphSet[int] = GraphSet("test", GraphCapturer(CUDA, Solo()))
     graphs.capture({1: program}, lambda _key: None, lambda _line: None)
     counter.zero_()
     machine.reset()
@@ -104,7 +105,7 @@ def test_what_cannot_be_captured_runs_eager_and_says_so_once(illegal: object, ca
     assert callable(illegal)
     with pretended_gpu():
         values = torch.zeros(4, device=CUDA)
-        graphs: GraphSet[str] = GraphSet("target", GraphCapturer(CUDA))
+        graphs: GraphSet[str] = GraphSet("target", GraphCapturer(CUDA, Solo()))
         programs = {"legal": values.zero_, "illegal": lambda: illegal(values), "next": values.zero_}
         lines: list[str] = []
         graphs.capture(programs, lambda _key: None, lines.append)  # type: ignore[arg-type]
