@@ -43,7 +43,7 @@ class DFlashModule(nn.Module):
     """
 
     shift = 1
-    compiled_methods: ClassVar[Mapping[str, int]] = {"forward": 1, "logits": 1}
+    compiled_methods: ClassVar[Mapping[str, int]] = {"forward": 1, "logits": 1, "take_in": 1}
 
     def __init__(self, spec: format_of.DFlashSpec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()

@@ -79,7 +79,8 @@ class Eagle3Module(nn.Module):
 
     shift = 1
     max_tokens = MAX_SPECULATIVE_TOKENS
-    compiled_methods: ClassVar[Mapping[str, int]] = {"forward": 1, "predict": 1}
+    reads_states: ClassVar[str] = "predict"
+    """The method that reads the states that `forward` returns."""
 
     def __init__(self, spec: format_of.Eagle3Spec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
         super().__init__()
@@ -94,6 +95,8 @@ class Eagle3Module(nn.Module):
         self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(weights.device), spec.vocab_size)
         self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
         self._spec = spec
+        compiled = ("forward", self.reads_states, *(("take_in",) if spec.has_fc else ()))
+        self.compiled_methods = dict.fromkeys(compiled, 1)
 
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
         """Return the target's states projected by `fc`, `[T, H]`, normed before if the checkpoint has such norms."""

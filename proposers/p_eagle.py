@@ -4,7 +4,6 @@ The first draft token is EAGLE-3's. The input for each of the others is a mask t
 `fc`, in place of the target's.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -22,7 +21,7 @@ class ParallelEagleModule(Eagle3Module):
 
     lead = -1
     sees_later = is_masked = False
-    compiled_methods: ClassVar[Mapping[str, int]] = {"forward": 1, "logits": 1}
+    reads_states = "logits"
 
     def __init__(
         self, spec: format_of.ParallelEagleSpec, tensors: dict[str, torch.Tensor], weights: DraftWeights
