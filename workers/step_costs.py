@@ -68,7 +68,8 @@ class Measurement:
             yield StepCosts(*({int(size): seconds for size, seconds in part.items()} for part in kept))
             return
         target_s, draft_s = {}, {}
-        for size in self._target_sizes():
+        # The largest first: by then weights and kernels are in the caches, as they are between steps.
+        for size in reversed(self._target_sizes()):
             assert self.runner is not None
             target_s[size] = self.runner.measure_size(size)
             yield None
