@@ -33,7 +33,8 @@ products: a small forward in bf16 took eight times as long on a processor with o
 
 GENERATED = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
 """Matrix products are generated C++, too. With one token and weights in the processor's cache, calls into oneDNN take
-most of the time: 0.15 ms instead of 0.25 for a draft of 5 MB. It is slower for weights read from memory."""
+most of the time: 0.15 ms instead of 0.25 for a draft of 5 MB. It is slower for weights read from memory. With AMX it is
+faster for several tokens, too: 0.42 ms instead of 0.63 for 4 of them, and 6 % at 512. It was not measured elsewhere."""
 
 CACHED_BYTES = 16 << 20
 """Weights up to this size stay in the cache of one processor."""
@@ -70,7 +71,8 @@ class Weights:
         """Compiler options of the graph for any number of tokens, and of the one for a single token."""
         frozen = FREEZING if self.are_packed else {}
         single = GENERATED if frozen and self.num_bytes <= CACHED_BYTES else {}
-        return [frozen, {**frozen, **single}]
+        several = single if self.dtype == torch.bfloat16 and has_amx() else {}
+        return [{**frozen, **several}, {**frozen, **single}]
 
     @property
     def suit_one_token(self) -> bool:
@@ -90,6 +92,11 @@ def cpu_computes(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return True
+
+
+def has_amx() -> bool:
+    """Whether this processor multiplies tiles of bf16 matrices."""
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 class CompileError(Exception):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers import compile as compiling
-from workers.compile import CACHED_BYTES, Weights, cpu_computes
+from workers.compile import CACHED_BYTES, GENERATED, Weights, cpu_computes
 
 ROOMY, TIGHT = 1 << 40, CACHED_BYTES
 """Free memory."""
@@ -32,4 +32,16 @@ def test_weights_are_packed_where_onednn_takes_them(
     monkeypatch.setattr(compiling, "cpu_computes", lambda dtype: computes)
     any_number, single = Weights(torch.bfloat16, CACHED_BYTES, free).options
     assert ["freezing" in options for options in (any_number, single)] == [is_packed] * 2
-    assert ("max_autotune_gemm" in single) == is_packed and "max_autotune_gemm" not in any_number
+    assert (GENERATED.items() <= single.items()) == is_packed
+
+
+@pytest.mark.parametrize(("dtype", "amx"), [("bfloat16", True), ("bfloat16", False), ("float32", True)])
+def test_products_of_several_tokens_are_generated_with_amx(
+    dtype: str, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "has_amx", lambda: amx)
+    monkeypatch.setattr(compiling, "cpu_computes", lambda _: True)
+    options = Weights(getattr(torch, dtype), CACHED_BYTES, ROOMY).options
+    assert [GENERATED.items() <= each.items() for each in options] == [amx and dtype == "bfloat16", True]
+    larger = Weights(torch.bfloat16, CACHED_BYTES + 1, ROOMY).options
+    assert not any(GENERATED.items() <= each.items() for each in larger)
