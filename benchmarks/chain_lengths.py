@@ -61,8 +61,8 @@ class LimitedEngine:
         """Return what runs a request with at most *length* draft tokens a step; it returns the number of tokens."""
         unlimited = BatchSizePolicy.num_draft_tokens
 
-        def limited(policy: BatchSizePolicy, sequence: EngineSequence) -> int:
-            return min(length, unlimited(policy, sequence))
+        def limited(policy: BatchSizePolicy, sequence: EngineSequence, source: int | None = None) -> int:
+            return min(length, unlimited(policy, sequence, source))
 
         def one(item: Item) -> int:
             before = self._engine.llm.stats().steps

@@ -56,7 +56,7 @@ TITLE = (
 )
 
 
-CHAINS = {"medusa": 4, "hydra": 1, "mlp_speculator": 4, "recurrent": 4, "eagle": 3, "eagle3": 3}
+CHAINS = {"medusa": 4, "hydra": 1, "mlp_speculator": 4, "recurrent": 4, "eagle": 3, "eagle3": 2}
 TREES = {"medusa": 16, "recurrent": 16, "eagle": 12, "eagle3": 12}
 CASCADE = "suffix, then draft_model"
 REMEMBERING = frozenset({"suffix", CASCADE})

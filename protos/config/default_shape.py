@@ -15,7 +15,7 @@ EAGLE_TREE: Mapping[str, int] = {"num_speculative_tokens": 59, "eagle_topk": 10,
 BEAMS: Mapping[str, int] = {"num_speculative_tokens": 40, "eagle_topk": 10, "num_steps": 4}
 """ReDrafter's beam_width 10 and beam_length 5 (with the newest known token)."""
 AUTHORS = {"eagle": EAGLE_TREE, "eagle3": EAGLE_TREE, "recurrent": BEAMS}
-CPU_LENGTHS = {"eagle": 1, "eagle3": 1, "recurrent": 2}
+CPU_LENGTHS = {"eagle": 1, "eagle3": 2, "recurrent": 2}
 """Draft tokens of a chain."""
 
 
