@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kRows = (kRegisters - 1) / (kColumns + 1);  // rows computed together, with a weight, in registers
 constexpr int64_t kSmall = 1 << 17;                           // products for which waking other threads takes longer
+constexpr int64_t kAhead = 1 << 11;                           // bytes by which codes are prefetched: further than hardware does
 
 enum Code : int64_t { kInt8 = 0, kInt4 = 1, kFp8 = 2, kFp4 = 3 };
 
@@ -99,6 +100,7 @@ struct Decoder {
             const int64_t end = g + 1 == call.groups ? width : (g + 1) * call.group;
             for (int64_t k = g * call.group; k < end; k += kBlock)
                 for (int n = 0; n < kColumns; ++n, code += C::kBytes) {
+                    __builtin_prefetch(code + kAhead);
                     Lanes weight[kVectors];
                     C::decode(code, affine[n], weight);
                     use(k, n, weight);
