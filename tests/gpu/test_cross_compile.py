@@ -8,12 +8,26 @@ from pathlib import Path
 
 import pytest
 
-CHILD = """
+BEGIN = """
 import json, subprocess, sys
 from pathlib import Path
-import torch, triton
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+"""
+END = """
+source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=settings)
+cubin = Path(sys.argv[2]) / "kernel.cubin"
+cubin.write_bytes(made.asm["cubin"])
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+print(subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout)
+print("asked for at launch:", made.metadata.shared)
+"""
+"""What every child begins and ends with. In between it finds `kernel`, `signature`, `constants`, the numbers of
+`aligned` arguments, `arch` and the `settings` of the launch."""
+CHILD = """
+import torch
 from workers.attention.backend import Options
 from workers.gpu.kernels.attention import Shape
 from workers.gpu.kernels.attention_kernels import attention_kernel as kernel
@@ -31,21 +45,10 @@ signature = {}
 for name in kernel.arg_names:
     other = "*i32" if name.endswith(("_R", "_RB", "_RA")) else "i32"
     signature[name] = "constexpr" if name in constants else known.get(name, other)
-aligned = ("query", "keys", "values", "output_THE", "sums", "stats", "tables_RB", "query_head", "query_token")
-attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-source = ASTSource(kernel, signature, constants, attributes)
-made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=shape.settings(tile))
-cubin = Path(sys.argv[2]) / "kernel.cubin"
-cubin.write_bytes(made.asm["cubin"])
-tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-print(subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout)
+names = ("query", "keys", "values", "output_THE", "sums", "stats", "tables_RB", "query_head", "query_token")
+aligned, settings = map(kernel.arg_names.index, names), shape.settings(tile)
 """
 LAYER_CHILD = """
-import json, subprocess, sys
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from workers.gpu.kernels import layer
 from workers.gpu.kernels.attention import power_of_two
 
@@ -63,14 +66,8 @@ signature = {}
 for given in kernel.arg_names:
     other = "fp32" if given == "eps" else "i32" if given in ("heads", "width") else "*bf16"
     signature[given] = "constexpr" if given in constants else other
-tensors = [i for i, given in enumerate(kernel.arg_names) if signature[given] == "*bf16"]
-attributes = {(i,): [["tt.divisibility", 16]] for i in tensors}
-source = ASTSource(kernel, signature, constants, attributes)
-made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
-cubin = Path(sys.argv[2]) / "kernel.cubin"
-cubin.write_bytes(made.asm["cubin"])
-tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-print(subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout)
+aligned = [i for i, given in enumerate(kernel.arg_names) if signature[given] == "*bf16"]
+settings = {"num_warps": warps}
 """
 LAYERS = {"llama 8b": (4096, 14336, 128, False), "qwen3 8b": (4096, 12288, 128, True)}
 SHAPES = {
@@ -90,7 +87,7 @@ def run_child(code: str, arguments: list[object], folder: Path) -> None:
     given = json.dumps(arguments)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", code, given, str(folder)]
+    command = [sys.executable, "-c", BEGIN + code + END, given, str(folder)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "REG:" in ran.stdout

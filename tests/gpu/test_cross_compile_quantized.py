@@ -7,11 +7,6 @@ import pytest
 from tests.gpu.test_cross_compile import run_child
 
 CHILD = """
-import json, subprocess, sys
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from workers.gpu.kernels.quantized import WARPS, Form
 from workers.gpu.kernels.quantized_kernels import product_kernel as kernel
 
@@ -24,15 +19,8 @@ known = {"x": "*bf16", "codes": "*u8", "scales": "*i32" if code == 3 else "*fp32
 known |= {"output": "*bf16" if form.spans == 1 else "*fp32", "ids_S": "*i64", "order_S": "*i64"}
 known |= dict.fromkeys(("bounds_E1", "tiles_E"), "*i32")
 signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
-aligned = [name for name in known if name not in constants] + ["padded", "columns", "inputs", "x_stride", "span"]
-attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-source = ASTSource(kernel, signature, constants, attributes)
-made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={'num_warps': WARPS})
-cubin = Path(sys.argv[2]) / "kernel.cubin"
-cubin.write_bytes(made.asm["cubin"])
-tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-print(subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout)
-print("asked for at launch:", made.metadata.shared)
+names = [name for name in known if name not in constants] + ["padded", "columns", "inputs", "x_stride", "span"]
+aligned, settings = map(kernel.arg_names.index, names), {"num_warps": WARPS}
 """
 INT8, INT4, FP8, FP4 = range(4)
 SHAPES = {

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
 from slipstream import SamplingParams
-from tests.support.distributed.tensor_parallel import VOCAB, check
+from tests.support.distributed.tensor_parallel import TOLERANCE, VOCAB, check
 from tests.support.identity import Reference, assert_identical, generate
 from tests.support.models import quantized as formats
 from tests.support.models.quantized_layers import values_of
@@ -32,13 +32,17 @@ OF_INPUTS = {"strategy": "token", "dynamic": True}
 
 @dataclass(frozen=True)
 class Case:
-    """A family, how its weights are quantised, and the `quantization_config` of such a checkpoint."""
+    """A family, how its weights are quantised, and the `quantization_config` of such a checkpoint.
+
+    *tolerance* is of two ranks.
+    """
 
     quantize: Callable[[], formats.Quantize]
     config: dict[str, Any]
     family: str = "llama"
     overrides: dict[str, Any] = field(default_factory=dict)
     ends: tuple[str, ...] = LINEAR
+    tolerance: float = TOLERANCE
 
 
 def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **case: Any) -> Case:
@@ -66,7 +70,8 @@ CASES = {
     "fp8 experts": Case(lambda: formats.fp8_blocks(24, 40), BLOCKS, "deepseek_v3", MOE),
     "fp8 experts kept": Case(lambda: formats.fp8_blocks(32, 32), KEPT_BLOCKS, "qwen3_moe", WIDE_MOE),
     "gptq 4": Case(lambda: formats.gptq(4, 32), _gptq(4)),
-    "gptq 8": Case(lambda: formats.gptq(8, 32), _gptq(8)),
+    # In fp32, transformers itself is 1.2e-4 of the largest logit off its own logits in float64 here.
+    "gptq 8": Case(lambda: formats.gptq(8, 32), _gptq(8), tolerance=5e-5),
     "gptq 2": Case(lambda: formats.gptq(2, 32), _gptq(2)),
     "gptq act order": Case(lambda: formats.gptq(4, 32, in_order=False), _gptq(4, desc_act=True)),
     "gptq v2": Case(lambda: formats.gptq(4, 32, zero_shift=0), _gptq(4, checkpoint_format="gptq_v2")),
@@ -109,7 +114,7 @@ def test_the_values_are_those_that_the_format_means(case: Case, tmp_path: Path) 
 
 def test_two_ranks_equal_transformers_on_those_values(case: Case, tmp_path: Path) -> None:
     folder, plain = _made(case, tmp_path)
-    check(folder, 2, meant=plain)
+    check(folder, 2, meant=plain, tolerance=case.tolerance)
 
 
 def test_the_note_names_the_method_and_the_dtype(tmp_path: Path) -> None:
