@@ -4,11 +4,14 @@
 
 All sides run in one process, block by block in turns, each block on other prompts. A block has several times as many
 requests as run at once, so that a request that ends makes room for another: otherwise a block would end with its
-slowest request alone, and what others gain by drafts would be lost. The figures are ratios of the time
-of all blocks, with bootstrap 95 % intervals: how many times faster the adaptive policy is than plain decoding, and than
-the best of the fixed K. The texts: the demo's held-out prompts; another language, of which the demo models saw nothing
-(Python's own C headers); random tokens; "mixed", of which every other request is a demo prompt, and the others are
-random tokens that go on at random. "random draft" is a draft model with random weights.
+slowest request alone, and what others gain by drafts would be lost. Answers differ in length: were all of one length,
+plain decoding alone would end them together, and read the prompts that follow in one large step.
+
+The figures are ratios of the time of all blocks, with bootstrap 95 % intervals: how many times faster the adaptive
+policy is than plain decoding, and than the best of the fixed K. The texts: the demo's held-out prompts; another
+language, of which the demo models saw nothing (Python's own C headers); random tokens; "mixed", of which every other
+request is a demo prompt, and the others are random tokens that go on at random. "random draft" is a draft model with
+random weights.
 
 `--fixed` adds engines with a fixed K, 0 among them, which is plain decoding: to the same blocks, so that the best K of
 a cell is known, and the ratio to it.
@@ -16,9 +19,10 @@ a cell is known, and the ratio to it.
 
 import argparse
 import itertools
+import random
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,9 @@ TEMPERATURES = (0.0, 1.0)
 WAVES = {1: 1, 8: 4, 32: 3}
 """Requests of a block for each that runs at once, by batch size."""
 TOKENS = {1: 128, 8: 64, 32: 48}
-"""Tokens of each request, by batch size."""
+"""Tokens of a request on average, by batch size."""
+SHORTEST = 0.5
+"""Of the average length; the longest are as much longer."""
 WARM_BLOCKS = 2
 FIXED = [0, 1, 2, 3, 5, 8]
 
@@ -81,7 +87,14 @@ TITLE = (
 def batches(items: list[Item], size: int, count: int) -> list[list[Item]]:
     """Return the requests of *count* blocks; prompts come round again where there are not enough."""
     many = WAVES[size] * size
-    return [[items[(block * many + i) % len(items)] for i in range(many)] for block in range(count)]
+    rng = random.Random(0)
+
+    def request(index: int) -> Item:
+        item = items[index % len(items)]
+        length = rng.uniform(SHORTEST, 2 - SHORTEST) * item.max_tokens if size > 1 else item.max_tokens
+        return replace(item, max_tokens=round(length))
+
+    return [[request(block * many + i) for i in range(many)] for block in range(count)]
 
 
 def engine(target: Path, speculative_config: Config | None, batch: int, args: argparse.Namespace) -> DemoEngine:

@@ -18,12 +18,14 @@ import numpy as np
 from protos.draft import PREDICTION
 from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
-from runtime.policy.acceptance import WORKER_ALONE, RequestAcceptance, Sources
+from runtime.policy.acceptance import WORKER_ALONE, Sources
 from runtime.policy.allocation import RoundCosts
 from runtime.policy.base import FinishedStep
-from runtime.policy.choosers import Chooser, DecodingRow
+from runtime.policy.choosers import Chooser
 from runtime.policy.cost_model import Ints
-from runtime.policy.round_costs import Round, RoundCostModel
+from runtime.policy.pacing import Pace, Share
+from runtime.policy.round_costs import RoundCostModel, describe
+from runtime.policy.rows import DecodingRow, DecodingRows
 from runtime.policy.switching import SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, FirstRounds, Switch, Trials
 
 logger = logging.getLogger(__name__)
@@ -36,10 +38,14 @@ TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
 EXPLORE_EVERY = 100
 """While speculation is on, one round of so many has a random K for all rows, or is plain, if that costs little."""
-DECIDING_SHARE, KEEP_AT_MOST = 0.005, 32
-"""Share of the time for deciding: where it would be more, a decision is kept for several rounds, at most so many."""
-LEARN_EVERY = 4
-"""While a decision not to draft is kept, the costs of one round of so many are learnt."""
+DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.001, 128)
+"""How often it is decided how many draft tokens there are, while speculation is on and off."""
+LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.001, 16)
+"""How often acceptance and costs are learnt, while speculation is on and off."""
+OTHER_LOAD = 1.5
+"""It is decided anew where the number of sequences rose or fell by this factor."""
+OWN_RATE = 0.01
+"""Weight of the newest round in what the policy itself takes."""
 
 
 class AdaptivePolicy:
@@ -74,18 +80,22 @@ class AdaptivePolicy:
         self._costs = costs
         self._switch = Switch()
         self._trials = Trials(limit)
-        self._requests: dict[int, tuple[RequestAcceptance, ...]] = {}  # of each source, by the sequence's key
+        self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, tuple[DraftTokens, DecodingRow]] = {}  # of this round, and what was asked for
         self._chosen: dict[int, DraftTokens] = {}  # in this round, by the sequence's key
         self._typical = self._uniform(limit)  # for sequences that came after the last decision
+        self._current = limit
         self._first = FirstRounds(limit)
-        self._keep_for = 0  # rounds for which the last decision is kept
+        self._deciding, self._learning = Pace(), Pace()
         self._num_kept = 0  # rounds since the last decision
+        self._num_running = 0  # sequences at the last decision
         self._num_drafting = 0  # rounds in a row with draft tokens
-        self._is_resting = False  # the last decision is kept in this round: no draft tokens
+        self._learns = True  # from this round
         self._until_exploring = EXPLORE_EVERY
         self._random = random.Random(0)
         self._round_s = 0.0
+        self._begin_s = self._decide_s = 0.0  # spent on this round
+        self._own_s = 0.0  # spent on a round with draft tokens
 
     @property
     def limit(self) -> int:
@@ -95,7 +105,7 @@ class AdaptivePolicy:
     @property
     def current(self) -> int:
         """The largest K of this round."""
-        return max(map(max, self._chosen.values()), default=max(self._typical))
+        return self._current
 
     @property
     def changes(self) -> Counter[str]:
@@ -109,106 +119,107 @@ class AdaptivePolicy:
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
-        if self._keep_for and self._sources.predicts and any(map(self._is_newly_predicted, running)):
-            self._keep_for = 0
-        self._is_resting = self._keep_for > 0 and not (self.current or self._switch.is_on or self._trials.is_running)
-        if self._is_resting:
-            self._keep()
-            self._num_drafting = 0
-            return
-        decoding = [sequence for sequence in running if sequence.is_decoding]
-        if not decoding:
-            self._chosen, self._by_slot = {}, {}
-            self._typical = self._uniform(self._limit if self._switch.is_on else 0)
-            return
-        self._forget_ended(running)
-        rows = {sequence.key: self._row(sequence) for sequence in decoding}
-        self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
-        self._by_slot = {one.slot: (self._asked(one, rows[one.key]), rows[one.key]) for one in decoding}
+        began = self._clock()
+        self._decide_s = 0.0
+        if self._has_changed(running):
+            self._deciding.advance()
+        is_tried = self._trials.is_running or not self._first.are_over
+        self._learns = is_tried or self._learning.is_due
+        self._until_exploring -= self._switch.is_on and self._first.are_over
+        is_kept = not (is_tried or self._deciding.is_due or self._until_exploring <= 0)
+        self._by_slot = {}
+        if not is_kept or (self._learns and self.current):
+            self._begin(running, is_kept=is_kept)
+        if is_kept:
+            self._deciding.skip()
+            self._num_kept += 1
         self._num_drafting = self._num_drafting + 1 if self.current else 0
+        self._begin_s = self._clock() - began
+
+    def _has_changed(self, running: Seq[Sequence]) -> bool:
+        """Whether the load is another one, or nothing was decided yet for a request with a prediction."""
+        before, now = self._num_running, len(running)
+        if max(before, now) >= OTHER_LOAD * min(before, now):
+            return True
+        return self._sources.predicts and any(map(self._is_newly_predicted, running))
 
     def _is_newly_predicted(self, sequence: Sequence) -> bool:
-        """Whether nothing was decided yet for a request with a prediction."""
         return bool(sequence.request.prediction_token_ids) and sequence.is_decoding and sequence.key not in self._chosen
 
-    def _keep(self) -> None:
-        self._keep_for -= 1
-        self._num_kept += 1
+    def _begin(self, running: Seq[Sequence], *, is_kept: bool) -> None:
+        """Decide, unless the last decision is kept, and note what was asked for, where something is learnt from it."""
+        rows = self._rows.of(running)
+        if not rows:
+            self._use_everywhere(self._limit if self._switch.is_on else 0)
+            return
+        if not is_kept:
+            self._num_running = len(running)
+            self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
+        if self._learns:
+            self._by_slot = {one.slot: self._asked(one, rows[one.key]) for one in running if one.key in rows}
 
-    def _asked(self, sequence: Sequence, row: DecodingRow) -> DraftTokens:
-        return tuple(map(min, row.limits, self._chosen.get(sequence.key, self._typical)))
-
-    def _row(self, sequence: Sequence) -> DecodingRow:
-        limit, sources = sequence.most_drafts(self._limit, may_branch=self._may_branch), self._sources
-        limits = tuple([limit * sources.may_draft(source, sequence.request) for source in range(len(sources))])
-        acceptances = self._requests.get(sequence.key)
-        if acceptances is None:
-            acceptances = self._requests[sequence.key] = tuple([RequestAcceptance() for _ in limits])
-        return DecodingRow(limits, acceptances)
+    def _asked(self, sequence: Sequence, row: DecodingRow) -> tuple[DraftTokens, DecodingRow]:
+        return tuple(map(min, row.limits, self._chosen.get(sequence.key, self._typical))), row
 
     def _uniform(self, k: int) -> DraftTokens:
         return (k,) * len(self._sources)
-
-    def _forget_ended(self, running: Seq[Sequence]) -> None:
-        if len(self._requests) > 2 * len(running) + 64:
-            self._requests = {one.key: self._requests[one.key] for one in running if one.key in self._requests}
 
     def _choose(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         if not self._first.are_over:
             self._use_first(rows, num_known)
         elif self._trials.is_running:
-            self._use_everywhere(TRIAL_TOKENS, rows)
+            self._use_everywhere(TRIAL_TOKENS)
         elif (k := self._explored(len(rows), num_known)) is not None:
-            self._use_everywhere(k, rows)
-        elif self._keep_for > 0:
-            self._keep()
+            self._use_everywhere(k)
         else:
             self._decide(rows, num_known)
             if not self._switch.is_on and self._starts_trial(len(rows), num_known):
-                self._use_everywhere(TRIAL_TOKENS, rows)
+                self._use_everywhere(TRIAL_TOKENS)
 
     def _use_first(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         """Draft in the first rounds, whether it seems to pay or not."""
         self._num_kept += 1
         if not self._first.start():
-            self._use_everywhere(0, rows)
+            self._use_everywhere(0)
             return
-        k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known)).k_RS
+        k_RS = self._chooser.choose(list(rows.values()), self._costs_of(num_known)).k_RS
         if k_RS.any():
             self._use(k_RS, rows)
         else:
-            self._use_everywhere(TRIAL_TOKENS, rows)
+            self._use_everywhere(TRIAL_TOKENS)
+
+    def _costs_of(self, num_known: int) -> RoundCosts:
+        return self._costs.of(num_known, self._own_s)
 
     def _explored(self, num_rows: int, num_known: int) -> int | None:
         """Return the number of draft tokens to try in this round: None in most rounds, and where it costs too much."""
-        self._until_exploring -= 1
         if not self._switch.is_on or self._until_exploring > 0:
             return None
         self._until_exploring = EXPLORE_EVERY
         self._costs.age()
         k = self._random.choice((0, self._random.randint(1, self._limit)))
-        costs = self._costs.of(num_known)
+        costs = self._costs_of(num_known)
         more_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
         return k if self._trials.pay(max(0.0, more_s)) else None
 
-    def _use_everywhere(self, k: int, rows: dict[int, DecodingRow]) -> None:
-        self._chosen = {key: tuple([min(k, limit) for limit in row.limits]) for key, row in rows.items()}
-        self._typical = self._uniform(k)
-        self._keep_for = 0
+    def _use_everywhere(self, k: int) -> None:
+        self._chosen = {}
+        self._typical, self._current = self._uniform(k), k
+        self._deciding.advance()
 
     def _use(self, k_RS: Ints, rows: dict[int, DecodingRow]) -> None:
         self._chosen = dict(zip(rows, map(tuple, k_RS.tolist()), strict=True))
         self._typical = tuple(k_RS.mean(axis=0).round().astype(int).tolist())
+        self._current = int(k_RS.max())
 
     def _decide(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         began = self._clock()
-        costs = self._costs.of(num_known)
+        costs = self._costs_of(num_known)
         best = self._chooser.choose(list(rows.values()), costs)
         self._update_switch(best.gain, len(rows))
         self._use(best.k_RS if self._switch.is_on else self._predicted_alone(rows, costs), rows)
-        if self._round_s:
-            took_s = self._clock() - began
-            self._keep_for = min(KEEP_AT_MOST, int(took_s / (DECIDING_SHARE * self._round_s)))
+        self._decide_s = self._clock() - began
+        self._deciding.done(self._decide_s, self._round_s, DECIDING if self._switch.is_on else DECIDING_OFF)
 
     def _predicted_alone(self, rows: dict[int, DecodingRow], costs: RoundCosts) -> Ints:
         """Return the draft tokens of all rows and sources while speculation is off, `[R, S]`: of predictions only."""
@@ -220,17 +231,13 @@ class AdaptivePolicy:
     def _update_switch(self, gain: float, num_rows: int) -> None:
         num_rounds, self._num_kept = 1 + self._num_kept, 0
         if self._switch.update(gain, num_rounds):
+            self._trials.restore_share()
             state = "on again" if self._switch.is_on else "off"
-            logger.info(
-                "speculation is %s: %d rows decode, %s, predicted speed-up %.2f",
-                state,
-                num_rows,
-                self._chooser.describe(),
-                self.predicted_speedup,
-            )
+            rates, gain = self._chooser.describe(), self.predicted_speedup
+            logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", state, num_rows, rates, gain)
 
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
-        costs = self._costs.of(num_known)
+        costs = self._costs_of(num_known)
         lost_s = costs.uniform(TRIAL_TOKENS, num_rows) - costs.plain()
         if not self._trials.start_if_due(TRIAL_ROUNDS * max(0.0, lost_s)):
             return False
@@ -247,24 +254,36 @@ class AdaptivePolicy:
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
+        began = self._clock()
         self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
-        if self._is_resting and self._num_kept % LEARN_EVERY:
+        if self._learns:
+            self._end_learning(step)
+        else:
             self._trials.end_round(step.seconds)
-            return
+            self._learning.skip()
+        spent_s = self._begin_s + self._clock() - began
+        if self._learns:
+            share = LEARNING if self._switch.is_on else LEARNING_OFF
+            self._learning.done(spent_s - self._decide_s, self._round_s, share)
+        if self.current:
+            self._own_s += OWN_RATE * (spent_s - self._own_s)
+
+    def _end_learning(self, step: FinishedStep) -> None:
         plain_s = self._learn(step)
         lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
         self._first.end_round(lost_s, plain_s)
         if self._trials.end_round(step.seconds, lost_s, plain_s):
-            self._keep_for = 0
+            self._deciding.advance()
 
     def revise(self, costs: StepCosts) -> None:
         """See `Policy`. The next round is decided anew."""
         self._costs.revise(costs)
-        self._keep_for = 0
+        self._deciding.advance()
 
     def _learn(self, step: FinishedStep) -> float:
         """Learn acceptance and costs; return the seconds of a plain step of the same rows."""
-        done = self._describe(step)
+        asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED)[0] for row in step.plan.rows}
+        done = describe(step, asked, self._sources.worker, self._begin_s)
         if not 1 <= self._num_drafting <= WARMING_ROUNDS:
             self._record(step)
             self._costs.observe(done)
@@ -273,26 +292,7 @@ class AdaptivePolicy:
     def _record(self, step: FinishedStep) -> None:
         """Learn acceptance. Of rows that began in this step, nothing is: they may have been asked for other drafts."""
         sources = {row.slot: row.source for row in step.plan.rows}
-        for verdict in step.verdicts if not self._is_resting else ():
+        for verdict in step.verdicts:
             asked, row = self._by_slot.get(verdict.slot, NOT_ASKED)
             if any(asked):
                 self._chooser.record(verdict, row, asked, sources[verdict.slot])
-
-    def _describe(self, step: FinishedStep) -> Round:
-        rows, worker = step.plan.rows, self._sources.worker
-        by_worker = {row.slot for row in rows if row.source == worker}
-        asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED)[0] for row in rows}
-        wanted = [asked[slot][worker] for slot in by_worker if len(asked[slot]) > worker and asked[slot][worker]]
-        return Round(
-            num_known=sum([row.length for row in rows]),
-            num_scored=sum([verdict.proposed for verdict in step.verdicts]),
-            num_drafting=len(wanted),
-            depth=max(wanted, default=0),
-            num_tokens=step.num_tokens,
-            draft_s=step.draft_s,
-            seconds=step.seconds,
-            decodes=step.plan.decodes,
-            num_looked=sum([any(one[PREDICTION + 1 : worker]) for one in asked.values()]),
-            lookup_s=step.lookup_s,
-            got_none=bool(wanted) and not any(one.proposed for one in step.verdicts if one.slot in by_worker),
-        )

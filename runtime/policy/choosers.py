@@ -1,30 +1,18 @@
 """How many draft tokens pay: for chains token by token and row by row, for trees one size for all rows."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from protos.draft import PREDICTION
 from protos.messages import Verdict
-from runtime.policy.acceptance import WORKER_ALONE, AcceptanceModel, RequestAcceptance, Sources
+from runtime.policy.acceptance import WORKER_ALONE, AcceptanceModel, Sources
 from runtime.policy.allocation import Allocation, Offer, RoundCosts, allocate
 from runtime.policy.cost_model import Ints
+from runtime.policy.rows import DecodingRow
 from runtime.policy.sizes import SizeModel, choose_size, ladder
-
-
-@dataclass(frozen=True)
-class DecodingRow:
-    """A decoding row: its most draft tokens from each source, and what drafts of each showed for its request so far."""
-
-    limits: tuple[int, ...]
-    acceptances: tuple[RequestAcceptance, ...]
-
-    def only(self, source: int) -> "DecodingRow":
-        """Return the row without draft tokens from other sources."""
-        limits = [limit * (source == each) for each, limit in enumerate(self.limits)]
-        return DecodingRow(tuple(limits), self.acceptances)
 
 
 class Chooser(Protocol):
@@ -64,19 +52,13 @@ class ChainChooser:
     def choose(self, rows: Seq[DecodingRow], costs: RoundCosts) -> Allocation:
         """See `Chooser`. Rows are not looked up by a method that would hold back better drafts, where that pays."""
         limits_RS = _limits(rows)
-        offers = [self._offer(source, rows, limits_RS[:, source]) for source in range(len(self._models))]
-        best = allocate(offers, len(rows), costs)
-        for source in range(len(offers) - 1):
-            after_R = np.max([one.found_R for one in offers[source + 1 :]], axis=0)
-            is_worse_R = offers[source].found_R < after_R
-            if not is_worse_R.any():
-                continue
-            fewer = [*offers]
-            fewer[source] = replace(offers[source], limits_R=np.where(is_worse_R, 0, offers[source].limits_R))
-            found = allocate(fewer, len(rows), costs)
-            if found.gain > best.gain:
-                offers, best = fewer, found
-        return best
+        asked = np.flatnonzero(limits_RS.any(axis=0)).tolist()
+        if not asked:
+            return Allocation(np.zeros_like(limits_RS), len(rows), costs.plain(), 1.0)
+        best = _allocate([self._offer(source, rows, limits_RS[:, source]) for source in asked], len(rows), costs)
+        k_RS = np.zeros_like(limits_RS)
+        k_RS[:, asked] = best.k_RS
+        return replace(best, k_RS=k_RS)
 
     def _offer(self, source: int, rows: Seq[DecodingRow], limits_R: Ints) -> Offer:
         model = self._models[source]
@@ -102,6 +84,21 @@ class ChainChooser:
         """See `Chooser`."""
         rates = ", ".join(f"{model.rates[0]:.0%}" for model in self._models[self._sources.predicts :])
         return f"{rates} of the first draft tokens are accepted"
+
+
+def _allocate(offers: list[Offer], num_rows: int, costs: RoundCosts) -> Allocation:
+    best = allocate(offers, num_rows, costs)
+    for source in range(len(offers) - 1):
+        after_R = np.max([one.found_R for one in offers[source + 1 :]], axis=0)
+        is_worse_R = offers[source].found_R < after_R
+        if not is_worse_R.any():
+            continue
+        fewer = [*offers]
+        fewer[source] = replace(offers[source], limits_R=np.where(is_worse_R, 0, offers[source].limits_R))
+        found = allocate(fewer, num_rows, costs)
+        if found.gain > best.gain:
+            offers, best = fewer, found
+    return best
 
 
 class TreeChooser:

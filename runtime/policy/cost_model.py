@@ -61,9 +61,10 @@ class CostCurve:
         self._log_base_N = np.log(np.maximum(base_N, 1e-9))
         self._bin_N = _bins(largest)
         num_bins = int(self._bin_N[-1]) + 1
-        self._own_B = np.zeros(num_bins)
-        self._count_B = np.zeros(num_bins)
-        self._is_fresh_B = np.zeros(num_bins, bool)  # seen since it aged last
+        # Lists: single elements are read and written in every round.
+        self._log_bases, self._bins = self._log_base_N.tolist(), self._bin_N.tolist()
+        self._own_B, self._count_B = [0.0] * num_bins, [0.0] * num_bins
+        self._is_fresh_B = [False] * num_bins  # seen since it aged last
         self._shared = 0.0
         self._count = 0
         self._refresh()
@@ -86,15 +87,15 @@ class CostCurve:
     def observe(self, size: int, seconds: float) -> None:
         """Correct the curve by a round of *size* that took *seconds*."""
         size = min(size, self.largest)
-        bin_ = self._bin_N[size]
-        error = math.log(max(seconds, 1e-9)) - self._log_base_N[size] - self._shared - self._own_B[bin_]
+        bin_ = self._bins[size]
+        own, count = self._own_B[bin_], self._count_B[bin_]
+        error = math.log(max(seconds, 1e-9)) - self._log_bases[size] - self._shared - own
         if self._count:
             error = min(CLIP, max(-CLIP, error))
-            is_fastest = error < 0 and self._count_B[bin_] < FEW
-            self._own_B[bin_] *= self._kept
-            self._own_B[bin_] += error if is_fastest else max(OWN_RATE, 1 / (self._count_B[bin_] + 1)) * error
+            is_fastest = error < 0 and count < FEW
+            self._own_B[bin_] = self._kept * own + (error if is_fastest else max(OWN_RATE, 1 / (count + 1)) * error)
         self._shared += self._shared_rate * error if self._count else error * (self._shared_rate > 0)
-        self._count_B[bin_] = min(MEMORY, self._count_B[bin_] + 1)
+        self._count_B[bin_] = min(MEMORY, count + 1)
         self._is_fresh_B[bin_] = True
         self._count += 1
         if self._count % REFRESH_EVERY == 0 or self._count_B[bin_] < REFRESH_EVERY:
@@ -105,15 +106,17 @@ class CostCurve:
 
         Where a size was found slow, it is not run again. If the machine is faster now, only forgetting shows it.
         """
-        self._count_B[~self._is_fresh_B] *= AGED
-        self._own_B[~self._is_fresh_B] *= FORGOTTEN
-        self._is_fresh_B[:] = False
+        for bin_, is_fresh in enumerate(self._is_fresh_B):
+            if not is_fresh:
+                self._count_B[bin_] *= AGED
+                self._own_B[bin_] *= FORGOTTEN
+        self._is_fresh_B = [False] * len(self._is_fresh_B)
         self._refresh()
 
     def _refresh(self) -> None:
         """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were."""
         run_M = np.flatnonzero(self._count_B)
-        own_N = np.interp(self._bin_N, run_M, self._own_B[run_M]) if len(run_M) else 0.0
+        own_N = np.interp(self._bin_N, run_M, np.array(self._own_B)[run_M]) if len(run_M) else 0.0
         self._seconds_N = np.exp(self._log_base_N + self._shared + own_N)
 
 

@@ -1,10 +1,13 @@
 """What rounds cost, as the adaptive policy compares and learns it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from protos.draft import PREDICTION
 from protos.messages import StepCosts
 from runtime.policy.acceptance import WORKER_ALONE, Sources
 from runtime.policy.allocation import RoundCosts
+from runtime.policy.base import FinishedStep
 from runtime.policy.cost_model import CostCurve
 
 FREE = {1: 0.0}
@@ -102,6 +105,39 @@ class RoundCostModel:
         for curve in (self._target, self._draft, self._levels, self._lookups):
             curve.age()
 
-    def of(self, num_known: int) -> RoundCosts:
-        """Return the costs of the rounds that feed *num_known* known tokens."""
-        return RoundCosts(self._target, self._draft, self._levels, self._lookups, num_known, self._prompts_s)
+    def of(self, num_known: int, deciding_s: float = 0.0) -> RoundCosts:
+        """Return the costs of the rounds that feed *num_known* known tokens.
+
+        Args:
+            num_known: known tokens, prompt chunks included.
+            deciding_s: what a policy spends on a round with draft tokens.
+        """
+        other_s = self._prompts_s + deciding_s
+        return RoundCosts(self._target, self._draft, self._levels, self._lookups, num_known, other_s)
+
+
+def describe(step: FinishedStep, asked: Mapping[int, tuple[int, ...]], worker: int, deciding_s: float) -> Round:
+    """Describe a step by what was asked for.
+
+    Args:
+        step: finished.
+        asked: most draft tokens of the row of each slot from each source; empty if it was not asked for any.
+        worker: the source that is the draft worker.
+        deciding_s: of its seconds, those that a policy spent.
+    """
+    rows = step.plan.rows
+    by_worker = {row.slot for row in rows if row.source == worker}
+    wanted = [asked[slot][worker] for slot in by_worker if len(asked[slot]) > worker and asked[slot][worker]]
+    return Round(
+        num_known=sum([row.length for row in rows]),
+        num_scored=sum([verdict.proposed for verdict in step.verdicts]),
+        num_drafting=len(wanted),
+        depth=max(wanted, default=0),
+        num_tokens=step.num_tokens,
+        draft_s=step.draft_s,
+        seconds=step.seconds - deciding_s,
+        decodes=step.plan.decodes,
+        num_looked=sum([any(one[PREDICTION + 1 : worker]) for one in asked.values()]),
+        lookup_s=step.lookup_s,
+        got_none=bool(wanted) and not any(one.proposed for one in step.verdicts if one.slot in by_worker),
+    )

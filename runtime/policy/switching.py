@@ -10,8 +10,8 @@ ON_ABOVE, OFF_BELOW = 1.02, 1.005
 """Speculation is switched on and off at these smoothed gains. Between them it stays as it is."""
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
-TRIAL_SHARE = 0.01
-"""Of the time, for trials."""
+TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.0025
+"""Of the time, for trials: the first, and the least, to which it is halved with each that does not switch it on."""
 WARMING_ROUNDS = 2
 """Nothing is learnt of so many first rounds with drafts: the draft catches up with the sequences."""
 TRIAL_ROUNDS = WARMING_ROUNDS + 4
@@ -68,7 +68,7 @@ class Switch:
 
 
 class Trials:
-    """Lets trials take `TRIAL_SHARE` of the time: a share of every round is saved, and a trial spends what it lost.
+    """Lets trials take a share of the time: that of every round is saved, and a trial spends what it lost.
 
     So do single rounds with another number of draft tokens while speculation is on.
 
@@ -78,6 +78,7 @@ class Trials:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._share = TRIAL_SHARE
         self._saved_s = 0.0
         self._usual_s = 0.0  # what the last trial lost
         self._lost_s: list[float] = []  # by each round of this trial
@@ -95,8 +96,13 @@ class Trials:
         if self._pause > 0 or self._saved_s < needed_s:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
+        self._share = max(LEAST_TRIAL_SHARE, self._share / 2)
         self._rounds_left, self._lost_s = TRIAL_ROUNDS, []
         return True
+
+    def restore_share(self) -> None:
+        """Let the next trials take as much of the time as the first did: speculation was switched on or off."""
+        self._share = TRIAL_SHARE
 
     def pay(self, expected_s: float) -> bool:
         """Return whether enough time was saved for a single round that loses *expected_s*; if so, spend it."""
@@ -111,7 +117,7 @@ class Trials:
         Returns:
             Whether a trial has ended.
         """
-        self._saved_s += TRIAL_SHARE * seconds
+        self._saved_s += self._share * seconds
         self._pause -= 1
         if not self._rounds_left:
             return False

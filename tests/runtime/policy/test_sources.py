@@ -47,12 +47,12 @@ def test_while_all_else_is_off_a_prediction_is_drafted_from_as_long_as_it_is_rig
 def test_in_a_cascade_that_is_off_a_prediction_does_not_wake_the_draft_worker() -> None:
     simulation = engine(CASCADE)
     simulation.run([0.0] * 4, 600)
-    simulation.predicted, simulation.looked_up = {0}, {**NOTHING, PREDICTION: (0.95, 0.7)}
+    simulation.predicted, simulation.looked_up = {4}, {**NOTHING, PREDICTION: (0.95, 0.7)}
     policy, on_worker, from_prediction = simulation.policy, 0, 0
     for _ in range(200):
-        simulation.run([0.0] * 4, 1)
-        on_worker += policy.num_draft_tokens(decoding(0), WORKER) > 0
-        from_prediction += policy.num_draft_tokens(decoding(0), PREDICTION) > 0
+        simulation.run([0.0] * 5, 1)
+        on_worker += policy.num_draft_tokens(decoding(4), WORKER) > 0
+        from_prediction += policy.num_draft_tokens(decoding(4), PREDICTION) > 0
     assert from_prediction > 190
     assert on_worker < 20  # in trials
 
