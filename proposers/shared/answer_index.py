@@ -23,7 +23,9 @@ CHAIN = 16
 """Most places of a chain that are visited, most recent first."""
 NO_PLACES = (0,) * CHAIN
 """Place 0, before the first text, has no ids."""
-_MULTIPLIER, _MIXER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+_FACTORS = np.random.default_rng(0).integers(0, 1 << 64, SIZES[0] + 1, np.uint64) | np.uint64(1)
+"""Random factors of the tokens of an n-gram, newest first, and at last of the tenant."""
+_GRAMS = np.array(SIZES) - 1
 _TOKEN_BYTES = 4 + 4 + 4 + len(SIZES) * (4 + 4)
 
 
@@ -48,9 +50,10 @@ class AnswerIndex:
         self._reach = reach
         self._ring = AnswerRing(self._size, max_texts, reach)
         self._bits = np.uint64(64 - (self._size.bit_length() - 1))
-        num_heads = 1 << (self._size.bit_length() - 1)
-        self._heads = np.zeros((len(SIZES), num_heads), np.int32)
-        self._links = np.zeros((len(SIZES), self._size), np.int32)
+        self._num_heads = 1 << (self._size.bit_length() - 1)
+        # Of all n-gram sizes, one after the other.
+        self._heads = np.zeros(len(SIZES) * self._num_heads, np.int32)
+        self._links = np.zeros(len(SIZES) * self._size, np.int32)
         self._stamps = np.zeros(self._size, np.uint32)  # when a place was linked
         self._now = 0
         # The longest match that the n-grams of each size are searched for.
@@ -78,32 +81,35 @@ class AnswerIndex:
         places = np.concatenate([np.arange(first, end) for first, end in written])
         newest_DN = self._ring.ids.take(places - np.arange(1, SIZES[0] + 1)[:, None])
         is_inside_DN = np.logical_and.accumulate(newest_DN != NOTHING, 0)
-        hashes = _hashes(self._ring.owner[places].astype(np.int64), newest_DN)
+        hash_LN = _hashes(self._ring.owner[places].astype(np.uint64), newest_DN)
         self._stamp(places)
-        for level, size in enumerate(SIZES):
-            is_inside_N = is_inside_DN[size - 1]
-            self._link(level, hashes[size][is_inside_N], places[is_inside_N])
+        level_P, index_P = is_inside_DN[_GRAMS].nonzero()
+        self._link(level_P, hash_LN[level_P, index_P], places[index_P])
 
     def _stamp(self, places: Places) -> None:
         self._stamps[places] = (np.arange(len(places)) + self._now + 1).astype(np.uint32)
         self._now = (self._now + len(places)) % (1 << 32)
 
-    def _link(self, level: int, hashes: Hashes, places: Places) -> None:
-        """Put *places* at the heads of their chains, the last one first."""
-        if not len(places):
+    def _link(self, level_P: Places, hash_P: Hashes, place_P: Places) -> None:
+        """Put the places of n-grams at the heads of their chains, the last one of each size first."""
+        if not len(place_P):
             return
-        heads, links = self._heads[level], self._links[level]
-        bucket_P = (hashes >> self._bits).astype(np.int64)
-        order = np.argsort(bucket_P, kind="stable")
-        bucket_P, places = bucket_P[order], places[order]
-        starts = np.ones(len(places), bool)
-        starts[1:] = bucket_P[1:] != bucket_P[:-1]
-        before = np.empty(len(places), np.int64)
-        before[1:] = places[:-1]
-        before[starts] = heads[bucket_P[starts]]
-        links[places] = before
+        head_P = self._head(level_P, hash_P)
+        order = head_P.argsort(kind="stable")
+        head_P, place_P, link_P = head_P[order], place_P[order], (level_P * self._size + place_P)[order]
+        starts = np.ones(len(place_P), bool)
+        starts[1:] = head_P[1:] != head_P[:-1]
+        before_P = np.empty(len(place_P), np.int64)
+        before_P[1:] = place_P[:-1]
+        before_P[starts] = self._heads[head_P[starts]]
+        self._links[link_P] = before_P
         ends = np.append(starts[1:], True)
-        heads[bucket_P[ends]] = places[ends]
+        self._heads[head_P[ends]] = place_P[ends]
+
+    def _head(self, level_G: Places, hash_G: Hashes) -> Places:
+        """Return the index of the head of the chain of each n-gram."""
+        head_G: Places = level_G * self._num_heads + (hash_G >> self._bits).astype(np.int64)
+        return head_G
 
     def matches(self, salts: Seq[str], patterns: Seq[Seq[int]], least: Seq[int]) -> list[list[AnswerMatch]]:
         """Return for each row where suffixes of its pattern occur in its tenant's texts, the longest first.
@@ -118,9 +124,8 @@ class AnswerIndex:
         row_G, level_G = (np.maximum(least, 1)[:, None] <= self._longest).nonzero()
         wanted_RD = self._reversed(patterns)
         tenant_R = np.array([self._ring.number(salt) for salt in salts], np.int64)
-        hashes = _hashes(tenant_R, wanted_RD.T)
-        hash_G = np.stack([hashes[size] for size in SIZES], 1)[row_G, level_G]
-        place_CG = self._chains(hash_G, level_G)
+        hash_LR = _hashes(tenant_R.astype(np.uint64), wanted_RD.T)
+        place_CG = self._chains(hash_LR[level_G, row_G], level_G)
         length_CG = self._lengths(place_CG, wanted_RD, tenant_R, row_G, level_G)
         is_found_G = length_CG.max(0, initial=0) >= np.maximum(least, 1)[row_G]
         found: list[list[AnswerMatch]] = [[] for _ in patterns]
@@ -142,11 +147,11 @@ class AnswerIndex:
 
     def _chains(self, hash_G: Hashes, level_G: Places) -> Places:
         """Return the first places `[C, G]` of the chains of n-grams of these sizes; 0 after their ends."""
-        links, link_G = self._links.reshape(-1), level_G * self._size
+        link_G = level_G * self._size
         place_CG = np.empty((CHAIN, len(hash_G)), np.int64)
-        place_CG[0] = self._heads[level_G, (hash_G >> self._bits).astype(np.int64)]
+        place_CG[0] = self._heads[self._head(level_G, hash_G)]
         for before_G, place_G in pairwise(place_CG):
-            place_G[:] = links.take(link_G + before_G)
+            place_G[:] = self._links.take(link_G + before_G)
         return place_CG
 
     def _lengths(self, place_CG: Places, wanted_RD: Ids, tenant_R: Places, row_G: Places, level_G: Places) -> Places:
@@ -197,14 +202,13 @@ def _by_length(lengths: list[int], places: list[int], least: int) -> list[Answer
     ]
 
 
-def _hashes(tenant_N: Places, newest_DN: Ids) -> dict[int, Hashes]:
-    """Return for each n-gram size the hash of the last tokens of N places, newest first, and of the tenant."""
-    state_N = np.zeros(newest_DN.shape[1], np.uint64) + tenant_N.astype(np.uint64)
-    found = {}
-    for size, token_N in enumerate(newest_DN[: SIZES[0]].astype(np.uint64), 1):
-        state_N ^= token_N
-        state_N *= _MULTIPLIER
-        state_N ^= state_N >> np.uint64(29)
-        if size in SIZES:
-            found[size] = state_N * _MIXER
-    return found
+def _hashes(tenant_N: Hashes, newest_DN: Ids) -> Hashes:
+    """Return the hashes `[L, N]` of the n-grams of each size before N places, whose tokens are given newest first.
+
+    They are sums of products with random factors (multilinear hashing), the tenant's included: their highest bits are
+    spread evenly.
+    """
+    products_DN = newest_DN[: SIZES[0]].astype(np.uint64) * _FACTORS[:-1, None]
+    sums_DN = products_DN.cumsum(axis=0, dtype=np.uint64)
+    hash_LN: Hashes = sums_DN[_GRAMS] + tenant_N * _FACTORS[-1]
+    return hash_LN

@@ -1,7 +1,7 @@
 """The adaptive policy: each round, as many draft tokens for each row as pay, none included.
 
 It predicts tokens per second from the costs of rounds (`runtime.policy.cost_model`) and from measured acceptance
-(`runtime.policy.acceptance`, `runtime.policy.sizes`). Every round updates both, for use from the next round on. While
+(`runtime.policy.acceptance`, `runtime.policy.sizes`). Rounds correct both, for use from the next round on. While
 speculation is off, it is tried now and then (`runtime.policy.switching`). While it is on, a round now and then has
 another K, 0 included, so that the costs of those stay known.
 """
