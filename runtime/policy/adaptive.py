@@ -44,8 +44,6 @@ LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.001, 16)
 """How often acceptance and costs are learnt, while speculation is on and off."""
 OTHER_LOAD = 1.5
 """It is decided anew where the number of sequences rose or fell by this factor."""
-OWN_RATE = 0.01
-"""Weight of the newest round in what the policy itself takes."""
 
 
 class AdaptivePolicy:
@@ -95,7 +93,6 @@ class AdaptivePolicy:
         self._random = random.Random(0)
         self._round_s = 0.0
         self._begin_s = self._decide_s = 0.0  # spent on this round
-        self._own_s = 0.0  # spent on a round with draft tokens
 
     @property
     def limit(self) -> int:
@@ -182,14 +179,11 @@ class AdaptivePolicy:
         if not self._first.start():
             self._use_everywhere(0)
             return
-        k_RS = self._chooser.choose(list(rows.values()), self._costs_of(num_known)).k_RS
+        k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known)).k_RS
         if k_RS.any():
             self._use(k_RS, rows)
         else:
             self._use_everywhere(TRIAL_TOKENS)
-
-    def _costs_of(self, num_known: int) -> RoundCosts:
-        return self._costs.of(num_known, self._own_s)
 
     def _explored(self, num_rows: int, num_known: int) -> int | None:
         """Return the number of draft tokens to try in this round: None in most rounds, and where it costs too much."""
@@ -198,7 +192,7 @@ class AdaptivePolicy:
         self._until_exploring = EXPLORE_EVERY
         self._costs.age()
         k = self._random.choice((0, self._random.randint(1, self._limit)))
-        costs = self._costs_of(num_known)
+        costs = self._costs.of(num_known)
         more_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
         return k if self._trials.pay(max(0.0, more_s)) else None
 
@@ -214,7 +208,7 @@ class AdaptivePolicy:
 
     def _decide(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         began = self._clock()
-        costs = self._costs_of(num_known)
+        costs = self._costs.of(num_known)
         best = self._chooser.choose(list(rows.values()), costs)
         self._update_switch(best.gain, len(rows))
         self._use(best.k_RS if self._switch.is_on else self._predicted_alone(rows, costs), rows)
@@ -237,7 +231,7 @@ class AdaptivePolicy:
             logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", state, num_rows, rates, gain)
 
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
-        costs = self._costs_of(num_known)
+        costs = self._costs.of(num_known)
         lost_s = costs.uniform(TRIAL_TOKENS, num_rows) - costs.plain()
         if not self._trials.start_if_due(TRIAL_ROUNDS * max(0.0, lost_s)):
             return False
@@ -254,19 +248,15 @@ class AdaptivePolicy:
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
-        began = self._clock()
         self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
-        if self._learns:
-            self._end_learning(step)
-        else:
+        if not self._learns:
             self._trials.end_round(step.seconds)
             self._learning.skip()
-        spent_s = self._begin_s + self._clock() - began
-        if self._learns:
-            share = LEARNING if self._switch.is_on else LEARNING_OFF
-            self._learning.done(spent_s - self._decide_s, self._round_s, share)
-        if self.current:
-            self._own_s += OWN_RATE * (spent_s - self._own_s)
+            return
+        began = self._clock()
+        self._end_learning(step)
+        spent_s = self._begin_s - self._decide_s + self._clock() - began
+        self._learning.done(spent_s, self._round_s, LEARNING if self._switch.is_on else LEARNING_OFF)
 
     def _end_learning(self, step: FinishedStep) -> None:
         plain_s = self._learn(step)

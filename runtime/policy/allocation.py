@@ -30,7 +30,7 @@ class RoundCosts:
         levels: of so many levels, in units of one.
         lookups: of proposers in the controller process, by rows that they are asked for.
         num_known: known tokens fed, prompt chunks included.
-        other_s: of each round with draft tokens: what drafting spends on prompts, and deciding.
+        prompts_s: what drafting spends on prompts, for each round with draft tokens.
     """
 
     target: CostCurve
@@ -38,7 +38,7 @@ class RoundCosts:
     levels: CostCurve
     lookups: CostCurve
     num_known: int
-    other_s: float = 0.0
+    prompts_s: float = 0.0
 
     def plain(self) -> float:
         """Return the seconds without draft tokens."""
@@ -52,7 +52,7 @@ class RoundCosts:
 
     def drafting(self, depth: int, num_rows: int) -> float:
         """Return the seconds for drafts of *depth* levels for *num_rows* rows, for which all sources are asked."""
-        return self.levels_s(depth, num_rows) + self.lookups.at(num_rows) + self.other_s
+        return self.levels_s(depth, num_rows) + self.lookups.at(num_rows) + self.prompts_s
 
     def levels_s(self, depth: int, num_rows: int) -> float:
         """Return the seconds for the levels of the worker's drafts, 0 for none."""
@@ -165,7 +165,7 @@ class _Slots:
         earned_M, scored_M, looked_M, drafting_M, nothing_M, idle_M = np.cumsum(
             self.sums_NF[self.levels_N <= levels], axis=0
         ).T
-        seconds_M = costs.other_s + _expected(
+        seconds_M = costs.prompts_s + _expected(
             costs.target, scored_M, nothing_M, at_least=costs.num_known, otherwise_s=costs.plain()
         )
         if looked_M[-1]:

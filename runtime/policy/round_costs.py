@@ -105,15 +105,9 @@ class RoundCostModel:
         for curve in (self._target, self._draft, self._levels, self._lookups):
             curve.age()
 
-    def of(self, num_known: int, deciding_s: float = 0.0) -> RoundCosts:
-        """Return the costs of the rounds that feed *num_known* known tokens.
-
-        Args:
-            num_known: known tokens, prompt chunks included.
-            deciding_s: what a policy spends on a round with draft tokens.
-        """
-        other_s = self._prompts_s + deciding_s
-        return RoundCosts(self._target, self._draft, self._levels, self._lookups, num_known, other_s)
+    def of(self, num_known: int) -> RoundCosts:
+        """Return the costs of the rounds that feed *num_known* known tokens."""
+        return RoundCosts(self._target, self._draft, self._levels, self._lookups, num_known, self._prompts_s)
 
 
 def describe(step: FinishedStep, asked: Mapping[int, tuple[int, ...]], worker: int, deciding_s: float) -> Round:

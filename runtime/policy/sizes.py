@@ -4,17 +4,18 @@ A tree has no order in which its nodes are worth less and less, as a chain has. 
 each the mean numbers of nodes and of accepted draft tokens are measured.
 """
 
+import math
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from runtime.policy.allocation import Allocation, RoundCosts
+from runtime.policy.allocation import NEVER, Allocation, RoundCosts
 from runtime.policy.cost_model import Floats, Ints
 
 ASSUMED_PER_LEVEL = 0.7
 """Acceptance of a level before anything was measured; a tree is taken to double its nodes with each level."""
 PRIOR_DRAFTS = 4.0
-"""Weight of the estimate from the sizes next to it, in drafts."""
+"""Weight of what all sizes showed in the estimate of each, in drafts, and of the assumption in that, in tokens."""
 MEMORY_DRAFTS = 200.0
 """When so many drafts of a size were seen, half of what was seen is forgotten."""
 AGED_DRAFTS = 16.0
@@ -26,9 +27,8 @@ class SizeModel:
 
     def __init__(self, sizes: Seq[int]) -> None:
         self.sizes: Ints = np.array(sizes, np.int64)
-        self._drafts_S = np.zeros(len(sizes))
-        self._accepted_S = np.zeros(len(sizes))
-        self._nodes_S = np.zeros(len(sizes))
+        # Drafts asked for, those with any node, nodes, and accepted ones.
+        self._drafts_S, self._found_S, self._nodes_S, self._accepted_S = (np.zeros(len(sizes)) for _ in range(4))
         levels_S = np.log2(self.sizes + 1.0)
         self._assumed_S = ASSUMED_PER_LEVEL * (1 - ASSUMED_PER_LEVEL**levels_S) / (1 - ASSUMED_PER_LEVEL)
 
@@ -36,18 +36,18 @@ class SizeModel:
         """Add a draft of *num_nodes* nodes, of *num_asked* asked for, of which *accepted* were accepted."""
         index = int(np.searchsorted(self.sizes, num_asked).clip(max=len(self.sizes) - 1))
         self._drafts_S[index] += 1
-        self._accepted_S[index] += accepted
+        self._found_S[index] += num_nodes > 0
         self._nodes_S[index] += min(num_nodes, self.sizes[index])
+        self._accepted_S[index] += accepted
         if self._drafts_S[index] > MEMORY_DRAFTS:
-            for counts_S in (self._drafts_S, self._accepted_S, self._nodes_S):
+            for counts_S in (self._drafts_S, self._found_S, self._nodes_S, self._accepted_S):
                 counts_S[index] *= 0.5
 
     def age(self) -> None:
         """Let the next drafts count more: there was none for a while, and the text may be another."""
         share_S = np.minimum(1.0, AGED_DRAFTS / np.maximum(self._drafts_S, 1.0))
-        self._drafts_S *= share_S
-        self._accepted_S *= share_S
-        self._nodes_S *= share_S
+        for counts_S in (self._drafts_S, self._found_S, self._nodes_S, self._accepted_S):
+            counts_S[:] = counts_S * share_S
 
     def nodes(self) -> Floats:
         """Return the mean number of nodes for each size: a method may find fewer, or nothing."""
@@ -55,18 +55,33 @@ class SizeModel:
         nodes_S: Floats = (self._nodes_S + prior_S) / (self._drafts_S + PRIOR_DRAFTS)
         return nodes_S
 
+    def found(self) -> Floats:
+        """Return the share of drafts with any node for each size."""
+        found_S: Floats = (self._found_S + PRIOR_DRAFTS) / (self._drafts_S + PRIOR_DRAFTS)
+        return found_S
+
     def accepted(self) -> Floats:
         """Return the mean number of accepted draft tokens for each size; it never falls with the size."""
-        factor_S = (self._accepted_S + PRIOR_DRAFTS * self._assumed_S) / (
-            (self._drafts_S + PRIOR_DRAFTS) * self._assumed_S
-        )
-        seen_M = np.flatnonzero(self._drafts_S)
-        if len(seen_M):
-            nearby_S = np.interp(np.arange(len(self.sizes)), seen_M, factor_S[seen_M])
-            share_S = self._drafts_S / (self._drafts_S + PRIOR_DRAFTS)
-            factor_S = share_S * factor_S + (1 - share_S) * nearby_S
-        accepted_S: Floats = np.maximum.accumulate(factor_S * self._assumed_S)
-        return accepted_S
+        expected_S = self._drafts_S * self._assumed_S
+        of_assumed = (self._accepted_S.sum() + PRIOR_DRAFTS) / (expected_S.sum() + PRIOR_DRAFTS)
+        prior_S = PRIOR_DRAFTS * of_assumed * self._assumed_S
+        return rising((self._accepted_S + prior_S) / (self._drafts_S + PRIOR_DRAFTS), self._drafts_S + PRIOR_DRAFTS)
+
+
+def rising(values_S: Floats, weights_S: Floats) -> Floats:
+    """Return the values that never fall and are nearest to *values_S*, by weighted squares (isotonic regression).
+
+    Neighbours that fall are replaced by their mean, until none do (pool adjacent violators; Barlow et al. 1972).
+    """
+    pools: list[tuple[float, float, int]] = []  # mean, weight, number of values
+    for value, weight in zip(values_S.tolist(), weights_S.tolist(), strict=True):
+        mean, total, number = value, weight, 1
+        while pools and pools[-1][0] > mean:
+            before, more, several = pools.pop()
+            mean = (before * more + mean * total) / (more + total)
+            total, number = total + more, number + several
+        pools.append((mean, total, number))
+    return np.repeat([mean for mean, _, _ in pools], [number for _, _, number in pools])
 
 
 def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: RoundCosts) -> Allocation:
@@ -74,11 +89,13 @@ def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: Roun
     num_rows = int(np.count_nonzero(limits_R))
     plain_s = costs.plain()
     best = Allocation(np.zeros_like(limits_R)[:, None], num_sampling, plain_s, 1.0)
-    measured = zip(model.sizes.tolist(), model.nodes().tolist(), model.accepted().tolist(), strict=True)
-    for size, nodes, accepted in measured:
+    columns = (model.sizes, model.found(), model.nodes(), model.accepted())
+    for size, found, nodes, accepted in zip(*(column.tolist() for column in columns), strict=True):
         k_R = np.minimum(limits_R, size)
-        num_scored = round(float(k_R.sum()) * nodes / size)
-        seconds = costs.target.at(costs.num_known + num_scored) + costs.drafting(size, num_rows)
+        nothing = (1 - found) ** num_rows
+        num_scored = float(k_R.sum()) * nodes / size / max(1 - nothing, NEVER)  # where anything is
+        scored_s = costs.target.at(costs.num_known + math.ceil(num_scored))
+        seconds = nothing * plain_s + (1 - nothing) * scored_s + costs.drafting(size, num_rows)
         tokens = num_sampling + accepted * num_rows
         gain = tokens / seconds * plain_s / num_sampling
         if gain > best.gain:

@@ -6,8 +6,11 @@ from statistics import median
 
 SMOOTHING = 0.2
 """Weight of the newest round in the smoothed gain."""
-ON_ABOVE, OFF_BELOW = 1.02, 1.005
-"""Speculation is switched on and off at these smoothed gains. Between them it stays as it is."""
+ON_ABOVE, OFF_BELOW = 1.03, 1.015
+"""Speculation is switched on and off at these smoothed gains. Between them it stays as it is.
+
+A gain does not count the policy's own time, which is up to 1 % while speculation is on.
+"""
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
 TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.0025
