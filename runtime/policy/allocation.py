@@ -188,9 +188,11 @@ def _expected(
 ) -> Floats:
     """Return the expected seconds of rounds of *at_least* and, in addition, of *size_M* on average.
 
-    With the probability whose logarithm is *log_none_M* there is nothing in addition, which takes *otherwise_s*.
+    With the probability whose logarithm is *log_none_M* there is nothing in addition, which takes *otherwise_s*: never
+    more than with something, whatever a few disturbed rounds have shown.
     """
     none_M = np.exp(log_none_M)
     some_M = np.maximum(1 - none_M, NEVER)
-    seconds_M: Floats = none_M * otherwise_s + some_M * curve.between(at_least + size_M / some_M)
+    something_s_M = np.maximum(curve.between(at_least + size_M / some_M), otherwise_s)
+    seconds_M: Floats = none_M * otherwise_s + some_M * something_s_M
     return seconds_M

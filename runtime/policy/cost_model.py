@@ -114,13 +114,10 @@ class CostCurve:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were.
-
-        No size takes less than a smaller one, whatever a few disturbed rounds have shown.
-        """
+        """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were."""
         run_M = np.flatnonzero(self._count_B)
         own_N = np.interp(self._bin_N, run_M, np.array(self._own_B)[run_M]) if len(run_M) else 0.0
-        self._seconds_N = np.maximum.accumulate(np.exp(self._log_base_N + self._shared + own_N))
+        self._seconds_N = np.exp(self._log_base_N + self._shared + own_N)
 
 
 def _bins(largest: int) -> Ints:

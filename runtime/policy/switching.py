@@ -13,8 +13,8 @@ A gain does not count the policy's own time, which is up to 1 % while speculatio
 """
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
-TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.0025
-"""Of the time, for trials: the first, and the least, to which it is halved with each that does not switch it on."""
+TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.005
+"""Of the time, for trials: before the first one, and after one that did not switch it on."""
 WARMING_ROUNDS = 2
 """Nothing is learnt of so many first rounds with drafts: the draft catches up with the sequences."""
 TRIAL_ROUNDS = WARMING_ROUNDS + 4
@@ -99,7 +99,7 @@ class Trials:
         if self._pause > 0 or self._saved_s < needed_s:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
-        self._share = max(LEAST_TRIAL_SHARE, self._share / 2)
+        self._share = LEAST_TRIAL_SHARE
         self._rounds_left, self._lost_s = TRIAL_ROUNDS, []
         return True
 

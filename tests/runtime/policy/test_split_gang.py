@@ -78,7 +78,7 @@ def test_trials_that_change_nothing_become_rarer() -> None:
         trials.end_round(0.042 if trials.is_running else 0.002, 0.04, 0.002)
     gaps = [second - first for first, second in pairwise(began)]
     shares = [6 * 0.04 / (gap * 0.002) for gap in gaps]
-    expected = [TRIAL_SHARE, TRIAL_SHARE / 2, LEAST_TRIAL_SHARE, LEAST_TRIAL_SHARE, TRIAL_SHARE]
+    expected = [TRIAL_SHARE, LEAST_TRIAL_SHARE, LEAST_TRIAL_SHARE, LEAST_TRIAL_SHARE, TRIAL_SHARE]
     assert shares[:5] == pytest.approx(expected, rel=0.1)
 
 
@@ -98,7 +98,7 @@ def test_one_disturbed_round_does_not_put_off_the_next_trial(lost_s: list[float]
     assert not trials.is_running
     rounds = next(number for number in range(100_000) if trials.end_round(0.002) or trials.start_if_due(0.01))
     usual_s = 5 * 0.004 + 2 * 0.004  # the disturbed round counts as twice the others
-    assert rounds * 0.002 * TRIAL_SHARE / 2 < 1.1 * 2 * usual_s, "what the trial lost, and as much for the next one"
+    assert rounds * 0.002 * LEAST_TRIAL_SHARE < 1.1 * 2 * usual_s, "what the trial lost, and as much for the next one"
 
 
 def test_the_first_rounds_end_early_where_drafts_lose_much() -> None:
