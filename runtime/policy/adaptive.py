@@ -18,15 +18,13 @@ import numpy as np
 from protos.draft import PREDICTION
 from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
-from runtime.policy.acceptance import WORKER_ALONE, Sources
+from runtime.policy.acceptance import WORKER_ALONE, DecodingRow, DecodingRows, Sources
 from runtime.policy.allocation import RoundCosts
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser
 from runtime.policy.cost_model import Ints
-from runtime.policy.pacing import Pace, Share
 from runtime.policy.round_costs import RoundCostModel, describe
-from runtime.policy.rows import DecodingRow, DecodingRows
-from runtime.policy.switching import SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, FirstRounds, Switch, Trials
+from runtime.policy.switching import SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, FirstRounds, Pace, Share, Switch, Trials
 
 logger = logging.getLogger(__name__)
 

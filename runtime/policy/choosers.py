@@ -8,10 +8,9 @@ import numpy as np
 
 from protos.draft import PREDICTION
 from protos.messages import Verdict
-from runtime.policy.acceptance import WORKER_ALONE, AcceptanceModel, Sources
+from runtime.policy.acceptance import WORKER_ALONE, AcceptanceModel, DecodingRow, Sources
 from runtime.policy.allocation import Allocation, Offer, RoundCosts, allocate
 from runtime.policy.cost_model import Ints
-from runtime.policy.rows import DecodingRow
 from runtime.policy.sizes import SizeModel, choose_size, ladder
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import pytest
 
 from protos.messages import RoundPlan, Row, StepCosts, Verdict
+from runtime.policy.acceptance import DecodingRow
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.allocation import Allocation, RoundCosts
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser, TreeChooser
 from runtime.policy.round_costs import Round, RoundCostModel
-from runtime.policy.rows import DecodingRow
 from tests.support.policy_simulation import (
     LIMIT,
     SIZES,

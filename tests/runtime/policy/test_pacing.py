@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.policy.pacing import Pace, Share
+from runtime.policy.switching import Pace, Share
 
 
 @pytest.mark.parametrize(("seconds", "every"), [(0.0005, 5), (0.00001, 1), (1.0, 32)])

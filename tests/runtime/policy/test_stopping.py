@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from protos.messages import NewSequence, RoundPlan, Row, Sampling, Verdict
-from runtime.policy.acceptance import RequestAcceptance
+from runtime.policy.acceptance import DecodingRow, RequestAcceptance
 from runtime.policy.base import FinishedStep, NoSpeculation
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.round_costs import RoundCostModel
-from runtime.policy.rows import DecodingRow
 from runtime.policy.stopping import StoppingPolicy
 from tests.support.scheduling import decoding
 from workers.draft.survival import LearntStop

@@ -1,6 +1,6 @@
 """What the adaptive policy itself takes: its share of the time of steps, by method and batch size.
 
-    python -m benchmarks.deciding [--batches 1 8 64] [--only "draft_model;ngram"] [--output figures.json]
+    python -m benchmarks.policies.deciding [--batches 1 8 64] [--only "draft_model;ngram"] [--output figures.json]
 
 Counted are deciding how many draft tokens there are, and learning acceptance and costs: all that the controller calls
 of the policy before and after a step. Both are spread over steps so that they take a small share of the time, which is
