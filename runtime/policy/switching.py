@@ -10,7 +10,7 @@ SMOOTHING = 0.2
 ON_ABOVE, OFF_BELOW = 1.03, 1.015
 """Speculation is switched on and off at these smoothed gains. Between them it stays as it is.
 
-A gain does not count the policy's own time, which is up to 1 % while speculation is on.
+A gain does not count the policy's own time, which is about 1 % while speculation is on.
 """
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
