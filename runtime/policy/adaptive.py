@@ -24,7 +24,17 @@ from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser
 from runtime.policy.cost_model import Ints
 from runtime.policy.round_costs import RoundCostModel, describe
-from runtime.policy.switching import SMOOTHING, TRIAL_ROUNDS, WARMING_ROUNDS, FirstRounds, Pace, Share, Switch, Trials
+from runtime.policy.switching import (
+    SMOOTHING,
+    TRIAL_ROUNDS,
+    WARMING_ROUNDS,
+    FirstRounds,
+    Pace,
+    Share,
+    Switch,
+    Trials,
+    is_other_load,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +50,6 @@ DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.001, 128)
 """How often it is decided how many draft tokens there are, while speculation is on and off."""
 LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.001, 16)
 """How often acceptance and costs are learnt, while speculation is on and off."""
-OTHER_LOAD = 1.5
-"""It is decided anew where the number of sequences rose or fell by this factor."""
 
 
 class AdaptivePolicy:
@@ -133,8 +141,7 @@ class AdaptivePolicy:
 
     def _has_changed(self, running: Seq[Sequence]) -> bool:
         """Whether the load is another one, or nothing was decided yet for a request with a prediction."""
-        before, now = self._num_running, len(running)
-        if max(before, now) >= OTHER_LOAD * min(before, now):
+        if is_other_load(self._num_running, len(running)):
             return True
         return self._sources.predicts and any(map(self._is_newly_predicted, running))
 
@@ -177,7 +184,7 @@ class AdaptivePolicy:
         if not self._first.start():
             self._use_everywhere(0)
             return
-        k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known)).k_RS
+        k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known, len(rows))).k_RS
         if k_RS.any():
             self._use(k_RS, rows)
         else:
@@ -190,7 +197,7 @@ class AdaptivePolicy:
         self._until_exploring = EXPLORE_EVERY
         self._costs.age()
         k = self._random.choice((0, self._random.randint(1, self._limit)))
-        costs = self._costs.of(num_known)
+        costs = self._costs.of(num_known, num_rows)
         more_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
         return k if self._trials.pay(max(0.0, more_s)) else None
 
@@ -206,7 +213,7 @@ class AdaptivePolicy:
 
     def _decide(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         began = self._clock()
-        costs = self._costs.of(num_known)
+        costs = self._costs.of(num_known, len(rows))
         best = self._chooser.choose(list(rows.values()), costs)
         self._update_switch(best.gain, len(rows))
         self._use(best.k_RS if self._switch.is_on else self._predicted_alone(rows, costs), rows)
@@ -222,14 +229,14 @@ class AdaptivePolicy:
 
     def _update_switch(self, gain: float, num_rows: int) -> None:
         num_rounds, self._num_kept = 1 + self._num_kept, 0
-        if self._switch.update(gain, num_rounds):
+        if self._switch.update(gain, num_rounds, num_rows):
             self._trials.restore_share()
             state = "on again" if self._switch.is_on else "off"
             rates, gain = self._chooser.describe(), self.predicted_speedup
             logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", state, num_rows, rates, gain)
 
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
-        costs = self._costs.of(num_known)
+        costs = self._costs.of(num_known, num_rows)
         lost_s = costs.uniform(TRIAL_TOKENS, num_rows) - costs.plain()
         if not self._trials.start_if_due(TRIAL_ROUNDS * max(0.0, lost_s)):
             return False
@@ -247,14 +254,20 @@ class AdaptivePolicy:
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
         self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
-        if not self._learns:
+        if self._learns:
+            began = self._clock()
+            self._end_learning(step)
+            spent_s = self._begin_s - self._decide_s + self._clock() - began
+            self._learning.done(spent_s, self._round_s, LEARNING if self._switch.is_on else LEARNING_OFF)
+        else:
             self._trials.end_round(step.seconds)
             self._learning.skip()
-            return
-        began = self._clock()
-        self._end_learning(step)
-        spent_s = self._begin_s - self._decide_s + self._clock() - began
-        self._learning.done(spent_s, self._round_s, LEARNING if self._switch.is_on else LEARNING_OFF)
+        self._costs.observe_prompts(step, 0 if self._is_warming else self.current)
+
+    @property
+    def _is_warming(self) -> bool:
+        """Whether this is one of the first rounds with drafts after some without."""
+        return 1 <= self._num_drafting <= WARMING_ROUNDS
 
     def _end_learning(self, step: FinishedStep) -> None:
         plain_s = self._learn(step)
@@ -272,7 +285,7 @@ class AdaptivePolicy:
         """Learn acceptance and costs; return the seconds of a plain step of the same rows."""
         asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED)[0] for row in step.plan.rows}
         done = describe(step, asked, self._sources.worker, self._begin_s)
-        if not 1 <= self._num_drafting <= WARMING_ROUNDS:
+        if not self._is_warming:
             self._record(step)
             self._costs.observe(done)
         return self._costs.of(done.num_known).plain()

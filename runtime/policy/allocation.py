@@ -30,7 +30,9 @@ class RoundCosts:
         levels: of so many levels, in units of one.
         lookups: of proposers in the controller process, by rows that they are asked for.
         num_known: known tokens fed, prompt chunks included.
-        prompts_s: what drafting spends on prompts, for each round with draft tokens.
+        prefill_s: what the round takes longer for prompt chunks, whatever is drafted. It is no part of the seconds that
+            are compared: otherwise draft tokens would seem cheap in a round that is slow anyway.
+        prompts_s: what drafting spends on prompts, for each token of an answer; from predictions, nothing.
     """
 
     target: CostCurve
@@ -38,21 +40,25 @@ class RoundCosts:
     levels: CostCurve
     lookups: CostCurve
     num_known: int
+    prefill_s: float = 0.0
     prompts_s: float = 0.0
 
     def plain(self) -> float:
         """Return the seconds without draft tokens."""
-        return self.target.at(self.num_known)
+        return self.target.at(self.num_known) - self.prefill_s
 
     def uniform(self, k: int, num_rows: int) -> float:
         """Return the seconds with *k* draft tokens for each of *num_rows* rows."""
         if not k:
             return self.plain()
-        return self.target.at(self.num_known + k * num_rows) + self.drafting(k, num_rows)
+        return self.target.at(self.num_known + k * num_rows) - self.prefill_s + self.drafting(k, num_rows)
 
     def drafting(self, depth: int, num_rows: int) -> float:
-        """Return the seconds for drafts of *depth* levels for *num_rows* rows, for which all sources are asked."""
-        return self.levels_s(depth, num_rows) + self.lookups.at(num_rows) + self.prompts_s
+        """Return the seconds for drafts of *depth* levels for *num_rows* rows, for which all sources are asked.
+
+        Those for prompts are not in it.
+        """
+        return self.levels_s(depth, num_rows) + self.lookups.at(num_rows)
 
     def levels_s(self, depth: int, num_rows: int) -> float:
         """Return the seconds for the levels of the worker's drafts, 0 for none."""
@@ -165,14 +171,14 @@ class _Slots:
         earned_M, scored_M, looked_M, drafting_M, nothing_M, idle_M = np.cumsum(
             self.sums_NF[self.levels_N <= levels], axis=0
         ).T
-        seconds_M = costs.prompts_s + _expected(
-            costs.target, scored_M, nothing_M, at_least=costs.num_known, otherwise_s=costs.plain()
-        )
+        tokens_M = num_sampling + earned_M
+        plain_s = costs.plain() + costs.prefill_s
+        seconds_M = costs.prompts_s * tokens_M * (looked_M + drafting_M > 0) - costs.prefill_s
+        seconds_M += _expected(costs.target, scored_M, nothing_M, at_least=costs.num_known, otherwise_s=plain_s)
         if looked_M[-1]:
             seconds_M += np.where(looked_M > 0, costs.lookups.between(looked_M), 0.0)
         if levels:
             seconds_M += costs.levels.at(levels) * _expected(costs.draft, drafting_M, idle_M)
-        tokens_M = num_sampling + earned_M
         index = int(np.argmax(tokens_M / seconds_M))
         return index + 1, float(tokens_M[index]), float(seconds_M[index])
 

@@ -94,9 +94,10 @@ def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: Roun
         k_R = np.minimum(limits_R, size)
         nothing = (1 - found) ** num_rows
         num_scored = float(k_R.sum()) * nodes / size / max(1 - nothing, NEVER)  # where anything is
-        scored_s = max(plain_s, costs.target.at(costs.num_known + math.ceil(num_scored)))
-        seconds = nothing * plain_s + (1 - nothing) * scored_s + costs.drafting(size, num_rows)
+        scored_s = max(plain_s, costs.target.at(costs.num_known + math.ceil(num_scored)) - costs.prefill_s)
         tokens = num_sampling + accepted * num_rows
+        seconds = nothing * plain_s + (1 - nothing) * scored_s
+        seconds += costs.drafting(size, num_rows) + costs.prompts_s * tokens
         gain = tokens / seconds * plain_s / num_sampling
         if gain > best.gain:
             best = Allocation(k_R[:, None], tokens, seconds, gain)

@@ -14,6 +14,8 @@ A gain does not count the policy's own time, which is about 1 % while speculatio
 """
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
+OTHER_LOAD = 1.5
+"""It is another load where the number of sequences rose or fell by this factor."""
 TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.005
 """Of the time, for trials: before the first one, and after one that did not switch it on."""
 WARMING_ROUNDS = 2
@@ -37,8 +39,17 @@ A draft that is 20 ms away would take seconds to show what a few rounds have sho
 """
 
 
+def is_other_load(before: int, now: int) -> bool:
+    """Return whether *now* sequences are another load than *before*."""
+    return max(before, now) >= OTHER_LOAD * min(before, now)
+
+
 class Switch:
-    """Whether speculation is on, by the gain that is predicted for it. `changes` counts its changes by reason."""
+    """Whether speculation is on, by the gain that is predicted for it. `changes` counts its changes by reason.
+
+    The gain is smoothed over the rounds of a load. The first prediction for a load changes nothing: a load that lasts
+    for a few rounds only is not worth what the draft spends on catching up.
+    """
 
     def __init__(self) -> None:
         self.is_on = True
@@ -46,27 +57,40 @@ class Switch:
         self._log_gain = math.log(ON_ABOVE)
         self._rounds = 0  # in this state
         self._pause = FIRST_PAUSE
+        self._num_rows = 0  # of this load
+        self._num_changed = 0  # rows at the last change
 
     @property
     def gain(self) -> float:
         """The smoothed gain: tokens per second relative to plain decoding."""
         return math.exp(self._log_gain)
 
-    def update(self, gain: float, num_rounds: int) -> bool:
-        """Take the gain predicted for the last *num_rounds* rounds; return whether the switch changed."""
-        weight = 1 - (1 - SMOOTHING) ** num_rounds
-        self._log_gain += weight * (math.log(gain) - self._log_gain)
+    def update(self, gain: float, num_rounds: int, num_rows: int) -> bool:
+        """Take the gain predicted for the last *num_rounds* rounds of *num_rows*; return whether the switch changed."""
         self._rounds += num_rounds
+        if is_other_load(self._num_rows, num_rows):
+            self._log_gain, self._num_rows = math.log(gain), num_rows
+            return False
+        self._log_gain += (1 - (1 - SMOOTHING) ** num_rounds) * (math.log(gain) - self._log_gain)
         if self.is_on and self.gain < OFF_BELOW:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE) if self._rounds < self._pause else FIRST_PAUSE
-            return self._change("does_not_pay")
-        if not self.is_on and self.gain > ON_ABOVE and self._rounds >= self._pause:
-            return self._change("pays")
+            self._pause = self._next_pause(num_rows)
+            return self._change("does_not_pay", num_rows)
+        if not self.is_on and self.gain > ON_ABOVE and self._is_rested(num_rows):
+            return self._change("pays", num_rows)
         return False
 
-    def _change(self, reason: str) -> bool:
+    def _next_pause(self, num_rows: int) -> int:
+        """Return how long speculation stays off now. If more rows came since it was switched on, that was right."""
+        is_mistake = self._rounds < self._pause and num_rows < OTHER_LOAD * self._num_changed
+        return min(2 * self._pause, LONGEST_PAUSE) if is_mistake else FIRST_PAUSE
+
+    def _is_rested(self, num_rows: int) -> bool:
+        """Whether the pause is over. There is none with fewer rows than it was switched off for."""
+        return self._rounds >= self._pause or OTHER_LOAD * num_rows <= self._num_changed
+
+    def _change(self, reason: str, num_rows: int) -> bool:
         self.is_on = not self.is_on
-        self._rounds = 0
+        self._rounds, self._num_changed = 0, num_rows
         self.changes[reason] += 1
         return True
 

@@ -2,16 +2,17 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from protos.messages import RoundPlan, Row, StepCosts, Verdict
-from runtime.policy.acceptance import DecodingRow
+from runtime.policy.acceptance import DecodingRow, RequestAcceptance
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.allocation import Allocation, RoundCosts
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser, TreeChooser
-from runtime.policy.round_costs import Round, RoundCostModel
+from runtime.policy.round_costs import RoundCostModel
 from tests.support.policy_simulation import (
     LIMIT,
     SIZES,
@@ -108,6 +109,21 @@ def test_changing_load_and_text_switch_it_at_most_twice_each() -> None:
     assert simulation.policy.current > 0  # the text is predictable again, which trials have shown
 
 
+def test_it_comes_back_at_once_when_the_load_falls() -> None:
+    """That it was switched off, and on for a short time only, counts for loads like the one where that was."""
+    simulation = adaptive(steep_from_eight, warmed_up(steep_from_eight))
+    simulation.run([0.9], 500)
+    for num_rows in (64, 24, 64, 24, 64):
+        simulation.run([0.5] * num_rows, 200)
+    assert not simulation.policy.current
+    simulation.run([0.9], 40)
+    assert simulation.policy.current > 0
+
+
+def steep_from_eight(tokens: int) -> float:
+    return 0.003 + 0.0006 * max(0, tokens - 8)
+
+
 def test_of_trees_it_takes_the_size_that_pays() -> None:
     """Twice as many nodes bring a level more; steps read weights up to 16 tokens."""
     policy = AdaptivePolicy(
@@ -165,18 +181,50 @@ def test_a_method_that_often_finds_nothing_is_used_where_it_pays(found: float, p
     assert (simulation.policy.current > 0) == pays
 
 
-def test_what_the_draft_spends_on_prompts_is_part_of_what_drafts_cost() -> None:
-    """Where every other round has a prompt, the draft reads it, too."""
-    model = RoundCostModel(warmed_up(flat), 64, 8, LIMIT)
-    before = model.of(1)
-    decoding_round = Round(1, 2, 1, 2, 2, 2 * cheap(1), flat(3) + 2 * cheap(1))
-    prompt_round = Round(100, 0, 0, 0, 1, 0.01, 0.03, decodes=False)
-    for _ in range(300):
-        model.observe(decoding_round)
-        model.observe(prompt_round)
-    after = model.of(1)
-    assert after.uniform(2, 1) - before.uniform(2, 1) == pytest.approx(0.005, rel=0.1)
-    assert after.plain() == pytest.approx(before.plain(), rel=0.05)
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_what_the_draft_spends_on_prompts_is_learnt_for_each_token_of_an_answer(num_rows: int) -> None:
+    """Answers have 40 tokens. The draft reads a prompt in the round after the target did, in 10 ms."""
+    model = RoundCostModel(warmed_up(flat), 64 * (LIMIT + 1), 64, LIMIT)
+    serve_prompts(model, num_rows, depth=2)
+    assert model.of(1).prompts_s == pytest.approx(0.01 / 40, rel=0.1)
+    assert model.of(1).plain() == pytest.approx(flat(1))
+
+
+@pytest.mark.parametrize(("prompts_s", "pays"), [(0.0001, True), (0.003, False)])
+def test_what_the_draft_spends_on_prompts_is_part_of_what_drafts_cost(prompts_s: float, pays: bool) -> None:
+    costs, row = RoundCostModel(warmed_up(flat), 64, 8, LIMIT).of(1), DecodingRow((LIMIT,), (RequestAcceptance(),))
+    chosen, free = (ChainChooser(LIMIT).choose([row], each) for each in (replace(costs, prompts_s=prompts_s), costs))
+    assert chosen.k_RS.any() == pays
+    if pays:
+        assert chosen.k_RS == free.k_RS
+        assert chosen.seconds - free.seconds == pytest.approx(prompts_s * chosen.tokens)
+
+
+def test_of_prompts_that_come_while_it_is_off_the_price_is_known() -> None:
+    model = RoundCostModel(warmed_up(flat), 64 * (LIMIT + 1), 64, LIMIT)
+    serve_prompts(model, 1, depth=2)
+    serve_prompts(model, 1, depth=0, num_answered=20)
+    assert model.of(1).prompts_s == pytest.approx(0.01 / 20, rel=0.1)
+
+
+def serve_prompts(model: RoundCostModel, num_rows: int, *, depth: int, num_answered: int = 40) -> None:
+    """Serve requests that end together, 60 times as many as there are at once."""
+    rows = [Row(slot, 10, 1, 11, depth) for slot in range(num_rows)]
+    prompts = [Row(slot, 0, 100, 100) for slot in range(num_rows)]
+    decoding_s = depth * cheap(num_rows)
+    reading_s = 0.01 * num_rows if depth else 0.0
+    after = [(rows, decoding_s + reading_s), *[(rows, decoding_s)] * (num_answered - 2)]
+    for asked, draft_s in [(prompts, 0.0), *after] * 60:
+        model.observe_prompts(FinishedStep(RoundPlan(0, asked), [], num_rows, draft_s, draft_s + 0.02), depth)
+
+
+def test_drafts_are_no_cheaper_beside_prompt_chunks() -> None:
+    """A round of 200 prompt tokens is slow anyway. Compared is what it would take with and without draft tokens."""
+    model = RoundCostModel(warmed_up(flat), 64 * (LIMIT + 1), 64, LIMIT)
+    beside, alone = model.of(204, 4), model.of(4)
+    assert beside.plain() == pytest.approx(alone.plain())
+    more_s = flat(204 + 8) - flat(204) + 2 * cheap(4)
+    assert beside.uniform(2, 4) - beside.plain() == pytest.approx(more_s, rel=0.05)
 
 
 class SlowChooser(ChainChooser):
