@@ -109,12 +109,22 @@ def test_what_a_draft_token_leads_to_fails_no_request(name: str, brittle: Gramma
 def test_slow_drafts_are_given_up() -> None:
     limits = FollowLimits(round_s=60, patience_s=60, draft_s=0.0, budget_s=60, longest_s=60)
     sampler = engine_of([("choice", [], Sampling(0, 0.0))], limits)
-    rows = [Row(0, 1, 1, 2, k=1)]
-    sampler.prune(rows, [Draft((5,))])
-    sampler.begin(rows, [Draft(())])
-    assert is_allowed("choice", [], sampler.sample(torch.randn(1, VOCAB), np.array([0]), np.array([2])).tolist())
+    rows, logits_NV = [Row(0, 1, 1, 2, k=1)], torch.randn(1, VOCAB)
+    sampler.begin(rows, [Draft(())])  # a process is ready after that
+    first = sampler.sample(logits_NV, np.array([0]), np.array([2])).tolist()
+    assert is_allowed("choice", [], first)
+    assert [*sampler.prune(rows, [Draft((first[0],))])] == [Draft((first[0],))]
     sampler.slots.known_len[0] += 1
-    assert [*sampler.prune(rows, [Draft((5,))])] == [Draft(())]
+    assert [*sampler.prune(rows, [Draft((first[0],))])] == [Draft(())]
+
+
+def test_a_draft_does_not_wait_for_a_process_that_is_not_ready(brittle: GrammarHost) -> None:
+    sampler = engine_of([("choice", [], Sampling(0, 0.0))], PATIENT, brittle)
+    followers = sampler._masks.grammars._followers  # type: ignore[union-attr]
+    followers.find = lambda grammar, number: None  # type: ignore[method-assign]
+    began = time.monotonic()
+    assert [*sampler.prune([Row(0, 1, 1, 2, k=1)], [Draft((5,))])] == [Draft(())]
+    assert time.monotonic() - began < 1.0
 
 
 def test_a_process_that_is_killed_is_replaced() -> None:

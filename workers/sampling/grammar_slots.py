@@ -135,8 +135,11 @@ class SlotGrammars:
         return state.reason is not None
 
     def _has_draft(self, slot: int) -> bool:
+        """Whether the pruned draft is there, or will not come: it was not asked for where no process is ready."""
         state = self._grammars[slot]
-        return state.pruned is not None or not state.prunes_drafts or state.reason is not None
+        if state.asked_at is None or state.reason is not None:
+            return True
+        return state.pruned is not None or not state.prunes_drafts
 
     def _tail(self, slot: int, index: int) -> Tail:
         return tuple(self._slots.tokens[slot, self._slots.known_len[slot] : index].tolist())
