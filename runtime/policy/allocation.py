@@ -53,6 +53,17 @@ class RoundCosts:
             return self.plain()
         return self.target.at(self.num_known + k * num_rows) - self.prefill_s + self.drafting(k, num_rows)
 
+    def scoring(self, num_scored_M: Floats, log_nothing_M: Floats) -> Floats:
+        """Return the expected seconds of the target.
+
+        Args:
+            num_scored_M: draft tokens on average, `[M]`.
+            log_nothing_M: logarithms of the probabilities that there are none, `[M]`.
+        """
+        plain_s = self.target.at(self.num_known)
+        scored_s_M = _expected(self.target, num_scored_M, log_nothing_M, at_least=self.num_known, otherwise_s=plain_s)
+        return scored_s_M - self.prefill_s
+
     def drafting(self, depth: int, num_rows: int) -> float:
         """Return the seconds for drafts of *depth* levels for *num_rows* rows, for which all sources are asked.
 
@@ -172,9 +183,8 @@ class _Slots:
             self.sums_NF[self.levels_N <= levels], axis=0
         ).T
         tokens_M = num_sampling + earned_M
-        plain_s = costs.plain() + costs.prefill_s
-        seconds_M = costs.prompts_s * tokens_M * (looked_M + drafting_M > 0) - costs.prefill_s
-        seconds_M += _expected(costs.target, scored_M, nothing_M, at_least=costs.num_known, otherwise_s=plain_s)
+        seconds_M = costs.scoring(scored_M, nothing_M)
+        seconds_M += costs.prompts_s * tokens_M * (looked_M + drafting_M > 0)
         if looked_M[-1]:
             seconds_M += np.where(looked_M > 0, costs.lookups.between(looked_M), 0.0)
         if levels:

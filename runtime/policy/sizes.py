@@ -4,7 +4,6 @@ A tree has no order in which its nodes are worth less and less, as a chain has. 
 each the mean numbers of nodes and of accepted draft tokens are measured.
 """
 
-import math
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -87,21 +86,20 @@ def rising(values_S: Floats, weights_S: Floats) -> Floats:
 def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: RoundCosts) -> Allocation:
     """Return the best size for all rows, or none; a row with a lower limit has that many nodes."""
     num_rows = int(np.count_nonzero(limits_R))
-    plain_s = costs.plain()
-    best = Allocation(np.zeros_like(limits_R)[:, None], num_sampling, plain_s, 1.0)
-    columns = (model.sizes, model.found(), model.nodes(), model.accepted())
-    for size, found, nodes, accepted in zip(*(column.tolist() for column in columns), strict=True):
-        k_R = np.minimum(limits_R, size)
-        nothing = (1 - found) ** num_rows
-        num_scored = float(k_R.sum()) * nodes / size / max(1 - nothing, NEVER)  # where anything is
-        scored_s = max(plain_s, costs.target.at(costs.num_known + math.ceil(num_scored)) - costs.prefill_s)
-        tokens = num_sampling + accepted * num_rows
-        seconds = nothing * plain_s + (1 - nothing) * scored_s
-        seconds += costs.drafting(size, num_rows) + costs.prompts_s * tokens
-        gain = tokens / seconds * plain_s / num_sampling
-        if gain > best.gain:
-            best = Allocation(k_R[:, None], tokens, seconds, gain)
-    return best
+    size_S, plain_s = model.sizes, costs.plain()
+    k_SR = np.minimum(limits_R[None, :], size_S[:, None])
+    tokens_S = num_sampling + num_rows * model.accepted()
+    seconds_S = costs.scoring(
+        k_SR.sum(axis=1) * model.nodes() / size_S, num_rows * np.log(np.maximum(1 - model.found(), NEVER))
+    )
+    seconds_S += [costs.drafting(size, num_rows) for size in size_S.tolist()]
+    seconds_S += costs.prompts_s * tokens_S
+    index = int(np.argmax(tokens_S / seconds_S))
+    tokens, seconds = float(tokens_S[index]), float(seconds_S[index])
+    gain = tokens / seconds * plain_s / num_sampling
+    if gain <= 1:
+        return Allocation(np.zeros_like(limits_R)[:, None], num_sampling, plain_s, 1.0)
+    return Allocation(k_SR[index][:, None], tokens, seconds, gain)
 
 
 def ladder(limit: int) -> list[int]:
