@@ -20,8 +20,8 @@ from workers.model.self_check import self_check
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = ("qwen3_next", "granitemoehybrid", "nemotron_h", "kimi_linear")
-TOLERANCE = 1e-4
-"""Of a logit in fp32, relative to the largest: `transformers`' chunks and single tokens differ by nearly as much."""
+TOLERANCE = 2e-4
+"""Of a logit in fp32, relative to the largest: `transformers`' chunks and single tokens differ by 1e-4."""
 
 
 def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
