@@ -12,6 +12,8 @@ GPU_PYTHON ?= $(PYTHON)
 OPENVINO_VENV ?= .venv-openvino
 OPENVINO_PYTHON ?= $(wildcard $(OPENVINO_VENV)/bin/python)
 ARGS ?=
+# `make test` runs the tests in so many processes.
+WORKERS ?= 2
 FUZZ ?= 100000
 
 BIN := $(VENV)/bin
@@ -55,7 +57,7 @@ serve: $(READY)
 	$(BIN)/slipstream serve $(ARGS)
 
 test: check
-	$(TWO_THREADS) $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 quick: $(READY)
 	$(BIN)/ruff check .

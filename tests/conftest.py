@@ -48,13 +48,29 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"fuzz: --fuzz-seed {config.getoption('fuzz_seed')}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        _share_out(items)
     if config.getoption("--full") or "full" in config.getoption("markexpr"):
         return
     full = [item for item in items if item.get_closest_marker("full")]  # keywords contain names of folders, too
     if full:
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def _share_out(items: list[pytest.Item]) -> None:
+    """Of several processes, let one run a file, and one all that uses Ray: that takes longest, and begins first."""
+    for item in items:
+        group = "ray" if _uses_ray(item) else str(item.path.relative_to(ROOT))
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not _uses_ray(item))
+
+
+def _uses_ray(item: pytest.Item) -> bool:
+    folder = item.path.relative_to(ROOT / "tests").parts[0]
+    return folder in ("ray", "ray_serve") or "ray_cluster" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")
