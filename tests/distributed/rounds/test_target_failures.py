@@ -147,9 +147,7 @@ def test_without_room_for_all_ranks_fewer_go_on_and_all_again_after_the_next_los
     engine.put(*requests(4, 20))
     engine.until(lambda: engine.num_out >= 30)
     before = len(engine.rounds)
-    engine.workers.newest("target", lost).crash()
-    if not lost:
-        engine.workers.newest("target", 1).crash()
+    engine.workers.crash(*(engine.workers.newest("target", each) for each in range(lost, 2)))
     engine.until(lambda: len(engine.rounds) > before)
     assert worlds(engine)[-1] == 1
     engine.until(lambda: engine.num_out >= 60)
