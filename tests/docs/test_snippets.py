@@ -71,9 +71,12 @@ def shared() -> Iterator[type[Shared]]:
 
 
 def run(code: str) -> str:
-    """Return what a snippet prints."""
+    """Return what a snippet prints. Its HTTP client is closed: collected open, it may warn of its connection."""
+    names: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(code, "snippet", "exec"), {})
+        exec(compile(code, "snippet", "exec"), names)
+    if "client" in names:
+        names["client"].close()
     return printed.getvalue()
 
 
