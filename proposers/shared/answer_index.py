@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from proposers.shared.answer_ring import NOTHING, AnswerRing, AnswerText, Ids, Places
+from proposers.shared.answer_ring import NOTHING, AnswerRing, AnswerText, Ids, Places, small_pages
 
 Hashes = npt.NDArray[np.uint64]
 Stamps = npt.NDArray[np.uint32]
@@ -52,9 +52,9 @@ class AnswerIndex:
         self._bits = np.uint64(64 - (self._size.bit_length() - 1))
         self._num_heads = 1 << (self._size.bit_length() - 1)
         # Of all n-gram sizes, one after the other.
-        self._heads = np.zeros(len(SIZES) * self._num_heads, np.int32)
-        self._links = np.zeros(len(SIZES) * self._size, np.int32)
-        self._stamps = np.zeros(self._size, np.uint32)  # when a place was linked
+        self._heads = small_pages(len(SIZES) * self._num_heads, np.int32)
+        self._links = small_pages(len(SIZES) * self._size, np.int32)
+        self._stamps = small_pages(self._size, np.uint32)  # when a place was linked
         self._now = 0
         # The longest match that the n-grams of each size are searched for.
         self._longest = np.array([reach, *(size - 1 for size in SIZES[:-1])])

@@ -5,14 +5,17 @@ links. A chunk of a text that goes on starts with a copy of the last tokens befo
 tokens after it. When the ring is full, the oldest chunks are evicted.
 """
 
+import mmap
 from collections import Counter, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+Number = TypeVar("Number", np.int32, np.uint32)
 Ids = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 
@@ -58,6 +61,16 @@ class AnswerText:
     num_kept: int = 0
 
 
+def small_pages(size: int, dtype: type[Number]) -> npt.NDArray[Number]:
+    """Return zeros that cost no memory until they are written to, and little time then.
+
+    For large arrays numpy asks for huge pages. The first write into each of those may take 10 ms, in which the kernel
+    makes room for it.
+    """
+    pages = mmap.mmap(-1, size * np.dtype(dtype).itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, dtype)
+
+
 class AnswerRing:
     """The newest texts of all tenants.
 
@@ -74,9 +87,9 @@ class AnswerRing:
 
     def __init__(self, size: int, max_texts: int, reach: int) -> None:
         self._size, self._reach, self._max_texts = size, reach, max_texts
-        # Place 0 means none. Zeros cost no memory until they are written to.
-        self.ids = np.zeros(size, np.int32)
-        self.owner = np.zeros(size, np.int32)
+        # Place 0 means none.
+        self.ids = small_pages(size, np.int32)
+        self.owner = small_pages(size, np.int32)
         self._chunks: deque[AnswerChunk] = deque()  # oldest first
         self._numbers: dict[str, int] = {}  # of tenants with chunks
         self._num_chunks: Counter[str] = Counter()

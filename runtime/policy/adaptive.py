@@ -7,7 +7,6 @@ another K, 0 included, so that the costs of those stay known.
 """
 
 import logging
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -25,9 +24,11 @@ from runtime.policy.choosers import Chooser
 from runtime.policy.cost_model import Ints
 from runtime.policy.round_costs import RoundCostModel, describe
 from runtime.policy.switching import (
+    PLAIN_ROUNDS,
     SMOOTHING,
     TRIAL_ROUNDS,
     WARMING_ROUNDS,
+    Exploration,
     FirstRounds,
     Pace,
     Share,
@@ -44,8 +45,6 @@ NOT_ASKED: tuple[DraftTokens, DecodingRow] = (), DecodingRow((), ())
 
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
-EXPLORE_EVERY = 100
-"""While speculation is on, one round of so many has a random K for all rows, or is plain, if that costs little."""
 DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.001, 128)
 """How often it is decided how many draft tokens there are, while speculation is on and off."""
 LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.001, 16)
@@ -82,8 +81,7 @@ class AdaptivePolicy:
         self._may_branch = may_branch
         self._chooser = chooser
         self._costs = costs
-        self._switch = Switch()
-        self._trials = Trials(limit)
+        self._switch, self._trials, self._exploration = Switch(), Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, tuple[DraftTokens, DecodingRow]] = {}  # of this round, and what was asked for
         self._chosen: dict[int, DraftTokens] = {}  # in this round, by the sequence's key
@@ -93,10 +91,8 @@ class AdaptivePolicy:
         self._deciding, self._learning = Pace(), Pace()
         self._num_kept = 0  # rounds since the last decision
         self._num_running = 0  # sequences at the last decision
-        self._num_drafting = 0  # rounds in a row with draft tokens
+        self._num_alike = 0  # rounds in a row with draft tokens, or without
         self._learns = True  # from this round
-        self._until_exploring = EXPLORE_EVERY
-        self._random = random.Random(0)
         self._round_s = 0.0
         self._begin_s = self._decide_s = 0.0  # spent on this round
 
@@ -126,17 +122,18 @@ class AdaptivePolicy:
         self._decide_s = 0.0
         if self._has_changed(running):
             self._deciding.advance()
-        is_tried = self._trials.is_running or not self._first.are_over
+        had_drafts = self.current > 0
+        self._exploration.count(is_on=self._switch.is_on and self._first.are_over)
+        is_tried = self._trials.is_running or self._exploration.is_busy or not self._first.are_over
         self._learns = is_tried or self._learning.is_due
-        self._until_exploring -= self._switch.is_on and self._first.are_over
-        is_kept = not (is_tried or self._deciding.is_due or self._until_exploring <= 0)
+        is_kept = not (is_tried or self._deciding.is_due)
         self._by_slot = {}
         if not is_kept or (self._learns and self.current):
             self._begin(running, is_kept=is_kept)
         if is_kept:
             self._deciding.skip()
             self._num_kept += 1
-        self._num_drafting = self._num_drafting + 1 if self.current else 0
+        self._num_alike = self._num_alike + 1 if had_drafts == (self.current > 0) else 1
         self._begin_s = self._clock() - began
 
     def _has_changed(self, running: Seq[Sequence]) -> bool:
@@ -192,14 +189,16 @@ class AdaptivePolicy:
 
     def _explored(self, num_rows: int, num_known: int) -> int | None:
         """Return the number of draft tokens to try in this round: None in most rounds, and where it costs too much."""
-        if not self._switch.is_on or self._until_exploring > 0:
+        if self._exploration.is_running:
+            return self._exploration.go_on()
+        if not self._exploration.is_due:
             return None
-        self._until_exploring = EXPLORE_EVERY
-        self._costs.age()
-        k = self._random.choice((0, self._random.randint(1, self._limit)))
-        costs = self._costs.of(num_known, num_rows)
+        if self._exploration.is_overdue:
+            self._costs.age()
+        k, costs = self._exploration.choose(), self._costs.of(num_known, num_rows)
         more_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
-        return k if self._trials.pay(max(0.0, more_s)) else None
+        lost_s = more_s if k else PLAIN_ROUNDS * (self.predicted_speedup - 1) * costs.plain()
+        return self._exploration.start(k) if self._trials.pay(max(0.0, lost_s)) else None
 
     def _use_everywhere(self, k: int) -> None:
         self._chosen = {}
@@ -266,8 +265,8 @@ class AdaptivePolicy:
 
     @property
     def _is_warming(self) -> bool:
-        """Whether this is one of the first rounds with drafts after some without."""
-        return 1 <= self._num_drafting <= WARMING_ROUNDS
+        """Whether this is one of the first rounds with drafts after some without, or the first one without."""
+        return self._num_alike <= (WARMING_ROUNDS if self.current else 1)
 
     def _end_learning(self, step: FinishedStep) -> None:
         plain_s = self._learn(step)
@@ -288,6 +287,8 @@ class AdaptivePolicy:
         if not self._is_warming:
             self._record(step)
             self._costs.observe(done)
+        if self.current and self._costs.is_plain_in_doubt(done.num_known):
+            self._exploration.doubt()
         return self._costs.of(done.num_known).plain()
 
     def _record(self, step: FinishedStep) -> None:

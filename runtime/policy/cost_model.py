@@ -33,8 +33,12 @@ FORGOTTEN = 0.5
 """Share of a size's own correction that is left each time that it ages."""
 FADES = 0.01
 """Share of a size's own correction that fades with each round, in a curve of ratios."""
+NOISE = 0.1
+"""Of the logarithm of one round's seconds."""
+MOVED = 0.03
+"""If the shared correction moved by so much since a size was run, its estimate is in doubt. A third of it is noise."""
 REFRESH_EVERY = 8
-"""The tabulated curve is computed again after this many rounds."""
+"""The tabulated curve is computed again after this many rounds, or at once after one that weighs more than 1 in 8."""
 
 
 class CostCurve:
@@ -65,6 +69,7 @@ class CostCurve:
         self._log_bases, self._bins = self._log_base_N.tolist(), self._bin_N.tolist()
         self._own_B, self._count_B = [0.0] * num_bins, [0.0] * num_bins
         self._is_fresh_B = [False] * num_bins  # seen since it aged last
+        self._shared_B = [0.0] * num_bins  # the shared correction that the size's own one goes with
         self._shared = 0.0
         self._count = 0
         self._refresh()
@@ -90,16 +95,31 @@ class CostCurve:
         bin_ = self._bins[size]
         own, count = self._own_B[bin_], self._count_B[bin_]
         error = math.log(max(seconds, 1e-9)) - self._log_bases[size] - self._shared - own
+        rate = max(OWN_RATE, 1 / (count + 1), min(0.5, self._excess(bin_) / NOISE))
         if self._count:
             error = min(CLIP, max(-CLIP, error))
             is_fastest = error < 0 and count < FEW
-            self._own_B[bin_] = self._kept * own + (error if is_fastest else max(OWN_RATE, 1 / (count + 1)) * error)
+            self._own_B[bin_] = self._kept * own + (error if is_fastest else rate * error)
         self._shared += self._shared_rate * error if self._count else error * (self._shared_rate > 0)
+        moved = self._shared - self._shared_B[bin_]
+        self._shared_B[bin_] += moved / 2 if count else moved
         self._count_B[bin_] = min(MEMORY, count + 1)
         self._is_fresh_B[bin_] = True
         self._count += 1
-        if self._count % REFRESH_EVERY == 0 or self._count_B[bin_] < REFRESH_EVERY:
+        if self._count % REFRESH_EVERY == 0 or rate * REFRESH_EVERY > 1:
             self._refresh()
+
+    def is_in_doubt(self, size: int) -> bool:
+        """Whether rounds of other sizes took other times than before since *size* was run last.
+
+        What changed, the speed of the machine or those sizes alone, only rounds of *size* show.
+        """
+        bin_ = self._bins[min(size, self.largest)]
+        return bool(self._count_B[bin_]) and abs(self._shared - self._shared_B[bin_]) > MOVED
+
+    def _excess(self, bin_: int) -> float:
+        """Return by how much more than noise the shared correction has moved."""
+        return max(0.0, abs(self._shared - self._shared_B[bin_]) - MOVED / 3)
 
     def age(self) -> None:
         """Let the next rounds count more at sizes that were not seen since the last call, and forget some of the past.

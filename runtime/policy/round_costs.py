@@ -146,6 +146,10 @@ class RoundCostModel:
     def _usual_s(self, depth: int, num_rows: int) -> float:
         return self.of(num_rows).levels_s(depth, num_rows) + self._lookups.at(num_rows)
 
+    def is_plain_in_doubt(self, num_rows: int) -> bool:
+        """Whether what a plain round of so many rows costs may have changed since there was one."""
+        return self._target.is_in_doubt(num_rows)
+
     def age(self) -> None:
         """Let the next rounds count more where nothing was learnt since the last call."""
         for curve in (self._target, self._draft, self._levels, self._lookups):

@@ -1,6 +1,7 @@
 """Whether speculation is on, when it is tried, at first and again while it is off, and how often that is decided."""
 
 import math
+import random
 from collections import Counter
 from statistics import median
 from typing import NamedTuple
@@ -30,6 +31,10 @@ TRIAL_PAUSE = 16
 """Rounds after a trial before the next one: what it showed is used first."""
 MOST_SAVED = 10
 """Trials for which time is saved at most."""
+EXPLORE_EVERY, DOUBT_EVERY = 100, 16
+"""While speculation is on, other numbers of draft tokens are tried after so many rounds, and after so many at least."""
+PLAIN_ROUNDS = 3
+"""None is tried for so many rounds in a row: the first takes longer than later ones, and shows nothing."""
 FIRST_ROUNDS, FIRST_PLAIN = 48, 6
 """So many first rounds decide nothing: the very first take longer than later ones. The last of them are plain."""
 MOST_LOST_FIRST = 32.0
@@ -165,6 +170,68 @@ class Trials:
         self._usual_s = max(0.0, sum([min(one_s, most_s) for one_s in self._lost_s]))
         self._saved_s -= self._usual_s
         self._rounds_left, self._pause = 0, TRIAL_PAUSE
+
+
+class Exploration:
+    """In which rounds another number of draft tokens is tried than the one that pays, so that its cost stays known.
+
+    It is a random one for one round now and then, or none for several. None comes earlier if its cost is in doubt.
+
+    Args:
+        limit: most draft tokens of a row.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._random = random.Random(0)
+        self._num_rounds = 0  # since the last time
+        self._is_on = self._is_in_doubt = False
+        self._plain_left = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this round has no draft tokens because the ones before had none."""
+        return self._plain_left > 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is due or running."""
+        return self.is_due or self.is_running
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it is time for it, doubt or not."""
+        return self._num_rounds >= EXPLORE_EVERY
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it should begin in this round."""
+        return self._is_on and self._num_rounds >= (DOUBT_EVERY if self._is_in_doubt else EXPLORE_EVERY)
+
+    def count(self, *, is_on: bool) -> None:
+        """Count a round, if speculation is on in it."""
+        self._is_on = is_on
+        self._num_rounds += is_on
+
+    def doubt(self) -> None:
+        """Note that the cost of plain rounds is in doubt."""
+        self._is_in_doubt = True
+
+    def choose(self) -> int:
+        """Return the number of draft tokens to try; it is not due again for a while, tried or not."""
+        is_plain = self._is_in_doubt or self._random.random() < 0.5
+        self._num_rounds, self._is_in_doubt = 0, False
+        return 0 if is_plain else self._random.randint(1, self._limit)
+
+    def start(self, k: int) -> int:
+        """Begin with a round of *k* draft tokens; return *k*."""
+        self._plain_left = 0 if k else PLAIN_ROUNDS - 1
+        return k
+
+    def go_on(self) -> int:
+        """Count a further round without draft tokens; return 0."""
+        self._plain_left -= 1
+        return 0
 
 
 class FirstRounds:
