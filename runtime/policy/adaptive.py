@@ -1,9 +1,9 @@
 """The adaptive policy: each round, as many draft tokens for each row as pay, none included.
 
 It predicts tokens per second from the costs of rounds (`runtime.policy.cost_model`) and from measured acceptance
-(`runtime.policy.acceptance`, `runtime.policy.sizes`). Rounds correct both, for use from the next round on. While
-speculation is off, it is tried now and then (`runtime.policy.switching`). While it is on, a round now and then has
-another K, 0 included, so that the costs of those stay known.
+(`runtime.policy.acceptance`, `runtime.policy.sizes`). Rounds correct both, and what was predicted from them
+(`runtime.policy.allocation.Calibration`). While speculation is off, it is tried now and then; while it is on, a round
+now and then has another K, 0 included, so that its cost stays known (`runtime.policy.switching`).
 """
 
 import logging
@@ -18,7 +18,7 @@ from protos.draft import PREDICTION
 from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import WORKER_ALONE, DecodingRow, DecodingRows, Sources
-from runtime.policy.allocation import RoundCosts
+from runtime.policy.allocation import Calibration, RoundCosts
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser
 from runtime.policy.cost_model import Ints
@@ -75,17 +75,16 @@ class AdaptivePolicy:
         may_branch: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._limit = limit
-        self._clock = clock
+        self._limit, self._clock = limit, clock
         self._sources = sources
         self._may_branch = may_branch
         self._chooser = chooser
-        self._costs = costs
+        self._costs, self._calibration = costs, Calibration()
         self._switch, self._trials, self._exploration = Switch(), Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, tuple[DraftTokens, DecodingRow]] = {}  # of this round, and what was asked for
         self._chosen: dict[int, DraftTokens] = {}  # in this round, by the sequence's key
-        self._typical = self._uniform(limit)  # for sequences that came after the last decision
+        self._typical = (limit,) * len(sources)  # for sequences that came after the last decision
         self._current = limit
         self._first = FirstRounds(limit)
         self._deciding, self._learning = Pace(), Pace()
@@ -93,8 +92,7 @@ class AdaptivePolicy:
         self._num_running = 0  # sequences at the last decision
         self._num_alike = 0  # rounds in a row with draft tokens, or without
         self._learns = True  # from this round
-        self._round_s = 0.0
-        self._begin_s = self._decide_s = 0.0  # spent on this round
+        self._round_s = self._begin_s = self._decide_s = 0.0  # of a round, smoothed; spent on this one
 
     @property
     def limit(self) -> int:
@@ -160,9 +158,6 @@ class AdaptivePolicy:
     def _asked(self, sequence: Sequence, row: DecodingRow) -> tuple[DraftTokens, DecodingRow]:
         return tuple(map(min, row.limits, self._chosen.get(sequence.key, self._typical))), row
 
-    def _uniform(self, k: int) -> DraftTokens:
-        return (k,) * len(self._sources)
-
     def _choose(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         if not self._first.are_over:
             self._use_first(rows, num_known)
@@ -201,8 +196,9 @@ class AdaptivePolicy:
         return self._exploration.start(k) if self._trials.pay(max(0.0, lost_s)) else None
 
     def _use_everywhere(self, k: int) -> None:
+        self._calibration.expect_nothing()
         self._chosen = {}
-        self._typical, self._current = self._uniform(k), k
+        self._typical, self._current = (k,) * len(self._sources), k
         self._deciding.advance()
 
     def _use(self, k_RS: Ints, rows: dict[int, DecodingRow]) -> None:
@@ -214,7 +210,8 @@ class AdaptivePolicy:
         began = self._clock()
         costs = self._costs.of(num_known, len(rows))
         best = self._chooser.choose(list(rows.values()), costs)
-        self._update_switch(best.gain, len(rows))
+        self._update_switch(best.gain * self._calibration.factor if best.k_RS.any() else 1.0, len(rows))
+        self._calibration.expect(best, costs.prompts_s)
         self._use(best.k_RS if self._switch.is_on else self._predicted_alone(rows, costs), rows)
         self._decide_s = self._clock() - began
         self._deciding.done(self._decide_s, self._round_s, DECIDING if self._switch.is_on else DECIDING_OFF)
@@ -230,6 +227,7 @@ class AdaptivePolicy:
         num_rounds, self._num_kept = 1 + self._num_kept, 0
         if self._switch.update(gain, num_rounds, num_rows):
             self._trials.restore_share()
+            self._calibration.clear()
             state = "on again" if self._switch.is_on else "off"
             rates, gain = self._chooser.describe(), self.predicted_speedup
             logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", state, num_rows, rates, gain)
@@ -253,6 +251,8 @@ class AdaptivePolicy:
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
         self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
+        if self._switch.is_on and step.plan.decodes and not self._is_warming:
+            self._calibration.observe(len(step.plan.rows), step.num_tokens, step.seconds)
         if self._learns:
             began = self._clock()
             self._end_learning(step)

@@ -9,6 +9,7 @@ number with the highest rate is found by trying all.
 A row has one draft: that of the first source, in their order, that is asked and finds one.
 """
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -18,6 +19,14 @@ from runtime.policy.cost_model import CostCurve, Floats, Ints
 
 NEVER = 1e-9
 """A smaller probability counts as this one."""
+CALIBRATION_ROUNDS = 48
+"""Rounds that predictions are compared with; older ones fade."""
+FEWEST = 16
+"""With fewer rounds, predictions are not compared."""
+PREDICTION_ERROR = 0.1
+"""Of the logarithm of predicted tokens per second: the standard deviation."""
+MOST_SECONDS = 2.0
+"""A round that took longer than so many times what was predicted was disturbed, and counts as one that took that."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,51 @@ class Allocation:
     tokens: float
     seconds: float
     gain: float
+
+
+class Calibration:
+    """Compares what was predicted of rounds with what they brought.
+
+    What is measured for each depth and size follows a change of the text only slowly, and may be wrong together. The
+    tokens per second of all rounds show that soon. They are trusted by their variance.
+    """
+
+    def __init__(self) -> None:
+        self._num_rows, self._tokens, self._seconds = 0, 1.0, 1.0  # predicted of the next rounds; no rows: nothing
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rounds."""
+        self._count = self._sum_tokens = self._sum_squares = self._sum_seconds = 0.0  # relative to what was predicted
+
+    def expect(self, best: Allocation, prompts_s: float) -> None:
+        """Compare the next rounds with *best*, without the seconds for prompts in it, for each token."""
+        self._num_rows = len(best.k_RS) if best.k_RS.any() else 0
+        self._tokens, self._seconds = best.tokens, best.seconds - prompts_s * best.tokens
+
+    def expect_nothing(self) -> None:
+        """Compare the next rounds with no prediction."""
+        self._num_rows = 0
+
+    def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Count a round in which so many rows decoded, if it is one of those that were predicted."""
+        if num_rows != self._num_rows:
+            return
+        kept, tokens = 1 - 1 / CALIBRATION_ROUNDS, num_tokens / self._tokens
+        self._count = kept * self._count + 1
+        self._sum_tokens = kept * self._sum_tokens + tokens
+        self._sum_squares = kept * self._sum_squares + tokens * tokens
+        self._sum_seconds = kept * self._sum_seconds + min(MOST_SECONDS, seconds / self._seconds)
+
+    @property
+    def factor(self) -> float:
+        """The factor of the tokens per second that are predicted next."""
+        if self._count < FEWEST:
+            return 1.0
+        mean = self._sum_tokens / self._count
+        variance = max(0.0, self._sum_squares / self._count / mean**2 - 1) / self._count
+        trust = PREDICTION_ERROR**2 / (PREDICTION_ERROR**2 + variance)
+        return math.exp(trust * math.log(self._sum_tokens / self._sum_seconds))
 
 
 @dataclass(frozen=True)
