@@ -95,13 +95,13 @@ class CostCurve:
         bin_ = self._bins[size]
         own, count = self._own_B[bin_], self._count_B[bin_]
         error = math.log(max(seconds, 1e-9)) - self._log_bases[size] - self._shared - own
-        rate = max(OWN_RATE, 1 / (count + 1), min(0.5, self._excess(bin_) / NOISE))
+        rate = max(OWN_RATE, 1 / (count + 1), min(0.5, (abs(self._moved(bin_)) - MOVED / 3) / NOISE))
         if self._count:
             error = min(CLIP, max(-CLIP, error))
             is_fastest = error < 0 and count < FEW
             self._own_B[bin_] = self._kept * own + (error if is_fastest else rate * error)
         self._shared += self._shared_rate * error if self._count else error * (self._shared_rate > 0)
-        moved = self._shared - self._shared_B[bin_]
+        moved = self._moved(bin_)
         self._shared_B[bin_] += moved / 2 if count else moved
         self._count_B[bin_] = min(MEMORY, count + 1)
         self._is_fresh_B[bin_] = True
@@ -115,11 +115,11 @@ class CostCurve:
         What changed, the speed of the machine or those sizes alone, only rounds of *size* show.
         """
         bin_ = self._bins[min(size, self.largest)]
-        return bool(self._count_B[bin_]) and abs(self._shared - self._shared_B[bin_]) > MOVED
+        return bool(self._count_B[bin_]) and abs(self._moved(bin_)) > MOVED
 
-    def _excess(self, bin_: int) -> float:
-        """Return by how much more than noise the shared correction has moved."""
-        return max(0.0, abs(self._shared - self._shared_B[bin_]) - MOVED / 3)
+    def _moved(self, bin_: int) -> float:
+        """Return by how much the shared correction has moved since this size was run."""
+        return self._shared - self._shared_B[bin_]
 
     def age(self) -> None:
         """Let the next rounds count more at sizes that were not seen since the last call, and forget some of the past.

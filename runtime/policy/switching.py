@@ -103,7 +103,7 @@ class Switch:
 class Trials:
     """Lets trials take a share of the time: that of every round is saved, and a trial spends what it lost.
 
-    So do single rounds with another number of draft tokens while speculation is on.
+    So do rounds with another number of draft tokens while speculation is on (`Exploration`).
 
     Args:
         limit: most draft tokens of a row.
@@ -138,7 +138,7 @@ class Trials:
         self._share = TRIAL_SHARE
 
     def pay(self, expected_s: float) -> bool:
-        """Return whether enough time was saved for a single round that loses *expected_s*; if so, spend it."""
+        """Return whether enough time was saved for rounds that lose *expected_s*; if so, spend it."""
         if self._saved_s < expected_s:
             return False
         self._saved_s -= expected_s

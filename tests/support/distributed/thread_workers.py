@@ -101,24 +101,16 @@ class ThreadWorkerGroup:
         return [(worker, message) for worker, message in found if worker in self._alive]
 
     def kill(self, workers: Sequence[WorkerId], *, waits: bool = True) -> None:
-        for worker in workers:
-            self._alive.discard(worker)
-            if worker in self.ports:
-                self.ports[worker].crash()
-        for worker in workers:
-            if worker in self._threads:
-                self._join(worker)
-
-    def _join(self, worker: WorkerId) -> None:
-        self._threads[worker].join(20)
-        assert not self._threads[worker].is_alive(), worker
+        self._alive.difference_update(workers)
+        self.crash(*(self.ports[worker] for worker in workers if worker in self.ports))
 
     def crash(self, *ports: ThreadPort) -> None:
         """End these workers at once: none is known to be dead before all are."""
         for port in ports:
             port.crash()
         for port in ports:
-            self._join(port.worker)
+            self._threads[port.worker].join(20)
+            assert not self._threads[port.worker].is_alive(), port.worker
 
     def prepare_spare(self) -> None:
         pass
