@@ -58,8 +58,11 @@ METHODS: dict[str, Config] = {
 PROMPT_TOKENS, TOKENS, TEMPERATURE, ROWS, SEED = (16, 96), 96, 0.8, 8, 20260102
 CONTEXTS = (64, 192)
 """Known tokens at which rounds are timed: the prompts and half of the answers lie between."""
-WAVES = 4
-"""Requests of a block for each that runs at once, so that a request that ends makes room for another."""
+WAVES, FEWEST_BLOCKS = 8, 4
+"""Requests of a block for each that runs at once, and blocks. The prediction is for full batches: a request that ends
+makes room for another, and answers differ in length, or plain decoding alone would end them together."""
+SHORTEST = 0.5
+"""Of the average length; the longest are as much longer."""
 
 
 @dataclass(frozen=True)
@@ -198,14 +201,23 @@ def speeds(
             name: DemoEngine(target, each, threads=args.threads, max_num_seqs=batch)
             for name, each in {"plain": None, "drafts": {**config, "policy": "fixed"}}.items()
         }
-        size = batch * (WAVES if batch > 1 else 2)
-        blocks = [[Item(ids, TOKENS) for ids in unseen[i : i + size]] for i in range(0, len(unseen) - size + 1, size)]
+        blocks = answer_blocks(unseen, batch)
         runs = {name: partial(mixed, each) for name, each in sides.items()}
         measure.alternate(runs, blocks[:1])
         timings = measure.alternate(runs, blocks)
         yield SpeedRow(found.name, batch, float(np.exp(np.log(gains).mean())), timings.speedup("drafts", "plain"))
         for side in sides.values():
             side.llm.shutdown()
+
+
+def answer_blocks(unseen: Sequence[tuple[int, ...]], batch: int) -> list[list[Item]]:
+    """Return the requests of all blocks; prompts come round again where there are not enough."""
+    size = batch * (WAVES if batch > 1 else 2)
+    rng = random.Random(SEED)
+    count = max(FEWEST_BLOCKS, len(unseen) // size)
+    lengths = [round(TOKENS * (rng.uniform(SHORTEST, 2 - SHORTEST) if batch > 1 else 1)) for _ in range(count * size)]
+    items = [Item(unseen[i % len(unseen)], length) for i, length in enumerate(lengths)]
+    return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 def mixed(engine: DemoEngine, items: Sequence[Item]) -> int:

@@ -13,11 +13,13 @@ from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.validation import shown
 
-FORMAT = 1
+FORMAT = 2
 Shape = tuple[int, int]
 """Rows of a batch, and known tokens of each."""
 Seconds = Mapping[Shape, Mapping[int, float]]
 """By shape: tokens of a row that the target is fed, or that are drafted for it -> seconds of a round."""
+PromptSeconds = Mapping[int, float]
+"""By tokens of a prompt: how much longer the rounds take in which it is read."""
 
 
 def draft_key(speculative: SpeculativeConfig) -> str:
@@ -28,7 +30,7 @@ def draft_key(speculative: SpeculativeConfig) -> str:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds of rounds in which all rows decode.
+    """Seconds of rounds in which all rows decode, and what prompts add.
 
     Attributes:
         model: the target's Hub id or folder.
@@ -36,6 +38,8 @@ class CostTable:
         machine: processor, devices and versions.
         target: of rounds without their drafting, sampling and the controller's work included.
         drafts: of drafting, by `draft_key`.
+        prompts: of prompts, without drafts.
+        draft_prompts: what drafting adds to those, by `draft_key`.
     """
 
     model: str
@@ -43,6 +47,8 @@ class CostTable:
     machine: Mapping[str, str]
     target: Seconds
     drafts: Mapping[str, Seconds] = field(default_factory=dict)
+    prompts: PromptSeconds = field(default_factory=dict)
+    draft_prompts: Mapping[str, PromptSeconds] = field(default_factory=dict)
 
     @property
     def shapes(self) -> list[Shape]:
@@ -74,6 +80,14 @@ class CostTable:
             )
         return found
 
+    def prompt_s(self, tokens: int) -> float:
+        """Return the seconds of a prompt without drafts."""
+        return _of_prompt(self.prompts, tokens)
+
+    def draft_prompt_s(self, key: str, tokens: int) -> float:
+        """Return the seconds that drafting adds to a prompt."""
+        return _of_prompt(self.draft_prompts.get(key, {}), tokens)
+
     def check(self, model: str, machine: Mapping[str, str]) -> list[str]:
         """Return how *machine* differs from the table's; empty if it does not.
 
@@ -99,8 +113,20 @@ class CostTable:
             "columns": ["rows", "context", "tokens", "seconds"],
             "target": _rows(self.target),
             "drafts": drafts,
+            "prompts": list(self.prompts.items()),
+            "draft_prompts": {key: list(seconds.items()) for key, seconds in self.draft_prompts.items()},
         }
         return json.dumps(content, indent=1) + "\n"
+
+
+def _of_prompt(seconds: PromptSeconds, tokens: int) -> float:
+    """Return the seconds of a prompt: linear between measured numbers of tokens, proportional above."""
+    if not seconds:
+        return 0.0
+    longest = max(seconds)
+    sizes = [0, *sorted(seconds)]
+    within_s = np.interp(min(tokens, longest), sizes, [0.0, *(seconds[size] for size in sizes[1:])])
+    return float(within_s) * max(1.0, tokens / longest)
 
 
 def _rows(seconds: Seconds) -> list[list[float]]:
@@ -124,6 +150,8 @@ def read_costs(path: Path) -> CostTable:
             {str(name): str(value) for name, value in content["machine"].items()},
             _seconds(content["target"]),
             {str(key): _seconds(rows) for key, rows in content["drafts"].items()},
+            _prompt_seconds(content["prompts"]),
+            {str(key): _prompt_seconds(rows) for key, rows in content["draft_prompts"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is not a table of costs: {type(error).__name__}: {shown(str(error))}") from None
@@ -132,9 +160,19 @@ def read_costs(path: Path) -> CostTable:
 def _seconds(rows: Iterable[Seq[Any]]) -> Seconds:
     found: dict[Shape, dict[int, float]] = {}
     for num_rows, context, tokens, seconds in rows:
-        if min(num_rows, context, tokens) < 1 or not 0 <= seconds < float("inf"):
-            raise ValueError(f"a row is [{num_rows}, {context}, {tokens}, {seconds}]")
+        _check(seconds, num_rows, context, tokens)
         found.setdefault((int(num_rows), int(context)), {})[int(tokens)] = float(seconds)
     if not found:
         raise ValueError("no rows")
     return found
+
+
+def _prompt_seconds(rows: Iterable[Seq[Any]]) -> PromptSeconds:
+    for tokens, seconds in rows:
+        _check(seconds, tokens)
+    return {int(tokens): float(seconds) for tokens, seconds in rows}
+
+
+def _check(seconds: float, *sizes: float) -> None:
+    if min(sizes) < 1 or not 0 <= seconds < float("inf"):
+        raise ValueError(f"a row is {[*sizes, seconds]}")

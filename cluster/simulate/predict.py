@@ -3,11 +3,13 @@
 A round of b rows without draft tokens takes t(b, 1) seconds and gives b tokens. With drafts of up to K tokens, a round
 takes t(b, 1 + p) + d(b, K), where p is the mean number of draft tokens of its rows, and gives b times the tokens that a
 step gave in the replay. The rows are independent steps of the replay: t is averaged over the distribution of p, because
-one more token may cost much and the next ones little. The speed-up is the ratio of tokens per second.
+one more token may cost much and the next ones little. An answer takes its share of such rounds, and what its prompt
+adds to them. The speed-up is the ratio of the seconds of the replayed answers.
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,8 @@ class SpeedupPrediction:
 
     Attributes:
         plain_s, round_s: seconds of a round without and with drafts.
-        speedup: tokens per second relative to no speculation.
+        prompt_s, draft_prompt_s: what the prompt of an answer adds without drafts, and what drafting adds to that.
+        speedup: tokens per second relative to no speculation, prompts included.
     """
 
     name: str
@@ -31,18 +34,27 @@ class SpeedupPrediction:
     plain_s: float
     round_s: float
     speedup: float
+    prompt_s: float = 0.0
+    draft_prompt_s: float = 0.0
 
 
 def predict(replay: Replay, costs: CostTable) -> list[SpeedupPrediction]:
     """Return the speed-up of *replay* for each measured shape. Raises `ConfigError` for costs that are not there."""
     proposed_P = np.bincount([step.proposed for answer in replay.answers for step in answer.steps]) / replay.num_steps
+    key, num_steps = draft_key(replay.speculative), replay.num_steps / len(replay.answers)
+    prompt_s = fmean(costs.prompt_s(answer.num_prompt_tokens) for answer in replay.answers)
+    draft_prompt_s = fmean(costs.draft_prompt_s(key, answer.num_prompt_tokens) for answer in replay.answers)
     found = []
     for shape in costs.shapes:
         plain_s = costs.plain_s(shape)
-        drafting_s = costs.draft_s(draft_key(replay.speculative), shape, replay.k)
-        round_s = _target_s(costs, shape, proposed_P) + drafting_s
-        speedup = replay.tokens_per_step * plain_s / round_s
-        found.append(SpeedupPrediction(replay.name, replay.k, shape, plain_s, round_s, speedup))
+        round_s = _target_s(costs, shape, proposed_P) + costs.draft_s(key, shape, replay.k)
+        plain_answer_s = prompt_s + num_steps * replay.tokens_per_step * plain_s / shape[0]
+        answer_s = prompt_s + draft_prompt_s + num_steps * round_s / shape[0]
+        found.append(
+            SpeedupPrediction(
+                replay.name, replay.k, shape, plain_s, round_s, plain_answer_s / answer_s, prompt_s, draft_prompt_s
+            )
+        )
     return found
 
 

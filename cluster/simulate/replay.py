@@ -57,9 +57,7 @@ def replay(
             draw_by_odds(assembled)
         outputs = _run(assembled, requests, tick)
         answers = [
-            ReplayedAnswer(
-                i, *outputs[request.request_id], None if (odds := odds_of(request)) is None else odds.expected
-            )
+            ReplayedAnswer(i, *outputs[request.request_id], _expected(request), len(request.prompt_token_ids))
             for (i, _), request in zip(pairs, requests, strict=True)
         ]
     finally:

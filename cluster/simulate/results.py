@@ -18,12 +18,14 @@ class ReplayedAnswer:
         steps: of the target, in order; each gave one token more than it accepted, but for the end of the answer.
         stats: as the engine counts them.
         expected: by the logged probabilities of the target; None where they were not used.
+        num_prompt_tokens: of its prompt.
     """
 
     dataset: int
     steps: Seq[Step]
     stats: SpeculationStats
     expected: ExpectedAcceptance | None = None
+    num_prompt_tokens: int = 0
 
     @property
     def matched(self) -> list[int]:

@@ -59,6 +59,11 @@ def _replayable(config: EngineConfig) -> SpeculativeConfig:
         raise ConfigError("rejection_sample_method 'synthetic' accepts at given rates: there is nothing to replay")
     if config.parallel.executor != "uni":
         raise ConfigError("a replay runs in one process: leave out tensor_parallel_size and the executor")
+    return in_every_round(speculative)
+
+
+def in_every_round(speculative: SpeculativeConfig) -> SpeculativeConfig:
+    """Return *speculative* with as many draft tokens in every round."""
     return replace(speculative, policy="fixed", disable_by_batch_size=None, num_speculative_tokens_per_batch_size=None)
 
 

@@ -147,7 +147,7 @@ class Synthetic:
         slots_R, known_R = scored.slots_N[first_R], scored.index_N[first_R]
         drafts = [scored.drafts[r] for r in sampling_R.tolist()]
         counts_R = (thresholds(self._sampler, slots_R, known_R, 1) < self._rates_K).sum(1)
-        paths = [_first_path(draft, count) for draft, count in zip(drafts, counts_R.tolist(), strict=True)]
+        paths = [first_path(draft, count) for draft, count in zip(drafts, counts_R.tolist(), strict=True)]
         for draft, path, slot in zip(drafts, paths, slots_R.tolist(), strict=True):
             self._sampler.slots.write_draft(slot, [draft.tokens[node] for node in path])
         ends_R = first_R + np.array([path[-1] + 1 if path else 0 for path in paths], np.int64)
@@ -164,7 +164,7 @@ class Synthetic:
         return [-1] * len(at_M)
 
 
-def _first_path(draft: Draft, count: int) -> list[int]:
+def first_path(draft: Draft, count: int) -> list[int]:
     """Return *count* nodes from the root down, or as many as there are, each the first child."""
     path: list[int] = []
     for node, parent in enumerate(draft.node_parents()):

@@ -56,6 +56,23 @@ def test_the_seconds_are_averaged_over_the_numbers_of_draft_tokens() -> None:
     assert two.round_s == pytest.approx(0.25 * 10 + 0.75 * 20)  # 0, 2 or 4 of a row on average
 
 
+def test_prompts_are_part_of_an_answer() -> None:
+    """Four steps of eight tokens, after prompts of 25 tokens on average: half of what one of 50 takes."""
+    table = replace(TABLE, prompts={50: 100.0}, draft_prompts={"ngram": {50: 20.0}})
+    one = replayed()
+    answers = [replace(one.answers[0], num_prompt_tokens=count) for count in (0, 50)]
+    found, _ = predict(replace(one, answers=answers), table)
+    assert (found.prompt_s, found.draft_prompt_s) == (50.0, 10.0)
+    assert found.speedup == pytest.approx((50 + 8 * 10) / (50 + 10 + 4 * (12 + 1)))
+
+
+def test_prompts_cost_as_much_as_measured_ones_of_their_length() -> None:
+    table = replace(TABLE, prompts={64: 1.0, 192: 5.0}, draft_prompts={"ngram": {64: 0.5}})
+    assert [table.prompt_s(tokens) for tokens in (0, 32, 64, 128, 192, 384)] == [0.0, 0.5, 1.0, 3.0, 5.0, 10.0]
+    assert table.draft_prompt_s("ngram", 128) == 1.0
+    assert table.draft_prompt_s("suffix", 128) == 0.0
+
+
 def test_the_threshold_is_the_last_size_before_the_first_that_does_not_pay() -> None:
     def at(**speedups: float) -> list[SpeedupPrediction]:
         return [SpeedupPrediction("d", 1, (int(rows[1:]), 64), 1.0, 1.0, speedup) for rows, speedup in speedups.items()]
@@ -69,19 +86,21 @@ def test_the_threshold_is_the_last_size_before_the_first_that_does_not_pay() -> 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    path.write_text(TABLE.as_json())
-    assert read_costs(path) == TABLE
+    table = replace(TABLE, prompts={64: 1.0, 192: 5.0}, draft_prompts={"ngram": {64: 0.5}})
+    path.write_text(table.as_json())
+    assert read_costs(path) == table
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("{", "cannot read the costs"),
-        ("[]", "is not a table of costs of format 1"),
-        ('{"format": 2}', "is not a table of costs of format 1"),
-        ('{"format": 1}', "is not a table of costs: KeyError"),
+        ("[]", "is not a table of costs of format 2"),
+        ('{"format": 1}', "is not a table of costs of format 2"),
+        ('{"format": 2}', "is not a table of costs: KeyError"),
         (json.dumps({**json.loads(TABLE.as_json()), "target": []}), "ValueError: 'no rows'"),
         (json.dumps({**json.loads(TABLE.as_json()), "target": [[0, 1, 1, 1.0]]}), "a row is"),
+        (json.dumps({**json.loads(TABLE.as_json()), "prompts": [[64, -1.0]]}), "a row is"),
     ],
 )
 def test_bad_tables(tmp_path: Path, text: str, says: str) -> None:
@@ -138,6 +157,8 @@ def test_costs_are_measured_once_and_used_again(
     assert table.shapes == [(1, 16), (2, 16)]
     assert sorted(table.target[2, 16]) == [1, 2, 3]
     assert all(seconds > 0 for by_k in table.drafts[f"draft_model {pair[1]}"].values() for seconds in by_k.values())
+    assert table.prompts.keys() == {16}
+    assert table.draft_prompts.keys() == table.drafts.keys()
     assert "best K by batch size: " in shown.out
     assert "WARNING" not in shown.out
     found = json.loads(figures.read_text())
