@@ -20,9 +20,9 @@ from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import WORKER_ALONE, DecodingRow, DecodingRows, Sources
 from runtime.policy.allocation import Calibration, RoundCosts
 from runtime.policy.base import FinishedStep
-from runtime.policy.choosers import Chooser
+from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, record
 from runtime.policy.cost_model import Ints
-from runtime.policy.round_costs import RoundCostModel, describe
+from runtime.policy.round_costs import RoundCostModel, describe, without_draft
 from runtime.policy.switching import (
     PLAIN_ROUNDS,
     SMOOTHING,
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 DraftTokens = tuple[int, ...]
 """Most draft tokens of a row from each source."""
-NOT_ASKED: tuple[DraftTokens, DecodingRow] = (), DecodingRow((), ())
 
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
@@ -82,7 +81,7 @@ class AdaptivePolicy:
         self._costs, self._calibration = costs, Calibration()
         self._switch, self._trials, self._exploration = Switch(), Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
-        self._by_slot: dict[int, tuple[DraftTokens, DecodingRow]] = {}  # of this round, and what was asked for
+        self._by_slot: dict[int, Asked] = {}  # of this round
         self._chosen: dict[int, DraftTokens] = {}  # in this round, by the sequence's key
         self._typical = (limit,) * len(sources)  # for sequences that came after the last decision
         self._current = limit
@@ -92,6 +91,7 @@ class AdaptivePolicy:
         self._num_running = 0  # sequences at the last decision
         self._num_alike = 0  # rounds in a row with draft tokens, or without
         self._learns = True  # from this round
+        self._catch_up_s = 0.0  # what switching on would cost
         self._round_s = self._begin_s = self._decide_s = 0.0  # of a round, smoothed; spent on this one
 
     @property
@@ -132,6 +132,7 @@ class AdaptivePolicy:
             self._deciding.skip()
             self._num_kept += 1
         self._num_alike = self._num_alike + 1 if had_drafts == (self.current > 0) else 1
+        self._costs.reading.begin(running, drafted=had_drafts, drafts=self.current > 0)
         self._begin_s = self._clock() - began
 
     def _has_changed(self, running: Seq[Sequence]) -> bool:
@@ -151,12 +152,13 @@ class AdaptivePolicy:
             return
         if not is_kept:
             self._num_running = len(running)
+            self._catch_up_s = 0.0 if self.current else self._costs.reading.catch_up_s(running)
             self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
         if self._learns:
             self._by_slot = {one.slot: self._asked(one, rows[one.key]) for one in running if one.key in rows}
 
-    def _asked(self, sequence: Sequence, row: DecodingRow) -> tuple[DraftTokens, DecodingRow]:
-        return tuple(map(min, row.limits, self._chosen.get(sequence.key, self._typical))), row
+    def _asked(self, sequence: Sequence, row: DecodingRow) -> Asked:
+        return Asked(tuple(map(min, row.limits, self._chosen.get(sequence.key, self._typical))), row)
 
     def _choose(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         if not self._first.are_over:
@@ -210,7 +212,8 @@ class AdaptivePolicy:
         began = self._clock()
         costs = self._costs.of(num_known, len(rows))
         best = self._chooser.choose(list(rows.values()), costs)
-        self._update_switch(best.gain * self._calibration.factor if best.k_RS.any() else 1.0, len(rows))
+        gain = best.gain * self._calibration.factor if best.k_RS.any() else 1.0
+        self._update_switch(gain, len(rows), self._catch_up_s / costs.plain())
         self._calibration.expect(best, costs.prompts_s)
         self._use(best.k_RS if self._switch.is_on else self._predicted_alone(rows, costs), rows)
         self._decide_s = self._clock() - began
@@ -223,9 +226,9 @@ class AdaptivePolicy:
             return self._chooser.choose(predicted, costs).k_RS
         return np.zeros((len(rows), len(self._sources)), np.int64)
 
-    def _update_switch(self, gain: float, num_rows: int) -> None:
+    def _update_switch(self, gain: float, num_rows: int, catch_up: float) -> None:
         num_rounds, self._num_kept = 1 + self._num_kept, 0
-        if self._switch.update(gain, num_rounds, num_rows):
+        if self._switch.update(gain, num_rounds, num_rows, catch_up):
             self._trials.restore_share()
             self._calibration.clear()
             state = "on again" if self._switch.is_on else "off"
@@ -235,7 +238,7 @@ class AdaptivePolicy:
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
         costs = self._costs.of(num_known, num_rows)
         lost_s = costs.uniform(TRIAL_TOKENS, num_rows) - costs.plain()
-        if not self._trials.start_if_due(TRIAL_ROUNDS * max(0.0, lost_s)):
+        if not self._trials.start_if_due(self._catch_up_s + TRIAL_ROUNDS * max(0.0, lost_s)):
             return False
         # What is known of drafts is old. If the next trials show something else, they must not be outweighed.
         self._chooser.age()
@@ -261,7 +264,7 @@ class AdaptivePolicy:
         else:
             self._trials.end_round(step.seconds)
             self._learning.skip()
-        self._costs.observe_prompts(step, 0 if self._is_warming else self.current)
+        self._costs.observe_reading(step, self.current)
 
     @property
     def _is_warming(self) -> bool:
@@ -269,10 +272,15 @@ class AdaptivePolicy:
         return self._num_alike <= (WARMING_ROUNDS if self.current else 1)
 
     def _end_learning(self, step: FinishedStep) -> None:
-        plain_s = self._learn(step)
+        read_s, reading = self._costs.reading_s(step, self.current), set[int]()
+        if self._costs.reads(step, self.current):
+            reading = without_draft(step)
+        plain_s = self._learn(step, reading)
         lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
-        self._first.end_round(lost_s, plain_s)
-        if self._trials.end_round(step.seconds, lost_s, plain_s):
+        self._first.end_round(lost_s - read_s, plain_s)
+        if reading and not self._is_warming:
+            self._trials.prolong()
+        if self._trials.end_round(step.seconds, lost_s, plain_s, read_s):
             self._deciding.advance()
 
     def revise(self, costs: StepCosts) -> None:
@@ -280,21 +288,13 @@ class AdaptivePolicy:
         self._costs.revise(costs)
         self._deciding.advance()
 
-    def _learn(self, step: FinishedStep) -> float:
-        """Learn acceptance and costs; return the seconds of a plain step of the same rows."""
-        asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED)[0] for row in step.plan.rows}
+    def _learn(self, step: FinishedStep, reading: set[int]) -> float:
+        """Learn costs, and acceptance but for slots *reading*; return the seconds of a plain step of the same rows."""
+        asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED).k_S for row in step.plan.rows}
         done = describe(step, asked, self._sources.worker, self._begin_s)
         if not self._is_warming:
-            self._record(step)
-            self._costs.observe(done)
+            record(self._chooser, step, self._by_slot, reading)
+            self._costs.observe(done, reads=bool(reading))
         if self.current and self._costs.is_plain_in_doubt(done.num_known):
             self._exploration.doubt()
         return self._costs.of(done.num_known).plain()
-
-    def _record(self, step: FinishedStep) -> None:
-        """Learn acceptance. Of rows that began in this step, nothing is: they may have been asked for other drafts."""
-        sources = {row.slot: row.source for row in step.plan.rows}
-        for verdict in step.verdicts:
-            asked, row = self._by_slot.get(verdict.slot, NOT_ASKED)
-            if any(asked):
-                self._chooser.record(verdict, row, asked, sources[verdict.slot])

@@ -1,8 +1,9 @@
 """How many draft tokens pay: for chains token by token and row by row, for trees one size for all rows."""
 
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -10,8 +11,19 @@ from protos.draft import PREDICTION
 from protos.messages import Verdict
 from runtime.policy.acceptance import WORKER_ALONE, AcceptanceModel, DecodingRow, Sources
 from runtime.policy.allocation import Allocation, Offer, RoundCosts, allocate
+from runtime.policy.base import FinishedStep
 from runtime.policy.cost_model import Ints
 from runtime.policy.sizes import SizeModel, choose_size, ladder
+
+
+class Asked(NamedTuple):
+    """A row that decodes in a round, and the most draft tokens that it was asked for from each source."""
+
+    k_S: tuple[int, ...]
+    row: DecodingRow
+
+
+NOT_ASKED = Asked((), DecodingRow((), ()))
 
 
 class Chooser(Protocol):
@@ -39,6 +51,24 @@ class Chooser(Protocol):
     def describe(self) -> str:
         """Return what was measured, for a log line."""
         ...
+
+
+def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], reading: Collection[int]) -> None:
+    """Let *chooser* learn from a step.
+
+    Of rows that began in it, it does not: they may have been asked for other drafts.
+
+    Args:
+        chooser: learns.
+        step: finished.
+        asked: by slot.
+        reading: slots without a draft because the draft had not read their prompts.
+    """
+    sources = {row.slot: row.source for row in step.plan.rows}
+    for verdict in step.verdicts:
+        k_S, row = asked.get(verdict.slot, NOT_ASKED)
+        if any(k_S) and verdict.slot not in reading:
+            chooser.record(verdict, row, k_S, sources[verdict.slot])
 
 
 class ChainChooser:

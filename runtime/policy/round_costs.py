@@ -1,10 +1,12 @@
 """What rounds cost, as the adaptive policy compares and learns it."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from protos.draft import PREDICTION
 from protos.messages import StepCosts
+from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import WORKER_ALONE, Sources
 from runtime.policy.allocation import RoundCosts
 from runtime.policy.base import FinishedStep
@@ -13,8 +15,10 @@ from runtime.policy.cost_model import CostCurve
 FREE = {1: 0.0}
 PROMPTS_KEPT = 1 - 1 / 512
 """Weight of earlier rounds in how long prompts and answers are."""
+MOST_READING = 64
+"""Rounds that a draft reads for at most: rows without a draft after that have none for another reason."""
 DRAFTED_KEPT = 0.9
-"""Weight of earlier prompts in what drafting spends on a token of one."""
+"""Weight of what was read earlier in what drafting spends on a token."""
 NOT_WAITED = 0.5
 """A round without the drafts asked for that took less than this share of what drafting costs did not wait for them."""
 
@@ -50,35 +54,69 @@ class Round:
     got_none: bool = False
 
 
-class PromptDrafting:
-    """What drafting spends on prompts, for each token of an answer.
+class DraftReading:
+    """What drafting spends on tokens that the draft has not read: prompts, and what came while it did not draft.
 
     Tokens are counted in all rounds, seconds where there are drafts: with other requests than when drafts were tried
     last, it is known what their prompts would take.
     """
 
     def __init__(self) -> None:
-        self._num_read = self._num_answered = 0.0  # tokens of prompts and of answers
-        self._drafted_s = self._num_drafted = 0.0  # of prompts with drafts
-        self.is_pending = False
-        """Whether a draft may read prompts in this round: they were read by the target in the one before."""
+        self._num_prompts = self._num_answered = 0.0  # tokens of prompts and of answers
+        self._seconds = self._num_read = 0.0  # of all tokens read
+        self._read: dict[int, int] = {}  # tokens of each sequence when drafts ended, by its key
+        self._num_lacking = 0  # when drafts began in this round, else 0
+        self._is_unread = self._is_counted = False  # after the last round; whether `_num_read` has what is unread
+        self._num_rounds_left = MOST_READING
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a draft may read in this round: prompts that the target read in the one before, or what it lacked."""
+        return self._is_unread or self._num_lacking > 0
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether it is believed that rows without a draft lack one because it reads."""
+        return self._num_rounds_left > 0
 
     @property
     def token_s(self) -> float:
-        """Seconds for each token of an answer, on average."""
-        return self._num_read / max(1.0, self._num_answered) * self._drafted_s / max(1.0, self._num_drafted)
+        """Seconds for prompts, for each token of an answer, on average."""
+        return self._num_prompts / max(1.0, self._num_answered) * self._seconds / max(1.0, self._num_read)
 
-    def count(self, num_read: int, num_answered: int) -> None:
-        """Count the tokens of prompts that a round read, and those of answers."""
-        self._num_read = PROMPTS_KEPT * self._num_read + num_read
+    def catch_up_s(self, running: Seq[Sequence]) -> float:
+        """Return the seconds for all tokens of *running* that the draft lacks while there are no drafts."""
+        lacking = sum([len(one.token_ids) - self._read.get(one.key, 0) for one in running])
+        return lacking * self._seconds / max(1.0, self._num_read)
+
+    def begin(self, running: Seq[Sequence], *, drafted: bool, drafts: bool) -> None:
+        """Begin a round after one in which there were drafts or not."""
+        if drafted and not drafts:
+            self._read = {one.key: len(one.token_ids) for one in running}
+        self._num_lacking = 0
+        if drafts and not drafted:
+            self._num_lacking = sum([len(one.token_ids) - self._read.get(one.key, 0) for one in running])
+
+    def count(self, num_prompts: int, num_answered: int, *, goes_on: bool) -> None:
+        """Count the tokens of prompts that a round read, and those of answers; *goes_on* if a row has no draft yet."""
+        self._num_prompts = PROMPTS_KEPT * self._num_prompts + num_prompts
         self._num_answered = PROMPTS_KEPT * self._num_answered + num_answered
-        self.is_pending = num_read > 0
+        is_new = num_prompts > 0 or self._num_lacking > 0
+        self._num_rounds_left = max(0, self._num_rounds_left - 1) if goes_on and not is_new else MOST_READING
+        self._is_unread = is_new or (goes_on and self.may_go_on)
+        self._is_counted = is_new or (goes_on and self._is_counted)
 
-    def observe(self, num_read: int, seconds: float) -> None:
-        """Learn from a round that read prompts, or from the one after: drafting spent *seconds* on any."""
+    def observe(self, num_prompts: int, seconds: float) -> None:
+        """Learn from a round with drafts that read prompts, or from one after: drafting spent *seconds* on any.
+
+        Nothing is learnt of prompts that the target took from its prefix cache and the draft had to read.
+        """
+        num_read = num_prompts + self._num_lacking
+        if not (num_read or self._is_counted):
+            return
         kept = DRAFTED_KEPT if num_read else 1.0
-        self._num_drafted = kept * self._num_drafted + num_read
-        self._drafted_s = kept * self._drafted_s + seconds
+        self._num_read = kept * self._num_read + num_read
+        self._seconds = kept * self._seconds + seconds
 
 
 class RoundCostModel:
@@ -97,7 +135,7 @@ class RoundCostModel:
     ) -> None:
         self._max_tokens, self._max_rows, self._max_depth = max_tokens, max_rows, max_depth
         self._sources = sources
-        self._prompts = PromptDrafting()
+        self.reading = DraftReading()
         self._lookups = CostCurve({} if sources.predicts else FREE, max_rows)
         self.revise(StepCosts({}) if costs is None else costs)
         linear = {depth: float(depth) for depth in range(1, max_depth + 1)}
@@ -108,11 +146,11 @@ class RoundCostModel:
         self._target = CostCurve(costs.target_s, self._max_tokens)
         self._draft = CostCurve(costs.draft_s if self._sources.has_worker else FREE, self._max_rows)
 
-    def observe(self, done: Round) -> None:
-        """Correct the curves by a round, unless there are prompts in it."""
+    def observe(self, done: Round, *, reads: bool = False) -> None:
+        """Correct the curves by a round, unless there are prompts in it; that of drafts unless the draft *reads*."""
         if not done.decodes:
             return
-        if not self._prompts.is_pending:
+        if not (reads or self.reading.is_pending):
             self._observe_drafting(done)
         self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s)
 
@@ -128,23 +166,33 @@ class RoundCostModel:
         """Whether target rank 0 went on without a late draft: such a round does not show what drafts cost."""
         return levels_s < NOT_WAITED * self._levels.at(done.depth) * self._draft.at(done.num_drafting)
 
-    def observe_prompts(self, step: FinishedStep, depth: int) -> None:
-        """Count the prompts of a step, after `observe`.
+    def reads(self, step: FinishedStep, depth: int) -> bool:
+        """Whether the draft read in a step with drafts of *depth* levels, before `observe_reading`."""
+        reading = self.reading
+        if not depth or reading.is_pending or num_prompt_tokens(step):
+            return depth > 0
+        return reading.may_go_on and self._goes_on(step, depth)
 
-        Args:
-            step: finished.
-            depth: most draft tokens that were asked for; 0 if there were none, or if nothing is learnt of the step.
-        """
-        rows = step.plan.rows
-        num_read = 0 if step.plan.decodes else sum([row.length for row in rows if row.length > 1])
-        if depth and (num_read or self._prompts.is_pending):
-            num_drafting = sum([row.k > 0 for row in rows])
-            usual_s = self._usual_s(depth, num_drafting) if num_drafting else 0.0
-            self._prompts.observe(num_read, max(0.0, step.draft_s - usual_s))
-        self._prompts.count(num_read, step.num_tokens)
+    def _goes_on(self, step: FinishedStep, depth: int) -> bool:
+        """Whether a row has no draft, and not because target rank 0 did not wait for it."""
+        is_waited_for = self.reading.is_pending or step.draft_s >= NOT_WAITED * self._usual_s(step, depth)
+        return is_waited_for and bool(without_draft(step))
 
-    def _usual_s(self, depth: int, num_rows: int) -> float:
-        return self.of(num_rows).levels_s(depth, num_rows) + self._lookups.at(num_rows)
+    def reading_s(self, step: FinishedStep, depth: int) -> float:
+        """Return the seconds for tokens that the draft had not read, beside drafts of *depth* levels."""
+        return max(0.0, step.draft_s - self._usual_s(step, depth)) if self.reads(step, depth) else 0.0
+
+    def observe_reading(self, step: FinishedStep, depth: int) -> None:
+        """Learn from a step what reading takes, after `observe`; *depth* as in `reading_s`."""
+        num_prompts, goes_on = num_prompt_tokens(step), depth > 0 and self._goes_on(step, depth)
+        if self.reads(step, depth):
+            self.reading.observe(num_prompts, self.reading_s(step, depth))
+        self.reading.count(num_prompts, step.num_tokens, goes_on=goes_on)
+
+    def _usual_s(self, step: FinishedStep, depth: int) -> float:
+        """Return the seconds of drafts of *depth* levels for the rows that may have one."""
+        num_rows = sum([row.k > 0 for row in step.plan.rows])
+        return self.of(num_rows).levels_s(depth, num_rows) + self._lookups.at(num_rows) if num_rows else 0.0
 
     def is_plain_in_doubt(self, num_rows: int) -> bool:
         """Whether what a plain round of so many rows costs may have changed since there was one."""
@@ -167,7 +215,18 @@ class RoundCostModel:
         known = min(num_known, max(decoding, self._max_tokens - decoding * self._max_depth))
         prefill_s = max(0.0, self._target.at(known) - self._target.at(decoding))
         curves = (self._target, self._draft, self._levels, self._lookups)
-        return RoundCosts(*curves, known, prefill_s, self._prompts.token_s)
+        return RoundCosts(*curves, known, prefill_s, self.reading.token_s)
+
+
+def without_draft(step: FinishedStep) -> set[int]:
+    """Return the slots of rows for which the draft worker was asked and drafted nothing: it still reads, or is late."""
+    asked = {row.slot for row in step.plan.rows if row.k}
+    return {verdict.slot for verdict in step.verdicts if not verdict.proposed and verdict.slot in asked}
+
+
+def num_prompt_tokens(step: FinishedStep) -> int:
+    """Return how many tokens of prompts a step read."""
+    return 0 if step.plan.decodes else sum([row.length for row in step.plan.rows if row.length > 1])
 
 
 def describe(step: FinishedStep, asked: Mapping[int, tuple[int, ...]], worker: int, deciding_s: float) -> Round:

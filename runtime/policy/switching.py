@@ -9,10 +9,8 @@ from typing import NamedTuple
 SMOOTHING = 0.2
 """Weight of the newest round in the smoothed gain."""
 ON_ABOVE, OFF_BELOW = 1.03, 1.015
-"""Speculation is switched on and off at these smoothed gains. Between them it stays as it is.
-
-A gain does not count the policy's own time, which is about 1 % while speculation is on.
-"""
+"""Speculation is switched on and off at these smoothed gains. Between them it stays as it is. A gain does not count the
+policy's own time, which is about 1 % while speculation is on."""
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
 OTHER_LOAD = 1.5
@@ -24,9 +22,7 @@ WARMING_ROUNDS = 2
 TRIAL_ROUNDS = WARMING_ROUNDS + 4
 """A trial drafts in so many rounds in a row."""
 MOST_LOST = 2.0
-"""A round of a trial counts as having lost so many plain rounds at most, or so many times what its median round lost.
-
-One that lost more was disturbed. With a draft on another machine all rounds lose many plain ones."""
+"""A round of a trial that lost more plain rounds, and more than so many times what the median lost, was disturbed."""
 TRIAL_PAUSE = 16
 """Rounds after a trial before the next one: what it showed is used first."""
 MOST_SAVED = 10
@@ -38,10 +34,8 @@ PLAIN_ROUNDS = 3
 FIRST_ROUNDS, FIRST_PLAIN = 48, 6
 """So many first rounds decide nothing: the very first take longer than later ones. The last of them are plain."""
 MOST_LOST_FIRST = 32.0
-"""What the first rounds may lose against plain decoding, in plain rounds. After that, only the plain ones are left.
-
-A draft that is 20 ms away would take seconds to show what a few rounds have shown.
-"""
+"""Plain rounds that the first rounds may lose until only the plain ones of them are left: with a draft that is 20 ms
+away they would take seconds."""
 
 
 def is_other_load(before: int, now: int) -> bool:
@@ -53,7 +47,8 @@ class Switch:
     """Whether speculation is on, by the gain that is predicted for it. `changes` counts its changes by reason.
 
     The gain is smoothed over the rounds of a load. The first prediction for a load changes nothing: a load that lasts
-    for a few rounds only is not worth what the draft spends on catching up.
+    for a few rounds only is not worth what the draft spends on catching up. It is switched on once it would have saved
+    as much as that (the rule of ski rental: whatever comes, no more than that is lost, nor missed).
     """
 
     def __init__(self) -> None:
@@ -64,28 +59,34 @@ class Switch:
         self._pause = FIRST_PAUSE
         self._num_rows = 0  # of this load
         self._num_changed = 0  # rows at the last change
+        self._missed = 0.0  # what it would have saved since it seems to pay, in plain rounds
 
     @property
     def gain(self) -> float:
         """The smoothed gain: tokens per second relative to plain decoding."""
         return math.exp(self._log_gain)
 
-    def update(self, gain: float, num_rounds: int, num_rows: int) -> bool:
-        """Take the gain predicted for the last *num_rounds* rounds of *num_rows*; return whether the switch changed."""
+    def update(self, gain: float, num_rounds: int, num_rows: int, catch_up: float = 0.0) -> bool:
+        """Take the gain predicted for the last *num_rounds* rounds of *num_rows*; return whether the switch changed.
+
+        *catch_up* is what switching on costs, in plain rounds.
+        """
         self._rounds += num_rounds
         if is_other_load(self._num_rows, num_rows):
-            self._log_gain, self._num_rows = math.log(gain), num_rows
+            self._log_gain, self._num_rows, self._missed = math.log(gain), num_rows, 0.0
             return False
         self._log_gain += (1 - (1 - SMOOTHING) ** num_rounds) * (math.log(gain) - self._log_gain)
         if self.is_on and self.gain < OFF_BELOW:
             self._pause = self._next_pause(num_rows)
             return self._change("does_not_pay", num_rows)
         if not self.is_on and self.gain > ON_ABOVE and self._is_rested(num_rows):
-            return self._change("pays", num_rows)
+            self._missed += num_rounds * (1 - 1 / self.gain)
+            return self._missed >= catch_up and self._change("pays", num_rows)
+        self._missed = 0.0
         return False
 
     def _next_pause(self, num_rows: int) -> int:
-        """Return how long speculation stays off now. If more rows came since it was switched on, that was right."""
+        """Return for how long speculation stays off. If more rows came since it was switched on, that was right."""
         is_mistake = self._rounds < self._pause and num_rows < OTHER_LOAD * self._num_changed
         return min(2 * self._pause, LONGEST_PAUSE) if is_mistake else FIRST_PAUSE
 
@@ -95,7 +96,7 @@ class Switch:
 
     def _change(self, reason: str, num_rows: int) -> bool:
         self.is_on = not self.is_on
-        self._rounds, self._num_changed = 0, num_rows
+        self._rounds, self._num_changed, self._missed = 0, num_rows, 0.0
         self.changes[reason] += 1
         return True
 
@@ -115,6 +116,7 @@ class Trials:
         self._saved_s = 0.0
         self._usual_s = 0.0  # what the last trial lost
         self._lost_s: list[float] = []  # by each round of this trial
+        self._read_s = 0.0  # in this trial, on what the draft had not read
         self._rounds_left = 0
         self._pause = 0
 
@@ -130,7 +132,7 @@ class Trials:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
         self._share = LEAST_TRIAL_SHARE
-        self._rounds_left, self._lost_s = TRIAL_ROUNDS, []
+        self._rounds_left, self._lost_s, self._read_s = TRIAL_ROUNDS, [], 0.0
         return True
 
     def restore_share(self) -> None:
@@ -144,17 +146,22 @@ class Trials:
         self._saved_s -= expected_s
         return True
 
-    def end_round(self, seconds: float, lost_s: float = 0.0, plain_s: float = 0.0) -> bool:
-        """Count a round that took *seconds*, *lost_s* of them against plain decoding, whose rounds take *plain_s*.
+    def prolong(self) -> None:
+        """Add a round to a trial: in this one the draft read only."""
+        self._rounds_left += self.is_running
 
-        Returns:
-            Whether a trial has ended.
+    def end_round(self, seconds: float, lost_s: float = 0.0, plain_s: float = 0.0, read_s: float = 0.0) -> bool:
+        """Count a round; return whether a trial has ended.
+
+        It took *seconds*, and lost *lost_s* against plain decoding, whose rounds take *plain_s*. Of that, *read_s* was
+        spent on what the draft had not read, which counts in full.
         """
         self._saved_s += self._share * seconds
         self._pause -= 1
         if not self._rounds_left:
             return False
-        self._lost_s.append(lost_s)
+        self._lost_s.append(lost_s - read_s)
+        self._read_s += read_s
         self._rounds_left -= 1
         if self._rounds_left and not self._is_hopeless(plain_s):
             return False
@@ -167,7 +174,7 @@ class Trials:
 
     def _end(self, plain_s: float) -> None:
         most_s = MOST_LOST * max(plain_s, median(self._lost_s))
-        self._usual_s = max(0.0, sum([min(one_s, most_s) for one_s in self._lost_s]))
+        self._usual_s = max(0.0, self._read_s + sum([min(one_s, most_s) for one_s in self._lost_s]))
         self._saved_s -= self._usual_s
         self._rounds_left, self._pause = 0, TRIAL_PAUSE
 
@@ -175,10 +182,7 @@ class Trials:
 class Exploration:
     """In which rounds another number of draft tokens is tried than the one that pays, so that its cost stays known.
 
-    It is a random one for one round now and then, or none for several. None comes earlier if its cost is in doubt.
-
-    Args:
-        limit: most draft tokens of a row.
+    It is a random one up to *limit* for one round now and then, or none for several; earlier if its cost is in doubt.
     """
 
     def __init__(self, limit: int) -> None:
@@ -238,8 +242,7 @@ class FirstRounds:
     """Counts the first rounds of an engine, in which drafts are tried whether they seem to pay or not.
 
     Args:
-        limit: most draft tokens of a row. A round counts as having lost so many plain rounds at most: one that was
-            disturbed shows nothing of later ones.
+        limit: most draft tokens of a row. A round that lost more plain rounds counts as having lost so many.
     """
 
     def __init__(self, limit: int) -> None:

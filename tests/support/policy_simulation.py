@@ -13,6 +13,8 @@ from runtime.policy.base import FinishedStep, Policy
 from tests.support.scheduling import decoding
 
 LIMIT = 8
+CHUNK, READ_S = 2048, 0.00002
+"""Tokens that a draft reads in a round, and the seconds for each."""
 Seconds = Callable[[int], float]
 """Of a step, by tokens."""
 
@@ -39,6 +41,7 @@ class Simulation:
     lookup: float = 0.00002
     way: float = 0.0
     skipped: float = 0.0
+    unread: int = 0
     seed: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
@@ -64,18 +67,20 @@ class Simulation:
         self.ks = [self.policy.num_draft_tokens(sequence) for sequence in sequences]
         is_behind = self.random.random() < self.skipped if self.skipped else False
         drafts = [self._draft(sequence, rate) for sequence, rate in zip(sequences, rates, strict=True)]
+        num_read = min(CHUNK, self.unread) if any(k for _, k, _ in drafts) else 0
+        self.unread -= num_read
         if is_behind:
             drafts = [(source, 0 if source == self.sources.worker else k, rate) for source, k, rate in drafts]
         rows = [Row(key, 1, 1, 2, k, source=source) for key, (source, k, _) in enumerate(drafts)]
-        verdicts = [self._verdict(key, k, rate) for key, (_, k, rate) in enumerate(drafts)]
+        verdicts = [self._verdict(key, 0 if self.unread else k, rate) for key, (_, k, rate) in enumerate(drafts)]
         gained = sum(len(verdict.path) + 1 for verdict in verdicts)
         noise = 1 + self.noise * self.random.random()
         of_worker = [row.slot for row in rows if row.source == self.sources.worker and not is_behind]
         worker = [self._most(sequences[slot], self.sources.worker) for slot in of_worker]
         lookup_s = self.lookup * noise * sum(self._looks_up(one) for one in sequences)
         draft_s = lookup_s + max(worker, default=0) * self.draft(sum(k > 0 for k in worker)) * noise
-        draft_s += self.way if any(worker) else 0.0
-        seconds = draft_s + self.target(len(rows) + sum(row.k for row in rows)) * noise
+        draft_s += (self.way if any(worker) else 0.0) + num_read * READ_S
+        seconds = draft_s + self.target(len(rows) + sum(verdict.proposed for verdict in verdicts)) * noise
         self.policy.end_step(FinishedStep(RoundPlan(0, rows), verdicts, gained, draft_s, seconds, lookup_s))
         self.seconds += seconds
         self.num_tokens += gained

@@ -237,7 +237,7 @@ def serve_prompts(model: RoundCostModel, num_rows: int, *, depth: int, num_answe
     reading_s = 0.01 * num_rows if depth else 0.0
     after = [(rows, decoding_s + reading_s), *[(rows, decoding_s)] * (num_answered - 2)]
     for asked, draft_s in [(prompts, 0.0), *after] * 60:
-        model.observe_prompts(FinishedStep(RoundPlan(0, asked), [], num_rows, draft_s, draft_s + 0.02), depth)
+        model.observe_reading(FinishedStep(RoundPlan(0, asked), [], num_rows, draft_s, draft_s + 0.02), depth)
 
 
 def test_drafts_are_no_cheaper_beside_prompt_chunks() -> None:

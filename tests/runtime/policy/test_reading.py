@@ -1,0 +1,115 @@
+"""What a draft spends on tokens that it has not read, in the adaptive policy."""
+
+import pytest
+
+from protos.messages import RoundPlan, Row, Verdict
+from runtime.policy.adaptive import AdaptivePolicy
+from runtime.policy.base import FinishedStep
+from runtime.policy.choosers import ChainChooser
+from runtime.policy.round_costs import MOST_READING, DraftReading, RoundCostModel, without_draft
+from runtime.policy.switching import ON_ABOVE, TRIAL_ROUNDS, TRIAL_SHARE, Switch, Trials
+from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, flat, warmed_up
+from tests.support.scheduling import decoding
+
+
+@pytest.mark.parametrize("catch_up", [0.0, 5.0, 40.0])
+def test_it_is_switched_on_once_it_would_have_saved_what_that_costs(catch_up: float) -> None:
+    gain, switch = 1.25, switched_off()
+    rounds = 0
+    while not switch.update(gain, 1, 8, catch_up):
+        rounds += 1
+    assert switch.is_on
+    saved = 1 - 1 / gain  # of a plain round, in each round
+    assert rounds == pytest.approx(catch_up / saved, abs=16)  # until the gain is smoothed
+
+
+def test_what_was_missed_before_it_last_seemed_not_to_pay_does_not_count() -> None:
+    switch = switched_off()
+    for _ in range(20):
+        for _ in range(12):
+            assert not switch.update(1.25, 1, 8, 10.0)
+        for _ in range(12):
+            assert not switch.update(1.0, 1, 8, 10.0)
+
+
+def switched_off() -> Switch:
+    """Return a switch that was switched off for eight rows and has rested."""
+    switch = Switch()
+    switch.update(1.0, 1, 8)
+    while not switch.update(1.0, 1, 8):
+        pass
+    for _ in range(200):
+        assert not switch.update(1.0, 1, 8)
+    assert not switch.is_on
+    assert switch.gain < ON_ABOVE
+    return switch
+
+
+def test_what_the_draft_reads_in_a_trial_is_paid_in_full() -> None:
+    """The trial spends 100 ms on reading, fifty times a plain round: the next one waits until that was saved."""
+    trials = Trials(LIMIT)
+    while not trials.start_if_due(0.002):
+        trials.end_round(0.002)
+    for index in range(TRIAL_ROUNDS):
+        read_s = 0.0 if index else 0.1
+        trials.end_round(0.004 + read_s, 0.002 + read_s, 0.002, read_s)
+    assert not trials.is_running
+    waited_s = 0.0
+    while not trials.start_if_due(0.002):
+        trials.end_round(0.002)
+        waited_s += 0.002
+    assert waited_s > 0.1 / TRIAL_SHARE
+
+
+def test_tokens_that_came_without_drafts_are_lacking() -> None:
+    reading, sequences = DraftReading(), [decoding(0), decoding(1)]
+    reading.begin(sequences, drafted=False, drafts=True)
+    assert reading.is_pending
+    reading.observe(0, 0.4)  # four tokens, two of each
+    reading.count(0, 2, goes_on=False)
+    reading.begin(sequences, drafted=True, drafts=True)
+    reading.count(0, 2, goes_on=False)
+    assert not reading.is_pending
+    reading.begin(sequences, drafted=True, drafts=False)
+    assert reading.catch_up_s(sequences) == 0.0
+    sequences[0].token_ids += [3, 4, 5]
+    assert reading.catch_up_s(sequences) == pytest.approx(3 * 0.1)
+    assert reading.catch_up_s([*sequences, decoding(2)]) == pytest.approx(5 * 0.1)
+
+
+def test_rows_without_a_draft_are_those_that_were_asked_for_one() -> None:
+    rows = [Row(0, 1, 1, 2, 4), Row(1, 1, 1, 2, 4), Row(2, 1, 1, 2, 0)]
+    verdicts = [Verdict(0, (1,), 4, range(0)), Verdict(1, (1,), 0, range(0)), Verdict(2, (1,), 0, range(0))]
+    assert without_draft(FinishedStep(RoundPlan(0, rows), verdicts, 3, 0.0, 0.1)) == {1}
+
+
+@pytest.mark.parametrize("context", [0, 4096, 32768])
+def test_reading_long_prompts_does_not_count_against_drafts(context: int) -> None:
+    """Four rows. With prompts of 32,768 tokens the draft reads for 64 rounds, in which no row has a draft."""
+    rates = [0.8] * 4
+    policy = AdaptivePolicy(
+        LIMIT, ChainChooser(LIMIT), RoundCostModel(warmed_up(flat), 36, 4, LIMIT), clock=lambda: 0.0
+    )
+    simulation = Simulation(policy, flat, cheap, unread=4 * context)
+    while simulation.unread:
+        simulation.run(rates, 1)
+    simulation.run(rates, 100)
+    assert simulation.run(rates, 500) >= 0.95 * best_fixed(rates, flat, cheap)
+
+
+def test_a_row_that_never_has_a_draft_is_learnt_of_in_the_end() -> None:
+    """Its context is longer than the draft's, say. The draft is waited for in every round."""
+    model, reads = RoundCostModel(warmed_up(flat), 64, 8, LIMIT), []
+    rows = [Row(0, 1, 1, 2, 4), Row(1, 1, 1, 2, 4)]
+    verdicts = [Verdict(0, (1, 1), 4, range(1)), Verdict(1, (1,), 0, range(0))]
+    for _ in range(4 * MOST_READING):
+        step = FinishedStep(RoundPlan(0, rows), verdicts, 3, 4 * cheap(2), 4 * cheap(2) + flat(6))
+        reads.append(model.reads(step, 4))
+        model.observe_reading(step, 4)
+    assert reads == [True] * MOST_READING + [False] * 3 * MOST_READING
+
+
+def test_a_late_draft_is_not_one_that_reads() -> None:
+    model = RoundCostModel(warmed_up(flat), 64, 8, LIMIT)
+    step = FinishedStep(RoundPlan(0, [Row(0, 1, 1, 2, 4)]), [Verdict(0, (1,), 0, range(0))], 1, 0.0, flat(1))
+    assert not model.reads(step, 4)
