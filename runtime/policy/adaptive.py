@@ -22,7 +22,7 @@ from runtime.policy.allocation import Calibration, RoundCosts
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, record
 from runtime.policy.cost_model import Ints
-from runtime.policy.round_costs import RoundCostModel, describe, without_draft
+from runtime.policy.round_costs import RoundCostModel, describe
 from runtime.policy.switching import (
     PLAIN_ROUNDS,
     SMOOTHING,
@@ -272,11 +272,11 @@ class AdaptivePolicy:
         return self._num_alike <= (WARMING_ROUNDS if self.current else 1)
 
     def _end_learning(self, step: FinishedStep) -> None:
-        read_s, reading = self._costs.reading_s(step, self.current), set[int]()
-        if self._costs.reads(step, self.current):
-            reading = without_draft(step)
+        read_s, reading = self._costs.reading_s(step, self.current), self._costs.reading_slots(step, self.current)
         plain_s = self._learn(step, reading)
-        lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
+        lost_s = step.draft_s  # beside prompts, which take long anyway
+        if step.plan.decodes:
+            lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
         self._first.end_round(lost_s - read_s, plain_s)
         if reading and not self._is_warming:
             self._trials.prolong()

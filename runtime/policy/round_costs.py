@@ -86,16 +86,17 @@ class DraftReading:
 
     def catch_up_s(self, running: Seq[Sequence]) -> float:
         """Return the seconds for all tokens of *running* that the draft lacks while there are no drafts."""
-        lacking = sum([len(one.token_ids) - self._read.get(one.key, 0) for one in running])
-        return lacking * self._seconds / max(1.0, self._num_read)
+        return self._lacking(running) * self._seconds / max(1.0, self._num_read)
+
+    def _lacking(self, running: Seq[Sequence]) -> int:
+        """Return how many tokens the draft has not read. Of prefixes in the cache it mostly has entries, too."""
+        return sum([len(one.token_ids) - self._read.get(one.key, one.num_cached_tokens or 0) for one in running])
 
     def begin(self, running: Seq[Sequence], *, drafted: bool, drafts: bool) -> None:
         """Begin a round after one in which there were drafts or not."""
         if drafted and not drafts:
             self._read = {one.key: len(one.token_ids) for one in running}
-        self._num_lacking = 0
-        if drafts and not drafted:
-            self._num_lacking = sum([len(one.token_ids) - self._read.get(one.key, 0) for one in running])
+        self._num_lacking = self._lacking(running) if drafts and not drafted else 0
 
     def count(self, num_prompts: int, num_answered: int, *, goes_on: bool) -> None:
         """Count the tokens of prompts that a round read, and those of answers; *goes_on* if a row has no draft yet."""
@@ -172,6 +173,10 @@ class RoundCostModel:
         if not depth or reading.is_pending or num_prompt_tokens(step):
             return depth > 0
         return reading.may_go_on and self._goes_on(step, depth)
+
+    def reading_slots(self, step: FinishedStep, depth: int) -> set[int]:
+        """Return the slots without a draft because it reads, before `observe_reading`."""
+        return without_draft(step) if self.reads(step, depth) else set()
 
     def _goes_on(self, step: FinishedStep, depth: int) -> bool:
         """Whether a row has no draft, and not because target rank 0 did not wait for it."""
