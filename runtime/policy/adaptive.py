@@ -39,8 +39,6 @@ from runtime.policy.switching import (
 
 logger = logging.getLogger(__name__)
 
-DraftTokens = tuple[int, ...]
-"""Most draft tokens of a row from each source."""
 
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
@@ -82,7 +80,7 @@ class AdaptivePolicy:
         self._switch, self._trials, self._exploration = Switch(), Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, Asked] = {}  # of this round
-        self._chosen: dict[int, DraftTokens] = {}  # in this round, by the sequence's key
+        self._chosen: dict[int, tuple[int, ...]] = {}  # in this round from each source, by the sequence's key
         self._typical = (limit,) * len(sources)  # for sequences that came after the last decision
         self._current = limit
         self._first = FirstRounds(limit)
@@ -91,7 +89,7 @@ class AdaptivePolicy:
         self._num_running = 0  # sequences at the last decision
         self._num_alike = 0  # rounds in a row with draft tokens, or without
         self._learns = True  # from this round
-        self._catch_up_s = 0.0  # what switching on would cost
+        self._catch_up_s = 0.0  # by switching on
         self._round_s = self._begin_s = self._decide_s = 0.0  # of a round, smoothed; spent on this one
 
     @property
@@ -128,6 +126,7 @@ class AdaptivePolicy:
         self._by_slot = {}
         if not is_kept or (self._learns and self.current):
             self._begin(running, is_kept=is_kept)
+        self._learns |= self._trials.is_running  # the first round of a trial reads the most
         if is_kept:
             self._deciding.skip()
             self._num_kept += 1

@@ -1,5 +1,7 @@
 """What a draft spends on tokens that it has not read, in the adaptive policy."""
 
+import itertools
+
 import pytest
 
 from protos.messages import RoundPlan, Row, Verdict
@@ -8,7 +10,7 @@ from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.round_costs import MOST_READING, DraftReading, RoundCostModel, without_draft
 from runtime.policy.switching import ON_ABOVE, TRIAL_ROUNDS, TRIAL_SHARE, Switch, Trials
-from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, flat, warmed_up
+from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, fixed_rate, flat, warmed_up
 from tests.support.scheduling import decoding
 
 
@@ -95,6 +97,32 @@ def test_reading_long_prompts_does_not_count_against_drafts(context: int) -> Non
         simulation.run(rates, 1)
     simulation.run(rates, 100)
     assert simulation.run(rates, 500) >= 0.95 * best_fixed(rates, flat, cheap)
+
+
+class ForgetfulDraft:
+    """Costs as much as `cheap`, and 20 ms more in the first round after some without drafts."""
+
+    def __init__(self) -> None:
+        self.simulation: Simulation | None = None
+        self._last_s = 0.0
+
+    def __call__(self, rows: int) -> float:
+        if not rows or self.simulation is None:
+            return 0.0
+        is_behind = self.simulation.seconds - self._last_s > 0.04
+        self._last_s = self.simulation.seconds
+        return cheap(rows) + is_behind * 0.01  # for each of the two levels of a trial
+
+
+def test_trials_in_which_the_draft_catches_up_take_their_share_of_the_time() -> None:
+    """Deciding and learning take 0.1 ms each, so most rounds are not learnt from."""
+    draft, calls = ForgetfulDraft(), itertools.count()
+    model = RoundCostModel(warmed_up(flat), 36, 4, LIMIT)
+    policy = AdaptivePolicy(LIMIT, ChainChooser(LIMIT), model, clock=lambda: 0.0001 * next(calls))
+    simulation = draft.simulation = Simulation(policy, flat, draft)
+    rates = [0.0] * 4
+    simulation.run(rates, 500)
+    assert simulation.run(rates, 10000) >= 0.988 * fixed_rate(0, rates, flat, cheap)
 
 
 def test_a_row_that_never_has_a_draft_is_learnt_of_in_the_end() -> None:
