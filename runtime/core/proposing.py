@@ -67,6 +67,7 @@ class ControllerProposers:
         self._proposers: tuple[Proposer | PredictionProposer, ...] = (PredictionProposer(), *proposers)
         self._methods = (None, *methods) if methods else (None,) * len(self._proposers)
         self._listeners = [proposer for proposer in self._proposers if isinstance(proposer, SequenceListener)]
+        self._growing = [one for one in self._listeners if type(one).grow is not SequenceListener.grow]
         self._vocab_size = vocab_size
         self._counters = counters
 
@@ -124,23 +125,23 @@ class ControllerProposers:
     def prepare(self) -> None:
         """Let listeners do a slice of their slow work, which is part of what their drafts cost."""
         began = time.monotonic()
-        self._notify(lambda listener: listener.prepare())
+        self._notify(self._listeners, lambda listener: listener.prepare())
         self._counters.propose_s += time.monotonic() - began
 
     def begin(self, sequence: Sequence) -> None:
         """Report a new sequence to the listeners."""
-        self._notify(lambda listener: listener.begin(sequence.key, sequence.request))
+        self._notify(self._listeners, lambda listener: listener.begin(sequence.key, sequence.request))
 
     def grow(self, sequence: Sequence, token_ids: Seq[int], probed: Seq[int]) -> None:
         """Report the tokens that a step added to a sequence, and the target's tokens after the draft's probes."""
-        self._notify(lambda listener: listener.grow(sequence.key, token_ids, probed))
+        self._notify(self._growing, lambda listener: listener.grow(sequence.key, token_ids, probed))
 
     def end(self, sequence: Sequence) -> None:
         """Report the end of a sequence."""
-        self._notify(lambda listener: listener.end(sequence.key, sequence.token_ids))
+        self._notify(self._listeners, lambda listener: listener.end(sequence.key, sequence.token_ids))
 
-    def _notify(self, call: Callable[[SequenceListener], None]) -> None:
-        for listener in self._listeners:
+    def _notify(self, listeners: Seq[SequenceListener], call: Callable[[SequenceListener], None]) -> None:
+        for listener in listeners:
             try:
                 call(listener)
             except Exception:

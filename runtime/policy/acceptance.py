@@ -4,6 +4,7 @@ What a round shows is used from the next round on. All methods of an engine shar
 request has a deviation from it, which is small as long as little of the request was seen.
 """
 
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -110,6 +111,12 @@ class DecodingRows:
     def __init__(self, limit: int, sources: Sources, *, may_branch: bool) -> None:
         self._limit, self._sources, self._may_branch = limit, sources, may_branch
         self._rows: dict[int, tuple[int, DecodingRow]] = {}  # as they were last, by the sequence's key
+
+    def are_newly_predicted(self, running: Seq[Sequence], decided: Container[int]) -> bool:
+        """Whether a request of *running* has a prediction, and its key is not among those that were *decided* on."""
+        return self._sources.predicts and any(
+            one.key not in decided and one.is_decoding for one in running if one.request.prediction_token_ids
+        )
 
     def of(self, running: Seq[Sequence]) -> dict[int, DecodingRow]:
         """Return those of *running* that decode, by the sequence's key."""

@@ -19,7 +19,7 @@ from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import WORKER_ALONE, DecodingRow, DecodingRows, Sources
 from runtime.policy.allocation import Calibration, RoundCosts
-from runtime.policy.base import FinishedStep
+from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share
 from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, record
 from runtime.policy.cost_model import Ints
 from runtime.policy.round_costs import RoundCostModel, describe
@@ -30,8 +30,6 @@ from runtime.policy.switching import (
     WARMING_ROUNDS,
     Exploration,
     FirstRounds,
-    Pace,
-    Share,
     Switch,
     Trials,
     is_other_load,
@@ -44,7 +42,7 @@ TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
 DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.001, 128)
 """How often it is decided how many draft tokens there are, while speculation is on and off."""
-LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.001, 16)
+LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.0005, 64)
 """How often acceptance and costs are learnt, while speculation is on and off."""
 
 
@@ -72,7 +70,7 @@ class AdaptivePolicy:
         may_branch: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._limit, self._clock = limit, clock
+        self.limit, self._clock = limit, clock
         self._sources = sources
         self._may_branch = may_branch
         self._chooser = chooser
@@ -85,17 +83,13 @@ class AdaptivePolicy:
         self._current = limit
         self._first = FirstRounds(limit)
         self._deciding, self._learning = Pace(), Pace()
+        self._idle = IdleRounds(self._deciding, self._learning)
         self._num_kept = 0  # rounds since the last decision
         self._num_running = 0  # sequences at the last decision
         self._num_alike = 0  # rounds in a row with draft tokens, or without
         self._learns = True  # from this round
         self._catch_up_s = 0.0  # by switching on
         self._round_s = self._begin_s = self._decide_s = 0.0  # of a round, smoothed; spent on this one
-
-    @property
-    def limit(self) -> int:
-        """The largest K there can be."""
-        return self._limit
 
     @property
     def current(self) -> int:
@@ -114,9 +108,12 @@ class AdaptivePolicy:
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
+        if self._idle.goes_on(running):
+            return
         began = self._clock()
+        self._end_idle(running)
         self._decide_s = 0.0
-        if self._has_changed(running):
+        if is_other_load(self._num_running, len(running)) or self._rows.are_newly_predicted(running, self._chosen):
             self._deciding.advance()
         had_drafts = self.current > 0
         self._exploration.count(is_on=self._switch.is_on and self._first.are_over)
@@ -134,20 +131,19 @@ class AdaptivePolicy:
         self._costs.reading.begin(running, drafted=had_drafts, drafts=self.current > 0)
         self._begin_s = self._clock() - began
 
-    def _has_changed(self, running: Seq[Sequence]) -> bool:
-        """Whether the load is another one, or nothing was decided yet for a request with a prediction."""
-        if is_other_load(self._num_running, len(running)):
-            return True
-        return self._sources.predicts and any(map(self._is_newly_predicted, running))
-
-    def _is_newly_predicted(self, sequence: Sequence) -> bool:
-        return bool(sequence.request.prediction_token_ids) and sequence.is_decoding and sequence.key not in self._chosen
+    def _end_idle(self, running: Seq[Sequence]) -> None:
+        """Count the rounds in which nothing was done, before one of *running*."""
+        self._num_kept += self._idle.num_rounds
+        self._num_alike += self._idle.num_rounds
+        self._trials.add(self._idle)
+        self._costs.reading.count_idle(self._idle)
+        self._idle.end(running)
 
     def _begin(self, running: Seq[Sequence], *, is_kept: bool) -> None:
         """Decide, unless the last decision is kept, and note what was asked for, where something is learnt from it."""
         rows = self._rows.of(running)
         if not rows:
-            self._use_everywhere(self._limit if self._switch.is_on else 0)
+            self._use_everywhere(self.limit if self._switch.is_on else 0)
             return
         if not is_kept:
             self._num_running = len(running)
@@ -252,6 +248,9 @@ class AdaptivePolicy:
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
+        if self._idle.is_on:
+            self._idle.add(step)
+            return
         self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
         if self._switch.is_on and step.plan.decodes and not self._is_warming:
             self._calibration.observe(len(step.plan.rows), step.num_tokens, step.seconds)
@@ -264,6 +263,8 @@ class AdaptivePolicy:
             self._trials.end_round(step.seconds)
             self._learning.skip()
         self._costs.observe_reading(step, self.current)
+        if step.plan.decodes and not (self.current or self._switch.is_on or self._trials.is_running):
+            self._idle.start()
 
     @property
     def _is_warming(self) -> bool:

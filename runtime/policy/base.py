@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from protos.messages import RoundPlan, StepCosts, Verdict
 from runtime.core.sequence import Sequence
@@ -97,3 +97,85 @@ class NoSpeculation:
 
     def revise(self, costs: StepCosts) -> None:
         """Do nothing."""
+
+
+class Share(NamedTuple):
+    """How often work is done: in one round of so many that it takes *of_time* of the time, of *rounds* at most."""
+
+    of_time: float
+    rounds: int
+
+
+class Pace:
+    """In which rounds work is done that takes too long for every round. It is due in the first one."""
+
+    def __init__(self) -> None:
+        self._num_left = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is done in this round."""
+        return self._num_left <= 0
+
+    def skip(self, num_rounds: int = 1) -> None:
+        """Count rounds without it."""
+        self._num_left -= num_rounds
+
+    def advance(self) -> None:
+        """Let it be due at once."""
+        self._num_left = 0
+
+    def done(self, seconds: float, round_s: float, share: Share) -> None:
+        """Count a round in which it was done and took *seconds*, where rounds take *round_s*, 0 if that is unknown."""
+        self._num_left = min(share.rounds - 1, int(seconds / (share.of_time * round_s))) if round_s else 0
+
+    @property
+    def num_left(self) -> int:
+        """Rounds until it is due."""
+        return max(0, self._num_left)
+
+
+class IdleRounds:
+    """Rounds of the same requests, which all decode, in which a policy has nothing to do. They are learnt of later.
+
+    Args:
+        paces: of the policy's work. None of it is due in such rounds.
+
+    Attributes:
+        is_on: whether this round is one.
+        num_rounds, seconds, num_tokens: of those since `end` was called last.
+    """
+
+    def __init__(self, *paces: Pace) -> None:
+        self._paces = paces
+        self._num_left = self.num_rounds = 0
+        self.end(())
+
+    def end(self, running: Seq[Sequence]) -> None:
+        """Begin a round that is none, of *running*."""
+        for pace in self._paces:
+            pace.skip(self.num_rounds)
+        self.is_on = False
+        self._load = _load(running)
+        self.num_rounds, self.num_tokens, self.seconds = 0, 0, 0.0
+
+    def start(self) -> None:
+        """Let the next rounds be idle until work is due, as long as no sequence comes or leaves."""
+        self._num_left = min([pace.num_left for pace in self._paces])
+
+    def goes_on(self, running: Seq[Sequence]) -> bool:
+        """Count a round, and return whether it is idle."""
+        self._num_left -= 1
+        self.is_on = self._num_left >= 0 and _load(running) == self._load
+        return self.is_on
+
+    def add(self, step: FinishedStep) -> None:
+        """Add an idle round."""
+        self.num_rounds += 1
+        self.num_tokens += step.num_tokens
+        self.seconds += step.seconds
+
+
+def _load(running: Seq[Sequence]) -> tuple[int, int]:
+    """Return the number of sequences, and the key of the last one: new ones come behind it."""
+    return len(running), running[-1].key if running else -1

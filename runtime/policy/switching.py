@@ -1,10 +1,11 @@
-"""Whether speculation is on, when it is tried, at first and again while it is off, and how often that is decided."""
+"""Whether speculation is on, and when it is tried, at first and again while it is off."""
 
 import math
 import random
 from collections import Counter
 from statistics import median
-from typing import NamedTuple
+
+from runtime.policy.base import IdleRounds
 
 SMOOTHING = 0.2
 """Weight of the newest round in the smoothed gain."""
@@ -39,8 +40,8 @@ away they would take seconds."""
 
 
 def is_other_load(before: int, now: int) -> bool:
-    """Return whether *now* sequences are another load than *before*."""
-    return max(before, now) >= OTHER_LOAD * min(before, now)
+    """Return whether *now* sequences are another load than *before*. None are no load."""
+    return now > 0 and max(before, now) >= OTHER_LOAD * min(before, now)
 
 
 class Switch:
@@ -145,6 +146,11 @@ class Trials:
             return False
         self._saved_s -= expected_s
         return True
+
+    def add(self, idle: IdleRounds) -> None:
+        """Count rounds outside of trials."""
+        self._saved_s += self._share * idle.seconds
+        self._pause -= idle.num_rounds
 
     def prolong(self) -> None:
         """Add a round to a trial: in this one the draft read only."""
@@ -267,34 +273,3 @@ class FirstRounds:
         self._lost += min(lost_s / plain_s, float(self._limit))
         if self._lost > MOST_LOST_FIRST:
             self._num_left = FIRST_PLAIN
-
-
-class Share(NamedTuple):
-    """How often work is done: in one round of so many that it takes *of_time* of the time, of *rounds* at most."""
-
-    of_time: float
-    rounds: int
-
-
-class Pace:
-    """In which rounds work is done that takes too long for every round. It is due in the first one."""
-
-    def __init__(self) -> None:
-        self._num_left = 0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is done in this round."""
-        return self._num_left <= 0
-
-    def skip(self) -> None:
-        """Count a round without it."""
-        self._num_left -= 1
-
-    def advance(self) -> None:
-        """Let it be due at once."""
-        self._num_left = 0
-
-    def done(self, seconds: float, round_s: float, share: Share) -> None:
-        """Count a round in which it was done and took *seconds*, where rounds take *round_s*, 0 if that is unknown."""
-        self._num_left = min(share.rounds - 1, int(seconds / (share.of_time * round_s))) if round_s else 0

@@ -4,7 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.policy.switching import Pace, Share
+from protos.messages import RoundPlan, Row
+from runtime.core.sequence import Sequence
+from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share
+from tests.support.scheduling import decoding
 
 
 @pytest.mark.parametrize(("seconds", "every"), [(0.0005, 5), (0.00001, 1), (1.0, 32)])
@@ -36,3 +39,37 @@ def test_while_nothing_is_known_of_rounds_it_is_done_in_each() -> None:
     pace = Pace()
     pace.done(1.0, 0.0, Share(0.01, 32))
     assert pace.is_due
+
+
+def test_rounds_are_idle_until_work_is_due_or_the_requests_change() -> None:
+    often, rarely = Pace(), Pace()
+    idle, two = IdleRounds(often, rarely), [decoding(0), decoding(1)]
+    step = FinishedStep(RoundPlan(0, [Row(0, 1, 1, 2)]), [], 2, 0.0, 0.01)
+
+    def num_idle(running: list[Sequence]) -> int:
+        """Return how many of the next ten rounds are idle."""
+        count = 0
+        for _ in range(10):
+            if not idle.goes_on(running):
+                break
+            idle.add(step)
+            count += 1
+        return count
+
+    for pace, rounds in ((often, 4), (rarely, 32)):
+        pace.done(0.01 * rounds, 1.0, Share(0.01, 64))
+    idle.end(two)
+    assert num_idle(two) == 0  # before it starts
+    idle.end(two)
+    idle.start()
+    assert num_idle(two) == often.num_left
+    assert (idle.num_rounds, idle.num_tokens) == (4, 8)
+    assert idle.seconds == pytest.approx(0.04)
+    idle.end(two)
+    assert often.is_due
+    assert rarely.num_left == 28
+    often.done(0.04, 1.0, Share(0.01, 64))
+    idle.start()
+    assert num_idle([decoding(0), decoding(2)]) == 0  # one left, and one came
+    idle.start()
+    assert num_idle(two[:1]) == 0
