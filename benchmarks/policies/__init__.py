@@ -37,7 +37,7 @@ from benchmarks.shared.workload import Item, SamplingSettings
 from demo import pair
 
 Config = dict[str, Any]
-PLAIN, ADAPTIVE = "plain", "adaptive"
+PLAIN, ADAPTIVE, CONTROL = "plain", "adaptive", "control"
 TEMPERATURES = (0.0, 1.0)
 WAVES = {1: 1, 8: 4, 32: 3}
 """Requests of a block for each that runs at once, by batch size."""
@@ -124,10 +124,13 @@ def measured(
 
 
 def rows(method: str, config: Config, batch: int, args: argparse.Namespace) -> Iterator[PolicyRow]:
-    """Yield the rows of one method. Each text starts with new engines, since some methods draft from past answers."""
+    """Yield the rows of one method, whose *config* is empty for the control.
+
+    Each text starts with new engines, since some methods draft from past answers.
+    """
     target = args.model or pair()[0]
-    fixed = {k: str(k) if k else PLAIN for k in args.fixed if k <= config["num_speculative_tokens"]}
-    configs = {PLAIN: None, ADAPTIVE: config | {"policy": "adaptive"}} | {
+    fixed = {k: str(k) if k else PLAIN for k in args.fixed if k <= config.get("num_speculative_tokens", 0)}
+    configs = {PLAIN: None, ADAPTIVE: config | {"policy": "adaptive"} if config else None} | {
         name: config | {"policy": "fixed", "num_speculative_tokens": k} for k, name in fixed.items() if k
     }
     for text, items in requests(target, TOKENS[batch]).items():
@@ -162,6 +165,7 @@ def main() -> None:
         store = Path(folder) / "store"
         methods = proposers(draft, store)
         methods["random draft"] = methods["draft_model"] | {"model": str(random_draft(Path(folder) / "random"))}
+        methods[CONTROL] = {}
         if args.only:
             methods = {name.strip(): methods[name.strip()] for name in args.only.split(";")}
         if "rest" in methods:

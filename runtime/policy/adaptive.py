@@ -278,7 +278,7 @@ class AdaptivePolicy:
         if step.plan.decodes:
             lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
         self._first.end_round(lost_s - read_s, plain_s)
-        if reading and not self._is_warming:
+        if reading and not (self._is_warming or any(verdict.proposed for verdict in step.verdicts)):
             self._trials.prolong()
         if self._trials.end_round(step.seconds, lost_s, plain_s, read_s):
             self._deciding.advance()

@@ -148,7 +148,7 @@ class IdleRounds:
 
     def __init__(self, *paces: Pace) -> None:
         self._paces = paces
-        self._num_left = self.num_rounds = 0
+        self.num_rounds = 0
         self.end(())
 
     def end(self, running: Seq[Sequence]) -> None:
@@ -157,7 +157,8 @@ class IdleRounds:
             pace.skip(self.num_rounds)
         self.is_on = False
         self._load = _load(running)
-        self.num_rounds, self.num_tokens, self.seconds = 0, 0, 0.0
+        self._num_left = self.num_rounds = self.num_tokens = 0
+        self.seconds = 0.0
 
     def start(self) -> None:
         """Let the next rounds be idle until work is due, as long as no sequence comes or leaves."""

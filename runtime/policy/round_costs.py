@@ -173,32 +173,32 @@ class RoundCostModel:
         """Whether target rank 0 went on without a late draft: such a round does not show what drafts cost."""
         return levels_s < NOT_WAITED * self._levels.at(done.depth) * self._draft.at(done.num_drafting)
 
-    def reads(self, step: FinishedStep, depth: int) -> bool:
-        """Whether the draft read in a step with drafts of *depth* levels, before `observe_reading`."""
-        reading = self.reading
-        if not depth or reading.is_pending or num_prompt_tokens(step):
-            return depth > 0
-        return reading.may_go_on and self._goes_on(step, depth)
-
     def reading_slots(self, step: FinishedStep, depth: int) -> set[int]:
         """Return the slots without a draft because it reads, before `observe_reading`."""
         return without_draft(step) if self.reads(step, depth) else set()
 
-    def _goes_on(self, step: FinishedStep, depth: int) -> bool:
-        """Whether a row has no draft, and not because target rank 0 did not wait for it."""
-        is_waited_for = self.reading.is_pending or step.draft_s >= NOT_WAITED * self._usual_s(step, depth)
-        return is_waited_for and bool(without_draft(step))
-
     def reading_s(self, step: FinishedStep, depth: int) -> float:
-        """Return the seconds for tokens that the draft had not read, beside drafts of *depth* levels."""
+        """Return the seconds for tokens that the draft had not read, before `observe_reading`."""
         return max(0.0, step.draft_s - self._usual_s(step, depth)) if self.reads(step, depth) else 0.0
 
+    def reads(self, step: FinishedStep, depth: int) -> bool:
+        """Whether the draft read in a step with drafts of *depth* levels, before `observe_reading`."""
+        if not depth or self.reading.is_pending or num_prompt_tokens(step):
+            return depth > 0
+        return self.reading.may_go_on and self._goes_on(step, depth)
+
     def observe_reading(self, step: FinishedStep, depth: int) -> None:
-        """Learn from a step what reading takes, after `observe`; *depth* as in `reading_s`."""
+        """Learn from a step with drafts of *depth* levels what reading takes, after `observe`."""
         num_prompts, goes_on = num_prompt_tokens(step), depth > 0 and self._goes_on(step, depth)
-        if self.reads(step, depth):
+        if depth and (num_prompts or goes_on or self.reading.is_pending):
             self.reading.observe(num_prompts, self.reading_s(step, depth))
         self.reading.count(num_prompts, step.num_tokens, goes_on=goes_on)
+
+    def _goes_on(self, step: FinishedStep, depth: int) -> bool:
+        """Whether a row has no draft, and not because target rank 0 did not wait for it."""
+        if not without_draft(step):
+            return False
+        return self.reading.is_pending or step.draft_s >= NOT_WAITED * self._usual_s(step, depth)
 
     def _usual_s(self, step: FinishedStep, depth: int) -> float:
         """Return the seconds of drafts of *depth* levels for the rows that may have one."""

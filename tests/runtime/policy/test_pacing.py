@@ -69,7 +69,9 @@ def test_rounds_are_idle_until_work_is_due_or_the_requests_change() -> None:
     assert often.is_due
     assert rarely.num_left == 28
     often.done(0.04, 1.0, Share(0.01, 64))
-    idle.start()
-    assert num_idle([decoding(0), decoding(2)]) == 0  # one left, and one came
-    idle.start()
-    assert num_idle(two[:1]) == 0
+    for others in ([decoding(0), decoding(2)], two[:1]):  # one left, and one came; one left
+        idle.start()
+        assert num_idle(others) == 0
+        idle.end(others)
+        assert num_idle(others) == 0  # until it starts again
+        idle.end(two)
