@@ -274,9 +274,8 @@ class AdaptivePolicy:
     def _end_learning(self, step: FinishedStep) -> None:
         read_s, reading = self._costs.reading_s(step, self.current), self._costs.reading_slots(step, self.current)
         plain_s = self._learn(step, reading)
-        lost_s = step.draft_s  # beside prompts, which take long anyway
-        if step.plan.decodes:
-            lost_s = step.seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
+        gained_s = plain_s * step.num_tokens / max(1, len(step.plan.rows))
+        lost_s = step.seconds - gained_s if step.plan.decodes else step.draft_s  # prompts take long anyway
         self._first.end_round(lost_s - read_s, plain_s)
         if reading and not (self._is_warming or any(verdict.proposed for verdict in step.verdicts)):
             self._trials.prolong()
@@ -286,6 +285,7 @@ class AdaptivePolicy:
     def revise(self, costs: StepCosts) -> None:
         """See `Policy`. The next round is decided anew."""
         self._costs.revise(costs)
+        self._idle.stop()
         self._deciding.advance()
 
     def _learn(self, step: FinishedStep, reading: set[int]) -> float:

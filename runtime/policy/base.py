@@ -164,6 +164,10 @@ class IdleRounds:
         """Let the next rounds be idle until work is due, as long as no sequence comes or leaves."""
         self._num_left = min([pace.num_left for pace in self._paces])
 
+    def stop(self) -> None:
+        """Let the next round be none."""
+        self._num_left = 0
+
     def goes_on(self, running: Seq[Sequence]) -> bool:
         """Count a round, and return whether it is idle."""
         self._num_left -= 1

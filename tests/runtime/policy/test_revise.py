@@ -1,10 +1,15 @@
 """New costs of steps while serving: policies go by them, and keep what they learnt."""
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.messages import StepCosts
+from runtime.policy.acceptance import DecodingRow
 from runtime.policy.adaptive import AdaptivePolicy
+from runtime.policy.allocation import Allocation, RoundCosts
 from runtime.policy.bandit import BanditPolicy
 from runtime.policy.base import Policy
 from runtime.policy.batch_size import BatchSizePolicy, derive_threshold
@@ -48,6 +53,35 @@ def test_the_adaptive_policy_goes_by_the_new_costs() -> None:
     assert simulation.policy.predicted_speedup > 1.2
     simulation.run([0.6], 100)
     assert simulation.run([0.6], 1000) > 0.95 * best_fixed([0.6], flat, cheap)
+
+
+class CountingChooser(ChainChooser):
+    """Counts decisions."""
+
+    count = 0
+
+    def choose(self, rows: Sequence[DecodingRow], costs: RoundCosts) -> Allocation:
+        self.count += 1
+        return super().choose(rows, costs)
+
+
+def test_the_next_round_is_decided_anew_also_where_nothing_was_to_do() -> None:
+    """A decision takes 0.1 ms, which most rounds do without while speculation is off."""
+    chooser, calls = CountingChooser(LIMIT), itertools.count()
+    model = RoundCostModel(STEEP, 64 * (LIMIT + 1), 64, LIMIT)
+    policy = AdaptivePolicy(LIMIT, chooser, model, clock=lambda: 0.0001 * next(calls))
+    simulation = Simulation(policy, steep, cheap)
+    simulation.run([0.0], 1500)
+    for _ in range(5):
+        before = chooser.count
+        while chooser.count == before:
+            simulation.run([0.0], 1)
+        before = chooser.count
+        simulation.run([0.0], 8)
+        assert chooser.count == before
+        policy.revise(STEEP)
+        simulation.run([0.0], 1)
+        assert chooser.count == before + 1
 
 
 def test_a_derived_threshold_is_derived_again() -> None:
