@@ -52,3 +52,19 @@ def bfloat16_as_on_a_gpu() -> Iterator[None]:
         )
         patch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
         yield
+
+
+@pytest.fixture
+def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add up every element of a product in the same order.
+
+    numpy's library does so in an order that depends on the processor and on the element's place in the matrix, so that
+    a row of numbers would not have the same product in another row.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def in_order(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        a_NB, b_BM = (as_float32(handle).data.astype(d.data.dtype) for handle in (a, b))
+        return TensorHandle((a_NB[:, :, None] * b_BM).sum(axis=1) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", in_order)

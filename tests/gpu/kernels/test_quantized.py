@@ -155,6 +155,7 @@ def test_scales_of_mxfp4_may_be_very_small_or_large() -> None:
 
 @pytest.mark.parametrize("code", Code)
 @pytest.mark.parametrize("rows", [FEW, 70])
+@pytest.mark.usefixtures("dots_in_order")
 def test_a_row_does_not_depend_on_the_others_of_its_form(code: Code, rows: int) -> None:
     weight, x_MK = weight_of(5, code, (66, 288), 32), some(6, rows, 288)
     together_MN = multiply(x_MK, weight)
