@@ -61,8 +61,6 @@ CONTEXTS = (64, 192)
 WAVES, FEWEST_BLOCKS = 8, 4
 """Requests of a block for each that runs at once, and blocks. The prediction is for full batches: a request that ends
 makes room for another, and answers differ in length, or plain decoding alone would end them together."""
-SHORTEST = 0.5
-"""Of the average length; the longest are as much longer."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +213,9 @@ def answer_blocks(unseen: Sequence[tuple[int, ...]], batch: int) -> list[list[It
     size = batch * (WAVES if batch > 1 else 2)
     rng = random.Random(SEED)
     count = max(FEWEST_BLOCKS, len(unseen) // size)
-    lengths = [round(TOKENS * (rng.uniform(SHORTEST, 2 - SHORTEST) if batch > 1 else 1)) for _ in range(count * size)]
-    items = [Item(unseen[i % len(unseen)], length) for i, length in enumerate(lengths)]
+    items = [Item(unseen[i % len(unseen)], TOKENS) for i in range(count * size)]
+    if batch > 1:
+        items = [item.varied(rng) for item in items]
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 

@@ -11,7 +11,7 @@ The figures are ratios of the time of all blocks, with bootstrap 95 % intervals:
 policy is than plain decoding, and than the best of the fixed K. The texts: the demo's held-out prompts; another
 language, of which the demo models saw nothing (Python's own C headers); random tokens; "mixed", of which every other
 request is a demo prompt, and the others are random tokens that go on at random. "random draft" is a draft model with
-random weights.
+random weights. "control" is a second engine without speculation: what it differs by is noise.
 
 `--fixed` adds engines with a fixed K, 0 among them, which is plain decoding: to the same blocks, so that the best K of
 a cell is known, and the ratio to it.
@@ -22,7 +22,7 @@ import itertools
 import random
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,6 @@ WAVES = {1: 1, 8: 4, 32: 3}
 """Requests of a block for each that runs at once, by batch size."""
 TOKENS = {1: 128, 8: 64, 32: 48}
 """Tokens of a request on average, by batch size."""
-SHORTEST = 0.5
-"""Of the average length; the longest are as much longer."""
 WARM_BLOCKS = 2
 FIXED = [0, 1, 2, 3, 5, 8]
 
@@ -91,8 +89,7 @@ def batches(items: list[Item], size: int, count: int) -> list[list[Item]]:
 
     def request(index: int) -> Item:
         item = items[index % len(items)]
-        length = rng.uniform(SHORTEST, 2 - SHORTEST) * item.max_tokens if size > 1 else item.max_tokens
-        return replace(item, max_tokens=round(length))
+        return item.varied(rng) if size > 1 else item
 
     return [[request(block * many + i) for i in range(many)] for block in range(count)]
 

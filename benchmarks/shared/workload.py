@@ -1,13 +1,16 @@
 """The fixed workload of every benchmark, read from `benchmarks/workload.json`."""
 
 import json
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 PATH = Path(__file__).parents[1] / "workload.json"
+SHORTEST = 0.5
+"""Of the average length, where answers differ in length; the longest are as much longer."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Item:
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: SamplingSettings | None = None
+
+    def varied(self, rng: random.Random) -> "Item":
+        """Return the same with another number of tokens, which on average is this one."""
+        return replace(self, max_tokens=round(rng.uniform(SHORTEST, 2 - SHORTEST) * self.max_tokens))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Measures what rounds cost: rounds of the engine over made-up text, at several batch sizes and contexts."""
 
 import itertools
-import logging
 import os
 import platform
 import random
@@ -29,8 +28,6 @@ from protos.messages import Request
 from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from runtime.text.prompts import Prompt
-
-logger = logging.getLogger(__name__)
 
 WARM_ROUNDS, TIMED_ROUNDS = 2, 12
 """The first rounds in which all rows decode are not timed: a draft still reads the prompts."""
