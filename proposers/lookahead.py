@@ -108,6 +108,7 @@ class LookaheadState:
             token.
         num_probes: probes in the current draft.
         text: the known tokens, from which new window entries are sampled.
+        num_passed: committed tokens that the window was not shifted by: it is when it is needed.
     """
 
     shape: LookaheadShape
@@ -116,6 +117,7 @@ class LookaheadState:
     levels: list[list[int]]
     text: Seq[int]
     num_probes: int = 0
+    num_passed: int = 0
 
     @classmethod
     def of(cls, text: Seq[int], shape: LookaheadShape, seed: int) -> "LookaheadState":
@@ -127,6 +129,7 @@ class LookaheadState:
     def draft(self, text: Seq[int], k: int, depth: int = ANY_DEPTH) -> Draft:
         """Return the pool's n-grams, to *depth* levels, and the window as probes if *k* leaves room for all of it."""
         self.text = text
+        self._shift(self.num_passed)
         size = sum(map(len, self.levels))
         room = k - size if size < k else k
         nodes = LookaheadNodes()
@@ -139,8 +142,11 @@ class LookaheadState:
 
     def learn(self, num_new: int, probed: Seq[int]) -> None:
         """Add the target's tokens after the probes, and shift the window by the *num_new* committed tokens."""
+        if not self.num_probes:
+            self.num_passed += num_new
+            return
         columns = self.shape.columns
-        if probed and len(probed) == self.num_probes:
+        if len(probed) == self.num_probes:
             newest = list(probed[-columns:])
             if len(self.levels) == self.shape.levels:
                 self._add_to_pool(newest)
@@ -148,8 +154,13 @@ class LookaheadState:
                 num_new -= 1  # without its first level, every column starts one position later
             self.levels.append(newest)
         self.num_probes = 0
-        self.levels = [level[num_new:] for level in self.levels]
-        self._fill()
+        self._shift(num_new)
+
+    def _shift(self, num_new: int) -> None:
+        self.num_passed = 0
+        if num_new:
+            self.levels = [level[num_new:] for level in self.levels]
+            self._fill()
 
     def _add_to_pool(self, newest: list[int]) -> None:
         for first, *rest in zip(*self.levels, newest, strict=True):

@@ -25,8 +25,8 @@ MEMORY_TRIALS = 200.0
 """When so many first draft tokens were tried, half of what was seen is forgotten."""
 AGED_TRIALS = 16.0
 """Of what was seen, so many trials still count after a while without drafts."""
-REQUEST_PRIOR = 24.0
-"""Weight of the method's estimate in that for a request, in trials: as if requests differed by about 0.1."""
+REQUEST_PRIOR = 60.0
+"""Weight of the method's estimate in that for a request, in trials: as if requests differed by about 0.06."""
 REQUEST_MEMORY = 0.98
 """Share of a request's trials that each of its drafts keeps: its text changes."""
 
@@ -142,7 +142,9 @@ class AcceptanceModel:
     """
 
     def __init__(self, depth: int) -> None:
-        self._tried, self._accepted, self._asked, self._drafted = ([0.0] * (depth + 1) for _ in range(4))
+        # Asked for: all tokens, those before which all were accepted, and those of the latter that were drafted.
+        self._asked, self._tried, self._scored = ([0.0] * (depth + 1) for _ in range(3))
+        self._drafted, self._accepted = ([0.0] * (depth + 1) for _ in range(2))
         self._num_trials = 0.0
         self._rates_D = np.full(depth, ASSUMED)
         self._drafted_D = np.ones(depth)
@@ -167,6 +169,7 @@ class AcceptanceModel:
         accepted = min(accepted, tried)
         request.add(tried, accepted, self._expected[tried])
         self._tried[tried] += 1
+        self._scored[min(tried, drafted)] += 1
         self._accepted[accepted] += 1
         self._asked[asked] += 1
         self._drafted[min(drafted, asked)] += 1
@@ -179,22 +182,22 @@ class AcceptanceModel:
         self._keep(min(1.0, AGED_TRIALS / max(self._num_trials, 1.0)))
 
     def _keep(self, share: float) -> None:
-        for counts in (self._tried, self._accepted, self._asked, self._drafted):
+        for counts in (self._asked, self._tried, self._scored, self._drafted, self._accepted):
             counts[:] = [count * share for count in counts]
         self._num_trials *= share
 
     def refresh(self) -> None:
         """Estimate the rates again. Called before decisions."""
-        tried_D, accepted_D = _by_depth(self._tried), _by_depth(self._accepted)
         drafted_D = (_by_depth(self._drafted) + PRIOR_TRIALS) / (_by_depth(self._asked) + PRIOR_TRIALS)
         self._drafted_D = np.minimum.accumulate(drafted_D)
-        goes_on_D = self._drafted_D / np.concatenate(([1.0], self._drafted_D[:-1]))
-        of_drafted = ASSUMED  # of a token that is drafted, the probability that it is accepted
-        counts = zip(tried_D.tolist(), accepted_D.tolist(), goes_on_D.tolist(), strict=True)
-        for depth, (tried, accepted, goes_on) in enumerate(counts):
-            rate = (accepted + PRIOR_TRIALS * goes_on * of_drafted) / (tried + PRIOR_TRIALS)
-            self._rates_D[depth] = rate
-            of_drafted = min(1.0, rate / goes_on)
+        goes_on_D = self._drafted_D / np.concatenate((self._drafted_D[:1], self._drafted_D[:-1]))
+        tried_D, scored_D = _by_depth(self._tried), _by_depth(self._scored)
+        self._rates_D = (scored_D + PRIOR_TRIALS * goes_on_D) / (tried_D + PRIOR_TRIALS)
+        rate = ASSUMED  # of a token that is drafted, the probability that it is accepted
+        counts = zip(scored_D.tolist(), _by_depth(self._accepted).tolist(), strict=True)
+        for depth, (scored, accepted) in enumerate(counts):
+            rate = (accepted + PRIOR_TRIALS * rate) / (scored + PRIOR_TRIALS)
+            self._rates_D[depth] *= rate
         self._expected[1:] = np.cumsum(self._rates_D).tolist()
 
     def survival(self, requests: Seq[RequestAcceptance]) -> Floats:

@@ -19,7 +19,7 @@ from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import WORKER_ALONE, DecodingRow, DecodingRows, Sources
 from runtime.policy.allocation import Calibration, RoundCosts
-from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share
+from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share, Warming
 from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, record
 from runtime.policy.cost_model import Ints
 from runtime.policy.round_costs import RoundCostModel, describe
@@ -27,7 +27,6 @@ from runtime.policy.switching import (
     PLAIN_ROUNDS,
     SMOOTHING,
     TRIAL_ROUNDS,
-    WARMING_ROUNDS,
     Exploration,
     FirstRounds,
     Switch,
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
-DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.001, 128)
+DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.0005, 256)
 """How often it is decided how many draft tokens there are, while speculation is on and off."""
 LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.0005, 64)
 """How often acceptance and costs are learnt, while speculation is on and off."""
@@ -86,7 +85,7 @@ class AdaptivePolicy:
         self._idle = IdleRounds(self._deciding, self._learning)
         self._num_kept = 0  # rounds since the last decision
         self._num_running = 0  # sequences at the last decision
-        self._num_alike = 0  # rounds in a row with draft tokens, or without
+        self._warming = Warming()
         self._learns = True  # from this round
         self._catch_up_s = 0.0  # by switching on
         self._round_s = self._begin_s = self._decide_s = 0.0  # of a round, smoothed; spent on this one
@@ -127,14 +126,14 @@ class AdaptivePolicy:
         if is_kept:
             self._deciding.skip()
             self._num_kept += 1
-        self._num_alike = self._num_alike + 1 if had_drafts == (self.current > 0) else 1
+        self._warming.count(drafts=self.current > 0)
         self._costs.reading.begin(running, drafted=had_drafts, drafts=self.current > 0)
         self._begin_s = self._clock() - began
 
     def _end_idle(self, running: Seq[Sequence]) -> None:
         """Count the rounds in which nothing was done, before one of *running*."""
         self._num_kept += self._idle.num_rounds
-        self._num_alike += self._idle.num_rounds
+        self._warming.count(drafts=False, num_rounds=self._idle.num_rounds)
         self._trials.add(self._idle)
         self._costs.reading.count_idle(self._idle)
         self._idle.end(running)
@@ -252,34 +251,34 @@ class AdaptivePolicy:
             self._idle.add(step)
             return
         self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
-        if self._switch.is_on and step.plan.decodes and not self._is_warming:
+        if self._switch.is_on and step.plan.decodes and not self._warming.is_on:
             self._calibration.observe(len(step.plan.rows), step.num_tokens, step.seconds)
+        spent_s = self._begin_s
         if self._learns:
             began = self._clock()
             self._end_learning(step)
-            spent_s = self._begin_s - self._decide_s + self._clock() - began
-            self._learning.done(spent_s, self._round_s, LEARNING if self._switch.is_on else LEARNING_OFF)
+            spent_s += self._clock() - began
+            share = LEARNING if self._switch.is_on else LEARNING_OFF
+            self._learning.done(spent_s - self._decide_s, self._round_s, share)
         else:
             self._trials.end_round(step.seconds)
             self._learning.skip()
+        if not self._switch.is_on:
+            self._trials.spend(spent_s)
         self._costs.observe_reading(step, self.current)
         if step.plan.decodes and not (self.current or self._switch.is_on or self._trials.is_running):
             self._idle.start()
-
-    @property
-    def _is_warming(self) -> bool:
-        """Whether this is one of the first rounds with drafts after some without, or the first one without."""
-        return self._num_alike <= (WARMING_ROUNDS if self.current else 1)
 
     def _end_learning(self, step: FinishedStep) -> None:
         read_s, reading = self._costs.reading_s(step, self.current), self._costs.reading_slots(step, self.current)
         plain_s = self._learn(step, reading)
         gained_s = plain_s * step.num_tokens / max(1, len(step.plan.rows))
-        lost_s = step.seconds - gained_s if step.plan.decodes else step.draft_s  # prompts take long anyway
+        seconds = step.seconds - self._begin_s
+        lost_s = seconds - gained_s if step.plan.decodes else step.draft_s  # prompts take long anyway
         self._first.end_round(lost_s - read_s, plain_s)
-        if reading and not (self._is_warming or any(verdict.proposed for verdict in step.verdicts)):
+        if reading and not (self._warming.is_on or any(verdict.proposed for verdict in step.verdicts)):
             self._trials.prolong()
-        if self._trials.end_round(step.seconds, lost_s, plain_s, read_s):
+        if self._trials.end_round(seconds, lost_s, plain_s, read_s):
             self._deciding.advance()
 
     def revise(self, costs: StepCosts) -> None:
@@ -292,7 +291,7 @@ class AdaptivePolicy:
         """Learn costs, and acceptance but for slots *reading*; return the seconds of a plain step of the same rows."""
         asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED).k_S for row in step.plan.rows}
         done = describe(step, asked, self._sources.worker, self._begin_s)
-        if not self._is_warming:
+        if not self._warming.is_on:
             record(self._chooser, step, self._by_slot, reading)
             self._costs.observe(done, reads=bool(reading))
         if self.current and self._costs.is_plain_in_doubt(done.num_known):

@@ -12,6 +12,9 @@ from typing import NamedTuple, Protocol
 from protos.messages import RoundPlan, StepCosts, Verdict
 from runtime.core.sequence import Sequence
 
+WARMING_ROUNDS = 2
+"""Nothing is learnt of so many first rounds with drafts: the draft catches up with the sequences."""
+
 
 @dataclass(frozen=True)
 class FinishedStep:
@@ -179,6 +182,25 @@ class IdleRounds:
         self.num_rounds += 1
         self.num_tokens += step.num_tokens
         self.seconds += step.seconds
+
+
+class Warming:
+    """The first rounds with drafts after some without, and the first one without: they take longer than others."""
+
+    def __init__(self) -> None:
+        self._drafts = False
+        self._num_alike = 0  # rounds in a row with drafts, or without
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this round is one."""
+        return self._num_alike <= (WARMING_ROUNDS if self._drafts else 1)
+
+    def count(self, *, drafts: bool, num_rounds: int = 1) -> None:
+        """Count rounds, all of them with *drafts* or all without."""
+        if num_rounds and drafts != self._drafts:
+            self._num_alike, self._drafts = 0, drafts
+        self._num_alike += num_rounds
 
 
 def _load(running: Seq[Sequence]) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from statistics import median
 
-from runtime.policy.base import IdleRounds
+from runtime.policy.base import WARMING_ROUNDS, IdleRounds
 
 SMOOTHING = 0.2
 """Weight of the newest round in the smoothed gain."""
@@ -14,12 +14,13 @@ ON_ABOVE, OFF_BELOW = 1.03, 1.015
 policy's own time, which is about 1 % while speculation is on."""
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
+MOST_MISSED = 2.0
+"""It is switched off once decoding without it would have saved so many plain rounds since it seems not to pay."""
 OTHER_LOAD = 1.5
 """It is another load where the number of sequences rose or fell by this factor."""
-TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.005
-"""Of the time, for trials: before the first one, and after one that did not switch it on."""
-WARMING_ROUNDS = 2
-"""Nothing is learnt of so many first rounds with drafts: the draft catches up with the sequences."""
+TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.004
+"""Of the time, for trials, and for deciding while speculation is off: before the first trial, and after some that did
+not switch it on, each of which halves it."""
 TRIAL_ROUNDS = WARMING_ROUNDS + 4
 """A trial drafts in so many rounds in a row."""
 MOST_LOST = 2.0
@@ -49,7 +50,8 @@ class Switch:
 
     The gain is smoothed over the rounds of a load. The first prediction for a load changes nothing: a load that lasts
     for a few rounds only is not worth what the draft spends on catching up. It is switched on once it would have saved
-    as much as that (the rule of ski rental: whatever comes, no more than that is lost, nor missed).
+    as much as that (the rule of ski rental: whatever comes, no more than that is lost, nor missed), and off once it has
+    lost as much as a mistake would cost: a few drafts that were wrong by chance do not turn it off.
     """
 
     def __init__(self) -> None:
@@ -60,7 +62,7 @@ class Switch:
         self._pause = FIRST_PAUSE
         self._num_rows = 0  # of this load
         self._num_changed = 0  # rows at the last change
-        self._missed = 0.0  # what it would have saved since it seems to pay, in plain rounds
+        self._missed = 0.0  # what the other state would have saved since it seems better, in plain rounds
 
     @property
     def gain(self) -> float:
@@ -78,13 +80,17 @@ class Switch:
             return False
         self._log_gain += (1 - (1 - SMOOTHING) ** num_rounds) * (math.log(gain) - self._log_gain)
         if self.is_on and self.gain < OFF_BELOW:
-            self._pause = self._next_pause(num_rows)
-            return self._change("does_not_pay", num_rows)
+            lost = num_rounds * (OFF_BELOW / self.gain - 1)
+            return self._misses(lost, MOST_MISSED) and self._change("does_not_pay", num_rows)
         if not self.is_on and self.gain > ON_ABOVE and self._is_rested(num_rows):
-            self._missed += num_rounds * (1 - 1 / self.gain)
-            return self._missed >= catch_up and self._change("pays", num_rows)
+            return self._misses(num_rounds * (1 - 1 / self.gain), catch_up) and self._change("pays", num_rows)
         self._missed = 0.0
         return False
+
+    def _misses(self, num_plain_rounds: float, most: float) -> bool:
+        """Count what the other state would have saved; return whether it is as much as *most*."""
+        self._missed += num_plain_rounds
+        return self._missed >= most
 
     def _next_pause(self, num_rows: int) -> int:
         """Return for how long speculation stays off. If more rows came since it was switched on, that was right."""
@@ -96,6 +102,8 @@ class Switch:
         return self._rounds >= self._pause or OTHER_LOAD * num_rows <= self._num_changed
 
     def _change(self, reason: str, num_rows: int) -> bool:
+        if self.is_on:
+            self._pause = self._next_pause(num_rows)
         self.is_on = not self.is_on
         self._rounds, self._num_changed, self._missed = 0, num_rows, 0.0
         self.changes[reason] += 1
@@ -132,7 +140,7 @@ class Trials:
         if self._pause > 0 or self._saved_s < needed_s:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
-        self._share = LEAST_TRIAL_SHARE
+        self._share = max(LEAST_TRIAL_SHARE, self._share / 2)
         self._rounds_left, self._lost_s, self._read_s = TRIAL_ROUNDS, [], 0.0
         return True
 
@@ -146,6 +154,10 @@ class Trials:
             return False
         self._saved_s -= expected_s
         return True
+
+    def spend(self, seconds: float) -> None:
+        """Count *seconds* of the policy's own time."""
+        self._saved_s -= seconds
 
     def add(self, idle: IdleRounds) -> None:
         """Count rounds outside of trials."""

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from statistics import mean
 
 import pytest
 
@@ -269,8 +271,13 @@ def test_chance_in_the_drafts_of_one_request_does_not_turn_it_off() -> None:
         return 0.00045 + 0.00004 * rows
 
     costs = StepCosts({size: target(size) for size in SIZES}, {size: draft(size) for size in SIZES[:7]})
-    chooser = SlowChooser(3)
-    policy = AdaptivePolicy(3, chooser, RoundCostModel(costs, 256, 64, 3), clock=lambda: chooser.seconds)
-    simulation = Simulation(policy, target, draft)
-    simulation.run([0.5], 200)
-    assert simulation.run([0.5], 1500) >= 0.97 * fixed_rate(1, [0.5], target, draft)
+    rates = []
+    for seed in range(4):
+        chooser = SlowChooser(3)
+        model = RoundCostModel(costs, 256, 64, 3)
+        policy = AdaptivePolicy(3, chooser, model, clock=partial(getattr, chooser, "seconds"))
+        simulation = Simulation(policy, target, draft, seed=seed)
+        simulation.run([0.5], 200)
+        rates.append(simulation.run([0.5], 1500))
+    assert mean(rates) >= 0.98 * fixed_rate(1, [0.5], target, draft)
+    assert min(rates) >= 0.95 * fixed_rate(1, [0.5], target, draft)

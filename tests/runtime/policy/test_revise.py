@@ -74,7 +74,7 @@ def test_the_next_round_is_decided_anew_also_where_nothing_was_to_do() -> None:
     simulation.run([0.0], 1500)
     for _ in range(5):
         before = chooser.count
-        while chooser.count == before:
+        while chooser.count == before or simulation.ks[0]:  # a trial ends with a decision
             simulation.run([0.0], 1)
         before = chooser.count
         simulation.run([0.0], 8)

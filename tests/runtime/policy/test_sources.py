@@ -3,7 +3,7 @@
 import pytest
 
 from protos.draft import PREDICTION
-from runtime.policy.acceptance import Sources
+from runtime.policy.acceptance import ASSUMED, PRIOR_TRIALS, AcceptanceModel, RequestAcceptance, Sources
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.choosers import ChainChooser, TreeChooser
 from runtime.policy.round_costs import RoundCostModel
@@ -76,15 +76,30 @@ def test_in_a_cascade_the_method_is_chosen_that_pays(lookup: float, worker: floa
     assert (used if simulation.used[used] > 3000 else None) == expected
 
 
-def test_a_cascade_is_faster_than_each_of_its_methods() -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_a_cascade_is_faster_than_each_of_its_methods(seed: int) -> None:
     """The look-up finds drafts in three rounds of ten; the draft worker drafts in the others."""
     speeds = {}
     for name, sources, worker in (("cascade", CASCADE, 0.7), ("ngram", LOOKUP, 0.0), ("draft_model", Sources(), 0.7)):
         simulation = engine(sources)
+        simulation.random.seed(seed)
         simulation.looked_up = {**NOTHING, NGRAM: (0.9, 0.3)}
         simulation.run([worker] * 2, 400)
         speeds[name] = simulation.run([worker] * 2, 1000)
     assert speeds["cascade"] > 1.03 * max(speeds["ngram"], speeds["draft_model"])
+
+
+def test_where_nothing_was_found_nothing_is_known_of_what_would_have_been() -> None:
+    model, request = AcceptanceModel(2), RequestAcceptance()
+    for _ in range(40):
+        model.observe(request, 2, 0, 0)
+    model.refresh()
+    assert model.drafted[0] == pytest.approx(PRIOR_TRIALS / (PRIOR_TRIALS + 40))
+    assert model.rates[0] / model.drafted[0] == pytest.approx(ASSUMED)
+    for _ in range(400):
+        model.observe(request, 2, 2, 0)
+    model.refresh()
+    assert model.rates[0] == pytest.approx(0, abs=0.05)
 
 
 def test_fewer_tokens_of_a_draft_in_hand_are_verified_where_fewer_pay() -> None:

@@ -78,7 +78,7 @@ def test_trials_that_change_nothing_become_rarer() -> None:
         trials.end_round(0.042 if trials.is_running else 0.002, 0.04, 0.002)
     gaps = [second - first for first, second in pairwise(began)]
     shares = [6 * 0.04 / (gap * 0.002) for gap in gaps]
-    expected = [TRIAL_SHARE, LEAST_TRIAL_SHARE, LEAST_TRIAL_SHARE, LEAST_TRIAL_SHARE, TRIAL_SHARE]
+    expected = [TRIAL_SHARE, TRIAL_SHARE / 2, LEAST_TRIAL_SHARE, LEAST_TRIAL_SHARE, TRIAL_SHARE]
     assert shares[:5] == pytest.approx(expected, rel=0.1)
 
 
