@@ -36,7 +36,6 @@ from runtime.policy.switching import (
 
 logger = logging.getLogger(__name__)
 
-
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
 DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.0005, 256)
@@ -83,8 +82,7 @@ class AdaptivePolicy:
         self._first = FirstRounds(limit)
         self._deciding, self._learning = Pace(), Pace()
         self._idle = IdleRounds(self._deciding, self._learning)
-        self._num_kept = 0  # rounds since the last decision
-        self._num_running = 0  # sequences at the last decision
+        self._num_kept = self._num_running = 0  # rounds since the last decision, and sequences at it
         self._warming = Warming()
         self._learns = True  # from this round
         self._catch_up_s = 0.0  # by switching on
@@ -172,9 +170,9 @@ class AdaptivePolicy:
         if not self._first.start():
             self._use_everywhere(0)
             return
-        k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known, len(rows))).k_RS
-        if k_RS.any():
-            self._use(k_RS, rows)
+        best = self._chooser.choose(list(rows.values()), self._costs.of(num_known, len(rows)))
+        if best.k_RS.any():
+            self._use(best.k_RS, rows)
         else:
             self._use_everywhere(TRIAL_TOKENS)
 
@@ -187,8 +185,11 @@ class AdaptivePolicy:
         if self._exploration.is_overdue:
             self._costs.age()
         k, costs = self._exploration.choose(), self._costs.of(num_known, num_rows)
-        more_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
-        lost_s = more_s if k else PLAIN_ROUNDS * (self.predicted_speedup - 1) * costs.plain()
+        if k:
+            lost_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
+        else:  # the draft reads these rounds' tokens afterwards
+            gain_s = (self.predicted_speedup - 1) * costs.plain()
+            lost_s = PLAIN_ROUNDS * (gain_s + self._costs.reading.read_s(num_rows))
         return self._exploration.start(k) if self._trials.pay(max(0.0, lost_s)) else None
 
     def _use_everywhere(self, k: int) -> None:

@@ -82,11 +82,15 @@ class DraftReading:
     @property
     def token_s(self) -> float:
         """Seconds for prompts, for each token of an answer, on average."""
-        return self._num_prompts / max(1.0, self._num_answered) * self._seconds / max(1.0, self._num_read)
+        return self._num_prompts / max(1.0, self._num_answered) * self.read_s(1)
+
+    def read_s(self, num_tokens: int) -> float:
+        """Return the seconds for so many tokens."""
+        return num_tokens * self._seconds / max(1.0, self._num_read)
 
     def catch_up_s(self, running: Seq[Sequence]) -> float:
         """Return the seconds for all tokens of *running* that the draft lacks while there are no drafts."""
-        return self._lacking(running) * self._seconds / max(1.0, self._num_read)
+        return self.read_s(self._lacking(running))
 
     def _lacking(self, running: Seq[Sequence]) -> int:
         """Return how many tokens the draft has not read. Of prefixes in the cache it mostly has entries, too."""
