@@ -5,13 +5,15 @@
 `slipstream tune` runs as a user runs it. Then the configuration that it wrote, no speculation, and every draft with
 every K (policy `fixed`) decode the same requests, block by block in turns, with compiled models. The figure is the
 speed of what tune chose by that of the best side: wanted at least 0.97. The prompts are held-out ones that tune did not
-see. Where tune chose no speculation, its side is the one without.
+see; with several requests at once, answers differ in length: were all of one length, plain decoding alone would end
+them together. Where tune chose no speculation, its side is the one without.
 
 Nothing else may run. Memory is needed for as many engines as there are sides.
 """
 
 import argparse
 import json
+import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -109,7 +111,9 @@ def rows(chosen: Config | None, learned: Mapping[str, Config], args: argparse.Na
         }
         size = batch if batch == 1 else batch * WAVES
         drawn = prompts(target, (args.blocks + 1) * size)
-        blocks = [[Item(ids, TOKENS) for ids in drawn[i : i + size]] for i in range(0, len(drawn), size)]
+        rng = random.Random(batch)
+        items = [Item(ids, TOKENS) if batch == 1 else Item(ids, TOKENS).varied(rng) for ids in drawn]
+        blocks = [items[i : i + size] for i in range(0, len(items), size)]
         runs = {name: partial(engine.all) for name, engine in engines.items()}
         measure.alternate(runs, blocks[:1])
         timings = measure.alternate(runs, blocks[1:])

@@ -28,7 +28,7 @@ from benchmarks.shared.workload import SamplingSettings
 from demo import pair
 from runtime.policy.adaptive import AdaptivePolicy
 
-NUM_TOKENS = 64
+NUM_TOKENS, WAVES = 64, 8
 METHODS = "draft_model;ngram"
 TITLE = "| method | batch | a step, ms | policy, us | share | speculation on |\n|---|---|---|---|---|---|"
 
@@ -78,7 +78,7 @@ def measured(method: str, config: dict[str, Any], batch: int, args: argparse.Nam
     """Run the demo prompts with *batch* requests at once, twice: first to warm up."""
     target = args.model or pair()[0]
     items = requests(target, NUM_TOKENS)[DEMO]
-    work = [items[index % len(items)] for index in range(max(8, 2 * batch))]
+    work = [items[index % len(items)] for index in range(WAVES * batch)]
     engine = DemoEngine(target, config | {"policy": "adaptive"}, threads=args.threads, max_num_seqs=batch)
     engine.all(work, SamplingSettings(1.0))
     before, clock = engine.llm.stats(), PolicyClock()

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
-DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.0005, 256)
+DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.0005, 128)
 """How often it is decided how many draft tokens there are, while speculation is on and off."""
 LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.0005, 64)
 """How often acceptance and costs are learnt, while speculation is on and off."""
@@ -184,7 +184,7 @@ class AdaptivePolicy:
             return None
         if self._exploration.is_overdue:
             self._costs.age()
-        k, costs = self._exploration.choose(), self._costs.of(num_known, num_rows)
+        k, costs = self._exploration.choose(max(self._typical)), self._costs.of(num_known, num_rows)
         if k:
             lost_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
         else:  # the draft reads these rounds' tokens afterwards

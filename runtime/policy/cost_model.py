@@ -19,6 +19,9 @@ Ints = npt.NDArray[np.int64]
 
 CLIP = math.log(2)
 """A round that took more than twice the predicted seconds, or less than half, counts as one that took that."""
+OWN_CLIP = 0.2
+"""For the correction of a size alone, the error of a slower round counts as this one at most: disturbed rounds are
+slower, and sizes that are run now and then only would stay wrong for long."""
 SHARED_RATE, OWN_RATE = 0.02, 0.03
 """Weight of the newest round in the correction of the whole curve, and of its size. The first rounds weigh more."""
 UNMEASURED_S = {1: 0.001, 64: 0.001}
@@ -99,7 +102,7 @@ class CostCurve:
         if self._count:
             error = min(CLIP, max(-CLIP, error))
             is_fastest = error < 0 and count < FEW
-            self._own_B[bin_] = self._kept * own + (error if is_fastest else rate * error)
+            self._own_B[bin_] = self._kept * own + (error if is_fastest else rate * min(OWN_CLIP, error))
         self._shared += self._shared_rate * error if self._count else error * (self._shared_rate > 0)
         moved = self._moved(bin_)
         self._shared_B[bin_] += moved / 2 if count else moved

@@ -31,6 +31,8 @@ MOST_SAVED = 10
 """Trials for which time is saved at most."""
 EXPLORE_EVERY, DOUBT_EVERY = 100, 16
 """While speculation is on, other numbers of draft tokens are tried after so many rounds, and after so many at least."""
+NEAR = 1.5
+"""Of the other numbers, two of three are larger or smaller by this factor: what these cost decides between them."""
 PLAIN_ROUNDS = 3
 """None is tried for so many rounds in a row: the first takes longer than later ones, and shows nothing."""
 FIRST_ROUNDS, FIRST_PLAIN = 48, 6
@@ -239,11 +241,12 @@ class Exploration:
         """Note that the cost of plain rounds is in doubt."""
         self._is_in_doubt = True
 
-    def choose(self) -> int:
-        """Return the number of draft tokens to try; it is not due again for a while, tried or not."""
+    def choose(self, k: int) -> int:
+        """Return the number of draft tokens to try instead of *k*; it is not due again for a while, tried or not."""
         is_plain = self._is_in_doubt or self._random.random() < 0.5
         self._num_rounds, self._is_in_doubt = 0, False
-        return 0 if is_plain else self._random.randint(1, self._limit)
+        less, more = max(1, int(k / NEAR)), min(self._limit, math.ceil(k * NEAR))
+        return 0 if is_plain else self._random.choice([less, more, self._random.randint(1, self._limit)])
 
     def start(self, k: int) -> int:
         """Begin with a round of *k* draft tokens; return *k*."""

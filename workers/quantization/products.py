@@ -35,9 +35,8 @@ def linear(  # noqa: PLR0917
     x: torch.Tensor, weight: LaidOut, bias_N: torch.Tensor | None, columns: int, group: int, code: Code
 ) -> torch.Tensor:
     """Return the products `[..., N]` of `[..., K]` with a weight of *columns* N, plus the bias, in the dtype of *x*."""
-    found_MN: torch.Tensor = torch.ops.slipstream_quantized.product(
-        x.reshape(-1, x.shape[-1]), None, weight.codes, weight.scales, weight.zeros, bias_N, columns, group, int(code)
-    )
+    x_MK = x.reshape(-1, x.shape[-1])
+    found_MN = _product(x_MK, None, weight.codes, weight.scales, weight.zeros, bias_N, columns, group, int(code))
     return found_MN.view(*x.shape[:-1], columns)
 
 
@@ -61,9 +60,14 @@ def experts(  # noqa: PLR0917
         group: inputs that share a scale.
         code: what the codes are.
     """
-    found: torch.Tensor = torch.ops.slipstream_quantized.product(
-        x_RK, ids_S, weight.codes, weight.scales, weight.zeros, bias_EN, columns, group, int(code)
-    )
+    return _product(x_RK, ids_S, weight.codes, weight.scales, weight.zeros, bias_EN, columns, group, int(code))
+
+
+def _product(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Call the operator, on CPUs without torch's dispatcher: a model calls it for each layer in each step."""
+    if type(x) is torch.Tensor and x.is_cpu and not torch.compiler.is_compiling():
+        return _on_cpu(x, *arguments)
+    found: torch.Tensor = torch.ops.slipstream_quantized.product(x, *arguments)
     return found
 
 
