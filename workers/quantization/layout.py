@@ -1,6 +1,6 @@
 """How quantised weights are laid out in memory: for CPUs (`native/codes.h`), and for GPUs (`workers.gpu.kernels`)."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,7 @@ TILE = 64
 """Outputs of one program on GPUs."""
 
 
-@dataclass(frozen=True)
-class LaidOut:
+class LaidOut(NamedTuple):
     """A weight as the kernels of its device read it, padded with outputs and inputs of 0.
 
     Blocks of 32 inputs stay together: 32 bytes, or 16 with INT4 and FP4, the first 16 codes in the low halves.

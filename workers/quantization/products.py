@@ -83,9 +83,14 @@ def _on_cpu(  # noqa: PLR0917 - the operator's schema
     code: int,
 ) -> torch.Tensor:
     """See `experts`. Without *ids_S* there is one weight, and a row of the result for each of *x_RK*."""
-    x_RK = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
-    ids_S = None if ids_S is None else ids_S.long().contiguous()
-    y_SN = x_RK.new_empty(len(x_RK if ids_S is None else ids_S), columns)
+    if x_RK.stride(1) != 1:
+        x_RK = x_RK.contiguous()
+    num_inputs, size = x_RK.shape
+    num_rows, num_experts = num_inputs, 1
+    if ids_S is not None:
+        ids_S = ids_S.long().contiguous()
+        num_rows, num_experts = len(ids_S), len(codes)
+    y_SN = x_RK.new_empty(num_rows, columns)
     call = _Quantized(
         x_RK.data_ptr(),
         codes.data_ptr(),
@@ -94,14 +99,14 @@ def _on_cpu(  # noqa: PLR0917 - the operator's schema
         None if bias is None else bias.data_ptr(),
         None if ids_S is None else ids_S.data_ptr(),
         y_SN.data_ptr(),
-        y_SN.shape[0],
-        y_SN.shape[1],
-        x_RK.shape[1],
-        len(y_SN) // max(1, len(x_RK)),
-        1 if ids_S is None else len(codes),
+        num_rows,
+        columns,
+        size,
+        num_rows // max(1, num_inputs),
+        num_experts,
         x_RK.stride(0),
         group,
-        scales.shape[-2],
+        scales.size(-2),
         DTYPE_CODES[x_RK.dtype],
         code,
         torch.get_num_threads(),
