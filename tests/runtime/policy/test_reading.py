@@ -1,16 +1,19 @@
 """What a draft spends on tokens that it has not read, in the adaptive policy."""
 
 import itertools
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from protos.messages import RoundPlan, Row, Verdict
+from runtime.policy.acceptance import DecodingRow
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.round_costs import MOST_READING, DraftReading, RoundCostModel, without_draft
-from runtime.policy.switching import ON_ABOVE, TRIAL_ROUNDS, TRIAL_SHARE, Switch, Trials
-from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, fixed_rate, flat, warmed_up
+from runtime.policy.switching import LEAST_TRIAL_SHARE, ON_ABOVE, TRIAL_ROUNDS, TRIAL_SHARE, Switch, Trials
+from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, fixed_rate, flat, steep, warmed_up
 from tests.support.scheduling import decoding
 
 
@@ -123,6 +126,28 @@ def test_trials_in_which_the_draft_catches_up_take_their_share_of_the_time() -> 
     rates = [0.0] * 4
     simulation.run(rates, 500)
     assert simulation.run(rates, 10000) >= 0.988 * fixed_rate(0, rates, flat, cheap)
+
+
+class SlowLearner(ChainChooser):
+    """Takes 10 ms to learn from a row, by a clock that shows nothing else."""
+
+    seconds = 0.0
+
+    def record(self, verdict: Verdict, row: DecodingRow, asked: Sequence[int], source: int) -> None:
+        self.seconds += 0.01
+        super().record(verdict, row, asked, source)
+
+
+def test_trials_pay_for_what_is_learnt_in_them() -> None:
+    """It takes five times as long as what the steps of a trial lose."""
+    chooser = SlowLearner(LIMIT)
+    model = RoundCostModel(warmed_up(steep), 64, 4, LIMIT)
+    policy = AdaptivePolicy(LIMIT, chooser, model, clock=partial(getattr, chooser, "seconds"))
+    simulation = Simulation(policy, steep, cheap)
+    simulation.run([0.0], 2000)
+    learnt_s, served_s = chooser.seconds, simulation.seconds
+    simulation.run([0.0], 20000)
+    assert 0 < chooser.seconds - learnt_s <= 1.2 * LEAST_TRIAL_SHARE * (simulation.seconds - served_s)
 
 
 def test_a_row_that_never_has_a_draft_is_learnt_of_in_the_end() -> None:
