@@ -1,7 +1,10 @@
 """The shipped demo pair, and training of drafts for other models."""
 
+import json
 import random
+import re
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,16 @@ def test_the_pair_is_small_shares_a_tokenizer_and_loads_in_plain_transformers() 
     assert draft.num_parameters() <= target.num_parameters() / 5
     mine, other = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in pair())
     assert mine == other
+
+
+def test_the_playgrounds_first_prompt_has_an_answer() -> None:
+    page = files("runtime.http").joinpath("playground/app.js").read_text("utf-8")
+    prompt = json.loads(re.findall(r"^  complete: (\".*\"),$", page, re.MULTILINE)[0])
+    tokenizer = AutoTokenizer.from_pretrained(pair()[0])
+    ids_BT = torch.tensor([tokenizer(prompt, add_special_tokens=False).input_ids])
+    model = AutoModelForCausalLM.from_pretrained(pair()[0], dtype=torch.float32)
+    answer = tokenizer.decode(model.generate(ids_BT, max_new_tokens=64, do_sample=False)[0, ids_BT.shape[1] :])
+    assert "return" in answer
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:

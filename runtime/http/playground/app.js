@@ -6,7 +6,7 @@ const MAX_STRIP = 160;
 const LOOK_EVERY_MS = 5000;
 const DEMO = "demo"; // the embedded model writes code; it has a chat template, but is no chat model
 const EXAMPLES = {
-  complete: "def quicksort(items: list[int]) -> list[int]:\n    \"\"\"Return the items in ascending order.\"\"\"\n",
+  complete: "def binary_search(items, target):",
   chat: "Write a haiku about a river.",
 };
 
