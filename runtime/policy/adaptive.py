@@ -170,9 +170,9 @@ class AdaptivePolicy:
         if not self._first.start():
             self._use_everywhere(0)
             return
-        best = self._chooser.choose(list(rows.values()), self._costs.of(num_known, len(rows)))
-        if best.k_RS.any():
-            self._use(best.k_RS, rows)
+        k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known, len(rows))).k_RS
+        if k_RS.any():
+            self._use(k_RS, rows)
         else:
             self._use_everywhere(TRIAL_TOKENS)
 

@@ -280,4 +280,5 @@ def test_chance_in_the_drafts_of_one_request_does_not_turn_it_off() -> None:
         simulation.run([0.5], 200)
         rates.append(simulation.run([0.5], 1500))
     assert mean(rates) >= 0.98 * fixed_rate(1, [0.5], target, draft)
-    assert min(rates) >= 0.95 * fixed_rate(1, [0.5], target, draft)
+    assert rates[0] >= 0.97 * fixed_rate(1, [0.5], target, draft)
+    assert min(rates) >= 0.96 * fixed_rate(1, [0.5], target, draft)
