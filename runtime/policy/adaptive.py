@@ -24,9 +24,8 @@ from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, record
 from runtime.policy.cost_model import Ints
 from runtime.policy.round_costs import RoundCostModel, describe
 from runtime.policy.switching import (
-    PLAIN_ROUNDS,
+    EXPLORED_ROUNDS,
     SMOOTHING,
-    TRIAL_ROUNDS,
     Exploration,
     FirstRounds,
     Switch,
@@ -38,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
+AGED, AGED_OFF = 0.8, 0.25
+"""Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
 DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.0005, 128)
 """How often it is decided how many draft tokens there are, while speculation is on and off."""
 LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.0005, 64)
@@ -183,14 +184,13 @@ class AdaptivePolicy:
         if not self._exploration.is_due:
             return None
         if self._exploration.is_overdue:
-            self._costs.age()
+            self._costs.age(AGED)
         k, costs = self._exploration.choose(max(self._typical)), self._costs.of(num_known, num_rows)
         if k:
             lost_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
         else:  # the draft reads these rounds' tokens afterwards
-            gain_s = (self.predicted_speedup - 1) * costs.plain()
-            lost_s = PLAIN_ROUNDS * (gain_s + self._costs.reading.read_s(num_rows))
-        return self._exploration.start(k) if self._trials.pay(max(0.0, lost_s)) else None
+            lost_s = (self.predicted_speedup - 1) * costs.plain() + self._costs.reading.read_s(num_rows)
+        return self._exploration.start(k) if self._trials.pay(EXPLORED_ROUNDS * max(0.0, lost_s)) else None
 
     def _use_everywhere(self, k: int) -> None:
         self._calibration.expect_nothing()
@@ -233,11 +233,11 @@ class AdaptivePolicy:
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
         costs = self._costs.of(num_known, num_rows)
         lost_s = costs.uniform(TRIAL_TOKENS, num_rows) - costs.plain()
-        if not self._trials.start_if_due(self._catch_up_s + TRIAL_ROUNDS * max(0.0, lost_s)):
+        if not self._trials.start_if_due(self._catch_up_s, max(0.0, lost_s)):
             return False
-        # What is known of drafts is old. If the next trials show something else, they must not be outweighed.
+        # What is known of drafts is old: it must not outweigh what the next trials show.
         self._chooser.age()
-        self._costs.age()
+        self._costs.age(AGED_OFF)
         return True
 
     def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
@@ -292,7 +292,7 @@ class AdaptivePolicy:
         """Learn costs, and acceptance but for slots *reading*; return the seconds of a plain step of the same rows."""
         asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED).k_S for row in step.plan.rows}
         done = describe(step, asked, self._sources.worker, self._begin_s)
-        if not self._warming.is_on:
+        if not (self._warming.is_on or self._exploration.is_first):
             record(self._chooser, step, self._by_slot, reading)
             self._costs.observe(done, reads=bool(reading))
         if self.current and self._costs.is_plain_in_doubt(done.num_known):

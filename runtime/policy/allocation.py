@@ -35,8 +35,8 @@ class RoundCosts:
 
     Attributes:
         target: by tokens fed.
-        draft: of the first level of the worker's drafts, by rows that it drafts for.
-        levels: of so many levels, in units of one.
+        draft: of one level of the worker's drafts, by rows that it drafts for.
+        levels: of so many levels, in units of one. The first takes longer than a further one.
         lookups: of proposers in the controller process, by rows that they are asked for.
         num_known: known tokens fed, prompt chunks included.
         prefill_s: what the round takes longer for prompt chunks, whatever is drafted. It is no part of the seconds that

@@ -30,12 +30,8 @@ EXACT_SIZES = 16
 """Sizes up to this have a correction each; above, neighbouring sizes share one."""
 FEW = 8
 """Of so many first rounds of a size the fastest counts: first rounds take longer, and so do disturbed ones."""
-MEMORY, AGED = 32, 0.25
-"""Rounds by which an estimate is known best, and the share of them that counts when none was seen for a while."""
-FORGOTTEN = 0.5
-"""Share of a size's own correction that is left each time that it ages."""
-FADES = 0.01
-"""Share of a size's own correction that fades with each round, in a curve of ratios."""
+MEMORY = 32
+"""Rounds by which an estimate is known best."""
 NOISE = 0.1
 """Of the logarithm of one round's seconds."""
 MOVED = 0.03
@@ -53,13 +49,13 @@ class CostCurve:
     Args:
         measured: seconds by size; linear in between, proportional above; empty if nothing was measured.
         largest: sizes above count as this one.
-        has_ratios: whether it is of ratios, which another curve is multiplied by. Sizes then share no correction, and
-            their own fade: what both curves could explain is left to the other one.
+        has_ratios: whether it is of ratios, which another curve is multiplied by. Sizes then share no correction: what
+            all of them share is left to the other curve.
     """
 
     def __init__(self, measured: Mapping[int, float], largest: int, *, has_ratios: bool = False) -> None:
         self.largest = largest
-        self._shared_rate, self._kept = (0.0, 1 - FADES) if has_ratios else (SHARED_RATE, 1.0)
+        self._shared_rate = 0.0 if has_ratios else SHARED_RATE
         known = measured or UNMEASURED_S
         sizes = np.array(sorted(known), np.float64)
         seconds = np.array([max(known[int(size)], 1e-9) for size in sizes])
@@ -102,7 +98,7 @@ class CostCurve:
         if self._count:
             error = min(CLIP, max(-CLIP, error))
             is_fastest = error < 0 and count < FEW
-            self._own_B[bin_] = self._kept * own + (error if is_fastest else rate * min(OWN_CLIP, error))
+            self._own_B[bin_] = own + (error if is_fastest else rate * min(OWN_CLIP, error))
         self._shared += self._shared_rate * error if self._count else error * (self._shared_rate > 0)
         moved = self._moved(bin_)
         self._shared_B[bin_] += moved / 2 if count else moved
@@ -124,15 +120,18 @@ class CostCurve:
         """Return by how much the shared correction has moved since this size was run."""
         return self._shared - self._shared_B[bin_]
 
-    def age(self) -> None:
+    def age(self, kept: float) -> None:
         """Let the next rounds count more at sizes that were not seen since the last call, and forget some of the past.
 
         Where a size was found slow, it is not run again. If the machine is faster now, only forgetting shows it.
+
+        Args:
+            kept: the share of the rounds of such a size that counts on. Its correction fades half as fast.
         """
         for bin_, is_fresh in enumerate(self._is_fresh_B):
             if not is_fresh:
-                self._count_B[bin_] *= AGED
-                self._own_B[bin_] *= FORGOTTEN
+                self._count_B[bin_] *= kept
+                self._own_B[bin_] *= math.sqrt(kept)
         self._is_fresh_B = [False] * len(self._is_fresh_B)
         self._refresh()
 

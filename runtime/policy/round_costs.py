@@ -13,6 +13,9 @@ from runtime.policy.base import FinishedStep, IdleRounds
 from runtime.policy.cost_model import CostCurve
 
 FREE = {1: 0.0}
+FIRST_LEVEL = 2.0
+"""What the first level of a draft is taken to cost, in units of a further one: it reads what was accepted last, and the
+messages of the round are part of it."""
 PROMPTS_KEPT = 1 - 1 / 512
 """Weight of earlier rounds in how long prompts and answers are."""
 MOST_READING = 64
@@ -149,8 +152,8 @@ class RoundCostModel:
         self.reading = DraftReading()
         self._lookups = CostCurve({} if sources.predicts else FREE, max_rows)
         self.revise(StepCosts({}) if costs is None else costs)
-        linear = {depth: float(depth) for depth in range(1, max_depth + 1)}
-        self._levels = CostCurve(linear, max_depth, has_ratios=True)
+        levels = {depth: FIRST_LEVEL - 1 + depth for depth in range(1, max_depth + 1)}
+        self._levels = CostCurve(levels, max_depth, has_ratios=True)
 
     def revise(self, costs: StepCosts) -> None:
         """Begin with new measured costs, without corrections. What further levels cost relative to one stays."""
@@ -213,10 +216,10 @@ class RoundCostModel:
         """Whether what a plain round of so many rows costs may have changed since there was one."""
         return self._target.is_in_doubt(num_rows)
 
-    def age(self) -> None:
-        """Let the next rounds count more where nothing was learnt since the last call."""
+    def age(self, kept: float) -> None:
+        """Let the next rounds count more where nothing was learnt since the last call: see `CostCurve.age`."""
         for curve in (self._target, self._draft, self._levels, self._lookups):
-            curve.age()
+            curve.age(kept)
 
     def of(self, num_known: int, num_decoding: int | None = None) -> RoundCosts:
         """Return the costs of the rounds that feed *num_known* known tokens.

@@ -31,10 +31,10 @@ MOST_SAVED = 10
 """Trials for which time is saved at most."""
 EXPLORE_EVERY, DOUBT_EVERY = 100, 16
 """While speculation is on, other numbers of draft tokens are tried after so many rounds, and after so many at least."""
+EXPLORED_ROUNDS = 3
+"""Each is tried for so many rounds in a row. The first shows nothing: after one of another size it takes longer."""
 NEAR = 1.5
 """Of the other numbers, two of three are larger or smaller by this factor: what these cost decides between them."""
-PLAIN_ROUNDS = 3
-"""None is tried for so many rounds in a row: the first takes longer than later ones, and shows nothing."""
 FIRST_ROUNDS, FIRST_PLAIN = 48, 6
 """So many first rounds decide nothing: the very first take longer than later ones. The last of them are plain."""
 MOST_LOST_FIRST = 32.0
@@ -136,9 +136,9 @@ class Trials:
         """Whether this round is part of a trial."""
         return self._rounds_left > 0
 
-    def start_if_due(self, expected_s: float) -> bool:
-        """Start a trial, which is expected to lose *expected_s*, if enough time was saved for it."""
-        needed_s = max(expected_s, self._usual_s)
+    def start_if_due(self, once_s: float, round_s: float = 0.0) -> bool:
+        """Start a trial, expected to lose *once_s*, and *round_s* in each round, if enough time was saved for it."""
+        needed_s = max(once_s + TRIAL_ROUNDS * round_s, self._usual_s)
         if self._pause > 0 or self._saved_s < needed_s:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
@@ -202,7 +202,7 @@ class Trials:
 class Exploration:
     """In which rounds another number of draft tokens is tried than the one that pays, so that its cost stays known.
 
-    It is a random one up to *limit* for one round now and then, or none for several; earlier if its cost is in doubt.
+    It is one up to *limit*, or none, for several rounds now and then; none earlier if its cost is in doubt.
     """
 
     def __init__(self, limit: int) -> None:
@@ -210,12 +210,17 @@ class Exploration:
         self._random = random.Random(0)
         self._num_rounds = 0  # since the last time
         self._is_on = self._is_in_doubt = False
-        self._plain_left = 0
+        self._k = self._num_left = 0
 
     @property
     def is_running(self) -> bool:
-        """Whether this round has no draft tokens because the ones before had none."""
-        return self._plain_left > 0
+        """Whether this round has the number of draft tokens that is tried in the one before."""
+        return self._num_left > 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this round is the first with that number."""
+        return self._num_left == EXPLORED_ROUNDS - 1
 
     @property
     def is_busy(self) -> bool:
@@ -246,17 +251,18 @@ class Exploration:
         is_plain = self._is_in_doubt or self._random.random() < 0.5
         self._num_rounds, self._is_in_doubt = 0, False
         less, more = max(1, int(k / NEAR)), min(self._limit, math.ceil(k * NEAR))
-        return 0 if is_plain else self._random.choice([less, more, self._random.randint(1, self._limit)])
+        others = [one for one in (less, more, self._random.randint(1, self._limit)) if one != k]
+        return 0 if is_plain or not others else self._random.choice(others)
 
     def start(self, k: int) -> int:
         """Begin with a round of *k* draft tokens; return *k*."""
-        self._plain_left = 0 if k else PLAIN_ROUNDS - 1
+        self._k, self._num_left = k, EXPLORED_ROUNDS - 1
         return k
 
     def go_on(self) -> int:
-        """Count a further round without draft tokens; return 0."""
-        self._plain_left -= 1
-        return 0
+        """Count a further round; return its number of draft tokens."""
+        self._num_left -= 1
+        return self._k
 
 
 class FirstRounds:

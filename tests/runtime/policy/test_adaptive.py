@@ -14,7 +14,7 @@ from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.allocation import Allocation, RoundCosts
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser, TreeChooser
-from runtime.policy.round_costs import RoundCostModel
+from runtime.policy.round_costs import FIRST_LEVEL, RoundCostModel
 from tests.support.policy_simulation import (
     LIMIT,
     SIZES,
@@ -247,7 +247,7 @@ def test_drafts_are_no_cheaper_beside_prompt_chunks() -> None:
     model = RoundCostModel(warmed_up(flat), 64 * (LIMIT + 1), 64, LIMIT)
     beside, alone = model.of(204, 4), model.of(4)
     assert beside.plain() == pytest.approx(alone.plain())
-    more_s = flat(204 + 8) - flat(204) + 2 * cheap(4)
+    more_s = flat(204 + 8) - flat(204) + (FIRST_LEVEL + 1) * cheap(4)
     assert beside.uniform(2, 4) - beside.plain() == pytest.approx(more_s, rel=0.05)
 
 

@@ -10,7 +10,7 @@ from protos.messages import NewSequence, RoundPlan, Row, Sampling, Verdict
 from runtime.policy.acceptance import DecodingRow, RequestAcceptance
 from runtime.policy.base import FinishedStep, NoSpeculation
 from runtime.policy.choosers import ChainChooser
-from runtime.policy.round_costs import RoundCostModel
+from runtime.policy.round_costs import FIRST_LEVEL, RoundCostModel
 from runtime.policy.stopping import StoppingPolicy
 from tests.support.scheduling import decoding
 from workers.draft.survival import LearntStop
@@ -26,7 +26,7 @@ def test_a_draft_token_pays_if_it_brings_more_than_the_engine_does_meanwhile() -
     plan = RoundPlan(0, [Row(0, 1, 1, 2, 4), Row(1, 1, 1, 2, 4)])
     verdicts = [Verdict(slot, (1, 1, 1), 4, (0, 1)) for slot in range(2)]
     for _ in range(50):
-        policy.end_step(FinishedStep(plan, verdicts, 6, draft_s=4 * 0.002, seconds=0.020))
+        policy.end_step(FinishedStep(plan, verdicts, 6, draft_s=(FIRST_LEVEL + 3) * 0.002, seconds=0.020))
     policy.begin_step([decoding(0), decoding(1)])
     # A draft step of 2 ms for two rows, at 300 tokens a second; that the target takes longer was not seen.
     assert policy.least_survival == pytest.approx(0.001 * 300, rel=0.05)
