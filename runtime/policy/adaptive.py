@@ -23,15 +23,7 @@ from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share, Warming
 from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, record
 from runtime.policy.cost_model import Ints
 from runtime.policy.round_costs import RoundCostModel, describe
-from runtime.policy.switching import (
-    EXPLORED_ROUNDS,
-    SMOOTHING,
-    Exploration,
-    FirstRounds,
-    Switch,
-    Trials,
-    is_other_load,
-)
+from runtime.policy.switching import EXPLORED_ROUNDS, SMOOTHING, Exploration, FirstRounds, Switch, Trials, is_other_load
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +31,9 @@ TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
 AGED, AGED_OFF = 0.8, 0.25
 """Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
-DECIDING, DECIDING_OFF = Share(0.004, 64), Share(0.0005, 128)
+DECIDING, DECIDING_OFF = Share(0.003, 64), Share(0.0005, 128)
 """How often it is decided how many draft tokens there are, while speculation is on and off."""
-LEARNING, LEARNING_OFF = Share(0.004, 16), Share(0.0005, 64)
+LEARNING, LEARNING_OFF = Share(0.003, 16), Share(0.0005, 64)
 """How often acceptance and costs are learnt, while speculation is on and off."""
 
 
@@ -104,6 +96,11 @@ class AdaptivePolicy:
         """Tokens per second relative to plain decoding, smoothed over rounds; 1 where no draft token pays."""
         return self._switch.gain
 
+    @property
+    def _is_trying(self) -> bool:
+        """Whether this round tries what is not known to pay."""
+        return self._trials.is_running or self._exploration.is_busy or not self._first.are_over
+
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
         if self._idle.goes_on(running):
@@ -114,10 +111,8 @@ class AdaptivePolicy:
         if is_other_load(self._num_running, len(running)) or self._rows.are_newly_predicted(running, self._chosen):
             self._deciding.advance()
         had_drafts = self.current > 0
-        self._exploration.count(is_on=self._switch.is_on and self._first.are_over)
-        is_tried = self._trials.is_running or self._exploration.is_busy or not self._first.are_over
-        self._learns = is_tried or self._learning.is_due
-        is_kept = not (is_tried or self._deciding.is_due)
+        is_kept = not (self._is_trying or self._deciding.is_due)
+        self._learns = self._is_trying or self._learning.is_due or (self._switch.is_on and not is_kept)
         self._by_slot = {}
         if not is_kept or (self._learns and self.current):
             self._begin(running, is_kept=is_kept)
@@ -131,8 +126,12 @@ class AdaptivePolicy:
 
     def _end_idle(self, running: Seq[Sequence]) -> None:
         """Count the rounds in which nothing was done, before one of *running*."""
-        self._num_kept += self._idle.num_rounds
-        self._warming.count(drafts=False, num_rounds=self._idle.num_rounds)
+        num_rounds, is_on = self._idle.num_rounds, self._switch.is_on
+        self._num_kept += num_rounds
+        self._warming.count(drafts=self.current > 0, num_rounds=num_rounds)
+        self._exploration.count(1 + num_rounds, is_on=is_on and self._first.are_over)
+        for num_tokens, seconds in self._idle.rounds if is_on else ():
+            self._calibration.observe(self._idle.num_rows, num_tokens, seconds)
         self._trials.add(self._idle)
         self._costs.reading.count_idle(self._idle)
         self._idle.end(running)
@@ -267,7 +266,7 @@ class AdaptivePolicy:
         if not self._switch.is_on:
             self._trials.spend(spent_s)
         self._costs.observe_reading(step, self.current)
-        if step.plan.decodes and not (self.current or self._switch.is_on or self._trials.is_running):
+        if step.plan.decodes and not (self._is_trying or self._warming.is_on or self._costs.reading.is_pending):
             self._idle.start()
 
     def _end_learning(self, step: FinishedStep) -> None:

@@ -14,8 +14,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from runtime.policy.cost_model import CostCurve, Floats, Ints
+
+Bools = npt.NDArray[np.bool_]
 
 NEVER = 1e-9
 """A smaller probability counts as this one."""
@@ -183,14 +186,13 @@ def allocate(offers: Seq[Offer], num_sampling: int, costs: RoundCosts) -> Alloca
     """
     plain_s = costs.plain()
     shape = (len(offers[0].limits_R), len(offers))
-    best = Allocation(np.zeros(shape, np.int64), num_sampling, plain_s, 1.0)
     slots = _Slots.of(offers)
-    for levels in np.unique(slots.levels_N).tolist() if num_sampling else ():
-        count, tokens, seconds = slots.best(levels, num_sampling, costs)
+    if num_sampling and len(slots.levels_N):
+        taken_N, tokens, seconds = slots.best(num_sampling, costs)
         gain = tokens / seconds * plain_s / num_sampling
-        if gain > best.gain:
-            best = Allocation(slots.first(levels, count, shape), tokens, seconds, gain)
-    return best
+        if gain > 1:
+            return Allocation(slots.count(taken_N, shape), tokens, seconds, gain)
+    return Allocation(np.zeros(shape, np.int64), num_sampling, plain_s, 1.0)
 
 
 @dataclass(frozen=True)
@@ -231,25 +233,28 @@ class _Slots:
         order_N = np.argsort(-np.concatenate(worth), kind="stable")  # a row's slots of one source stay in order
         return _Slots(*(np.concatenate(each)[order_N] for each in (places, levels, sums)))
 
-    def best(self, levels: int, num_sampling: int, costs: RoundCosts) -> tuple[int, float, float]:
-        """Return the number of slots up to *levels* levels with the highest rate, its tokens and its seconds."""
-        earned_M, scored_M, looked_M, drafting_M, nothing_M, idle_M = np.cumsum(
-            self.sums_NF[self.levels_N <= levels], axis=0
-        ).T
-        tokens_M = num_sampling + earned_M
-        seconds_M = costs.scoring(scored_M, nothing_M)
-        seconds_M += costs.prompts_s * tokens_M * (looked_M + drafting_M > 0)
-        if looked_M[-1]:
-            seconds_M += np.where(looked_M > 0, costs.lookups.between(looked_M), 0.0)
-        if levels:
-            seconds_M += costs.levels.at(levels) * _expected(costs.draft, drafting_M, idle_M)
-        index = int(np.argmax(tokens_M / seconds_M))
-        return index + 1, float(tokens_M[index]), float(seconds_M[index])
+    def best(self, num_sampling: int, costs: RoundCosts) -> tuple[Bools, float, float]:
+        """Return which slots have the highest rate, whatever the levels, and the tokens and the seconds with them."""
+        levels_L = np.unique(self.levels_N)
+        is_within_LN = self.levels_N <= levels_L[:, None]
+        sums_FLN = np.cumsum(np.where(is_within_LN, self.sums_NF.T[:, None], 0.0), axis=2)
+        earned_LN, scored_LN, looked_LN, drafting_LN, nothing_LN, idle_LN = sums_FLN
+        tokens_LN = num_sampling + earned_LN
+        seconds_LN = costs.scoring(scored_LN, nothing_LN)
+        seconds_LN += costs.prompts_s * tokens_LN * (looked_LN + drafting_LN > 0)
+        if looked_LN[-1, -1]:
+            seconds_LN += np.where(looked_LN > 0, costs.lookups.between(looked_LN), 0.0)
+        if levels_L[-1]:
+            levels_s_L = np.where(levels_L > 0, costs.levels.seconds(levels_L), 0.0)
+            seconds_LN += levels_s_L[:, None] * _expected(costs.draft, drafting_LN, idle_LN)
+        level, index = divmod(int(np.argmax(tokens_LN / seconds_LN)), len(self.levels_N))
+        is_taken_N = is_within_LN[level] & (np.arange(len(self.levels_N)) <= index)
+        return is_taken_N, float(tokens_LN[level, index]), float(seconds_LN[level, index])
 
-    def first(self, levels: int, count: int, shape: tuple[int, int]) -> Ints:
-        """Return how many of the first *count* slots up to *levels* levels each row has from each source, `[R, S]`."""
+    def count(self, is_taken_N: Bools, shape: tuple[int, int]) -> Ints:
+        """Return how many slots are taken of each row and source, `[R, S]`."""
         taken_RS = np.zeros(shape, np.int64)
-        np.add.at(taken_RS, tuple(self.place_NP[self.levels_N <= levels][:count].T), 1)
+        np.add.at(taken_RS, tuple(self.place_NP[is_taken_N].T), 1)
         return taken_RS
 
 

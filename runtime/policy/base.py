@@ -146,13 +146,33 @@ class IdleRounds:
 
     Attributes:
         is_on: whether this round is one.
-        num_rounds, seconds, num_tokens: of those since `end` was called last.
+        rounds: tokens and seconds of those since `end` was called last.
     """
 
     def __init__(self, *paces: Pace) -> None:
         self._paces = paces
-        self.num_rounds = 0
+        self.rounds: list[tuple[int, float]] = []
         self.end(())
+
+    @property
+    def num_rounds(self) -> int:
+        """How many there were."""
+        return len(self.rounds)
+
+    @property
+    def num_rows(self) -> int:
+        """Of each."""
+        return self._load[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them."""
+        return sum([num_tokens for num_tokens, _ in self.rounds])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all of them."""
+        return sum([seconds for _, seconds in self.rounds])
 
     def end(self, running: Seq[Sequence]) -> None:
         """Begin a round that is none, of *running*."""
@@ -160,8 +180,8 @@ class IdleRounds:
             pace.skip(self.num_rounds)
         self.is_on = False
         self._load = _load(running)
-        self._num_left = self.num_rounds = self.num_tokens = 0
-        self.seconds = 0.0
+        self._num_left = 0
+        self.rounds = []
 
     def start(self) -> None:
         """Let the next rounds be idle until work is due, as long as no sequence comes or leaves."""
@@ -179,9 +199,7 @@ class IdleRounds:
 
     def add(self, step: FinishedStep) -> None:
         """Add an idle round."""
-        self.num_rounds += 1
-        self.num_tokens += step.num_tokens
-        self.seconds += step.seconds
+        self.rounds.append((step.num_tokens, step.seconds))
 
 
 class Warming:

@@ -237,10 +237,10 @@ class Exploration:
         """Whether it should begin in this round."""
         return self._is_on and self._num_rounds >= (DOUBT_EVERY if self._is_in_doubt else EXPLORE_EVERY)
 
-    def count(self, *, is_on: bool) -> None:
-        """Count a round, if speculation is on in it."""
+    def count(self, num_rounds: int, *, is_on: bool) -> None:
+        """Count rounds, if speculation is on in them."""
         self._is_on = is_on
-        self._num_rounds += is_on
+        self._num_rounds += num_rounds * is_on
 
     def doubt(self) -> None:
         """Note that the cost of plain rounds is in doubt."""

@@ -1,4 +1,4 @@
-"""What the adaptive policy learns from rounds with another number of draft tokens than the one that pays."""
+"""What the adaptive policy learns while speculation is on, and in which rounds."""
 
 from statistics import mean
 
@@ -8,7 +8,7 @@ from protos.messages import StepCosts
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.round_costs import RoundCostModel
-from tests.support.policy_simulation import Simulation
+from tests.support.policy_simulation import Simulation, best_fixed, cheap, flat, warmed_up
 
 FULL = pytest.mark.full
 
@@ -51,3 +51,30 @@ def test_what_another_number_of_draft_tokens_costs_is_learnt_from_several_rounds
         engine.simulation.run([rate], 300)
         shares.append(engine.simulation.run([rate], 4000) / engine.best(rate))
     assert mean(shares) >= 0.98
+
+
+class Clock:
+    """Each call of it takes 50 us: the policy calls it in rounds in which it does something."""
+
+    calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 0.00005 * self.calls
+
+
+@pytest.mark.parametrize("rate", [0.8, 0.0])
+def test_in_most_rounds_it_does_nothing_and_still_misses_none(rate: float) -> None:
+    """What rounds in between brought corrects the prediction, so a change of the text is noticed as soon."""
+    clock = Clock()
+    policy = AdaptivePolicy(8, ChainChooser(8), RoundCostModel(warmed_up(flat), 9, 1, 8), clock=clock)
+    simulation = Simulation(policy, flat, cheap)
+    simulation.run([rate], 400)
+    num_busy = 0
+    for _ in range(1000):
+        before = clock.calls
+        simulation.run([rate], 1)
+        num_busy += clock.calls > before
+    assert num_busy < 400
+    simulation.run([0.8 - rate], 300)
+    assert simulation.run([0.8 - rate], 1000) >= 0.95 * best_fixed([0.8 - rate], flat, cheap)
