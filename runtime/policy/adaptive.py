@@ -184,7 +184,7 @@ class AdaptivePolicy:
             return None
         if self._exploration.is_overdue:
             self._costs.age(AGED)
-        k, costs = self._exploration.choose(max(self._typical)), self._costs.of(num_known, num_rows)
+        k, costs = self._exploration.choose(max(self._typical), self._switch.gain), self._costs.of(num_known, num_rows)
         if k:
             lost_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
         else:  # the draft reads these rounds' tokens afterwards
@@ -295,5 +295,5 @@ class AdaptivePolicy:
             record(self._chooser, step, self._by_slot, reading)
             self._costs.observe(done, reads=bool(reading))
         if self.current and self._costs.is_plain_in_doubt(done.num_known):
-            self._exploration.doubt()
+            self._exploration.doubt(self._switch.gain)
         return self._costs.of(done.num_known).plain()

@@ -33,6 +33,9 @@ EXPLORE_EVERY, DOUBT_EVERY = 100, 16
 """While speculation is on, other numbers of draft tokens are tried after so many rounds, and after so many at least."""
 EXPLORED_ROUNDS = 3
 """Each is tried for so many rounds in a row. The first shows nothing: after one of another size it takes longer."""
+CLEAR_GAIN, PLAIN_SHARE, CLEAR_SHARE = 1.25, 0.5, 0.1
+"""The share of the times in which none is tried, with gains up to this one and above: there, what plain rounds cost
+decides nothing."""
 NEAR = 1.5
 """Of the other numbers, two of three are larger or smaller by this factor: what these cost decides between them."""
 FIRST_ROUNDS, FIRST_PLAIN = 48, 6
@@ -242,13 +245,14 @@ class Exploration:
         self._is_on = is_on
         self._num_rounds += num_rounds * is_on
 
-    def doubt(self) -> None:
-        """Note that the cost of plain rounds is in doubt."""
-        self._is_in_doubt = True
+    def doubt(self, gain: float) -> None:
+        """Note that the cost of plain rounds is in doubt, if it decides anything at this *gain*."""
+        self._is_in_doubt |= gain <= CLEAR_GAIN
 
-    def choose(self, k: int) -> int:
+    def choose(self, k: int, gain: float) -> int:
         """Return the number of draft tokens to try instead of *k*; it is not due again for a while, tried or not."""
-        is_plain = self._is_in_doubt or self._random.random() < 0.5
+        plain_share = PLAIN_SHARE if gain <= CLEAR_GAIN else CLEAR_SHARE
+        is_plain = self._is_in_doubt or self._random.random() < plain_share
         self._num_rounds, self._is_in_doubt = 0, False
         less, more = max(1, int(k / NEAR)), min(self._limit, math.ceil(k * NEAR))
         others = [one for one in (less, more, self._random.randint(1, self._limit)) if one != k]
