@@ -266,7 +266,8 @@ class AdaptivePolicy:
         if not self._switch.is_on:
             self._trials.spend(spent_s)
         self._costs.observe_reading(step, self.current)
-        if step.plan.decodes and not (self._is_trying or self._warming.is_on or self._costs.reading.is_pending):
+        may_read = self.current > 0 and self._costs.reading.is_pending
+        if step.plan.decodes and not (self._is_trying or self._warming.is_on or may_read):
             self._idle.start()
 
     def _end_learning(self, step: FinishedStep) -> None:
