@@ -125,7 +125,7 @@ class AdaptivePolicy:
         self._begin_s = self._clock() - began
 
     def _end_idle(self, running: Seq[Sequence]) -> None:
-        """Count the rounds in which nothing was done, before one of *running*."""
+        """Count the rounds in which nothing was done, before this one of *running*."""
         num_rounds, is_on = self._idle.num_rounds, self._switch.is_on
         self._num_kept += num_rounds
         self._warming.count(drafts=self.current > 0, num_rounds=num_rounds)
