@@ -14,11 +14,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from runtime.policy.cost_model import CostCurve, Floats, Ints
-
-Bools = npt.NDArray[np.bool_]
+from runtime.policy.cost_model import CostCurve, Flags, Floats, Ints
 
 NEVER = 1e-9
 """A smaller probability counts as this one."""
@@ -233,7 +230,7 @@ class _Slots:
         order_N = np.argsort(-np.concatenate(worth), kind="stable")  # a row's slots of one source stay in order
         return _Slots(*(np.concatenate(each)[order_N] for each in (places, levels, sums)))
 
-    def best(self, num_sampling: int, costs: RoundCosts) -> tuple[Bools, float, float]:
+    def best(self, num_sampling: int, costs: RoundCosts) -> tuple[Flags, float, float]:
         """Return which slots have the highest rate, whatever the levels, and the tokens and the seconds with them."""
         levels_L = np.unique(self.levels_N)
         is_within_LN = self.levels_N <= levels_L[:, None]
@@ -251,7 +248,7 @@ class _Slots:
         is_taken_N = is_within_LN[level] & (np.arange(len(self.levels_N)) <= index)
         return is_taken_N, float(tokens_LN[level, index]), float(seconds_LN[level, index])
 
-    def count(self, is_taken_N: Bools, shape: tuple[int, int]) -> Ints:
+    def count(self, is_taken_N: Flags, shape: tuple[int, int]) -> Ints:
         """Return how many slots are taken of each row and source, `[R, S]`."""
         taken_RS = np.zeros(shape, np.int64)
         np.add.at(taken_RS, tuple(self.place_NP[is_taken_N].T), 1)

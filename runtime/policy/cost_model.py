@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 CLIP = math.log(2)
 """A round that took more than twice the predicted seconds, or less than half, counts as one that took that."""
