@@ -40,6 +40,8 @@ PART = 2048
 """Longer answers are indexed in parts, so that each fits into one round."""
 BUDGET = 512
 """Tokens of finished answers indexed per round; the last answer may exceed it."""
+FEW = 4
+"""So many rows are looked up in the answers one by one: numpy takes as long for them."""
 SHORT = 4
 """Chains of at most this many tokens are made together, apart from longer ones."""
 ROUNDING = 1e-6
@@ -100,7 +102,11 @@ class SuffixProposer(SequenceIndex):
         """Return one draft per row; empty if no indexed text contains its last token."""
         sequences = self.update(rows)
         own = [self._from_text(row, one) for row, one in zip(rows, sequences, strict=True)]
-        best = self._or_from_answers(rows, sequences, own) if len(self._answers) else own
+        best = own
+        if len(rows) <= FEW:
+            best = [self._or_searched(*one) for one in zip(rows, sequences, own, strict=True)]
+        elif len(self._answers):
+            best = self._or_from_answers(rows, sequences, own)
         return [found.draft if found.score >= self._min_score else NO_DRAFT for found in best]
 
     def _from_text(self, row: DraftRow, sequence: IndexedSequence) -> ScoredDraft:
@@ -123,6 +129,16 @@ class SuffixProposer(SequenceIndex):
         """Return *best* or, if the score is higher, the merged continuations *texts* of *total* occurrences."""
         merged = self._merge(texts, total, count, self._min_probability)
         return merged if merged.score > best.score else best
+
+    def _or_searched(self, row: DraftRow, sequence: IndexedSequence, best: ScoredDraft) -> ScoredDraft:
+        """Return *best* or, if the score is higher, a draft from the answers to all requests, for this row alone."""
+        least = self._least(row.k, best.score)
+        for match in self._answers.search(sequence.salt, row.token_ids, least):
+            if self._counts[match.length] <= best.score:
+                break
+            for places, total, count, depth in self._candidates(row, sequence.num_shared, [match], best.score):
+                best = self._better(best, self._answers.after(places, depth), total, count)
+        return best
 
     def _or_from_answers(
         self, rows: Seq[DraftRow], sequences: Seq[IndexedSequence], own: Seq[ScoredDraft]

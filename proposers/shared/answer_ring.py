@@ -5,19 +5,14 @@ links. A chunk of a text that goes on starts with a copy of the last tokens befo
 tokens after it. When the ring is full, the oldest chunks are evicted.
 """
 
-import mmap
 from collections import Counter, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-Number = TypeVar("Number", np.int32, np.uint32)
-Ids = npt.NDArray[np.int32]
-Places = npt.NDArray[np.int64]
+from proposers.shared.arrays import Ids, small_pages
 
 NOTHING = -1
 RESERVED = 256
@@ -59,16 +54,6 @@ class AnswerText:
     reserved: int = 0
     chunks: deque[AnswerChunk] = field(default_factory=lambda: deque(maxlen=2))
     num_kept: int = 0
-
-
-def small_pages(size: int, dtype: type[Number]) -> npt.NDArray[Number]:
-    """Return zeros that cost no memory until they are written to, and little time then.
-
-    For large arrays numpy asks for huge pages. The first write into each of those may take 10 ms, in which the kernel
-    makes room for it.
-    """
-    pages = mmap.mmap(-1, size * np.dtype(dtype).itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(pages, dtype)
 
 
 class AnswerRing:

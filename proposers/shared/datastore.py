@@ -18,6 +18,7 @@ neighbours of the context's own position.
 
 import hashlib
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import islice
@@ -34,6 +35,8 @@ HEADER = struct.Struct("<8sIIQQ32s")
 DEPTH = 16
 NEIGHBOURS = 16
 """Number of places read on either side of a context's position."""
+FEW_CONTEXTS, FEW_PLACES = 4, 16
+"""So many contexts are looked up one by one, and so many places read: numpy takes as long for them."""
 SAMPLE = 1 << 14
 """About this many places have their sort keys in memory, to narrow down searches."""
 _SHORT_END, _LONG_END = 0xFFFF, 0xFFFFFFFF
@@ -81,12 +84,13 @@ def write(path: Path, texts: Iterable[Seq[int]], tokenizer: bytes, step: Step = 
 
 def _sorted_places(ids: Ids, step: Step) -> Ids:
     """Sort the places by the tokens before them, doubling the number of tokens compared."""
-    rank = np.where(ids < 0, ids.max() + 1, ids) + 1
-    rank = np.concatenate(([0], rank))[: len(ids)]  # place i reads token i - 1; nothing precedes the first
+    end = ids.max() + 1
+    # Place i reads token i - 1. Ends of texts precede the first.
+    rank = np.concatenate(([end], np.where(ids < 0, end, ids)))[: len(ids)]
     compared = 1
     step(1)
     while compared < DEPTH:
-        before = np.zeros_like(rank)
+        before = np.full_like(rank, rank[0])
         before[compared:] = rank[:-compared]
         pair = rank * (int(rank.max()) + 1) + before
         order = np.argsort(pair, kind="stable")
@@ -125,12 +129,17 @@ class Datastore:
         self._first_lines = np.lib.stride_tricks.sliding_window_view(head, DEPTH)
         self._step = max(1, len(self._places) // SAMPLE)
         self._sample_keys = _keys(self._before(self._places[:: self._step]))
+        # Single elements are read faster through these.
+        self._token_view, self._place_view = self._tokens.data, self._places.data
+        self._key_view = self._sample_keys.data
 
     def __len__(self) -> int:
         return self._num_tokens
 
     def longest(self, contexts: Seq[Seq[int]]) -> list[DatastoreMatch]:
         """Return for each context the longest suffix of at most `DEPTH` tokens that occurs, and some of its places."""
+        if len(contexts) <= FEW_CONTEXTS:
+            return [self._longest(context) for context in contexts]
         wanted_RD = self._reversed(contexts)
         nearest_RN = self._search(wanted_RD)[:, None] + np.arange(-NEIGHBOURS, NEIGHBOURS)
         is_inside_RN = (nearest_RN >= 0) & (nearest_RN < len(self._places))
@@ -146,6 +155,36 @@ class Datastore:
             DatastoreMatch(longest, list(islice(places, number)))
             for longest, number in zip(longest_R.tolist(), is_best_RN.sum(1).tolist(), strict=True)
         ]
+
+    def _longest(self, context: Seq[int]) -> DatastoreMatch:
+        """Do what `longest` does for one context. Matches get shorter on either side of its position."""
+        newest = list(context[: -DEPTH - 1 : -1])
+        position = self._position(newest + [-1] * (DEPTH - len(newest)))
+        below = self._place_view[max(0, position - NEIGHBOURS) : position].tolist()
+        above = self._place_view[position : position + NEIGHBOURS].tolist()
+        longest = max([self._match(place, newest) for place in below[-1:] + above[:1]], default=0)
+        first = next((i for i, one in enumerate(reversed(below)) if self._match(one, newest) < longest), len(below))
+        end = next((i for i, one in enumerate(above) if self._match(one, newest) < longest), len(above))
+        return DatastoreMatch(longest, below[len(below) - first :] + above[:end])
+
+    def _match(self, place: int, newest: Seq[int]) -> int:
+        """Return how many tokens before *place* equal the *newest* ones of a context."""
+        tokens, most = self._token_view, min(place, len(newest))
+        return next((i for i in range(most) if tokens[place - 1 - i] != newest[i]), most)
+
+    def _position(self, wanted: list[int]) -> int:
+        """Return the position of a context, newest token first, among the sorted places: 0 to their number."""
+        key = wanted[0]
+        for token in wanted[1:3]:
+            key = key << 21 | max(0, token)
+        low = max(0, bisect_left(self._key_view, key) - 1) * self._step
+        high = min(bisect_right(self._key_view, key) * self._step, len(self._place_view))
+        return bisect_left(self._place_view, wanted, low, high, key=self._line)
+
+    def _line(self, place: int) -> list[int]:
+        """Return the tokens before *place*, newest first."""
+        line: list[int] = self._token_view[max(0, place - DEPTH) : place].tolist()[::-1]
+        return line if len(line) == DEPTH else line + [self._end] * (DEPTH - len(line))
 
     def _reversed(self, contexts: Seq[Seq[int]]) -> Ids:
         """Return `[R, DEPTH]`: each context's last tokens, newest first, padded with -1, which equals no token."""
@@ -185,12 +224,18 @@ class Datastore:
 
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
         """Return at most *most* ids from each place on, up to the end of its text."""
+        if len(places) <= FEW_PLACES:
+            return [self._text(place, most) for place in places]
         index_PC = np.array(places, np.int64).reshape(-1, 1) + np.arange(most)
         line_PC = self._tokens.take(index_PC, mode="clip")
         lines: list[list[int]] = line_PC.tolist()
         for i in (line_PC == self._end).any(1).nonzero()[0].tolist():
             lines[i] = lines[i][: lines[i].index(self._end)]
         return lines
+
+    def _text(self, place: int, most: int) -> list[int]:
+        text: list[int] = self._token_view[place : place + most].tolist()
+        return text[: text.index(self._end)] if self._end in text else text
 
 
 def _keys(newest_ND: Ids) -> npt.NDArray[np.uint64]:

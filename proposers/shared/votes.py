@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from proposers.shared.answer_ring import NOTHING, Ids
+from proposers.shared.answer_ring import NOTHING
+from proposers.shared.arrays import Ids
 
 Counts = npt.NDArray[np.int64]
 

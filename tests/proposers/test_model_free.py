@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proposers.shared import continuations as votes
-from proposers.shared.answer_index import CHAIN, AnswerIndex, AnswerMatch
+from proposers.shared.answer_index import AnswerIndex, AnswerMatch
 from proposers.shared.answer_ring import AnswerText
+from proposers.shared.hash_chains import CHAIN
 from proposers.shared.ngram_index import MAX_PLACES, Places
 from proposers.shared.prediction import Prediction
 from protos.draft import DraftRow

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from cluster import assemble
 from cluster.cli import main as cli
 from proposers.rest import RestProposer
-from proposers.shared.datastore import DEPTH, NEIGHBOURS, Datastore, fingerprint, write
+from proposers.shared.datastore import DEPTH, FEW_CONTEXTS, NEIGHBOURS, Datastore, fingerprint, write
 from protos.config.engine import ModelConfig, SpeculativeConfig
 from protos.draft import DraftRow
 from protos.errors import ConfigError
@@ -45,7 +45,9 @@ def test_a_datastore_finds_what_a_naive_search_finds(
         return
     write(path, texts, TOKENIZER)
     store = Datastore(path)
-    for context, found in zip(contexts, store.longest(contexts), strict=True):
+    together = store.longest(contexts * (FEW_CONTEXTS + 1))
+    assert together == [store.longest([context])[0] for context in contexts] * (FEW_CONTEXTS + 1)
+    for context, found in zip(contexts, together, strict=False):
         sizes = range(min(DEPTH, len(context)), 0, -1)
         length = next((size for size in sizes if places_of(texts, context, size)), 0)
         assert found.length == length
