@@ -61,9 +61,8 @@ class AdaptivePolicy:
         may_branch: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.limit, self._clock = limit, clock
-        self._sources = sources
-        self._may_branch = may_branch
+        self.limit = self._current = limit
+        self._sources, self._may_branch, self._clock = sources, may_branch, clock
         self._chooser = chooser
         self._costs, self._calibration = costs, Calibration()
         self._switch, self._trials, self._exploration = Switch(), Trials(limit), Exploration(limit)
@@ -71,7 +70,6 @@ class AdaptivePolicy:
         self._by_slot: dict[int, Asked] = {}  # of this round
         self._chosen: dict[int, tuple[int, ...]] = {}  # in this round from each source, by the sequence's key
         self._typical = (limit,) * len(sources)  # for sequences that came after the last decision
-        self._current = limit
         self._first = FirstRounds(limit)
         self._deciding, self._learning = Pace(), Pace()
         self._idle = IdleRounds(self._deciding, self._learning)
@@ -130,8 +128,10 @@ class AdaptivePolicy:
         self._num_kept += num_rounds
         self._warming.count(drafts=self.current > 0, num_rounds=num_rounds)
         self._exploration.count(1 + num_rounds, is_on=is_on and self._first.are_over)
-        for num_tokens, seconds in self._idle.rounds if is_on else ():
-            self._calibration.observe(self._idle.num_rows, num_tokens, seconds)
+        for step in self._idle.steps if is_on else ():
+            self._calibration.observe(self._idle.num_rows, step.num_tokens, step.seconds)
+        for step in self._idle.learnt if is_on and self._by_slot else ():
+            record(self._chooser, step, self._by_slot, self._costs.reading_slots(step, self.current))
         self._trials.add(self._idle)
         self._costs.reading.count_idle(self._idle)
         self._idle.end(running)
@@ -226,8 +226,8 @@ class AdaptivePolicy:
             self._trials.restore_share()
             self._calibration.clear()
             state = "on again" if self._switch.is_on else "off"
-            rates, gain = self._chooser.describe(), self.predicted_speedup
-            logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", state, num_rows, rates, gain)
+            logged = state, num_rows, self._chooser.describe(), self.predicted_speedup
+            logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", *logged)
 
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
         costs = self._costs.of(num_known, num_rows)

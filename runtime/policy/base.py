@@ -14,6 +14,8 @@ from runtime.core.sequence import Sequence
 
 WARMING_ROUNDS = 2
 """Nothing is learnt of so many first rounds with drafts: the draft catches up with the sequences."""
+LEARNT_ROWS = 32
+"""Acceptance is learnt of idle rounds with at most so many rows together."""
 
 
 @dataclass(frozen=True)
@@ -146,18 +148,18 @@ class IdleRounds:
 
     Attributes:
         is_on: whether this round is one.
-        rounds: tokens and seconds of those since `end` was called last.
+        steps: those since `end` was called last.
     """
 
     def __init__(self, *paces: Pace) -> None:
         self._paces = paces
-        self.rounds: list[tuple[int, float]] = []
+        self.steps: list[FinishedStep] = []
         self.end(())
 
     @property
     def num_rounds(self) -> int:
         """How many there were."""
-        return len(self.rounds)
+        return len(self.steps)
 
     @property
     def num_rows(self) -> int:
@@ -167,12 +169,18 @@ class IdleRounds:
     @property
     def num_tokens(self) -> int:
         """Tokens of all of them."""
-        return sum([num_tokens for num_tokens, _ in self.rounds])
+        return sum([step.num_tokens for step in self.steps])
 
     @property
     def seconds(self) -> float:
         """Seconds of all of them."""
-        return sum([seconds for _, seconds in self.rounds])
+        return sum([step.seconds for step in self.steps])
+
+    @property
+    def learnt(self) -> list[FinishedStep]:
+        """The last steps, of which acceptance is learnt: with many rows, one step shows enough."""
+        number = LEARNT_ROWS // max(1, self.num_rows)
+        return self.steps[-number:] if number else []
 
     def end(self, running: Seq[Sequence]) -> None:
         """Begin a round that is none, of *running*."""
@@ -181,7 +189,7 @@ class IdleRounds:
         self.is_on = False
         self._load = _load(running)
         self._num_left = 0
-        self.rounds = []
+        self.steps = []
 
     def start(self) -> None:
         """Let the next rounds be idle until work is due, as long as no sequence comes or leaves."""
@@ -199,7 +207,7 @@ class IdleRounds:
 
     def add(self, step: FinishedStep) -> None:
         """Add an idle round."""
-        self.rounds.append((step.num_tokens, step.seconds))
+        self.steps.append(step)
 
 
 class Warming:

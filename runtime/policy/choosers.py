@@ -56,7 +56,8 @@ class Chooser(Protocol):
 def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], reading: Collection[int]) -> None:
     """Let *chooser* learn from a step.
 
-    Of rows that began in it, it does not: they may have been asked for other drafts.
+    Of rows that began in it, it does not: they may have been asked for other drafts. Nor does it of rows whose last
+    tokens were fewer than that.
 
     Args:
         chooser: learns.
@@ -64,11 +65,11 @@ def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], rea
         asked: by slot.
         reading: slots without a draft because the draft had not read their prompts.
     """
-    sources = {row.slot: row.source for row in step.plan.rows}
+    planned = {row.slot: row for row in step.plan.rows}
     for verdict in step.verdicts:
         k_S, row = asked.get(verdict.slot, NOT_ASKED)
-        if any(k_S) and verdict.slot not in reading:
-            chooser.record(verdict, row, k_S, sources[verdict.slot])
+        if any(k_S) and verdict.slot not in reading and max(k_S) <= planned[verdict.slot].depth:
+            chooser.record(verdict, row, k_S, planned[verdict.slot].source)
 
 
 class ChainChooser:
