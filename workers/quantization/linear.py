@@ -1,11 +1,14 @@
 """A linear layer over a quantised weight, and an embedding over the same weight."""
 
+from collections.abc import Callable
+from typing import Any, Self
+
 import torch
 from torch import nn
 
 from workers.quantization.layer import QuantizedLayer
 from workers.quantization.layout import lay_out, rows_of
-from workers.quantization.products import linear
+from workers.quantization.products import LinearOnCpu, linear, runs_on_cpu
 from workers.quantization.weight import Code, QuantizedWeight
 
 
@@ -21,10 +24,26 @@ class QuantizedLinear(QuantizedLayer):
     def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None = None) -> None:
         super().__init__(weight, lay_out(weight))
         self.register_parameter("bias", bias)
+        self._on_cpu: LinearOnCpu | None = None  # made by the first call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., N]` for `[..., K]`."""
+        if runs_on_cpu(x):
+            if self._on_cpu is None:
+                self._on_cpu = LinearOnCpu(self.laid_out, self.bias, self.out_features, self.group, self.code)
+            return self._on_cpu(x)
         return linear(x, self.laid_out, self.bias, self.out_features, self.group, self.code)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a parameter is used from the next call on."""
+        if isinstance(value, nn.Parameter):
+            self._on_cpu = None
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self._on_cpu = None
+        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return moved
 
 
 class QuantizedEmbedding(nn.Module):

@@ -31,6 +31,48 @@ def kernel() -> "ctypes._NamedFuncPointer":
     return load_function("quantized", "slipstream_quantized", NO_CONTRACTION)
 
 
+class LinearOnCpu:
+    """The product with one weight on a CPU: what no call changes is filled in once.
+
+    Args:
+        weight: is kept as long as this.
+        bias_N: as *weight*, or None.
+        columns: N.
+        group: inputs that share a scale.
+        code: what the codes are.
+    """
+
+    def __init__(self, weight: LaidOut, bias_N: torch.Tensor | None, columns: int, group: int, code: Code) -> None:
+        self._kept = weight, bias_N
+        self._columns, self._kernel = columns, kernel()
+        self._shared = _Quantized(
+            codes=weight.codes.data_ptr(),
+            scales=weight.scales.data_ptr(),
+            zeros=None if weight.zeros is None else weight.zeros.data_ptr(),
+            bias=None if bias_N is None else bias_N.data_ptr(),
+            columns=columns,
+            repeats=1,
+            experts=1,
+            group=group,
+            groups=weight.scales.size(-2),
+            code=int(code),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the products `[..., N]` of `[..., K]`, plus the bias, in the dtype of *x*."""
+        x_MK = x.reshape(-1, x.shape[-1])
+        if x_MK.stride(1) != 1:
+            x_MK = x_MK.contiguous()
+        num_rows, size = x_MK.shape
+        y_MN = x_MK.new_empty(num_rows, self._columns)
+        call = _Quantized.from_buffer_copy(self._shared)  # other threads may call, too
+        call.x, call.y = x_MK.data_ptr(), y_MN.data_ptr()
+        call.rows, call.size, call.x_stride = num_rows, size, x_MK.stride(0)
+        call.kind, call.threads = DTYPE_CODES[x.dtype], torch.get_num_threads()
+        self._kernel(ctypes.byref(call))
+        return y_MN.view(*x.shape[:-1], self._columns)
+
+
 def linear(  # noqa: PLR0917
     x: torch.Tensor, weight: LaidOut, bias_N: torch.Tensor | None, columns: int, group: int, code: Code
 ) -> torch.Tensor:
@@ -63,9 +105,14 @@ def experts(  # noqa: PLR0917
     return _product(x_RK, ids_S, weight.codes, weight.scales, weight.zeros, bias_EN, columns, group, int(code))
 
 
+def runs_on_cpu(x: torch.Tensor) -> bool:
+    """Whether a product of *x* runs now, on a CPU. Torch's dispatcher is left out then: there are many in a step."""
+    return type(x) is torch.Tensor and x.is_cpu and not torch.compiler.is_compiling()
+
+
 def _product(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Call the operator, on CPUs without torch's dispatcher: a model calls it for each layer in each step."""
-    if type(x) is torch.Tensor and x.is_cpu and not torch.compiler.is_compiling():
+    """Call the operator, or the kernel alone."""
+    if runs_on_cpu(x):
         return _on_cpu(x, *arguments)
     found: torch.Tensor = torch.ops.slipstream_quantized.product(x, *arguments)
     return found

@@ -66,3 +66,15 @@ def test_an_embedding_has_the_rows_of_its_head() -> None:
     embedding = QuantizedEmbedding(head, torch.float32)
     ids = torch.tensor([[0, 3, 49], [17, 4, 4]])
     assert torch.equal(embedding(ids), values(head)[ids])
+
+
+def test_parameters_that_are_set_later_are_used() -> None:
+    """What a layer keeps for its calls must not outlast them."""
+    layer, x_MK = QuantizedLinear(int8(weight(8, 64))), torch.randn(2, 64)
+    before_MN = layer(x_MK)
+    layer.bias = torch.nn.Parameter(torch.arange(8.0), requires_grad=False)
+    torch.testing.assert_close(layer(x_MK), before_MN + layer.bias)
+    layer.scales = torch.nn.Parameter(2 * layer.scales, requires_grad=False)
+    torch.testing.assert_close(layer(x_MK), 2 * before_MN + layer.bias)
+    layer._apply(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor)
+    torch.testing.assert_close(layer(x_MK), 4 * before_MN + layer.bias)
