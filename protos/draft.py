@@ -73,6 +73,8 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     def _num_valid(self, vocab_size: int) -> int:
         """Return how many nodes come before the first invalid one."""
+        if self.tokens and not self.parents and min(self.tokens) >= 0 and max(self.tokens) < vocab_size:
+            return len(self.tokens)
         for node, (token, parent) in enumerate(zip(self.tokens, self.node_parents(), strict=True)):
             if not (0 <= token < vocab_size and -1 <= parent < node):
                 return node

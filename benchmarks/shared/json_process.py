@@ -26,13 +26,13 @@ class JsonProcess:
         )
         self.pid = self._process.pid
 
-    def await_start(self) -> None:
-        """Wait for the first answer. Call it once, before `ask`.
+    def await_start(self) -> Any:
+        """Wait for the first answer, and return it. Call it once, before `ask`.
 
         Raises:
             RuntimeError: the process ended.
         """
-        self._read()
+        return self._read()
 
     def ask(self, command: Mapping[str, Any]) -> Any:
         """Return the answer to *command*.

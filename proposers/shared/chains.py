@@ -28,6 +28,7 @@ class Chains:
         self._order = sorted(range(len(rows)), key=lambda i: -rows[i].length)
         self.rows = [rows[i] for i in self._order]
         self.steps = min(max_steps, self.rows[0].length if rows else 0)
+        self._lengths = [min(self.steps, row.length) for row in self.rows]
         self._tokens: list[list[int]] = [[] for _ in rows]
         self._leave_but([place for place in range(len(rows)) if self._is_short(place)])
 
@@ -53,7 +54,7 @@ class Chains:
         return drafts
 
     def _is_short(self, place: int) -> bool:
-        return len(self._tokens[place]) < min(self.steps, self.rows[place].length)
+        return len(self._tokens[place]) < self._lengths[place]
 
     def _leave_but(self, places: list[int]) -> None:
         self._places = places

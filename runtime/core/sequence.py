@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from protos.draft import Draft
 from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput, Verdict
@@ -14,27 +15,31 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False)
 class SpeculationCounts:
-    """Adds up `SpeculationStats`."""
+    """Adds up `SpeculationStats`. `by_accepted[n]` of the drafts had n accepted tokens."""
 
     steps: int = 0
     proposed: int = 0
     accepted: int = 0
-    accepted_per_pos: list[int] = field(default_factory=list)
+    by_accepted: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def accepted_per_pos(self) -> tuple[int, ...]:
+        """How many drafts had an accepted token at each position."""
+        return tuple(accumulate(self.by_accepted[:0:-1]))[::-1]
 
     def add(self, widths: Seq[int], accepted: int) -> None:
         """Count one draft: `widths[i]` tokens were proposed at position i, and *accepted* of all were accepted."""
         self.steps += 1
         self.proposed += sum(widths)
         self.accepted += accepted
-        per_pos = self.accepted_per_pos
-        if len(per_pos) < len(widths):
-            per_pos.extend([0] * (len(widths) - len(per_pos)))
-        for position in range(accepted):
-            per_pos[position] += 1
+        by_accepted = self.by_accepted
+        if len(by_accepted) <= len(widths):
+            by_accepted.extend([0] * (len(widths) + 1 - len(by_accepted)))
+        by_accepted[accepted] += 1
 
     def snapshot(self) -> SpeculationStats:
         """Return the counts so far."""
-        return SpeculationStats(self.steps, self.proposed, self.accepted, tuple(self.accepted_per_pos))
+        return SpeculationStats(self.steps, self.proposed, self.accepted, self.accepted_per_pos)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,11 +123,23 @@ class Sequence:
 
     def append(self, token_ids: Seq[int]) -> int:
         """Append tokens up to and including the first that ends the sequence; return how many."""
+        if self._goes_on_after(token_ids):
+            self.token_ids.extend(token_ids)
+            return len(token_ids)
         for index, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
             if self._ends_with(token_id):
                 return index + 1
         return len(token_ids)
+
+    def _goes_on_after(self, token_ids: Seq[int]) -> bool:
+        """Whether none of *token_ids* can end it, which is known without looking at each."""
+        if self.detokenizer is not None or len(self.token_ids) + len(token_ids) >= self.max_len:
+            return False
+        request, new = self.request, set(token_ids)
+        return new.isdisjoint(request.params.stop_token_ids) and (
+            request.params.ignore_eos or new.isdisjoint(request.eos_ids)
+        )
 
     def _ends_with(self, token_id: int) -> bool:
         params = self.request.params

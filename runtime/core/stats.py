@@ -40,7 +40,7 @@ class EngineCounters:
             drafting_rounds=speculation.steps,
             proposed=speculation.proposed,
             accepted=speculation.accepted,
-            accepted_per_pos=tuple(speculation.accepted_per_pos),
+            accepted_per_pos=speculation.accepted_per_pos,
             draft_failures=self.draft_failures,
             preemptions=self.preemptions,
             prompt_tokens=self.prompt_tokens,

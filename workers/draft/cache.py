@@ -38,10 +38,13 @@ class DraftCache:
         num_slots = len(slots.known_len)
         self.waiting = Waiting(num_slots)
         self.validity = BlockValidity(forward.num_blocks, slots.block_size)
-        self._joined: Ints = np.full(num_slots, -1, np.int64)
+        self._joined = [-1] * num_slots
         self._from: Ints = np.zeros(num_slots, np.int64)  # the first entry after the last gap
         self._has_gaps = False
         self.held: Ints = np.zeros(num_slots, np.int64)
+        # Single elements are read and written faster through these.
+        self._held, self._known, self._generation = self.held.data, slots.known_len.data, slots.joined.data
+        self._num_blocks = slots.num_blocks.data
         self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # position, and draft tokens fed there
 
     def ends(self, slots_R: Ints) -> Ints:
@@ -60,15 +63,14 @@ class DraftCache:
         """
         if not self.forward.loaded.layers:
             return 0
-        slots = self.slots
-        most = min(int(slots.num_blocks[slot]) * slots.block_size, self.forward.loaded.max_model_len)
+        most = min(self._num_blocks[slot] * self.slots.block_size, self.forward.loaded.max_model_len)
         if self.needs == "all":
             most = min(most, int(self.waiting.end_S[slot]))
-        return min(most, int(slots.known_len[slot]) - self.lag - 1)
+        return min(most, self._known[slot] - self.lag - 1)
 
     def fits(self, slot: int, depth: int) -> bool:
         """Whether the draft's context has room for *depth* levels, and the features to begin with have arrived."""
-        known = int(self.slots.known_len[slot])
+        known = self._known[slot]
         has_features = self.needs == "none" or int(self.waiting.end_S[slot]) == known - 1 > 0
         return has_features and known + depth <= self.forward.loaded.max_model_len
 
@@ -77,17 +79,17 @@ class DraftCache:
         if not self.start_if_new(slot) and self.needs != "all":
             self._keep_accepted(slot, *self._fed[slot])
         self._fed[slot] = (0, [])
-        most = max(0, int(self.slots.known_len[slot]) - self.lag - 1)
+        most = max(0, self._known[slot] - self.lag - 1)
         if self.needs == "all":  # features that were fed or lost are gone
             most = max(most, self.waiting.base(slot))
-        held = min(int(self.held[slot]), most)
-        self.held[slot] = self.forward.resumes_at(slot, int(self.slots.joined[slot]), held)
-        return int(self.held[slot])
+        held = self.forward.resumes_at(slot, self._generation[slot], min(self._held[slot], most))
+        self._held[slot] = held
+        return held
 
     def begin_draft(self, slots_R: Ints) -> None:
         """Record that drafts begin after the known tokens of these slots."""
         for slot in slots_R.tolist():
-            self._fed[slot] = (int(self.slots.known_len[slot]), [])
+            self._fed[slot] = (self._known[slot], [])
 
     def add_drafted(self, slots_R: Ints, token_ids: Seq[int]) -> None:
         """Record the draft token that was fed for each slot."""
@@ -98,13 +100,13 @@ class DraftCache:
         """Record that the known tokens, and then these draft tokens of each slot, were fed."""
         self._record(slots_R, self.held[slots_R], self.ends(slots_R))
         for slot, fed in zip(slots_R.tolist(), chains, strict=True):
-            self._fed[slot] = (int(self.slots.known_len[slot]), fed)
+            self._fed[slot] = (self._known[slot], fed)
 
     def start_if_new(self, slot: int) -> bool:
         """Reset the state of *slot* if another sequence has joined it; return whether one has."""
-        is_new = bool(self._joined[slot] != self.slots.joined[slot])
+        is_new = self._joined[slot] != self._generation[slot]
         if is_new:
-            self._joined[slot] = self.slots.joined[slot]
+            self._joined[slot] = self._generation[slot]
             if self.needs != "none":
                 self.waiting.clear(slot)
             self._from[slot] = 0
@@ -209,12 +211,12 @@ class DraftCache:
 
     def _keep_accepted(self, slot: int, base: int, fed: list[int]) -> None:
         """Count draft tokens that were fed and then accepted; entries of a draft's own features are not valid."""
-        held = int(self.held[slot])
-        fed = fed[: max(0, int(self.slots.known_len[slot]) - base)]  # the slot holds the draft after them
-        accepted = _common_prefix(fed, self.slots.tokens[slot, base : base + len(fed)].tolist())
+        fed = fed[: max(0, self._known[slot] - base)]  # the slot holds the draft after them
+        accepted = _common_prefix(fed, self.slots.tokens[slot, base : base + len(fed)].tolist()) if fed else 0
         if accepted:
+            held = self._held[slot]
             self.validity.mark(self.slots.blocks[slot], self.slots.versions[slot], held, held + accepted)
-        self.held[slot] = held + accepted
+            self._held[slot] = held + accepted
 
 
 def _common_prefix(fed: Seq[int], known: Seq[int]) -> int:
@@ -230,9 +232,9 @@ class BlockValidity:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.version: Ints = np.full(num_blocks, -1, np.int64)
-        self.begin: Ints = np.zeros(num_blocks, np.int64)
-        self.filled: Ints = np.zeros(num_blocks, np.int64)
+        # Lists: they are read and written one by one.
+        self.version = [-1] * num_blocks
+        self.begin, self.filled = [0] * num_blocks, [0] * num_blocks
 
     def prefix(self, blocks: Seq[int], versions: Seq[int]) -> int:
         """Return how many leading positions of a sequence with these blocks are valid."""
@@ -240,7 +242,7 @@ class BlockValidity:
         for block, version in zip(blocks, versions, strict=True):
             if self.version[block] != version or self.begin[block]:
                 break
-            held += int(self.filled[block])
+            held += self.filled[block]
             if self.filled[block] < self.block_size:
                 break
         return held
@@ -253,7 +255,7 @@ class BlockValidity:
             block, base = blocks[i], i * self.block_size
             if self.version[block] != versions[i] or base + self.filled[block] < begin:
                 break
-            begin = base + int(min(self.begin[block], begin - base))
+            begin = base + min(self.begin[block], begin - base)
             if begin > base:
                 break
         return begin
@@ -264,9 +266,8 @@ class BlockValidity:
         Earlier positions of a block stay valid if they reach up to *first*, and become invalid otherwise.
         """
         for i in range(first // self.block_size, -(-end // self.block_size)):
-            block, base = blocks[i], i * self.block_size
+            block, version, base = int(blocks[i]), int(versions[i]), i * self.block_size
             offset = max(0, first - base)
-            if self.version[block] != versions[i] or self.filled[block] < offset or self.begin[block] > offset:
+            if self.version[block] != version or self.filled[block] < offset or self.begin[block] > offset:
                 self.begin[block] = offset
-            self.version[block] = versions[i]
-            self.filled[block] = min(self.block_size, end - base)
+            self.version[block], self.filled[block] = version, min(self.block_size, end - base)

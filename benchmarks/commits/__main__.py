@@ -1,0 +1,5 @@
+"""`python -m benchmarks.commits`."""
+
+from benchmarks.commits import main
+
+main()
