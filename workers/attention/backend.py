@@ -87,16 +87,24 @@ class _Current(threading.local):
 
 
 _CURRENT = _Current()
+TOLD: list[Callable[[AttentionBackend | None], object]] = []
+"""Called in each thread with what becomes its current backend."""
 
 
 def run_with(backend: AttentionBackend, forward: Callable[[], Result], num_tokens: int | None = None) -> Result:
     """Call *forward* with *backend* as the current one; tokens after the first *num_tokens* are padding."""
     previous = _CURRENT.backend, _CURRENT.num_tokens
-    _CURRENT.backend, _CURRENT.num_tokens = backend, num_tokens
+    _make_current(backend, num_tokens)
     try:
         return forward()
     finally:
-        _CURRENT.backend, _CURRENT.num_tokens = previous
+        _make_current(*previous)
+
+
+def _make_current(backend: AttentionBackend | None, num_tokens: int | None) -> None:
+    _CURRENT.backend, _CURRENT.num_tokens = backend, num_tokens
+    for tell in TOLD:
+        tell(backend)
 
 
 def _op(  # noqa: PLR0917 - the operator's schema

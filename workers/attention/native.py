@@ -2,19 +2,21 @@
 
 import ctypes
 import logging
+from functools import cache as cached
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from workers.attention.backend import AttentionBackend, Options
+from workers.attention.backend import TOLD, AttentionBackend, Options
 from workers.attention.batch import AttentionMetadata, Ints, TreeMasks
 from workers.attention.kv import KVCache, Pages
 from workers.attention.quantized_kv import LARGEST
 from workers.attention.row_groups import CHUNK
 from workers.attention.torch import TorchAttention
-from workers.native.build import QUANTIZED_KV, KernelUnavailableError, load_function
+from workers.native.build import QUANTIZED_KV, KernelUnavailableError, load_for_graphs, load_function
 from workers.native.dtypes import DTYPE_CODES
+from workers.native.shims import SHIMS, Shim
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,13 @@ class _Call(ctypes.Structure):
     _fields_ += [(name, ctypes.c_int64) for name in ("window", "window_from_block", "causal_block")]
 
 
+class _Forward(ctypes.Structure):
+    """What a compiled graph's layers share: see `native/attention_shim.cpp`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("kernel", "plan", "layers")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("tokens", "is_whole")]
+
+
 class NativeAttention:
     """Attends short rows with the kernel, and rows with long chunks with torch, whose matrix products are faster."""
 
@@ -60,8 +69,14 @@ class NativeAttention:
         self._plan_ref = ctypes.byref(self._plan)
         self._call = _Call()
         self._call_ref = ctypes.byref(self._call)
-        self._layers = [self._describe(index) for index in range(len(cache.shapes))]
+        self._layers = (_Layer * len(cache.shapes))(*map(self._describe, range(len(cache.shapes))))
         self._layer_refs = [ctypes.byref(layer) for layer in self._layers]
+        self._forward = _Forward(
+            kernel=ctypes.cast(self._kernel, ctypes.c_void_p).value,
+            plan=ctypes.addressof(self._plan),
+            layers=ctypes.addressof(self._layers),
+        )
+        self.forward_ref = ctypes.byref(self._forward)  # for graphs
         self._metadata: AttentionMetadata | None = None
         self._num_tokens = 0
         self._short_rows: Ints = np.empty(0, np.int64)
@@ -85,6 +100,7 @@ class NativeAttention:
             self._plan_trees(metadata.tree_masks)
         if self._has_long:
             self._plan_long(metadata)
+        self._forward.tokens, self._forward.is_whole = self._num_tokens, not self._has_long
 
     def _plan_trees(self, masks: TreeMasks) -> None:
         plan = self._plan
@@ -141,6 +157,24 @@ class NativeAttention:
 
 def _scales(pages: Pages) -> int | None:
     return None if pages.scales is None else pages.scales.data_ptr()
+
+
+@cached
+def _load_shim() -> None:
+    """Load the shim, and tell it of every forward from now on."""
+    tell = load_for_graphs("attention_shim").slipstream_attention_current
+    tell.restype = None
+    TOLD.append(lambda backend: tell(backend.forward_ref if isinstance(backend, NativeAttention) else None))
+
+
+SHIM = Shim(
+    torch.ops.slipstream.paged_attention.default,
+    "AOTITorchError aoti_torch_cpu_paged_attention(AtenTensorHandle query, AtenTensorHandle key, "
+    "AtenTensorHandle value, const AtenTensorHandle* sinks, int64_t layer, double scaling, int64_t window, "
+    "double softcap, int32_t window_from_block, int32_t causal_block, AtenTensorHandle* output)",
+    _load_shim,
+)
+SHIMS.append(SHIM)
 
 
 def pick_attention(cache: KVCache) -> AttentionBackend:

@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ import torch._inductor.config
 
 from workers.compile import UNCHECKED, CompileError, Weights
 from workers.compiled.store import UNFINISHED
+from workers.native.build import KernelUnavailableError
+from workers.native.shims import SHIMS, Shim
 
 Call = Callable[..., Any]
 
@@ -69,6 +71,9 @@ def compile_graph(folder: Path, name: str, call: Call, inputs: Seq[Input], weigh
     try:
         with _quietly(), torch.inference_mode(False), torch.no_grad():
             program = torch.export.export(_Root(call), examples, dynamic_shapes=shapes, strict=False)
+            shims = list(_loaded(program))
+            options["aot_inductor.custom_ops_to_c_shims"] = {shim.operator: [shim.declaration] for shim in shims}
+            (folder / f"{name}.shims").write_text("\n".join(str(shim.operator) for shim in shims))
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=UNFINISHED) as made:
                 options["aot_inductor.output_path"] = str(Path(made) / "graph.so")
                 torch._inductor.aot_compile(program.module(), examples, options=options)
@@ -99,10 +104,24 @@ def load_graph(folder: Path, name: str) -> Call:
         CompileError: the library cannot be loaded.
     """
     try:
+        called = (folder / f"{name}.shims").read_text().splitlines()
+        for shim in SHIMS:
+            if str(shim.operator) in called:
+                shim.load()
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / f"{name}.so"), 1)
-    except RuntimeError as error:
+    except (OSError, RuntimeError, KernelUnavailableError) as error:
         raise CompileError(f"{name} cannot be loaded: {str(error).splitlines()[0][:200]}") from error
     return lambda *tensors: runner.run(list(tensors))
+
+
+def _loaded(program: torch.export.ExportedProgram) -> Iterator[Shim]:
+    """Yield the shims of operators in *program* that can be loaded here; others are called by the dispatcher."""
+    operators = {node.target for node in program.graph.nodes}
+    for shim in SHIMS:
+        if shim.operator in operators:
+            with suppress(KernelUnavailableError):
+                shim.load()
+                yield shim
 
 
 class _Root(torch.nn.Module):

@@ -16,6 +16,7 @@ import tempfile
 import threading
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from workers.cache_folder import CacheFolderError, cache_folder, processor
@@ -66,6 +67,23 @@ def load_function(source: str, name: str, *flags: str) -> "ctypes._NamedFuncPoin
     function: ctypes._NamedFuncPointer = getattr(library, name)
     function.restype = None
     return function
+
+
+@cache
+def load_for_graphs(source: str, *flags: str) -> ctypes.CDLL:
+    """Load `native/SOURCE.cpp`, which uses torch's C interface, so that compiled graphs find its functions by name.
+
+    Raises:
+        KernelUnavailableError: there is no compiler, or it failed, or this torch lacks what it uses.
+    """
+    torch = find_spec("torch")
+    folders = [] if torch is None else torch.submodule_search_locations or []
+    linked = [flag for folder in folders for flag in (f"-L{folder}/lib", f"-Wl,-rpath,{folder}/lib")]
+    try:
+        built = _built(FOLDER / f"{source}.cpp", (*FLAGS, *flags, *linked, "-Wl,--no-as-needed", "-ltorch_cpu"))
+        return ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOW)
+    except OSError as error:
+        raise KernelUnavailableError(f"{source} cannot be loaded: {error}") from error
 
 
 def _built(source: Path, flags: tuple[str, ...]) -> Path:

@@ -1,6 +1,6 @@
 """Products with quantised weights as an operator of torch.
 
-They are computed in C++ on CPUs (`native/quantized.cpp`), and by Triton's kernels on GPUs (`workers.gpu.kernels`).
+They are computed in C++ on CPUs (`native/quantized.h`), and by Triton's kernels on GPUs (`workers.gpu.kernels`).
 Compiled graphs call it, as they call attention's: torch does not trace into it.
 """
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from workers.native.build import NO_CONTRACTION, load_function
+from workers.native.build import NO_CONTRACTION, load_for_graphs, load_function
 from workers.native.dtypes import DTYPE_CODES
+from workers.native.shims import SHIMS, Shim
 from workers.quantization.layout import LaidOut
 from workers.quantization.weight import Code
 
@@ -58,6 +59,9 @@ class LinearOnCpu:
             code=int(code),
         )
 
+    def __deepcopy__(self, _memo: object) -> None:
+        """Return None: the copy of a layer has copies of the weights."""
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the products `[..., N]` of `[..., K]`, plus the bias, in the dtype of *x*."""
         x_MK = x.reshape(-1, x.shape[-1])
@@ -102,7 +106,9 @@ def experts(  # noqa: PLR0917
         group: inputs that share a scale.
         code: what the codes are.
     """
-    return _product(x_RK, ids_S, weight.codes, weight.scales, weight.zeros, bias_EN, columns, group, int(code))
+    return _product(
+        x_RK, ids_S.long().contiguous(), weight.codes, weight.scales, weight.zeros, bias_EN, columns, group, int(code)
+    )
 
 
 def runs_on_cpu(x: torch.Tensor) -> bool:
@@ -135,7 +141,6 @@ def _on_cpu(  # noqa: PLR0917 - the operator's schema
     num_inputs, size = x_RK.shape
     num_rows, num_experts = num_inputs, 1
     if ids_S is not None:
-        ids_S = ids_S.long().contiguous()
         num_rows, num_experts = len(ids_S), len(codes)
     y_SN = x_RK.new_empty(num_rows, columns)
     call = _Quantized(
@@ -196,3 +201,11 @@ def _define() -> torch.library.Library:
 
 
 _LIBRARY = _define()
+SHIM = Shim(
+    torch.ops.slipstream_quantized.product.default,
+    "AOTITorchError aoti_torch_cpu_product(AtenTensorHandle x, const AtenTensorHandle* ids, AtenTensorHandle codes, "
+    "AtenTensorHandle scales, const AtenTensorHandle* zeros, const AtenTensorHandle* bias, int64_t columns, "
+    "int64_t group, int64_t code, AtenTensorHandle* y)",
+    lambda: load_for_graphs("quantized_shim", NO_CONTRACTION),
+)
+SHIMS.append(SHIM)

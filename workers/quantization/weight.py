@@ -13,7 +13,7 @@ BLOCK = 32
 
 
 class Code(IntEnum):
-    """What a code is; the numbers are those of `native/quantized.cpp` and of `workers.gpu.kernels.codes`."""
+    """What a code is; the numbers are those of `native/quantized.h` and of `workers.gpu.kernels.codes`."""
 
     INT8 = 0
     INT4 = 1

@@ -1,5 +1,6 @@
 """Products with quantised weights: their values, their rows, and their slices."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -76,5 +77,7 @@ def test_parameters_that_are_set_later_are_used() -> None:
     torch.testing.assert_close(layer(x_MK), before_MN + layer.bias)
     layer.scales = torch.nn.Parameter(2 * layer.scales, requires_grad=False)
     torch.testing.assert_close(layer(x_MK), 2 * before_MN + layer.bias)
+    twin = copy.deepcopy(layer)
     layer._apply(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor)
     torch.testing.assert_close(layer(x_MK), 4 * before_MN + layer.bias)
+    torch.testing.assert_close(twin(x_MK), 2 * before_MN + layer.bias / 2)
