@@ -10,7 +10,7 @@ from tests.support.distributed.machines import missing
 from tests.support.distributed.ray_up import ASKED, launched
 
 LACKING = missing(ssh=True)
-pytestmark = [pytest.mark.full, pytest.mark.timeout(0), pytest.mark.skipif(bool(LACKING), reason=LACKING)]
+pytestmark = [pytest.mark.timeout(0), pytest.mark.skipif(bool(LACKING), reason=LACKING)]
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,17 @@ def answer() -> str:
         return llm.generate(ASKED["prompt"], params, use_tqdm=False)[0].outputs[0].text
 
 
+def test_two_machines_answer_after_ray_up(short_dir: Path, answer: str) -> None:
+    with launched(short_dir, "worker") as made:
+        made.up()
+        made.wait_joined()
+        made.deploy()
+        made.wait_serving()
+        assert made.answers(made.nodes[0]) == {"http": answer, "grpc": answer}
+        made.down()
+
+
+@pytest.mark.full
 def test_two_machines_serve_after_ray_up_and_nothing_runs_after_ray_down(short_dir: Path, answer: str) -> None:
     with launched(short_dir, "worker") as made:
         timed("ray up", made.up)
@@ -34,6 +45,7 @@ def test_two_machines_serve_after_ray_up_and_nothing_runs_after_ray_down(short_d
         say("nothing left", made.wait_empty())
 
 
+@pytest.mark.full
 def test_three_machines_and_ray_up_again(short_dir: Path, answer: str) -> None:
     with launched(short_dir, "worker1", "worker2") as made:
         head = made.nodes[0]
