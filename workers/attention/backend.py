@@ -94,8 +94,8 @@ TOLD: list[Callable[[AttentionBackend | None], object]] = []
 def run_with(backend: AttentionBackend, forward: Callable[[], Result], num_tokens: int | None = None) -> Result:
     """Call *forward* with *backend* as the current one; tokens after the first *num_tokens* are padding."""
     previous = _CURRENT.backend, _CURRENT.num_tokens
-    _make_current(backend, num_tokens)
     try:
+        _make_current(backend, num_tokens)
         return forward()
     finally:
         _make_current(*previous)

@@ -164,7 +164,7 @@ def _load_shim() -> None:
     """Load the shim, and tell it of every forward from now on."""
     tell = load_for_graphs("attention_shim").slipstream_attention_current
     tell.restype = None
-    TOLD.append(lambda backend: tell(backend.forward_ref if isinstance(backend, NativeAttention) else None))
+    TOLD.append(lambda backend: tell(getattr(backend, "forward_ref", None)))
 
 
 SHIM = Shim(

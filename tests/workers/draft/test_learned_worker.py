@@ -209,7 +209,7 @@ def test_features_that_are_not_acknowledged_are_no_longer_sent(
     monkeypatch.setattr(DraftSender, "acknowledge", lambda end, count: None)
     engine = threaded(configure(models, speculative_config=speculation(heads, "test_all", placement="dedicated")))
     try:
-        engine.put(*requests(4))
+        engine.put(*requests(3)[1:])  # greedy ones: which rows get the few drafts depends on the threads
         assert_same(engine.finish(), plain)
     finally:
         engine.built.shutdown()
