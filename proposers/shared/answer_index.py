@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proposers.shared.answer_ring import NOTHING, AnswerRing, AnswerText
-from proposers.shared.arrays import Ids, Places
+from proposers.shared.arrays import Ids, Places, text_at
 from proposers.shared.hash_chains import CHAIN, SIZES, TOKEN_BYTES, HashChains, hashes
 
 FEW = 16
@@ -157,11 +157,9 @@ class AnswerIndex:
 
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
         """Return at most *most* ids from each place on, up to the end of its text."""
-        return [self._text(place, most) for place in places] if len(places) <= FEW else self._ring.after(places, most)
-
-    def _text(self, place: int, most: int) -> list[int]:
-        text: list[int] = self._ids[place : place + most].tolist()
-        return text[: text.index(NOTHING)] if NOTHING in text else text
+        if len(places) <= FEW:
+            return [text_at(self._ids, place, most, NOTHING) for place in places]
+        return self._ring.after(places, most)
 
     def together(self, places: Seq[Seq[int]], most: int) -> Ids:
         """Return the next *most* ids from each of G times P places on, `[most, P, G]`; `NOTHING` if there are fewer.

@@ -19,3 +19,9 @@ def small_pages(size: int, dtype: type[Number]) -> npt.NDArray[Number]:
     """
     pages = mmap.mmap(-1, size * np.dtype(dtype).itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, dtype)
+
+
+def text_at(ids: memoryview, place: int, most: int, end: int) -> list[int]:
+    """Return at most *most* ids from *place* on, up to the id *end*."""
+    text: list[int] = ids[place : place + most].tolist()
+    return text[: text.index(end)] if end in text else text

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from proposers.shared.arrays import text_at
 from protos.errors import ConfigError
 
 MAGIC, VERSION = b"SLIPREST", 1
@@ -225,17 +226,13 @@ class Datastore:
     def after(self, places: Seq[int], most: int) -> list[list[int]]:
         """Return at most *most* ids from each place on, up to the end of its text."""
         if len(places) <= FEW_PLACES:
-            return [self._text(place, most) for place in places]
+            return [text_at(self._token_view, place, most, self._end) for place in places]
         index_PC = np.array(places, np.int64).reshape(-1, 1) + np.arange(most)
         line_PC = self._tokens.take(index_PC, mode="clip")
         lines: list[list[int]] = line_PC.tolist()
         for i in (line_PC == self._end).any(1).nonzero()[0].tolist():
             lines[i] = lines[i][: lines[i].index(self._end)]
         return lines
-
-    def _text(self, place: int, most: int) -> list[int]:
-        text: list[int] = self._token_view[place : place + most].tolist()
-        return text[: text.index(self._end)] if self._end in text else text
 
 
 def _keys(newest_ND: Ids) -> npt.NDArray[np.uint64]:

@@ -67,7 +67,7 @@ class AdaptivePolicy:
         self._costs, self._calibration = costs, Calibration()
         self._switch, self._trials, self._exploration = Switch(), Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
-        self._by_slot: dict[int, Asked] = {}  # of this round
+        self._by_slot: dict[int, Asked] = {}  # of this round, and of idle ones after it
         self._chosen: dict[int, tuple[int, ...]] = {}  # in this round from each source, by the sequence's key
         self._typical = (limit,) * len(sources)  # for sequences that came after the last decision
         self._first = FirstRounds(limit)
