@@ -9,6 +9,8 @@ extern "C" AOTITorchError aoti_torch_cpu_product(AtenTensorHandle x, const AtenT
                                                  int64_t code, AtenTensorHandle* y) {
     if (!is_dense(x, 2) || (ids && (dtype_of(*ids) != aoti_torch_dtype_int64() || !is_dense(*ids, 1)))) return 1;
     const int32_t dtype = dtype_of(x);
+    uint32_t threads = 1;
+    if (code_of(dtype) < 0 || torch_get_num_threads(&threads)) return 1;
     const int64_t inputs = size_of(x, 0), rows = ids ? size_of(*ids, 0) : inputs;
     const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
     if (aoti_torch_empty_strided(2, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, y)) return 1;
@@ -21,10 +23,7 @@ extern "C" AOTITorchError aoti_torch_cpu_product(AtenTensorHandle x, const AtenT
     int64_t dimensions = 0;
     aoti_torch_get_dim(scales, &dimensions);
     call.group = group, call.groups = size_of(scales, dimensions - 2);
-    call.kind = code_of(dtype), call.code = code;
-    uint32_t threads = 1;
-    if (call.kind < 0 || torch_get_num_threads(&threads)) return 1;
-    call.threads = threads;
+    call.kind = code_of(dtype), call.code = code, call.threads = threads;
     multiply(call);
     return 0;
 }
