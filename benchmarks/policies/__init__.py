@@ -37,13 +37,15 @@ from benchmarks.shared.workload import Item, SamplingSettings
 from demo import pair
 
 Config = dict[str, Any]
-PLAIN, ADAPTIVE, CONTROL = "plain", "adaptive", "control"
+PLAIN, CONTROL = "plain", "control"
 TEMPERATURES = (0.0, 1.0)
 WAVES = {1: 1, 8: 4, 32: 3}
 """Requests of a block for each that runs at once, by batch size."""
 TOKENS = {1: 128, 8: 64, 32: 48}
 """Tokens of a request on average, by batch size."""
 WARM_BLOCKS = 2
+TOGETHER = 6
+"""Methods that are compared with the same engine without speculation, unless each is compared with fixed K, too."""
 FIXED = [0, 1, 2, 3, 5, 8]
 
 
@@ -99,45 +101,86 @@ def engine(target: Path, speculative_config: Config | None, batch: int, args: ar
     return DemoEngine(target, speculative_config, threads=args.threads, enforce_eager=args.eager, max_num_seqs=batch)
 
 
-def measured(
-    cell: PolicyCell, sides: Mapping[str, DemoEngine], fixed: Mapping[int, str], items: list[Item], blocks: int
-) -> PolicyRow:
-    """Measure *cell*; the first blocks warm up every side and are not counted. *fixed* names the side of each K."""
-    sampling = SamplingSettings(cell.temperature)
-    runs = {name: partial(engine.all, sampling=sampling) for name, engine in sides.items()}
-    work = batches(items, cell.batch, blocks + WARM_BLOCKS)
-    measure.alternate(runs, work[:WARM_BLOCKS])
-    before = sides[ADAPTIVE].llm.stats()
-    timings = measure.alternate(runs, work[WARM_BLOCKS:])
-    drafted = sides[ADAPTIVE].llm.stats().proposed - before.proposed
+@dataclass(frozen=True)
+class Group:
+    """Engines that take turns: one for plain decoding, and for each method one with the adaptive policy.
+
+    Attributes:
+        sides: all engines by name.
+        fixed: by method, the names of its engines with a fixed K.
+    """
+
+    sides: Mapping[str, DemoEngine]
+    fixed: Mapping[str, Mapping[int, str]]
+
+    @staticmethod
+    def of(target: Path, methods: Mapping[str, Config], batch: int, args: argparse.Namespace) -> "Group":
+        """Build engines that run *batch* requests at once; *methods* are configurations, that of the control empty.
+
+        Some methods draft from past answers, so each text starts with new engines.
+        """
+        configs: dict[str, Config | None] = {PLAIN: None}
+        fixed: dict[str, dict[int, str]] = {}
+        for name, config in methods.items():
+            most = config.get("num_speculative_tokens", 0)
+            fixed[name] = {k: f"{name}, K = {k}" if k else PLAIN for k in args.fixed if k <= most}
+            configs[name] = config | {"policy": "adaptive"} if config else None
+            configs |= {
+                side: config | {"policy": "fixed", "num_speculative_tokens": k} for k, side in fixed[name].items() if k
+            }
+        return Group({name: engine(target, each, batch, args) for name, each in configs.items()}, fixed)
+
+    def measured(self, text: str, temperature: float, batch: int, items: list[Item], blocks: int) -> list[PolicyRow]:
+        """Measure a cell of each method; the first blocks warm up every side and are not counted."""
+        sampling = SamplingSettings(temperature)
+        runs = {name: partial(each.all, sampling=sampling) for name, each in self.sides.items()}
+        work = batches(items, batch, blocks + WARM_BLOCKS)
+        measure.alternate(runs, work[:WARM_BLOCKS])
+        before = self._num_drafted()
+        timings = measure.alternate(runs, work[WARM_BLOCKS:])
+        drafted = {name: now - before[name] for name, now in self._num_drafted().items()}
+        return [
+            _row(PolicyCell(name, text, temperature, batch), timings, self.fixed[name], drafted[name])
+            for name in self.fixed
+        ]
+
+    def _num_drafted(self) -> dict[str, int]:
+        return {name: self.sides[name].llm.stats().proposed for name in self.fixed}
+
+    def shutdown(self) -> None:
+        """Shut all engines down."""
+        for each in self.sides.values():
+            each.llm.shutdown()
+
+
+def _row(cell: PolicyCell, timings: measure.Timings, fixed: Mapping[int, str], num_drafted: int) -> PolicyRow:
     best = min(fixed, key=lambda k: timings.seconds[fixed[k]].sum(), default=None)
     return PolicyRow(
         cell,
-        timings.speedup(ADAPTIVE, PLAIN),
+        timings.speedup(cell.method, PLAIN),
         best,
-        None if best is None else timings.speedup(ADAPTIVE, fixed[best]),
-        drafted / timings.tokens_B.sum(),
+        None if best is None else timings.speedup(cell.method, fixed[best]),
+        num_drafted / timings.tokens_B.sum(),
     )
 
 
-def rows(method: str, config: Config, batch: int, args: argparse.Namespace) -> Iterator[PolicyRow]:
-    """Yield the rows of one method, whose *config* is empty for the control.
-
-    Each text starts with new engines, since some methods draft from past answers.
-    """
+def rows(methods: Mapping[str, Config], batch: int, args: argparse.Namespace) -> Iterator[PolicyRow]:
+    """Yield the rows of *methods*, whose engines take turns."""
     target = args.model or pair()[0]
-    fixed = {k: str(k) if k else PLAIN for k in args.fixed if k <= config.get("num_speculative_tokens", 0)}
-    configs = {PLAIN: None, ADAPTIVE: config | {"policy": "adaptive"} if config else None} | {
-        name: config | {"policy": "fixed", "num_speculative_tokens": k} for k, name in fixed.items() if k
-    }
     for text, items in requests(target, TOKENS[batch]).items():
         if args.texts and text not in args.texts:
             continue
-        sides = {name: engine(target, each, batch, args) for name, each in configs.items()}
+        group = Group.of(target, methods, batch, args)
         for temperature in args.temperatures:
-            yield measured(PolicyCell(method, text, temperature, batch), sides, fixed, items, args.blocks)
-        for each in sides.values():
-            each.llm.shutdown()
+            yield from group.measured(text, temperature, batch, items, args.blocks)
+        group.shutdown()
+
+
+def groups(methods: Mapping[str, Config], size: int) -> Iterator[dict[str, Config]]:
+    """Yield *methods*, *size* together."""
+    names = iter(methods)
+    while some := list(itertools.islice(names, size)):
+        yield {name: methods[name] for name in some}
 
 
 def main() -> None:
@@ -169,8 +212,9 @@ def main() -> None:
             build_store(target, store)
         found: list[PolicyRow] = []
         print(TITLE)
-        for name, batch in itertools.product(methods, args.batches):
-            for row in rows(name, methods[name], batch, args):
+        together = 1 if args.fixed else TOGETHER
+        for batch, some in itertools.product(args.batches, groups(methods, together)):
+            for row in rows(some, batch, args):
                 print(row, flush=True)
                 found.append(row)
     figures = {"environment": measure.environment(args.threads), "rows": [asdict(row) for row in found]}

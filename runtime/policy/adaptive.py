@@ -31,9 +31,9 @@ TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
 AGED, AGED_OFF = 0.8, 0.25
 """Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
-DECIDING, DECIDING_OFF = Share(0.003, 64), Share(0.0005, 128)
+DECIDING, DECIDING_OFF = Share(0.003, 64), Share(0.0005, 256)
 """How often it is decided how many draft tokens there are, while speculation is on and off."""
-LEARNING, LEARNING_OFF = Share(0.003, 16), Share(0.0005, 64)
+LEARNING, LEARNING_OFF = Share(0.003, 16), Share(0.0005, 128)
 """How often acceptance and costs are learnt, while speculation is on and off."""
 
 
