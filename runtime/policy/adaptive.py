@@ -128,8 +128,8 @@ class AdaptivePolicy:
         self._num_kept += num_rounds
         self._warming.count(drafts=self.current > 0, num_rounds=num_rounds)
         self._exploration.count(1 + num_rounds, is_on=is_on and self._first.are_over)
-        for step in self._idle.steps if is_on else ():
-            self._calibration.observe(self._idle.num_rows, step.num_tokens, step.seconds)
+        for num_tokens, seconds in self._idle.rounds if is_on else ():
+            self._calibration.observe(self._idle.num_rows, num_tokens, seconds)
         for step in self._idle.learnt if is_on and self._by_slot else ():
             record(self._chooser, step, self._by_slot, self._costs.reading_slots(step, self.current))
         self._trials.add(self._idle)
@@ -268,7 +268,7 @@ class AdaptivePolicy:
         self._costs.observe_reading(step, self.current)
         may_read = self.current > 0 and self._costs.reading.is_pending
         if step.plan.decodes and not (self._is_trying or self._warming.is_on or may_read):
-            self._idle.start()
+            self._idle.start(learns=self._switch.is_on)
 
     def _end_learning(self, step: FinishedStep) -> None:
         read_s, reading = self._costs.reading_s(step, self.current), self._costs.reading_slots(step, self.current)

@@ -3,6 +3,7 @@
 A policy changes the speed, never the output.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -143,23 +144,27 @@ class Pace:
 class IdleRounds:
     """Rounds of the same requests, which all decode, in which a policy has nothing to do. They are learnt of later.
 
+    Steps hold many objects, so only those that are learnt of are kept.
+
     Args:
         paces: of the policy's work. None of it is due in such rounds.
 
     Attributes:
         is_on: whether this round is one.
-        steps: those since `end` was called last.
+        rounds: tokens and seconds of those since `end` was called last.
+        learnt: the last steps of them, of which acceptance is learnt: with many rows, one step shows enough.
     """
 
     def __init__(self, *paces: Pace) -> None:
         self._paces = paces
-        self.steps: list[FinishedStep] = []
+        self.rounds: list[tuple[int, float]] = []
+        self.learnt: deque[FinishedStep]
         self.end(())
 
     @property
     def num_rounds(self) -> int:
         """How many there were."""
-        return len(self.steps)
+        return len(self.rounds)
 
     @property
     def num_rows(self) -> int:
@@ -169,18 +174,12 @@ class IdleRounds:
     @property
     def num_tokens(self) -> int:
         """Tokens of all of them."""
-        return sum([step.num_tokens for step in self.steps])
+        return sum([num_tokens for num_tokens, _ in self.rounds])
 
     @property
     def seconds(self) -> float:
         """Seconds of all of them."""
-        return sum([step.seconds for step in self.steps])
-
-    @property
-    def learnt(self) -> list[FinishedStep]:
-        """The last steps, of which acceptance is learnt: with many rows, one step shows enough."""
-        number = LEARNT_ROWS // max(1, self.num_rows)
-        return self.steps[-number:] if number else []
+        return sum([seconds for _, seconds in self.rounds])
 
     def end(self, running: Seq[Sequence]) -> None:
         """Begin a round that is none, of *running*."""
@@ -189,11 +188,13 @@ class IdleRounds:
         self.is_on = False
         self._load = _load(running)
         self._num_left = 0
-        self.steps = []
+        self.rounds = []
+        self.learnt = deque(maxlen=0)
 
-    def start(self) -> None:
+    def start(self, *, learns: bool) -> None:
         """Let the next rounds be idle until work is due, as long as no sequence comes or leaves."""
         self._num_left = min([pace.num_left for pace in self._paces])
+        self.learnt = deque(maxlen=learns * LEARNT_ROWS // max(1, self.num_rows))
 
     def stop(self) -> None:
         """Let the next round be none."""
@@ -207,7 +208,8 @@ class IdleRounds:
 
     def add(self, step: FinishedStep) -> None:
         """Add an idle round."""
-        self.steps.append(step)
+        self.rounds.append((step.num_tokens, step.seconds))
+        self.learnt.append(step)
 
 
 class Warming:

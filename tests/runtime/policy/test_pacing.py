@@ -66,16 +66,16 @@ def test_rounds_are_idle_until_work_is_due_or_the_requests_change() -> None:
     idle.end(two)
     assert num_idle(two) == 0  # before it starts
     idle.end(two)
-    idle.start()
+    idle.start(learns=True)
     assert num_idle(two) == often.num_left
-    assert (idle.num_rounds, idle.num_tokens) == (4, 8)
+    assert (idle.num_rounds, idle.num_tokens, len(idle.learnt)) == (4, 8, 4)
     assert idle.seconds == pytest.approx(0.04)
     idle.end(two)
     assert often.is_due
     assert rarely.num_left == 28
     often.done(0.04, 1.0, Share(0.01, 64))
     for others in ([decoding(0), decoding(2)], two[:1]):  # one left, and one came; one left
-        idle.start()
+        idle.start(learns=False)
         assert num_idle(others) == 0
         idle.end(others)
         assert num_idle(others) == 0  # until it starts again
