@@ -102,7 +102,7 @@ def engine(target: Path, speculative_config: Config | None, batch: int, args: ar
 
 
 @dataclass(frozen=True)
-class Group:
+class EngineGroup:
     """Engines that take turns: one for plain decoding, and for each method one with the adaptive policy.
 
     Attributes:
@@ -114,7 +114,7 @@ class Group:
     fixed: Mapping[str, Mapping[int, str]]
 
     @staticmethod
-    def of(target: Path, methods: Mapping[str, Config], batch: int, args: argparse.Namespace) -> "Group":
+    def of(target: Path, methods: Mapping[str, Config], batch: int, args: argparse.Namespace) -> "EngineGroup":
         """Build engines that run *batch* requests at once; *methods* are configurations, that of the control empty.
 
         Some methods draft from past answers, so each text starts with new engines.
@@ -128,7 +128,7 @@ class Group:
             configs |= {
                 side: config | {"policy": "fixed", "num_speculative_tokens": k} for k, side in fixed[name].items() if k
             }
-        return Group({name: engine(target, each, batch, args) for name, each in configs.items()}, fixed)
+        return EngineGroup({name: engine(target, each, batch, args) for name, each in configs.items()}, fixed)
 
     def measured(self, text: str, temperature: float, batch: int, items: list[Item], blocks: int) -> list[PolicyRow]:
         """Measure a cell of each method; the first blocks warm up every side and are not counted."""
@@ -170,7 +170,7 @@ def rows(methods: Mapping[str, Config], batch: int, args: argparse.Namespace) ->
     for text, items in requests(target, TOKENS[batch]).items():
         if args.texts and text not in args.texts:
             continue
-        group = Group.of(target, methods, batch, args)
+        group = EngineGroup.of(target, methods, batch, args)
         for temperature in args.temperatures:
             yield from group.measured(text, temperature, batch, items, args.blocks)
         group.shutdown()
