@@ -115,6 +115,8 @@ accept-serving: check
 # Skipped, with the reason, where machines of namespaces cannot be made: see CONTRIBUTING.md.
 accept-cluster: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full" -s $(CLUSTER_TESTS) --chaos-minutes 20
+	mkdir -p $(RESULTS)
+	$(BIN)/python -m benchmarks.fleet.split_gang --blocks 10 --output $(RESULTS)/split_gang.json
 
 accept-exactness: check
 	mkdir -p $(RESULTS)

@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 
 TIMEOUT_S = 30.0
+LONGEST = 160
+"""Characters of an error that is kept."""
 PAUSE_S = 0.5
 """After an error, before the next request: a client that is told to try later does not try at once."""
 
@@ -37,11 +39,12 @@ async def ask(client: httpx.AsyncClient, address: str, asked: dict[str, Any]) ->
 
 
 def code_of(answer: httpx.Response) -> str:
-    """Return the code of an error of ours; empty for one of Serve's."""
+    """Return the code or the message of an error of ours; the last line of one of Serve's."""
     try:
-        return str(answer.json()["error"]["code"])
+        error = answer.json()["error"]
+        return str(error["code"] or error["message"])
     except (ValueError, KeyError, TypeError):
-        return ""
+        return answer.text.strip().rsplit("\n", 1)[-1][:LONGEST]
 
 
 async def client(order: dict[str, Any], number: int, folder: Path, answers: list[dict[str, Any]]) -> None:
