@@ -23,7 +23,9 @@ DEFAULT_WIDTH, DEFAULT_DEPTH = 4, 6
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "int8"]
-Quantization = Literal["int8", "int4", "fp8", "awq", "gptq", "compressed-tensors", "mxfp4", "fbgemm_fp8", "modelopt"]
+Quantization = Literal[
+    "int8", "int4", "fp8", "awq", "gptq", "auto-round", "compressed-tensors", "mxfp4", "fbgemm_fp8", "modelopt"
+]
 Placement = Literal["dedicated", "colocated"]
 RejectionSampleMethod = Literal["coupled", "standard", "block", "synthetic"]
 PROBABILISTIC_RULES: frozenset[RejectionSampleMethod] = frozenset({"standard", "block"})

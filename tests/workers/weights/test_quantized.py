@@ -139,7 +139,7 @@ def test_the_note_counts_experts(name: str, kept: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quantised \(bitsandbytes\); supported are awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quantised \(bitsandbytes\); supported are auto-round, awq"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits is 3, but only 2, 4 and 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv', but only 4 and 'gemm'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', but only 'FP8'"),

@@ -135,6 +135,8 @@ def _decompressed(parts: dict[str, torch.Tensor], scheme: QuantizationScheme, sh
     found = tuple(parts["weight_scale"].shape)
     if wanted is not None and found != wanted:
         raise ValueError(f"its scales are {list(found)}, but groups of {size} in {list(shape)} make {list(wanted)}")
+    if parts["weight_scale"].dtype in {torch.float16, torch.bfloat16}:  # the library would round the values to it
+        parts = {**parts, "weight_scale": parts["weight_scale"].float()}
     compressor = BaseCompressor.get_value_from_registry(str(getattr(scheme.format, "value", scheme.format)))
     values: torch.Tensor = compressor.decompress(parts, scheme)["weight"]
     return values

@@ -12,6 +12,8 @@ from workers.weights.quantized.gptq import Gptq
 from workers.weights.quantized.stored import QuantizedFormat
 
 Described = Mapping[str, Any]
+UNQUANTIZED_BITS = 16
+"""Layers of so many bits are not quantised."""
 
 
 def format_of(described: Described | None) -> QuantizedFormat | None:
@@ -65,6 +67,22 @@ def _awq(described: Described) -> QuantizedFormat:
     return Awq(int(described.get("group_size", 128)), zero_point=bool(described.get("zero_point", True)))
 
 
+def _auto_round(described: Described) -> QuantizedFormat:
+    """AutoRound's own checkpoints are packed as GPTQ's or AWQ's are."""
+    packing = str(described.get("packing_format") or described.get("backend") or "auto_round:auto_gptq")
+    for name, own in (described.get("extra_config") or {}).items():
+        others = {key: own[key] for key in ("bits", "group_size") if own.get(key, described[key]) != described[key]}
+        if others and int(own.get("bits", described["bits"])) < UNQUANTIZED_BITS:
+            raise ValueError(f"extra_config[{name!r}] has {others}, but all quantised layers must have the same")
+    if packing in {"auto_round:auto_gptq", "auto_round:gptq"}:
+        return _gptq(described)
+    if packing in {"auto_round", "auto_round:gptqmodel"}:
+        return _gptq({**described, "checkpoint_format": "gptq_v2"})
+    if packing == "auto_round:auto_awq":
+        return _awq({**described, "zero_point": not described["sym"]})
+    raise ValueError(f"packing_format {packing!r} is not supported")
+
+
 def _mxfp4(_: Described) -> QuantizedFormat:
     from workers.weights.quantized.mxfp4 import Mxfp4  # noqa: PLC0415 - slow to import
 
@@ -88,6 +106,7 @@ READERS: Mapping[str, Callable[[Described], QuantizedFormat]] = {
     "modelopt": _modelopt,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
 }
