@@ -118,8 +118,9 @@ def compressed(weights: dict[str, Any], *, inputs: dict[str, Any] | None = None,
     )
 
     def quantize(weight_OI: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        grouped = weight_OI.unflatten(1, (-1, args.group_size or weight_OI.shape[1]))
-        scale_OG, zero_OG = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
+        rows, columns = args.block_structure or (1, args.group_size or weight_OI.shape[1])
+        blocks = weight_OI.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scale_OG, zero_OG = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), args)
         parts = {"weight": weight_OI, "weight_scale": scale_OG, "weight_zero_point": zero_OG}
         compressor = BaseCompressor.get_value_from_registry(kind)
         stored = compressor.compress(parts, scheme)

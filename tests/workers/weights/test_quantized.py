@@ -27,6 +27,8 @@ LINEAR = ("_proj.weight",)
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+FP8_BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 OF_INPUTS = {"strategy": "token", "dynamic": True}
 
 
@@ -89,6 +91,8 @@ CASES = {
     "w4a16 asymmetric": _compressed("pack-quantized", INT4 | {"symmetric": False}),
     "w8a8": _compressed("int-quantized", INT8, INT8 | OF_INPUTS),
     "fp8 dynamic": _compressed("float-quantized", FP8, FP8 | OF_INPUTS),
+    "fp8 compressed blocks": _compressed("float-quantized", FP8_BLOCKS),
+    "mxfp4 compressed": _compressed("mxfp4-pack-quantized", MXFP4),
 }  # fmt: skip
 
 
@@ -117,10 +121,12 @@ def test_two_ranks_equal_transformers_on_those_values(case: Case, tmp_path: Path
     check(folder, 2, meant=plain, tolerance=case.tolerance)
 
 
-def test_the_note_names_the_method_and_the_dtype(tmp_path: Path) -> None:
-    folder, _ = _made(CASES["awq"], tmp_path)
+@pytest.mark.parametrize("name", ["awq", "fp8 compressed blocks", "mxfp4 compressed"])
+def test_the_note_names_the_method_and_the_dtype(name: str, tmp_path: Path) -> None:
+    folder, _ = _made(CASES[name], tmp_path)
+    method = CASES[name].config["quant_method"]
     note = (
-        "weights are stored quantised (awq): 21 of 22 linear layers stay so, the others are computed with as "
+        f"weights are stored quantised ({method}): 21 of 22 linear layers stay so, the others are computed with as "
         "torch.float32"
     )
     assert note in load(ModelConfig(model=str(folder))).notes
@@ -139,7 +145,10 @@ def test_the_note_counts_experts(name: str, kept: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quantised \(bitsandbytes\); supported are auto-round, awq"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            r"\(bitsandbytes\); supported are auto-round, awq",
+        ),
         ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits is 3, but only 2, 4 and 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv', but only 4 and 'gemm'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', but only 'FP8'"),

@@ -10,7 +10,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import match_name
 from loguru import logger
 
@@ -23,9 +23,11 @@ PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight
 """What the library's formats store for one module."""
 
 FP8 = torch.float8_e4m3fn
-CODES: Mapping[tuple[str, int], Code] = {("int", 4): Code.INT4, ("int", 8): Code.INT8, ("float", 8): Code.FP8}
+CODES: Mapping[tuple[str, int], Code] = {
+    ("int", 4): Code.INT4, ("int", 8): Code.INT8, ("float", 4): Code.FP4, ("float", 8): Code.FP8,
+}  # fmt: skip
 """By type and number of bits."""
-STRATEGIES = frozenset({"tensor", "channel", "group"})
+STRATEGIES = frozenset({"tensor", "channel", "group", "block"})
 
 logger.disable("compressed_tensors")
 
@@ -85,22 +87,18 @@ def _parts(module: str, tensors: StoredTensors) -> dict[str, torch.Tensor]:
 def _codes(
     parts: dict[str, torch.Tensor], scheme: QuantizationScheme, shape: tuple[int, ...]
 ) -> QuantizedWeight | None:
-    """Integers of 4 and 8 bits, and fp8, with a scale for each output or group of consecutive inputs."""
+    """Integers of 4 and 8 bits, fp8 and mxfp4, with a scale for each output, group of consecutive inputs or block."""
     weights = scheme.weights
     if weights is None or len(shape) != 2 or not parts.keys().isdisjoint(("weight_g_idx", "weight_global_scale")):
         return None
-    if not weights.symmetric and "weight_zero_point" not in parts:
-        return None  # dequantising reports it
     code = CODES.get((str(getattr(weights.type, "value", weights.type)), weights.num_bits))
     strategy = str(getattr(weights.strategy, "value", weights.strategy))
-    if code is None or strategy not in STRATEGIES:
+    lacks_zeros = not weights.symmetric and "weight_zero_point" not in parts  # which dequantising reports
+    if code is None or strategy not in STRATEGIES or lacks_zeros:
         return None
-    group = weights.group_size if strategy == "group" and weights.group_size else shape[1]
-    scales_OG = parts["weight_scale"].float()
-    if strategy != "group":
-        scales_OG = scales_OG.reshape(-1, 1)
-    if strategy == "tensor":
-        scales_OG = scales_OG.expand(shape[0], 1).contiguous()
+    if code is Code.FP4:
+        return _mxfp4(parts, weights.group_size or shape[1])
+    scales_OG, group = _scales(parts["weight_scale"].float(), strategy, weights, shape)
     codes_OI = _unpacked(parts, weights.num_bits, shape)
     if code is Code.FP8:
         return QuantizedWeight(code, codes_OI, scales_OG, None, group) if codes_OI.dtype == FP8 else None
@@ -108,6 +106,28 @@ def _codes(
     if code is Code.INT8:
         return None if zeros_OG.any() else QuantizedWeight(code, codes_OI, scales_OG, None, group)
     return QuantizedWeight(code, (codes_OI + 8).to(torch.uint8), scales_OG, (zeros_OG + 8).to(torch.uint8), group)
+
+
+def _scales(
+    scale: torch.Tensor, strategy: str, weights: QuantizationArgs, shape: tuple[int, ...]
+) -> tuple[torch.Tensor, int]:
+    """Return the scales `[O, G]`, and how many inputs share one."""
+    outputs, inputs = shape
+    if strategy == "block" and weights.block_structure:
+        rows, columns = weights.block_structure
+        return scale.repeat_interleave(rows, 0)[:outputs], min(columns, inputs)
+    if strategy == "group" and weights.group_size:
+        return scale, weights.group_size
+    return scale.reshape(-1, 1).expand(outputs, 1).contiguous(), inputs
+
+
+def _mxfp4(parts: dict[str, torch.Tensor], group: int) -> QuantizedWeight | None:
+    """Two numbers a byte, the low half first, and exponents as scales. nvfp4 has scales of fp8."""
+    packed_OI, scales_OG = parts["weight_packed"], parts["weight_scale"]
+    if scales_OG.dtype != torch.uint8:
+        return None
+    codes_OI = torch.stack([packed_OI & 15, packed_OI >> 4], -1).flatten(1)
+    return QuantizedWeight(Code.FP4, codes_OI, scales_OG, None, group)
 
 
 def _unpacked(parts: dict[str, torch.Tensor], bits: int, shape: tuple[int, ...]) -> torch.Tensor:
