@@ -1,10 +1,10 @@
 """Decoding with weights that are quantised while they are loaded, and the perplexity of the demo pair with them.
 
-    python -m benchmarks.kernels.quantization [--layers 24] [--tokens 32] [--blocks 6] [--texts 8]
+    python -m benchmarks.kernels.quantization [--layers 24] [--tokens 32] [--blocks 6] [--texts 8] [--pair-blocks 12]
 
 A Llama with random weights, which are most of what a step reads, decodes one request at a time; sides take turns, block
 by block. All run eager. "auto" is the dtype that the engine chooses for a bf16 checkpoint: fp32 on processors without
-bf16 instructions.
+bf16 instructions. The demo pair runs compiled, without and with the draft.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.shared import measure
 from benchmarks.shared.perplexity import heldout, perplexity
 from benchmarks.shared.sides import DemoEngine
+from benchmarks.shared.texts import DEMO, requests
+from benchmarks.shared.workload import Item
 from demo import pair
 from slipstream import LLM, SamplingParams
 
@@ -29,6 +31,7 @@ VOCAB, HIDDEN = 32_000, 1024
 PLAIN, BF16 = "auto", "bfloat16"
 SCHEMES = ("int8", "int4", "fp8")
 PROMPT = [5] * 16
+PAIR_TOKENS, PAIR_WARM_BLOCKS = 128, 6
 
 
 def save(folder: Path, layers: int) -> Path:
@@ -76,6 +79,31 @@ def speeds(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def pair_speeds(blocks: int, threads: int) -> dict[str, Any]:
+    """Return how many times faster the demo target is with quantised weights, and with a draft quantised likewise."""
+    target, draft = pair()
+    prompts = requests(target, PAIR_TOKENS)[DEMO]
+    work = [[prompts[index % len(prompts)]] for index in range(blocks + PAIR_WARM_BLOCKS)]
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        sides: dict[str, Callable[[list[Item]], int]] = {}
+        for scheme in (None, *SCHEMES):
+            speculation = {"model": str(draft), "num_speculative_tokens": 3, "quantization": scheme}
+            for name, config in ((f"{scheme}", None), (f"{scheme}, draft", speculation)):
+                engine = DemoEngine(target, config, threads=threads, max_num_seqs=1, quantization=scheme)
+                stack.enter_context(engine.llm)
+                sides[name] = engine.all
+        measure.alternate(sides, work[:PAIR_WARM_BLOCKS])
+        timings = measure.alternate(sides, work[PAIR_WARM_BLOCKS:])
+    for scheme in (None, *SCHEMES):
+        name = f"{scheme}"
+        over, gained = timings.speedup(name, "None"), timings.speedup(f"{name}, draft", name)
+        tokens_s = timings.tokens_per_second(name)
+        print(f"pair, {name}: {tokens_s:.0f} tokens/s, {over} of unquantised; with the draft {gained}", flush=True)
+        found[name] = {"tokens_per_second": tokens_s, "over": asdict(over), "draft": asdict(gained)}
+    return found
+
+
 def perplexities(count: int) -> dict[str, dict[str, float]]:
     """Return the perplexity of both demo models, plain and with every scheme."""
     found: dict[str, dict[str, float]] = {}
@@ -96,6 +124,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of a block")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--texts", type=int, default=8, help="of 1,000 tokens; 0: no perplexity")
+    parser.add_argument("--pair-blocks", type=int, default=0, help="of the demo pair; 0: it is not timed")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found: dict[str, Any] = {"environment": measure.environment(options.threads)}
@@ -103,6 +132,8 @@ def main() -> None:
         found["perplexity"] = perplexities(options.texts)
     if options.blocks:
         found["speed"] = speeds(options)
+    if options.pair_blocks:
+        found["pair"] = pair_speeds(options.pair_blocks, options.threads)
     measure.write(options.output, found)
 
 
