@@ -30,8 +30,12 @@ NAMESPACES = ("--net", "--pid", "--mount", "--uts", "--ipc")
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOOLS = {"ip": "iproute2", "setpriv": "util-linux", "unshare": "util-linux", "nsenter": "util-linux"}
-SSH_TOOLS = {"sshd": "openssh-server", "ssh": "openssh-client", "rsync": "rsync"}
-OWN = ("ps -eo pid", "/usr/sbin/sshd ", "sshd:", "sleep infinity")
+SSH_TOOLS = {"ssh": "openssh-client"}
+SSH_SERVER = f"{sys.executable} -m tests.support.distributed.ssh.server"
+"""In the place of OpenSSH's, where that is not installed."""
+STAND_INS = "/usr/local/sbin"
+"""Where machines find `rsync`, if this computer has none."""
+OWN = ("ps -eo pid", "/usr/sbin/sshd ", "sshd:", SSH_SERVER, "sleep infinity")
 """Beginnings of the command lines of a machine's own processes."""
 SWITCH = f"ip link add {BRIDGE} type bridge; ip link set {BRIDGE} up; echo ready; read -r _; sleep infinity; true"
 SSHD_CONFIG = """
@@ -48,7 +52,7 @@ MaxStartups 100
 def missing(*, ssh: bool = False) -> str:
     """Return why machines, with *ssh* those with an ssh server, cannot be made here; empty if they can."""
     tools = TOOLS | (SSH_TOOLS if ssh else {})
-    lacking = sorted({package for tool, package in tools.items() if not shutil.which(tool, path=PATH)})
+    lacking = sorted({package for tool, package in tools.items() if not _is_installed(tool)})
     if lacking:
         return f"machines made of namespaces need Debian's {', '.join(lacking)}"
     if os.geteuid() != 0:
@@ -213,6 +217,8 @@ def _script(name: str, address: str, folder: Path, ssh: bool) -> str:
     """Return what a machine's first process runs. /mnt holds what it sees while private folders are laid over it."""
     seen = dict(enumerate((folder, ROOT, Path(sys.prefix), Path(sys.base_prefix))))
     server = f"/usr/sbin/sshd -D -e -f {folder}/sshd_config -o ListenAddress={address}"
+    if not _is_installed("sshd"):
+        server = f"env -C {ROOT} HOME={HOME} {SSH_SERVER} {folder} {address}"
     lines = [
         "mount --make-rprivate /",
         "mount -t tmpfs tmpfs /mnt",
@@ -224,6 +230,7 @@ def _script(name: str, address: str, folder: Path, ssh: bool) -> str:
         "chmod 1777 /tmp /dev/shm",
         f"mkdir -p /run/sshd {HOME}",
         *(f"mount --bind {folder}/{file} /etc/{file}" for file in ("passwd", "hosts")),
+        *([f"mount --bind {folder}/stand_ins {STAND_INS}"] if ssh and not _is_installed("rsync") else []),
         f"hostname {name}",
         "echo ready; read -r _",
         f"{server if ssh else 'sleep infinity'}; true",  # `true`: the shell stays, and collects processes left to it
@@ -247,3 +254,11 @@ def _write_settings(folder: Path, addresses: Mapping[str, str], ssh: bool) -> No
     for key in ("key", "host"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
     (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
+    stand_in = folder / "stand_ins" / "rsync"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f"#!{sys.executable}\n{(ROOT / 'tests/support/distributed/ssh/rsync.py').read_text()}")
+    stand_in.chmod(0o755)
+
+
+def _is_installed(tool: str) -> bool:
+    return shutil.which(tool, path=PATH) is not None
