@@ -191,7 +191,15 @@ def test_a_missing_part(name: str, missing: str, reason: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [("fp8 blocks", "weight_scale_inv"), ("gptq 4", "scales"), ("awq", "scales"), ("w4a16", "weight_scale")],
+    [
+        ("fp8 blocks", "weight_scale_inv"),
+        ("gptq 4", "scales"),
+        ("awq", "scales"),
+        ("w4a16", "weight_scale"),
+        ("w8a8", "weight_scale"),
+        ("fp8 compressed blocks", "weight_scale"),
+        ("mxfp4 compressed", "weight_scale"),
+    ],
 )
 def test_a_part_of_the_wrong_shape(name: str, part: str, tmp_path: Path) -> None:
     folder, _ = _made(CASES[name], tmp_path)

@@ -118,7 +118,8 @@ def _scales(
         return scale.repeat_interleave(rows, 0)[:outputs], min(columns, inputs)
     if strategy == "group" and weights.group_size:
         return scale, weights.group_size
-    return scale.reshape(-1, 1).expand(outputs, 1).contiguous(), inputs
+    scale_O1 = scale.reshape(-1, 1)
+    return scale_O1.expand(outputs, 1).contiguous() if strategy == "tensor" else scale_O1, inputs
 
 
 def _mxfp4(parts: dict[str, torch.Tensor], group: int) -> QuantizedWeight | None:

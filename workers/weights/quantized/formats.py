@@ -74,7 +74,7 @@ def _auto_round(described: Described) -> QuantizedFormat:
         others = {key: own[key] for key in ("bits", "group_size") if own.get(key, described[key]) != described[key]}
         if others and int(own.get("bits", described["bits"])) < UNQUANTIZED_BITS:
             raise ValueError(f"extra_config[{name!r}] has {others}, but all quantised layers must have the same")
-    if packing in {"auto_round:auto_gptq", "auto_round:gptq"}:
+    if packing == "auto_round:auto_gptq":
         return _gptq(described)
     if packing in {"auto_round", "auto_round:gptqmodel"}:
         return _gptq({**described, "checkpoint_format": "gptq_v2"})

@@ -12,7 +12,7 @@ in an environment that has `auto-round==0.16.1` as well.
 from pathlib import Path
 
 MADE = Path(__file__).parent
-FORMATS = ("gptq_4_asymmetric", "gptq_8", "awq", "awq_symmetric", "own_gptq", "own_awq")
+FORMATS = ("gptq_4_asymmetric", "gptq_8", "awq", "awq_symmetric", "own_gptq", "own_gptqmodel", "own_awq")
 LOGITS = "logits.safetensors"
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 """Of the Llama with random weights that was quantised."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from auto_round import AutoRound
 from auto_round.export.export_to_awq.utils import dequantize_gemm
+from auto_round_extension.torch.qlinear_torch import QuantLinear as LayerOfRawZeros
 from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,6 +23,7 @@ ASKED = {
     "awq": ("W4A16", "auto_awq", False),
     "awq_symmetric": ("W4A16", "auto_awq", True),
     "own_gptq": ("W4A16", "auto_round:auto_gptq", True),
+    "own_gptqmodel": ("W4A16", "auto_round:gptqmodel", False),
     "own_awq": ("W4A16", "auto_round:auto_awq", False),
 }
 """The scheme, the format and whether zero points are in the middle."""
@@ -48,7 +50,8 @@ def meant(stored: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]
         else:
             bits = 8 if "8" in name else 4
             inputs = codes.shape[0] * 32 // bits
-            layer = QuantLinear(bits, GROUP, inputs, codes.shape[1], bias=False)
+            kind = LayerOfRawZeros if name == "own_gptqmodel" else QuantLinear
+            layer = kind(bits, GROUP, inputs, codes.shape[1], bias=False)
             layer.qweight, layer.qzeros, layer.scales = codes, zeros, scales.float()
             weight_IO = layer(torch.eye(inputs))
         weights[f"{module}.weight"] = weight_IO.T.contiguous()
