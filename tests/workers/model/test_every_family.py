@@ -1,12 +1,15 @@
 """Every decoder-only family that the installed `transformers` lists is served right, or refused with a reason."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
+from slipstream import SamplingParams
+from tests.support.identity import Reference, assert_identical, generate
 from tests.support.models.every_family import NotBuiltError, build_any
 from workers.model.loader import load
 from workers.model.self_check import self_check
@@ -14,6 +17,11 @@ from workers.model.self_check import self_check
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LEAST_SERVED = 95
+PROMPTS = [[5, 9, 17, 5, 9, 17, 5, 9], [3, 1, 4, 1, 5]]
+COUNT = 8
+ROOM: dict[str, Any] = {"num_gpu_blocks_override": 32, "max_num_seqs": 2}
+LENGTH = 64
+"""Of a sequence; some configurations state none."""
 
 
 def _outcome(family: str, folder: Path) -> str:
@@ -27,7 +35,19 @@ def _outcome(family: str, folder: Path) -> str:
     except ModelError as error:
         assert str(error).strip()
         return "refused"
+    _check_tokens(model)
     return "served"
+
+
+def _check_tokens(model: Path) -> None:
+    """Compare the tokens without drafts, with n-grams and with the model as its own draft with `transformers`'."""
+    reference = Reference(model)
+    expected = [reference.greedy(prompt, COUNT) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    for speculative in (None, {"method": "ngram"}, {"model": str(model)}):
+        config = speculative and {**speculative, "num_speculative_tokens": 2}
+        run = generate(model, PROMPTS, params, speculative_config=config, max_model_len=LENGTH, **ROOM)
+        assert_identical(PROMPTS, run.outputs, expected, reference)
 
 
 @pytest.mark.parametrize("family", ["olmo", "exaone4", "deepseek_v2", "bert", "rwkv", "gemma4_text"])
