@@ -44,7 +44,7 @@ DTYPES = {
 }
 
 
-LENGTHS = ("max_position_embeddings", "n_positions", "model_max_length")
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 """What configs call their context length."""
 
 

@@ -28,14 +28,16 @@ _CHUNKED = "it masks its attention in chunks, which paged attention does not"
 _SPARSE = "it selects keys sparsely, which paged attention does not"
 
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("bloom", "falcon", "mpt"), _ALIBI),
+    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
     **dict.fromkeys(
         (
             "zamba", "zamba2", "recurrent_gemma", "rwkv", "xlstm", "minimax", "bailing_hybrid",
         ),
         _RECURRENT,
     ),
-    **dict.fromkeys(("gptj", "codegen", "ctrl", "xlnet", "xlm", "reformer", "openai-gpt", "gpt_neo"), _OWN_ATTENTION),
+    **dict.fromkeys(
+        ("falcon", "gptj", "codegen", "ctrl", "xlnet", "xlm", "reformer", "openai-gpt", "gpt_neo"), _OWN_ATTENTION
+    ),
     **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),
 }  # fmt: skip

@@ -47,9 +47,31 @@ SMALL: dict[str, Any] = {
 }
 
 
-GIVEN: dict[str, dict[str, Any]] = {"gemma4_text": GEMMA4_TEXT}
+ENDS: dict[str, Any] = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
+GIVEN: dict[str, dict[str, Any]] = {
+    "gemma4_text": GEMMA4_TEXT,
+    "falcon": {**ENDS, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_hidden_size": 48},
+    "gpt_neo": {
+        **ENDS,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "attention_types": [[["global", "local", "global"], 1]],
+        "max_position_embeddings": 256,
+    },
+    "dbrx": {
+        **ENDS,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 256,
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+}
 CHANGED: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
+    "zaya": {"num_experts_per_tok": 1},
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
