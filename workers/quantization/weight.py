@@ -25,6 +25,14 @@ PACKED = frozenset({Code.INT4, Code.FP4})
 """Codes of which kernels read two a byte."""
 
 
+def scales_of_blocks(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> tuple[torch.Tensor, int]:
+    """Return the scales `[N, G]` of a weight `[N, K]` with one for each block of a x b, and the inputs that share one.
+
+    *scale* is `[ceil(N / a), ceil(K / b)]`. Each is stored once for each row of its block.
+    """
+    return scale.repeat_interleave(block[0], 0)[: shape[0]], min(block[1], shape[1])
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A weight `[N, K]` of N outputs and K inputs; `(code - zero) * scale` is its value.
@@ -43,6 +51,12 @@ class QuantizedWeight:
     scales_NG: torch.Tensor
     zeros_NG: torch.Tensor | None
     group: int
+
+    @staticmethod
+    def of_mxfp4(packed: torch.Tensor, scales_NG: torch.Tensor, group: int) -> "QuantizedWeight":
+        """Return an mxfp4 weight of *packed* numbers, `[N, ...]` uint8, two a byte: the low half is the first."""
+        codes_NK = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+        return QuantizedWeight(Code.FP4, codes_NK, scales_NG, None, group)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from compressed_tensors.utils.match import match_name
 from loguru import logger
 
 from protos.errors import ModelError
-from workers.quantization.weight import Code, QuantizedWeight
+from workers.quantization.weight import Code, QuantizedWeight, scales_of_blocks
 from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
 
 PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_global_scale",
@@ -96,9 +96,11 @@ def _codes(
     lacks_zeros = not weights.symmetric and "weight_zero_point" not in parts  # which dequantising reports
     if code is None or strategy not in STRATEGIES or lacks_zeros:
         return None
-    if code is Code.FP4:
-        return _mxfp4(parts, weights.group_size or shape[1])
-    scales_OG, group = _scales(parts["weight_scale"].float(), strategy, weights, shape)
+    if code is Code.FP4:  # nvfp4 has scales of fp8
+        packed, scales = parts["weight_packed"], parts["weight_scale"]
+        group = weights.group_size or shape[1]
+        return QuantizedWeight.of_mxfp4(packed, scales, group) if scales.dtype == torch.uint8 else None
+    scales_OG, group = _scales(parts["weight_scale"].float(), strategy, weights, (shape[0], shape[1]))
     codes_OI = _unpacked(parts, weights.num_bits, shape)
     if code is Code.FP8:
         return QuantizedWeight(code, codes_OI, scales_OG, None, group) if codes_OI.dtype == FP8 else None
@@ -109,26 +111,17 @@ def _codes(
 
 
 def _scales(
-    scale: torch.Tensor, strategy: str, weights: QuantizationArgs, shape: tuple[int, ...]
+    scale: torch.Tensor, strategy: str, weights: QuantizationArgs, shape: tuple[int, int]
 ) -> tuple[torch.Tensor, int]:
     """Return the scales `[O, G]`, and how many inputs share one."""
     outputs, inputs = shape
     if strategy == "block" and weights.block_structure:
         rows, columns = weights.block_structure
-        return scale.repeat_interleave(rows, 0)[:outputs], min(columns, inputs)
+        return scales_of_blocks(scale, (rows, columns), shape)
     if strategy == "group" and weights.group_size:
         return scale, weights.group_size
     scale_O1 = scale.reshape(-1, 1)
     return scale_O1.expand(outputs, 1).contiguous() if strategy == "tensor" else scale_O1, inputs
-
-
-def _mxfp4(parts: dict[str, torch.Tensor], group: int) -> QuantizedWeight | None:
-    """Two numbers a byte, the low half first, and exponents as scales. nvfp4 has scales of fp8."""
-    packed_OI, scales_OG = parts["weight_packed"], parts["weight_scale"]
-    if scales_OG.dtype != torch.uint8:
-        return None
-    codes_OI = torch.stack([packed_OI & 15, packed_OI >> 4], -1).flatten(1)
-    return QuantizedWeight(Code.FP4, codes_OI, scales_OG, None, group)
 
 
 def _unpacked(parts: dict[str, torch.Tensor], bits: int, shape: tuple[int, ...]) -> torch.Tensor:

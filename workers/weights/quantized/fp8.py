@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from protos.errors import ModelError
-from workers.quantization.weight import Code, QuantizedWeight
+from workers.quantization.weight import Code, QuantizedWeight, scales_of_blocks
 from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
 
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -38,14 +38,13 @@ class Fp8:
         )
 
     def _codes(self, values_OI: torch.Tensor, scale: torch.Tensor, name: str) -> QuantizedWeight | None:
-        """A scale is stored once for each row of its block."""
         if values_OI.dtype != torch.float8_e4m3fn:
             return None
         outputs, inputs = values_OI.shape
         if self.block is not None and scale.ndim == 2:
             _check_blocks(scale, (outputs, inputs), self.block, name)
-            scales_OG = scale.float().repeat_interleave(self.block[0], 0)[:outputs]
-            return QuantizedWeight(Code.FP8, values_OI, scales_OG, None, min(self.block[1], inputs))
+            scales_OG, group = scales_of_blocks(scale.float(), self.block, (outputs, inputs))
+            return QuantizedWeight(Code.FP8, values_OI, scales_OG, None, group)
         _check_rows(scale, outputs, name)
         scales_O1 = scale.float().reshape(-1, 1).expand(outputs, 1).contiguous()
         return QuantizedWeight(Code.FP8, values_OI, scales_O1, None, inputs)

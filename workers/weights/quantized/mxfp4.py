@@ -7,7 +7,7 @@ for each 32. The model's parameter X is `[E, I, O]`.
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from workers.quantization.weight import Code, QuantizedWeight
+from workers.quantization.weight import QuantizedWeight
 from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
 
 GROUP = 32
@@ -47,11 +47,5 @@ def _expert(name: str, number: int, tensors: StoredTensors) -> DequantizedWeight
         f"expert {number} of {name}",
         (outputs, groups * width * 2),
         lambda: _values(part("blocks"), part("scales"))[0].T,
-        lambda: _codes(part("blocks")[0], part("scales")[0]),
+        lambda: QuantizedWeight.of_mxfp4(part("blocks")[0], part("scales")[0], GROUP),
     )
-
-
-def _codes(blocks_OGW: torch.Tensor, scales_OG: torch.Tensor) -> QuantizedWeight:
-    """Inputs alternate between the low and the high half of bytes."""
-    codes_OI = torch.stack([blocks_OGW & 15, blocks_OGW >> 4], -1).flatten(1)
-    return QuantizedWeight(Code.FP4, codes_OI, scales_OG, None, GROUP)
