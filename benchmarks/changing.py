@@ -7,12 +7,12 @@ says. In "text" `--batch` requests run at once, and the text is predictable, the
 phase so many requests run `--waves` times, each of `--tokens` tokens.
 
 A block is all phases of a scenario, on one engine that goes on from block to block. All sides run the same blocks in
-turns, in one process. The figures are ratios of the time of all blocks with bootstrap 95 % intervals, and how often the
-adaptive policy switched speculation on or off in each phase.
+one process, in slices of some 32 steps that take turns. The figures are ratios of the time of all blocks with bootstrap
+95 % intervals, and how often the adaptive policy switched speculation on or off in each phase.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from benchmarks.shared.workload import Item
 from demo import pair
 
 ADAPTIVE, OFF = "adaptive", "off"
-WARM_BLOCKS = 1
+WARM_BLOCKS, SLICE_STEPS = 1, 32
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": str(pair()[1])},
     "suffix": {"method": "suffix"},
@@ -70,16 +70,14 @@ class ChangingSide:
         self.engine = engine
         self.switches: list[list[int]] = []
 
-    def block(self, phases: Sequence[ChangingPhase]) -> int:
-        """Run the phases one after another; return the number of tokens."""
+    def block(self, phases: Sequence[ChangingPhase]) -> Iterator[int]:
+        """Run the phases one after another; yield the number of tokens of each output."""
         counts = [self._count()]
-        num_tokens = 0
         for phase in phases:
             for start in range(0, len(phase.items), phase.size):
-                num_tokens += self.engine.all(phase.items[start : start + phase.size])
+                yield from self.engine.stream(phase.items[start : start + phase.size])
             counts.append(self._count())
         self.switches.append(np.diff(counts).tolist())
-        return num_tokens
 
     def _count(self) -> int:
         return sum(self.engine.llm.stats().speculation_changes.values())
@@ -117,8 +115,9 @@ def measured(scenario: str, config: dict[str, Any], args: argparse.Namespace) ->
     engines = sides(config, args)
     runs = {name: side.block for name, side in engines.items()}
     blocks = [phases_of(scenario, block, args) for block in range(WARM_BLOCKS + args.blocks)]
-    measure.alternate(runs, blocks[:WARM_BLOCKS])
-    timings = measure.alternate(runs, blocks[WARM_BLOCKS:])
+    slice_tokens = SLICE_STEPS * (args.batch if scenario == "text" else int(np.median(args.sizes)))
+    measure.alternate_slices(runs, blocks[:WARM_BLOCKS], slice_tokens)
+    timings = measure.alternate_slices(runs, blocks[WARM_BLOCKS:], slice_tokens)
     switches = np.array(engines[ADAPTIVE].switches[WARM_BLOCKS:])
     for side in engines.values():
         side.engine.llm.shutdown()

@@ -4,7 +4,8 @@ Later starts of the same models with the same options and number of threads read
 """
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,15 @@ def needs_step_costs(config: EngineConfig) -> bool:
 def max_draft(config: EngineConfig) -> int:
     """Return the largest number of draft tokens of a row."""
     return 0 if config.speculative is None else config.speculative.num_speculative_tokens
+
+
+def without_disturbed(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Return the seconds of each size, or of a larger one that took less: the size's own measurement was disturbed."""
+    fastest: dict[int, float] = {}
+    least = math.inf
+    for size in sorted(seconds, reverse=True):
+        fastest[size] = least = min(least, seconds[size])
+    return fastest
 
 
 @dataclass(frozen=True)
@@ -79,9 +89,10 @@ class Measurement:
                 draft_s[size] = seconds
                 yield None
             self.draft.worker.slots.clear()
+        costs = StepCosts(without_disturbed(target_s), without_disturbed(draft_s))
         if self._is_kept and key == self._key:  # else the number of threads has changed meanwhile
-            store.write_costs(key, [target_s, draft_s])
-        yield StepCosts(target_s, draft_s)
+            store.write_costs(key, [costs.target_s, costs.draft_s])
+        yield costs
 
     def _target_sizes(self) -> list[int]:
         wanted = max(MEASURED_TOKENS if needs_step_costs(self.config) else 0, self.pace_tokens)

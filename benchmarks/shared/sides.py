@@ -53,20 +53,37 @@ class DemoEngine:
 
     def tokens(self, items: Sequence[Item], sampling: SamplingSettings = GREEDY) -> list[list[int]]:
         """Run all *items* at once; return the tokens of each."""
-        params = [
-            SamplingParams(
-                temperature=(item.sampling or sampling).temperature,
-                top_p=(item.sampling or sampling).top_p,
-                seed=index,
-                ignore_eos=True,
-                max_tokens=item.max_tokens,
-                detokenize=False,
-            )
-            for index, item in enumerate(items)
-        ]
-        prompts = [{"prompt_token_ids": list(item.prompt)} for item in items]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(_prompts(items), _params(items, sampling), use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def stream(self, items: Sequence[Item], sampling: SamplingSettings = GREEDY) -> Iterator[int]:
+        """Run all *items* at once; yield how many tokens each step adds to each of them."""
+        preprocessor = self.llm._preprocessor
+        requests = [
+            request
+            for index, (prompt, params) in enumerate(zip(_prompts(items), _params(items, sampling), strict=True))
+            for request in preprocessor.requests(preprocessor.encode(prompt, params), params, str(index))
+        ]
+        for output in self.llm._drive(requests):
+            yield len(output.token_ids)
+
+
+def _prompts(items: Sequence[Item]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": list(item.prompt)} for item in items]
+
+
+def _params(items: Sequence[Item], sampling: SamplingSettings) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            temperature=(item.sampling or sampling).temperature,
+            top_p=(item.sampling or sampling).top_p,
+            seed=index,
+            ignore_eos=True,
+            max_tokens=item.max_tokens,
+            detokenize=False,
+        )
+        for index, item in enumerate(items)
+    ]
 
 
 class ForwardClock:

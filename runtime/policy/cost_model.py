@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from runtime.policy.interpolation import Floats, rising
+
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
@@ -37,6 +38,8 @@ NOISE = 0.1
 """Of the logarithm of one round's seconds."""
 MOVED = 0.03
 """If the shared correction moved by so much since a size was run, its estimate is in doubt. A third of it is noise."""
+SLOW_FADES, FAST_FADES = 0.5, 0.25
+"""How soon the correction of a size that is not run fades, relative to its rounds: if it was found slow, and fast."""
 REFRESH_EVERY = 8
 """The tabulated curve is computed again after this many rounds, or at once after one that weighs more than 1 in 8."""
 
@@ -65,6 +68,7 @@ class CostCurve:
         self._log_base_N = np.log(np.maximum(base_N, 1e-9))
         self._bin_N = _bins(largest)
         num_bins = int(self._bin_N[-1]) + 1
+        self._log_base_B = self._log_base_N[np.searchsorted(self._bin_N, np.arange(num_bins))]
         # Lists: single elements are read and written in every round.
         self._log_bases, self._bins = self._log_base_N.tolist(), self._bin_N.tolist()
         self._own_B, self._count_B = [0.0] * num_bins, [0.0] * num_bins
@@ -124,22 +128,32 @@ class CostCurve:
     def age(self, kept: float) -> None:
         """Let the next rounds count more at sizes that were not seen since the last call, and forget some of the past.
 
-        Where a size was found slow, it is not run again. If the machine is faster now, only forgetting shows it.
+        Where a size was found slow, it is not run again. If the machine is faster now, only forgetting shows it. That a
+        size was found fast is forgotten half as soon: what warm-up measured of it was wrong, and is believed again.
 
         Args:
-            kept: the share of the rounds of such a size that counts on. Its correction fades half as fast.
+            kept: the share of the rounds of such a size that counts on.
         """
+        slow, fast = kept**SLOW_FADES, kept**FAST_FADES
         for bin_, is_fresh in enumerate(self._is_fresh_B):
             if not is_fresh:
                 self._count_B[bin_] *= kept
-                self._own_B[bin_] *= math.sqrt(kept)
+                self._own_B[bin_] *= slow if self._own_B[bin_] > 0 else fast
         self._is_fresh_B = [False] * len(self._is_fresh_B)
         self._refresh()
 
     def _refresh(self) -> None:
-        """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were."""
+        """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were.
+
+        A size that seems to take longer than a larger one is taken to be faster, the more the better the larger is
+        known: plain rounds would make drafts seem to pay. The larger is not slowed down: only rounds can correct that.
+        """
         run_M = np.flatnonzero(self._count_B)
-        own_N = np.interp(self._bin_N, run_M, np.array(self._own_B)[run_M]) if len(run_M) else 0.0
+        own_N: Floats | float = 0.0
+        if len(run_M):
+            base_M, own_M = self._log_base_B[run_M], np.array(self._own_B)[run_M]
+            fitted_M = rising(base_M + own_M, np.array(self._count_B)[run_M]) - base_M
+            own_N = np.interp(self._bin_N, run_M, np.minimum(own_M, fitted_M))
         self._seconds_N = np.exp(self._log_base_N + self._shared + own_N)
 
 

@@ -34,12 +34,15 @@ class Runner:
     """A forward takes a second for each token, in a process with one thread."""
 
     calls: int = 0
+    disturbed: int = 0
+    """The size at which it takes a hundred seconds longer."""
     cold_s: float = 0.0
     """What the first forward takes longer."""
 
     def measure_size(self, num_rows: int) -> float:
         self.calls += 1
-        return num_rows / torch.get_num_threads() + (self.cold_s if self.calls == 1 else 0.0)
+        slow_s = self.cold_s * (self.calls == 1) + 100.0 * (num_rows == self.disturbed)
+        return num_rows / torch.get_num_threads() + slow_s
 
 
 def measurement(runner: Runner) -> Measurement:
@@ -52,6 +55,11 @@ def test_costs_are_kept_for_a_number_of_threads() -> None:
         torch.set_num_threads(threads)
         assert measurement(runner).costs().target_s == {size: size / threads for size in (1, 2, 4, 8, 16)}
         assert runner.calls == calls
+
+
+def test_a_size_that_was_disturbed_takes_no_longer_than_a_larger_one() -> None:
+    torch.set_num_threads(1)
+    assert measurement(Runner(disturbed=2)).costs().target_s == {1: 1.0, 2: 4.0, 4: 4.0, 8: 8.0, 16: 16.0}
 
 
 def test_costs_measured_with_several_numbers_are_not_kept() -> None:
