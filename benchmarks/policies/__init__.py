@@ -41,8 +41,8 @@ Config = dict[str, Any]
 PLAIN, CONTROL, BEST = "plain", "control", "best"
 PLAINS = (PLAIN, "plain 2")
 SLICE_STEPS = {1: 32, 8: 16, 32: 8}
-"""Steps of plain decoding in a slice of a block, by batch size: about 0.1 s. With 8 steps of one request, drafts are 3 %
-slower, since caches are cold more often."""
+"""Steps of plain decoding in a slice of a block, by batch size: about 0.1 s. With 8 steps of one request, drafts are
+3 % slower, since caches are cold more often."""
 TEMPERATURES = (0.0, 1.0)
 WAVES = {1: 1, 8: 3, 32: 2}
 """Requests of a block for each that runs at once, by batch size."""

@@ -106,7 +106,7 @@ def alternate_slices(
     """Run every side on every block, in slices of *num_tokens* tokens that take turns, another side first each time.
 
     A shared machine is faster and slower for a second or so at a time. Slices of some 0.1 s find all sides in the same
-    state: two equal engines that differ by 2 to 3 % over blocks of 0.3 s differ by about 1 % this way, in the same time.
+    state. Two equal engines that differ by 2 to 3 % over blocks of 0.3 s differ by about 1 % this way.
 
     Args:
         sides: what is measured, by name: iterators that yield the number of tokens after each piece of work.

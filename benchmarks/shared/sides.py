@@ -1,23 +1,30 @@
 """Slipstream as one side of a comparison, and a clock for its model forwards."""
 
+import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 from benchmarks.shared.workload import Item, SamplingSettings
+from cluster.engine import LocalEngine
 from slipstream import LLM, SamplingParams
 from workers.attention.backend import AttentionBackend, run_with
+from workers.target_rank import UniExecutor
 
 CACHE_BYTES = 1 << 30
+COMPILED_EVERY_S = 0.02
+"""How often it is seen whether models are compiled."""
 GREEDY = SamplingSettings(0.0)
 Result = TypeVar("Result")
 
 
 class DemoEngine:
     """An `LLM` that generates exactly the requested number of tokens, without prefix caching.
+
+    It is ready when its models run compiled: compilers beside it would disturb whatever is measured.
 
     With None for *threads* the engine chooses their number. Further options are those of `LLM`.
     """
@@ -42,6 +49,15 @@ class DemoEngine:
             disable_log_stats=True,
             **options,
         )
+        self._await_compiled()
+
+    def _await_compiled(self) -> None:
+        engine = self.llm._engine
+        assert isinstance(engine, LocalEngine) and isinstance(engine.assembled.executor, UniExecutor)
+        later = engine.assembled.executor._later
+        while isinstance(later, Generator) and inspect.getgeneratorstate(later) != inspect.GEN_CLOSED:
+            engine.step()  # without requests, it swaps in what is compiled
+            time.sleep(COMPILED_EVERY_S)
 
     def one(self, item: Item, sampling: SamplingSettings) -> int:
         """Run one request alone; return the number of tokens."""

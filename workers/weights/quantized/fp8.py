@@ -1,7 +1,8 @@
 """Weights in fp8 with scales: per tensor, per row, or per block (DeepSeek-V3, Qwen3-FP8, FBGEMM, AutoFP8, ModelOpt).
 
 `X.weight` is float8_e4m3fn `[O, I]`; its scale is a number, `[O]`, `[O, 1]`, or, with blocks of *a* x *b*,
-`[ceil(O / a), ceil(I / b)]`. The value is the product of both.
+`[ceil(O / a), ceil(I / b)]`. The value is the product of both. Scales in uint8 are powers of two as e8m0: the exponent
+plus 127.
 """
 
 from dataclasses import dataclass
@@ -43,18 +44,22 @@ class Fp8:
         outputs, inputs = values_OI.shape
         if self.block is not None and scale.ndim == 2:
             _check_blocks(scale, (outputs, inputs), self.block, name)
-            scales_OG, group = scales_of_blocks(scale.float(), self.block, (outputs, inputs))
+            scales_OG, group = scales_of_blocks(_as_float(scale), self.block, (outputs, inputs))
             return QuantizedWeight(Code.FP8, values_OI, scales_OG, None, group)
         _check_rows(scale, outputs, name)
-        scales_O1 = scale.float().reshape(-1, 1).expand(outputs, 1).contiguous()
+        scales_O1 = _as_float(scale).reshape(-1, 1).expand(outputs, 1).contiguous()
         return QuantizedWeight(Code.FP8, values_OI, scales_O1, None, inputs)
 
     def _scaled(self, values_OI: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
-        scale = scale.float()
+        scale = _as_float(scale)
         if self.block is not None and scale.ndim == 2:
             return values_OI.float() * _per_value(scale, tuple(values_OI.shape), self.block, name)
         _check_rows(scale, len(values_OI), name)
         return values_OI.float() * scale.reshape(-1, 1)
+
+
+def _as_float(scale: torch.Tensor) -> torch.Tensor:
+    return (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
 
 
 def _per_value(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int], name: str) -> torch.Tensor:
