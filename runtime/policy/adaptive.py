@@ -32,9 +32,9 @@ TRIAL_TOKENS = 2
 AGED, AGED_OFF = 0.8, 0.25
 """Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
 DECIDING, DECIDING_OFF = Share(0.003, 64), Share(0.0005, 256)
-"""How often it is decided how many draft tokens there are, while speculation is on and off."""
+"""How often it is decided how many draft tokens there are, with draft tokens and without."""
 LEARNING, LEARNING_OFF = Share(0.003, 16), Share(0.0005, 128)
-"""How often acceptance and costs are learnt, while speculation is on and off."""
+"""How often acceptance and costs are learnt, with draft tokens and without."""
 
 
 class AdaptivePolicy:
@@ -189,7 +189,8 @@ class AdaptivePolicy:
             lost_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
         else:  # the draft reads these rounds' tokens afterwards
             lost_s = (self.predicted_speedup - 1) * costs.plain() + self._costs.reading.read_s(num_rows)
-        return self._exploration.start(k) if self._trials.pay(EXPLORED_ROUNDS * max(0.0, lost_s)) else None
+        expected_s = self._catch_up_s + EXPLORED_ROUNDS * max(0.0, lost_s)
+        return self._exploration.start(k) if self._trials.pay(expected_s) else None
 
     def _use_everywhere(self, k: int) -> None:
         self._calibration.expect_nothing()
@@ -211,7 +212,7 @@ class AdaptivePolicy:
         self._calibration.expect(best, costs.prompts_s)
         self._use(best.k_RS if self._switch.is_on else self._predicted_alone(rows, costs), rows)
         self._decide_s = self._clock() - began
-        self._deciding.done(self._decide_s, self._round_s, DECIDING if self._switch.is_on else DECIDING_OFF)
+        self._deciding.done(self._decide_s, self._round_s, DECIDING if self.current else DECIDING_OFF)
 
     def _predicted_alone(self, rows: dict[int, DecodingRow], costs: RoundCosts) -> Ints:
         """Return the draft tokens of all rows and sources while speculation is off, `[R, S]`: of predictions only."""
@@ -258,7 +259,7 @@ class AdaptivePolicy:
             began = self._clock()
             self._end_learning(step)
             spent_s += self._clock() - began
-            share = LEARNING if self._switch.is_on else LEARNING_OFF
+            share = LEARNING if self.current else LEARNING_OFF
             self._learning.done(spent_s - self._decide_s, self._round_s, share)
         else:
             self._trials.end_round(step.seconds)

@@ -81,7 +81,8 @@ class Switch:
         """
         self._rounds += num_rounds
         if is_other_load(self._num_rows, num_rows):
-            self._log_gain, self._num_rows, self._missed = math.log(gain), num_rows, 0.0
+            self._log_gain, self._num_rows = math.log(gain), num_rows
+            self._missed *= self.is_on and gain < OFF_BELOW  # a loss goes on, a load that may end soon gains nothing
             return False
         self._log_gain += (1 - (1 - SMOOTHING) ** num_rounds) * (math.log(gain) - self._log_gain)
         if self.is_on and self.gain < OFF_BELOW:

@@ -1,0 +1,37 @@
+"""Whether speculation is on, as the number of requests swings."""
+
+from runtime.policy.switching import Switch
+
+
+def decide(switch: Switch, gain: float, num_rows: int) -> bool:
+    """Decide once for ten rounds."""
+    return switch.update(gain, 10, num_rows, catch_up=1.0)
+
+
+def test_it_is_switched_off_however_often_the_load_swings_if_drafts_pay_at_none() -> None:
+    switch = Switch()
+    swings = 0
+    while switch.is_on:
+        for num_rows in (32, 32, 16, 8):
+            decide(switch, 1.0, num_rows)
+        swings += 1
+        assert swings < 40
+    assert switch.changes == {"does_not_pay": 1}
+
+
+def test_a_load_at_which_drafts_pay_ends_a_loss() -> None:
+    switch = Switch()
+    for _ in range(200):
+        for num_rows, gain in ((32, 1.0), (32, 1.0), (8, 1.3), (8, 1.3)):
+            decide(switch, gain, num_rows)
+    assert switch.is_on
+
+
+def test_what_a_short_load_would_gain_does_not_switch_it_on() -> None:
+    switch = Switch()
+    while switch.is_on:
+        decide(switch, 1.0, 32)
+    for _ in range(100):
+        for num_rows in (32, 16):
+            decide(switch, 1.1, num_rows)
+    assert not switch.is_on
