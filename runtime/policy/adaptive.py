@@ -189,8 +189,8 @@ class AdaptivePolicy:
             lost_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
         else:  # the draft reads these rounds' tokens afterwards
             lost_s = (self.predicted_speedup - 1) * costs.plain() + self._costs.reading.read_s(num_rows)
-        expected_s = self._catch_up_s + EXPLORED_ROUNDS * max(0.0, lost_s)
-        return self._exploration.start(k) if self._trials.pay(expected_s) else None
+        is_paid = self._trials.pay(self._catch_up_s + EXPLORED_ROUNDS * max(0.0, lost_s))
+        return self._exploration.start(k) if is_paid else None
 
     def _use_everywhere(self, k: int) -> None:
         self._calibration.expect_nothing()
@@ -259,8 +259,7 @@ class AdaptivePolicy:
             began = self._clock()
             self._end_learning(step)
             spent_s += self._clock() - began
-            share = LEARNING if self.current else LEARNING_OFF
-            self._learning.done(spent_s - self._decide_s, self._round_s, share)
+            self._learning.done(spent_s - self._decide_s, self._round_s, LEARNING if self.current else LEARNING_OFF)
         else:
             self._trials.end_round(step.seconds)
             self._learning.skip()

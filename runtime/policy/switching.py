@@ -7,8 +7,7 @@ from statistics import median
 
 from runtime.policy.base import WARMING_ROUNDS, IdleRounds
 
-SMOOTHING = 0.2
-"""Weight of the newest round in the smoothed gain."""
+SMOOTHING = 0.2  # weight of the newest round in the smoothed gain
 ON_ABOVE, OFF_BELOW = 1.03, 1.015
 """Speculation is switched on and off at these smoothed gains. Between them it stays as it is. A gain does not count the
 policy's own time, which is about 1 % while speculation is on."""
@@ -81,8 +80,8 @@ class Switch:
         """
         self._rounds += num_rounds
         if is_other_load(self._num_rows, num_rows):
-            self._log_gain, self._num_rows = math.log(gain), num_rows
-            self._missed *= self.is_on and gain < OFF_BELOW  # a loss goes on, a load that may end soon gains nothing
+            is_loss = self.is_on and gain < OFF_BELOW  # it goes on, while a load that may end soon gains nothing
+            self._log_gain, self._num_rows, self._missed = math.log(gain), num_rows, self._missed * is_loss
             return False
         self._log_gain += (1 - (1 - SMOOTHING) ** num_rounds) * (math.log(gain) - self._log_gain)
         if self.is_on and self.gain < OFF_BELOW:
