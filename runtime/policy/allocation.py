@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.policy.cost_model import CostCurve, Flags, Ints
-from runtime.policy.interpolation import Floats
+from runtime.policy.cost_model import CostCurve, Flags, Floats, Ints
 
 NEVER = 1e-9
 """A smaller probability counts as this one."""

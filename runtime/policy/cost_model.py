@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from runtime.policy.interpolation import Floats, rising
+Floats = npt.NDArray[np.float64]
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -68,7 +68,6 @@ class CostCurve:
         self._log_base_N = np.log(np.maximum(base_N, 1e-9))
         self._bin_N = _bins(largest)
         num_bins = int(self._bin_N[-1]) + 1
-        self._log_base_B = self._log_base_N[np.searchsorted(self._bin_N, np.arange(num_bins))]
         # Lists: single elements are read and written in every round.
         self._log_bases, self._bins = self._log_base_N.tolist(), self._bin_N.tolist()
         self._own_B, self._count_B = [0.0] * num_bins, [0.0] * num_bins
@@ -143,17 +142,9 @@ class CostCurve:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were.
-
-        A size that seems to take longer than a larger one is taken to be faster, the more the better the larger is
-        known: plain rounds would make drafts seem to pay. The larger is not slowed down: only rounds can correct that.
-        """
+        """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were."""
         run_M = np.flatnonzero(self._count_B)
-        own_N: Floats | float = 0.0
-        if len(run_M):
-            base_M, own_M = self._log_base_B[run_M], np.array(self._own_B)[run_M]
-            fitted_M = rising(base_M + own_M, np.array(self._count_B)[run_M]) - base_M
-            own_N = np.interp(self._bin_N, run_M, np.minimum(own_M, fitted_M))
+        own_N = np.interp(self._bin_N, run_M, np.array(self._own_B)[run_M]) if len(run_M) else 0.0
         self._seconds_N = np.exp(self._log_base_N + self._shared + own_N)
 
 

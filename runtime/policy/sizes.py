@@ -9,8 +9,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from runtime.policy.allocation import NEVER, Allocation, RoundCosts
-from runtime.policy.cost_model import Ints
-from runtime.policy.interpolation import Floats, rising
+from runtime.policy.cost_model import Floats, Ints
 
 ASSUMED_PER_LEVEL = 0.7
 """Acceptance of a level before anything was measured; a tree is taken to double its nodes with each level."""
@@ -66,6 +65,22 @@ class SizeModel:
         of_assumed = (self._accepted_S.sum() + PRIOR_DRAFTS) / (expected_S.sum() + PRIOR_DRAFTS)
         prior_S = PRIOR_DRAFTS * of_assumed * self._assumed_S
         return rising((self._accepted_S + prior_S) / (self._drafts_S + PRIOR_DRAFTS), self._drafts_S + PRIOR_DRAFTS)
+
+
+def rising(values_S: Floats, weights_S: Floats) -> Floats:
+    """Return the values that never fall and are nearest to *values_S*, by weighted squares (isotonic regression).
+
+    Neighbours that fall are replaced by their mean, until none do (pool adjacent violators; Barlow et al. 1972).
+    """
+    pools: list[tuple[float, float, int]] = []  # mean, weight, number of values
+    for value, weight in zip(values_S.tolist(), weights_S.tolist(), strict=True):
+        mean, total, number = value, weight, 1
+        while pools and pools[-1][0] > mean:
+            before, more, several = pools.pop()
+            mean = (before * more + mean * total) / (more + total)
+            total, number = total + more, number + several
+        pools.append((mean, total, number))
+    return np.repeat([mean for mean, _, _ in pools], [number for _, _, number in pools])
 
 
 def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: RoundCosts) -> Allocation:

@@ -32,17 +32,6 @@ def test_a_size_that_is_run_all_the_time_is_never_in_doubt() -> None:
             assert not curve.is_in_doubt(1)
 
 
-def test_plain_rounds_never_seem_to_take_longer_than_well_known_larger_ones() -> None:
-    curve = CostCurve({1: 0.004, 2: 0.002}, 8)  # warm-up was disturbed
-    run(curve, 2, 0.002, 100)
-    run(curve, 1, 0.0019, 3)
-    for _ in range(50):  # drafts are on for long: plain rounds are rare
-        curve.age(0.8)
-        run(curve, 2, 0.002, 30)
-    assert curve.at(1) <= 1.001 * curve.at(2)
-    assert 0.99 < curve.at(2) / 0.002 < 1.01, "what is known well does not change"
-
-
 def test_that_a_size_is_fast_is_forgotten_later_than_that_it_is_slow() -> None:
     left = []
     for seconds in (0.0025, 0.0016):

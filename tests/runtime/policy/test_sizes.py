@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from protos.messages import StepCosts
 from runtime.policy.allocation import RoundCosts
-from runtime.policy.interpolation import rising
 from runtime.policy.round_costs import RoundCostModel
-from runtime.policy.sizes import SizeModel, choose_size, ladder
+from runtime.policy.sizes import SizeModel, choose_size, ladder, rising
 
 NUMBERS = st.floats(0.01, 100.0)
 
