@@ -113,11 +113,11 @@ __attribute__((noinline)) void tile(const float* const* x, const T* const* w, co
         int64_t k = 0;
         for (; k + kLanes <= size; k += kLanes) {
             Lanes value[Rows];
-            for (int m = 0; m < Rows; ++m) value[m] = load(x[m] + at + k);
+            for (int m = 0; m < Rows; ++m) value[m] = in_register(load(x[m] + at + k));
             for (int n = 0; n < kColumns; ++n) {
-                const Lanes weight = load(w[n] + from + k);
+                const Lanes weight = in_register(load(w[n] + from + k));
                 __builtin_prefetch(reinterpret_cast<const char*>(w[n] + from + k) + kAhead);
-                for (int m = 0; m < Rows; ++m) total[m][n] = fma_of_registers(value[m], weight, total[m][n]);
+                for (int m = 0; m < Rows; ++m) total[m][n] = fma(value[m], weight, total[m][n]);
             }
         }
         if (k < size)

@@ -51,10 +51,10 @@ inline Lanes load(const Fp8* from) {
 }
 inline void store(Lanes a, float* to) { _mm512_storeu_ps(to, a.v); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-#define SLIPSTREAM_FMA_OF_REGISTERS
-inline Lanes fma_of_registers(Lanes a, Lanes b, Lanes c) {
-    asm("vfmadd231ps %2, %1, %0" : "+v"(c.v) : "v"(a.v), "v"(b.v));
-    return c;
+#define SLIPSTREAM_IN_REGISTER
+inline Lanes in_register(Lanes a) {
+    asm("" : "+v"(a.v));
+    return a;
 }
 inline Lanes operator+(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes operator*(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -92,10 +92,10 @@ inline Lanes load(const Fp8* from) {
 }
 inline void store(Lanes a, float* to) { _mm256_storeu_ps(to, a.v); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-#define SLIPSTREAM_FMA_OF_REGISTERS
-inline Lanes fma_of_registers(Lanes a, Lanes b, Lanes c) {
-    asm("vfmadd231ps %2, %1, %0" : "+x"(c.v) : "x"(a.v), "x"(b.v));
-    return c;
+#define SLIPSTREAM_IN_REGISTER
+inline Lanes in_register(Lanes a) {
+    asm("" : "+x"(a.v));
+    return a;
 }
 inline Lanes operator+(Lanes a, Lanes b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Lanes operator*(Lanes a, Lanes b) { return {_mm256_mul_ps(a.v, b.v)}; }
@@ -130,10 +130,10 @@ inline Lanes operator*(const Lanes& a, const Lanes& b) { return each([&](int i) 
 
 #endif
 
-// As `fma`, with b kept in a register. Otherwise compilers read b from memory for each of its products, which takes
-// longer than the arithmetic with three products each.
-#ifndef SLIPSTREAM_FMA_OF_REGISTERS
-inline Lanes fma_of_registers(Lanes a, Lanes b, Lanes c) { return fma(a, b, c); }
+// Keeps what was loaded. Otherwise compilers load it again for each of its products, which takes longer than the
+// arithmetic.
+#ifndef SLIPSTREAM_IN_REGISTER
+inline Lanes in_register(const Lanes& a) { return a; }
 #endif
 
 // The sum of each of four vectors: adjacent lanes first, then pairs of these sums, then the two halves.

@@ -8,9 +8,10 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
-#include "codes.h"
+#include "pairs.h"
 
 namespace {
 
@@ -42,13 +43,6 @@ struct Quantized {
 }  // extern "C"
 
 namespace {
-
-template <typename C>
-struct Panel {
-    const uint8_t* codes;
-    const typename C::Scale* scales;
-    const uint8_t* zeros;
-};
 
 // Rows of y that are multiplied with the same weight, as places in `Order::rows`.
 struct Segment {
@@ -83,100 +77,155 @@ struct Order {
     }
 };
 
-template <typename C>
-struct Decoder {
-    const Panel<C>& panel;
-    const Quantized& call;
-    const int64_t width;
+// The weights of a panel, a block of a column at a time, in the order in which they are stored.
+template <typename W, typename C>
+struct Stored {
+    using Part = typename W::Block;
+    static constexpr int64_t kSize = kBlock;
 
-    // Calls use(k, column, weights) with every block, in the order in which blocks are stored.
-    template <typename Use>
-    inline __attribute__((always_inline)) void each(Use&& use) const {
-        const uint8_t* code = panel.codes;
-        for (int64_t g = 0; g < call.groups; ++g) {
-            Affine affine[kColumns];
-            for (int n = 0; n < kColumns; ++n) {
-                const int64_t at = g * kColumns + n;
-                affine[n] = C::affine(panel.scales[at], panel.zeros ? panel.zeros[at] : 0);
-            }
-            const int64_t end = g + 1 == call.groups ? width : (g + 1) * call.group;
-            for (int64_t k = g * call.group; k < end; k += kBlock)
-#pragma GCC unroll 4
-                for (int n = 0; n < kColumns; ++n, code += C::kBytes) {
-                    __builtin_prefetch(code + kAhead);
-                    Lanes weight[kVectors];
-                    C::decode(code, affine[n], weight);
-                    use(k, n, weight);
-                }
-        }
+    // What codes mean in a group of inputs.
+    struct Values {
+        typename W::Int4Values of[kColumns];
+    };
+
+    const uint8_t *codes, *zeros;
+
+    Values values(int64_t g) const {
+        Values result;
+        for (int n = 0; n < kColumns; ++n) result.of[n] = W::int4_values(zeros ? zeros[g * kColumns + n] : 0);
+        return result;
+    }
+    Part next(int n, const Values& values) {
+        __builtin_prefetch(codes + kAhead);
+        const Part part = C::template decode<W>(codes, values.of[n]);
+        codes += C::kBytes;
+        return part;
     }
 };
 
-// Few rows of x, `width` apart. Not inlined: inside their callers, compilers do not keep these sums in registers. Nor do
-// they where a sum is named by indices that only unrolled loops make constant.
-template <int Rows, typename C>
-__attribute__((noinline)) void few_rows(const float* x, const Decoder<C>& decoder, Four* result) {
-    static_assert(kColumns == 4 && Rows <= 4);
-    Lanes first[4], second[4], third[4], fourth[4];  // of the columns
-    for (Lanes* total : {first, second, third, fourth})
-        for (int n = 0; n < 4; ++n) total[n] = zeros();
-    const int64_t width = decoder.width;
-    decoder.each([&](int64_t k, int n, const Lanes* weight) {
-        for (int v = 0; v < kVectors; ++v) {
-            const float* at = x + k + v * kLanes;
-            first[n] = fma(load(at), weight[v], first[n]);
-            if constexpr (Rows > 1) second[n] = fma(load(at + width), weight[v], second[n]);
-            if constexpr (Rows > 2) third[n] = fma(load(at + 2 * width), weight[v], third[n]);
-            if constexpr (Rows > 3) fourth[n] = fma(load(at + 3 * width), weight[v], fourth[n]);
-        }
-    });
-    result[0] = sums(first[0], first[1], first[2], first[3]);
-    if constexpr (Rows > 1) result[1] = sums(second[0], second[1], second[2], second[3]);
-    if constexpr (Rows > 2) result[2] = sums(third[0], third[1], third[2], third[3]);
-    if constexpr (Rows > 3) result[3] = sums(fourth[0], fourth[1], fourth[2], fourth[3]);
-}
+// The same, once they are decoded, a part of a block of a column at a time.
+template <typename W>
+struct Decoded {
+    using Part = typename W::Part;
+    static constexpr int64_t kSize = kBlock / W::kParts;
+    struct Values {};
 
+    const typename W::Input* at;
+
+    Values values(int64_t) const { return {}; }
+    Part next(int, const Values&) {
+        const Part part = Part::load(at);
+        at += kSize;
+        return part;
+    }
+};
+
+// Groups of inputs, `width` inputs in all, and what the sums of each are multiplied by.
 template <typename C>
-__attribute__((noinline)) void decode(const Decoder<C>& decoder, float* to) {
-    decoder.each([&](int64_t k, int n, const Lanes* weight) {
-        for (int v = 0; v < kVectors; ++v) store(weight[v], to + n * decoder.width + k + v * kLanes);
-    });
-}
+struct Groups {
+    const typename C::Scale* scales;
+    int64_t group, groups, width;
 
-// Rows of x, `width` apart, with the weights that `decode` left.
-template <int Rows>
-__attribute__((noinline)) void some_rows(const float* x, int64_t width, const float* weight, Four* result) {
+    int64_t end(int64_t g) const { return g + 1 == groups ? width : (g + 1) * group; }
+    Lanes scale(int64_t g, int n) const { return all(C::scale(scales[g * kColumns + n])); }
+};
+
+// Products of Rows rows of x, `width` apart, with a panel. Not inlined: inside their callers, compilers do not keep the
+// sums in registers.
+template <int Rows, typename C, typename Source>
+__attribute__((noinline)) void multiply_rows(const typename Source::Part::Input* x, const Groups<C>& of, Source source,
+                                             Four* result) {
+    using Part = typename Source::Part;
+    const int64_t width = of.width;
     Lanes total[Rows][kColumns];
     for (auto& row : total)
         for (auto& one : row) one = zeros();
-    for (int64_t k = 0; k < width; k += kLanes) {
-        Lanes value[Rows];
-        for (int m = 0; m < Rows; ++m) value[m] = load(x + m * width + k);
+    for (int64_t g = 0, k = 0; g < of.groups; ++g) {
+        const auto values = source.values(g);
+        Lanes sum[Rows][kColumns];
+#pragma GCC unroll 8
+        for (int m = 0; m < Rows; ++m)
+#pragma GCC unroll 4
+            for (int n = 0; n < kColumns; ++n) sum[m][n] = zeros();
+        for (const int64_t end = of.end(g); k < end; k += Source::kSize) {
+            Part value[Rows];
+#pragma GCC unroll 8
+            for (int m = 0; m < Rows; ++m) value[m] = Part::load(x + m * width + k);
+#pragma GCC unroll 4
+            for (int n = 0; n < kColumns; ++n) {
+                const Part weight = source.next(n, values);
+#pragma GCC unroll 8
+                for (int m = 0; m < Rows; ++m) sum[m][n] = weight.times(value[m], sum[m][n]);
+            }
+        }
+#pragma GCC unroll 4
         for (int n = 0; n < kColumns; ++n) {
-            const Lanes one = load(weight + n * width + k);
-            for (int m = 0; m < Rows; ++m) total[m][n] = fma_of_registers(value[m], one, total[m][n]);
+            const Lanes scale = of.scale(g, n);
+#pragma GCC unroll 8
+            for (int m = 0; m < Rows; ++m) total[m][n] = fma(sum[m][n], scale, total[m][n]);
         }
     }
     for (int m = 0; m < Rows; ++m) result[m] = sums(total[m][0], total[m][1], total[m][2], total[m][3]);
 }
 
+template <typename W, typename C>
+__attribute__((noinline)) void decode(const Groups<C>& of, Stored<W, C> source, typename W::Input* to) {
+    for (int64_t g = 0, k = 0; g < of.groups; ++g) {
+        const auto values = source.values(g);
+        for (const int64_t end = of.end(g); k < end; k += kBlock, to += kColumns * kBlock)
+            for (int n = 0; n < kColumns; ++n) {
+                const typename W::Block block = source.next(n, values);
+                for (int64_t v = 0; v < W::kParts; ++v) block.store(v, to + (v * kColumns + n) * (kBlock / W::kParts));
+            }
+    }
+}
+
+// Numbers at the boundary of a cache line.
+template <typename T>
+class Aligned {
+    struct alignas(64) Line {
+        T at[64 / sizeof(T)];
+    };
+    std::vector<Line> lines_;
+
+public:
+    explicit Aligned(int64_t count) : lines_(static_cast<size_t>(count * sizeof(T) + 63) / 64) {}
+    T* data() { return reinterpret_cast<T*>(lines_.data()); }
+    const T* data() const { return reinterpret_cast<const T*>(lines_.data()); }
+};
+
+#ifdef SLIPSTREAM_PAIRS
+template <typename T>
+using WeightsFor = std::conditional_t<std::is_same_v<T, Bf16>, Pairs, Floats>;
+#else
+template <typename T>
+using WeightsFor = Floats;
+#endif
+
 template <typename T, typename C>
 struct Product {
+    using W = WeightsFor<T>;
+    using Input = typename W::Input;
+
     const Quantized& call;
     const Order& order;
     const int64_t width;  // of a row, padded with zeros to whole blocks
     const int64_t panels;
-    std::vector<float> wide;  // rows of x, in order
+    Aligned<Input> inputs;  // rows of x, in order
 
     Product(const Quantized& call, const Order& order)
         : call(call),
           order(order),
           width((call.size + kBlock - 1) / kBlock * kBlock),
           panels((call.columns + kColumns - 1) / kColumns),
-          wide(static_cast<size_t>(order.count() * width)) {
+          inputs(order.count() * width) {
         for (int64_t i = 0; i < order.count(); ++i) {
             const T* from = static_cast<const T*>(call.x) + row(i) / call.repeats * call.x_stride;
-            for (int64_t k = 0; k < call.size; ++k) wide[i * width + k] = widen(from[k]);
+            Input* to = inputs.data() + i * width;
+            if constexpr (std::is_same_v<T, Input>)
+                std::copy_n(from, call.size, to);
+            else
+                for (int64_t k = 0; k < call.size; ++k) to[k] = widen(from[k]);
         }
     }
 
@@ -187,43 +236,33 @@ struct Product {
         const int64_t threads = call.rows * call.columns * call.size < kSmall ? 1 : std::min(call.threads, panels);
 #pragma omp parallel num_threads(static_cast<int>(threads))
         {
-            std::vector<float> weight(order.longest > kFew ? static_cast<size_t>(kColumns * width) : 0);
+            Aligned<Input> decoded(order.longest > kFew ? kColumns * width : 0);
             for (const Segment& segment : order.segments) {
 #pragma omp for schedule(static) nowait
-                for (int64_t p = 0; p < panels; ++p) panel(segment, p, weight.data());
+                for (int64_t p = 0; p < panels; ++p) panel(segment, p, decoded.data());
             }
         }
     }
 
-    void panel(const Segment& segment, int64_t p, float* weight) const {
+    void panel(const Segment& segment, int64_t p, Input* decoded) const {
         const int64_t number = segment.expert * panels + p, at = number * kColumns * call.groups;
         const int64_t bytes = width / kBlock * kColumns * C::kBytes;
-        const Panel<C> panel = {static_cast<const uint8_t*>(call.codes) + number * bytes,
-                                static_cast<const typename C::Scale*>(call.scales) + at,
-                                call.zeros ? static_cast<const uint8_t*>(call.zeros) + at : nullptr};
-        const Decoder<C> decoder = {panel, call, width};
+        const Stored<W, C> stored = {static_cast<const uint8_t*>(call.codes) + number * bytes,
+                                     call.zeros ? static_cast<const uint8_t*>(call.zeros) + at : nullptr};
+        const Groups<C> of = {static_cast<const typename C::Scale*>(call.scales) + at, call.group, call.groups, width};
+        if (segment.last - segment.first <= kFew) return rows<kFew>(segment, segment.first, p, of, stored);
+        decode(of, stored, decoded);
+        for (int64_t i = segment.first; i < segment.last; i += kRows) rows<kRows>(segment, i, p, of, Decoded<W>{decoded});
+    }
+
+    template <int Rows, typename Source>
+    void rows(const Segment& segment, int64_t i, int64_t p, const Groups<C>& of, const Source& source) const {
+        if constexpr (Rows > 1)
+            if (segment.last - i < Rows) return rows<Rows - 1>(segment, i, p, of, source);
+        Four result[Rows];
+        multiply_rows<Rows>(inputs.data() + i * width, of, source, result);
         const T* bias = call.bias ? static_cast<const T*>(call.bias) + segment.expert * call.columns : nullptr;
-        if (segment.last - segment.first <= kFew) return few(segment, decoder, bias, p * kColumns);
-        decode(decoder, weight);
-        for (int64_t i = segment.first; i < segment.last; i += kRows) rows(i, segment.last, weight, bias, p * kColumns);
-    }
-
-    template <int Rows = kFew>
-    void few(const Segment& segment, const Decoder<C>& decoder, const T* bias, int64_t n) const {
-        if constexpr (Rows > 1)
-            if (segment.last - segment.first < Rows) return few<Rows - 1>(segment, decoder, bias, n);
-        Four result[Rows];
-        few_rows<Rows>(&wide[segment.first * width], decoder, result);
-        for (int r = 0; r < Rows; ++r) put(result[r], bias, segment.first + r, n);
-    }
-
-    template <int Rows = kRows>
-    void rows(int64_t i, int64_t last, const float* weight, const T* bias, int64_t n) const {
-        if constexpr (Rows > 1)
-            if (last - i < Rows) return rows<Rows - 1>(i, last, weight, bias, n);
-        Four result[Rows];
-        some_rows<Rows>(&wide[i * width], width, weight, result);
-        for (int r = 0; r < Rows; ++r) put(result[r], bias, i + r, n);
+        for (int r = 0; r < Rows; ++r) put(result[r], bias, i + r, p * kColumns);
     }
 
     void put(const Four& result, const T* bias, int64_t i, int64_t n) const {
