@@ -4,14 +4,15 @@
 
 A Llama with random weights, which are most of what a step reads, decodes one request at a time; sides take turns, block
 by block. All run eager. "auto" is the dtype that the engine chooses for a bf16 checkpoint: fp32 on processors without
-bf16 instructions. The demo pair runs compiled, without and with the draft.
+bf16 instructions. Pairs run without and with a draft, which is quantised likewise: the demo pair, compiled, and one of
+the size of the Llama, eager, whose draft is right for three of four tokens.
 """
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from benchmarks.shared.perplexity import heldout, perplexity
 from benchmarks.shared.sides import DemoEngine
 from benchmarks.shared.texts import DEMO, requests
 from benchmarks.shared.workload import Item
+from cluster.gpu_check.models import save_pair
 from demo import pair
 from slipstream import LLM, SamplingParams
 
@@ -31,7 +33,20 @@ VOCAB, HIDDEN = 32_000, 1024
 PLAIN, BF16 = "auto", "bfloat16"
 SCHEMES = ("int8", "int4", "fp8")
 PROMPT = [5] * 16
-PAIR_TOKENS, PAIR_WARM_BLOCKS = 128, 6
+PAIR_TOKENS, LARGE_PAIR_TOKENS, PAIR_WARM_BLOCKS = 128, 64, 6
+RIGHT = 0.75
+"""Share of tokens for which the large pair's draft is right."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft, the requests of each block, and options of their engines."""
+
+    name: str
+    target: Path
+    draft: Path
+    work: list[list[Item]]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save(folder: Path, layers: int) -> Path:
@@ -79,27 +94,40 @@ def speeds(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def pair_speeds(blocks: int, threads: int) -> dict[str, Any]:
-    """Return how many times faster the demo target is with quantised weights, and with a draft quantised likewise."""
+def demo_pair(blocks: int) -> Pair:
+    """Return the demo pair, with prompts for so many blocks."""
     target, draft = pair()
     prompts = requests(target, PAIR_TOKENS)[DEMO]
-    work = [[prompts[index % len(prompts)]] for index in range(blocks + PAIR_WARM_BLOCKS)]
+    return Pair("pair", target, draft, [[prompts[index % len(prompts)]] for index in range(blocks)])
+
+
+def large_pair(blocks: int, folder: Path) -> Pair:
+    """Return a pair of random weights whose draft is right for a fixed share of tokens."""
+    target, draft = save_pair("0.4B", "small-draft", RIGHT, "cpu", folder)
+    prompts = torch.randint(VOCAB, (blocks, len(PROMPT)), generator=torch.Generator().manual_seed(0)).tolist()
+    work = [[Item(tuple(ids), LARGE_PAIR_TOKENS)] for ids in prompts]
+    return Pair("0.4B pair", target, draft, work, {"enforce_eager": True})
+
+
+def pair_speeds(of: Pair, threads: int) -> dict[str, Any]:
+    """Return how many times faster a target is with quantised weights, and with a draft quantised likewise."""
     found: dict[str, Any] = {}
     with ExitStack() as stack:
         sides: dict[str, Callable[[list[Item]], int]] = {}
         for scheme in (None, *SCHEMES):
-            speculation = {"model": str(draft), "num_speculative_tokens": 3, "quantization": scheme}
+            speculation = {"model": str(of.draft), "num_speculative_tokens": 3, "quantization": scheme}
             for name, config in ((f"{scheme}", None), (f"{scheme}, draft", speculation)):
-                engine = DemoEngine(target, config, threads=threads, max_num_seqs=1, quantization=scheme)
+                options = {"threads": threads, "max_num_seqs": 1, "quantization": scheme, **of.options}
+                engine = DemoEngine(of.target, config, **options)
                 stack.enter_context(engine.llm)
                 sides[name] = engine.all
-        measure.alternate(sides, work[:PAIR_WARM_BLOCKS])
-        timings = measure.alternate(sides, work[PAIR_WARM_BLOCKS:])
+        measure.alternate(sides, of.work[:PAIR_WARM_BLOCKS])
+        timings = measure.alternate(sides, of.work[PAIR_WARM_BLOCKS:])
     for scheme in (None, *SCHEMES):
         name = f"{scheme}"
         over, gained = timings.speedup(name, "None"), timings.speedup(f"{name}, draft", name)
         tokens_s = timings.tokens_per_second(name)
-        print(f"pair, {name}: {tokens_s:.0f} tokens/s, {over} of unquantised; with the draft {gained}", flush=True)
+        print(f"{of.name}, {name}: {tokens_s:.0f} tokens/s, {over} of unquantised; with the draft {gained}", flush=True)
         found[name] = {"tokens_per_second": tokens_s, "over": asdict(over), "draft": asdict(gained)}
     return found
 
@@ -124,7 +152,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of a block")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--texts", type=int, default=8, help="of 1,000 tokens; 0: no perplexity")
-    parser.add_argument("--pair-blocks", type=int, default=0, help="of the demo pair; 0: it is not timed")
+    parser.add_argument("--pair-blocks", type=int, default=0, help="of each pair; 0: they are not timed")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found: dict[str, Any] = {"environment": measure.environment(options.threads)}
@@ -133,7 +161,10 @@ def main() -> None:
     if options.blocks:
         found["speed"] = speeds(options)
     if options.pair_blocks:
-        found["pair"] = pair_speeds(options.pair_blocks, options.threads)
+        blocks = options.pair_blocks + PAIR_WARM_BLOCKS
+        found["pair"] = pair_speeds(demo_pair(blocks), options.threads)
+        with tempfile.TemporaryDirectory() as folder:
+            found["large_pair"] = pair_speeds(large_pair(blocks, Path(folder)), options.threads)
     measure.write(options.output, found)
 
 

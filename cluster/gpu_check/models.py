@@ -61,11 +61,13 @@ def _shape(kind: str, hidden: int, inner: int, layers: int, *, heads: tuple[int,
 SHAPES: Mapping[str, ModelShape] = {
     "tiny": _shape("llama", 128, 256, 4, heads=(4, 2, 32), vocab=512),
     "tiny-draft": _shape("llama", 64, 128, 1, heads=(2, 1, 32), vocab=512),
+    "small-draft": _shape("llama", 256, 768, 2, heads=(4, 2, 64), vocab=32_000),
+    "0.4B": _shape("llama", 1024, 2816, 24, heads=(16, 8, 64), vocab=32_000),
     "0.6B": _shape("qwen3", 1024, 3072, 28, heads=(16, 8, 128), vocab=151_936),
     "1B": _shape("llama", 2048, 8192, 16, heads=(32, 8, 64), vocab=128_256),
     "8B": _shape("llama", 4096, 14_336, 32, heads=(32, 8, 128), vocab=128_256),
 }
-"""Of Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B, but with output layers of their own."""
+"""The last three are of Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B, but with output layers of their own."""
 
 
 def save_tiny(family: str, folder: Path) -> Path:
