@@ -1,8 +1,9 @@
 // Products with weights that stay quantised in memory (see codes.h).
 //
-// For few rows, weights are decoded to fp32 in registers; for more, once into a scratch that stays in the cache.
-// Either way a number is the sum of the same products in the same order: it does not depend on the number of rows, nor
-// on threads, which split columns and never a sum. With experts, rows are taken in order of their experts, and only
+// For few rows, weights are decoded in registers; for more, once into a scratch that stays in the cache: as fp32 numbers,
+// or as bf16 numbers where inputs are that, too, and processors multiply them (see pairs.h). Scales multiply the sums of
+// groups. Either way a number is the sum of the same products in the same order: it does not depend on the number of rows,
+// nor on threads, which split columns and never a sum. With experts, rows are taken in order of their experts, and only
 // experts that have rows are read. The struct is mirrored in workers/quantization/products.py. See lanes.h
 // for the arithmetic.
 #pragma once
