@@ -12,18 +12,16 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-import numpy as np
-
-from protos.draft import PREDICTION
 from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import WORKER_ALONE, DecodingRow, DecodingRows, Sources
-from runtime.policy.allocation import Calibration, RoundCosts
-from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share, Warming
-from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, record
+from runtime.policy.allocation import Calibration
+from runtime.policy.base import DECIDING, LEARNING, FinishedStep, IdleRounds, Pace, Starting, Warming, is_other_load
+from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, chosen_of_predictions, record
 from runtime.policy.cost_model import Ints
+from runtime.policy.exploration import EXPLORED_ROUNDS, Exploration, loss
 from runtime.policy.round_costs import RoundCostModel, describe
-from runtime.policy.switching import EXPLORED_ROUNDS, SMOOTHING, Exploration, FirstRounds, Switch, Trials, is_other_load
+from runtime.policy.switching import SMOOTHING, FirstRounds, Resuming, Switch, Trials
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +29,6 @@ TRIAL_TOKENS = 2
 """Draft tokens of a row in a trial."""
 AGED, AGED_OFF = 0.8, 0.25
 """Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
-DECIDING, DECIDING_OFF = Share(0.003, 64), Share(0.0005, 256)
-"""How often it is decided how many draft tokens there are, with draft tokens and without."""
-LEARNING, LEARNING_OFF = Share(0.003, 16), Share(0.0005, 128)
-"""How often acceptance and costs are learnt, with draft tokens and without."""
 
 
 class AdaptivePolicy:
@@ -65,7 +59,8 @@ class AdaptivePolicy:
         self._sources, self._may_branch, self._clock = sources, may_branch, clock
         self._chooser = chooser
         self._costs, self._calibration = costs, Calibration()
-        self._switch, self._trials, self._exploration = Switch(), Trials(limit), Exploration(limit)
+        self._switch, self._resuming = Switch(), Resuming()
+        self._trials, self._exploration = Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, Asked] = {}  # of this round, and of idle ones after it
         self._chosen: dict[int, tuple[int, ...]] = {}  # in this round from each source, by the sequence's key
@@ -74,7 +69,7 @@ class AdaptivePolicy:
         self._deciding, self._learning = Pace(), Pace()
         self._idle = IdleRounds(self._deciding, self._learning)
         self._num_kept = self._num_running = 0  # rounds since the last decision, and sequences at it
-        self._warming = Warming()
+        self._starting, self._warming = Starting(), Warming()
         self._learns = True  # from this round
         self._catch_up_s = 0.0  # by switching on
         self._round_s = self._begin_s = self._decide_s = 0.0  # of a round, smoothed; spent on this one
@@ -101,6 +96,7 @@ class AdaptivePolicy:
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
+        self._starting.begin(running)
         if self._idle.goes_on(running):
             return
         began = self._clock()
@@ -185,11 +181,9 @@ class AdaptivePolicy:
         if self._exploration.is_overdue:
             self._costs.age(AGED)
         k, costs = self._exploration.choose(max(self._typical), self._switch.gain), self._costs.of(num_known, num_rows)
-        if k:
-            lost_s = costs.uniform(k, num_rows) - costs.uniform(max(self._typical), num_rows)
-        else:  # the draft reads these rounds' tokens afterwards
-            lost_s = (self.predicted_speedup - 1) * costs.plain() + self._costs.reading.read_s(num_rows)
-        is_paid = self._trials.pay(self._catch_up_s + EXPLORED_ROUNDS * max(0.0, lost_s))
+        read_s = self._costs.reading.read_s(num_rows)
+        each_s = loss(k, max(self._typical), num_rows, costs, gain=self.predicted_speedup, read_s=read_s)
+        is_paid = self._trials.pay(self._catch_up_s + EXPLORED_ROUNDS * each_s)
         return self._exploration.start(k) if is_paid else None
 
     def _use_everywhere(self, k: int) -> None:
@@ -208,27 +202,25 @@ class AdaptivePolicy:
         costs = self._costs.of(num_known, len(rows))
         best = self._chooser.choose(list(rows.values()), costs)
         gain = best.gain * self._calibration.factor if best.k_RS.any() else 1.0
-        self._update_switch(gain, len(rows), self._catch_up_s / costs.plain())
-        self._calibration.expect(best, costs.prompts_s)
-        self._use(best.k_RS if self._switch.is_on else self._predicted_alone(rows, costs), rows)
+        if self._may_draft(gain, len(rows), costs.plain()):
+            self._calibration.expect(best, costs.prompts_s)
+            self._use(best.k_RS, rows)
+        else:
+            self._calibration.expect_nothing()
+            self._use(chosen_of_predictions(self._chooser, list(rows.values()), costs, self._sources), rows)
         self._decide_s = self._clock() - began
-        self._deciding.done(self._decide_s, self._round_s, DECIDING if self.current else DECIDING_OFF)
+        self._deciding.done(self._decide_s, self._round_s, DECIDING[self.current == 0], most=self._resuming.num_held)
 
-    def _predicted_alone(self, rows: dict[int, DecodingRow], costs: RoundCosts) -> Ints:
-        """Return the draft tokens of all rows and sources while speculation is off, `[R, S]`: of predictions only."""
-        predicted = [row.only(PREDICTION) for row in rows.values()] if self._sources.predicts else []
-        if any(any(row.limits) for row in predicted):
-            return self._chooser.choose(predicted, costs).k_RS
-        return np.zeros((len(rows), len(self._sources)), np.int64)
-
-    def _update_switch(self, gain: float, num_rows: int, catch_up: float) -> None:
+    def _may_draft(self, gain: float, num_rows: int, plain_s: float) -> bool:
+        """Take the *gain* of draft tokens; return whether there may be any now."""
         num_rounds, self._num_kept = 1 + self._num_kept, 0
-        if self._switch.update(gain, num_rounds, num_rows, catch_up):
+        if self._switch.update(gain, num_rounds, num_rows, self._catch_up_s / plain_s):
             self._trials.restore_share()
             self._calibration.clear()
-            state = "on again" if self._switch.is_on else "off"
-            logged = state, num_rows, self._chooser.describe(), self.predicted_speedup
+            logged = self._switch.state, num_rows, self._chooser.describe(), self.predicted_speedup
             logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", *logged)
+            return self._switch.is_on
+        return self._switch.is_on and not self._resuming.holds(self._catch_up_s, (1 - 1 / gain) * plain_s, num_rounds)
 
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
         costs = self._costs.of(num_known, num_rows)
@@ -244,6 +236,8 @@ class AdaptivePolicy:
         """See `Policy`."""
         chosen = self._chosen.get(sequence.key, self._typical)
         k = max(chosen) if source is None else chosen[source]
+        if k and self._starting.makes_other_load(sequence, self._num_running):
+            return 0  # these would read their prompts for a number that is about to be decided anew
         return sequence.most_drafts(k, may_branch=self._may_branch)
 
     def end_step(self, step: FinishedStep) -> None:
@@ -259,7 +253,7 @@ class AdaptivePolicy:
             began = self._clock()
             self._end_learning(step)
             spent_s += self._clock() - began
-            self._learning.done(spent_s - self._decide_s, self._round_s, LEARNING if self.current else LEARNING_OFF)
+            self._learning.done(spent_s - self._decide_s, self._round_s, LEARNING[self.current == 0])
         else:
             self._trials.end_round(step.seconds)
             self._learning.skip()
@@ -267,7 +261,11 @@ class AdaptivePolicy:
             self._trials.spend(spent_s)
         self._costs.observe_reading(step, self.current)
         may_read = self.current > 0 and self._costs.reading.is_pending
-        if step.plan.decodes and not (self._is_trying or self._warming.is_on or may_read):
+        if self._is_trying or self._warming.is_on or may_read:
+            return
+        if self.current == 0 and not self._sources.predicts:
+            self._idle.start(learns=False, num_decided=self._num_running)
+        elif step.plan.decodes:
             self._idle.start(learns=self._switch.is_on)
 
     def _end_learning(self, step: FinishedStep) -> None:

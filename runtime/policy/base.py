@@ -17,6 +17,13 @@ WARMING_ROUNDS = 2
 """Nothing is learnt of so many first rounds with drafts: the draft catches up with the sequences."""
 LEARNT_ROWS = 32
 """Acceptance is learnt of idle rounds with at most so many rows together."""
+OTHER_LOAD = 1.5
+"""It is another load where the number of sequences rose or fell by this factor."""
+
+
+def is_other_load(before: int, now: int) -> bool:
+    """Return whether *now* sequences are another load than *before*. None are no load."""
+    return now > 0 and max(before, now) >= OTHER_LOAD * min(before, now)
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,11 @@ class FinishedStep:
     draft_s: float
     seconds: float
     lookup_s: float = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many tokens of prompts it read."""
+        return 0 if self.plan.decodes else sum([row.length for row in self.plan.rows if row.length > 1])
 
 
 class Policy(Protocol):
@@ -112,6 +124,12 @@ class Share(NamedTuple):
     rounds: int
 
 
+DECIDING = Share(0.003, 64), Share(0.0005, 256)
+"""How often it is decided how many draft tokens there are, with draft tokens and without."""
+LEARNING = Share(0.003, 16), Share(0.0005, 128)
+"""How often acceptance and costs are learnt, with draft tokens and without."""
+
+
 class Pace:
     """In which rounds work is done that takes too long for every round. It is due in the first one."""
 
@@ -131,9 +149,13 @@ class Pace:
         """Let it be due at once."""
         self._num_left = 0
 
-    def done(self, seconds: float, round_s: float, share: Share) -> None:
-        """Count a round in which it was done and took *seconds*, where rounds take *round_s*, 0 if that is unknown."""
-        self._num_left = min(share.rounds - 1, int(seconds / (share.of_time * round_s))) if round_s else 0
+    def done(self, seconds: float, round_s: float, share: Share, *, most: int = 0) -> None:
+        """Count a round in which it was done and took *seconds*, where rounds take *round_s*, 0 if that is unknown.
+
+        It is due after *most* rounds at the latest, unless that is 0.
+        """
+        num_left = min(share.rounds - 1, int(seconds / (share.of_time * round_s))) if round_s else 0
+        self._num_left = min(num_left, most) if most else num_left
 
     @property
     def num_left(self) -> int:
@@ -141,10 +163,31 @@ class Pace:
         return max(0, self._num_left)
 
 
-class IdleRounds:
-    """Rounds of the same requests, which all decode, in which a policy has nothing to do. They are learnt of later.
+class Starting:
+    """The sequences that start in a round, which was decided before they came."""
 
-    Steps hold many objects, so only those that are learnt of are kept.
+    def __init__(self) -> None:
+        self._keys: set[int] = set()
+        self._num_running = 0
+
+    def begin(self, running: Seq[Sequence]) -> None:
+        """Begin a round of *running*."""
+        self._num_running = len(running)
+        self._keys.clear()
+
+    def makes_other_load(self, sequence: Sequence, num_decided: int) -> bool:
+        """Whether *sequence* starts, and those that did before it make another load than *num_decided* sequences."""
+        if sequence.num_sent_tokens:
+            return False
+        self._keys.add(sequence.key)
+        return num_decided > 0 and is_other_load(num_decided, self._num_running + len(self._keys))
+
+
+class IdleRounds:
+    """Rounds in which a policy has nothing to do. They are learnt of later.
+
+    With draft tokens they are of the same requests, which all decode. Without, requests may come and leave, but for
+    another load. Steps hold many objects, so only those that are learnt of are kept.
 
     Args:
         paces: of the policy's work. None of it is due in such rounds.
@@ -153,6 +196,7 @@ class IdleRounds:
         is_on: whether this round is one.
         rounds: tokens and seconds of those since `end` was called last.
         learnt: the last steps of them, of which acceptance is learnt: with many rows, one step shows enough.
+        num_prompt_tokens: what they read of prompts.
     """
 
     def __init__(self, *paces: Pace) -> None:
@@ -168,7 +212,7 @@ class IdleRounds:
 
     @property
     def num_rows(self) -> int:
-        """Of each."""
+        """Of each, with draft tokens."""
         return self._load[0]
 
     @property
@@ -187,13 +231,17 @@ class IdleRounds:
             pace.skip(self.num_rounds)
         self.is_on = False
         self._load = _load(running)
-        self._num_left = 0
+        self._num_left = self._num_decided = self.num_prompt_tokens = 0
         self.rounds = []
         self.learnt = deque(maxlen=0)
 
-    def start(self, *, learns: bool) -> None:
-        """Let the next rounds be idle until work is due, as long as no sequence comes or leaves."""
+    def start(self, *, learns: bool, num_decided: int = 0) -> None:
+        """Let the next rounds be idle until work is due, or sequences come or leave.
+
+        These may where it was decided for *num_decided* sequences that there are no draft tokens.
+        """
         self._num_left = min([pace.num_left for pace in self._paces])
+        self._num_decided = num_decided
         self.learnt = deque(maxlen=learns * LEARNT_ROWS // max(1, self.num_rows))
 
     def stop(self) -> None:
@@ -203,12 +251,18 @@ class IdleRounds:
     def goes_on(self, running: Seq[Sequence]) -> bool:
         """Count a round, and return whether it is idle."""
         self._num_left -= 1
-        self.is_on = self._num_left >= 0 and _load(running) == self._load
+        self.is_on = self._num_left >= 0 and self._is_same_load(running)
         return self.is_on
+
+    def _is_same_load(self, running: Seq[Sequence]) -> bool:
+        if self._num_decided:
+            return not is_other_load(self._num_decided, len(running))
+        return _load(running) == self._load
 
     def add(self, step: FinishedStep) -> None:
         """Add an idle round."""
         self.rounds.append((step.num_tokens, step.seconds))
+        self.num_prompt_tokens += step.num_prompt_tokens
         self.learnt.append(step)
 
 

@@ -108,7 +108,7 @@ class DraftReading:
     def count_idle(self, idle: IdleRounds) -> None:
         """Count rounds without drafts."""
         kept = PROMPTS_KEPT**idle.num_rounds
-        self._num_prompts *= kept
+        self._num_prompts = kept * self._num_prompts + idle.num_prompt_tokens
         self._num_answered = kept * self._num_answered + idle.num_tokens
 
     def count(self, num_prompts: int, num_answered: int, *, goes_on: bool) -> None:
@@ -190,13 +190,13 @@ class RoundCostModel:
 
     def reads(self, step: FinishedStep, depth: int) -> bool:
         """Whether the draft read in a step with drafts of *depth* levels, before `observe_reading`."""
-        if not depth or self.reading.is_pending or num_prompt_tokens(step):
+        if not depth or self.reading.is_pending or step.num_prompt_tokens:
             return depth > 0
         return self.reading.may_go_on and self._goes_on(step, depth)
 
     def observe_reading(self, step: FinishedStep, depth: int) -> None:
         """Learn from a step with drafts of *depth* levels what reading takes, after `observe`."""
-        num_prompts, goes_on = num_prompt_tokens(step), depth > 0 and self._goes_on(step, depth)
+        num_prompts, goes_on = step.num_prompt_tokens, depth > 0 and self._goes_on(step, depth)
         if depth and (num_prompts or goes_on or self.reading.is_pending):
             self.reading.observe(num_prompts, self.reading_s(step, depth))
         self.reading.count(num_prompts, step.num_tokens, goes_on=goes_on)
@@ -240,11 +240,6 @@ def without_draft(step: FinishedStep) -> set[int]:
     """Return the slots of rows for which the draft worker was asked and drafted nothing: it still reads, or is late."""
     asked = {row.slot for row in step.plan.rows if row.k}
     return {verdict.slot for verdict in step.verdicts if not verdict.proposed and verdict.slot in asked}
-
-
-def num_prompt_tokens(step: FinishedStep) -> int:
-    """Return how many tokens of prompts a step read."""
-    return 0 if step.plan.decodes else sum([row.length for row in step.plan.rows if row.length > 1])
 
 
 def describe(step: FinishedStep, asked: Mapping[int, tuple[int, ...]], worker: int, deciding_s: float) -> Round:

@@ -1,11 +1,10 @@
 """Whether speculation is on, and when it is tried, at first and again while it is off."""
 
 import math
-import random
 from collections import Counter
 from statistics import median
 
-from runtime.policy.base import WARMING_ROUNDS, IdleRounds
+from runtime.policy.base import OTHER_LOAD, WARMING_ROUNDS, IdleRounds, is_other_load
 
 SMOOTHING = 0.2  # weight of the newest round in the smoothed gain
 ON_ABOVE, OFF_BELOW = 1.03, 1.015
@@ -15,8 +14,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
 MOST_MISSED = 2.0
 """It is switched off once decoding without it would have saved so many plain rounds since it seems not to pay."""
-OTHER_LOAD = 1.5
-"""It is another load where the number of sequences rose or fell by this factor."""
 TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.004
 """Of the time, for trials, and for deciding while speculation is off: before the first trial, and after some that did
 not switch it on, each of which halves it."""
@@ -28,25 +25,11 @@ TRIAL_PAUSE = 16
 """Rounds after a trial before the next one: what it showed is used first."""
 MOST_SAVED = 10
 """Trials for which time is saved at most."""
-EXPLORE_EVERY, DOUBT_EVERY = 100, 16
-"""While speculation is on, other numbers of draft tokens are tried after so many rounds, and after so many at least."""
-EXPLORED_ROUNDS = 3
-"""Each is tried for so many rounds in a row. The first shows nothing: after one of another size it takes longer."""
-CLEAR_GAIN, PLAIN_SHARE, CLEAR_SHARE = 1.25, 0.5, 0.1
-"""The share of the times in which none is tried, with gains up to this one and above: there, what plain rounds cost
-decides nothing."""
-NEAR = 1.5
-"""Of the other numbers, two of three are larger or smaller by this factor: what these cost decides between them."""
 FIRST_ROUNDS, FIRST_PLAIN = 48, 6
 """So many first rounds decide nothing: the very first take longer than later ones. The last of them are plain."""
 MOST_LOST_FIRST = 32.0
 """Plain rounds that the first rounds may lose until only the plain ones of them are left: with a draft that is 20 ms
 away they would take seconds."""
-
-
-def is_other_load(before: int, now: int) -> bool:
-    """Return whether *now* sequences are another load than *before*. None are no load."""
-    return now > 0 and max(before, now) >= OTHER_LOAD * min(before, now)
 
 
 class Switch:
@@ -67,6 +50,11 @@ class Switch:
         self._num_rows = 0  # of this load
         self._num_changed = 0  # rows at the last change
         self._missed = 0.0  # what the other state would have saved since it seems better, in plain rounds
+
+    @property
+    def state(self) -> str:
+        """In words, after a change."""
+        return "on again" if self.is_on else "off"
 
     @property
     def gain(self) -> float:
@@ -202,71 +190,31 @@ class Trials:
         self._rounds_left, self._pause = 0, TRIAL_PAUSE
 
 
-class Exploration:
-    """In which rounds another number of draft tokens is tried than the one that pays, so that its cost stays known.
+class Resuming:
+    """When draft tokens come back after rounds without, while speculation is on.
 
-    It is one up to *limit*, or none, for several rounds now and then; none earlier if its cost is in doubt.
+    That is once they would have saved what the draft reads first (see `Switch`): a load of few rows may end before.
+
+    Attributes:
+        num_held: for how many rounds they are held back; 0: they are not.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._random = random.Random(0)
-        self._num_rounds = 0  # since the last time
-        self._is_on = self._is_in_doubt = False
-        self._k = self._num_left = 0
+    def __init__(self) -> None:
+        self._missed_s = 0.0
+        self._gain_s = 0.0  # of each round since the last decision, if it held draft tokens back
+        self.num_held = 0
 
-    @property
-    def is_running(self) -> bool:
-        """Whether this round has the number of draft tokens that is tried in the one before."""
-        return self._num_left > 0
+    def holds(self, catch_up_s: float, gain_s: float, num_rounds: int) -> bool:
+        """Return whether draft tokens that gain *gain_s* in each round are held back, for `num_held` rounds.
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this round is the first with that number."""
-        return self._num_left == EXPLORED_ROUNDS - 1
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it is due or running."""
-        return self.is_due or self.is_running
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether it is time for it, doubt or not."""
-        return self._num_rounds >= EXPLORE_EVERY
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it should begin in this round."""
-        return self._is_on and self._num_rounds >= (DOUBT_EVERY if self._is_in_doubt else EXPLORE_EVERY)
-
-    def count(self, num_rounds: int, *, is_on: bool) -> None:
-        """Count rounds, if speculation is on in them."""
-        self._is_on = is_on
-        self._num_rounds += num_rounds * is_on
-
-    def doubt(self, gain: float) -> None:
-        """Note that the cost of plain rounds is in doubt, if it decides anything at this *gain*."""
-        self._is_in_doubt |= gain <= CLEAR_GAIN
-
-    def choose(self, k: int, gain: float) -> int:
-        """Return the number of draft tokens to try instead of *k*; it is not due again for a while, tried or not."""
-        plain_share = PLAIN_SHARE if gain <= CLEAR_GAIN else CLEAR_SHARE
-        is_plain = self._is_in_doubt or self._random.random() < plain_share
-        self._num_rounds, self._is_in_doubt = 0, False
-        less, more = max(1, int(k / NEAR)), min(self._limit, math.ceil(k * NEAR))
-        others = [one for one in (less, more, self._random.randint(1, self._limit)) if one != k]
-        return 0 if is_plain or not others else self._random.choice(others)
-
-    def start(self, k: int) -> int:
-        """Begin with a round of *k* draft tokens; return *k*."""
-        self._k, self._num_left = k, EXPLORED_ROUNDS - 1
-        return k
-
-    def go_on(self) -> int:
-        """Count a further round; return its number of draft tokens."""
-        self._num_left -= 1
-        return self._k
+        It is *num_rounds* since the last decision.
+        """
+        self._missed_s += num_rounds * self._gain_s
+        missing_s = catch_up_s - self._missed_s
+        self.num_held = math.ceil(missing_s / gain_s) if gain_s > 0 and missing_s > 0 else 0
+        self._gain_s = gain_s if self.num_held else 0.0
+        self._missed_s = self._missed_s if self.num_held else 0.0
+        return self.num_held > 0
 
 
 class FirstRounds:

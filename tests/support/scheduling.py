@@ -38,7 +38,8 @@ def fixed_k(k: int, **options: object) -> Policy:
 
 def decoding(key: int, **options: object) -> EngineSequence:
     """Return a sequence with a prompt of one token, in slot *key*, that has generated one of its 64 tokens."""
-    return EngineSequence(make_request(str(key), [1], max_tokens=64, **options), [1, 2], 65, None, 1, slot=key, key=key)
+    request = make_request(str(key), [1], max_tokens=64, **options)
+    return EngineSequence(request, [1, 2], 65, None, 1, slot=key, key=key, num_sent_tokens=2)
 
 
 def make_verdicts(plan: RoundPlan, *tokens: Sequence[int], proposed: int = 0) -> list[Verdict]:

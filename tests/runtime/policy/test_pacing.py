@@ -1,5 +1,6 @@
 """Work that is spread over rounds."""
 
+from dataclasses import replace
 from itertools import count, pairwise
 from statistics import mean
 
@@ -8,7 +9,7 @@ import pytest
 from protos.messages import RoundPlan, Row
 from runtime.core.sequence import Sequence
 from runtime.policy.adaptive import AdaptivePolicy
-from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share
+from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share, Starting
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.round_costs import RoundCostModel
 from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, flat, warmed_up
@@ -38,6 +39,13 @@ def test_it_can_be_asked_for_at_once() -> None:
     assert not pace.is_due
     pace.advance()
     assert pace.is_due
+
+
+def test_it_is_due_earlier_where_that_is_asked_for() -> None:
+    pace = Pace()
+    for most, num_left in ((0, 32), (5, 5), (64, 32)):
+        pace.done(0.32, 1.0, Share(0.01, 64), most=most)
+        assert pace.num_left == num_left
 
 
 def test_while_nothing_is_known_of_rounds_it_is_done_in_each() -> None:
@@ -80,6 +88,28 @@ def test_rounds_are_idle_until_work_is_due_or_the_requests_change() -> None:
         idle.end(others)
         assert num_idle(others) == 0  # until it starts again
         idle.end(two)
+
+
+def test_without_draft_tokens_requests_come_and_leave_in_idle_rounds() -> None:
+    pace, step = Pace(), FinishedStep(RoundPlan(0, [Row(0, 0, 7, 7), Row(1, 4, 1, 5)]), [], 2, 0.0, 0.01)
+    idle, rows = IdleRounds(pace), [decoding(key) for key in range(6)]
+    pace.done(0.08, 1.0, Share(0.01, 64))
+    idle.end(rows[:4])
+    idle.start(learns=False, num_decided=4)
+    for running in (rows[:4], rows[1:4], rows[1:6]):
+        assert idle.goes_on(running)
+        idle.add(step)
+    assert idle.num_prompt_tokens == 21
+    assert not idle.goes_on(rows[:6])  # another load than it was decided for
+
+
+def test_sequences_that_start_make_another_load() -> None:
+    starting, new = Starting(), [replace(decoding(key), num_sent_tokens=0) for key in range(8)]
+    starting.begin([decoding(8), decoding(9), decoding(10), decoding(11)])
+    assert [starting.makes_other_load(one, 4) for one in new[:3]] == [False, True, True]
+    assert not starting.makes_other_load(decoding(8), 4)  # it runs already
+    starting.begin([])
+    assert not any(starting.makes_other_load(one, 0) for one in new)  # nothing was decided yet
 
 
 def test_acceptance_is_learnt_of_rounds_in_which_nothing_is_done() -> None:

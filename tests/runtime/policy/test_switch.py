@@ -1,6 +1,6 @@
 """Whether speculation is on, as the number of requests swings."""
 
-from runtime.policy.switching import Switch
+from runtime.policy.switching import Resuming, Switch
 
 
 def decide(switch: Switch, gain: float, num_rows: int) -> bool:
@@ -35,3 +35,18 @@ def test_what_a_short_load_would_gain_does_not_switch_it_on() -> None:
         for num_rows in (32, 16):
             decide(switch, 1.1, num_rows)
     assert not switch.is_on
+
+
+def test_draft_tokens_come_back_once_they_would_have_saved_what_the_draft_reads_first() -> None:
+    resuming = Resuming()
+
+    def num_held(catch_up_s: float, gain_s: float, num_rounds: int) -> int:
+        assert resuming.holds(catch_up_s, gain_s, num_rounds) == (resuming.num_held > 0)
+        return resuming.num_held
+
+    assert num_held(0.010, 0.002, 7) == 5
+    assert num_held(0.011, 0.001, 4) == 3  # since then, 0.008 would have been saved
+    assert num_held(0.012, -0.001, 4) == 0  # they do not pay any more
+    assert num_held(0.012, 0.004, 64) == 3
+    assert num_held(0.012, 0.004, 3) == 0
+    assert num_held(0.0, 0.004, 3) == 0  # the draft has read all
