@@ -17,6 +17,7 @@ from tests.conftest import ModelPair
 from tests.support.distributed.engine import Engine, configure, threaded
 from tests.support.structured import AMBIGUOUS, EOS, FORMS, tiny_models_in, tokenizer
 from workers.sampling import grammar_slots
+from workers.sampling.grammar_state import FollowLimits
 
 REPOSITORY = Path(__file__).parents[2]
 Folders = dict[str, Path]
@@ -151,6 +152,8 @@ def test_in_a_worker_group_that_loses_its_target(
 def test_what_a_grammar_forbids_is_not_scored(
     folders: Folders, plain: Answers, running: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    patient = partial(FollowLimits, round_s=PATIENCE_S, patience_s=PATIENCE_S, draft_s=PATIENCE_S)
+    monkeypatch.setattr(grammar_slots, "FollowLimits", patient)  # drafts that are pruned too late are left out
     scored = []
     for prunes in (True, False):
         engine = started(folders, speculation(folders, "draft_model"))
