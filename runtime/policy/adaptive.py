@@ -217,6 +217,7 @@ class AdaptivePolicy:
         if self._switch.update(gain, num_rounds, num_rows, self._catch_up_s / plain_s):
             self._trials.restore_share()
             self._calibration.clear()
+            self._resuming.clear()
             logged = self._switch.state, num_rows, self._chooser.describe(), self.predicted_speedup
             logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", *logged)
             return self._switch.is_on

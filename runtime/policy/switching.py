@@ -200,6 +200,10 @@ class Resuming:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing back: speculation was switched on or off."""
         self._missed_s = 0.0
         self._gain_s = 0.0  # of each round since the last decision, if it held draft tokens back
         self.num_held = 0
