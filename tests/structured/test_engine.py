@@ -17,7 +17,6 @@ from tests.conftest import ModelPair
 from tests.support.distributed.engine import Engine, configure, threaded
 from tests.support.structured import AMBIGUOUS, EOS, FORMS, tiny_models_in, tokenizer
 from workers.sampling import grammar_slots
-from workers.sampling.grammar_state import FollowLimits
 
 REPOSITORY = Path(__file__).parents[2]
 Folders = dict[str, Path]
@@ -152,19 +151,17 @@ def test_in_a_worker_group_that_loses_its_target(
 def test_what_a_grammar_forbids_is_not_scored(
     folders: Folders, plain: Answers, running: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patient = partial(FollowLimits, round_s=PATIENCE_S, patience_s=PATIENCE_S, draft_s=PATIENCE_S)
+    patient = partial(grammar_slots.FollowLimits, round_s=PATIENCE_S, patience_s=PATIENCE_S, draft_s=PATIENCE_S)
     monkeypatch.setattr(grammar_slots, "FollowLimits", patient)  # drafts that are pruned too late are left out
-    scored = []
+    scored = []  # accepted and proposed draft tokens
     for prunes in (True, False):
-        engine = started(folders, speculation(folders, "draft_model"))
-        running.append(engine)
+        running.append(engine := started(folders, speculation(folders, "draft_model")))
         if not prunes:
             monkeypatch.setattr(grammar_slots.SlotGrammars, "prune", lambda self, rows, drafts: drafts)
         assert_same(engine, plain)
         scored.append((engine.accepted, engine.proposed()))
-    (accepted, proposed), (accepted_unpruned, proposed_unpruned) = scored
-    assert accepted == accepted_unpruned
-    assert proposed < proposed_unpruned
+    assert scored[0][0] == scored[1][0]
+    assert scored[0][1] < scored[1][1]
 
 
 def test_who_cannot_go_on_fails_alone(folders: Folders, plain: Answers, running: list[Engine]) -> None:
