@@ -69,26 +69,20 @@ inline Lanes of_fp8(const uint8_t* from) {
 struct Integers {
     int32_t at[kLanes];
 };
-template <typename F>
-inline Integers each_integer(F&& f) {
-    Integers result;
-    for (int i = 0; i < kLanes; ++i) result.at[i] = f(i);
-    return result;
-}
 inline Lanes of_integers(const Integers& x) {
     return each([&](int i) { return static_cast<float>(x.at[i]); });
 }
 inline Integers of_bytes(const uint8_t* from) {
-    return each_integer([&](int i) { return int32_t{from[i]}; });
+    return filled<Integers>([&](int i) { return int32_t{from[i]}; });
 }
 inline Integers of_signed_bytes(const uint8_t* from) {
-    return each_integer([&](int i) { return int32_t{static_cast<int8_t>(from[i])}; });
+    return filled<Integers>([&](int i) { return int32_t{static_cast<int8_t>(from[i])}; });
 }
 inline Integers low_half(const Integers& x) {
-    return each_integer([&](int i) { return x.at[i] & 15; });
+    return filled<Integers>([&](int i) { return x.at[i] & 15; });
 }
 inline Integers high_half(const Integers& x) {
-    return each_integer([&](int i) { return x.at[i] >> 4; });
+    return filled<Integers>([&](int i) { return x.at[i] >> 4; });
 }
 inline Lanes of_fp4(const Integers& x) {
     constexpr float kSizes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
@@ -115,14 +109,8 @@ struct FloatVectors {
 
     Lanes at[Count];
 
-    template <typename F>
-    static FloatVectors of(F&& f) {
-        FloatVectors result;
-        for (int v = 0; v < Count; ++v) result.at[v] = f(v);
-        return result;
-    }
     static FloatVectors load(const float* from) {
-        return of([&](int v) { return in_register(::load(from + v * kLanes)); });
+        return filled<FloatVectors>([&](int v) { return in_register(::load(from + v * kLanes)); });
     }
     void store(int64_t v, float* to) const { ::store(at[v], to); }
     Lanes times(const FloatVectors& x, Lanes sum) const {
@@ -141,10 +129,10 @@ struct Floats {
 
     static Int4Values int4_values(uint8_t zero) { return ::int4_values(zero); }
     static Block of_int8(const uint8_t* codes) {
-        return Block::of([&](int v) { return of_integers(of_signed_bytes(codes + v * kLanes)); });
+        return filled<Block>([&](int v) { return of_integers(of_signed_bytes(codes + v * kLanes)); });
     }
     static Block of_fp8(const uint8_t* codes) {
-        return Block::of([&](int v) { return ::of_fp8(codes + v * kLanes); });
+        return filled<Block>([&](int v) { return ::of_fp8(codes + v * kLanes); });
     }
     static Block of_int4(const uint8_t* codes, const Int4Values& values) {
         return of_halves(codes, [&](const Integers& x) { return ::of_int4(x, values); });

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 
 #include "halves.h"
 #include "quantized_kv.h"
@@ -14,6 +15,14 @@
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #include <immintrin.h>
 #endif
+
+// What holds f(i) at each place i of its array.
+template <typename Array, typename F>
+inline Array filled(F&& f) {
+    Array result;
+    for (int i = 0; i < static_cast<int>(std::size(result.at)); ++i) result.at[i] = f(i);
+    return result;
+}
 
 // Four sums.
 struct Four {
@@ -111,9 +120,7 @@ struct Lanes {
 };
 template <typename F>
 inline Lanes each(F&& f) {
-    Lanes result;
-    for (int i = 0; i < kLanes; ++i) result.at[i] = f(i);
-    return result;
+    return filled<Lanes>(f);
 }
 inline Lanes zeros() { return each([](int) { return 0.0f; }); }
 inline Lanes all(float x) { return each([&](int) { return x; }); }
