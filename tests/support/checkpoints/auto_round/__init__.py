@@ -6,7 +6,8 @@ give. They were made by
 
     python -m tests.support.checkpoints.auto_round.make
 
-in an environment that has `auto-round==0.16.1` as well.
+in an environment that has `auto-round==0.16.1` as well. With `--model MODEL --into FOLDER` it quantises a model
+instead, which `benchmarks.kernels.checkpoints` measures.
 """
 
 from pathlib import Path

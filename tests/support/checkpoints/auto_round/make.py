@@ -1,5 +1,6 @@
 """Makes the checkpoints. See the package."""
 
+import argparse
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from demo import pair
 from tests.support.checkpoints.auto_round import FORMATS, LOGITS, MADE, SIZES
 from tests.support.models.tiny_models import build
 
-GROUP = 32
+GROUP, GROUP_OF_MODELS = 32, 128
 ASKED = {
     "gptq_4_asymmetric": ("W4A16", "auto_gptq", False),
     "gptq_8": ("W8A16", "auto_gptq", True),
@@ -27,14 +28,21 @@ ASKED = {
     "own_awq": ("W4A16", "auto_round:auto_awq", False),
 }
 """The scheme, the format and whether zero points are in the middle."""
+ASKED_OF_MODELS = ASKED | {
+    "fp8_blocks": ("FP8_BLOCK", "llm_compressor", True),
+    "int8": ("INT8", "llm_compressor", True),
+    "mxfp4": ("MXFP4", "llm_compressor", True),
+}
+"""Those of whole models: with compressed-tensors' formats, whose tiny checkpoints tests make themselves."""
 
 
-def make(source: Path, name: str, folder: Path) -> Path:
+def make(source: Path, name: str, folder: Path, group: int = GROUP) -> Path:
     """Quantise *source* by rounding to the nearest; return the folder that AutoRound made in *folder*."""
-    scheme, format_, symmetric = ASKED[name]
+    scheme, format_, symmetric = ASKED_OF_MODELS[name]
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(pair()[0])
-    options = {"sym": symmetric, "group_size": GROUP, "iters": 0, "disable_opt_rtn": True, "device_map": "cpu"}
+    options = {"sym": symmetric, "iters": 0, "disable_opt_rtn": True, "device_map": "cpu"}
+    options |= {"group_size": group} if name in ASKED else {}
     AutoRound(model, tokenizer, scheme=scheme, **options).quantize_and_save(str(folder), format=format_)
     return next(path.parent for path in folder.rglob("model.safetensors"))
 
@@ -58,8 +66,8 @@ def meant(stored: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]
     return weights
 
 
-def main() -> None:
-    """Make all of them anew."""
+def make_tiny() -> None:
+    """Make all of the package anew."""
     with tempfile.TemporaryDirectory() as scratch:
         source = build("llama", Path(scratch) / "source", **SIZES)
         for name in FORMATS:
@@ -73,6 +81,19 @@ def main() -> None:
             ids = torch.arange(40)[None] * 7 % model.config.vocab_size
             with torch.no_grad():
                 save_file({"ids": ids, "logits": model(ids).logits.contiguous()}, kept / LOGITS)
+
+
+def main() -> None:
+    """Make the package's checkpoints, or those of a model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="folder of a model to quantise (default: the package's tiny ones)")
+    parser.add_argument("--into", type=Path, help="folder for checkpoints of the model")
+    options = parser.parse_args()
+    if options.model is None:
+        make_tiny()
+    else:
+        for name in ASKED_OF_MODELS:
+            print(make(options.model, name, options.into / name, GROUP_OF_MODELS), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ Each folder has `config.json`, `model.safetensors` and `logits.safetensors`: tok
 
     python -m tests.support.checkpoints.publishers.make
 
-in an environment that has these packages as well.
+in an environment that has these packages as well. With `--model MODEL --into FOLDER` it quantises a model instead, but
+for gpt-oss' format, which is one of experts; `benchmarks.kernels.checkpoints` measures those.
 """
 
 from pathlib import Path

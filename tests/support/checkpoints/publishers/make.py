@@ -1,5 +1,6 @@
 """Makes the checkpoints. See the package."""
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,16 @@ from tests.support.checkpoints.publishers import FORMATS, MADE
 from tests.support.models.tiny_models import build
 
 Tensors = dict[str, torch.Tensor]
-BLOCK = 32
+BLOCK, BLOCK_OF_MODELS = 32, 128
 GPT_OSS_SIZES = {"hidden_size": 64, "intermediate_size": 64}
 LAYERS = "_proj.weight"
 FIRST_READ = "block.0.mlp.mlp1_weight"
 """A name under which OpenAI's reader looks for quantised weights."""
 
 
-def fp8_blocks(source: Path, folder: Path, scales: str = "float") -> Tensors:
+def fp8_blocks(source: Path, folder: Path, scales: str = "float", block: int = BLOCK) -> Tensors:
     """DeepSeek's format, by `transformers`."""
-    config = FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), scale_fmt=scales)
+    config = FineGrainedFP8Config(weight_block_size=(block, block), scale_fmt=scales)
     asks = types.SimpleNamespace(quantization_config=config)
     stored, meant = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():
@@ -114,15 +116,21 @@ def written(source: Path, folder: Path, stored: Tensors, config: dict[str, Any],
 
 MAKE: dict[str, Callable[[Path, Path], Tensors]] = {
     "fp8_blocks": fp8_blocks,
-    "fp8_blocks_ue8m0": lambda source, folder: fp8_blocks(source, folder, "ue8m0"),
+    "fp8_blocks_ue8m0": partial(fp8_blocks, scales="ue8m0"),
     "fbgemm": fbgemm,
     "model_opt": model_opt,
     "gpt_oss": gpt_oss,
 }
+MAKE_OF_MODELS: dict[str, Callable[[Path, Path], Tensors]] = {
+    "fp8_blocks": partial(fp8_blocks, block=BLOCK_OF_MODELS),
+    "fp8_blocks_ue8m0": partial(fp8_blocks, scales="ue8m0", block=BLOCK_OF_MODELS),
+    "fbgemm": fbgemm,
+    "model_opt": model_opt,
+}
 
 
-def main() -> None:
-    """Make all of them anew."""
+def make_tiny() -> None:
+    """Make all of the package anew."""
     with tempfile.TemporaryDirectory() as scratch:
         llama = build("llama", Path(scratch) / "llama", **SIZES)
         experts = build("gpt_oss", Path(scratch) / "experts", **GPT_OSS_SIZES)
@@ -139,6 +147,20 @@ def main() -> None:
             ids = torch.arange(40)[None] * 7 % model.config.vocab_size
             with torch.no_grad():
                 save_file({"ids": ids, "logits": model(ids).logits.contiguous()}, kept / LOGITS)
+
+
+def main() -> None:
+    """Make the package's checkpoints, or those of a model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="folder of a model to quantise (default: the package's tiny ones)")
+    parser.add_argument("--into", type=Path, help="folder for checkpoints of the model")
+    options = parser.parse_args()
+    if options.model is None:
+        make_tiny()
+    else:
+        options.into.mkdir(parents=True, exist_ok=True)
+        for name, make in MAKE_OF_MODELS.items():
+            make(options.model, options.into / name)
 
 
 if __name__ == "__main__":
