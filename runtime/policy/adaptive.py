@@ -183,7 +183,7 @@ class AdaptivePolicy:
         k, costs = self._exploration.choose(max(self._typical), self._switch.gain), self._costs.of(num_known, num_rows)
         read_s = self._costs.reading.read_s(num_rows)
         each_s = loss(k, max(self._typical), num_rows, costs, gain=self.predicted_speedup, read_s=read_s)
-        is_paid = self._trials.pay(self._catch_up_s + EXPLORED_ROUNDS * each_s)
+        is_paid = self._trials.pay(self._catch_up_s + EXPLORED_ROUNDS * each_s, resumes=not self.current)
         return self._exploration.start(k) if is_paid else None
 
     def _use_everywhere(self, k: int) -> None:
@@ -203,6 +203,8 @@ class AdaptivePolicy:
         best = self._chooser.choose(list(rows.values()), costs)
         gain = best.gain * self._calibration.factor if best.k_RS.any() else 1.0
         if self._may_draft(gain, len(rows), costs.plain()):
+            if self.current and not self._chosen:
+                self._trials.restore_share()  # the round before tried what pays
             self._calibration.expect(best, costs.prompts_s)
             self._use(best.k_RS, rows)
         else:
@@ -224,9 +226,8 @@ class AdaptivePolicy:
         return self._switch.is_on and not self._resuming.holds(self._catch_up_s, (1 - 1 / gain) * plain_s, num_rounds)
 
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
-        costs = self._costs.of(num_known, num_rows)
-        lost_s = costs.uniform(TRIAL_TOKENS, num_rows) - costs.plain()
-        if not self._trials.start_if_due(self._catch_up_s, max(0.0, lost_s)):
+        each_s = loss(TRIAL_TOKENS, 0, num_rows, self._costs.of(num_known, num_rows), gain=1.0, read_s=0.0)
+        if not self._trials.start_if_due(self._catch_up_s, each_s):
             return False
         # What is known of drafts is old: it must not outweigh what the next trials show.
         self._chooser.age()

@@ -16,7 +16,7 @@ MOST_MISSED = 2.0
 """It is switched off once decoding without it would have saved so many plain rounds since it seems not to pay."""
 TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.004
 """Of the time, for trials, and for deciding while speculation is off: before the first trial, and after some that did
-not switch it on, each of which halves it."""
+not bring draft tokens back, each of which halves it."""
 TRIAL_ROUNDS = WARMING_ROUNDS + 4
 """A trial drafts in so many rounds in a row."""
 MOST_LOST = 2.0
@@ -133,19 +133,27 @@ class Trials:
         if self._pause > 0 or self._saved_s < needed_s:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
-        self._share = max(LEAST_TRIAL_SHARE, self._share / 2)
+        self._halve_share()
         self._rounds_left, self._lost_s, self._read_s = TRIAL_ROUNDS, [], 0.0
         return True
 
     def restore_share(self) -> None:
-        """Let the next trials take as much of the time as the first did: speculation was switched on or off."""
+        """Let the next trials take as much of the time as the first did: draft tokens pay, or just stopped."""
         self._share = TRIAL_SHARE
 
-    def pay(self, expected_s: float) -> bool:
-        """Return whether enough time was saved for rounds that lose *expected_s*; if so, spend it."""
+    def _halve_share(self) -> None:
+        self._share = max(LEAST_TRIAL_SHARE, self._share / 2)
+
+    def pay(self, expected_s: float, *, resumes: bool) -> bool:
+        """Return whether enough time was saved for rounds that lose *expected_s*; if so, spend it.
+
+        If there were no draft tokens before, it *resumes* them.
+        """
         if self._saved_s < expected_s:
             return False
         self._saved_s -= expected_s
+        if resumes:
+            self._halve_share()
         return True
 
     def spend(self, seconds: float) -> None:

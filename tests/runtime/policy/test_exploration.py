@@ -8,6 +8,7 @@ from protos.messages import StepCosts
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.round_costs import RoundCostModel
+from runtime.policy.switching import LEAST_TRIAL_SHARE, TRIAL_SHARE, Trials
 from tests.support.policy_simulation import Simulation, best_fixed, cheap, flat, warmed_up
 
 FULL = pytest.mark.full
@@ -78,3 +79,19 @@ def test_in_most_rounds_it_does_nothing_and_still_misses_none(rate: float) -> No
     assert num_busy < 400
     simulation.run([0.8 - rate], 300)
     assert simulation.run([0.8 - rate], 1000) >= 0.95 * best_fixed([0.8 - rate], flat, cheap)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_rounds_that_bring_draft_tokens_back_in_vain_become_rarer(resumes: bool) -> None:
+    trials, pauses = Trials(3), []
+    for _ in range(4):
+        pauses.append(1)
+        while not trials.pay(1.0, resumes=resumes):
+            trials.end_round(0.99)
+            pauses[-1] += 1
+    least = 1 / LEAST_TRIAL_SHARE if resumes else 1 / TRIAL_SHARE
+    assert pauses[0] == pytest.approx(1 / TRIAL_SHARE, rel=0.05)
+    assert pauses[-1] == pytest.approx(least, rel=0.05)
+    trials.restore_share()
+    trials.end_round(102.0)
+    assert trials.pay(1.0, resumes=resumes)
