@@ -66,15 +66,15 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         A node is valid if its id is below *vocab_size* and its parent comes before it. A draft whose tokens, parents
         and probes differ in number has no valid node.
         """
-        size = len(self)
+        tokens, size = self.tokens, len(self.tokens)
+        if tokens and not (self.parents or self.probes) and min(tokens) >= 0 and max(tokens) < vocab_size:
+            return self if size <= k else Draft(tokens[:k])
         if len(self.parents) not in {0, size} or len(self.probes) not in {0, size}:
             return NO_DRAFT
         return self.first(min(k, self._num_valid(vocab_size)))
 
     def _num_valid(self, vocab_size: int) -> int:
         """Return how many nodes come before the first invalid one."""
-        if self.tokens and not self.parents and min(self.tokens) >= 0 and max(self.tokens) < vocab_size:
-            return len(self.tokens)
         for node, (token, parent) in enumerate(zip(self.tokens, self.node_parents(), strict=True)):
             if not (0 <= token < vocab_size and -1 <= parent < node):
                 return node
@@ -102,7 +102,7 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
     def within(self, depth: int) -> "Draft":
         """Return the nodes of the first *depth* levels, and the probes below them, in the normal form of `first`."""
-        if len(self) <= depth:  # whatever its shape
+        if len(self.tokens) <= depth:  # whatever its shape
             return self
         depths = self.depths()
         if max(depths, default=0) <= depth:

@@ -227,8 +227,8 @@ class TargetWorker:
                     # sequence; if it does not, the next round fails the row.
                     path, emitted = path[:-1], emitted[:-1]
                 logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
-                verdict = Verdict(row.slot, emitted, len(draft), path, logprobs)
-                verdicts.append(with_tree(verdict, draft))
+                verdict = Verdict(row.slot, emitted, len(draft.tokens), path, logprobs)
+                verdicts.append(verdict if draft.is_chain else with_tree(verdict, draft))
             at += count
         return verdicts
 

@@ -25,10 +25,11 @@ class Chains:
     """
 
     def __init__(self, rows: Seq[DraftRow], max_steps: int = MAX_SPECULATIVE_TOKENS) -> None:
-        self._order = sorted(range(len(rows)), key=lambda i: -rows[i].length)
+        lengths = [min(max_steps, row.length) for row in rows]
+        self._order = sorted(range(len(rows)), key=lambda i: -lengths[i])
         self.rows = [rows[i] for i in self._order]
-        self.steps = min(max_steps, self.rows[0].length if rows else 0)
-        self._lengths = [min(self.steps, row.length) for row in self.rows]
+        self._lengths = [lengths[i] for i in self._order]
+        self.steps = self._lengths[0] if rows else 0
         self._tokens: list[list[int]] = [[] for _ in rows]
         self._leave_but([place for place in range(len(rows)) if self._is_short(place)])
 
@@ -40,6 +41,8 @@ class Chains:
         """
         for place, token in zip(self._places, ids_R.tolist(), strict=True):
             self._tokens[place].append(token)
+        if self._places and (goes_on_R is None or all(goes_on_R)) and self._is_short(self._places[-1]):
+            return slice(len(self._places))  # the last one is the shortest, and all go on
         kept = [
             i for i, place in enumerate(self._places) if self._is_short(place) and (goes_on_R is None or goes_on_R[i])
         ]

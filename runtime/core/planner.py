@@ -138,9 +138,11 @@ class Planner:
         for one in scheduled:
             sequence = one.sequence
             missing = self._blocks.blocks_for(one.end) - len(sequence.block_ids)
+            if missing <= 0:
+                continue
             while sequence.is_running and missing > self._blocks.num_free:
                 self._queue.preempt_youngest()
-            if sequence.is_running and missing > 0:
+            if sequence.is_running:
                 sequence.block_ids += self._blocks.allocate(missing)
         return [one for one in scheduled if one.sequence.is_running]
 
@@ -163,12 +165,13 @@ class Planner:
 
     def _allocate_draft(self, one: ScheduledSequence) -> None:
         """Allocate blocks for the draft's nodes; for a draft worker's, also for all that it is fed to grow a tree."""
-        block_ids = one.sequence.block_ids
+        block_ids, end = one.sequence.block_ids, one.end
         places = one.k if one.draft is not None else max(one.k, self._draft_places)
-        missing = self._blocks.blocks_for(one.end + places) - len(block_ids)
-        if missing > 0:
-            block_ids += self._blocks.allocate(min(missing, self._blocks.num_free))
-        room = len(block_ids) * self._blocks.block_size - one.end
+        missing = self._blocks.blocks_for(end + places) - len(block_ids)
+        if missing <= 0:
+            return
+        block_ids += self._blocks.allocate(min(missing, self._blocks.num_free))
+        room = len(block_ids) * self._blocks.block_size - end
         if room < one.k:
             one.shrink(room)
 
@@ -273,7 +276,7 @@ class Planner:
             one.samples,
             sequence.token_ids[sequence.num_sent_tokens :],
             new_blocks,
-            self._blocks.versions_of(new_blocks),
+            self._blocks.versions_of(new_blocks) if new_blocks else [],
             one.draft,
             one.depth,
             one.source,

@@ -202,7 +202,8 @@ class Scheduler:
         self._publish(sequence, row)
         if not verdict.token_ids and not verdict.prompt_logprobs:
             return None  # it skipped its turn
-        self._move_accepted(sequence, row, verdict.path)
+        if verdict.widths:
+            self._move_accepted(sequence, row, verdict.path)
         if self._proposers is not None:
             self._proposers.grow(sequence, verdict.token_ids[:num_new], verdict.probed)
         self._counters.generated_tokens += num_new
@@ -219,13 +220,12 @@ class Scheduler:
 
     def _count_draft(self, sequence: Sequence, verdict: Verdict, num_new: int) -> Step:
         """Count the draft tokens of a row, without those after the end of the sequence."""
-        widths = verdict.widths or (1,) * verdict.proposed
-        if sequence.finish_reason is not None:
-            widths = widths[:num_new]
-        accepted = min(len(verdict.path), num_new)
-        sequence.speculation.add(widths, accepted)
-        self._counters.speculation.add(widths, accepted)
-        return Step(sum(widths), accepted, len(widths))
+        most = verdict.proposed if sequence.finish_reason is None else num_new
+        depth = min(most, len(verdict.widths) or verdict.proposed)
+        step = Step(sum(verdict.widths[:depth]) or depth, min(len(verdict.path), num_new), depth)
+        sequence.speculation.add(step)
+        self._counters.speculation.add(step)
+        return step
 
     def _move_accepted(self, sequence: Sequence, row: Row, path: Seq[int]) -> None:
         """Have the KV of a tree's accepted nodes moved to where those of a chain would be (`RoundPlan.moves`).

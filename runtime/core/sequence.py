@@ -27,15 +27,15 @@ class SpeculationCounts:
         """How many drafts had an accepted token at each position."""
         return tuple(accumulate(self.by_accepted[:0:-1]))[::-1]
 
-    def add(self, widths: Seq[int], accepted: int) -> None:
-        """Count one draft: `widths[i]` tokens were proposed at position i, and *accepted* of all were accepted."""
+    def add(self, step: Step) -> None:
+        """Count the draft of one step."""
         self.steps += 1
-        self.proposed += sum(widths)
-        self.accepted += accepted
+        self.proposed += step.proposed
+        self.accepted += step.accepted
         by_accepted = self.by_accepted
-        if len(by_accepted) <= len(widths):
-            by_accepted.extend([0] * (len(widths) + 1 - len(by_accepted)))
-        by_accepted[accepted] += 1
+        if len(by_accepted) <= step.depth:
+            by_accepted.extend([0] * (step.depth + 1 - len(by_accepted)))
+        by_accepted[step.accepted] += 1
 
     def snapshot(self) -> SpeculationStats:
         """Return the counts so far."""
@@ -61,6 +61,7 @@ class Sequence:
         arrived_at / queued_s: arrival on the monotonic clock; seconds until it first ran, None before.
         num_prompt_logprobs: prompt positions, from 1, whose log-probabilities were emitted.
         finish_reason / stop_reason / error: why it ended; None while it is unfinished.
+        ending_ids: tokens that end it.
     """
 
     request: Request
@@ -86,6 +87,11 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    ending_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.ending_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.request.eos_ids)))
 
     @property
     def is_running(self) -> bool:
@@ -136,10 +142,7 @@ class Sequence:
         """Whether none of *token_ids* can end it, which is known without looking at each."""
         if self.detokenizer is not None or len(self.token_ids) + len(token_ids) >= self.max_len:
             return False
-        request, new = self.request, set(token_ids)
-        return new.isdisjoint(request.params.stop_token_ids) and (
-            request.params.ignore_eos or new.isdisjoint(request.eos_ids)
-        )
+        return self.ending_ids.isdisjoint(token_ids)
 
     def _ends_with(self, token_id: int) -> bool:
         params = self.request.params

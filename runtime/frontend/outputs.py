@@ -49,7 +49,7 @@ class OutputCollector:
         self._outputs = [CompletionOutput(index) for index in range(len(requests))]
         self._texts: list[list[str]] = [[] for _ in requests]
         self._stats: list[SpeculationStats | None] = [None] * len(requests)
-        self._num_cached = 0
+        self._num_cached, self._num_unfinished = 0, len(requests)
         self._metrics = RequestMetrics(arrival_time=time.time())
         sampling = requests[0].sampling
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -62,7 +62,7 @@ class OutputCollector:
     @property
     def finished(self) -> bool:
         """Whether every sample has ended."""
-        return all(output.finish_reason is not None for output in self._outputs)
+        return self._num_unfinished == 0
 
     @property
     def num_tokens(self) -> int:
@@ -77,9 +77,10 @@ class OutputCollector:
         if new.text:
             self._texts[index].append(new.text)
         self._count(len(new.token_ids))
-        self._add_logprobs(output, new)
-        if index == 0:
-            self._num_cached = max(self._num_cached, new.num_cached_tokens)
+        if new.logprobs or new.prompt_logprobs:
+            self._add_logprobs(output, new)
+        if index == 0 and new.num_cached_tokens > self._num_cached:
+            self._num_cached = new.num_cached_tokens
         if new.finish_reason is not None:
             self._finish(output, new)
 
@@ -96,6 +97,7 @@ class OutputCollector:
             self._prompt_logprobs.extend(position_logprobs(entry, self._decode) for entry in new.prompt_logprobs)
 
     def _finish(self, output: CompletionOutput, new: TokenOutput) -> None:
+        self._num_unfinished -= output.finish_reason is None
         output.finish_reason = new.finish_reason
         output.stop_reason = new.stop_reason if new.error is None else new.error
         self._stats[output.index] = new.speculation

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.draft import NO_DRAFT, Draft
-from protos.messages import NewSequence, RoundPlan, Row, Sampling
+from protos.messages import NewSequence, RoundPlan, Row, Sampling, Step
 from runtime.core.sequence import SpeculationCounts
 from tests.support.tree_proposer import random_tree
 from workers.draft.wire import STAMP, broadcast_drafts, decode, encode
@@ -76,8 +76,8 @@ def test_depths_ancestors_and_widths_of_one_tree() -> None:
 
 def test_positions_are_depths_and_probes_are_no_draft_tokens_in_the_counts() -> None:
     counts = SpeculationCounts()
-    counts.add([2, 3, 1], accepted=2)
-    counts.add([1, 1], accepted=0)
+    counts.add(Step(6, accepted=2, depth=3))
+    counts.add(Step(2, accepted=0, depth=2))
     stats = counts.snapshot()
     assert (stats.steps, stats.proposed, stats.accepted, stats.accepted_per_pos) == (2, 8, 2, (1, 1, 0))
 

@@ -44,7 +44,7 @@ class DraftCache:
         self.held: Ints = np.zeros(num_slots, np.int64)
         # Single elements are read and written faster through these.
         self._held, self._known, self._generation = self.held.data, slots.known_len.data, slots.joined.data
-        self._num_blocks = slots.num_blocks.data
+        self._num_blocks, self._blocks, self._versions = slots.num_blocks.data, slots.blocks.data, slots.versions.data
         self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # position, and draft tokens fed there
 
     def ends(self, slots_R: Ints) -> Ints:
@@ -61,12 +61,13 @@ class DraftCache:
 
         The last one is fed in the round that drafts, whose first draft token is sampled from its output.
         """
-        if not self.forward.loaded.layers:
+        loaded = self.forward.loaded
+        if not loaded.layers:
             return 0
-        most = min(self._num_blocks[slot] * self.slots.block_size, self.forward.loaded.max_model_len)
-        if self.needs == "all":
-            most = min(most, int(self.waiting.end_S[slot]))
-        return min(most, self._known[slot] - self.lag - 1)
+        most = min(
+            self._num_blocks[slot] * self.slots.block_size, loaded.max_model_len, self._known[slot] - self.lag - 1
+        )
+        return most if self.needs != "all" else min(most, int(self.waiting.end_S[slot]))
 
     def fits(self, slot: int, depth: int) -> bool:
         """Whether the draft's context has room for *depth* levels, and the features to begin with have arrived."""
@@ -202,8 +203,16 @@ class DraftCache:
         if self.needs == "all":
             self.waiting.drop(slots_R, end_R)
         for slot, first, end in zip(slots_R.tolist(), first_R.tolist(), end_R.tolist(), strict=True):
-            self.validity.mark(self.slots.blocks[slot], self.slots.versions[slot], first, end)
+            self._mark(slot, first, end)
         self.held[slots_R] = end_R
+
+    def _mark(self, slot: int, first: int, end: int) -> None:
+        """Record that positions *first* to *end* of a slot are valid."""
+        size = self.slots.block_size
+        for i in range(first // size, -(-end // size)):
+            base = i * size
+            offset = first - base if first > base else 0
+            self.validity.mark(self._blocks[slot, i], self._versions[slot, i], offset, min(size, end - base))
 
     def _table(self, slot: int) -> tuple[list[int], list[int]]:
         count = int(self.slots.num_blocks[slot])
@@ -211,20 +220,20 @@ class DraftCache:
 
     def _keep_accepted(self, slot: int, base: int, fed: list[int]) -> None:
         """Count draft tokens that were fed and then accepted; entries of a draft's own features are not valid."""
-        fed = fed[: max(0, self._known[slot] - base)]  # the slot holds the draft after them
-        accepted = _common_prefix(fed, self.slots.tokens[slot, base : base + len(fed)].tolist()) if fed else 0
+        known = self.slots.tokens[slot, base : min(base + len(fed), self._known[slot])].tolist() if fed else []
+        accepted = len(fed) if fed == known else _common_prefix(fed, known)  # the slot holds the draft after them
         if accepted:
             held = self._held[slot]
-            self.validity.mark(self.slots.blocks[slot], self.slots.versions[slot], held, held + accepted)
+            self._mark(slot, held, held + accepted)
             self._held[slot] = held + accepted
 
 
 def _common_prefix(fed: Seq[int], known: Seq[int]) -> int:
     """Return how many leading tokens are equal."""
-    for count, (drafted, token) in enumerate(zip(fed, known, strict=True)):
+    for count, (drafted, token) in enumerate(zip(fed, known, strict=False)):
         if drafted != token:
             return count
-    return len(fed)
+    return min(len(fed), len(known))
 
 
 class BlockValidity:
@@ -260,14 +269,11 @@ class BlockValidity:
                 break
         return begin
 
-    def mark(self, blocks: Seq[int], versions: Seq[int], first: int, end: int) -> None:
-        """Record that a sequence's positions *first* to *end* are valid.
+    def mark(self, block: int, version: int, first: int, end: int) -> None:
+        """Record that positions *first* to *end* of a block are valid.
 
-        Earlier positions of a block stay valid if they reach up to *first*, and become invalid otherwise.
+        Earlier ones stay valid if they reach up to *first*, and become invalid otherwise.
         """
-        for i in range(first // self.block_size, -(-end // self.block_size)):
-            block, version, base = int(blocks[i]), int(versions[i]), i * self.block_size
-            offset = max(0, first - base)
-            if self.version[block] != version or self.filled[block] < offset or self.begin[block] > offset:
-                self.begin[block] = offset
-            self.version[block], self.filled[block] = version, min(self.block_size, end - base)
+        if self.version[block] != version or self.filled[block] < first or self.begin[block] > first:
+            self.version[block], self.begin[block] = version, first
+        self.filled[block] = end

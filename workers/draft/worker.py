@@ -281,18 +281,18 @@ class DraftWorker:
 
     def within_budget(self, rows: Seq[DraftRow]) -> list[int]:
         """Return the rows that can catch up in this round; feed a part of the first that cannot."""
-        ready, self.left = [], self.max_catch_up
+        ready, self.left, cache = [], self.max_catch_up, self.cache
         for i, row in enumerate(rows):
-            lag = -self.cache.refresh(row.slot) + self.cache.reach(row.slot) + 1
-            if not self.cache.fits(row.slot, row.length):
+            lag = -cache.refresh(row.slot) + cache.reach(row.slot) + 1
+            if not cache.fits(row.slot, row.length):
                 continue
             if lag <= self.left:
                 ready.append(i)
                 self.left -= lag
             elif self.left > 0:
                 count, self.left = self.left, 0
-                first = self.cache.held[row.slot : row.slot + 1]
-                self.cache.feed(np.array([row.slot]), first, first + count)
+                first = cache.held[row.slot : row.slot + 1]
+                cache.feed(np.array([row.slot]), first, first + count)
         return ready
 
 

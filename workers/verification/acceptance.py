@@ -90,7 +90,7 @@ class SampleAndMatch:
             if count:
                 sampled = sampled_N[at : at + count]
                 path = accept(draft, sampled)
-                accepted.append(AcceptedTokens(path, [sampled[0], *(sampled[node + 1] for node in path)]))
+                accepted.append(AcceptedTokens(path, emitted(draft, path, sampled)))
                 at += count
         return accepted
 
@@ -123,6 +123,11 @@ def accept(draft: Draft, sampled: Seq[int]) -> list[int]:
         if token != target_token:
             return list(range(count))
     return list(range(len(draft)))
+
+
+def emitted(draft: Draft, path: list[int], sampled: list[int]) -> list[int]:
+    """Return the target's tokens after the root and after the nodes on *path*; for *sampled* see `accept`."""
+    return sampled[: len(path) + 1] if draft.is_chain else [sampled[0], *(sampled[node + 1] for node in path)]
 
 
 class Synthetic:

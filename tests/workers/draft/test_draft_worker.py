@@ -18,7 +18,8 @@ from workers.draft.worker import DraftWorker
 
 def test_a_prefix_is_held_as_far_as_versions_agree_and_blocks_are_full() -> None:
     validity = BlockValidity(num_blocks=8, block_size=4)
-    validity.mark([3, 5, 6], [1, 1, 1], 0, 10)
+    for block, end in ((3, 4), (5, 4), (6, 2)):
+        validity.mark(block, 1, 0, end)
     assert validity.prefix([3, 5, 6], [1, 1, 1]) == 10
     assert validity.prefix([3, 5, 7], [1, 1, 1]) == 8
     assert validity.prefix([3, 5, 6], [1, 2, 1]) == 4
@@ -27,16 +28,17 @@ def test_a_prefix_is_held_as_far_as_versions_agree_and_blocks_are_full() -> None
 
 def test_marking_goes_on_where_it_stopped_within_a_block() -> None:
     validity = BlockValidity(num_blocks=4, block_size=4)
-    validity.mark([0, 1], [1, 1], 0, 3)
+    validity.mark(0, 1, 0, 3)
     assert validity.prefix([0, 1], [1, 1]) == 3
-    validity.mark([0, 1], [1, 1], 3, 6)
+    validity.mark(0, 1, 3, 4)
+    validity.mark(1, 1, 0, 2)
     assert validity.prefix([0, 1], [1, 1]) == 6
 
 
 def test_a_block_given_to_other_content_is_forgotten() -> None:
     validity = BlockValidity(num_blocks=2, block_size=4)
-    validity.mark([0], [1], 0, 4)
-    validity.mark([0], [2], 0, 1)
+    validity.mark(0, 1, 0, 4)
+    validity.mark(0, 2, 0, 1)
     assert validity.prefix([0], [1]) == 0
     assert validity.prefix([0], [2]) == 1
 
