@@ -228,7 +228,7 @@ class TargetWorker:
                     path, emitted = path[:-1], emitted[:-1]
                 logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
                 verdict = Verdict(row.slot, emitted, len(draft.tokens), path, logprobs)
-                verdicts.append(verdict if draft.is_chain else with_tree(verdict, draft))
+                verdicts.append(with_tree(verdict, draft))
             at += count
         return verdicts
 

@@ -1,6 +1,5 @@
 """Makes the checkpoints. See the package."""
 
-import argparse
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo import pair
 from tests.support.checkpoints.auto_round import FORMATS, LOGITS, MADE, SIZES
+from tests.support.checkpoints.making import arguments
 from tests.support.models.tiny_models import build
 
 GROUP, GROUP_OF_MODELS = 32, 128
@@ -85,10 +85,7 @@ def make_tiny() -> None:
 
 def main() -> None:
     """Make the package's checkpoints, or those of a model."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="folder of a model to quantise (default: the package's tiny ones)")
-    parser.add_argument("--into", type=Path, help="folder for checkpoints of the model")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     if options.model is None:
         make_tiny()
     else:

@@ -1,6 +1,5 @@
 """Makes the checkpoints. See the package."""
 
-import argparse
 import importlib
 import importlib.util
 import json
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from tests.support.checkpoints.auto_round import LOGITS, SIZES
+from tests.support.checkpoints.making import arguments
 from tests.support.checkpoints.publishers import FORMATS, MADE
 from tests.support.models.tiny_models import build
 
@@ -151,10 +151,7 @@ def make_tiny() -> None:
 
 def main() -> None:
     """Make the package's checkpoints, or those of a model."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="folder of a model to quantise (default: the package's tiny ones)")
-    parser.add_argument("--into", type=Path, help="folder for checkpoints of the model")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     if options.model is None:
         make_tiny()
     else:
