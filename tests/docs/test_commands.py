@@ -29,6 +29,7 @@ RAY_FLAGS = frozenset({"--no-restart", "--restart-only"})
 """Options of `ray up`."""
 INSTALLED = re.compile("^(/opt|~)/slipstream/")
 """Where the image and the machines of `cluster-venv.yaml` have the repository."""
+SHARED_OPTIONS = ("benchmarks/shared/measure.py", "tests/support/checkpoints/making.py")
 EVERY_COMMAND = ("generate", "serve", "check", "simulate", "tune", "build-datastore", "env", "doctor")
 BENCH_COMMANDS = ("serve", "compare")
 
@@ -120,9 +121,9 @@ def _python(words: Sequence[str]) -> None:
 
 
 def _check_options(path: Path, words: Sequence[str]) -> None:
-    """Options are strings in the script or, for benchmarks, in what all of them share."""
-    shared = ROOT / "benchmarks/shared/measure.py"
-    known = set(re.findall(r'"(--[\w-]+)"', path.read_text() + shared.read_text()))
+    """Options are strings in the script or in the files where several scripts have theirs."""
+    texts = [path.read_text(), *((ROOT / shared).read_text() for shared in SHARED_OPTIONS)]
+    known = set(re.findall(r'"(--[\w-]+)"', "".join(texts)))
     assert {word for word in words if word.startswith("--")} <= known, words
 
 
